@@ -1,7 +1,8 @@
 """bayesfl: Bayesian inference for federated models.
 
-Personal, calibrated models for clients whose data may not be pooled: published Bayesian and personalised federated methods as
-short compositions of the same few parts, and those parts on their own.
+Personal, calibrated models for clients whose data may not be pooled: published Bayesian and
+personalised federated methods as short compositions of the same few parts, and those parts on their
+own.
 """
 
 import importlib

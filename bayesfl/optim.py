@@ -1,7 +1,9 @@
-"""Optimisers as values: a pure step for one client, and the same step in place for a chunk of clients.
+"""Optimisers as values: a pure step for one client, and the same step in place for a chunk of
+clients.
 
-`update` returns new tensors; the reference kernel uses it. `update_` changes lists of tensors in place, whose first axis may
-be clients. The two agree to rounding. A learning rate is a number or a schedule (round, rounds) -> number.
+`update` returns new tensors; the reference kernel uses it. `update_` changes lists of tensors in
+place, whose first axis may be clients. The two agree to rounding. A learning rate is a number or a
+schedule (round, rounds) -> number.
 """
 
 import inspect
@@ -18,19 +20,31 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bayesfl.base.options import AT_LEAST_0, Range, declared
 
 Schedule: TypeAlias = Callable[[int, int], float]
-Rate: TypeAlias = Annotated[float | Schedule, AT_LEAST_0, "Learning rate >= 0, or a schedule (round, rounds) -> rate."]
+Rate: TypeAlias = Annotated[
+    float | Schedule, AT_LEAST_0, "Learning rate >= 0, or a schedule (round, rounds) -> rate."
+]
 Decay: TypeAlias = Annotated[float, Range(0, 1, "[")]
 L2: TypeAlias = Annotated[float, AT_LEAST_0, "L2 coefficient; its term is added to the gradient."]
 
 
-def multistep(rate: float, *, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> Schedule:
-    """Return a schedule that starts at `rate` and multiplies by `factor` as each share of the rounds in `milestones` has passed."""
-    return lambda round, rounds: rate * factor ** sum(round >= share * rounds for share in milestones)
+def multistep(
+    rate: float, *, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1
+) -> Schedule:
+    """Return a schedule that starts at `rate` and multiplies by `factor` as each share of the
+    rounds in `milestones` has passed.
+    """
+    return lambda round, rounds: (
+        rate * factor ** sum(round >= share * rounds for share in milestones)
+    )
 
 
 def cosine(rate: float, *, final: float = 0.0) -> Schedule:
-    """Return a schedule that falls from `rate` in the first round to `final` at the end of the last, along half a cosine."""
-    return lambda round, rounds: final + 0.5 * (rate - final) * (1 + math.cos(math.pi * round / rounds))
+    """Return a schedule that falls from `rate` in the first round to `final` at the end of the
+    last, along half a cosine.
+    """
+    return lambda round, rounds: (
+        final + 0.5 * (rate - final) * (1 + math.cos(math.pi * round / rounds))
+    )
 
 
 def rate_at(rate: Rate, round: int, rounds: int) -> float:
@@ -42,7 +56,8 @@ def rate_at(rate: Rate, round: int, rounds: int) -> float:
         rounds: Number of rounds in all.
 
     Raises:
-        ValueError: A schedule does not take two arguments, or returns something else than a number >= 0 that is finite.
+        ValueError: A schedule does not take two arguments, or returns something else than a number
+            >= 0 that is finite.
     """
     if not callable(rate):
         return rate
@@ -53,21 +68,25 @@ def rate_at(rate: Rate, round: int, rounds: int) -> float:
             inspect.signature(rate).bind(round, rounds)
         except TypeError:
             raise ValueError(
-                "rate must be a number or a schedule of two arguments, as lambda round, rounds: 0.1 * 0.99**round; got one that does not "
+                "rate must be a number or a schedule of two arguments, as lambda round, rounds: "
+                "0.1 * 0.99**round; got one that does not "
                 f"take them: {error}"
             ) from error
         raise
     found = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
     if isinstance(found, bool) or not isinstance(found, Real) or not 0 <= found < math.inf:
         raise ValueError(
-            f"rate must be >= 0 and finite, its schedule returned {found!r} for round {round} of {rounds}, counted from 0; let it return a "
+            f"rate must be >= 0 and finite, its schedule returned {found!r} for round {round} of "
+            f"{rounds}, counted from 0; let it return a "
             "number there"
         )
     return float(found)
 
 
 class Optimiser(Protocol):
-    """The interface of an optimiser, as phases use it; `state` holds nests of tensors and the number of steps taken."""
+    """The interface of an optimiser, as phases use it; `state` holds nests of tensors and the
+    number of steps taken.
+    """
 
     @property
     def rate(self) -> Rate:
@@ -82,14 +101,20 @@ class Optimiser(Protocol):
         """Return new parameters and state; the arguments are not changed."""
         ...
 
-    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
-        """Take one step in place: `params` and `grads` hold the first `active` clients, `state` all of them."""
+    def update_(
+        self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int
+    ) -> None:
+        """Take one step in place: `params` and `grads` hold the first `active` clients, `state` all
+        of them.
+        """
         ...
 
     def pace(self, params: Any, state: Any, rate: float) -> Any:
-        """Return how fast each parameter moves along a constant gradient: numbers, or tensors like `params`.
+        """Return how fast each parameter moves along a constant gradient: numbers, or tensors like
+        `params`.
 
-        A proximal step after the gradient step uses this as its rate, so that the two balance at the minimum of the whole energy.
+        A proximal step after the gradient step uses this as its rate, so that the two balance at
+        the minimum of the whole energy.
         """
         ...
 
@@ -98,17 +123,24 @@ def check_optimiser(name: str, value: object) -> None:
     """Check that `value` is an optimiser of this file, or has the same methods.
 
     Raises:
-        ValueError: `value` is something else, such as a learning rate or a class; or a subclass overrides one of `update` and `update_`,
-            which are one step in two forms, of which kernels take either.
+        ValueError: `value` is something else, such as a learning rate or a class; or a subclass
+            overrides one of `update` and `update_`, which are one step in two forms, of which
+            kernels take either.
     """
-    if isinstance(value, type) or not all(hasattr(value, method) for method in ("rate", "init", "update", "update_")):
+    if isinstance(value, type) or not all(
+        hasattr(value, method) for method in ("rate", "init", "update", "update_")
+    ):
         raise ValueError(f"{name} must be one of bayesfl.optim, such as SGD(0.1), got {value!r}")
-    owners = {method: next(kind for kind in type(value).__mro__ if method in vars(kind)) for method in ("update", "update_")}
+    owners = {
+        method: next(kind for kind in type(value).__mro__ if method in vars(kind))
+        for method in ("update", "update_")
+    }
     if owners["update"] is not owners["update_"]:
         kind = type(value).__name__
         raise ValueError(
-            f"{name}: {kind} takes update from {owners['update'].__name__} and update_ from {owners['update_'].__name__}; the two are one "
-            f"step, as new tensors and in place, and kernels take either: define both in {kind}"
+            f"{name}: {kind} takes update from {owners['update'].__name__} and update_ from "
+            f"{owners['update_'].__name__}; the two are one step, as new tensors and in place, and "
+            f"kernels take either: define both in {kind}"
         )
 
 
@@ -117,7 +149,9 @@ def _front(state: list[Tensor], active: int) -> list[Tensor]:
 
 
 def _aligned(number: Any, like: Tensor) -> Any:
-    """Reshape numbers for each client of a chunk, [C], of which `like` holds the first, to broadcast against it; a single number stays."""
+    """Reshape numbers for each client of a chunk, [C], of which `like` holds the first, to
+    broadcast against it; a single number stays.
+    """
     if not isinstance(number, Tensor) or not number.dim():
         return number
     return number[: len(like)].to(like).view(-1, *[1] * (like.dim() - 1))
@@ -125,7 +159,10 @@ def _aligned(number: Any, like: Tensor) -> Any:
 
 def _matched(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     # The fused kernels ignore strides: a gradient must have the memory layout of its parameter.
-    return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)]
+    return [
+        g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+        for p, g in zip(params, grads, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -145,11 +182,15 @@ class SGD:
         """Return zero velocities, one for each parameter; None without momentum.
 
         Raises:
-            TypeError: A parameter is in half precision, in which torch's fused SGD computes wrong steps on a CPU.
+            TypeError: A parameter is in half precision, in which torch's fused SGD computes wrong
+                steps on a CPU.
         """
-        if half := {str(t.dtype) for t in tree_leaves(params) if t.dtype in (torch.float16, torch.bfloat16)}:
+        if half := {
+            str(t.dtype) for t in tree_leaves(params) if t.dtype in (torch.float16, torch.bfloat16)
+        }:
             raise TypeError(
-                f"parameters must be in torch.float32 or torch.float64, got {', '.join(sorted(half))}; convert them by .float()"
+                "parameters must be in torch.float32 or torch.float64, got "
+                f"{', '.join(sorted(half))}; convert them by .float()"
             )
         return tree_map(torch.zeros_like, params) if self.momentum else None
 
@@ -160,7 +201,9 @@ class SGD:
             step = state = tree_map(lambda v, g: self.momentum * v + g, state, step)
         return tree_map(lambda w, s: w - rate * s, params, step), state
 
-    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
+    def update_(
+        self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int
+    ) -> None:
         """Take one step in place, see `Optimiser.update_`."""
         velocity = _front(state, active) if self.momentum else []
         torch._fused_sgd_(
@@ -177,14 +220,18 @@ class SGD:
         )
 
     def pace(self, params: Any, state: Any, rate: float) -> Any:
-        """Return the pace, see `Optimiser.pace`: the velocity grows to 1 / (1 - momentum) times the gradient."""
+        """Return the pace, see `Optimiser.pace`: the velocity grows to 1 / (1 - momentum) times the
+        gradient.
+        """
         return tree_map(lambda w: rate / (1 - self.momentum), params)
 
 
 def rate_limit(curvature: float, precision: float, momentum: float, *, prox: bool = False) -> float:
-    """Return the learning rate from which on steps of `SGD` diverge on a quadratic under a tie; infinite if none does.
+    """Return the learning rate from which on steps of `SGD` diverge on a quadratic under a tie;
+    infinite if none does.
 
-    Source: Polyak, "Some methods of speeding up the convergence of iteration methods", 1964; docs/derivations/pfedvem.md.
+    Source: Polyak, "Some methods of speeding up the convergence of iteration methods", 1964;
+    docs/derivations/pfedvem.md.
 
     Args:
         curvature: The largest eigenvalue of the quadratic's Hessian, >= 0.
@@ -192,14 +239,20 @@ def rate_limit(curvature: float, precision: float, momentum: float, *, prox: boo
         momentum: Heavy-ball coefficient, in [0, 1).
         prox: Whether the tie is solved after each step and not part of the gradient.
     """
-    left = curvature - (1 + momentum) / (1 - momentum) * precision if prox else curvature + precision
+    left = (
+        curvature - (1 + momentum) / (1 - momentum) * precision if prox else curvature + precision
+    )
     return 2 * (1 + momentum) / left if left > 0 else math.inf
 
 
-def refuse_divergence(optimiser: Optimiser, precision: float, name: str, value: float, named: Callable[[float], float]) -> None:
-    """Raise ValueError if steps of SGD towards the centre of a tie diverge, naming what fits with half of the limit left.
+def refuse_divergence(
+    optimiser: Optimiser, precision: float, name: str, value: float, named: Callable[[float], float]
+) -> None:
+    """Raise ValueError if steps of SGD towards the centre of a tie diverge, naming what fits with
+    half of the limit left.
 
-    Of other optimisers and of schedules nothing is said: the rates of a schedule are known in a run alone, where `simulate` looks at them.
+    Of other optimisers and of schedules nothing is said: the rates of a schedule are known in a run
+    alone, where `simulate` looks at them.
 
     Args:
         optimiser: The steps.
@@ -214,8 +267,9 @@ def refuse_divergence(optimiser: Optimiser, precision: float, name: str, value: 
     if rate < (limit := rate_limit(0.0, precision, momentum)):
         return
     raise ValueError(
-        f"head_optimiser of rate {rate:g} and {name}={value:g} make steps towards the centre diverge: rate / rho^2 is "
-        f"{rate * precision:g}, and must be below 2 (1 + momentum) = {2 * (1 + momentum):g}; take a rate of {limit / 2:.2g} or "
+        f"head_optimiser of rate {rate:g} and {name}={value:g} make steps towards the centre "
+        f"diverge: rate / rho^2 is {rate * precision:g}, and must be below 2 (1 + momentum) = "
+        f"{2 * (1 + momentum):g}; take a rate of {limit / 2:.2g} or "
         f"{name}={named(precision * limit / 2 / rate):.2g}, which are at half of that"
     )
 
@@ -223,16 +277,24 @@ def refuse_divergence(optimiser: Optimiser, precision: float, name: str, value: 
 @dataclass(frozen=True)
 @declared
 class Adam:
-    """Adam with L2 weight decay in the gradient (Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015)."""
+    """Adam with L2 weight decay in the gradient (Kingma and Ba, "Adam: a method for stochastic
+    optimization", ICLR 2015).
+    """
 
     rate: Rate = 1e-3
-    betas: Annotated[tuple[Decay, Decay], "Decay of the running mean and of the running square, each in [0, 1)."] = (0.9, 0.999)
+    betas: Annotated[
+        tuple[Decay, Decay], "Decay of the running mean and of the running square, each in [0, 1)."
+    ] = (0.9, 0.999)
     eps: Annotated[float, AT_LEAST_0, "Number added to the root of the running square."] = 1e-8
     weight_decay: L2 = 0.0
 
     def init(self, params: Any) -> Any:
         """Return zero moments and a count of 0 steps."""
-        return {"mean": tree_map(torch.zeros_like, params), "square": tree_map(torch.zeros_like, params), "steps": 0}
+        return {
+            "mean": tree_map(torch.zeros_like, params),
+            "square": tree_map(torch.zeros_like, params),
+            "steps": 0,
+        }
 
     def _corrections(self, steps: Any) -> tuple[Any, Any]:
         steps = steps.double() if isinstance(steps, Tensor) else steps
@@ -246,11 +308,17 @@ class Adam:
         square = tree_map(lambda v, g: second * v + (1 - second) * g * g, state["square"], grads)
         steps = state["steps"] + 1
         a, b = self._corrections(steps)
-        params = tree_map(lambda w, m, v: w - rate / a * m / (v.sqrt() / b + self.eps), params, mean, square)
+        params = tree_map(
+            lambda w, m, v: w - rate / a * m / (v.sqrt() / b + self.eps), params, mean, square
+        )
         return params, {"mean": mean, "square": square, "steps": steps}
 
-    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
-        """Take one step in place, see `Optimiser.update_`; clients whose state persists may have taken different numbers of steps, [C]."""
+    def update_(
+        self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int
+    ) -> None:
+        """Take one step in place, see `Optimiser.update_`; clients whose state persists may have
+        taken different numbers of steps, [C].
+        """
         first, second = self.betas
         grads = _matched(params, grads)
         mean, square = _front(state["mean"], active), _front(state["square"], active)
@@ -273,23 +341,33 @@ class Adam:
         torch._foreach_addcdiv_(params, mean, root, -rate if differ else -rate / a)
 
     def pace(self, params: Any, state: Any, rate: float) -> Any:
-        """Return the pace, see `Optimiser.pace`; `params` may hold the first clients of `state` only."""
+        """Return the pace, see `Optimiser.pace`; `params` may hold the first clients of `state`
+        only.
+        """
         b = self._corrections(state["steps"])[1]
-        return tree_map(lambda w, v: rate / (v[: len(w)].sqrt() / _aligned(b, w) + self.eps), params, state["square"])
+        return tree_map(
+            lambda w, v: rate / (v[: len(w)].sqrt() / _aligned(b, w) + self.eps),
+            params,
+            state["square"],
+        )
 
 
 @dataclass(frozen=True)
 @declared
 class AdamW(Adam):
-    """Adam with decoupled weight decay: w <- (1 - rate weight_decay) w, and then Adam's step, in which the decay has no part.
+    """Adam with decoupled weight decay: w <- (1 - rate weight_decay) w, and then Adam's step, in
+    which the decay has no part.
 
     Its state is Adam's.
 
     References:
-        Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019, algorithm 2, with the schedule in the rate.
+        Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019, algorithm 2, with
+        the schedule in the rate.
     """
 
-    weight_decay: Annotated[float, AT_LEAST_0, "Share of each weight, in units of the rate, that a step takes away."] = 1e-2
+    weight_decay: Annotated[
+        float, AT_LEAST_0, "Share of each weight, in units of the rate, that a step takes away."
+    ] = 1e-2
 
     @property
     def _step(self) -> Adam:
@@ -297,9 +375,13 @@ class AdamW(Adam):
 
     def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
         """Return new parameters and state, see `Optimiser.update`."""
-        return self._step.update(tree_map(lambda w: (1 - rate * self.weight_decay) * w, params), grads, state, rate)
+        return self._step.update(
+            tree_map(lambda w: (1 - rate * self.weight_decay) * w, params), grads, state, rate
+        )
 
-    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
+    def update_(
+        self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int
+    ) -> None:
         """Take one step in place, see `Optimiser.update_`."""
         torch._foreach_mul_(params, 1 - rate * self.weight_decay)
         self._step.update_(params, grads, state, rate, active)
@@ -308,11 +390,13 @@ class AdamW(Adam):
 @dataclass(frozen=True)
 @declared
 class Clip:
-    """An optimiser whose gradients are clipped to a Euclidean norm, for each client separately, before another optimiser takes the step.
+    """An optimiser whose gradients are clipped to a Euclidean norm, for each client separately,
+    before another optimiser takes the step.
 
-    The length is Euclidean, over all parameters that one step trains together (Pascanu, Mikolov, Bengio, "On the difficulty of training
-    recurrent neural networks", ICML 2013). The gradient is that of the phase's energy: of a sum over n examples it is n times as long as of
-    their mean. Weight decay is added by the inner optimiser, after the clipping.
+    The length is Euclidean, over all parameters that one step trains together (Pascanu, Mikolov,
+    Bengio, "On the difficulty of training recurrent neural networks", ICML 2013). The gradient is
+    that of the phase's energy: of a sum over n examples it is n times as long as of their mean.
+    Weight decay is added by the inner optimiser, after the clipping.
     """
 
     optimiser: Annotated[Optimiser, check_optimiser, "The optimiser that takes the steps."]
@@ -332,14 +416,20 @@ class Clip:
         factor = self._factor(torch.stack([g.square().sum() for g in tree_leaves(grads)]).sum())
         return self.optimiser.update(params, tree_map(lambda g: g * factor, grads), state, rate)
 
-    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
+    def update_(
+        self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int
+    ) -> None:
         """Take one step in place, see `Optimiser.update_`."""
         factor = self._factor(torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0))
-        self.optimiser.update_(params, [g * _aligned(factor, g) for g in grads], state, rate, active)
+        self.optimiser.update_(
+            params, [g * _aligned(factor, g) for g in grads], state, rate, active
+        )
 
     def pace(self, params: Any, state: Any, rate: float) -> Any:
         """Return the inner optimiser's pace, see `Optimiser.pace`."""
         return self.optimiser.pace(params, state, rate)
 
     def _factor(self, squares: Tensor) -> Tensor:
-        return (self.norm / squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)).clamp_max(1.0)
+        return (self.norm / squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)).clamp_max(
+            1.0
+        )

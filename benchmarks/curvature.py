@@ -1,13 +1,15 @@
-"""Measure how fast curvature is, beside laplace-torch with both its backends: MLP 784-100-10 and LeNet.
+"""Measure how fast curvature is, beside laplace-torch with both its backends: MLP 784-100-10 and
+LeNet.
 
 python benchmarks/curvature.py [--quick] [--rows NAME ...]
 
-All sides of a row run in turn, repetition by repetition, on one thread and on two; slow ones once. "times" is another side's median
-over ours. Peak memory is what a side adds to a process of its own, its fit included. laplace-torch covers body and head (its backends
-cannot pass over frozen weights), so our diagonal does too; subnetworks are the same weights of the body for both. Where a prediction
-would take more memory than there is, or many minutes, fewer points are timed and the seconds scaled, which the side's name says;
-laplace-torch's default backend takes minutes for some rows of LeNet and is left out there.
-Results: benchmarks/results/curvature.json.
+All sides of a row run in turn, repetition by repetition, on one thread and on two; slow ones once.
+"times" is another side's median over ours. Peak memory is what a side adds to a process of its own,
+its fit included. laplace-torch covers body and head (its backends cannot pass over frozen weights),
+so our diagonal does too; subnetworks are the same weights of the body for both. Where a prediction
+would take more memory than there is, or many minutes, fewer points are timed and the seconds
+scaled, which the side's name says; laplace-torch's default backend takes minutes for some rows of
+LeNet and is left out there. Results: benchmarks/results/curvature.json.
 """
 
 import argparse
@@ -45,7 +47,8 @@ class Problem:
         model: With a body and a head.
         x: Training inputs.
         test: Test inputs.
-        indices: The subnetwork, places in the whole parameter vector; all of them lie in the body, which comes first.
+        indices: The subnetwork, places in the whole parameter vector; all of them lie in the body,
+            which comes first.
     """
 
     model: nn.Module
@@ -64,17 +67,25 @@ def _sequential(model: nn.Module) -> nn.Module:
 
 
 def problem(name: str, quick: bool, *, paper: bool = False) -> Problem:
-    """The MLP with 250 samples and a subnetwork of 5 %, or LeNet with 125 and 7 %; the paper's rule takes uncurved weights first."""
+    """The MLP with 250 samples and a subnetwork of 5 %, or LeNet with 125 and 7 %; the paper's rule
+    takes uncurved weights first.
+    """
     rng = torch.Generator().manual_seed(0)
     shape, count, share = ((784,), 250, 3925) if name == "mlp" else ((1, 28, 28), 125, 4280)
     points = 4750
     if quick:
         count, share, points = 12, 200, 40
-    model = bf.models.mlp(784, hidden=100, outputs=10) if name == "mlp" else bf.models.lenet((1, 28, 28), outputs=10)
+    model = (
+        bf.models.mlp(784, hidden=100, outputs=10)
+        if name == "mlp"
+        else bf.models.lenet((1, 28, 28), outputs=10)
+    )
     x, test = torch.rand(count, *shape, generator=rng), torch.rand(points, *shape, generator=rng)
     curvature = Curvature(model, pattern="body.*")
     if paper:
-        x[:, torch.randperm(784, generator=rng)[:196]] = 0  # a quarter of the pixels is constant, as in MNIST
+        x[:, torch.randperm(784, generator=rng)[:196]] = (
+            0  # a quarter of the pixels is constant, as in MNIST
+        )
         indices = curvature.diagonal(x).sort(stable=True).indices[:share].sort().values
     else:
         indices = torch.randperm(curvature.size, generator=rng)[:share].sort().values
@@ -91,13 +102,22 @@ def _laplace(p: Problem, backend: str, structure: str, **options: object):
 
     data = torch.utils.data.TensorDataset(p.x, torch.zeros(len(p.x), dtype=torch.long))
     chosen = {"BackPACK": BackPackGGN, "default": CurvlinopsGGN}[backend]
-    fitted = Laplace(p.plain, "classification", hessian_structure=structure, backend=chosen, prior_precision=1.0, **options)
+    fitted = Laplace(
+        p.plain,
+        "classification",
+        hessian_structure=structure,
+        backend=chosen,
+        prior_precision=1.0,
+        **options,
+    )
     loader = torch.utils.data.DataLoader(data, batch_size=len(p.x))
     return fitted, lambda: fitted.fit(loader)
 
 
 def _subnetwork(p: Problem, backend: str):
-    return _laplace(p, backend, "full", subset_of_weights="subnetwork", subnetwork_indices=p.indices)
+    return _laplace(
+        p, backend, "full", subset_of_weights="subnetwork", subnetwork_indices=p.indices
+    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +147,11 @@ def _diagonal(p: Problem, *, default: bool = True) -> dict[str, Side]:
 
     if not default:
         return {"ours": Side(ours), "laplace, BackPACK": Side(theirs("BackPACK"), at_least=1)}
-    return {"ours": Side(ours), "laplace, BackPACK": Side(theirs("BackPACK"), at_least=2), "laplace": Side(theirs("default"), at_least=500)}
+    return {
+        "ours": Side(ours),
+        "laplace, BackPACK": Side(theirs("BackPACK"), at_least=2),
+        "laplace": Side(theirs("default"), at_least=500),
+    }
 
 
 def _factor(p: Problem, times: float) -> dict[str, Side]:
@@ -152,7 +176,9 @@ def _factor(p: Problem, times: float) -> dict[str, Side]:
     }
 
 
-def _predict(p: Problem, *, whole: bool, one_call: float, batches: float, default: bool) -> dict[str, Side]:
+def _predict(
+    p: Problem, *, whole: bool, one_call: float, batches: float, default: bool
+) -> dict[str, Side]:
     def theirs(backend: str, batch: int, points: int) -> Callable[[], Run]:
         def make() -> Run:
             fitted, fit = _subnetwork(p, backend)
@@ -167,7 +193,9 @@ def _predict(p: Problem, *, whole: bool, one_call: float, batches: float, defaul
 
             def run() -> Tensor:
                 mean, covariance = inverse.predict(p.test)
-                return ((1 + torch.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).rsqrt() * mean).softmax(-1)
+                return (
+                    (1 + torch.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).rsqrt() * mean
+                ).softmax(-1)
 
             return run
 
@@ -178,10 +206,16 @@ def _predict(p: Problem, *, whole: bool, one_call: float, batches: float, defaul
     sides = {"ours": Side(ours(p.indices))}
     if whole:
         sides["ours, whole body"] = Side(ours(None))
-    sides["laplace, BackPACK, one call"] = Side(theirs("BackPACK", count, count), at_least=one_call, memory=0.1)
-    sides[f"laplace, BackPACK, 100 a call ({some} points, scaled)"] = Side(theirs("BackPACK", 100, some), count / some, at_least=batches)
+    sides["laplace, BackPACK, one call"] = Side(
+        theirs("BackPACK", count, count), at_least=one_call, memory=0.1
+    )
+    sides[f"laplace, BackPACK, 100 a call ({some} points, scaled)"] = Side(
+        theirs("BackPACK", 100, some), count / some, at_least=batches
+    )
     if default:
-        sides[f"laplace, 100 a call ({few} points, scaled)"] = Side(theirs("default", 100, few), count / few, at_least=batches)
+        sides[f"laplace, 100 a call ({few} points, scaled)"] = Side(
+            theirs("default", 100, few), count / few, at_least=batches
+        )
     return sides
 
 
@@ -202,22 +236,36 @@ class Row:
 
 def rows(quick: bool) -> dict[str, Row]:
     """The table's rows by name."""
-    mlp, paper, lenet = problem("mlp", quick), problem("mlp", quick, paper=True), problem("lenet", quick)
+    mlp, paper, lenet = (
+        problem("mlp", quick),
+        problem("mlp", quick, paper=True),
+        problem("lenet", quick),
+    )
     few, many = (2, 2) if quick else (5, 15)
     size = f"|S| = {len(mlp.indices)}, {len(mlp.x)} samples"
     points = f"probit predictions for {len(mlp.test)} points"
     return {
         "diagonal": Row(f"diagonal GGN, MLP, {len(mlp.x)} samples", _diagonal(mlp), many),
         "factor": Row(f"fit and factor, MLP, random {size}", _factor(mlp, 10), few),
-        "predict": Row(f"{points}, MLP, random {size}", _predict(mlp, whole=True, one_call=3, batches=10, default=True), 3),
+        "predict": Row(
+            f"{points}, MLP, random {size}",
+            _predict(mlp, whole=True, one_call=3, batches=10, default=True),
+            3,
+        ),
         "paper": Row(
             f"{points}, MLP, S by the paper's rule (weights without curvature first)",
             _predict(paper, whole=False, one_call=50, batches=50, default=False),
             3,
         ),
-        "lenet_diagonal": Row(f"diagonal GGN, LeNet, {len(lenet.x)} samples", _diagonal(lenet, default=False), few),
-        "lenet_factor": Row(f"fit and factor, LeNet, random |S| = {len(lenet.indices)}", _factor(lenet, 1), few),
-        "lenet_predict": Row(f"{points}, LeNet", _predict(lenet, whole=True, one_call=1, batches=1, default=False), 3),
+        "lenet_diagonal": Row(
+            f"diagonal GGN, LeNet, {len(lenet.x)} samples", _diagonal(lenet, default=False), few
+        ),
+        "lenet_factor": Row(
+            f"fit and factor, LeNet, random |S| = {len(lenet.indices)}", _factor(lenet, 1), few
+        ),
+        "lenet_predict": Row(
+            f"{points}, LeNet", _predict(lenet, whole=True, one_call=1, batches=1, default=False), 3
+        ),
     }
 
 
@@ -241,8 +289,14 @@ def measure(row: Row, threads: int) -> dict[str, dict[str, float]]:
             if first[name] < SLOW:
                 seconds[name].append(_clock(run, calls=max(1, int(AT_LEAST / first[name]))))
     torch.set_num_threads(1)
-    median = {name: row.sides[name].scale * statistics.median(seconds[name] or [first[name]]) for name in runs}
-    return {name: {"seconds": value, "times_ours": value / median["ours"]} for name, value in median.items()}
+    median = {
+        name: row.sides[name].scale * statistics.median(seconds[name] or [first[name]])
+        for name in runs
+    }
+    return {
+        name: {"seconds": value, "times_ours": value / median["ours"]}
+        for name, value in median.items()
+    }
 
 
 def _peak(name: str, side: str, pipe) -> None:
@@ -271,17 +325,29 @@ def peak_memory(name: str, side: str) -> float | None:
 
 def main() -> None:
     """Runs the rows, prints the table, writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes, few repetitions, no memory: shows that it runs; nothing is written"
+        "--quick",
+        action="store_true",
+        help="small sizes, few repetitions, no memory: shows that it runs; nothing is written",
     )
     parser.add_argument("--rows", nargs="+", choices=list(rows(True)), default=list(rows(True)))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="torch's own threads, which stall beside busy neighbours")
+    parser.add_argument(
+        "--threads",
+        nargs="+",
+        type=int,
+        default=[1, 2],
+        help="torch's own threads, which stall beside busy neighbours",
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # the other library's
     environment = report.environment()
     print(f"torch {torch.__version__}, {environment['cores']} cores", flush=True)
-    results: dict[str, dict] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
+    results: dict[str, dict] = (
+        json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
+    )
     table = rows(arguments.quick)
     for name in arguments.rows:
         row = table[name]
@@ -293,12 +359,24 @@ def main() -> None:
             for side, f in threads[str(count)].items():
                 wanted = row.sides[side].at_least
                 aim = f" (aim {wanted:g})" if wanted else ""
-                print(f"  {count} thread{'s' * (count > 1)}  {side:58s} {f['seconds']:9.4f} s  {f['times_ours']:8.1f}{aim}", flush=True)
+                print(
+                    f"  {count} thread{'s' * (count > 1)}  {side:58s} {f['seconds']:9.4f} s  "
+                    f"{f['times_ours']:8.1f}{aim}",
+                    flush=True,
+                )
         for side, value in memory.items():
             wanted = row.sides[side].memory
-            share = "" if value is None or memory["ours"] is None else f"  ours takes {memory['ours'] / value:.2f} of it"
+            share = (
+                ""
+                if value is None or memory["ours"] is None
+                else f"  ours takes {memory['ours'] / value:.2f} of it"
+            )
             aim = f" (aim {wanted:.2f})" if wanted else ""
-            print(f"  memory     {side:58s} {'died' if value is None else f'{value:9.0f} MiB'}{share}{aim}", flush=True)
+            print(
+                f"  memory     {side:58s} "
+                f"{'died' if value is None else f'{value:9.0f} MiB'}{share}{aim}",
+                flush=True,
+            )
         sides = {
             side: {
                 "threads": {count: figures[side] for count, figures in threads.items()},

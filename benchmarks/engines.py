@@ -1,16 +1,20 @@
-"""Measure how fast a round is, in units of a bare loop: a module and a torch.optim.SGD per client, one after another, on one thread.
+"""Measure how fast a round is, in units of a bare loop: a module and a torch.optim.SGD per client,
+one after another, on one thread.
 
 python benchmarks/engines.py [--quick] [--rows NAME ...] [--against COMMIT]
 
-Everything in a round that is not a local step (`rest`; gathering batches and posterior noise stand apart) is to stay below 8 % of the
-workers' time with two workers and 5 % with one, and beside a busy neighbour two workers are to take at most 1.2 times as long as one.
+Everything in a round that is not a local step (`rest`; gathering batches and posterior noise stand
+apart) is to stay below 8 % of the workers' time with two workers and 5 % with one, and beside a
+busy neighbour two workers are to take at most 1.2 times as long as one.
 
-Every row runs its sides in turn, repetition by repetition, and takes medians of the ratios within a repetition, so that a
-disturbance of the machine falls on both. Seconds are wall; CPU seconds and the resident memory that a side adds (in a process of
-its own) stand beside. Results: benchmarks/results/engines.json.
+Every row runs its sides in turn, repetition by repetition, and takes medians of the ratios within a
+repetition, so that a disturbance of the machine falls on both. Seconds are wall; CPU seconds and
+the resident memory that a side adds (in a process of its own) stand beside. Results:
+benchmarks/results/engines.json.
 
-With --against, our own rounds are timed in this tree and in a checkout of another commit, in processes that take turns, and a row's figure
-is the median of the ratios of neighbouring processes; at most 3 % more is allowed. Results: benchmarks/results/against.json.
+With --against, our own rounds are timed in this tree and in a checkout of another commit, in
+processes that take turns, and a row's figure is the median of the ratios of neighbouring processes;
+at most 3 % more is allowed. Results: benchmarks/results/against.json.
 """
 
 import argparse
@@ -60,19 +64,32 @@ one_round = engines.rows(quick == "quick")[name].sides[side]()
 one_round()
 print(json.dumps([one_round() for _ in range(int(rounds))]))
 """
-"""A program that times rounds of one side of a row in one tree, after a round that warms up; it runs under earlier commits, too."""
+"""A program that times rounds of one side of a row in one tree, after a round that warms up; it
+runs under earlier commits, too.
+"""
 Round = Callable[[], float]
 Maker = Callable[[bf.Engine], Round]
 
 
-def federation(sizes: list[int], shape: tuple[int, ...] = (784,), classes: int = 10, splits: tuple[str, ...] = ("train",)) -> FederatedData:
+def federation(
+    sizes: list[int],
+    shape: tuple[int, ...] = (784,),
+    classes: int = 10,
+    splits: tuple[str, ...] = ("train",),
+) -> FederatedData:
     """Random inputs and labels, as many in every split: speed does not read them."""
     rng = torch.Generator().manual_seed(0)
     n = sum(sizes)
     rows = n * len(splits)
-    x, y = torch.rand(rows, *shape, generator=rng), torch.randint(0, classes, (rows,), generator=rng)
+    x, y = (
+        torch.rand(rows, *shape, generator=rng),
+        torch.randint(0, classes, (rows,), generator=rng),
+    )
     return FederatedData(
-        splits={name: ClientData(x, y, torch.arange(n) + k * n, np.array(sizes)) for k, name in enumerate(splits)},
+        splits={
+            name: ClientData(x, y, torch.arange(n) + k * n, np.array(sizes))
+            for k, name in enumerate(splits)
+        },
         outputs=classes,
         task="classification",
         inputs=shape,
@@ -114,21 +131,32 @@ def bare_fedavg(model: torch.nn.Module, data: FederatedData, epochs: int) -> Rou
         with torch.no_grad():
             weight = torch.tensor([len(x) for x, _ in clients]) / sum(len(x) for x, _ in clients)
             for k, s in enumerate(server):
-                s.copy_(torch.einsum("j,j...->...", weight, torch.stack([averaged(net)[k] for net in models])))
+                s.copy_(
+                    torch.einsum(
+                        "j,j...->...", weight, torch.stack([averaged(net)[k] for net in models])
+                    )
+                )
         return time.perf_counter() - start
 
     return one_round
 
 
-def bare_pfedvem(model: torch.nn.Module, data: FederatedData, head_epochs: int, body_epochs: int, draws: int) -> Round:
+def bare_pfedvem(
+    model: torch.nn.Module, data: FederatedData, head_epochs: int, body_epochs: int, draws: int
+) -> Round:
     """PFedVEM as a loop: the same gradient steps and the same number of draws."""
     clients = [data.train.client(j) for j in range(data.clients)]
     bodies = [copy.deepcopy(model.body) for _ in clients]
     server = [p.detach().clone() for p in model.body.parameters()]
     centre = [model.head.weight.detach().clone(), model.head.bias.detach().clone()]
-    heads = [[*(c.clone() for c in centre), *(torch.full_like(c, 0.5413) for c in centre)] for _ in clients]
+    heads = [
+        [*(c.clone() for c in centre), *(torch.full_like(c, 0.5413) for c in centre)]
+        for _ in clients
+    ]
 
-    def losses(features: torch.Tensor, y: torch.Tensor, head: list[torch.Tensor], reduction: str) -> torch.Tensor:
+    def losses(
+        features: torch.Tensor, y: torch.Tensor, head: list[torch.Tensor], reduction: str
+    ) -> torch.Tensor:
         w, b, s, t = head[0], head[1], F.softplus(head[2]), F.softplus(head[3])
         total = torch.zeros(())
         for _ in range(draws):
@@ -144,7 +172,10 @@ def bare_pfedvem(model: torch.nn.Module, data: FederatedData, head_epochs: int, 
                 for p, s in zip(body.parameters(), server, strict=True):
                     p.copy_(s)
                 rho2 = (
-                    sum((F.softplus(r).square() + (m - c).square()).sum() for m, r, c in zip(head[:2], head[2:], centre, strict=True))
+                    sum(
+                        (F.softplus(r).square() + (m - c).square()).sum()
+                        for m, r, c in zip(head[:2], head[2:], centre, strict=True)
+                    )
                     / size
                 )
             for p in head:
@@ -157,7 +188,9 @@ def bare_pfedvem(model: torch.nn.Module, data: FederatedData, head_epochs: int, 
                 loss = losses(features, y, head, "sum")
                 for m, r, c in zip(head[:2], head[2:], centre, strict=True):
                     s2 = F.softplus(r).square()
-                    loss = loss + 0.5 * ((s2 + (m - c).square()) / rho2 - 1 + (rho2 / s2).log()).sum()
+                    loss = (
+                        loss + 0.5 * ((s2 + (m - c).square()) / rho2 - 1 + (rho2 / s2).log()).sum()
+                    )
                 loss.backward()
                 optimiser.step()
             for p in head:
@@ -182,7 +215,10 @@ class Encoder(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = torch.nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
-        self.encoder, self.head = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.nn.Linear(256, 10)
+        self.encoder, self.head = (
+            torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            torch.nn.Linear(256, 10),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Outputs [B, 10] of x [B, T, 256]."""
@@ -192,7 +228,9 @@ class Encoder(torch.nn.Module):
 class Ours:
     """The same round by `simulate`, one call a round, with what it spent where."""
 
-    def __init__(self, algorithm: bf.Algorithm, data: FederatedData, engine: bf.Engine, **options: object) -> None:
+    def __init__(
+        self, algorithm: bf.Algorithm, data: FederatedData, engine: bf.Engine, **options: object
+    ) -> None:
         self._run = lambda rounds, resume: bf.simulate(
             algorithm,
             data,
@@ -215,17 +253,24 @@ class Ours:
         self._done += 1
         self._result = self._run(self._done, self._result)
         row = self._result.history.rows[-1]
-        self.parts.append({k: row[k] for k in ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")})
+        self.parts.append(
+            {k: row[k] for k in ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")}
+        )
         return row["seconds"]
 
     def shares(self) -> dict[str, float]:
-        """Shares of the workers' time, medians over repetitions; `rest` is neither steps nor batches nor noise."""
+        """Shares of the workers' time, medians over repetitions; `rest` is neither steps nor
+        batches nor noise.
+        """
         out: dict[str, list[float]] = {"batches": [], "noise": [], "rest": []}
         for part in self.parts[1:]:
             total = part["seconds"] * self.workers
             out["batches"].append(part["seconds_batches"] / total)
             out["noise"].append(part["seconds_noise"] / total)
-            out["rest"].append(1 - (part["seconds_steps"] + part["seconds_batches"] + part["seconds_noise"]) / total)
+            out["rest"].append(
+                1
+                - (part["seconds_steps"] + part["seconds_batches"] + part["seconds_noise"]) / total
+            )
         return {key: statistics.median(values) for key, values in out.items()}
 
 
@@ -243,7 +288,9 @@ class Watched(Ours):
 
 
 class Predicted(Ours):
-    """The same, and after each round predictions for the test examples, for which the precision is chosen."""
+    """The same, and after each round predictions for the test examples, for which the precision is
+    chosen.
+    """
 
     def __call__(self) -> float:
         """One more round, and its predictions."""
@@ -262,7 +309,8 @@ class Row:
         sides: {name: makes a round}.
         limits: {name: at most this ratio}.
         repetitions: Of all sides, after one that warms up.
-        steps_alone: Whether the local work is gradient steps and nothing else, so that the rest of a round has its limit.
+        steps_alone: Whether the local work is gradient steps and nothing else, so that the rest of
+            a round has its limit.
     """
 
     title: str
@@ -280,7 +328,9 @@ def rows(quick: bool) -> dict[str, Row]:
     fedavg = bf.algorithms.fedavg(mlp, epochs=epochs, optimiser=heavy)
     one, two = bf.Engine(workers=1), bf.Engine(workers=2)
 
-    def against(bare: Callable[[], Round], algorithm: bf.Algorithm, data: Callable[[], FederatedData]) -> dict[str, Callable[[], Round]]:
+    def against(
+        bare: Callable[[], Round], algorithm: bf.Algorithm, data: Callable[[], FederatedData]
+    ) -> dict[str, Callable[[], Round]]:
         return {
             "bare": bare,
             "bare, 2 threads": lambda: _threaded(bare(), 2),
@@ -288,14 +338,40 @@ def rows(quick: bool) -> dict[str, Row]:
             "2 workers": lambda: Ours(algorithm, data(), two),
         }
 
-    def make(title: str, bare, algorithm: bf.Algorithm, data, at_two: float, at_one: float, repetitions: int) -> Row:
-        return Row(title, "bare", against(bare, algorithm, data), {"2 workers": at_two, "1 worker": at_one}, 2 if quick else repetitions)
+    def make(
+        title: str,
+        bare,
+        algorithm: bf.Algorithm,
+        data,
+        at_two: float,
+        at_one: float,
+        repetitions: int,
+    ) -> Row:
+        return Row(
+            title,
+            "bare",
+            against(bare, algorithm, data),
+            {"2 workers": at_two, "1 worker": at_one},
+            2 if quick else repetitions,
+        )
 
-    def beside(title: str, algorithm: bf.Algorithm, unit: str, other: bf.Algorithm, data, limit: float, repetitions: int = 21) -> Row:
-        theirs, mine = (lambda engine, one=one: Ours(one, data(), engine) for one in (other, algorithm))
+    def beside(
+        title: str,
+        algorithm: bf.Algorithm,
+        unit: str,
+        other: bf.Algorithm,
+        data,
+        limit: float,
+        repetitions: int = 21,
+    ) -> Row:
+        theirs, mine = (
+            lambda engine, one=one: Ours(one, data(), engine) for one in (other, algorithm)
+        )
         return pairs(title, unit, theirs, mine, limit=limit, repetitions=repetitions)
 
-    def pairs(title: str, unit: str, other: Maker, mine: Maker, *, limit: float | None, repetitions: int) -> Row:
+    def pairs(
+        title: str, unit: str, other: Maker, mine: Maker, *, limit: float | None, repetitions: int
+    ) -> Row:
         sides: dict[str, Callable[[], Round]] = {
             unit: lambda: other(one),
             "1 worker": lambda: mine(one),
@@ -303,44 +379,165 @@ def rows(quick: bool) -> dict[str, Row]:
             "2 workers": lambda: mine(two),
         }
         limits = {} if limit is None else {"1 worker": limit, "2 workers": limit}
-        return Row(f"{title}, in units of our own {unit} round", unit, sides, limits, 2 if quick else repetitions)
+        return Row(
+            f"{title}, in units of our own {unit} round",
+            unit,
+            sides,
+            limits,
+            2 if quick else repetitions,
+        )
 
-    ten, hundred = (lambda: federation([250] * 10)), (lambda: federation([250] * (20 if quick else 100)))
-    predicting = partial(federation, [10] * 2 if quick else [50] * 4, splits=("train", "validation", "test"))
-    forty, images = (lambda: federation(unequal())), (lambda: federation([125] * (4 if quick else 20), (1, 28, 28)))
+    ten, hundred = (
+        (lambda: federation([250] * 10)),
+        (lambda: federation([250] * (20 if quick else 100))),
+    )
+    predicting = partial(
+        federation, [10] * 2 if quick else [50] * 4, splits=("train", "validation", "test")
+    )
+    forty, images = (
+        (lambda: federation(unequal())),
+        (lambda: federation([125] * (4 if quick else 20), (1, 28, 28))),
+    )
     net = bf.models.lenet((1, 28, 28), outputs=10)
     cnn = bf.algorithms.fedavg(net, epochs=2, optimiser=heavy)
-    vem, held = (new(mlp, head_epochs=epochs, body_epochs=epochs) for new in (bf.algorithms.pfedvem, bf.algorithms.pfedvem_held))
+    vem, held = (
+        new(mlp, head_epochs=epochs, body_epochs=epochs)
+        for new in (bf.algorithms.pfedvem, bf.algorithms.pfedvem_held)
+    )
     curved = {"epochs": epochs, "optimiser": SGD(0.01), "selection": "random"}
-    fedsi = {link: bf.algorithms.fedsi(mlp, link=link, **curved) for link in ("per_class", "contrasts")}
+    fedsi = {
+        link: bf.algorithms.fedsi(mlp, link=link, **curved) for link in ("per_class", "contrasts")
+    }
     ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, optimiser=heavy)
-    linear, once = torch.nn.Linear(150, 1), {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()}
+    linear, once = (
+        torch.nn.Linear(150, 1),
+        {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()},
+    )
     mean = bf.algorithms.fedavg(linear, optimiser=heavy, **once)
-    mixed = bf.algorithms.fedem(linear, components=3, optimiser=replace(heavy, weight_decay=5e-4), **once)
-    twenty, wide = (lambda: federation([120 if quick else 600] * 20)), bf.models.mlp(784, hidden=128, outputs=10)
-    leaky, fives = bf.models.leaky_cnn((1, 28, 28), outputs=10), {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH}
+    mixed = bf.algorithms.fedem(
+        linear, components=3, optimiser=replace(heavy, weight_decay=5e-4), **once
+    )
+    twenty, wide = (
+        (lambda: federation([120 if quick else 600] * 20)),
+        bf.models.mlp(784, hidden=128, outputs=10),
+    )
+    leaky, fives = (
+        bf.models.leaky_cnn((1, 28, 28), outputs=10),
+        {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH},
+    )
     rep, pac = bf.algorithms.fedrep(wide, **fives), bf.algorithms.fedpac(wide, **fives)
     rep_cnn, pac_cnn = bf.algorithms.fedrep(leaky, **fives), bf.algorithms.fedpac(leaky, **fives)
     mixture = cache(lambda: bf.data.linear_mixture(clients=60 if quick else 300, test=1))
     normed, dropping = copy.deepcopy(net), copy.deepcopy(net)
-    normed.body = torch.nn.Sequential(net.body[0], torch.nn.BatchNorm2d(6), *net.body[1:4], torch.nn.BatchNorm2d(16), *net.body[4:])
-    dropping.body = torch.nn.Sequential(*net.body[:9], torch.nn.Dropout(0.3), *net.body[9:], torch.nn.Dropout(0.3))
+    normed.body = torch.nn.Sequential(
+        net.body[0],
+        torch.nn.BatchNorm2d(6),
+        *net.body[1:4],
+        torch.nn.BatchNorm2d(16),
+        *net.body[4:],
+    )
+    dropping.body = torch.nn.Sequential(
+        *net.body[:9], torch.nn.Dropout(0.3), *net.body[9:], torch.nn.Dropout(0.3)
+    )
     encoder, tokens = Encoder(), (lambda: federation([50] * 4, (64, 256)))
-    few, resnet = (lambda: federation([20 if quick else 100] * 4, (3, 32, 32))), torchvision().models.resnet18(num_classes=10)
-    lone = {name: bf.algorithms.fedavg(one, epochs=5, optimiser=heavy) for name, one in {"r": resnet, "e": encoder}.items()}
+    few, resnet = (
+        (lambda: federation([20 if quick else 100] * 4, (3, 32, 32))),
+        torchvision().models.resnet18(num_classes=10),
+    )
+    lone = {
+        name: bf.algorithms.fedavg(one, epochs=5, optimiser=heavy)
+        for name, one in {"r": resnet, "e": encoder}.items()
+    }
     short = bf.algorithms.fedavg(resnet, epochs=1, optimiser=heavy)
-    live = {name: bf.algorithms.fedavg(one, epochs=2, optimiser=heavy) for name, one in {"b": normed, "d": dropping}.items()}
+    live = {
+        name: bf.algorithms.fedavg(one, epochs=2, optimiser=heavy)
+        for name, one in {"b": normed, "d": dropping}.items()
+    }
     return {
-        "mlp10": make("FedAvg, MLP 784-100-10, 10 clients x 250", lambda: bare_fedavg(mlp, ten(), epochs), fedavg, ten, 0.45, 0.72, 31),
-        "mlp100": make("the same, 100 clients", lambda: bare_fedavg(mlp, hundred(), epochs), fedavg, hundred, 0.40, 0.65, 5),
-        "unequal": make("40 clients of 10 to 500", lambda: bare_fedavg(mlp, forty(), epochs), fedavg, forty, 0.45, 0.65, 11),
-        "lenet": make("LeNet 6-16-120-84, 20 clients x 125", lambda: bare_fedavg(net, images(), 2), cnn, images, 0.55, 0.95, 15),
-        "lenet_norm": make("the same with batch norm", lambda: bare_fedavg(normed, images(), 2), live["b"], images, 0.7, 1.05, 15),
-        "lenet_dropout": make("the same with dropout", lambda: bare_fedavg(dropping, images(), 2), live["d"], images, 0.75, 1.2, 15),
-        "transformer": make("Transformer, d = 256, 4 x 50", lambda: bare_fedavg(encoder, tokens(), 5), lone["e"], tokens, 0.8, 1.1, 5),
-        "resnet": make("ResNet-18, batch norm, 4 x 100", lambda: bare_fedavg(resnet, few(), 5), lone["r"], few, 0.8, 1.2, 3),
-        "resnet_short": make("the same, one epoch", lambda: bare_fedavg(resnet, few(), 1), short, few, 0.8, 1.2, 5),
-        "pfedvem": make("pFedVEM, 10 clients, 5 draws", lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5), vem, ten, 0.40, 0.60, 15),
+        "mlp10": make(
+            "FedAvg, MLP 784-100-10, 10 clients x 250",
+            lambda: bare_fedavg(mlp, ten(), epochs),
+            fedavg,
+            ten,
+            0.45,
+            0.72,
+            31,
+        ),
+        "mlp100": make(
+            "the same, 100 clients",
+            lambda: bare_fedavg(mlp, hundred(), epochs),
+            fedavg,
+            hundred,
+            0.40,
+            0.65,
+            5,
+        ),
+        "unequal": make(
+            "40 clients of 10 to 500",
+            lambda: bare_fedavg(mlp, forty(), epochs),
+            fedavg,
+            forty,
+            0.45,
+            0.65,
+            11,
+        ),
+        "lenet": make(
+            "LeNet 6-16-120-84, 20 clients x 125",
+            lambda: bare_fedavg(net, images(), 2),
+            cnn,
+            images,
+            0.55,
+            0.95,
+            15,
+        ),
+        "lenet_norm": make(
+            "the same with batch norm",
+            lambda: bare_fedavg(normed, images(), 2),
+            live["b"],
+            images,
+            0.7,
+            1.05,
+            15,
+        ),
+        "lenet_dropout": make(
+            "the same with dropout",
+            lambda: bare_fedavg(dropping, images(), 2),
+            live["d"],
+            images,
+            0.75,
+            1.2,
+            15,
+        ),
+        "transformer": make(
+            "Transformer, d = 256, 4 x 50",
+            lambda: bare_fedavg(encoder, tokens(), 5),
+            lone["e"],
+            tokens,
+            0.8,
+            1.1,
+            5,
+        ),
+        "resnet": make(
+            "ResNet-18, batch norm, 4 x 100",
+            lambda: bare_fedavg(resnet, few(), 5),
+            lone["r"],
+            few,
+            0.8,
+            1.2,
+            3,
+        ),
+        "resnet_short": make(
+            "the same, one epoch", lambda: bare_fedavg(resnet, few(), 1), short, few, 0.8, 1.2, 5
+        ),
+        "pfedvem": make(
+            "pFedVEM, 10 clients, 5 draws",
+            lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5),
+            vem,
+            ten,
+            0.40,
+            0.60,
+            15,
+        ),
         "pfedvem_held": beside("pFedVEM, scales held", held, "pFedVEM", vem, ten, 1.05),
         "pfedvem_watched": pairs(
             "pFedVEM, every round looked at for stability",
@@ -362,9 +559,18 @@ def rows(quick: bool) -> dict[str, Row]:
             steps_alone=False,
         ),
         "ditto": beside("Ditto", ditto, "FedAvg", fedavg, ten, 2.3),
-        "fedem": replace(beside("FedEM, 3 linear components, 300 clients", mixed, "FedAvg", mean, mixture, 2.4), steps_alone=False),
-        "fedpac": replace(beside("FedPAC, MLP 784-128-10, 20 clients x 600", pac, "FedRep", rep, twenty, 1.5), steps_alone=False),
-        "fedpac_cnn": replace(beside("FedPAC, its CNN, 20 clients x 125", pac_cnn, "FedRep", rep_cnn, images, 1.5, 5), steps_alone=False),
+        "fedem": replace(
+            beside("FedEM, 3 linear components, 300 clients", mixed, "FedAvg", mean, mixture, 2.4),
+            steps_alone=False,
+        ),
+        "fedpac": replace(
+            beside("FedPAC, MLP 784-128-10, 20 clients x 600", pac, "FedRep", rep, twenty, 1.5),
+            steps_alone=False,
+        ),
+        "fedpac_cnn": replace(
+            beside("FedPAC, its CNN, 20 clients x 125", pac_cnn, "FedRep", rep_cnn, images, 1.5, 5),
+            steps_alone=False,
+        ),
     }
 
 
@@ -393,7 +599,9 @@ def neighbour(busy: bool) -> Iterator[None]:
 
 
 def measure(row: Row, *, busy: bool) -> dict[str, dict[str, float]]:
-    """All sides of a row in turn; beside a busy process without torch's own threads, which stall for seconds."""
+    """All sides of a row in turn; beside a busy process without torch's own threads, which stall
+    for seconds.
+    """
     sides = {name: make() for name, make in row.sides.items() if not (busy and "threads" in name)}
     for side in sides.values():
         side()
@@ -418,7 +626,9 @@ def measure(row: Row, *, busy: bool) -> dict[str, dict[str, float]]:
             out[name]["at_most"] = row.limits[name]
             if not busy and row.steps_alone:
                 out[name]["rest_at_most"] = REST[name]
-    out["2 workers"]["to_one_worker"] = statistics.median(a / b for a, b in zip(wall["2 workers"], wall["1 worker"], strict=True))
+    out["2 workers"]["to_one_worker"] = statistics.median(
+        a / b for a, b in zip(wall["2 workers"], wall["1 worker"], strict=True)
+    )
     return out
 
 
@@ -431,22 +641,32 @@ def _peak(name: str, side: str, quick: bool, pipe) -> None:
 
 
 def high_water() -> float:
-    """Largest resident memory of this process so far, in MiB; getrusage would count the parent's too."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    """Largest resident memory of this process so far, in MiB; getrusage would count the parent's
+    too.
+    """
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) / 1024
 
 
 def peak_memory(name: str, side: str, quick: bool) -> float:
     """MiB that one round of a side adds, its data included, in a process of its own."""
     here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_peak, args=(name, side, quick, there))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_peak, args=(name, side, quick, there)
+    )
     process.start()
     process.join()
     return here.recv()
 
 
 def against(commit: str, names: list[str], quick: bool) -> dict[str, dict[str, float]]:
-    """Seconds of a round of ours in this tree and in a checkout of `commit`, and their ratio; medians over pairs of processes."""
+    """Seconds of a round of ours in this tree and in a checkout of `commit`, and their ratio;
+    medians over pairs of processes.
+    """
     here, found = str(Path(__file__).parents[1]), {}
     with tempfile.TemporaryDirectory() as there:
         subprocess.run(["git", "clone", "--quiet", here, there], check=True)
@@ -455,40 +675,76 @@ def against(commit: str, names: list[str], quick: bool) -> dict[str, dict[str, f
         def seconds(tree: str, name: str, side: str) -> float:
             size = ["quick" if quick else "whole", "2" if quick else "5"]
             command = [sys.executable, "-c", ROUNDS, tree, name, side, *size]
-            said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=there).stdout
+            said = subprocess.run(
+                command, capture_output=True, text=True, check=True, cwd=there
+            ).stdout
             return statistics.median(json.loads(said.splitlines()[-1]))
 
         for name in names:
             for side in ("1 worker", "2 workers"):
                 pairs = []
                 for turn in range(2 if quick else PAIRS):
-                    both = {tree: seconds(tree, name, side) for tree in ((here, there) if turn % 2 else (there, here))}
+                    both = {
+                        tree: seconds(tree, name, side)
+                        for tree in ((here, there) if turn % 2 else (there, here))
+                    }
                     pairs.append((both[here], both[there]))
                 now, then = (statistics.median(times) for times in zip(*pairs, strict=True))
                 ratio = statistics.median(a / b for a, b in pairs)
-                found[f"{name}, {side}"] = {"seconds": now, "before": then, "ratio": ratio, "at_most": SLOWER}
-                print(f"{name}, {side}: {now:.3f} s, before {then:.3f} s, ratio {ratio:.3f} (at most {SLOWER})", flush=True)
+                found[f"{name}, {side}"] = {
+                    "seconds": now,
+                    "before": then,
+                    "ratio": ratio,
+                    "at_most": SLOWER,
+                }
+                print(
+                    f"{name}, {side}: {now:.3f} s, before {then:.3f} s, ratio {ratio:.3f} (at "
+                    f"most {SLOWER})",
+                    flush=True,
+                )
     return found
 
 
 def main() -> None:
     """Runs the rows, prints the table, writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions: shows that it runs; nothing is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes and few repetitions: shows that it runs; nothing is written",
+    )
     parser.add_argument("--rows", nargs="+", choices=list(rows(True)), default=list(rows(True)))
-    parser.add_argument("--no-neighbour", action="store_true", help="leave out the rows with a busy neighbour")
-    parser.add_argument("--against", metavar="COMMIT", help="time our own rounds here and in a checkout of this commit, and nothing else")
+    parser.add_argument(
+        "--no-neighbour", action="store_true", help="leave out the rows with a busy neighbour"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="COMMIT",
+        help="time our own rounds here and in a checkout of this commit, and nothing else",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    environment = report.environment()  # before anything is written, which would count as an uncommitted change
-    print(f"torch {torch.__version__}, {environment['cores']} cores, 1 intra-op thread unless said", flush=True)
+    environment = (
+        report.environment()
+    )  # before anything is written, which would count as an uncommitted change
+    print(
+        f"torch {torch.__version__}, {environment['cores']} cores, 1 intra-op thread unless said",
+        flush=True,
+    )
     if arguments.against:
         found = against(arguments.against, arguments.rows, arguments.quick)
         if not arguments.quick:
             command = " ".join(["python", *sys.argv])
-            report.write_json(RESULTS.with_name("against.json"), {"command": command, "environment": environment, "rows": found})
+            report.write_json(
+                RESULTS.with_name("against.json"),
+                {"command": command, "environment": environment, "rows": found},
+            )
         return
-    results: dict[str, dict] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
+    results: dict[str, dict] = (
+        json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
+    )
     table = rows(arguments.quick)
     for name in arguments.rows:
         row = table[name]
@@ -501,13 +757,23 @@ def main() -> None:
             title = row.title + (", busy neighbour" if busy else "")
             print(title)
             for side, f in sides.items():
-                shares = f"  shares: batches {f['batches']:.3f} noise {f['noise']:.3f} rest {f['rest']:.3f}" if "rest" in f else ""
+                shares = (
+                    f"  shares: batches {f['batches']:.3f} noise {f['noise']:.3f} rest "
+                    f"{f['rest']:.3f}"
+                    if "rest" in f
+                    else ""
+                )
                 shares += f" (at most {f['rest_at_most']:.2f})" if "rest_at_most" in f else ""
-                shares += f"  {f['to_one_worker']:.2f} of 1 worker (at most {TWO_TO_ONE})" if busy and "to_one_worker" in f else ""
+                shares += (
+                    f"  {f['to_one_worker']:.2f} of 1 worker (at most {TWO_TO_ONE})"
+                    if busy and "to_one_worker" in f
+                    else ""
+                )
                 limit = f" (at most {f['at_most']:.2f})" if "at_most" in f and not busy else ""
                 memory = f"  {f['memory_mib']:.0f} MiB" if "memory_mib" in f else ""
                 print(
-                    f"  {side:18s} {f['seconds']:.3f} s  cpu {f['cpu_seconds']:.3f} s  ratio {f['ratio']:.2f}{limit}{memory}{shares}",
+                    f"  {side:18s} {f['seconds']:.3f} s  cpu {f['cpu_seconds']:.3f} s  ratio "
+                    f"{f['ratio']:.2f}{limit}{memory}{shares}",
                     flush=True,
                 )
             results[f"{name}{'_busy' if busy else ''}"] = {
@@ -519,7 +785,9 @@ def main() -> None:
             }
             if not arguments.quick:
                 order = [key for one in table for key in (one, f"{one}_busy")]
-                report.write_json(RESULTS, {"rows": {key: results[key] for key in order if key in results}})
+                report.write_json(
+                    RESULTS, {"rows": {key: results[key] for key in order if key in results}}
+                )
 
 
 if __name__ == "__main__":

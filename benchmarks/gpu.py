@@ -1,8 +1,10 @@
-"""A cohort of CNNs on a GPU: 100 clients at once against looping over them there, and how many clients a round takes in ten seconds.
+"""A cohort of CNNs on a GPU: 100 clients at once against looping over them there, and how many
+clients a round takes in ten seconds.
 
 python benchmarks/gpu.py [--device cuda] [--quick]
 
-Results: benchmarks/results/gpu.json; without a CUDA device only `--quick --device cpu` runs, which shows that it does.
+Results: benchmarks/results/gpu.json; without a CUDA device only `--quick --device cpu` runs, which
+shows that it does.
 """
 
 import argparse
@@ -31,7 +33,10 @@ def federation(clients: int) -> FederatedData:
     n = clients * EXAMPLES
     rng = torch.Generator().manual_seed(0)
     split = ClientData(
-        torch.rand(n, 1, 28, 28, generator=rng), torch.randint(0, 10, (n,), generator=rng), torch.arange(n), np.full(clients, EXAMPLES)
+        torch.rand(n, 1, 28, 28, generator=rng),
+        torch.randint(0, 10, (n,), generator=rng),
+        torch.arange(n),
+        np.full(clients, EXAMPLES),
     )
     names = tuple(str(j) for j in range(clients))
     return FederatedData(
@@ -61,10 +66,16 @@ def loop(model: torch.nn.Module, data: FederatedData, device: torch.device) -> f
     return time.perf_counter() - start
 
 
-def ours(model: torch.nn.Module, data: FederatedData, device: torch.device, engine: bf.Engine) -> float:
+def ours(
+    model: torch.nn.Module, data: FederatedData, device: torch.device, engine: bf.Engine
+) -> float:
     """Seconds of a round by `simulate`, the second of two."""
-    algorithm = bf.algorithms.fedavg(model, epochs=EPOCHS, batch_size=BATCH, optimiser=SGD(LR, MOMENTUM))
-    result = bf.simulate(algorithm, data, rounds=2, evaluate_every=None, device=device, engine=engine, progress=False)
+    algorithm = bf.algorithms.fedavg(
+        model, epochs=EPOCHS, batch_size=BATCH, optimiser=SGD(LR, MOMENTUM)
+    )
+    result = bf.simulate(
+        algorithm, data, rounds=2, evaluate_every=None, device=device, engine=engine, progress=False
+    )
     return float(result.history["seconds"][-1])
 
 
@@ -75,7 +86,9 @@ def _wait(device: torch.device) -> None:
 
 def main() -> None:
     """Runs both questions."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="few clients; nothing is written")
     options = parser.parse_args()
@@ -84,7 +97,10 @@ def main() -> None:
     except ValueError as error:
         parser.error(f"{error} with --quick")
     if device.type != "cuda" and not options.quick:
-        parser.error(f"--device {options.device} is no GPU, whose figures these are; pass --quick as well to see that it runs")
+        parser.error(
+            f"--device {options.device} is no GPU, whose figures these are; pass --quick as well "
+            "to see that it runs"
+        )
     torch.set_num_threads(1)
     model = bf.models.lenet((1, 28, 28), outputs=10)
     data = federation(4 if options.quick else 100)
@@ -106,8 +122,19 @@ def main() -> None:
             break
         clients *= 2
     if not options.quick:
-        figures = {"seconds": medians, "clients_within_10_s": clients, "memory_mib": torch.cuda.max_memory_allocated(device) / 2**20}
-        report.write_json(RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": report.environment(), "rows": figures})
+        figures = {
+            "seconds": medians,
+            "clients_within_10_s": clients,
+            "memory_mib": torch.cuda.max_memory_allocated(device) / 2**20,
+        }
+        report.write_json(
+            RESULTS,
+            {
+                "command": " ".join(["python", *sys.argv]),
+                "environment": report.environment(),
+                "rows": figures,
+            },
+        )
 
 
 if __name__ == "__main__":

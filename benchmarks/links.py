@@ -1,12 +1,14 @@
-"""What links and precisions of a Laplace approximation cost and give: FedSI over the whole body, trained once, predicted in four ways.
+"""What links and precisions of a Laplace approximation cost and give: FedSI over the whole body,
+trained once, predicted in four ways.
 
     python benchmarks/links.py [--quick] [--datasets ...] [--seeds ...] [--figure]
 
-Ten clients of five classes, 50 training images each, of which a tenth chooses the precision, by the paired rule under the link that
-predicts, and two tenths fit one temperature for all clients; 950 test images of each class; 100 rounds. AUROC: a client's own test images
-against those of classes that it never saw. Accuracy and NLL under fixed precisions are of the first 200 test images of each client.
-Results: benchmarks/results/links.json, where finished cells are passed over, and docs/images/links.png (--figure draws it from the results
-that are there).
+Ten clients of five classes, 50 training images each, of which a tenth chooses the precision, by the
+paired rule under the link that predicts, and two tenths fit one temperature for all clients; 950
+test images of each class; 100 rounds. AUROC: a client's own test images against those of classes
+that it never saw. Accuracy and NLL under fixed precisions are of the first 200 test images of each
+client. Results: benchmarks/results/links.json, where finished cells are passed over, and
+docs/images/links.png (--figure draws it from the results that are there).
 """
 
 import argparse
@@ -41,16 +43,24 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
     """Return the measures of a result's predictions, with the given number of draws."""
     data = result.data
     own, labels, mask = result.predict(draws=draws), *data.test.padded_labels()
-    found = {key: value for key, value in own.summary(data.test).items() if key in ("accuracy", "nll", "ece", "brier")}
+    found = {
+        key: value
+        for key, value in own.summary(data.test).items()
+        if key in ("accuracy", "nll", "ece", "brier")
+    }
     seen, test = result.mine(data.calibration, data.test, draws=draws)
-    one = calibration.fit(calibration.Temperature(strength=math.inf), seen, Outputs(data.task, data.outputs))
+    one = calibration.fit(
+        calibration.Temperature(strength=math.inf), seen, Outputs(data.task, data.outputs)
+    )
     tempered = bf.metrics.classification_summary(one.apply(test).predictions.probs, labels, mask)
     found |= {f"{key}_tempered": tempered[key] for key in ("nll", "ece")}
     here, there = (result.predict(outside[name][0], draws=draws) for name in ("own", "near"))
     for score in ("entropy",) if draws == 0 else ("entropy", "epistemic"):
         inside_, outside_ = (detection.scores(where).get(score) for where in (here, there))
         if inside_ is not None and outside_ is not None:
-            told = detection.detection_summary({score: inside_}, {score: outside_}, here.mask, there.mask)
+            told = detection.detection_summary(
+                {score: inside_}, {score: outside_}, here.mask, there.mask
+            )
             found[f"{score}_auroc"] = told[f"{score}_auroc"]
     return found
 
@@ -61,11 +71,20 @@ def accuracy_and_nll(result: Any, split: Any, draws: int | None) -> dict[str, fl
     return {name: found[name] for name in ("accuracy", "nll")}
 
 
-def under_precision(model: torch.nn.Module, result: Any, link: str, precision: float, body: dict[str, Any], split: Any) -> dict[str, float]:
+def under_precision(
+    model: torch.nn.Module,
+    result: Any,
+    link: str,
+    precision: float,
+    body: dict[str, Any],
+    split: Any,
+) -> dict[str, float]:
     """Return accuracy and NLL under a given precision."""
     algorithm = bf.algorithms.fedsi_full(model, link=link, predictive_precision=precision, **body)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*leaves the predictions to the prior.*")  # which the figure is to show
+        warnings.filterwarnings(
+            "ignore", message=".*leaves the predictions to the prior.*"
+        )  # which the figure is to show
         return accuracy_and_nll(replace(result, algorithm=algorithm), split, None)
 
 
@@ -76,26 +95,45 @@ def run(dataset: str, seed: int, root: Path | None, *, quick: bool) -> dict[str,
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
     body = example._body(preset)
     result = bf.simulate(
-        bf.algorithms.fedsi_full(model, **body), clients, rounds=2 if quick else 100, seed=seed, evaluate_every=None, progress=False
+        bf.algorithms.fedsi_full(model, **body),
+        clients,
+        rounds=2 if quick else 100,
+        seed=seed,
+        evaluate_every=None,
+        progress=False,
     )
     outside, rows, tuned, fixed = example.strangers(clients, seed), {}, {}, {}
     for name, link in LINKS.items():
-        by = result if link is None else replace(result, algorithm=bf.algorithms.fedsi_full(model, link=link, **body))
+        by = (
+            result
+            if link is None
+            else replace(result, algorithm=bf.algorithms.fedsi_full(model, link=link, **body))
+        )
         rows[name] = measured(by, outside, 0 if link is None else None)
         if link is not None:
             tuned[name] = by.tuned
-            fixed[name] = {f"{precision:g}": under_precision(model, result, link, precision, body, outside["own"][0]) for precision in GRID}
+            fixed[name] = {
+                f"{precision:g}": under_precision(
+                    model, result, link, precision, body, outside["own"][0]
+                )
+                for precision in GRID
+            }
         print(
-            f"{dataset}/{seed}: {name}: " + ", ".join(f"{key} {value:.4f}" for key, value in rows[name].items()),
+            f"{dataset}/{seed}: {name}: "
+            + ", ".join(f"{key} {value:.4f}" for key, value in rows[name].items()),
             tuned.get(name),
             flush=True,
         )
-    fixed["MAP"] = dict.fromkeys(next(iter(fixed.values())), accuracy_and_nll(result, outside["own"][0], 0))
+    fixed["MAP"] = dict.fromkeys(
+        next(iter(fixed.values())), accuracy_and_nll(result, outside["own"][0], 0)
+    )
     return {"rows": rows, "precision": tuned, "fixed": fixed, "environment": report.environment()}
 
 
 def draw(saved: dict[str, Any]) -> None:
-    """Draw accuracy and NLL over the precision under each link, a row of panels for each data set."""
+    """Draw accuracy and NLL over the precision under each link, a row of panels for each
+    data set.
+    """
     cells: dict[str, list[Any]] = {}
     for key, cell in saved["cells"].items():
         cells.setdefault(key.split("/")[0], []).append(cell["fixed"])
@@ -104,27 +142,63 @@ def draw(saved: dict[str, Any]) -> None:
     for row, (dataset, found) in zip(panels, cells.items(), strict=True):
         for axes, measure in zip(row, ("accuracy", "nll"), strict=True):
             curves = {
-                name: [{"precision": [*map(float, by[name])], measure: [at[measure] for at in by[name].values()]} for by in found]
+                name: [
+                    {
+                        "precision": [*map(float, by[name])],
+                        measure: [at[measure] for at in by[name].values()],
+                    }
+                    for by in found
+                ]
                 for name in LINKS
             }
-            bf.plots.learning_curves(curves, metric=measure, x="precision", ax=axes, title=TITLES[dataset])
+            bf.plots.learning_curves(
+                curves, metric=measure, x="precision", ax=axes, title=TITLES[dataset]
+            )
             axes.set_xscale("log")
             axes.set_xlabel("prior precision of the weights in predictions")
             axes.set_ylabel({"accuracy": "accuracy", "nll": "NLL (nats)"}[measure])
-            level = np.mean([by["MAP"]["1"][measure] for by in found])  # far from it nothing is of use
-            axes.set_ylim(*((level - 0.03, level + 0.01) if measure == "accuracy" else (0.7 * level, 2 * level)))
+            level = np.mean(
+                [by["MAP"]["1"][measure] for by in found]
+            )  # far from it nothing is of use
+            axes.set_ylim(
+                *(
+                    (level - 0.03, level + 0.01)
+                    if measure == "accuracy"
+                    else (0.7 * level, 2 * level)
+                )
+            )
     with atomic_path(FIGURE) as path:
         figure.savefig(path, dpi=110, format="png")
 
 
 def main() -> None:
     """Runs the cells that are missing, writing each as it is done."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds on digits: shows that it runs; nothing is written")
-    parser.add_argument("--figure", action="store_true", help="draw the figure from the results that are there, and measure nothing")
-    parser.add_argument("--datasets", nargs="+", choices=["mnist", "fashion-mnist"], default=["fashion-mnist", "mnist"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two rounds on digits: shows that it runs; nothing is written",
+    )
+    parser.add_argument(
+        "--figure",
+        action="store_true",
+        help="draw the figure from the results that are there, and measure nothing",
+    )
+    parser.add_argument(
+        "--datasets",
+        nargs="+",
+        choices=["mnist", "fashion-mnist"],
+        default=["fashion-mnist", "mnist"],
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        default=None,
+        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.quick:
@@ -137,7 +211,9 @@ def main() -> None:
     for seed in arguments.seeds:
         for dataset in arguments.datasets:
             if f"{dataset}/{seed}" not in saved["cells"]:
-                saved["cells"][f"{dataset}/{seed}"] = run(dataset, seed, arguments.data_root, quick=False)
+                saved["cells"][f"{dataset}/{seed}"] = run(
+                    dataset, seed, arguments.data_root, quick=False
+                )
                 report.write_json(RESULTS, saved | {"command": "python benchmarks/links.py"})
 
 

@@ -1,14 +1,17 @@
 """Measure what a federation keeps in memory: one of many clients, and one of many images.
 
-10,000 clients, 20 samples of 64 floats each, a private mean-field head of 5,000 weights: kept state is one row per client; working memory
-grows with the chunk. 100 clients are gathered in a round: FedRep trains these alone, pFedVEM everyone.
+10,000 clients, 20 samples of 64 floats each, a private mean-field head of 5,000 weights: kept state
+is one row per client; working memory grows with the chunk. 100 clients are gathered in a round:
+FedRep trains these alone, pFedVEM everyone.
 
-100 clients with 60,000 images of 3 x 32 x 32 bytes, FedAvg of a LeNet, a round of one epoch and an evaluation: the images as floats in
-memory, as bytes in memory, and as bytes in a mapped file. What is counted is memory that is no file's: a machine cannot take it back.
+100 clients with 60,000 images of 3 x 32 x 32 bytes, FedAvg of a LeNet, a round of one epoch and an
+evaluation: the images as floats in memory, as bytes in memory, and as bytes in a mapped file. What
+is counted is memory that is no file's: a machine cannot take it back.
 
 python benchmarks/memory.py [--quick]
 
-Every measurement has a process of its own, the images' in turn. Results: benchmarks/results/memory.json.
+Every measurement has a process of its own, the images' in turn. Results:
+benchmarks/results/memory.json.
 """
 
 import argparse
@@ -39,7 +42,9 @@ IMAGE = (3, 32, 32)
 
 def resident(key: str) -> float:
     """A line of the process's status, in MiB."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -49,7 +54,12 @@ def clients_state(method: str, clients: int, pipe: Connection) -> None:
     start = resident("VmRSS")
     rng = torch.Generator().manual_seed(0)
     n = 20 * clients
-    split = ClientData(torch.rand(n, 64, generator=rng), torch.randint(0, 10, (n,), generator=rng), torch.arange(n), np.full(clients, 20))
+    split = ClientData(
+        torch.rand(n, 64, generator=rng),
+        torch.randint(0, 10, (n,), generator=rng),
+        torch.arange(n),
+        np.full(clients, 20),
+    )
     data = FederatedData(
         splits={"train": split},
         outputs=10,
@@ -92,7 +102,9 @@ def clients_state(method: str, clients: int, pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def anonymous_peak() -> Iterator[Callable[[], float]]:
-    """Read the memory that is no file's every two milliseconds; the function gives the largest so far, in MiB."""
+    """Read the memory that is no file's every two milliseconds; the function gives the largest so
+    far, in MiB.
+    """
     found, done = [resident("RssAnon")], threading.Event()
 
     def watch() -> None:
@@ -123,7 +135,9 @@ def images(kind: str, file: Path, count: int, pipe: Connection) -> None:
         y, ids = np.arange(n) % 10, np.arange(n) % clients
         if kind == "floats in memory":
             return bf.data.from_arrays(x / np.float32(255), y, client_ids=ids)
-        pooled = bf.data.from_arrays(x if kind == "bytes in a file" else np.array(x), y, client_ids=ids)
+        pooled = bf.data.from_arrays(
+            x if kind == "bytes in a file" else np.array(x), y, client_ids=ids
+        )
         return pooled.transformed(lambda x: x / 255)
 
     one_round(federation(200, 2))  # what the first round loads is not counted
@@ -152,21 +166,30 @@ def alone(target: Callable[..., None], *args: object) -> dict[str, float]:
     figures = here.recv()
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"{target.__name__} ended with exit code {process.exitcode} after it sent its figures")
+        raise RuntimeError(
+            f"{target.__name__} ended with exit code {process.exitcode} after it sent its figures"
+        )
     return figures
 
 
 def main() -> None:
     """Measures both kinds of federations."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="500 clients, 4,000 images: shows that it runs; nothing is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="500 clients, 4,000 images: shows that it runs; nothing is written",
+    )
     quick = parser.parse_args().quick
     results = {}
     for method in ("fedrep", "pfedvem"):
         results[method] = figures = alone(clients_state, method, 500 if quick else 10_000)
         print(
-            f"{method:8s} {figures['clients']} clients: kept state {figures['kept_state_mib']:.0f} MiB, "
-            f"peak {figures['peak_mib']:.0f} MiB of at most {LIMIT_MIB}, 3 rounds in {figures['seconds']:.1f} s",
+            f"{method:8s} {figures['clients']} clients: kept state "
+            f"{figures['kept_state_mib']:.0f} MiB, peak {figures['peak_mib']:.0f} MiB of at most "
+            f"{LIMIT_MIB}, 3 rounds in {figures['seconds']:.1f} s",
             flush=True,
         )
         if figures["peak_mib"] > LIMIT_MIB:
@@ -179,12 +202,30 @@ def main() -> None:
         for _ in range(1 if quick else 3):
             for kind in KINDS:
                 each[kind].append(alone(images, kind, file, count))
-    medians = {kind: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for kind, rows in each.items()}
+    medians = {
+        kind: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        for kind, rows in each.items()
+    }
     for kind, row in medians.items():
-        print(f"{kind}: made with {row['made_mib']:.0f} MiB, peak of a round {row['peak_mib']:.0f} MiB, {row['seconds']:.1f} s", flush=True)
+        print(
+            f"{kind}: made with {row['made_mib']:.0f} MiB, peak of a round {row['peak_mib']:.0f} "
+            f"MiB, {row['seconds']:.1f} s",
+            flush=True,
+        )
     if not quick:
-        record = {"limit_mib": LIMIT_MIB, "rows": results, "images": {"count": count, "medians": medians, "each": each}}
-        report.write_json(RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": report.environment(), **record})
+        record = {
+            "limit_mib": LIMIT_MIB,
+            "rows": results,
+            "images": {"count": count, "medians": medians, "each": each},
+        }
+        report.write_json(
+            RESULTS,
+            {
+                "command": " ".join(["python", *sys.argv]),
+                "environment": report.environment(),
+                **record,
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Promises: what temperatures, biases and sets do for seven methods under label skew, and whether sets, alarms and answers keep their word.
+"""Promises: what temperatures, biases and sets do for seven methods under label skew, and whether
+sets, alarms and answers keep their word.
 
-    python benchmarks/promises.py [--quick] [--parts methods sets alarms answers speed] [--datasets ...] [--seeds ...] [--data-root DIR]
+    python benchmarks/promises.py [--quick] [--parts methods sets alarms answers speed] [--datasets
+    ...] [--seeds ...] [--data-root DIR]
 
-*methods*: twenty clients (Dirichlet 0.3), at most 300 training rows each, of which 15 % are for validation and 20 % for calibration; digits
-has all its rows. Every method is trained once and measured as it is, with a pooled temperature, with each client's own, with that and a
-bias, and with sets. *sets*: coverage of thresholds on made-up scores. *alarms*: how often an alarm is false. *answers*: how often an
-abstention's promise is broken. *speed*: seconds to calibrate 1,000 clients of 100 rows, beside one prediction pass, and looks a second of
-an alarm.
+*methods*: twenty clients (Dirichlet 0.3), at most 300 training rows each, of which 15 % are for
+validation and 20 % for calibration; digits has all its rows. Every method is trained once and
+measured as it is, with a pooled temperature, with each client's own, with that and a bias, and with
+sets. *sets*: coverage of thresholds on made-up scores. *alarms*: how often an alarm is false.
+*answers*: how often an abstention's promise is broken. *speed*: seconds to calibrate 1,000 clients
+of 100 rows, beside one prediction pass, and looks a second of an alarm.
 
-Resumable: finished cells are passed over. Results: benchmarks/results/promises.json; `python docs/tables.py` writes the page from them.
+Resumable: finished cells are passed over. Results: benchmarks/results/promises.json; `python
+docs/tables.py` writes the page from them.
 """
 
 import argparse
@@ -47,12 +51,17 @@ STEPS = {"epochs": 2, "batch_size": 20}
 HEAVY = SGD(0.05, momentum=0.9)
 METHODS: dict[str, Callable[[torch.nn.Module], bf.Algorithm]] = {
     "FedAvg": lambda model: bf.algorithms.fedavg(model, optimiser=HEAVY, **STEPS),
-    "FedAvg-FT": lambda model: bf.algorithms.fedavg_ft(model, optimiser=HEAVY, finetune_epochs=5, **STEPS),
+    "FedAvg-FT": lambda model: bf.algorithms.fedavg_ft(
+        model, optimiser=HEAVY, finetune_epochs=5, **STEPS
+    ),
     "Ditto": lambda model: bf.algorithms.ditto(model, optimiser=SGD(0.05), **STEPS),
     "FedPer": lambda model: bf.algorithms.fedper(model, optimiser=HEAVY, **STEPS),
-    "FedEM": lambda model: bf.algorithms.fedem(model, optimiser=replace(HEAVY, weight_decay=5e-4), **STEPS),
+    "FedEM": lambda model: bf.algorithms.fedem(
+        model, optimiser=replace(HEAVY, weight_decay=5e-4), **STEPS
+    ),
     "FedPer, Laplace head": lambda model: replace(
-        bf.algorithms.fedper(model, optimiser=HEAVY, **STEPS), predictor=LinearisedLaplace(block="head")
+        bf.algorithms.fedper(model, optimiser=HEAVY, **STEPS),
+        predictor=LinearisedLaplace(block="head"),
     ),
     "pFedVEM": lambda model: bf.algorithms.pfedvem(
         model, head_epochs=5, body_epochs=2, batch_size=20, body_optimiser=HEAVY, init_scale=0.1
@@ -62,15 +71,26 @@ METHODS: dict[str, Callable[[torch.nn.Module], bf.Algorithm]] = {
 
 def trained(dataset: str, name: str, seed: int, options: argparse.Namespace) -> Result:
     """A method after its rounds."""
-    recipe = {"clients": 20, "alpha": 0.3, "max_size": 300, "validation": 0.15, "calibration": 0.2, "root": options.data_root}
+    recipe = {
+        "clients": 20,
+        "alpha": 0.3,
+        "max_size": 300,
+        "validation": 0.15,
+        "calibration": 0.2,
+        "root": options.data_root,
+    }
     clients = bf.data.dirichlet(dataset, seed=seed, **recipe)
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.outputs, seed=seed)
     rounds = 2 if options.quick else 50
-    return bf.simulate(METHODS[name](model), clients, rounds=rounds, seed=seed, evaluate_every=None, progress=False)
+    return bf.simulate(
+        METHODS[name](model), clients, rounds=rounds, seed=seed, evaluate_every=None, progress=False
+    )
 
 
 def measured(result: Result) -> dict[str, float]:
-    """NLL, ECE and accuracy as trained, by temperature, and with a bias; coverage, the worst client's, and sizes of five kinds of sets."""
+    """NLL, ECE and accuracy as trained, by temperature, and with a bias; coverage, the worst
+    client's, and sizes of five kinds of sets.
+    """
     data, row = result.data, {}
     labels, mask = data.test.padded_labels()
     seen, held, test = result.mine(data.validation, data.calibration, data.test)
@@ -107,14 +127,20 @@ def lac(mine: Mine) -> list[Tensor]:
     return [scores[j][found.mask[j]] for j in range(len(scores))]
 
 
-def sets(row: dict[str, float], name: str, own: list[Tensor], threshold: Tensor, test: Mine) -> None:
+def sets(
+    row: dict[str, float], name: str, own: list[Tensor], threshold: Tensor, test: Mine
+) -> None:
     """Coverage, mean and worst over clients, and size of the sets under thresholds [J]."""
     probs = test.predictions.probs
     assert probs is not None
     share = [float((s <= t).double().mean()) for s, t in zip(own, threshold, strict=True) if len(s)]
     inside = ((1 - probs.double()) <= threshold[:, None, None]) & test.predictions.mask[..., None]
     size = inside.sum(-1).sum(-1) / test.predictions.mask.sum(-1)
-    row |= {f"{name}_coverage": float(np.mean(share)), f"{name}_worst": min(share), f"{name}_size": float(size.nanmean())}
+    row |= {
+        f"{name}_coverage": float(np.mean(share)),
+        f"{name}_worst": min(share),
+        f"{name}_size": float(size.nanmean()),
+    }
 
 
 def rank(n: int) -> int:
@@ -123,7 +149,8 @@ def rank(n: int) -> int:
 
 
 def quantile_of_quantiles(scores: list[Tensor]) -> Tensor:
-    """FedCP-QQ (Humbert, Le Bars, Bellet and Arlot, ICML 2023): the k-th smallest of the clients' quantiles, the least that suffices.
+    """FedCP-QQ (Humbert, Le Bars, Bellet and Arlot, ICML 2023): the k-th smallest of the clients'
+    quantiles, the least that suffices.
 
     k is found by draws of uniform scores, since clients have different numbers of rows.
     """
@@ -137,11 +164,17 @@ def quantile_of_quantiles(scores: list[Tensor]) -> Tensor:
 
 def mean_of_quantiles(scores: list[Tensor]) -> Tensor:
     """The average of the clients' own quantiles."""
-    return torch.stack([s.sort().values[rank(len(s)) - 1] for s in scores if len(s)]).mean().expand(len(scores))
+    return (
+        torch.stack([s.sort().values[rank(len(s)) - 1] for s in scores if len(s)])
+        .mean()
+        .expand(len(scores))
+    )
 
 
 def on_made_up_scores(runs: int) -> dict[str, dict[str, float]]:
-    """Coverage of own, shrunk and pooled thresholds where clients are alike, and where the scales of their scores differ."""
+    """Coverage of own, shrunk and pooled thresholds where clients are alike, and where the scales
+    of their scores differ.
+    """
     found: dict[str, dict[str, float]] = {}
     rng = torch.Generator().manual_seed(0)
     for n in (5, 10, 30, 100):
@@ -153,29 +186,53 @@ def on_made_up_scores(runs: int) -> dict[str, dict[str, float]]:
             for name, shrink in (("own", 0.0), ("shrunk", 20.0), ("pooled", math.inf)):
                 t = thresholds(scores[None, :n], one, EDGES, counts, level=LEVEL, shrink=shrink)
                 covered[name].append(min(float(t), 1.0))
-        found[f"alike, n = {n}"] = {name: float(np.mean(values)) for name, values in covered.items()}
+        found[f"alike, n = {n}"] = {
+            name: float(np.mean(values)) for name, values in covered.items()
+        }
     clients, rows, edges = 20, 30, 16 * EDGES
     kinds: dict[str, list[np.ndarray]] = {"own": [], "shrunk": [], "pooled": []}
     for _ in range(max(1, runs // 20)):
         scale = torch.exp(0.6 * torch.randn(clients, 1, generator=rng, dtype=torch.float64))
         scores = scale * torch.randn(clients, rows, generator=rng, dtype=torch.float64).abs()
-        counts = torch.bincount(torch.bucketize(scores.flatten(), edges), minlength=BINS + 1).double()
+        counts = torch.bincount(
+            torch.bucketize(scores.flatten(), edges), minlength=BINS + 1
+        ).double()
         for name, shrink in (("own", 0.0), ("shrunk", 20.0), ("pooled", math.inf)):
-            t = thresholds(scores, torch.ones_like(scores, dtype=torch.bool), edges, counts, level=LEVEL, shrink=shrink)
-            kinds[name].append(torch.erf(t / scale[:, 0] / 2**0.5).numpy())  # P(|N(0, scale^2)| <= t)
+            t = thresholds(
+                scores,
+                torch.ones_like(scores, dtype=torch.bool),
+                edges,
+                counts,
+                level=LEVEL,
+                shrink=shrink,
+            )
+            kinds[name].append(
+                torch.erf(t / scale[:, 0] / 2**0.5).numpy()
+            )  # P(|N(0, scale^2)| <= t)
     unlike = found.setdefault("20 clients of 30 rows, log scales of spread 0.6", {})
     for name, parts in kinds.items():
         coverage = np.stack(parts)
-        row = {"coverage": coverage.mean(), "worst": coverage.min(1).mean(), "below .85": (coverage < 0.85).mean()}
+        row = {
+            "coverage": coverage.mean(),
+            "worst": coverage.min(1).mean(),
+            "below .85": (coverage < 0.85).mean(),
+        }
         unlike |= {f"{name}, {key}": float(value) for key, value in row.items()}
     return found
 
 
 def false_alarms(streams: int, looks: int) -> dict[str, float]:
-    """Shares of streams without any change in which somebody who looks after every row is alarmed."""
+    """Shares of streams without any change in which somebody who looks after every row is
+    alarmed.
+    """
     rng, found = (
         np.random.default_rng(0),
-        {"alarm": 0, "alarm, ties": 0, "test of 5 % at every look": 0, "any of twenty clients at 1 / delta": 0},
+        {
+            "alarm": 0,
+            "alarm, ties": 0,
+            "test of 5 % at every look": 0,
+            "any of twenty clients at 1 / delta": 0,
+        },
     )
     every, group, soon = np.arange(1, looks + 1), False, []
     for stream in range(streams):
@@ -189,14 +246,19 @@ def false_alarms(streams: int, looks: int) -> dict[str, float]:
         z = (miss.cumsum() - 0.1 * every) / np.sqrt(0.09 * every)
         found["test of 5 % at every look"] += bool((z[29:] > 1.645).any())
         if stream < 200:
-            soon.append(Alarm(reference, client=stream).see(rng.normal(size=200) + 1.5).raised_after or looks)
+            soon.append(
+                Alarm(reference, client=stream).see(rng.normal(size=200) + 1.5).raised_after
+                or looks
+            )
     share = {name: count / streams for name, count in found.items()}
     share["any of twenty clients at 1 / delta"] *= 20
     return share | {"looks until a shift by 1.5 deviations is seen, median": float(np.median(soon))}
 
 
 def broken_answers(runs: int, rows: int = 2000) -> dict[str, float]:
-    """How often the true share of wrong answers is above 5 %: by `Abstention`, and by the threshold that looks right on these rows."""
+    """How often the true share of wrong answers is above 5 %: by `Abstention`, and by the threshold
+    that looks right on these rows.
+    """
     rng, found = np.random.default_rng(0), {"fixed sequence": 0, "looks right": 0}
     answered = []
     for _ in range(runs):
@@ -204,17 +266,28 @@ def broken_answers(runs: int, rows: int = 2000) -> dict[str, float]:
         wrong = rng.uniform(size=rows) < doubt
         probs = torch.from_numpy(np.stack([1 - doubt, doubt], -1))[None]
         blank = torch.full((1, rows), torch.nan)
-        given = Predictions(mask=~blank.isfinite(), epistemic=blank, probs=probs, labels=torch.from_numpy(wrong.astype(np.int64))[None])
+        given = Predictions(
+            mask=~blank.isfinite(),
+            epistemic=blank,
+            probs=probs,
+            labels=torch.from_numpy(wrong.astype(np.int64))[None],
+        )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="no answer is given")
-            told = fit(Abstention(), Mine(given, np.zeros(1, np.int64)), Outputs("classification", 2)).told
+            told = fit(
+                Abstention(), Mine(given, np.zeros(1, np.int64)), Outputs("classification", 2)
+            ).told
         threshold = float(told["threshold"])
-        found["fixed sequence"] += threshold > 0 and min(threshold, 0.5) / 3 > 0.05  # E[d | d <= t] = t / 3
+        found["fixed sequence"] += (
+            threshold > 0 and min(threshold, 0.5) / 3 > 0.05
+        )  # E[d | d <= t] = t / 3
         order = np.argsort(doubt)
         right = np.flatnonzero(wrong[order].cumsum() / np.arange(1, rows + 1) <= 0.05)
         found["looks right"] += doubt[order][right.max()] / 3 > 0.05
         answered.append(float((doubt <= threshold).mean()))
-    return {f"broken, {name}": count / runs for name, count in found.items()} | {"answered, fixed sequence": float(np.mean(answered))}
+    return {f"broken, {name}": count / runs for name, count in found.items()} | {
+        "answered, fixed sequence": float(np.mean(answered))
+    }
 
 
 def speed() -> dict[str, float]:
@@ -237,7 +310,10 @@ def speed() -> dict[str, float]:
         for step in steps:
             mine = fit(step, mine, outputs).apply(mine)
         times["calibration"].append(time.perf_counter() - start)
-        watch, scores = Alarm(np.random.default_rng(0).normal(size=100)), np.random.default_rng(1).normal(size=100_000)
+        watch, scores = (
+            Alarm(np.random.default_rng(0).normal(size=100)),
+            np.random.default_rng(1).normal(size=100_000),
+        )
         start = time.perf_counter()
         watch.see(scores)
         times["alarm"].append(time.perf_counter() - start)
@@ -250,21 +326,38 @@ def speed() -> dict[str, float]:
 
 def main() -> None:
     """Runs the cells that are missing, writing each as it is done."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small, on digits: shows that it runs; nothing is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small, on digits: shows that it runs; nothing is written",
+    )
     parts = ("methods", "sets", "alarms", "answers", "speed")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        default=None,
+        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     cells: dict[str, Callable[[], dict[str, Any]]] = {}
     if "methods" in options.parts:
         for seed, dataset, name in itertools.product(options.seeds, options.datasets, METHODS):
-            cells[f"methods/{dataset}/{name}/{seed}"] = lambda d=dataset, n=name, s=seed: measured(trained(d, n, s, options))
+            cells[f"methods/{dataset}/{name}/{seed}"] = lambda d=dataset, n=name, s=seed: measured(
+                trained(d, n, s, options)
+            )
     if options.quick:
-        cells = {key: cell for key, cell in cells.items() if key.startswith("methods/digits/") and key.endswith("/0")}
+        cells = {
+            key: cell
+            for key, cell in cells.items()
+            if key.startswith("methods/digits/") and key.endswith("/0")
+        }
     small = options.quick
     others: dict[str, Callable[[], dict[str, Any]]] = {
         "sets": lambda: on_made_up_scores(20 if small else 4000),
@@ -272,18 +365,32 @@ def main() -> None:
         "answers": lambda: broken_answers(5 if small else 2000),
         "speed": speed,
     }
-    cells |= {name: cell for name, cell in others.items() if name in options.parts and not (small and name == "speed")}
+    cells |= {
+        name: cell
+        for name, cell in others.items()
+        if name in options.parts and not (small and name == "speed")
+    }
     for key, cell in cells.items():
-        saved = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"command": "python benchmarks/promises.py", "cells": {}}
+        saved = (
+            json.loads(RESULTS.read_text())
+            if RESULTS.exists()
+            else {"command": "python benchmarks/promises.py", "cells": {}}
+        )
         if key in saved["cells"] and not options.quick:
             continue
         start = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not bound")  # said by its number, an end of the range
+            warnings.filterwarnings(
+                "ignore", message=".*does not bound"
+            )  # said by its number, an end of the range
             found = cell()
         print(key, json.dumps(found), f"{time.perf_counter() - start:.0f} s", flush=True)
         if not options.quick:
-            saved["cells"][key] = {"row": found, "seconds": time.perf_counter() - start, "environment": report.environment()}
+            saved["cells"][key] = {
+                "row": found,
+                "seconds": time.perf_counter() - start,
+                "environment": report.environment(),
+            }
             report.write_json(RESULTS, saved)
 
 

@@ -1,6 +1,8 @@
-"""Does the demo's lead survive another learning rate, or the same clients at work for every method? The demo's federation, same seeds.
+"""Does the demo's lead survive another learning rate, or the same clients at work for every method?
+The demo's federation, same seeds.
 
-By their papers FedAvg and FedPer train the two clients of a cohort, pFedMAP and pFedVEM all twenty, of whom the cohort is gathered.
+By their papers FedAvg and FedPer train the two clients of a cohort, pFedMAP and pFedVEM all twenty,
+of whom the cohort is gathered.
 
 python benchmarks/sensitivity.py [--quick]
 
@@ -25,26 +27,40 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all clients train, for every method": {"rate": 0.01, "train": "all"},
     "the cohort alone trains, for every method": {"rate": 0.01, "train": "cohort"},
 }
-COLUMNS = [report.Column("accuracy", better="higher"), report.Column("nll", better="lower"), report.Column("ece", better="lower")]
+COLUMNS = [
+    report.Column("accuracy", better="higher"),
+    report.Column("nll", better="lower"),
+    report.Column("ece", better="lower"),
+]
 
 
 def methods(clients: bf.data.FederatedData, rate: float, seed: int) -> dict[str, bf.Algorithm]:
     """The demo's, all from one start."""
-    model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, head_scale=1.0, seed=seed)
+    model = bf.models.mlp(
+        clients.inputs, hidden=100, outputs=clients.classes, head_scale=1.0, seed=seed
+    )
     heavy = SGD(rate, momentum=0.9)
     return {
         "FedAvg": bf.algorithms.fedavg(model, batch_size=10, optimiser=heavy),
         "FedPer": bf.algorithms.fedper(model, batch_size=10, optimiser=heavy),
         "pFedMAP": bf.algorithms.pfedmap(model, batch_size=10, body_optimiser=heavy),
         "pFedVEM, mean": bf.algorithms.pfedvem(model, batch_size=10, body_optimiser=heavy),
-        "pFedVEM, scales held, mean": bf.algorithms.pfedvem_held(model, batch_size=10, body_optimiser=heavy),
+        "pFedVEM, scales held, mean": bf.algorithms.pfedvem_held(
+            model, batch_size=10, body_optimiser=heavy
+        ),
     }
 
 
 def main() -> None:
     """Runs, prints and writes the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds, one seed: shows that it runs; nothing is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two rounds, one seed: shows that it runs; nothing is written",
+    )
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     tables: dict[str, dict[str, dict[str, list[float]]]] = {}
@@ -66,11 +82,20 @@ def main() -> None:
                     progress=False,
                 )
                 for column in COLUMNS:
-                    rows.setdefault(name, {}).setdefault(column.key, []).append(float(result.history[f"personal_{column.key}"][-1]))
+                    rows.setdefault(name, {}).setdefault(column.key, []).append(
+                        float(result.history[f"personal_{column.key}"][-1])
+                    )
         tables[setting] = rows
         print(f"{setting}\n{report.table(rows, columns=COLUMNS)}\n", flush=True)
     if not quick:
-        report.write_json(RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": report.environment(), "settings": tables})
+        report.write_json(
+            RESULTS,
+            {
+                "command": " ".join(["python", *sys.argv]),
+                "environment": report.environment(),
+                "settings": tables,
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Measure how long FedPAC's programs take: 100 clients, a program over the weights of 100 heads for each.
+"""Measure how long FedPAC's programs take: 100 clients, a program over the weights of 100 heads for
+each.
 
 python benchmarks/simplex.py [--quick]
 
-Feature statistics are random, of clients in five groups that are alike, and of clients that all differ. scipy's SLSQP solves the first few
-of the same programs, one after another, and its seconds are scaled; both sides run in turn, in CPU seconds, medians over repetitions. The
-violation of the minimum's conditions is the worst over programs, in units of the quadratic's mean diagonal.
-Results: benchmarks/results/simplex.json.
+Feature statistics are random, of clients in five groups that are alike, and of clients that all
+differ. scipy's SLSQP solves the first few of the same programs, one after another, and its seconds
+are scaled; both sides run in turn, in CPU seconds, medians over repetitions. The violation of the
+minimum's conditions is the worst over programs, in units of the quadratic's mean diagonal. Results:
+benchmarks/results/simplex.json.
 """
 
 import argparse
@@ -28,10 +30,14 @@ AT_MOST = 0.3  # CPU seconds for all programs
 
 
 def programs(clients: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Q [J, J] and b [J, J] of clients whose statistics are their group's and noise, variances of the order 1 / n."""
+    """Q [J, J] and b [J, J] of clients whose statistics are their group's and noise, variances of
+    the order 1 / n.
+    """
     rng = torch.Generator().manual_seed(0)
     centres = torch.rand(groups, 1280, generator=rng, dtype=torch.float64)
-    h = centres[torch.arange(clients) % groups] + 0.05 * torch.randn(clients, 1280, generator=rng, dtype=torch.float64)
+    h = centres[torch.arange(clients) % groups] + 0.05 * torch.randn(
+        clients, 1280, generator=rng, dtype=torch.float64
+    )
     variance = (0.5 + torch.rand(clients, generator=rng, dtype=torch.float64)) / 100
     gram = h @ h.T
     return gram + torch.diag(variance), gram
@@ -55,11 +61,22 @@ def by_slsqp(quadratic: np.ndarray, linear: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Runs both sides, prints the table, writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20 clients, once: shows that it runs; nothing is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="20 clients, once: shows that it runs; nothing is written",
+    )
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    environment, clients, some, repetitions = report.environment(), 20 if quick else 100, 2 if quick else 5, 1 if quick else 7
+    environment, clients, some, repetitions = (
+        report.environment(),
+        20 if quick else 100,
+        2 if quick else 5,
+        1 if quick else 7,
+    )
     rows: dict[str, dict[str, Any]] = {}
     for groups in (5, clients):
         quadratic, linear = programs(clients, groups)
@@ -78,16 +95,24 @@ def main() -> None:
             "cpu_seconds": statistics.median(ours),
             "slsqp_cpu_seconds": statistics.median(theirs),
             "violation": float(simplex.kkt(quadratic, linear, found).max()),
-            "slsqp_violation": float(simplex.kkt(quadratic, linear[:some], torch.from_numpy(others)).max()),
+            "slsqp_violation": float(
+                simplex.kkt(quadratic, linear[:some], torch.from_numpy(others)).max()
+            ),
         }
         rows[f"{groups} groups"] = row
         print(
-            f"{clients} programs of {clients} weights, {groups} groups: {row['cpu_seconds']:.3f} s (at most {AT_MOST}), violation "
-            f"{row['violation']:.1e}; SLSQP {row['slsqp_cpu_seconds']:.1f} s, {row['slsqp_violation']:.1e}",
+            f"{clients} programs of {clients} weights, {groups} groups: {row['cpu_seconds']:.3f} "
+            f"s (at most {AT_MOST}), violation {row['violation']:.1e}; SLSQP "
+            f"{row['slsqp_cpu_seconds']:.1f} s, {row['slsqp_violation']:.1e}",
             flush=True,
         )
     if not quick:
-        record = {"command": " ".join(["python", *sys.argv]), "environment": environment, "at_most": AT_MOST, "rows": rows}
+        record = {
+            "command": " ".join(["python", *sys.argv]),
+            "environment": environment,
+            "at_most": AT_MOST,
+            "rows": rows,
+        }
         report.write_json(RESULTS, record)
 
 

@@ -39,17 +39,27 @@ autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
-# A reference into bayesfl that leads nowhere is an error. Nothing is fetched, so names of other projects have no target here.
+# A reference into bayesfl that leads nowhere is an error. Nothing is fetched, so names of other
+# projects have no target here.
 nitpicky = True
-_BUILTIN = r"bool|bytes|callable|dict|float|int|list|object|str|tuple|type|KeyError|RuntimeError|TypeError|ValueError|FileNotFoundError"
+_BUILTIN = (
+    r"bool|bytes|callable|dict|float|int|list|object|str|tuple|type|KeyError|RuntimeError|"
+    r"TypeError|ValueError|FileNotFoundError"
+)
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|numpy|np|nn|flwr|httpx|typing|collections|contextlib|pathlib|os|enum|types|matplotlib)\.[\w.]+"),
+    (
+        r"py:.*",
+        r"(torch|numpy|np|nn|flwr|httpx|typing|collections|contextlib|pathlib|os|enum|types|matplotlib)\.[\w.]+",
+    ),
     (
         r"py:class",
         r"P|bayesfl\.(base\.options\.[CPRT]|engine\.(crew\.(Item|Result)|driver\.T)|federation\.(round|admission)\.T|flower\.records\.T)",
     ),  # type variables
     (r"py:.*", r"(typing|types)\.(Annotated|Literal)\[.*|inspect\.BoundArguments"),
-    (r"py:.*", rf"({_BUILTIN}|Tensor|Any|Callable|Mapping|Sequence|Iterator|Literal|Axes|Figure|optional|default|Ellipsis|None|\.\.\.)"),
+    (
+        r"py:.*",
+        rf"({_BUILTIN}|Tensor|Any|Callable|Mapping|Sequence|Iterator|Literal|Axes|Figure|optional|default|Ellipsis|None|\.\.\.)",
+    ),
 ]
 
 
@@ -65,7 +75,9 @@ def _table(rows: list[str]) -> list[str]:
 
 
 def _home(name: str) -> str:
-    """Find where what a user writes as bf.load is defined; return the name itself where there is no such thing, which is then an error."""
+    """Find where what a user writes as bf.load is defined; return the name itself where there is no
+    such thing, which is then an error.
+    """
     thing: Any = bayesfl
     try:
         for word in name.split("."):
@@ -74,11 +86,17 @@ def _home(name: str) -> str:
         return f"bayesfl.{name}"
     if inspect.ismodule(thing):
         return thing.__name__
-    return f"{thing.__module__}.{thing.__qualname__}" if hasattr(thing, "__qualname__") else f"bayesfl.{name}"
+    return (
+        f"{thing.__module__}.{thing.__qualname__}"
+        if hasattr(thing, "__qualname__")
+        else f"bayesfl.{name}"
+    )
 
 
 def _prose(text: str) -> str:
-    """Single backticks are code, or a reference where they name something of bayesfl; signs that are no emphasis mean themselves."""
+    """Single backticks are code, or a reference where they name something of bayesfl; signs that
+    are no emphasis mean themselves.
+    """
 
     def code(name: str) -> str:
         if re.fullmatch(r"(bf|bayesfl)(\.\w+)+", name):
@@ -87,7 +105,9 @@ def _prose(text: str) -> str:
 
     parts = re.split(r"`([^`\n]+)`|((?<![\w*])\*\w[\w -]*\*(?![\w*]))", text)
     out = []
-    for plain, literal, emphasis in zip(parts[::3], [*parts[1::3], None], [*parts[2::3], None], strict=True):
+    for plain, literal, emphasis in zip(
+        parts[::3], [*parts[1::3], None], [*parts[2::3], None], strict=True
+    ):
         out.append(re.sub(r"(?<!\\)([*|]|(?<=\w)_(?!\w))", r"\\\1", plain))
         out.append(code(literal) if literal else emphasis or "")
     return "".join(out)
@@ -105,11 +125,20 @@ def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: li
             out += _table(table)
             table = []
         out.append(_prose(line))
-    # Napoleon reads the first line of these as "type: text", which is not how they are written here.
+    # Napoleon reads the first line of these as "type: text", which is not how they are written
+    # here.
     lines[:] = ["..", "", *out] if what in ("attribute", "data", "property") else out
 
 
-def _signature(app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None) -> Any:
+def _signature(
+    app: Any,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    returns: str | None,
+) -> Any:
     """Defaults that have no name are left out."""
     if signature and dataclasses.is_dataclass(obj):
         signature = re.sub(r"<factory>|<function [^>]*>+(?: at 0x\w+>)?", "...", signature)

@@ -1,10 +1,13 @@
-"""Writes the tables of the README and of pages under docs from what the commands made: python docs/tables.py.
+"""Writes the tables of the README and of pages under docs from what the commands made: python
+docs/tables.py.
 
-What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
-runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
-benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, links
-from benchmarks/results/links.json, networks as they come from benchmarks/results/networks.json, promises from
-benchmarks/results/promises.json, noise from benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
+What is implemented comes from the compositions themselves, the demo's table from
+benchmarks/results/demo.json (`make demo` writes it to runs/demo/table.json), speed from
+benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
+benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from
+benchmarks/results/pfedvem.json, links from benchmarks/results/links.json, networks as they come
+from benchmarks/results/networks.json, promises from benchmarks/results/promises.json, noise from
+benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
 """
 
 import ast
@@ -36,7 +39,9 @@ GIVEN = (
     ("bayesfl.federation.errors", "CheckpointError"),
 )
 INTERNAL = {"check_mixing", "check_optimiser", "check_rule", "rate_at"}
-"""Functions of public files without `__all__` that other folders of the library call, and users do not."""
+"""Functions of public files without `__all__` that other folders of the library call, and users do
+not.
+"""
 DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 CONSTANTS = {"bf.plots.OKABE_ITO": "bayesfl.evaluation.plots.look"}
 """Public values that are neither classes nor functions, and the files that define them."""
@@ -45,10 +50,14 @@ CONSTANTS = {"bf.plots.OKABE_ITO": "bayesfl.evaluation.plots.look"}
 def implemented() -> str:
     """List what is implemented, in Markdown."""
     lines = [
-        "| method | in `bf.algorithms` | paper | belief of a client | sent each round | never leaves the client |",
+        "| method | in `bf.algorithms` | paper | belief of a client | sent each round | never "
+        "leaves the client |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [f"| {e.title} | `{e.name}` | {e.paper} | {e.posterior} | {e.sent} | {e.private} |" for e in bf.algorithms.available()]
+    lines += [
+        f"| {e.title} | `{e.name}` | {e.paper} | {e.posterior} | {e.sent} | {e.private} |"
+        for e in bf.algorithms.available()
+    ]
     return "\n".join(lines)
 
 
@@ -56,11 +65,21 @@ def names() -> str:
     """List what a user imports, with the first sentence of each docstring, in Markdown."""
 
     def row(shown: str, thing: Any) -> str:
-        first = re.split(r"\n\n|(?<=[a-z\]`)])\. ", (inspect.getdoc(thing) or "").strip())[0].replace("\n", " ").rstrip(".")
-        return f"| {{py:obj}}`{shown} <{thing.__module__}.{thing.__qualname__}>` | {first.replace('|', chr(92) + '|')} |"
+        first = (
+            re.split(r"\n\n|(?<=[a-z\]`)])\. ", (inspect.getdoc(thing) or "").strip())[0]
+            .replace("\n", " ")
+            .rstrip(".")
+        )
+        return (
+            f"| {{py:obj}}`{shown} <{thing.__module__}.{thing.__qualname__}>` | "
+            f"{first.replace('|', chr(92) + '|')} |"
+        )
 
     def constant(shown: str, home: str) -> str:
-        body, name = ast.parse(inspect.getsource(importlib.import_module(home))).body, shown.split(".")[-1]
+        body, name = (
+            ast.parse(inspect.getsource(importlib.import_module(home))).body,
+            shown.split(".")[-1],
+        )
         (said,) = (
             after.value.value
             for node, after in pairwise(body)
@@ -69,26 +88,60 @@ def names() -> str:
             and isinstance(after, ast.Expr)
             and isinstance(after.value, ast.Constant)
         )
-        return f"| {{py:obj}}`{shown} <{home}.{name}>` | {str(said).rstrip('.')} |"
+        return f"| {{py:obj}}`{shown} <{home}.{name}>` | {' '.join(str(said).split()).rstrip('.')} |"
 
     def public(module: ModuleType) -> list[Any]:
-        found = [getattr(module, name) for name in getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])]
-        own = [thing for thing in found if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__name__ not in INTERNAL]
-        return own if hasattr(module, "__all__") else [thing for thing in own if thing.__module__ == module.__name__]
+        found = [
+            getattr(module, name)
+            for name in getattr(
+                module, "__all__", [name for name in vars(module) if name[0] != "_"]
+            )
+        ]
+        own = [
+            thing
+            for thing in found
+            if (inspect.isclass(thing) or inspect.isfunction(thing))
+            and thing.__name__ not in INTERNAL
+        ]
+        return (
+            own
+            if hasattr(module, "__all__")
+            else [thing for thing in own if thing.__module__ == module.__name__]
+        )
 
     heads = ["| name | what it does or is |", "|---|---|"]
-    top = [(name, thing) for name in bf.__all__ if not isinstance(thing := getattr(bf, name), ModuleType)]
+    top = [
+        (name, thing)
+        for name in bf.__all__
+        if not isinstance(thing := getattr(bf, name), ModuleType)
+    ]
     parts = [
-        "## bf\n\n" + "\n".join([*heads, *(row(f"bf.{name}", thing) for name, thing in sorted(top, key=lambda entry: entry[0].lower()))])
+        "## bf\n\n"
+        + "\n".join(
+            [
+                *heads,
+                *(
+                    row(f"bf.{name}", thing)
+                    for name, thing in sorted(top, key=lambda entry: entry[0].lower())
+                ),
+            ]
+        )
     ]
     given = [(name, getattr(importlib.import_module(module), name)) for module, name in GIVEN]
-    parts.append("## What these return and raise\n\n" + "\n".join([*heads, *(row(name, thing) for name, thing in given)]))
+    parts.append(
+        "## What these return and raise\n\n"
+        + "\n".join([*heads, *(row(name, thing) for name, thing in given)])
+    )
     for name in sorted(bf.__all__):
         module = getattr(bf, name)
         if isinstance(module, ModuleType) and name != "algorithms":
             things = sorted(public(module), key=lambda thing: thing.__name__.lower())
             rows = [row(f"bf.{name}.{thing.__name__}", thing) for thing in things]
-            rows += [constant(shown, home) for shown, home in CONSTANTS.items() if shown.startswith(f"bf.{name}.")]
+            rows += [
+                constant(shown, home)
+                for shown, home in CONSTANTS.items()
+                if shown.startswith(f"bf.{name}.")
+            ]
             parts.append(f"## bf.{name}\n\n" + "\n".join([*heads, *rows]))
     return "\n\n".join(parts)
 
@@ -104,11 +157,14 @@ def demo() -> str:
         report.Column("pooled_ece", title="ECE, pooled", better="lower"),
         report.Column("brier", title="Brier", better="lower"),
     ]
-    return f"{report.table(saved['rows'], columns=columns, style='markdown')}\n\n{made({'command': 'make demo', **saved})}"
+    table = report.table(saved["rows"], columns=columns, style="markdown")
+    return f"{table}\n\n{made({'command': 'make demo', **saved})}"
 
 
 def engines() -> str:
-    """Speed, in Markdown: ratios to the row's unit, with its target where the file has one for that row."""
+    """Speed, in Markdown: ratios to the row's unit, with its target where the file has one for that
+    row.
+    """
     saved = json.loads((RESULTS / "engines.json").read_text())
     heads = [
         "work",
@@ -127,21 +183,42 @@ def engines() -> str:
             continue
         sides = row["sides"]
         pair = [sides[side] for side in ("2 workers", "1 worker")]
-        cells = [f"{side['ratio']:.2f}" + (f" (target {side['at_most']:.2f})" if "at_most" in side else "") for side in pair]
-        cells.append(f"{sides['bare, 2 threads']['ratio']:.2f}" if "bare, 2 threads" in sides else "")
-        cells += [f"{side['rest']:.3f}" + (f" (target {side['rest_at_most']:.2f})" if "rest_at_most" in side else "") for side in pair]
+        cells = [
+            f"{side['ratio']:.2f}"
+            + (f" (target {side['at_most']:.2f})" if "at_most" in side else "")
+            for side in pair
+        ]
+        cells.append(
+            f"{sides['bare, 2 threads']['ratio']:.2f}" if "bare, 2 threads" in sides else ""
+        )
+        cells += [
+            f"{side['rest']:.3f}"
+            + (f" (target {side['rest_at_most']:.2f})" if "rest_at_most" in side else "")
+            for side in pair
+        ]
         busy = saved["rows"].get(f"{name}_busy", {}).get("sides")
         beside = f"{busy['2 workers']['to_one_worker']:.2f}" if busy else ""
         unit = next(iter(sides))
         lines.append([row["title"], f"{unit}, {sides[unit]['seconds']:.2f} s", *cells, beside])
-    return "\n\n".join([ruled(heads, lines), *(f"{origin} Rows {', '.join(names)}." for origin, names in origins.items())])
+    return "\n\n".join(
+        [
+            ruled(heads, lines),
+            *(f"{origin} Rows {', '.join(names)}." for origin, names in origins.items()),
+        ]
+    )
 
 
 def selection() -> str:
-    """Show what rules of subnetworks are worth, in Markdown: a table for each measure, the networks side by side."""
+    """Show what rules of subnetworks are worth, in Markdown: a table for each measure, the networks
+    side by side.
+    """
     saved = json.loads((RESULTS / "selection.json").read_text())
     parts = {
-        part: {f"{dataset}, {scaling}": found for dataset, by in saved[part]["results"].items() for scaling, found in by.items()}
+        part: {
+            f"{dataset}, {scaling}": found
+            for dataset, by in saved[part]["results"].items()
+            for scaling, found in by.items()
+        }
         for part in ("alone", "pooled", "control")
     }
     words = runpy.run_path(str(ROOT / "benchmarks" / "selection.py"))["in_words"]
@@ -149,36 +226,70 @@ def selection() -> str:
     rows = {cell: found["rows"] for cell, found in cells.items()}
     names = list(next(iter(rows.values())))
 
-    def side_by_side(title: str, *keys: str, of: str = "alone", part: str = "rows", scaled: bool = False, **options: Any) -> str:
+    def side_by_side(
+        title: str,
+        *keys: str,
+        of: str = "alone",
+        part: str = "rows",
+        scaled: bool = False,
+        **options: Any,
+    ) -> str:
         found = {cell: by[part] for cell, by in parts[of].items()}
-        kept = [name for name, row in next(iter(found.values())).items() if keys[0] in row and (scaled or "scaled" not in name)]
+        kept = [
+            name
+            for name, row in next(iter(found.values())).items()
+            if keys[0] in row and (scaled or "scaled" not in name)
+        ]
         table = {
-            words(name): {f"{cell} {key}": by[name][key] for cell, by in found.items() for key in keys if key in by[name]} for name in kept
+            words(name): {
+                f"{cell} {key}": by[name][key]
+                for cell, by in found.items()
+                for key in keys
+                if key in by[name]
+            }
+            for name in kept
         }
         kind = {key: "" if len(keys) == 1 else f": {key.split('_')[-1]}" for key in keys}
-        columns = [report.Column(f"{cell} {key}", title=cell + kind[key], **options) for cell in found for key in keys]
+        columns = [
+            report.Column(f"{cell} {key}", title=cell + kind[key], **options)
+            for cell in found
+            for key in keys
+        ]
         return f"**{title}**\n\n{report.table(table, columns=columns, style='markdown')}"
 
     def beyond(title: str, of: str, key: str) -> str:
         found = {cell: by["rows"] for cell, by in parts[of].items()}
         table = {
             words(name): {
-                c: [a - b for a, b in zip(by[name][key], by["MAP, one temperature"][key], strict=True)] for c, by in found.items()
+                c: [
+                    a - b
+                    for a, b in zip(by[name][key], by["MAP, one temperature"][key], strict=True)
+                ]
+                for c, by in found.items()
             }
             for name in next(iter(found.values()))
         }
-        lines = report.table(table, columns=[report.Column(cell, title=cell) for cell in found], style="markdown")
+        lines = report.table(
+            table, columns=[report.Column(cell, title=cell) for cell in found], style="markdown"
+        )
         return f"**{title}**\n\n{lines}"
 
     network = [
         report.Column("train_nll", title="NLL on training images", digits=4),
         report.Column("constant_pixels", title="share of constant pixels", digits=2),
-        report.Column("changed_by_themselves", title="share of test images that change a constant pixel", digits=2),
+        report.Column(
+            "changed_by_themselves",
+            title="share of test images that change a constant pixel",
+            digits=2,
+        ),
         report.Column("dead_units", title="share of dead units", digits=2),
         report.Column("uncurved", title="share of weights without curvature", digits=2),
     ]
     costs = {
-        words(name): {key: [value for of in rows.values() for value in of[name][key]] for key in ("order", "seconds", "predict_seconds")}
+        words(name): {
+            key: [value for of in rows.values() for value in of[name][key]]
+            for key in ("order", "seconds", "predict_seconds")
+        }
         for name in names
         if "order" in rows[next(iter(rows))][name]
     }
@@ -190,13 +301,28 @@ def selection() -> str:
     chosen = ["| method | " + " | ".join(cells) + " |", "|---|" + "---:|" * len(cells)]
     for name in names:
         if "log10_precision" in rows[next(iter(rows))][name] and "scaled" not in name:
-            seeds = [", ".join(f"{value:.1f}" for value in of[name]["log10_precision"]) for of in rows.values()]
+            seeds = [
+                ", ".join(f"{value:.1f}" for value in of[name]["log10_precision"])
+                for of in rows.values()
+            ]
             chosen.append(f"| {words(name)} | " + " | ".join(seeds) + " |")
     low, high = (
-        f"{value:.0f}" for value in (math.log10(g) for g in (saved["alone"]["sizes"]["grid"][0], saved["alone"]["sizes"]["grid"][-1]))
+        f"{value:.0f}"
+        for value in (
+            math.log10(g)
+            for g in (saved["alone"]["sizes"]["grid"][0], saved["alone"]["sizes"]["grid"][-1])
+        )
     )
-    networks = report.table({cell: found["network"] for cell, found in cells.items()}, columns=network, style="markdown", corner="network")
-    counted = [report.Column(f"{key}_count", title=title) for key, title in (("near", "unseen classes"), ("other", "the other data set"))]
+    networks = report.table(
+        {cell: found["network"] for cell, found in cells.items()},
+        columns=network,
+        style="markdown",
+        corner="network",
+    )
+    counted = [
+        report.Column(f"{key}_count", title=title)
+        for key, title in (("near", "unseen classes"), ("other", "the other data set"))
+    ]
     counted.append(report.Column("permuted_count", title="permuted pixels"))
     counts = {cell: by["rows"]["changed constant pixels"] for cell, by in parts["control"].items()}
     control = report.table(counts, columns=counted, style="markdown", corner="images")
@@ -204,35 +330,98 @@ def selection() -> str:
         [
             f"**The networks**\n\n{networks}",
             side_by_side("Share of the selected weights without curvature", "uncurved", digits=2),
-            side_by_side("Share of the selected weights that lead into dead units", "in_dead_units", digits=2),
-            f"**Chosen precision, log10, seed by seed** (grid {low} to {high})\n\n" + "\n".join(chosen),
+            side_by_side(
+                "Share of the selected weights that lead into dead units", "in_dead_units", digits=2
+            ),
+            f"**Chosen precision, log10, seed by seed** (grid {low} to {high})\n\n"
+            + "\n".join(chosen),
             side_by_side("Accuracy", "accuracy", scaled=True, better="higher"),
             side_by_side("NLL on test images (nats)", "nll", scaled=True, better="lower"),
-            beyond("NLL minus that of the MAP with one temperature (nats, paired by seed)", "alone", "nll"),
-            side_by_side("NLL of every method with a temperature of its own (nats)", "nll_tempered", scaled=True, better="lower"),
-            side_by_side("One precision or temperature for all networks of a column: NLL (nats)", "nll", of="pooled", better="lower"),
             beyond(
-                "One precision or temperature for all networks of a column: NLL minus the MAP's at one temperature (nats, paired by seed)",
+                "NLL minus that of the MAP with one temperature (nats, paired by seed)",
+                "alone",
+                "nll",
+            ),
+            side_by_side(
+                "NLL of every method with a temperature of its own (nats)",
+                "nll_tempered",
+                scaled=True,
+                better="lower",
+            ),
+            side_by_side(
+                "One precision or temperature for all networks of a column: NLL (nats)",
+                "nll",
+                of="pooled",
+                better="lower",
+            ),
+            beyond(
+                "One precision or temperature for all networks of a column: NLL minus the MAP's "
+                "at one temperature (nats, paired by seed)",
                 "pooled",
                 "nll",
             ),
-            side_by_side("One precision or temperature for all networks of a column: ECE", "ece", of="pooled", better="lower"),
-            side_by_side("One precision for all networks of a column: log10 of the precision", "log10_precision", of="pooled", digits=1),
+            side_by_side(
+                "One precision or temperature for all networks of a column: ECE",
+                "ece",
+                of="pooled",
+                better="lower",
+            ),
+            side_by_side(
+                "One precision for all networks of a column: log10 of the precision",
+                "log10_precision",
+                of="pooled",
+                digits=1,
+            ),
             side_by_side("ECE", "ece", scaled=True, better="lower"),
-            side_by_side("AUROC of images of unseen classes", "near_entropy", "near_epistemic", scaled=True, better="higher"),
+            side_by_side(
+                "AUROC of images of unseen classes",
+                "near_entropy",
+                "near_epistemic",
+                scaled=True,
+                better="higher",
+            ),
             beyond(
-                "AUROC of images of unseen classes by entropy, minus that of the MAP with one temperature (paired by seed)",
+                "AUROC of images of unseen classes by entropy, minus that of the MAP with one "
+                "temperature (paired by seed)",
                 "alone",
                 "near_entropy",
             ),
-            side_by_side("AUROC of the other data set", "other_entropy", "other_epistemic", better="higher"),
-            side_by_side("AUROC of permuted pixels", "permuted_entropy", "permuted_epistemic", better="higher"),
-            f"**AUROC of the number of changed pixels that were constant in training, without a network**\n\n{control}",
-            side_by_side("NLL on lit test images minus NLL on the same images unlit (nats)", "lit_change", better="lower"),
-            side_by_side("At fixed precisions: NLL on the first 500 test images (nats)", "nll", part="fixed", better="lower"),
-            side_by_side("At fixed precisions: NLL on the same images, lit (nats)", "lit_nll", part="fixed", better="lower"),
-            side_by_side("At fixed precisions: AUROC of images of unseen classes", "near_entropy", "near_epistemic", part="fixed"),
-            f"**Cost, mean over all networks**\n\n{report.table(costs, columns=cost, style='markdown')}",
+            side_by_side(
+                "AUROC of the other data set", "other_entropy", "other_epistemic", better="higher"
+            ),
+            side_by_side(
+                "AUROC of permuted pixels",
+                "permuted_entropy",
+                "permuted_epistemic",
+                better="higher",
+            ),
+            "**AUROC of the number of changed pixels that were constant in training, without a "
+            f"network**\n\n{control}",
+            side_by_side(
+                "NLL on lit test images minus NLL on the same images unlit (nats)",
+                "lit_change",
+                better="lower",
+            ),
+            side_by_side(
+                "At fixed precisions: NLL on the first 500 test images (nats)",
+                "nll",
+                part="fixed",
+                better="lower",
+            ),
+            side_by_side(
+                "At fixed precisions: NLL on the same images, lit (nats)",
+                "lit_nll",
+                part="fixed",
+                better="lower",
+            ),
+            side_by_side(
+                "At fixed precisions: AUROC of images of unseen classes",
+                "near_entropy",
+                "near_epistemic",
+                part="fixed",
+            ),
+            "**Cost, mean over all "
+            f"networks**\n\n{report.table(costs, columns=cost, style='markdown')}",
             "\n\n".join(f"{made(saved[part])} The part `{part}`." for part in parts),
         ]
     )
@@ -244,9 +433,19 @@ def fedsi() -> str:
     order = ["Local", "FedAvg", "FedAvg-FT", "FedBABU"]
     for title in ("FedSI", "FedSI-Fac", "FedSI, whole body"):
         its_map = "FedSI's MAP" if title == "FedSI" else f"{title}, its MAP"
-        order += [its_map, title, f"{title}, contrasts", f"{title}, 100 draws", f"{title}, the server's prior"]
+        order += [
+            its_map,
+            title,
+            f"{title}, contrasts",
+            f"{title}, 100 draws",
+            f"{title}, the server's prior",
+        ]
     order += ["FedSI, to the letter, its MAP", "FedSI, to the letter"]
-    order += [f"{title}, {how}" for title in ("pFedVEM", "pFedVEM, scales held") for how in ("mean", "100 draws")]
+    order += [
+        f"{title}, {how}"
+        for title in ("pFedVEM", "pFedVEM, scales held")
+        for how in ("mean", "100 draws")
+    ]
     parts = []
     for dataset, published in saved["published"].items():
         rows: dict[str, dict[str, list[float]]] = {name: {} for name in order}
@@ -257,11 +456,19 @@ def fedsi() -> str:
                         rows[title].setdefault(name, []).append(value)
         rows = {name: row for name, row in rows.items() if row}
         for name, row in rows.items():
-            row |= {f"published_{key}": [value / (100 if key == "accuracy" else 1)] for key, value in published.get(name, {}).items()}
+            row |= {
+                f"published_{key}": [value / (100 if key == "accuracy" else 1)]
+                for key, value in published.get(name, {}).items()
+            }
             row["seeds"] = [float(len(row["accuracy"]))]
             if "precision" in row:
                 row["precision"] = [math.log10(value) for value in row["precision"]]
-        both = [("accuracy", "accuracy", 4), ("ece", "ECE", 3), ("mce", "MCE", 3), ("brier", "Brier", 3)]
+        both = [
+            ("accuracy", "accuracy", 4),
+            ("ece", "ECE", 3),
+            ("mce", "MCE", 3),
+            ("brier", "Brier", 3),
+        ]
         first = [
             report.Column(f"{prefix}{key}", title=f"{title}, {word}", digits=digits)
             for key, title, digits in both
@@ -278,10 +485,25 @@ def fedsi() -> str:
             ("precision", "log10 of the precision"),
             ("seeds", "seeds"),
         ]
-        second = [report.Column(key, title=title, digits=0 if key == "seeds" else 3) for key, title in plain]
-        kinds = (("near", "unseen labels"), ("other", "another data set"), ("far", "permuted pixels"))
-        scores = (("entropy", "entropy"), ("tempered", "entropy, one temperature"), ("epistemic", "epistemic part"))
-        third = [report.Column(f"{kind}_{score}_auroc", title=f"{what}: AUROC by {by}") for kind, what in kinds for score, by in scores]
+        second = [
+            report.Column(key, title=title, digits=0 if key == "seeds" else 3)
+            for key, title in plain
+        ]
+        kinds = (
+            ("near", "unseen labels"),
+            ("other", "another data set"),
+            ("far", "permuted pixels"),
+        )
+        scores = (
+            ("entropy", "entropy"),
+            ("tempered", "entropy, one temperature"),
+            ("epistemic", "epistemic part"),
+        )
+        third = [
+            report.Column(f"{kind}_{score}_auroc", title=f"{what}: AUROC by {by}")
+            for kind, what in kinds
+            for score, by in scores
+        ]
         fourth = [
             report.Column("ece_client", title="ECE, a temperature for each client"),
             report.Column("near_entropy_fpr95", title="unseen labels: FPR at TPR 0.95"),
@@ -295,19 +517,32 @@ def fedsi() -> str:
             for columns in (first, second, third, fourth)
         ]
         more = [
-            f"{key.split('/')[1]}, seed {key.split('/')[2]}: uncurved share {cell['uncurved_share']:.3g}"
+            f"{key.split('/')[1]}, seed {key.split('/')[2]}: uncurved share "
+            f"{cell['uncurved_share']:.3g}"
             for key, cell in saved["cells"].items()
             if key.split("/")[0] == dataset and "uncurved_share" in cell
         ]
-        parts.append(f"**{dataset}**\n\n" + "\n\n".join([*tables, *(["; ".join(more) + "."] if more else [])]))
+        parts.append(
+            f"**{dataset}**\n\n"
+            + "\n\n".join([*tables, *(["; ".join(more) + "."] if more else [])])
+        )
     parts.append(versions(saved, place=1, drawn_anew=set()))
     return "\n\n".join(parts)
 
 
 def curvature() -> str:
-    """Curvature beside laplace-torch, row by row: how many times as long the other takes, and how much of its memory ours does."""
+    """Curvature beside laplace-torch, row by row: how many times as long the other takes, and how
+    much of its memory ours does.
+    """
     saved = json.loads((RESULTS / "curvature.json").read_text())
-    heads = ["work", "bayesfl (s)", "compared with", "its time / bayesfl's, 1 thread", "2 threads", "target"]
+    heads = [
+        "work",
+        "bayesfl (s)",
+        "compared with",
+        "its time / bayesfl's, 1 thread",
+        "2 threads",
+        "target",
+    ]
     heads += ["bayesfl's memory / its memory", "target"]
     lines = []
     for row in saved["rows"].values():
@@ -315,11 +550,27 @@ def curvature() -> str:
         for name, side in row["sides"].items():
             if name == "ours":
                 continue
-            times = [f"{side['threads'][count]['times_ours']:.2f}" if count in side["threads"] else "-" for count in ("1", "2")]
+            times = [
+                f"{side['threads'][count]['times_ours']:.2f}" if count in side["threads"] else "-"
+                for count in ("1", "2")
+            ]
             both = side["memory_mib"] and ours["memory_mib"]
             share = f"{ours['memory_mib'] / side['memory_mib']:.3f}" if both else "-"
-            targets = [f"{value:.3g}" if value else "" for value in (side["aim_times_ours"], side["aim_memory_share"])]
-            lines.append([title, f"{ours['threads']['1']['seconds']:.3g}", name, *times, targets[0], share, targets[1]])
+            targets = [
+                f"{value:.3g}" if value else ""
+                for value in (side["aim_times_ours"], side["aim_memory_share"])
+            ]
+            lines.append(
+                [
+                    title,
+                    f"{ours['threads']['1']['seconds']:.3g}",
+                    name,
+                    *times,
+                    targets[0],
+                    share,
+                    targets[1],
+                ]
+            )
     origins = dict.fromkeys(made(row) for row in saved["rows"].values())
     return "\n\n".join([ruled(heads, lines), *origins])
 
@@ -330,15 +581,36 @@ def fedsi_round() -> str:
     lines = []
     for name, one in saved["workers"]["1"].items():
         two = saved["workers"]["2"][name]
-        pairs = [f"{one[key]:.2f}, {two[key]:.2f}" for key in ("seconds", "times_fedavg", "times_fedavg_and_factors")]
-        target = f"{saved['aims'][name][0]:g} {saved['aims'][name][1]}" if name in saved["aims"] else ""
-        lines.append([name, *pairs, target, f"{saved['memory_mib'][name]:.0f}" if name in saved["memory_mib"] else ""])
-    heads = ["round", "seconds, 1 and 2 workers", "in rounds of FedAvg", "in rounds of FedAvg with factors", "target", "memory (MiB)"]
+        pairs = [
+            f"{one[key]:.2f}, {two[key]:.2f}"
+            for key in ("seconds", "times_fedavg", "times_fedavg_and_factors")
+        ]
+        target = (
+            f"{saved['aims'][name][0]:g} {saved['aims'][name][1]}" if name in saved["aims"] else ""
+        )
+        lines.append(
+            [
+                name,
+                *pairs,
+                target,
+                f"{saved['memory_mib'][name]:.0f}" if name in saved["memory_mib"] else "",
+            ]
+        )
+    heads = [
+        "round",
+        "seconds, 1 and 2 workers",
+        "in rounds of FedAvg",
+        "in rounds of FedAvg with factors",
+        "target",
+        "memory (MiB)",
+    ]
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
 def curvature_every() -> str:
-    """Return what FedSI loses where its Laplace approximations are made anew only every few rounds, mean and error over seeds."""
+    """Return what FedSI loses where its Laplace approximations are made anew only every few rounds,
+    mean and error over seeds.
+    """
     saved = json.loads((RESULTS / "curvature_every.json").read_text())
     rows: dict[str, dict[str, list[float]]] = {}
     for key, cell in saved["cells"].items():
@@ -355,7 +627,12 @@ def curvature_every() -> str:
         report.Column("contrasts_nll", title="contrasts: NLL", better="lower"),
         report.Column("global_nll", title="the server's prior: NLL", better="lower"),
     ]
-    return "\n\n".join([report.table(rows, columns=columns, style="markdown"), versions(saved, place=0, drawn_anew=set())])
+    return "\n\n".join(
+        [
+            report.table(rows, columns=columns, style="markdown"),
+            versions(saved, place=0, drawn_anew=set()),
+        ]
+    )
 
 
 def programs() -> str:
@@ -364,8 +641,23 @@ def programs() -> str:
     lines = []
     for name, row in saved["rows"].items():
         theirs = [f"{row['slsqp_cpu_seconds']:.1f}", f"{row['slsqp_violation']:.0e}"]
-        lines.append([name, f"{row['cpu_seconds']:.2f}", str(saved["at_most"]), f"{row['violation']:.0e}", *theirs])
-    heads = ["100 programs of 100 weights", "CPU seconds", "target", "violation", "SLSQP: CPU seconds", "SLSQP: violation"]
+        lines.append(
+            [
+                name,
+                f"{row['cpu_seconds']:.2f}",
+                str(saved["at_most"]),
+                f"{row['violation']:.0e}",
+                *theirs,
+            ]
+        )
+    heads = [
+        "100 programs of 100 weights",
+        "CPU seconds",
+        "target",
+        "violation",
+        "SLSQP: CPU seconds",
+        "SLSQP: violation",
+    ]
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
@@ -384,11 +676,15 @@ def privacy() -> str:
 
 
 def pfedvem() -> str:
-    """Return accuracy before and after pooling and NLL of pFedVEM and its kin at each milestone, means and standard errors over seeds."""
+    """Return accuracy before and after pooling and NLL of pFedVEM and its kin at each milestone,
+    means and standard errors over seeds.
+    """
     saved = json.loads((RESULTS / "pfedvem.json").read_text())
     tables: dict[str, dict[str, dict[str, list[float]]]] = {}
     methods = list(dict.fromkeys(key.split("/")[1] for key in saved["cells"]))
-    for key, cell in sorted(saved["cells"].items(), key=lambda one: methods.index(one[0].split("/")[1])):
+    for key, cell in sorted(
+        saved["cells"].items(), key=lambda one: methods.index(one[0].split("/")[1])
+    ):
         dataset, method, _ = key.split("/")
         for round, found in cell["milestones"].items():
             row = tables.setdefault(dataset, {}).setdefault(f"{method}, round {round}", {})
@@ -403,12 +699,17 @@ def pfedvem() -> str:
         report.Column("width", title="width"),
         report.Column("distance", title="distance"),
     ]
-    parts = [f"{DATASETS[name]}:\n\n{report.table(rows, columns=columns, style='markdown')}" for name, rows in tables.items()]
+    parts = [
+        f"{DATASETS[name]}:\n\n{report.table(rows, columns=columns, style='markdown')}"
+        for name, rows in tables.items()
+    ]
     return "\n\n".join([*parts, versions(saved, place=1, drawn_anew=set())])
 
 
 def networks() -> str:
-    """Return the measures of each network of examples/networks.py under each method, means and standard errors over seeds."""
+    """Return the measures of each network of examples/networks.py under each method, means and
+    standard errors over seeds.
+    """
     saved = json.loads((RESULTS / "networks.json").read_text())
     tables: dict[str, dict[str, dict[str, list[float]]]] = {}
     sizes: dict[str, dict[str, Any]] = {}
@@ -428,13 +729,19 @@ def networks() -> str:
     for part, rows in tables.items():
         size = sizes[part]
         examples = f"{size['train']} training and {size['test']} test examples"
-        said = f"{size['dataset']}, {size['clients']} clients of {examples}, {size['rounds']} rounds"
-        parts.append(f"`{part}`: {said}.\n\n{report.table(rows, columns=columns, style='markdown')}")
+        said = (
+            f"{size['dataset']}, {size['clients']} clients of {examples}, {size['rounds']} rounds"
+        )
+        parts.append(
+            f"`{part}`: {said}.\n\n{report.table(rows, columns=columns, style='markdown')}"
+        )
     return "\n\n".join([*parts, versions(saved, place=1, drawn_anew=set())])
 
 
 def links() -> str:
-    """Return the measures of FedSI's whole body under each link, means and standard errors over seeds, one table for each data set."""
+    """Return the measures of FedSI's whole body under each link, means and standard errors over
+    seeds, one table for each data set.
+    """
     saved = json.loads((RESULTS / "links.json").read_text())
     tables: dict[str, dict[str, dict[str, list[float]]]] = {}
     for key, cell in saved["cells"].items():
@@ -451,19 +758,26 @@ def links() -> str:
         report.Column("entropy_auroc", title="AUROC of unseen classes, entropy", better="higher"),
         report.Column("epistemic_auroc", title="epistemic", better="higher"),
     ]
-    parts = [f"{DATASETS[name]}:\n\n{report.table(rows, columns=columns, style='markdown')}" for name, rows in tables.items()]
+    parts = [
+        f"{DATASETS[name]}:\n\n{report.table(rows, columns=columns, style='markdown')}"
+        for name, rows in tables.items()
+    ]
     return "\n\n".join([*parts, made(next(iter(saved["cells"].values())) | saved)])
 
 
 def promises() -> str:
-    """Return what steps of calibration do for each method, a table for each data set and question, and how often promises are broken."""
+    """Return what steps of calibration do for each method, a table for each data set and question,
+    and how often promises are broken.
+    """
     saved = json.loads((RESULTS / "promises.json").read_text())
     tables: dict[str, dict[str, dict[str, list[float]]]] = {}
     for key, cell in saved["cells"].items():
         if key.startswith("methods/"):
             _, dataset, name, _ = key.split("/")
             for measure, value in cell["row"].items():
-                tables.setdefault(dataset, {}).setdefault(name, {}).setdefault(measure, []).append(value)
+                tables.setdefault(dataset, {}).setdefault(name, {}).setdefault(measure, []).append(
+                    value
+                )
     quality = [
         report.Column("accuracy", better="higher"),
         report.Column("accuracy_b", title="accuracy with T and bias", better="higher"),
@@ -482,68 +796,123 @@ def promises() -> str:
         "mean_of_quantiles": "mean quantile",
     }
     measures = {"coverage": "coverage", "worst": "worst client", "size": "size"}
-    sets = [report.Column(f"{kind}_{key}", title=f"{name}: {said}") for kind, name in kinds.items() for key, said in measures.items()]
+    sets = [
+        report.Column(f"{kind}_{key}", title=f"{name}: {said}")
+        for kind, name in kinds.items()
+        for key, said in measures.items()
+    ]
     parts = []
     for dataset in ("digits", *DATASETS):
         rows = tables[dataset]
-        shown = [report.table(rows, columns=columns, style="markdown") for columns in (quality, sets)]
-        parts.append(f"{DATASETS.get(dataset, 'Digits')}, probabilities:\n\n{shown[0]}\n\nSets for 0.9, after T and bias:\n\n{shown[1]}")
+        shown = [
+            report.table(rows, columns=columns, style="markdown") for columns in (quality, sets)
+        ]
+        parts.append(
+            f"{DATASETS.get(dataset, 'Digits')}, probabilities:\n\n{shown[0]}\n\nSets for 0.9, "
+            f"after T and bias:\n\n{shown[1]}"
+        )
     made_up = saved["cells"]["sets"]["row"]
     alike = {case: row for case, row in made_up.items() if case.startswith("alike")}
     ((_, unlike),) = ((case, row) for case, row in made_up.items() if case not in alike)
     heads = ["own scores alike", *next(iter(alike.values()))]
-    parts.append(ruled(heads, [[case.removeprefix("alike, "), *(f"{v:.3f}" for v in row.values())] for case, row in alike.items()]))
+    parts.append(
+        ruled(
+            heads,
+            [
+                [case.removeprefix("alike, "), *(f"{v:.3f}" for v in row.values())]
+                for case, row in alike.items()
+            ],
+        )
+    )
     told = ("coverage", "worst", "below .85")
-    lines = [[kind, *(f"{unlike[f'{kind}, {key}']:.3f}" for key in told)] for kind in ("own", "shrunk", "pooled")]
-    parts.append(ruled(["scales that differ", "coverage", "worst of twenty", "share of clients below 0.85"], lines))
-    rest = {**saved["cells"]["alarms"]["row"], **saved["cells"]["answers"]["row"], **saved["cells"]["speed"]["row"]}
+    lines = [
+        [kind, *(f"{unlike[f'{kind}, {key}']:.3f}" for key in told)]
+        for kind in ("own", "shrunk", "pooled")
+    ]
+    parts.append(
+        ruled(
+            ["scales that differ", "coverage", "worst of twenty", "share of clients below 0.85"],
+            lines,
+        )
+    )
+    rest = {
+        **saved["cells"]["alarms"]["row"],
+        **saved["cells"]["answers"]["row"],
+        **saved["cells"]["speed"]["row"],
+    }
     said = {
         "alarm": "share of alarms ever raised in 2,000 rows, nothing changed",
         "alarm, ties": "the same, scores with ties",
-        "test of 5 % at every look": "share of 5 % tests ever significant, one after every row, nothing changed",
-        "any of twenty clients at 1 / delta": "share of federations of twenty in which any alarm is raised, nothing changed",
-        "looks until a shift by 1.5 deviations is seen, median": "rows until a shift by 1.5 standard deviations is seen, median",
-        "broken, fixed sequence": "abstention: share of data sets whose answers are wrong more often than promised, fixed sequence",
+        "test of 5 % at every look": "share of 5 % tests ever significant, one after every row, "
+        "nothing changed",
+        "any of twenty clients at 1 / delta": "share of federations of twenty in which any alarm "
+        "is raised, nothing changed",
+        "looks until a shift by 1.5 deviations is seen, median": "rows until a shift by 1.5 "
+        "standard deviations is seen, "
+        "median",
+        "broken, fixed sequence": "abstention: share of data sets whose answers are wrong more "
+        "often than promised, fixed sequence",
         "broken, looks right": "the same, the threshold that looks right on the same rows",
         "answered, fixed sequence": "abstention: share of rows answered, fixed sequence",
-        "prediction_seconds": "seconds of a prediction pass, 1,000 clients of 100 rows, ten classes",
+        "prediction_seconds": "seconds of a prediction pass, 1,000 clients of 100 rows, ten "
+        "classes",
         "calibration_seconds": "seconds of temperature, bias and sets for these",
         "looks_per_second": "rows that an alarm takes in a second",
     }
-    shown = {said[name]: f"{value:,.0f}" if value > 10 else f"{value:.3f}" for name, value in rest.items()}
-    parts.append(ruled(["alarms, answers, speed", ""], [[name, value] for name, value in shown.items()]))
+    shown = {
+        said[name]: f"{value:,.0f}" if value > 10 else f"{value:.3f}"
+        for name, value in rest.items()
+    }
+    parts.append(
+        ruled(["alarms, answers, speed", ""], [[name, value] for name, value in shown.items()])
+    )
     named = {key if "/" in key else f"//{key}": cell for key, cell in saved["cells"].items()}
     return "\n\n".join([*parts, versions({**saved, "cells": named}, place=2, drawn_anew=set())])
 
 
 def ruled(heads: list[str], lines: list[list[str]]) -> str:
     """A table of texts."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
+    return "\n".join(
+        "| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines)
+    )
 
 
 def made(saved: dict[str, Any]) -> str:
     """Say by which command, when, on what and at which commit results were made."""
     env = saved["environment"]
     commit, clean = commit_of(env)
-    at = "" if not commit else f", commit {commit[:10]}{'' if clean else ' with uncommitted changes'}"
-    return f"Made by `{saved['command']}`, {env['date'][:10]}, {env['cpu']}, {env['cores']} cores, torch {env['torch']}{at}."
+    at = (
+        ""
+        if not commit
+        else f", commit {commit[:10]}{'' if clean else ' with uncommitted changes'}"
+    )
+    return (
+        f"Made by `{saved['command']}`, {env['date'][:10]}, {env['cpu']}, {env['cores']} cores, "
+        f"torch {env['torch']}{at}."
+    )
 
 
 def commit_of(env: dict[str, Any]) -> tuple[str, bool]:
-    """The commit that something was measured at, empty where it is not known, and whether nothing was changed beside it."""
+    """The commit that something was measured at, empty where it is not known, and whether nothing
+    was changed beside it.
+    """
     commit = env["commit"] or ""
     return commit.removesuffix("-dirty"), not commit.endswith("-dirty")
 
 
 DRAWN_ANEW = "2026-11-22T12:00"
-"""From when on addresses of randomness count only phases that shuffle or draw; see the changelog."""
+"""From when on addresses of randomness count only phases that shuffle or draw; see the
+changelog.
+"""
 
 
 def versions(saved: dict[str, Any], *, place: int, drawn_anew: set[str]) -> str:
-    """Say by which command, when, on what and at which commits a table's cells were made, and which methods would draw otherwise today.
+    """Say by which command, when, on what and at which commits a table's cells were made, and which
+    methods would draw otherwise today.
 
     Args:
-        saved: With `cells`, by keys of words between slashes, and the command, there or in every cell.
+        saved: With `cells`, by keys of words between slashes, and the command, there or in every
+            cell.
         place: Of the method among the words of a key.
         drawn_anew: Methods whose draws changed.
     """
@@ -559,7 +928,10 @@ def versions(saved: dict[str, Any], *, place: int, drawn_anew: set[str]) -> str:
         days.setdefault(origin, set()).add(env["date"][:10])
         old |= {method} & drawn_anew if env["date"] < DRAWN_ANEW else set()
     everything = {method for methods in by.values() for method in methods}
-    count = {clean: sum(len(methods) for (_, c, _), methods in by.items() if c == clean) for clean in (True, False)}
+    count = {
+        clean: sum(len(methods) for (_, c, _), methods in by.items() if c == clean)
+        for clean in (True, False)
+    }
     both = (
         f": {count[True]} from clean working trees, {count[False]} with uncommitted changes"
         if count[False]
@@ -573,15 +945,24 @@ def versions(saved: dict[str, Any], *, place: int, drawn_anew: set[str]) -> str:
         kinds = "all methods" if set(methods) == everything else ", ".join(sorted(set(methods)))
         where = "" if len(machines) == 1 else f", {machine}"
         changed = "" if clean else " with uncommitted changes"
-        parts.append(f"{commit}{changed}, {when}{where} ({len(methods)} cell{'s' * (len(methods) > 1)}: {kinds})")
+        parts.append(
+            f"{commit}{changed}, {when}{where} ({len(methods)} cell{'s' * (len(methods) > 1)}: "
+            f"{kinds})"
+        )
     anew = (
-        f" The addresses of randomness have changed since then. A run today would draw other random numbers for {', '.join(sorted(old))}."
+        " The addresses of randomness have changed since then. A run today would draw other "
+        f"random numbers for {', '.join(sorted(old))}."
         if old
         else ""
     )
-    commands = dict.fromkeys(f"`{cell.get('command', saved.get('command'))}`" for cell in cells.values())
+    commands = dict.fromkeys(
+        f"`{cell.get('command', saved.get('command'))}`" for cell in cells.values()
+    )
     torches = dict.fromkeys(cell["environment"]["torch"] for cell in cells.values())
-    start = f"Made by {' and '.join(commands)}, {' and '.join(machines)}, torch {' and '.join(torches)}."
+    start = (
+        f"Made by {' and '.join(commands)}, {' and '.join(machines)}, torch "
+        f"{' and '.join(torches)}."
+    )
     return f"{start} {len(cells)} cells{both}. By commit and date: {'; '.join(parts)}.{anew}"
 
 
@@ -599,11 +980,17 @@ def fedem() -> str:
             if measure in cell:
                 row.setdefault(measure, []).append(cell[measure])
         if "cluster_sizes" in cell:
-            clusters.append(f"seed {rest[0]}: {len(cell['cluster_sizes'])} clusters of {', '.join(map(str, cell['cluster_sizes']))}")
+            clusters.append(
+                f"seed {rest[0]}: {len(cell['cluster_sizes'])} clusters of "
+                f"{', '.join(map(str, cell['cluster_sizes']))}"
+            )
     for name, row in rows.items():
         row["seeds"] = [float(len(row["accuracy"]))]
         row["rate"] = row["rate"][:1]  # the same for all seeds
-        row |= {f"published_{key}": [value / 100] for key, value in saved["published"].get(name, {}).items()}
+        row |= {
+            f"published_{key}": [value / 100]
+            for key, value in saved["published"].get(name, {}).items()
+        }
     columns = [
         report.Column("published_accuracy", title="average, published"),
         report.Column("accuracy", title="average, measured"),
@@ -616,22 +1003,34 @@ def fedem() -> str:
     ]
     rates = sorted({float(key.split("/")[2]) for key in saved["cells"] if "/validation/" in key})
     grid = {
-        name: {f"{rate:g}": saved["cells"].get(f"{name}/validation/{rate:g}", {}).get("accuracy", math.nan) for rate in rates}
+        name: {
+            f"{rate:g}": saved["cells"]
+            .get(f"{name}/validation/{rate:g}", {})
+            .get("accuracy", math.nan)
+            for rate in rates
+        }
         for name in rows
     }
     tried = [report.Column(f"{rate:g}", title=f"{rate:g}") for rate in rates]
     shown = "\n\n".join(
         [
             report.table(rows, columns=columns, style="markdown"),
-            f"**Accuracy on validation data by learning rate, seed 0**\n\n{report.table(grid, columns=tried, style='markdown')}",
+            "**Accuracy on validation data by learning rate, seed "
+            f"0**\n\n{report.table(grid, columns=tried, style='markdown')}",
         ]
     )
-    shown += f"\n\nSizes of the clusters of clustered FL, in clients: {'; '.join(clusters)}." if clusters else ""
+    shown += (
+        f"\n\nSizes of the clusters of clustered FL, in clients: {'; '.join(clusters)}."
+        if clusters
+        else ""
+    )
     return f"{shown}\n\n{versions(saved, place=0, drawn_anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
 
 
 def perinvfl() -> str:
-    """The coloured sets, case by case, what the penalty left, and whether what the paper claims holds."""
+    """The coloured sets, case by case, what the penalty left, and whether what the paper claims
+    holds.
+    """
     path = RESULTS / "papers" / "perinvfl.json"
     saved = json.loads(path.read_text()) if path.exists() else {}
     cells = saved.get("cells", {})
@@ -642,15 +1041,25 @@ def perinvfl() -> str:
         name, method, _ = key.rsplit("/", 2)
         row = sets.setdefault(name, {}).setdefault(method, {})
         for measure, value in (cell["row"] | cell.get("chosen", {})).items():
-            slope = measure in {f"g{j}" for j in range(4)}  # their size, which signs that differ by seed would hide
+            slope = measure in {
+                f"g{j}" for j in range(4)
+            }  # their size, which signs that differ by seed would hide
             row.setdefault(measure, []).append(abs(value) if slope else value)
     cases = [f"p{p}" for p in (0.1, 0.2, 0.3, 0.4, 0.5)]
     scored = [report.Column(case, title=f"p = {case[1:]}") for case in cases]
     scored += [report.Column(key, title=key) for key in ("worst", "average")]
-    scored += [report.Column("held_back", title="training colours"), report.Column("seeds", digits=0)]
+    scored += [
+        report.Column("held_back", title="training colours"),
+        report.Column("seeds", digits=0),
+    ]
     seen = [report.Column(f"g{j}", title=f"abs(g), client {j}", digits=4) for j in range(4)]
-    seen += [report.Column(f"turn{k}", title=f"abs(logit) at {90 * k}°", digits=2) for k in range(4)]
-    seen += [report.Column("rate", title="personal rate", digits=4), report.Column("lam", title="pull", digits=1)]
+    seen += [
+        report.Column(f"turn{k}", title=f"abs(logit) at {90 * k}°", digits=2) for k in range(4)
+    ]
+    seen += [
+        report.Column("rate", title="personal rate", digits=4),
+        report.Column("lam", title="pull", digits=1),
+    ]
     parts = []
     for name, rows in sets.items():
         for row in rows.values():
@@ -662,21 +1071,45 @@ def perinvfl() -> str:
             parts.append(f"**{name}**\n\n{report.table(rows, columns=columns, style='markdown')}")
             continue
         there = {key for row in rows.values() for key in row}
-        tables = [report.table(rows, columns=[c for c in columns if c.key in there], style="markdown") for columns in (scored, seen)]
+        tables = [
+            report.table(rows, columns=[c for c in columns if c.key in there], style="markdown")
+            for columns in (scored, seen)
+        ]
         parts.append(f"**{name}**\n\n" + "\n\n".join([*tables, _claims(rows, cases)]))
-    anew = {"IRM", "GroupDRO", "IRM-L2", "IRM-FT", "PerInvFL-IRM", "PerInvFL-DRO", "Ditto", "pFedMe"}
+    anew = {
+        "IRM",
+        "GroupDRO",
+        "IRM-L2",
+        "IRM-FT",
+        "PerInvFL-IRM",
+        "PerInvFL-DRO",
+        "Ditto",
+        "pFedMe",
+    }
     parts.append(versions(saved, place=1, drawn_anew=anew))
     return "\n\n".join(parts)
 
 
 def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
-    """List what the paper's text claims of one set, by means over seeds; a method that is not there yet leaves its claims open."""
-    mean = {method: {key: sum(values) / len(values) for key, values in row.items()} for method, row in rows.items()}
+    """List what the paper's text claims of one set, by means over seeds; a method that is not there
+    yet leaves its claims open.
+    """
+    mean = {
+        method: {key: sum(values) / len(values) for key, values in row.items()}
+        for method, row in rows.items()
+    }
     ours, plain = ("PerInvFL-IRM", "PerInvFL-DRO"), ("FedAvg", "Ditto", "FedAvg-FT", "pFedMe")
-    spread = {method: max(row[c] for c in cases) - min(row[c] for c in cases) for method, row in mean.items()}
+    spread = {
+        method: max(row[c] for c in cases) - min(row[c] for c in cases)
+        for method, row in mean.items()
+    }
 
     def verdict(needed: tuple[str, ...], holds: Any) -> str:
-        return ("holds" if holds() else "does not hold") if all(method in mean for method in needed) else "open"
+        return (
+            ("holds" if holds() else "does not hold")
+            if all(method in mean for method in needed)
+            else "open"
+        )
 
     others = tuple(method for method in mean if method not in ours)
 
@@ -687,8 +1120,8 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
         ("the best worst case is PerInvFL's", verdict(ours, lambda: best("worst"))),
         ("the best average is PerInvFL's", verdict(ours, lambda: best("average"))),
         (
-            "the spread over cases of the PerInvFL form with the smaller spread is at most 1.5 times IRM's, and less than half of that of "
-            "FedAvg, Ditto, FedAvg-FT and pFedMe",
+            "the spread over cases of the PerInvFL form with the smaller spread is at most 1.5 "
+            "times IRM's, and less than half of that of FedAvg, Ditto, FedAvg-FT and pFedMe",
             verdict(
                 (*ours, "IRM", *plain),
                 lambda: (
@@ -699,14 +1132,25 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
         ),
         (
             "IRM-L2 and IRM-FT are worse than IRM, on average",
-            verdict(("IRM", "IRM-L2", "IRM-FT"), lambda: mean["IRM"]["average"] > max(mean[m]["average"] for m in ("IRM-L2", "IRM-FT"))),
+            verdict(
+                ("IRM", "IRM-L2", "IRM-FT"),
+                lambda: (
+                    mean["IRM"]["average"] > max(mean[m]["average"] for m in ("IRM-L2", "IRM-FT"))
+                ),
+            ),
         ),
         (
             "not a claim of the paper: IRM is above FedAvg at p = 0.1",
             verdict(("IRM", "FedAvg"), lambda: mean["IRM"]["p0.1"] > mean["FedAvg"]["p0.1"]),
         ),
     ]
-    return "\n".join(["| claim | result here |", "|---|---|", *(f"| {claim} | {found} |" for claim, found in lines)])
+    return "\n".join(
+        [
+            "| claim | result here |",
+            "|---|---|",
+            *(f"| {claim} | {found} |" for claim, found in lines),
+        ]
+    )
 
 
 PAGES = {
@@ -732,5 +1176,7 @@ if __name__ == "__main__":
         text = page.read_text()
         for make in makers:
             begin, end = f"<!-- {make.__name__}: begin -->", f"<!-- {make.__name__}: end -->"
-            text = text[: text.index(begin) + len(begin)] + f"\n{make()}\n" + text[text.index(end) :]
+            text = (
+                text[: text.index(begin) + len(begin)] + f"\n{make()}\n" + text[text.index(end) :]
+            )
         page.write_text(text)

@@ -1,21 +1,24 @@
-"""Can a few shared models, mixed for every client, distinguish kinds of examples? FedEM on data whose true mixtures are known.
+"""Can a few shared models, mixed for every client, distinguish kinds of examples? FedEM on data
+whose true mixtures are known.
 
-    python examples/fedem.py                                     # 60 clients, under two minutes on one core
-    python examples/fedem.py --clients 300 --rounds 200          # the paper's synthetic experiment
+    python examples/fedem.py  # 60 clients, under two minutes on one core
+    python examples/fedem.py --clients 300 --rounds 200  # the paper's synthetic experiment
 
-Every example follows one of three linear rules, and the shares of the rules differ between clients. The script compares FedEM, D-FedEM (no
-server), Local, FedAvg, FedProx, FedAvg-FT (FedAvg+), clustered FL and IFCA. It prints:
+Every example follows one of three linear rules, and the shares of the rules differ between clients.
+The script compares FedEM, D-FedEM (no server), Local, FedAvg, FedProx, FedAvg-FT (FedAvg+),
+clustered FL and IFCA. It prints:
 
-- the accuracy of every method, as the mean over clients and for the worst tenth of them, at the learning rate that is best on validation
-  data;
+- the accuracy of every method, as the mean over clients and for the worst tenth of them, at the
+  learning rate that is best on validation data;
 - the clusters into which clustered FL has split;
-- the distance of the learned mixture weights from the true ones (L1, after the best matching of components), and the distance of equal
-  shares as a reference.
+- the distance of the learned mixture weights from the true ones (L1, after the best matching of
+  components), and the distance of equal shares as a reference.
 
 The table and a plot of the weights are written into a run folder.
 
-In this script, momentum starts anew in each round, FedProx's mu is 1, and FedAvg-FT fine-tunes at the first round's learning rate.
-`benchmarks/papers/fedem.py` follows the authors' code in all three, so its figures differ.
+In this script, momentum starts anew in each round, FedProx's mu is 1, and FedAvg-FT fine-tunes at
+the first round's learning rate. `benchmarks/papers/fedem.py` follows the authors' code in all
+three, so its figures differ.
 """
 
 import argparse
@@ -39,13 +42,27 @@ STEPS: dict[str, Any] = {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli
 PLAIN = partial(SGD, weight_decay=5e-4)
 HEAVY = partial(PLAIN, momentum=0.9)
 METHODS: dict[str, Callable[[torch.nn.Module, float], bf.Algorithm]] = {
-    "FedEM": lambda model, rate: bf.algorithms.fedem(model, optimiser=HEAVY(multistep(rate)), **STEPS),
-    "D-FedEM": lambda model, rate: bf.algorithms.d_fedem(model, optimiser=HEAVY(multistep(rate)), **STEPS),
-    "Clustered FL": lambda model, rate: bf.algorithms.clustered(model, optimiser=HEAVY(multistep(rate)), **STEPS),
-    "IFCA": lambda model, rate: bf.algorithms.ifca(model, clusters=3, optimiser=HEAVY(multistep(rate)), **STEPS),
-    "Local": lambda model, rate: bf.algorithms.local(model, optimiser=HEAVY(multistep(rate)), **STEPS),
-    "FedAvg": lambda model, rate: bf.algorithms.fedavg(model, optimiser=HEAVY(multistep(rate)), **STEPS),
-    "FedProx": lambda model, rate: bf.algorithms.fedprox(model, mu=1.0, optimiser=PLAIN(multistep(rate)), **STEPS),
+    "FedEM": lambda model, rate: bf.algorithms.fedem(
+        model, optimiser=HEAVY(multistep(rate)), **STEPS
+    ),
+    "D-FedEM": lambda model, rate: bf.algorithms.d_fedem(
+        model, optimiser=HEAVY(multistep(rate)), **STEPS
+    ),
+    "Clustered FL": lambda model, rate: bf.algorithms.clustered(
+        model, optimiser=HEAVY(multistep(rate)), **STEPS
+    ),
+    "IFCA": lambda model, rate: bf.algorithms.ifca(
+        model, clusters=3, optimiser=HEAVY(multistep(rate)), **STEPS
+    ),
+    "Local": lambda model, rate: bf.algorithms.local(
+        model, optimiser=HEAVY(multistep(rate)), **STEPS
+    ),
+    "FedAvg": lambda model, rate: bf.algorithms.fedavg(
+        model, optimiser=HEAVY(multistep(rate)), **STEPS
+    ),
+    "FedProx": lambda model, rate: bf.algorithms.fedprox(
+        model, mu=1.0, optimiser=PLAIN(multistep(rate)), **STEPS
+    ),
     "FedAvg-FT": lambda model, rate: bf.algorithms.fedavg_ft(
         model, optimiser=HEAVY(multistep(rate)), finetune_optimiser=HEAVY(rate), **STEPS
     ),
@@ -64,13 +81,21 @@ COLUMNS = (
 
 
 def matched(learned: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """The learned weights [J, M] with their components in the order that is nearest to the true ones."""
+    """The learned weights [J, M] with their components in the order that is nearest to the true
+    ones.
+    """
     orders = itertools.permutations(range(true.shape[1]))
-    return min((learned[:, list(order)] for order in orders), key=lambda weights: float(np.abs(weights - true).sum()))
+    return min(
+        (learned[:, list(order)] for order in orders),
+        key=lambda weights: float(np.abs(weights - true).sum()),
+    )
 
 
 def chosen(
-    make: Callable[[torch.nn.Module, float], bf.Algorithm], model: torch.nn.Module, clients: Any, options: argparse.Namespace
+    make: Callable[[torch.nn.Module, float], bf.Algorithm],
+    model: torch.nn.Module,
+    clients: Any,
+    options: argparse.Namespace,
 ) -> Any:
     """The run of the rate that is best on validation data, and that rate."""
     best: tuple[float, Any, float] | None = None
@@ -93,7 +118,9 @@ def chosen(
 
 
 def picture(weights: dict[str, np.ndarray], path: Path) -> None:
-    """The mixture weights of every client as stacked bars, the truth above what was learned, clients in the order of their largest."""
+    """The mixture weights of every client as stacked bars, the truth above what was learned,
+    clients in the order of their largest.
+    """
     from matplotlib.figure import Figure
 
     true = weights["true"]
@@ -104,11 +131,23 @@ def picture(weights: dict[str, np.ndarray], path: Path) -> None:
         bottom = np.zeros(len(rows))
         for m in range(rows.shape[1]):
             label = f"component {m}"
-            axis.bar(np.arange(len(rows)), rows[order, m], bottom=bottom, width=1.0, color=bf.plots.OKABE_ITO[m], label=label)
+            axis.bar(
+                np.arange(len(rows)),
+                rows[order, m],
+                bottom=bottom,
+                width=1.0,
+                color=bf.plots.OKABE_ITO[m],
+                label=label,
+            )
             bottom += rows[order, m]
         axis.set(ylabel=f"{name}: weight", ylim=(0, 1), xlim=(-0.5, len(rows) - 0.5), xticks=[])
     axes[-1].set_xlabel("clients, those with the same largest true weight together")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=weights["true"].shape[1], frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=weights["true"].shape[1],
+        frameon=False,
+    )
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120)
 
@@ -129,21 +168,35 @@ def compare(options: argparse.Namespace) -> None:
     for name in options.methods:
         result, rate = chosen(METHODS[name], model, clients, options)
         rows[name] = {
-            key: value for key, value in result.predict().summary(clients.test).items() if key in ("accuracy", "accuracy_decile", "nll")
+            key: value
+            for key, value in result.predict().summary(clients.test).items()
+            if key in ("accuracy", "accuracy_decile", "nll")
         }
         rows[name]["rate"] = rate
         if "cluster" in result.server:
             sizes = sorted(torch.bincount(result.server["cluster"]).tolist(), reverse=True)
             rows[name]["clusters"] = len(sizes)
-            splits = f"{name}, clusters of {', '.join(map(str, sizes))} clients" if len(sizes) > 1 else f"{name} did not split"
+            splits = (
+                f"{name}, clusters of {', '.join(map(str, sizes))} clients"
+                if len(sizes) > 1
+                else f"{name} did not split"
+            )
         if name in MIXTURES:
             weights[name] = matched(result.private["pi"].numpy(), true)
             rows[name]["l1"] = float(np.abs(weights[name] - true).sum(1).mean())
             rows[name]["l1_guess"] = float(np.abs(1 / true.shape[1] - true).sum(1).mean())
-        report.write_json(options.out / "table.json", {"arguments": vars(options), "environment": report.environment(), "rows": rows})
-    table = report.table(rows, columns=[c for c in COLUMNS if any(c.key in row for row in rows.values())])
+        report.write_json(
+            options.out / "table.json",
+            {"arguments": vars(options), "environment": report.environment(), "rows": rows},
+        )
+    table = report.table(
+        rows, columns=[c for c in COLUMNS if any(c.key in row for row in rows.values())]
+    )
     table += f"\n\n{splits}." if splits else ""
-    print(f"\n{clients}, {options.rounds} rounds, seed {options.seed}; last round, mean over clients; * best\n\n{table}")
+    print(
+        f"\n{clients}, {options.rounds} rounds, seed {options.seed}; last round, mean over "
+        f"clients; * best\n\n{table}"
+    )
     atomic_write(options.out / "table.txt", table + "\n")
     picture(weights, options.out / "weights.png")
     print(f"\ntable and picture are in {options.out}")
@@ -151,11 +204,34 @@ def compare(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, or 1 where training diverged, or 2 where the arguments don't work out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=60, help="number of clients (default: %(default)s; the paper's 300)")
-    parser.add_argument("--rounds", type=int, default=100, help="rounds of the federation (default: %(default)s; the paper's 200)")
-    parser.add_argument("--test", type=int, default=500, help="test examples of each client (default: %(default)s; the paper's 5,000)")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to run (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=60,
+        help="number of clients (default: %(default)s; the paper's 300)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=100,
+        help="rounds of the federation (default: %(default)s; the paper's 200)",
+    )
+    parser.add_argument(
+        "--test",
+        type=int,
+        default=500,
+        help="test examples of each client (default: %(default)s; the paper's 5,000)",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=list(METHODS),
+        default=list(METHODS),
+        help="methods to run (default: all)",
+    )
     parser.add_argument(
         "--rates",
         nargs="+",
@@ -164,13 +240,28 @@ def main(argv: list[str] | None = None) -> int:
         help="learning rates, of which one is chosen on validation data (default: 0.03 0.3 1.0)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of starts and batches (default: %(default)s); the data are always the same"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of starts and batches (default: %(default)s); the data are always the same",
     )
-    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the number of cores)")
-    parser.add_argument("--out", type=Path, default=Path("runs/fedem"), help="folder of the table and the plot (default: %(default)s)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=None,
+        help="threads that run clients (default: the number of cores)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/fedem"),
+        help="folder of the table and the plot (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    torch.manual_seed(options.seed)  # of the linear layer that is the start of methods with one model
+    torch.manual_seed(
+        options.seed
+    )  # of the linear layer that is the start of methods with one model
     try:
         compare(options)
     except (bf.DivergenceError, ValueError, OSError) as error:

@@ -1,27 +1,35 @@
-"""Does a model stay accurate when colours mislead? Invariant learning in a federation, global and personal, on coloured images.
+"""Does a model stay accurate when colours mislead? Invariant learning in a federation, global and
+personal, on coloured images.
 
-    python examples/perinvfl.py                                  # coloured digits, no download, about two minutes on one core
-    python examples/perinvfl.py --upright --out runs/upright     # the same without rotation: the control
-    python examples/perinvfl.py --data rc-mnist --rounds 201 --out runs/rc-mnist     # the paper's sets, or rc-fmnist
+    # coloured digits, no download, about two minutes on one core:
+    python examples/perinvfl.py
+    # the same without rotation, as the control:
+    python examples/perinvfl.py --upright --out runs/upright
+    # the paper's sets, or rc-fmnist:
+    python examples/perinvfl.py --data rc-mnist --rounds 201 --out runs/rc-mnist
 
-In training, colour predicts the label more often than shape does, to a different degree at each of four clients. The images of every client
-are rotated by an angle of its own. The script prints the accuracy if colour agrees with the label in a share p of 0.1 to 0.5 of the images:
-five cases for one trained model, with their worst and their average. It also prints the accuracy on held-back data of the training colours.
-Three references stand below the methods: the accuracy of colour alone on the same images, that of a coin, and the most that shape alone can
-reach in expectation, since a quarter of the labels is noise.
+In training, colour predicts the label more often than shape does, to a different degree at each of
+four clients. The images of every client are rotated by an angle of its own. The script prints the
+accuracy if colour agrees with the label in a share p of 0.1 to 0.5 of the images: five cases for
+one trained model, with their worst and their average. It also prints the accuracy on held-back data
+of the training colours. Three references stand below the methods: the accuracy of colour alone on
+the same images, that of a coin, and the most that shape alone can reach in expectation, since a
+quarter of the labels is noise.
 
-There are few digits, about 320 noisy images a client. At p = 0.1, where colour misleads most, expect every method below the coin and some
-at the accuracy of colour alone. A sentence under the table names these, and no row is marked as the best. Compare how far a method is above
-colour alone at p = 0.1, and how much accuracy it loses in the training colours. A method that is near 50 in both is close to a constant,
-whose slopes are 0, too. The rc sets have 35 times as many images.
+There are few digits, about 320 noisy images a client. At p = 0.1, where colour misleads most,
+expect every method below the coin and some at the accuracy of colour alone. A sentence under the
+table names these, and no row is marked as the best. Compare how far a method is above colour alone
+at p = 0.1, and how much accuracy it loses in the training colours. A method that is near 50 in both
+is close to a constant, whose slopes are 0, too. The rc sets have 35 times as many images.
 
-For each client the script also prints the slope g_e of its training loss by the scale of its model's outputs, which is 0 for an invariant
-model. It prints, too, how confident the global model is on images rotated by each client's angle, from whichever client they are. A network
-that recognises the client by the angle can have all g_e near 0 without any invariance. At each angle it is then as confident as the colour
-of that client's training images justifies.
+For each client the script also prints the slope g_e of its training loss by the scale of its
+model's outputs, which is 0 for an invariant model. It prints, too, how confident the global model
+is on images rotated by each client's angle, from whichever client they are. A network that
+recognises the client by the angle can have all g_e near 0 without any invariance. At each angle it
+is then as confident as the colour of that client's training images justifies.
 
-Personal learning rates and pulls are given by options. If several are given, those with the best result on held-back data of the training
-colours are chosen.
+Personal learning rates and pulls are given by options. If several are given, those with the best
+result on held-back data of the training colours are chosen.
 """
 
 import argparse
@@ -45,11 +53,21 @@ CASES = (0.1, 0.2, 0.3, 0.4, 0.5)
 COLOUR = "(colour alone)"
 SETS: dict[str, dict[str, Any]] = {
     "digits": {},
-    "rc-mnist": {"source": "mnist", "agreement": (0.95, 0.9, 0.85, 0.8), "test_agreement": 0.5, "test": 10_000},
+    "rc-mnist": {
+        "source": "mnist",
+        "agreement": (0.95, 0.9, 0.85, 0.8),
+        "test_agreement": 0.5,
+        "test": 10_000,
+    },
     "rc-fmnist": {"source": "fashion-mnist", "test": 10_000},
 }
 STEPS, BATCH, LEARNING_RATE, PERSONAL = 5, 200, 5e-4, 2
-COMMON: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, "optimiser": Adam(LEARNING_RATE), "likelihood": Bernoulli()}
+COMMON: dict[str, Any] = {
+    "steps": STEPS,
+    "batch_size": BATCH,
+    "optimiser": Adam(LEARNING_RATE),
+    "likelihood": Bernoulli(),
+}
 
 
 def kept(phase: Descend, name: str, rate: float = LEARNING_RATE, steps: int = STEPS) -> Descend:
@@ -60,21 +78,28 @@ def kept(phase: Descend, name: str, rate: float = LEARNING_RATE, steps: int = ST
 def fedavg(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
     """FedAvg by the steps of the others."""
     algorithm = bf.algorithms.fedavg(model, likelihood=Bernoulli())
-    return replace(algorithm, phases=tuple(kept(phase, "w_optimiser") for phase in algorithm.phases))
+    return replace(
+        algorithm, phases=tuple(kept(phase, "w_optimiser") for phase in algorithm.phases)
+    )
 
 
 def fedavg_ft(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
     """FedAvg, fine-tuned by Adam before it predicts."""
     tuned = bf.algorithms.fedavg_ft(model, likelihood=Bernoulli()).finetune
     steps = {"steps": PERSONAL * STEPS, "batch_size": BATCH, "optimiser": Adam(rate)}
-    return replace(fedavg(model, rate, lam, anneal), finetune=tuple(replace(phase, **steps) for phase in tuned))
+    return replace(
+        fedavg(model, rate, lam, anneal), finetune=tuple(replace(phase, **steps) for phase in tuned)
+    )
 
 
 def ditto(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
     """Ditto, both models by Adam."""
     algorithm = bf.algorithms.ditto(model, lam=lam, likelihood=Bernoulli())
     personal, shared = algorithm.phases
-    return replace(algorithm, phases=(kept(personal, "v_optimiser", rate, PERSONAL * STEPS), kept(shared, "w_optimiser")))
+    return replace(
+        algorithm,
+        phases=(kept(personal, "v_optimiser", rate, PERSONAL * STEPS), kept(shared, "w_optimiser")),
+    )
 
 
 def pfedme(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
@@ -82,7 +107,9 @@ def pfedme(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.A
     return bf.algorithms.pfedme(model, batches=STEPS, batch_size=BATCH, likelihood=Bernoulli())
 
 
-def invariant(name: str, personal: bool = True, **more: Any) -> Callable[[torch.nn.Module, float, float, int], bf.Algorithm]:
+def invariant(
+    name: str, personal: bool = True, **more: Any
+) -> Callable[[torch.nn.Module, float, float, int], bf.Algorithm]:
     """One of the invariant methods."""
 
     def make(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
@@ -115,19 +142,33 @@ PULLED = ("Ditto", "IRM-L2", "PerInvFL-IRM", "PerInvFL-DRO")
 RATED = (*PULLED, "FedAvg-FT", "IRM-FT")
 
 
-def federation(name: str, seed: int, *, upright: bool, validation: float = 0.1, root: Path | None = None) -> bf.data.FederatedData:
+def federation(
+    name: str, seed: int, *, upright: bool, validation: float = 0.1, root: Path | None = None
+) -> bf.data.FederatedData:
     """Four clients of one of the sets."""
-    return bf.data.coloured(**SETS[name], rotate=not upright, seed=seed, validation=validation, root=root)
+    return bf.data.coloured(
+        **SETS[name], rotate=not upright, seed=seed, validation=validation, root=root
+    )
 
 
 def network(clients: bf.data.FederatedData, seed: int) -> torch.nn.Module:
     """The paper's: two hidden layers of 390, one logit; smaller for digits."""
     wide = clients.inputs[-1] >= 14
-    return bf.models.mlp(clients.inputs, hidden=(390, 390) if wide else (100, 100), outputs=1, start="xavier", seed=seed)
+    return bf.models.mlp(
+        clients.inputs,
+        hidden=(390, 390) if wide else (100, 100),
+        outputs=1,
+        start="xavier",
+        seed=seed,
+    )
 
 
-def train(name: str, clients: bf.data.FederatedData, options: argparse.Namespace) -> tuple[Any, dict[str, float]]:
-    """The run of the personal rate and pull that are best on held-back data of the training colours, and these."""
+def train(
+    name: str, clients: bf.data.FederatedData, options: argparse.Namespace
+) -> tuple[Any, dict[str, float]]:
+    """The run of the personal rate and pull that are best on held-back data of the training
+    colours, and these.
+    """
     rates = options.rates if name in RATED else options.rates[:1]
     pulls = options.lams if name in PULLED else options.lams[:1]
     best: tuple[float, Any, dict[str, float]] | None = None
@@ -153,11 +194,18 @@ def train(name: str, clients: bf.data.FederatedData, options: argparse.Namespace
 
 def summarised(cases: dict[str, float], held_back: float) -> dict[str, float]:
     """The five cases, their worst and average, and the training colours."""
-    return {**cases, "worst": min(cases.values()), "average": sum(cases.values()) / len(cases), "held_back": held_back}
+    return {
+        **cases,
+        "worst": min(cases.values()),
+        "average": sum(cases.values()) / len(cases),
+        "held_back": held_back,
+    }
 
 
 def references(clients: bf.data.FederatedData) -> dict[str, dict[str, float]]:
-    """Compute what looking at colour alone reaches on the same images, a coin, and shape alone at most; the last two in expectation."""
+    """Compute what looking at colour alone reaches on the same images, a coin, and shape alone at
+    most; the last two in expectation.
+    """
 
     def by_colour(split: Any) -> float:
         hits = []
@@ -174,9 +222,19 @@ def references(clients: bf.data.FederatedData) -> dict[str, dict[str, float]]:
 
 
 def colour_alone(rows: dict[str, dict[str, float]], colour: dict[str, float]) -> str:
-    """A sentence that names the methods within a point of colour alone in every column; empty where none is."""
-    same = [name for name, row in rows.items() if all(abs(row[key] - accuracy) <= 0.01 for key, accuracy in colour.items())]
-    return f"Within a point of colour alone in every column, so not told from it: {', '.join(same)}." if same else ""
+    """A sentence that names the methods within a point of colour alone in every column; empty where
+    none is.
+    """
+    same = [
+        name
+        for name, row in rows.items()
+        if all(abs(row[key] - accuracy) <= 0.01 for key, accuracy in colour.items())
+    ]
+    return (
+        f"Within a point of colour alone in every column, so not told from it: {', '.join(same)}."
+        if same
+        else ""
+    )
 
 
 def score(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
@@ -201,13 +259,23 @@ def slopes(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
 
 
 def sureness(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
-    """Mean |logit| of the global model on everyone's training images, turned as each client's are."""
+    """Mean |logit| of the global model on everyone's training images, turned as each
+    client's are.
+    """
     turned = clients.recipe["rotate"]
-    upright = torch.cat([clients.train.client(j)[0].rot90(-j if turned else 0, (-2, -1)) for j in range(clients.clients)])
+    upright = torch.cat(
+        [
+            clients.train.client(j)[0].rot90(-j if turned else 0, (-2, -1))
+            for j in range(clients.clients)
+        ]
+    )
     algorithm = result.algorithm
     leaves = algorithm.leaves(("w",), result.server)
     x = upright.to(result.device)
-    return {f"turn{k}": float(algorithm.outputs(leaves, x.rot90(k, (-2, -1))).abs().mean()) for k in range(4)}
+    return {
+        f"turn{k}": float(algorithm.outputs(leaves, x.rot90(k, (-2, -1))).abs().mean())
+        for k in range(4)
+    }
 
 
 EXPERIMENT = ("data", "upright", "rounds", "anneal", "methods", "rates", "lams", "seed")
@@ -231,15 +299,22 @@ def compare(options: argparse.Namespace) -> None:
         DivergenceError: Training left the finite numbers.
     """
     report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
-    clients = federation(options.data, options.seed, upright=options.upright, root=options.data_root)
+    clients = federation(
+        options.data, options.seed, upright=options.upright, root=options.data_root
+    )
     rows: dict[str, dict[str, float]] = {}
     known = references(clients)
     written = {"arguments": vars(options), "environment": report.environment(), "references": known}
     for name in options.methods:
         result, chosen = train(name, clients, options)
-        rows[name] = score(result, clients) | slopes(result, clients) | sureness(result, clients) | chosen
+        rows[name] = (
+            score(result, clients) | slopes(result, clients) | sureness(result, clients) | chosen
+        )
         report.write_json(options.out / "table.json", {**written, "rows": rows})
-    chosen = [report.Column("rate", title="personal rate", digits=4), report.Column("lam", title="lambda", digits=2)]
+    chosen = [
+        report.Column("rate", title="personal rate", digits=4),
+        report.Column("lam", title="lambda", digits=2),
+    ]
     there = {key for row in rows.values() for key in row}
     tables = [
         report.table({**rows, **known}, columns=COLUMNS),
@@ -248,7 +323,10 @@ def compare(options: argparse.Namespace) -> None:
     ]
     text = "\n\n".join(filter(None, tables))
     kind = "upright" if options.upright else "turned"
-    print(f"\n{clients}, {kind}, {options.rounds} rounds, seed {options.seed}; last round, mean over clients\n")
+    print(
+        f"\n{clients}, {kind}, {options.rounds} rounds, seed {options.seed}; last round, mean over "
+        "clients\n"
+    )
     print(text)
     atomic_write(options.out / "table.txt", text + "\n")
     print(f"\ntables are in {options.out}")
@@ -256,19 +334,73 @@ def compare(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, or 1 where training diverged, or 2 where the arguments don't work out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", choices=list(SETS), default="digits", help="set of images (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", choices=list(SETS), default="digits", help="set of images (default: %(default)s)"
+    )
     parser.add_argument("--upright", action="store_true", help="do not rotate the images")
-    parser.add_argument("--rounds", type=int, default=100, help="rounds of the federation (default: %(default)s; the paper's 201)")
-    parser.add_argument("--anneal", type=int, default=12, help="round from which the penalty has its full weight (default: %(default)s)")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to run (default: all)")
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3], help="learning rates of personal models (default: 0.001)")
-    parser.add_argument("--lams", nargs="+", type=float, default=[1.0], help="strengths of the pull to the global model (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of data, starts and batches (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the number of cores)")
-    parser.add_argument("--device", default="cpu", help="device that computes, cpu or cuda (default: %(default)s)")
-    parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
-    parser.add_argument("--out", type=Path, default=Path("runs/perinvfl"), help="folder of the tables (default: %(default)s)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=100,
+        help="rounds of the federation (default: %(default)s; the paper's 201)",
+    )
+    parser.add_argument(
+        "--anneal",
+        type=int,
+        default=12,
+        help="round from which the penalty has its full weight (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=list(METHODS),
+        default=list(METHODS),
+        help="methods to run (default: all)",
+    )
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[1e-3],
+        help="learning rates of personal models (default: 0.001)",
+    )
+    parser.add_argument(
+        "--lams",
+        nargs="+",
+        type=float,
+        default=[1.0],
+        help="strengths of the pull to the global model (default: 1)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of data, starts and batches (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=None,
+        help="threads that run clients (default: the number of cores)",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="device that computes, cpu or cuda (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        default=None,
+        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/perinvfl"),
+        help="folder of the tables (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     try:

@@ -1,11 +1,13 @@
-"""Is a hierarchical posterior over personal heads worth its cost? pFedVEM beside Local, FedAvg, FedPer and pFedMAP.
+"""Is a hierarchical posterior over personal heads worth its cost? pFedVEM beside Local, FedAvg,
+FedPer and pFedMAP.
 
-    python examples/pfedvem.py                                                   # handwritten digits, under two minutes on one core
-    python examples/pfedvem.py --dataset cifar100 --clients 50 --rounds 100      # the paper's experiment
+    python examples/pfedvem.py  # handwritten digits, under two minutes on one core
+    python examples/pfedvem.py --dataset cifar100 --clients 50 --rounds 100  # the paper's
 
-Every client has one class of each superclass and predicts the superclass, so the meaning of a label differs between clients. The script
-prints the table over seeds, and writes table, history, checkpoints and figures into a run folder. Table and history are written anew after
-every run of a method with a seed. The exit code is 2 after a mistake in the arguments, and 1 if training diverges.
+Every client has one class of each superclass and predicts the superclass, so the meaning of a label
+differs between clients. The script prints the table over seeds, and writes table, history,
+checkpoints and figures into a run folder. Table and history are written anew after every run of a
+method with a seed. The exit code is 2 after a mistake in the arguments, and 1 if training diverges.
 """
 
 import argparse
@@ -31,12 +33,14 @@ class Preset:
     """The options with which a data set is run.
 
     Args:
-        model: (inputs, outputs, seed) -> a body under a head drawn from N(0, 1), the same start for every method.
+        model: (inputs, outputs, seed) -> a body under a head drawn from N(0, 1), the same start for
+            every method.
         batch_size: Examples of a step.
         sampling: How a cohort is drawn, the same for every method.
-        head_rate: Of pFedVEM's and pFedMAP's heads. The paper's 1e-3 suits clients of up to about a thousand examples: under a sum over
-            the data a step is as long as they are many. For larger ones 1e-4 was the best of 1e-3, 3e-4, 1e-4 and 3e-5 on validation
-            data (Fashion-MNIST, 20 clients, 8 rounds, seed 10).
+        head_rate: Of pFedVEM's and pFedMAP's heads. The paper's 1e-3 suits clients of up to about a
+            thousand examples: under a sum over the data a step is as long as they are many. For
+            larger ones 1e-4 was the best of 1e-3, 3e-4, 1e-4 and 3e-5 on validation data
+            (Fashion-MNIST, 20 clients, 8 rounds, seed 10).
     """
 
     model: Callable[[Any, int, int], torch.nn.Module]
@@ -68,15 +72,25 @@ PRESETS = {
     "cifar100": Preset(five_convolutions, 50, sampling="bernoulli"),
 }
 EPOCHS = {"epochs": 5, "optimiser": SGD(1e-2, momentum=0.9)}
-# The paper does not say pFedMAP's rho: 1 / rho^2 was chosen from {0.01, 0.1, 1, 10} on digits with seeds 10 to 14.
+# The paper does not say pFedMAP's rho: 1 / rho^2 was chosen from {0.01, 0.1, 1, 10} on digits with
+# seeds 10 to 14.
 PRECISION = 1.0
 ALGORITHMS: dict[str, Callable[[torch.nn.Module, Preset, int], bf.Algorithm]] = {
     # 100 epochs in all, as in the paper.
-    "local": lambda model, preset, rounds: bf.algorithms.local(model, epochs=max(1, 100 // max(1, rounds)), batch_size=preset.batch_size),
-    "fedavg": lambda model, preset, rounds: bf.algorithms.fedavg(model, batch_size=preset.batch_size, **EPOCHS),
-    "fedper": lambda model, preset, rounds: bf.algorithms.fedper(model, batch_size=preset.batch_size, **EPOCHS),
+    "local": lambda model, preset, rounds: bf.algorithms.local(
+        model, epochs=max(1, 100 // max(1, rounds)), batch_size=preset.batch_size
+    ),
+    "fedavg": lambda model, preset, rounds: bf.algorithms.fedavg(
+        model, batch_size=preset.batch_size, **EPOCHS
+    ),
+    "fedper": lambda model, preset, rounds: bf.algorithms.fedper(
+        model, batch_size=preset.batch_size, **EPOCHS
+    ),
     "pfedmap": lambda model, preset, rounds: bf.algorithms.pfedmap(
-        model, batch_size=preset.batch_size, precision=PRECISION, head_optimiser=SGD(preset.head_rate, momentum=0.9)
+        model,
+        batch_size=preset.batch_size,
+        precision=PRECISION,
+        head_optimiser=SGD(preset.head_rate, momentum=0.9),
     ),
     "pfedvem": lambda model, preset, rounds: bf.algorithms.pfedvem(
         model, batch_size=preset.batch_size, head_optimiser=SGD(preset.head_rate, momentum=0.9)
@@ -85,7 +99,8 @@ ALGORITHMS: dict[str, Callable[[torch.nn.Module, Preset, int], bf.Algorithm]] = 
         model, batch_size=preset.batch_size, head_optimiser=SGD(preset.head_rate, momentum=0.9)
     ),
 }
-# Their authors report accuracy before pooling, of each client's head on its own body; everybody trains under them, as others do not.
+# Their authors report accuracy before pooling, of each client's head on its own body; everybody
+# trains under them, as others do not.
 BEFORE = ("pfedmap", "pfedvem", "pfedvem_held")
 TITLES = {name: title for name, (_, title, _) in bf.algorithms.PAPERS.items()}
 COLUMNS = (
@@ -96,31 +111,87 @@ COLUMNS = (
     report.Column("pooled_ece", title="ECE, pooled", better="lower"),
     report.Column("brier", title="Brier", better="lower"),
 )
-EXPERIMENT = ("dataset", "clients", "rounds", "participation", "algorithms", "seeds", "device", "kernel")
+EXPERIMENT = (
+    "dataset",
+    "clients",
+    "rounds",
+    "participation",
+    "algorithms",
+    "seeds",
+    "device",
+    "kernel",
+)
 """The arguments that the numbers depend on."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", choices=list(PRESETS), default="digits", help="data set (default: %(default)s, which needs no file)")
-    parser.add_argument("--clients", type=int, default=20, help="number of clients (default: %(default)s; cifar100: a multiple of 5)")
-    parser.add_argument("--rounds", type=int, default=50, help="rounds of the federation (default: %(default)s)")
-    parser.add_argument(
-        "--participation", type=float, default=0.1, help="share of the clients that are gathered in a round (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS), help="methods to run (default: all)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="seeds, one run for each (default: 0 1 2 3 4)")
+    parser.add_argument(
+        "--dataset",
+        choices=list(PRESETS),
+        default="digits",
+        help="data set (default: %(default)s, which needs no file)",
+    )
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=20,
+        help="number of clients (default: %(default)s; cifar100: a multiple of 5)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=50, help="rounds of the federation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--participation",
+        type=float,
+        default=0.1,
+        help="share of the clients that are gathered in a round (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--algorithms",
+        nargs="+",
+        choices=list(ALGORITHMS),
+        default=list(ALGORITHMS),
+        help="methods to run (default: all)",
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2, 3, 4],
+        help="seeds, one run for each (default: 0 1 2 3 4)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--kernel", choices=["auto", "reference", "live", "layers", "vmap"], default="auto", help="kernel that runs phases")
-    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the number of cores)")
-    parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
-    parser.add_argument("--download", action="store_true", help="let torchvision download missing images")
+    parser.add_argument(
+        "--kernel",
+        choices=["auto", "reference", "live", "layers", "vmap"],
+        default="auto",
+        help="kernel that runs phases",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=None,
+        help="threads that run clients (default: the number of cores)",
+    )
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        default=None,
+        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
+    )
+    parser.add_argument(
+        "--download", action="store_true", help="let torchvision download missing images"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("runs/pfedvem"),
-        help="run folder of one experiment, with checkpoints of the first seed (default: %(default)s)",
+        help="run folder of one experiment, with checkpoints of the first seed (default: "
+        "%(default)s)",
     )
     return parser.parse_args(argv)
 
@@ -138,13 +209,25 @@ def check(options: argparse.Namespace) -> None:
 def table(rows: dict[str, dict[str, list[float]]], style: Literal["text", "markdown"]) -> str:
     """The table of what was measured."""
     there = {key for row in rows.values() for key in row}
-    return report.table(rows, columns=[column for column in COLUMNS if column.key in there], style=style)
+    return report.table(
+        rows, columns=[column for column in COLUMNS if column.key in there], style=style
+    )
 
 
-def write(options: argparse.Namespace, rows: dict[str, dict[str, list[float]]], history: list[dict[str, Any]], runs: int) -> None:
+def write(
+    options: argparse.Namespace,
+    rows: dict[str, dict[str, list[float]]],
+    history: list[dict[str, Any]],
+    runs: int,
+) -> None:
     """Table and history of the runs finished so far, each file whole."""
     planned = len(options.seeds) * len(options.algorithms)
-    record = {"arguments": vars(options), "runs": {"finished": runs, "planned": planned}, "rows": rows, "environment": report.environment()}
+    record = {
+        "arguments": vars(options),
+        "runs": {"finished": runs, "planned": planned},
+        "rows": rows,
+        "environment": report.environment(),
+    }
     report.write_json(options.out / "table.json", record)
     atomic_write(options.out / "table.md", table(rows, "markdown") + "\n")
     report.write_csv(options.out / "history.csv", history)
@@ -168,11 +251,17 @@ def compare(options: argparse.Namespace) -> None:
     runs = 0
     for seed in options.seeds:
         clients = bf.data.concept_drift(
-            options.dataset, clients=options.clients, seed=seed, root=options.data_root, download=options.download
+            options.dataset,
+            clients=options.clients,
+            seed=seed,
+            root=options.data_root,
+            download=options.download,
         )
         sizes = clients.counts["train"]
         print(
-            f"seed {seed}: {clients.clients} clients of {sizes.min()} to {sizes.max()} examples, partition {clients.hash[:12]}", flush=True
+            f"seed {seed}: {clients.clients} clients of {sizes.min()} to {sizes.max()} examples, "
+            f"partition {clients.hash[:12]}",
+            flush=True,
         )
         labels, mask = clients.test.padded_labels()
         model = preset.model(clients.inputs, clients.classes, seed)
@@ -197,24 +286,39 @@ def compare(options: argparse.Namespace) -> None:
             title = TITLES[name]
             entries = {title: result.predict(draws=0)}
             if name.startswith("pfedvem"):
-                entries = {f"{title}, mean": entries[title], f"{title}, {DRAWS} draws": result.predict(draws=DRAWS)}
+                entries = {
+                    f"{title}, mean": entries[title],
+                    f"{title}, {DRAWS} draws": result.predict(draws=DRAWS),
+                }
             for key, predictions in entries.items():
                 measures = predictions.summary(clients.test)
-                if name in BEFORE and not key.endswith("draws"):  # which predict at the mean before pooling
+                if name in BEFORE and not key.endswith(
+                    "draws"
+                ):  # which predict at the mean before pooling
                     measures["before_accuracy"] = float(result.history["before_pool_accuracy"][-1])
                 for column in COLUMNS:
                     if column.key in measures:
-                        rows.setdefault(key, {}).setdefault(column.key, []).append(measures[column.key])
+                        rows.setdefault(key, {}).setdefault(column.key, []).append(
+                            measures[column.key]
+                        )
                 diagrams.setdefault(key, (predictions.probs, labels, mask))
             history += [{"algorithm": name, "seed": seed, **row} for row in result.history]
             histories.setdefault(title, []).append(result.history)
             runs += 1
-            write(options, rows, history, runs)  # before the checkpoint: the table says whose folder this is
+            write(
+                options, rows, history, runs
+            )  # before the checkpoint: the table says whose folder this is
             if seed == options.seeds[0]:
                 result.save(options.out / name)
     text = table(rows, "text")
-    print(f"\n{options.dataset}, {options.clients} clients, {options.rounds} rounds, participation {options.participation}")
-    print(f"last round, mean over clients; mean ± standard error of {len(options.seeds)} seeds; * best\n\n{text}")
+    print(
+        f"\n{options.dataset}, {options.clients} clients, {options.rounds} rounds, participation "
+        f"{options.participation}"
+    )
+    print(
+        f"last round, mean over clients; mean ± standard error of {len(options.seeds)} seeds; * "
+        f"best\n\n{text}"
+    )
     figures = {
         "reliability.png": bf.plots.reliability_compare(diagrams, columns=4),
         "learning_curves.png": bf.plots.learning_curves(histories).figure,

@@ -1,14 +1,18 @@
-"""Compare which weights of one network stay uncertain: Laplace approximations of a trained classifier, without federation.
+"""Compare which weights of one network stay uncertain: Laplace approximations of a trained
+classifier, without federation.
 
-    python examples/subnetwork_laplace.py                                        # handwritten digits, seconds
-    python examples/subnetwork_laplace.py --dataset mnist --data-root DIR        # real MNIST
+    python examples/subnetwork_laplace.py  # handwritten digits, seconds
+    python examples/subnetwork_laplace.py --dataset mnist --data-root DIR  # real MNIST
 
-One network is trained on few examples (`--examples`). The script compares these posteriors around its weights: none (the MAP), a Gaussian
-over every weight on its own, one with Kronecker factors (laplace-torch's), one over the last layer, one over all weights together, and one
-over 5 % of them, chosen by each rule of `bf.selection`. Every prior precision is chosen on validation data. The script prints:
+One network is trained on few examples (`--examples`). The script compares these posteriors around
+its weights: none (the MAP), a Gaussian over every weight on its own, one with Kronecker factors
+(laplace-torch's), one over the last layer, one over all weights together, and one over 5 % of them,
+chosen by each rule of `bf.selection`. Every prior precision is chosen on validation data. The
+script prints:
 
 - accuracy, NLL and ECE on test data;
-- how well the predictive entropy, and its epistemic part, distinguish test data from the same images with permuted pixels;
+- how well the predictive entropy, and its epistemic part, distinguish test data from the same
+images with permuted pixels;
 - the share of the subnetwork that has no curvature.
 
 Reliability diagrams are written into a run folder.
@@ -36,8 +40,9 @@ from bayesfl.posteriors.prior_precision import by_validation
 DRAWS = 200
 EXPERIMENT = ("dataset", "examples", "validation", "share", "precision", "seeds")
 NOTE = (
-    "Permuted pixels light some that were constant in training. A subnetwork of weights without curvature sees these alone: its epistemic "
-    "AUROC counts changed pixels, and says nothing about images that look like the training data."
+    "Permuted pixels light some that were constant in training. A subnetwork of weights without "
+    "curvature sees these alone: its epistemic AUROC counts changed pixels, and says nothing about "
+    "images that look like the training data."
 )
 COLUMNS = (
     report.Column("accuracy", better="higher"),
@@ -52,13 +57,17 @@ COLUMNS = (
 )
 
 
-def train(model: torch.nn.Module, x: Tensor, y: Tensor, *, precision: float, steps: int = 400) -> torch.nn.Module:
+def train(
+    model: torch.nn.Module, x: Tensor, y: Tensor, *, precision: float, steps: int = 400
+) -> torch.nn.Module:
     """The MAP under an isotropic Gaussian prior, by full-batch Adam."""
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(steps):
         optimiser.zero_grad()
         prior = 0.5 * precision * sum(p.square().sum() for p in model.parameters())
-        (torch.nn.functional.cross_entropy(model(x), y, reduction="sum") + prior).div(len(x)).backward()
+        (torch.nn.functional.cross_entropy(model(x), y, reduction="sum") + prior).div(
+            len(x)
+        ).backward()
         optimiser.step()
     return model.requires_grad_(True)
 
@@ -66,26 +75,48 @@ def train(model: torch.nn.Module, x: Tensor, y: Tensor, *, precision: float, ste
 def told_apart(near: Tensor, far: Tensor) -> float:
     """AUROC of scores [N] of test data against [M] of what is far from them."""
     near, far = near[None], far[None]
-    return float(auroc(near, far, torch.ones_like(near, dtype=torch.bool), torch.ones_like(far, dtype=torch.bool))[0])
+    return float(
+        auroc(
+            near,
+            far,
+            torch.ones_like(near, dtype=torch.bool),
+            torch.ones_like(far, dtype=torch.bool),
+        )[0]
+    )
 
 
 def measures(probs: Tensor, labels: Tensor, far: Tensor) -> dict[str, float]:
-    """Accuracy, NLL and ECE of probabilities [N, O], and the AUROC of their entropy against that of `far` [M, O]."""
-    summary = classification_summary(probs[None], labels[None], torch.ones(1, len(labels), dtype=torch.bool))
-    return {name: summary[name] for name in ("accuracy", "nll", "ece")} | {"entropy_auroc": told_apart(entropy(probs), entropy(far))}
+    """Accuracy, NLL and ECE of probabilities [N, O], and the AUROC of their entropy against that of
+    `far` [M, O].
+    """
+    summary = classification_summary(
+        probs[None], labels[None], torch.ones(1, len(labels), dtype=torch.bool)
+    )
+    return {name: summary[name] for name in ("accuracy", "nll", "ece")} | {
+        "entropy_auroc": told_apart(entropy(probs), entropy(far))
+    }
 
 
-def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, float], Tensor, Tensor]]:
+def run(
+    arguments: argparse.Namespace, seed: int
+) -> dict[str, tuple[dict[str, float], Tensor, Tensor]]:
     """{method: what was measured, its probabilities on the test data, their labels}."""
     source = load(arguments.dataset, root=arguments.data_root)
     rng = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(source.x_train), generator=rng)[: arguments.examples + arguments.validation]
+    order = torch.randperm(len(source.x_train), generator=rng)[
+        : arguments.examples + arguments.validation
+    ]
     x, y = source.x_train[order], source.y_train[order].long()
     (x, held), (y, labels) = (t.split([arguments.examples, arguments.validation]) for t in (x, y))
     test, truth = source.x_test[:2000], source.y_test[:2000].long()
     pixels = torch.randperm(test[0].numel(), generator=rng)
     far = test.flatten(1)[:, pixels].view_as(test)
-    model = train(bf.models.mlp(tuple(x.shape[1:]), hidden=100, outputs=10, seed=seed), x, y, precision=arguments.precision)
+    model = train(
+        bf.models.mlp(tuple(x.shape[1:]), hidden=100, outputs=10, seed=seed),
+        x,
+        y,
+        precision=arguments.precision,
+    )
 
     fits: dict[str, Callable[[], Laplace]] = {
         "every weight on its own": lambda: Laplace.fit(model, x, structure="diagonal"),
@@ -94,15 +125,24 @@ def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, f
         "all weights": lambda: Laplace.fit(model, x, structure="full"),
     }
     diagonal = fits["every weight on its own"]()
-    evidence = selection.Evidence(diagonal.loc, diagonal.diagonal, torch.full_like(diagonal.loc, 1 / arguments.precision), seed)
+    evidence = selection.Evidence(
+        diagonal.loc,
+        diagonal.diagonal,
+        torch.full_like(diagonal.loc, 1 / arguments.precision),
+        seed,
+    )
     count = round(arguments.share * len(diagonal.loc))
     shares = {}
     for name in selection.RULES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the share is in the table
             chosen = selection.select(name, evidence, count)
-        shares[f"{arguments.share:g} of weights: {name}"] = selection.uncurved_share(evidence, chosen)
-        fits[f"{arguments.share:g} of weights: {name}"] = lambda chosen=chosen: diagonal.with_structure(x, "subnetwork", indices=chosen)
+        shares[f"{arguments.share:g} of weights: {name}"] = selection.uncurved_share(
+            evidence, chosen
+        )
+        fits[f"{arguments.share:g} of weights: {name}"] = lambda chosen=chosen: (
+            diagonal.with_structure(x, "subnetwork", indices=chosen)
+        )
 
     with torch.no_grad():
         plain = {name: model(t).softmax(-1).double() for name, t in (("test", test), ("far", far))}
@@ -111,11 +151,22 @@ def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, f
         start = time.perf_counter()
         fitted = by_validation(fit(), x, held, labels)
         probs = fitted.predict(test)["probs"]
-        row = measures(probs, truth, fitted.predict(far)["probs"]) | {"seconds": time.perf_counter() - start}
+        row = measures(probs, truth, fitted.predict(far)["probs"]) | {
+            "seconds": time.perf_counter() - start
+        }
         noise = torch.randn(DRAWS, len(test), 10, generator=rng, dtype=torch.float64)
-        row["epistemic_auroc"] = told_apart(*(fitted.predict(t, noise=noise)["epistemic"] for t in (test, far)))
-        row |= {"log10_precision": float(fitted.precision[0].log10()), "order": float(fitted.inverse.order)}
-        found[name] = (row | ({"uncurved_share": shares[name]} if name in shares else {}), probs, truth)
+        row["epistemic_auroc"] = told_apart(
+            *(fitted.predict(t, noise=noise)["epistemic"] for t in (test, far))
+        )
+        row |= {
+            "log10_precision": float(fitted.precision[0].log10()),
+            "order": float(fitted.inverse.order),
+        }
+        found[name] = (
+            row | ({"uncurved_share": shares[name]} if name in shares else {}),
+            probs,
+            truth,
+        )
     return found
 
 
@@ -135,30 +186,77 @@ def compare(options: argparse.Namespace) -> None:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
     if load(options.dataset, root=options.data_root).task != "classification":
-        raise ValueError(f"--dataset must have classes of images, {options.dataset} has not; take digits, mnist or fashion-mnist")
+        raise ValueError(
+            f"--dataset must have classes of images, {options.dataset} has not; take digits, mnist "
+            "or fashion-mnist"
+        )
     report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     runs = [run(options, seed) for seed in options.seeds]
-    rows = {name: {key: [r[name][0][key] for r in runs] for key in runs[0][name][0]} for name in runs[0]}
+    rows = {
+        name: {key: [r[name][0][key] for r in runs] for key in runs[0][name][0]} for name in runs[0]
+    }
     table = report.table(rows, columns=COLUMNS)
     print(f"{table}\n\n{NOTE}")
-    report.write_json(options.out / "table.json", {"arguments": vars(options), "environment": report.environment(), "rows": rows})
+    report.write_json(
+        options.out / "table.json",
+        {"arguments": vars(options), "environment": report.environment(), "rows": rows},
+    )
     atomic_write(options.out / "table.txt", f"{table}\n\n{NOTE}\n")
-    figure = bf.plots.reliability_compare({name: (probs, truth, None) for name, (_, probs, truth) in runs[0].items()})
+    figure = bf.plots.reliability_compare(
+        {name: (probs, truth, None) for name, (_, probs, truth) in runs[0].items()}
+    )
     with atomic_path(options.out / "reliability.png") as path:
         figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, or 2 where the arguments don't work out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", help="data set of small images with classes, such as digits, mnist, fashion-mnist")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dataset",
+        default="digits",
+        help="data set of small images with classes, such as digits, mnist, fashion-mnist",
+    )
     parser.add_argument("--data-root", default=None, help="folder of the data; see bf.data")
-    parser.add_argument("--examples", type=int, default=150, help="number of training examples (default: %(default)s)")
-    parser.add_argument("--validation", type=int, default=100, help="number of examples to choose precisions on (default: %(default)s)")
-    parser.add_argument("--share", type=float, default=0.05, help="share of the weights in a subnetwork (default: %(default)s)")
-    parser.add_argument("--precision", type=float, default=0.01, help="precision of the training prior, for a sum over the data")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds, one run for each (default: 0 1 2)")
-    parser.add_argument("--out", type=Path, default=Path("runs/subnetwork_laplace"), help="folder of the table and the diagrams")
+    parser.add_argument(
+        "--examples",
+        type=int,
+        default=150,
+        help="number of training examples (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--validation",
+        type=int,
+        default=100,
+        help="number of examples to choose precisions on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.05,
+        help="share of the weights in a subnetwork (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--precision",
+        type=float,
+        default=0.01,
+        help="precision of the training prior, for a sum over the data",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2],
+        help="seeds, one run for each (default: 0 1 2)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/subnetwork_laplace"),
+        help="folder of the table and the diagrams",
+    )
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     try:

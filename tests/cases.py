@@ -47,7 +47,9 @@ class Case:
         return made if self.server is None else bf.with_server_optimiser(made, self.server)
 
     def __str__(self) -> str:
-        return "-".join([self.name, *(self.options[key] for key in ("lower", "variant") if key in self.options)])
+        return "-".join(
+            [self.name, *(self.options[key] for key in ("lower", "variant") if key in self.options)]
+        )
 
 
 def normed(model: nn.Module) -> nn.Module:
@@ -55,12 +57,19 @@ def normed(model: nn.Module) -> nn.Module:
     assert isinstance(model, bf.models.SplitModel)
     assert isinstance(model.body, nn.Sequential)
     assert isinstance(model.head, nn.Linear)
-    return bf.models.SplitModel(nn.Sequential(*model.body, nn.LayerNorm(model.head.in_features)), model.head)
+    return bf.models.SplitModel(
+        nn.Sequential(*model.body, nn.LayerNorm(model.head.in_features)), model.head
+    )
 
 
 def kernels_of(algorithm: bf.Algorithm) -> tuple[KernelName, ...]:
     """The kernels that can run its model; the one by rules has none for norms."""
-    return ("reference", "live", "vmap", *(("layers",) if layers.supported(algorithm.model) else ()))
+    return (
+        "reference",
+        "live",
+        "vmap",
+        *(("layers",) if layers.supported(algorithm.model) else ()),
+    )
 
 
 def keeping(algorithm: bf.Algorithm) -> bf.Algorithm:
@@ -74,54 +83,162 @@ def halving(round: int, rounds: int) -> float:
 
 
 EM = partial(SGD, momentum=0.9, weight_decay=5e-4)
-PERSONAL: dict[str, Any] = {"gamma": 30.0, "anneal": 1, "steps": 3, "personal_steps": 2, "batch_size": 10, "personal_optimiser": Adam(0.02)}
+PERSONAL: dict[str, Any] = {
+    "gamma": 30.0,
+    "anneal": 1,
+    "steps": 3,
+    "personal_steps": 2,
+    "batch_size": 10,
+    "personal_optimiser": Adam(0.02),
+}
 CASES = (
     Case("local", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("fedavg", {"epochs": 2, "batch_size": 10}),
     Case("fedavg_ft", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2}),
-    Case("fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "optimiser": SGD(1e-2, momentum=0.5)}),
+    Case(
+        "fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "optimiser": SGD(1e-2, momentum=0.5)}
+    ),
     Case("fedper", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
-    Case("fedrep", {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "optimiser": SGD(halving, momentum=0.5)}),
+    Case(
+        "fedrep",
+        {
+            "head_epochs": 2,
+            "body_epochs": 1,
+            "batch_size": 10,
+            "optimiser": SGD(halving, momentum=0.5),
+        },
+    ),
     Case("fedpac", {"head_epochs": 1, "body_epochs": 2, "batch_size": 10, "lam": 0.7}),
     Case("lg_fedavg", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
-    Case("fedbabu", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "optimiser": SGD(1e-2, 0.9, 1e-3)}),
+    Case(
+        "fedbabu",
+        {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "optimiser": SGD(1e-2, 0.9, 1e-3)},
+    ),
     Case("fedbn", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}, of=normed),
     Case("ditto", {"epochs": 2, "batch_size": 10, "lam": 0.5, "adapt_epochs": 3}),
-    Case("pfedme", {"batches": 5, "inner_steps": 3, "batch_size": 10, "beta": 0.7, "personal_optimiser": SGD(9e-2, weight_decay=1e-3)}),
+    Case(
+        "pfedme",
+        {
+            "batches": 5,
+            "inner_steps": 3,
+            "batch_size": 10,
+            "beta": 0.7,
+            "personal_optimiser": SGD(9e-2, weight_decay=1e-3),
+        },
+    ),
     Case("pfedmap", {"head_epochs": 4, "body_epochs": 1, "batch_size": 10}),
     Case(
-        "pfedvem", {"head_epochs": 4, "body_epochs": 2, "batch_size": 10, "init_scale": 0.3, "scale_floor": 1.001, "draws": 3, "beta": 0.2}
+        "pfedvem",
+        {
+            "head_epochs": 4,
+            "body_epochs": 2,
+            "batch_size": 10,
+            "init_scale": 0.3,
+            "scale_floor": 1.001,
+            "draws": 3,
+            "beta": 0.2,
+        },
     ),
     Case("pfedvem_held", {"head_epochs": 4, "body_epochs": 2, "batch_size": 10, "draws": 3}),
     Case("clustered", {"epochs": 2, "batch_size": 10, "first_split": 1, "eps1": 2.0, "eps2": 0.1}),
     Case("ifca", {"clusters": 2, "epochs": 2, "batch_size": 10}),
     Case("fedem", {"components": 2, "epochs": 2, "batch_size": 10, "optimiser": EM(0.1)}),
-    Case("fedem", {"components": 2, "epochs": 1, "batch_size": 10, "optimiser": EM(0.05), "posterior": MeanField(), "draws": 2}),
+    Case(
+        "fedem",
+        {
+            "components": 2,
+            "epochs": 1,
+            "batch_size": 10,
+            "optimiser": EM(0.05),
+            "posterior": MeanField(),
+            "draws": 2,
+        },
+    ),
     Case("d_fedem", {"components": 2, "epochs": 2, "batch_size": 10, "optimiser": EM(0.1)}),
-    Case("irm", {"gamma": 30.0, "anneal": 1, "l2": 0.1, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
-    Case("group_dro", {"eta": 0.5, "environments": 4, "loss_examples": 30, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
+    Case(
+        "irm",
+        {
+            "gamma": 30.0,
+            "anneal": 1,
+            "l2": 0.1,
+            "steps": 5,
+            "batch_size": 10,
+            "optimiser": Adam(0.01),
+        },
+    ),
+    Case(
+        "group_dro",
+        {
+            "eta": 0.5,
+            "environments": 4,
+            "loss_examples": 30,
+            "steps": 5,
+            "batch_size": 10,
+            "optimiser": Adam(0.01),
+        },
+    ),
     Case("irm_l2", {"lam": 0.5, **PERSONAL, "estimator": "unbiased"}, server=Adam(0.05)),
     Case("irm_ft", {**PERSONAL, "optimiser": SGD(0.1)}),
     Case("perinvfl", {"lam": 0.5, **PERSONAL, "adapt_steps": 3}),
-    Case("perinvfl", {"lower": "group_dro", "environments": 2, "eta": 0.5, "lam": 0.5, **PERSONAL, "adapt_steps": 3}),
+    Case(
+        "perinvfl",
+        {
+            "lower": "group_dro",
+            "environments": 2,
+            "eta": 0.5,
+            "lam": 0.5,
+            **PERSONAL,
+            "adapt_steps": 3,
+        },
+    ),
     Case("perinvfl", {"variant": "contrastive", "lam": 0.5, **PERSONAL, "adapt_steps": 3}),
-    Case("fedsi", {"epochs": 2, "batch_size": 10, "share": 0.3, "finetune_steps": 5, "predictive_precision": 1.0}),
-    Case("fedsi_fac", {"epochs": 2, "batch_size": 10, "finetune_steps": 5, "predictive_precision": 1.0, "curvature_every": 2}),
-    Case("fedsi_full", {"steps": 5, "batch_size": 10, "finetune_steps": 5, "predictive_precision": 1.0}),
+    Case(
+        "fedsi",
+        {
+            "epochs": 2,
+            "batch_size": 10,
+            "share": 0.3,
+            "finetune_steps": 5,
+            "predictive_precision": 1.0,
+        },
+    ),
+    Case(
+        "fedsi_fac",
+        {
+            "epochs": 2,
+            "batch_size": 10,
+            "finetune_steps": 5,
+            "predictive_precision": 1.0,
+            "curvature_every": 2,
+        },
+    ),
+    Case(
+        "fedsi_full",
+        {"steps": 5, "batch_size": 10, "finetune_steps": 5, "predictive_precision": 1.0},
+    ),
 )
 
 
 SAMPLE = ("fedavg", "ditto", "pfedvem", "fedem", "fedbn")
-"""Methods of points, personal models, draws, copies and norms: a battery beside the contract's runs these quickly, all others slowly."""
+"""Methods of points, personal models, draws, copies and norms: a battery beside the contract's runs
+these quickly, all others slowly.
+"""
 
 
 def sampled(cases: Iterable[Case]) -> list[Any]:
     """The cases, of which those of other methods than `SAMPLE` are marked as slow."""
-    return [case if case.name in SAMPLE else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [
+        case if case.name in SAMPLE else pytest.param(case, marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
-def federation(shape: tuple[int, ...] = (8,), sizes: tuple[int, ...] = SIZES, classes: int = 3) -> FederatedData:
-    """Clients of unequal size whose labels follow related linear rules; every other has two environments."""
+def federation(
+    shape: tuple[int, ...] = (8,), sizes: tuple[int, ...] = SIZES, classes: int = 3
+) -> FederatedData:
+    """Clients of unequal size whose labels follow related linear rules; every other has two
+    environments.
+    """
     rng = torch.Generator().manual_seed(1)
     width = int(torch.tensor(shape).prod())
     common = torch.randn(width, classes, generator=rng)
@@ -134,18 +251,34 @@ def federation(shape: tuple[int, ...] = (8,), sizes: tuple[int, ...] = SIZES, cl
     train = [x[:-6] for x in xs], [y[:-6] for y in ys]
     environments = [torch.arange(n) % (1 + j % 2) for j, n in enumerate(sizes)]
     test = [x[-6:] for x in xs], [y[-6:] for y in ys]
-    return bf.data.from_arrays(*train, test=test, outputs=classes, task="classification", environments=environments)
+    return bf.data.from_arrays(
+        *train, test=test, outputs=classes, task="classification", environments=environments
+    )
 
 
-def run(algorithm: bf.Algorithm, clients: FederatedData, rounds: int = 1, kernel: KernelName = "auto", **options: Any) -> Result:
+def run(
+    algorithm: bf.Algorithm,
+    clients: FederatedData,
+    rounds: int = 1,
+    kernel: KernelName = "auto",
+    **options: Any,
+) -> Result:
     """A quiet run in float64 that measures nothing on the way."""
-    defaults: dict[str, Any] = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, "engine": bf.Engine(kernel)}
+    defaults: dict[str, Any] = {
+        "dtype": torch.float64,
+        "evaluate_every": None,
+        "seed": 2,
+        "progress": False,
+        "engine": bf.Engine(kernel),
+    }
     return bf.simulate(algorithm, clients, rounds=rounds, **{**defaults, **options})
 
 
 def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
     """In float64."""
-    assert_close(*(torch.as_tensor(t, dtype=torch.float64) for t in (a, b)), rtol=tolerance, atol=tolerance)
+    assert_close(
+        *(torch.as_tensor(t, dtype=torch.float64) for t in (a, b)), rtol=tolerance, atol=tolerance
+    )
 
 
 def weights(algorithm: bf.Algorithm, block: str = "w") -> Tensor:
@@ -159,11 +292,17 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def burst_by_fine_tuning(model: nn.Module) -> bf.Algorithm:
-    """FedAvg whose third client's fine-tuning is not finite; that of the others moves every weight by 1."""
+    """FedAvg whose third client's fine-tuning is not finite; that of the others moves every weight
+    by 1.
+    """
 
     def burst(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
         loc = view["w"]["loc"]
-        return view | {"w": {"loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)}}
+        return view | {
+            "w": {
+                "loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)
+            }
+        }
 
     return replace(bf.algorithms.fedavg(model, epochs=1), finetune=(bf.Once(burst),))
 
@@ -173,7 +312,9 @@ def with_batch_norm(dropout: float = 0.0) -> bf.models.SplitModel:
     plain = bf.models.mlp(8, hidden=16, outputs=3)
     assert isinstance(plain.body, nn.Sequential)
     first, *rest = plain.body
-    return bf.models.SplitModel(nn.Sequential(first, nn.BatchNorm1d(16), *rest, nn.Dropout(dropout)), plain.head)
+    return bf.models.SplitModel(
+        nn.Sequential(first, nn.BatchNorm1d(16), *rest, nn.Dropout(dropout)), plain.head
+    )
 
 
 def scaled(clients: FederatedData, factors: tuple[float, ...]) -> FederatedData:
@@ -182,8 +323,13 @@ def scaled(clients: FederatedData, factors: tuple[float, ...]) -> FederatedData:
     for name in ("train", "test"):
         split = clients.splits[name]
         rows = [split.client(j) for j in range(clients.clients)]
-        parts[name] = [x * factor for (x, _), factor in zip(rows, factors, strict=True)], [y for _, y in rows]
-    return bf.data.from_arrays(*parts["train"], test=parts["test"], outputs=clients.outputs, task="classification")
+        parts[name] = (
+            [x * factor for (x, _), factor in zip(rows, factors, strict=True)],
+            [y for _, y in rows],
+        )
+    return bf.data.from_arrays(
+        *parts["train"], test=parts["test"], outputs=clients.outputs, task="classification"
+    )
 
 
 @contextlib.contextmanager

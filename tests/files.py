@@ -7,7 +7,9 @@ import pytest
 
 
 def where_present(test: Callable[..., None]) -> Callable[..., None]:
-    """`test`, skipped where its files are neither in BAYESFL_DATA's folder nor in the user's cache."""
+    """`test`, skipped where its files are neither in BAYESFL_DATA's folder nor in the
+    user's cache.
+    """
 
     @functools.wraps(test)
     def run(*arguments: object, **options: object) -> None:

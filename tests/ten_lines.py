@@ -20,5 +20,12 @@ assert len(x.flatten(1)) == len(y)
 assert bf.plots.reliability(result).get_title() is not None
 with tempfile.TemporaryDirectory() as folder:
     result.save(folder)
-    again = bf.simulate(algorithm, clients, rounds=3, participation=0.5, seed=0, resume=bf.load(folder, algorithm, clients))
+    again = bf.simulate(
+        algorithm,
+        clients,
+        rounds=3,
+        participation=0.5,
+        seed=0,
+        resume=bf.load(folder, algorithm, clients),
+    )
 assert again.round == 3

@@ -29,7 +29,9 @@ rules = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 def theirs(rule: SGD | Adam, params: list[Tensor], rate: float) -> torch.optim.Optimizer:
     """Torch's optimiser of the same settings."""
     if isinstance(rule, SGD):
-        return torch.optim.SGD(params, lr=rate, momentum=rule.momentum, weight_decay=rule.weight_decay)
+        return torch.optim.SGD(
+            params, lr=rate, momentum=rule.momentum, weight_decay=rule.weight_decay
+        )
     kind = torch.optim.AdamW if isinstance(rule, AdamW) else torch.optim.Adam
     return kind(params, lr=rate, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay)
 
@@ -38,7 +40,10 @@ def theirs(rule: SGD | Adam, params: list[Tensor], rate: float) -> torch.optim.O
 def test_update_is_torchs(rule):
     """Ten steps on a nest of tensors, at a rate that changes, are those of torch.optim."""
     params = {"w": {"loc": numbers(4, 3), "rho": numbers(5, seed=1)}}
-    live = [params["w"]["loc"].clone().requires_grad_(), params["w"]["rho"].clone().requires_grad_()]
+    live = [
+        params["w"]["loc"].clone().requires_grad_(),
+        params["w"]["rho"].clone().requires_grad_(),
+    ]
     other, state = theirs(rule, live, 0.0), rule.init(params)
     for t in range(10):
         rate = 0.1 / (1 + t)
@@ -48,7 +53,12 @@ def test_update_is_torchs(rule):
             p.grad = g.clone()
         other.step()
         params, state = rule.update(params, {"w": {"loc": grads[0], "rho": grads[1]}}, state, rate)
-        assert_close([params["w"]["loc"], params["w"]["rho"]], [p.detach() for p in live], rtol=1e-12, atol=1e-13)
+        assert_close(
+            [params["w"]["loc"], params["w"]["rho"]],
+            [p.detach() for p in live],
+            rtol=1e-12,
+            atol=1e-13,
+        )
 
 
 @rules
@@ -67,19 +77,26 @@ def test_update_is_pure(rule):
 @rules
 @pytest.mark.parametrize("strides", ["same", "other"])
 def test_update_in_place_while_clients_finish(rule, strides):
-    """Clients of 7, 4, 4 and 2 steps: a shrinking prefix moves as each client alone does, and the others' numbers stay."""
+    """Clients of 7, 4, 4 and 2 steps: a shrinking prefix moves as each client alone does, and the
+    others' numbers stay.
+    """
     steps = [7, 4, 4, 2]
     shapes = [(3, 2), (5,), (2, 3, 2, 2)]
     start = [numbers(4, *shape, seed=i) for i, shape in enumerate(shapes)]
     params = [p.clone() for p in start]
     state = rule.init(params)
-    grads = [[numbers(4, *shape, seed=100 * i + t) for i, shape in enumerate(shapes, 1)] for t in range(7)]
+    grads = [
+        [numbers(4, *shape, seed=100 * i + t) for i, shape in enumerate(shapes, 1)]
+        for t in range(7)
+    ]
     for t in range(7):
         active = sum(n > t for n in steps)
         given = [g[:active] for g in grads[t]]
         if strides == "other":
             given = [g.transpose(0, -1).contiguous().transpose(0, -1) for g in given]
-            assert any(g.stride() != p[:active].stride() for g, p in zip(given, params, strict=True))
+            assert any(
+                g.stride() != p[:active].stride() for g, p in zip(given, params, strict=True)
+            )
         before = [p.clone() for p in params]
         rule.update_([p[:active] for p in params], given, state, 0.1, active)
         assert_close([p[active:] for p in params], [p[active:] for p in before], rtol=0, atol=0)
@@ -93,7 +110,9 @@ def test_update_in_place_while_clients_finish(rule, strides):
 
 @rules
 def test_update_in_place_of_parameters_with_strides_of_their_own(rule):
-    """A leaf that lies channels last is stepped where it lies, with a gradient that lies otherwise."""
+    """A leaf that lies channels last is stepped where it lies, with a gradient that lies
+    otherwise.
+    """
     leaf = numbers(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     params, alone = [leaf.clone(memory_format=torch.preserve_format)], [leaf]
     state, own = rule.init(params), rule.init(alone)
@@ -112,7 +131,9 @@ def test_update_in_place_leaves_gradients_alone(rule):
     assert_close(grads[0], numbers(2, 3, seed=1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rule", [Adam(weight_decay=0.2), AdamW(weight_decay=0.2)], ids=["adam", "adamw"])
+@pytest.mark.parametrize(
+    "rule", [Adam(weight_decay=0.2), AdamW(weight_decay=0.2)], ids=["adam", "adamw"]
+)
 def test_update_in_place_of_clients_that_took_different_numbers_of_steps(rule: Adam):
     """Each client's moments are corrected by its own count; those behind the active ones stay."""
     start, count, active = [numbers(3, 2, 2), numbers(3, 4, seed=1)], [0, 5, 2], 2
@@ -120,12 +141,20 @@ def test_update_in_place_of_clients_that_took_different_numbers_of_steps(rule: A
         "mean": [numbers(3, 2, 2, seed=2), numbers(3, 4, seed=3)],
         "square": [numbers(3, 2, 2, seed=4) ** 2, numbers(3, 4, seed=5) ** 2],
     }
-    grads = [[numbers(active, 2, 2, seed=10 + t), numbers(active, 4, seed=20 + t)] for t in range(3)]
-    params, state = [p.clone() for p in start], {name: [t.clone() for t in kept[name]] for name in kept} | {"steps": torch.tensor(count)}
+    grads = [
+        [numbers(active, 2, 2, seed=10 + t), numbers(active, 4, seed=20 + t)] for t in range(3)
+    ]
+    params, state = (
+        [p.clone() for p in start],
+        {name: [t.clone() for t in kept[name]] for name in kept} | {"steps": torch.tensor(count)},
+    )
     for given in grads:
         rule.update_([p[:active] for p in params], given, state, 0.1, active)
     for c in range(active):
-        alone, own = [p[c] for p in start], {name: [t[c] for t in kept[name]] for name in kept} | {"steps": torch.tensor(count[c])}
+        alone, own = (
+            [p[c] for p in start],
+            {name: [t[c] for t in kept[name]] for name in kept} | {"steps": torch.tensor(count[c])},
+        )
         for given in grads:
             alone, own = rule.update(alone, [g[c] for g in given], own, 0.1)
         assert_close([p[c] for p in params], alone, rtol=1e-12, atol=1e-12)
@@ -137,7 +166,10 @@ def test_adamw_without_decay_is_adam():
     """To the bit, pure and in place; with it, the decay has no part in the moments."""
     none, adam = AdamW(0.1, (0.8, 0.95), 1e-3, weight_decay=0.0), Adam(0.1, (0.8, 0.95), 1e-3)
     some = replace(none, weight_decay=0.2)
-    pure, inside = ({rule: ([numbers(2, 3)], rule.init([numbers(2, 3)])) for rule in (none, adam, some)} for _ in range(2))
+    pure, inside = (
+        {rule: ([numbers(2, 3)], rule.init([numbers(2, 3)])) for rule in (none, adam, some)}
+        for _ in range(2)
+    )
     for t in range(5):
         grads = [numbers(2, 3, seed=t + 1)]
         for rule in (none, adam, some):
@@ -152,9 +184,13 @@ def test_adamw_without_decay_is_adam():
 def test_multistep():
     """The rate falls by its factor once each share of the rounds has passed."""
     schedule = multistep(0.5)
-    assert [schedule(r, 200) for r in (0, 99, 100, 149, 150, 199)] == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+    assert [schedule(r, 200) for r in (0, 99, 100, 149, 150, 199)] == pytest.approx(
+        [0.5, 0.5, 0.05, 0.05, 0.005, 0.005]
+    )
     own = multistep(1.0, milestones=(0.2, 0.4, 0.6), factor=0.5)
-    assert [own(r, 10) for r in (1, 2, 3, 4, 6, 9)] == pytest.approx([1.0, 0.5, 0.5, 0.25, 0.125, 0.125])
+    assert [own(r, 10) for r in (1, 2, 3, 4, 6, 9)] == pytest.approx(
+        [1.0, 0.5, 0.5, 0.25, 0.125, 0.125]
+    )
 
 
 def test_cosine():
@@ -184,7 +220,10 @@ def test_schedules_return_rates(found: Any):
 def test_schedules_take_two_arguments():
     """What a schedule itself raises is left as it is."""
     one: Any = lambda round: 0.1  # noqa: E731
-    with pytest.raises(ValueError, match=r"^rate .*lambda round, rounds: .*missing|^rate .*lambda round, rounds: .*takes 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"^rate .*lambda round, rounds: .*missing|^rate .*lambda round, rounds: .*takes 1",
+    ):
         rate_at(one, 0, 10)
     with pytest.raises(TypeError, match=r"unsupported operand"):
         rate_at(lambda round, rounds: None + 1, 0, 10)  # pyright: ignore[reportOptionalOperand]
@@ -224,9 +263,14 @@ def test_half_precision_is_refused(dtype: torch.dtype):
 
 @pytest.mark.parametrize("inner", [SGD(0.1, 0.9), Adam(0.1)])
 def test_clipped_gradients(inner: Any):
-    """Each client's over all its parameters together: torch's clip_grad_norm_, then the inner optimiser; short ones stay as they are."""
+    """Each client's over all its parameters together: torch's clip_grad_norm_, then the inner
+    optimiser; short ones stay as they are.
+    """
     clip = Clip(inner, norm=1.5)
-    params, grads = [numbers(3, 4), numbers(3, 2, 2, seed=1)], [numbers(3, 4, seed=2), numbers(3, 2, 2, seed=3)]
+    params, grads = (
+        [numbers(3, 4), numbers(3, 2, 2, seed=1)],
+        [numbers(3, 4, seed=2), numbers(3, 2, 2, seed=3)],
+    )
     grads[0][1] /= 100
     grads[1][1] /= 100
     moved, state = [p.clone() for p in params], clip.init(params)
@@ -249,14 +293,19 @@ def test_a_gradient_of_zero_is_not_divided_by():
     assert torch.equal(found[0], torch.ones(2))
 
 
-@pytest.mark.parametrize(("options", "words"), [({"norm": 0.0}, "norm .*got 0"), ({"optimiser": SGD}, "optimiser .*got <class")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"norm": 0.0}, "norm .*got 0"), ({"optimiser": SGD}, "optimiser .*got <class")],
+)
 def test_what_is_no_clip(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         Clip(**{"optimiser": SGD(0.1), **options})
 
 
 def test_a_step_is_overridden_in_both_forms():
-    """Kernels take either; the one that is left would be another optimiser's. An optimiser inside Clip, too."""
+    """Kernels take either; the one that is left would be another optimiser's. An optimiser inside
+    Clip, too.
+    """
 
     class Sign(SGD):
         def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
@@ -270,6 +319,9 @@ def test_a_step_is_overridden_in_both_forms():
             super().update_(*given)
 
     for wrong in (lambda: check_optimiser("optimiser", Sign(0.1)), lambda: Clip(Sign(0.1))):
-        with pytest.raises(ValueError, match=r"Sign takes update from Sign and update_ from SGD.*define both in Sign"):
+        with pytest.raises(
+            ValueError,
+            match=r"Sign takes update from Sign and update_ from SGD.*define both in Sign",
+        ):
             wrong()
     check_optimiser("optimiser", Both(0.1))

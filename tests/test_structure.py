@@ -1,4 +1,6 @@
-"""The package as a whole: imports point downwards, stay light, and what is offered is what is documented."""
+"""The package as a whole: imports point downwards, stay light, and what is offered is what is
+documented.
+"""
 
 import ast
 import re
@@ -40,15 +42,28 @@ MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imported(path: Path) -> set[str]:
-    """Modules of bayesfl that a file imports, not for type checkers alone; `from package import module` names the module."""
+    """Modules of bayesfl that a file imports, not for type checkers alone; `from package import
+    module` names the module.
+    """
     found = set()
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             node.body = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "bayesfl":
-            found |= {inner if (inner := f"{node.module}.{alias.name}") in MODULES else node.module for alias in node.names}
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "bayesfl"
+        ):
+            found |= {
+                inner if (inner := f"{node.module}.{alias.name}") in MODULES else node.module
+                for alias in node.names
+            }
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "bayesfl"}
     return found
@@ -68,22 +83,30 @@ def test_imports_point_downwards():
         assert folder(module) in level, f"{module} has no place in the order"
         for other in imported(path):
             if folder(other) != folder(module):
-                assert level[folder(other)] < level[folder(module)], f"{module} imports {other}, which is not below it"
+                assert level[folder(other)] < level[folder(module)], (
+                    f"{module} imports {other}, which is not below it"
+                )
 
 
 def room(module: str) -> str:
-    """A module's sub-package, `federation.store` of `bayesfl.federation.store.files`; a module of no sub-package stands alone."""
+    """A module's sub-package, `federation.store` of `bayesfl.federation.store.files`; a module of
+    no sub-package stands alone.
+    """
     names = module.split(".")
     return ".".join(names[:3]) if len(names) > 3 else module
 
 
 @pytest.mark.parametrize("unit", [str, room])
 def test_no_import_goes_in_a_circle(unit: Callable[[str], str]):
-    """Neither from module to module nor from sub-package to sub-package; what is imported for type checkers alone may."""
+    """Neither from module to module nor from sub-package to sub-package; what is imported for type
+    checkers alone may.
+    """
     needs: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         if module != "bayesfl" and (path.name != "__init__.py" or unit is str):
-            needs.setdefault(unit(module), set()).update({unit(other) for other in imported(path)} - {unit(module)})
+            needs.setdefault(unit(module), set()).update(
+                {unit(other) for other in imported(path)} - {unit(module)}
+            )
     try:
         list(TopologicalSorter(needs).static_order())
     except CycleError as error:
@@ -93,7 +116,9 @@ def test_no_import_goes_in_a_circle(unit: Callable[[str], str]):
 def test_a_room_holds_no_more_than_a_head_does():
     """At most fourteen files in a folder; each published method has a file of its own."""
     for folder in {path.parent for path in MODULES.values()} - {PACKAGE, PACKAGE / "algorithms"}:
-        assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14, folder
+        assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14, (
+            folder
+        )
 
 
 def test_siblings_are_imported_by_their_full_path():
@@ -101,11 +126,15 @@ def test_siblings_are_imported_by_their_full_path():
     for module, path in MODULES.items():
         package = ".".join(module.split(".")[:2])
         if module != package and path.name != "__init__.py":
-            assert package not in imported(path), f"{module} imports from the face of its own package"
+            assert package not in imported(path), (
+                f"{module} imports from the face of its own package"
+            )
 
 
 def test_algorithms_speak_the_language_of_methods():
-    """Their files import what a method is composed of from one place, and what its options mean from another."""
+    """Their files import what a method is composed of from one place, and what its options mean
+    from another.
+    """
     for module, path in MODULES.items():
         if folder(module) == "algorithms":
             inner = {other for other in imported(path) if other.startswith("bayesfl.composition.")}
@@ -113,7 +142,9 @@ def test_algorithms_speak_the_language_of_methods():
 
 
 def test_no_file_of_the_ground_floor_is_a_script():
-    """Run as a script, `base/random.py` would stand where the standard library's `random` is looked for."""
+    """Run as a script, `base/random.py` would stand where the standard library's `random` is looked
+    for.
+    """
     for path in (PACKAGE / "base").glob("*.py"):
         assert '__name__ == "__main__"' not in path.read_text(), path
         assert not path.read_text().startswith("#!"), path
@@ -134,33 +165,73 @@ def test_only_the_network_knows_of_flower():
 def _everything_imported(path: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return names | {
+        node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module
+    }
 
 
 def test_importing_is_light():
     """`import bayesfl` needs torch and numpy alone."""
-    heavy = ("scipy", "sklearn", "safetensors", "matplotlib", "tqdm", "pyro", "laplace", "backpack", "arviz", "torchvision", "flwr")
-    code = f"import sys, torch; b = set(sys.modules); import bayesfl; print([m for m in {heavy!r} if m in sys.modules and m not in b])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    heavy = (
+        "scipy",
+        "sklearn",
+        "safetensors",
+        "matplotlib",
+        "tqdm",
+        "pyro",
+        "laplace",
+        "backpack",
+        "arviz",
+        "torchvision",
+        "flwr",
+    )
+    code = (
+        f"import sys, torch; b = set(sys.modules); import bayesfl; print([m for m in {heavy!r} "
+        "if m in sys.modules and m not in b])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_the_top_level_holds_what_it_offers():
     """Every name in `__all__` is there after `import bayesfl` alone."""
-    code = "import bayesfl as bf; print(*[name for name in bf.__all__ if getattr(bf, name) is None], bf.curvature.Curvature.__name__)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["Curvature"]
+    code = (
+        "import bayesfl as bf; print(*[name for name in bf.__all__ if getattr(bf, name) is "
+        "None], bf.curvature.Curvature.__name__)"
+    )
+    assert subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split() == ["Curvature"]
     assert {"calibration", "curvature", "detection", "selection"} <= set(bf.__all__)
 
 
 def test_every_public_name_is_listed():
-    """What `__all__` of `bf` and of its modules offers stands on the page of public names; the methods have a page of their own."""
-    listed = set(re.findall(r"`(bf\.[\w.]+) <", (PACKAGE.parent / "docs" / "api" / "names.md").read_text()))
-    modules = {name: thing for name in bf.__all__ if isinstance(thing := getattr(bf, name), ModuleType)}
+    """What `__all__` of `bf` and of its modules offers stands on the page of public names; the
+    methods have a page of their own.
+    """
+    listed = set(
+        re.findall(r"`(bf\.[\w.]+) <", (PACKAGE.parent / "docs" / "api" / "names.md").read_text())
+    )
+    modules = {
+        name: thing for name in bf.__all__ if isinstance(thing := getattr(bf, name), ModuleType)
+    }
     offered = {f"bf.{name}" for name in bf.__all__ if name not in modules}
     offered |= {
-        f"bf.{name}.{inner}" for name, module in modules.items() if name != "algorithms" for inner in getattr(module, "__all__", ())
+        f"bf.{name}.{inner}"
+        for name, module in modules.items()
+        if name != "algorithms"
+        for inner in getattr(module, "__all__", ())
     }
     assert offered <= listed, sorted(offered - listed)
-    assert all(hasattr(module, "__all__") for module in modules.values() if (module.__file__ or "").endswith("__init__.py"))
+    assert all(
+        hasattr(module, "__all__")
+        for module in modules.values()
+        if (module.__file__ or "").endswith("__init__.py")
+    )
 
 
 def test_available_is_read_off_the_compositions():
@@ -176,8 +247,15 @@ def test_available_is_read_off_the_compositions():
 
 def test_every_module_is_in_the_reference_once():
     """On one page of docs/api, by automodule."""
-    pages = "\n".join(page.read_text() for page in (PACKAGE.parent / "docs" / "api").glob("*.md")) + "\n"
+    pages = (
+        "\n".join(page.read_text() for page in (PACKAGE.parent / "docs" / "api").glob("*.md"))
+        + "\n"
+    )
     modules = [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
     ]
-    assert {name: pages.count(f"automodule:: {name}\n") for name in modules} == dict.fromkeys(modules, 1)
+    assert {name: pages.count(f"automodule:: {name}\n") for name in modules} == dict.fromkeys(
+        modules, 1
+    )

@@ -1,4 +1,6 @@
-"""Published methods, one file each: the paper's model as docstring, then a short composition of blocks and phases."""
+"""Published methods, one file each: the paper's model as docstring, then a short composition of
+blocks and phases.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -42,7 +44,11 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
-    "pfedvem_held": (pfedvem_held, "pFedVEM, scales held", "after Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
+    "pfedvem_held": (
+        pfedvem_held,
+        "pFedVEM, scales held",
+        "after Zhu, Ma, Blaschko, FL-NeurIPS 2022",
+    ),
     "clustered": (clustered, "Clustered FL", "Sattler, Müller, Samek, TNNLS 2021"),
     "ifca": (ifca, "IFCA", "Ghosh et al., NeurIPS 2020"),
     "fedem": (fedem, "FedEM", "Marfoq et al., NeurIPS 2021"),
@@ -60,9 +66,11 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
 
 
 class Entry(NamedTuple):
-    """A row of the table of implemented methods: the function in `bayesfl.algorithms`, the method's name in print, and its paper.
+    """A row of the table of implemented methods: the function in `bayesfl.algorithms`, the method's
+    name in print, and its paper.
 
-    Then, as text: the class of a client's belief about each block, the tensors that leave a client each round, and what stays there.
+    Then, as text: the class of a client's belief about each block, the tensors that leave a client
+    each round, and what stays there.
     """
 
     name: str
@@ -83,7 +91,9 @@ def available() -> list[Entry]:
     for name, (make, title, paper) in PAPERS.items():
         algorithm = make(normed if make is fedbn else plain)
         rows = algorithm.rows(algorithm.init(1))
-        beliefs = [f"{block}: {type(b.posterior).__name__}" for block, b in algorithm.blocks.items()]
+        beliefs = [
+            f"{block}: {type(b.posterior).__name__}" for block, b in algorithm.blocks.items()
+        ]
         if algorithm.predictor is not None:
             beliefs.append(f"predicts by {type(algorithm.predictor).__name__}")
         kept = []
@@ -92,7 +102,16 @@ def available() -> list[Entry]:
             if stays:
                 kept.append(block if b.private else f"{block} ({', '.join(sorted(stays))})")
         sent = [key.removesuffix(".loc") for key in algorithm.uplink()]
-        entries.append(Entry(name, title, paper, ", ".join(beliefs), ", ".join(sent) or "nothing", ", ".join(kept) or "nothing"))
+        entries.append(
+            Entry(
+                name,
+                title,
+                paper,
+                ", ".join(beliefs),
+                ", ".join(sent) or "nothing",
+                ", ".join(kept) or "nothing",
+            )
+        )
     return entries
 
 

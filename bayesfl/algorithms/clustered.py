@@ -1,19 +1,23 @@
-"""Clustered FL: FedAvg within clusters of clients; a cluster splits in two when its clients' updates point in different directions.
+"""Clustered FL: FedAvg within clusters of clients; a cluster splits in two when its clients'
+updates point in different directions.
 
-All clients start in one cluster.  With w its model, w_j client j's model after local training, u_j = w_j - w and n_j its number of
-examples:
+All clients start in one cluster.  With w its model, w_j client j's model after local training, u_j
+= w_j - w and n_j its number of examples:
 
-w <- w + u,  u = sum_j n_j u_j / sum_j n_j,  over the clients of the cluster.
-A cluster of more than two clients splits where |u| < eps1 (its model hardly moves) while max_j |u_j| > eps2 (its clients' models do); the
-parts are the last two groups of complete-linkage clustering on 1 - cos(u_i, u_j).
+w <- w + u,  u = sum_j n_j u_j / sum_j n_j,  over the clients of the cluster. A cluster of more than
+two clients splits where |u| < eps1 (its model hardly moves) while max_j |u_j| > eps2 (its clients'
+models do); the parts are the last two groups of complete-linkage clustering on 1 - cos(u_i, u_j).
 
-The paper's eps are lengths of an update, which depend on the learning rate and the size of the model, so that the same numbers may never
-cause a split on other data. Here they are multiples of |u| in the first round.
+The paper's eps are lengths of an update, which depend on the learning rate and the size of the
+model, so that the same numbers may never cause a split on other data. Here they are multiples of
+|u| in the first round.
 
-Source: Sattler, Müller, Samek, "Clustered federated learning: model-agnostic distributed multi-task optimization under privacy
-constraints", IEEE Transactions on Neural Networks and Learning Systems 32(8), 2021, algorithm 3; complete linkage, the size and the first
-round of a split from the authors' code, github.com/felisat/clustered-federated-learning. That code takes the positions of clients within
-their cluster for their ids, which is wrong from the second split on; here positions are mapped back to ids.
+Source: Sattler, Müller, Samek, "Clustered federated learning: model-agnostic distributed multi-task
+optimization under privacy constraints", IEEE Transactions on Neural Networks and Learning Systems
+32(8), 2021, algorithm 3; complete linkage, the size and the first round of a split from the
+authors' code, github.com/felisat/clustered-federated-learning. That code takes the positions of
+clients within their cluster for their ids, which is wrong from the second split on; here positions
+are mapped back to ids.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.swapped_labels("digits", clients=4)
@@ -50,26 +54,35 @@ def clustered(
     weight: Weight = by_size,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by clustered FL: FedAvg within clusters of clients; a cluster splits where its clients' updates disagree.
+    """Federate `model` by clustered FL: FedAvg within clusters of clients; a cluster splits where
+    its clients' updates disagree.
 
-    The server holds `models` [clusters, D], each client's `cluster` [J] (-1 before its first round), the first round's `unit` |u|, and
-    `norms` [clusters, 2], |u| and max |u_j| of the last round in this unit, which tell how close a cluster is to a split. It sends a client
-    its cluster's model. A cluster splits only in a round in which all of its clients take part, so let every client take part in each
-    round. A client never seen receives all models and takes the one that fits its training data best, as in `ifca`: to predict and, where
-    it joins in training, as its cluster.
+    The server holds `models` [clusters, D], each client's `cluster` [J] (-1 before its first
+    round), the first round's `unit` |u|, and `norms` [clusters, 2], |u| and max |u_j| of the last
+    round in this unit, which tell how close a cluster is to a split. It sends a client its
+    cluster's model. A cluster splits only in a round in which all of its clients take part, so let
+    every client take part in each round. A client never seen receives all models and takes the one
+    that fits its training data best, as in `ifca`: to predict and, where it joins in training, as
+    its cluster.
 
     Args:
         eps1: Length in units of the first round's |u|; a cluster can split only where |u| is less.
         eps2: Length in the same unit; a cluster can split only where the largest |u_j| exceeds it.
         first_split: Number of rounds without a split at the start.
-        optimiser: Optimiser of the clients' steps; under a schedule that falls, updates become too small for splits.
-        weight: (server, uplink) -> weights [C] of clients in their cluster's mean, not normalised; by size by default, equal in the
-            authors' code (`bayesfl.pools.equal`).
+        optimiser: Optimiser of the clients' steps; under a schedule that falls, updates become too
+            small for splits.
+        weight: (server, uplink) -> weights [C] of clients in their cluster's mean, not normalised;
+            by size by default, equal in the authors' code (`bayesfl.pools.equal`).
     """
 
     def server(blocks: Server, clients: int) -> Server:
         models, cluster = blocks["w"]["loc"].unsqueeze(0), torch.full((clients,), -1)
-        return {"models": models, "cluster": cluster, "unit": torch.tensor(0.0), "norms": torch.zeros(1, 2)}
+        return {
+            "models": models,
+            "cluster": cluster,
+            "unit": torch.tensor(0.0),
+            "norms": torch.zeros(1, 2),
+        }
 
     def address(server: Server, ids: Tensor) -> View:
         models, cluster = server["models"], server["cluster"][ids]
@@ -82,9 +95,17 @@ def clustered(
         if "models" not in view:
             return view
         layout = algorithm.layout("w")
-        total = torch.stack([(algorithm.losses(layout.leaves(loc), data) * data["weight"]).sum(-1) for loc in view["models"]])
+        total = torch.stack(
+            [
+                (algorithm.losses(layout.leaves(loc), data) * data["weight"]).sum(-1)
+                for loc in view["models"]
+            ]
+        )
         chosen = torch.where(view["known"] < 0, total.argmin(), view["known"])
-        return view | {"w": {"loc": view["models"].index_select(0, chosen.view(1)).squeeze(0)}, "joined": chosen}
+        return view | {
+            "w": {"loc": view["models"].index_select(0, chosen.view(1)).squeeze(0)},
+            "joined": chosen,
+        }
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         models = list(server["models"].double())
@@ -99,7 +120,9 @@ def clustered(
         def mean(places: Tensor) -> Tensor:
             return counts[places] @ updates[places] / counts[places].sum()
 
-        first = bool((server["cluster"] < 0).all())  # not round 0: failed rounds are counted, but set no unit
+        first = bool(
+            (server["cluster"] < 0).all()
+        )  # not round 0: failed rounds are counted, but set no unit
         unit = mean(torch.arange(len(ids))).norm() if first else server["unit"].double()
         norms = list(server["norms"].double())
         member = cluster.clone()
@@ -108,11 +131,26 @@ def clustered(
             if not len(places):
                 continue
             moved, furthest = mean(places).norm(), updates[places].norm(dim=1).max()
-            norms[c] = torch.stack([moved, furthest]) / unit.clamp_min(torch.finfo(torch.float64).tiny)
+            norms[c] = torch.stack([moved, furthest]) / unit.clamp_min(
+                torch.finfo(torch.float64).tiny
+            )
             whole_cluster = len(places) == int((cluster == c).sum()) and len(places) > SMALLEST
-            if whole_cluster and uplink["round"] >= first_split and moved < eps1 * unit and furthest > eps2 * unit:
-                new = places[bipartition(updates[places])]  # from positions in the cluster to positions in the cohort
-                log.info("round %d: cluster %d splits, %d of its %d clients leave", uplink["round"], c, len(new), len(places))
+            if (
+                whole_cluster
+                and uplink["round"] >= first_split
+                and moved < eps1 * unit
+                and furthest > eps2 * unit
+            ):
+                new = places[
+                    bipartition(updates[places])
+                ]  # from positions in the cluster to positions in the cohort
+                log.info(
+                    "round %d: cluster %d splits, %d of its %d clients leave",
+                    uplink["round"],
+                    c,
+                    len(new),
+                    len(places),
+                )
                 member[ids[new]] = len(models)
                 models.append(centre + mean(new))
                 norms.append(norms[c])
@@ -120,10 +158,17 @@ def clustered(
             models[c] = centre + mean(places)
         loc, made = server["w"]["loc"], torch.stack(models)
         mean_of_all = {"loc": made[member[member >= 0]].mean(0).to(loc)}
-        found = {"models": made.to(loc), "cluster": member, "unit": unit.to(loc), "norms": torch.stack(norms).to(loc)}
+        found = {
+            "models": made.to(loc),
+            "cluster": member,
+            "unit": unit.to(loc),
+            "norms": torch.stack(norms).to(loc),
+        }
         return {"w": mean_of_all, **found}
 
-    plain = fedavg(model, epochs=epochs, batch_size=batch_size, optimiser=optimiser, likelihood=likelihood)
+    plain = fedavg(
+        model, epochs=epochs, batch_size=batch_size, optimiser=optimiser, likelihood=likelihood
+    )
     choice = (Once(choose, data=True),)
     return replace(
         plain,
@@ -140,7 +185,8 @@ def clustered(
 def bipartition(updates: Tensor) -> Tensor:
     """Split updates into two groups by complete linkage on 1 - cosine similarity.
 
-    An update of length 0 is at distance 1 from all others. Of equal distances the first in scipy's order is taken.
+    An update of length 0 is at distance 1 from all others. Of equal distances the first in scipy's
+    order is taken.
 
     Args:
         updates: Updates of the clients, [C, D].
@@ -151,7 +197,9 @@ def bipartition(updates: Tensor) -> Tensor:
     from scipy.cluster.hierarchy import ClusterNode, linkage, to_tree
     from scipy.spatial.distance import squareform
 
-    directions = updates.double() / updates.double().norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    directions = updates.double() / updates.double().norm(dim=1, keepdim=True).clamp_min(
+        torch.finfo(torch.float64).tiny
+    )
     distances = (1 - directions @ directions.T).clamp_min(0).fill_diagonal_(0)
     root = to_tree(linkage(squareform(distances.cpu().numpy(), checks=False), method="complete"))
     assert isinstance(root, ClusterNode)

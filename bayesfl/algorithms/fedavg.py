@@ -1,8 +1,10 @@
-"""FedAvg: one model for all clients, the mean of their locally trained models by size; FedAvg-FT fine-tunes it on each client.
+"""FedAvg: one model for all clients, the mean of their locally trained models by size; FedAvg-FT
+fine-tunes it on each client.
 
-Source: McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-efficient learning of deep networks from decentralized
-data", AISTATS 2017, algorithm 1. Fine-tuning: Marfoq et al., "Federated multi-task learning under a mixture of distributions",
-NeurIPS 2021, where FedAvg+ takes one more local epoch before each evaluation.
+Source: McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-efficient learning of deep
+networks from decentralized data", AISTATS 2017, algorithm 1. Fine-tuning: Marfoq et al., "Federated
+multi-task learning under a mixture of distributions", NeurIPS 2021, where FedAvg+ takes one more
+local epoch before each evaluation.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -26,8 +28,15 @@ def fedavg(
     optimiser: options.Optimiser = SGD(1e-2, momentum=0.9),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedAvg: clients train the common model, and the server averages their weights."""
-    step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=optimiser)
+    """Federate `model` by FedAvg: clients train the common model, and the server averages their
+    weights.
+    """
+    step = Descend(
+        Energy("w", ("w",), likelihood="mean"),
+        epochs=epochs,
+        batch_size=batch_size,
+        optimiser=optimiser,
+    )
     return Algorithm(model, {"w": Block()}, (step,), parts=("w",), likelihood=likelihood)
 
 
@@ -42,7 +51,16 @@ def fedavg_ft(
     finetune_optimiser: options.FinetuneOptimiser = None,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedAvg-FT: FedAvg, after which every client fine-tunes a copy of the whole model before it predicts."""
-    plain = fedavg(model, epochs=epochs, batch_size=batch_size, optimiser=optimiser, likelihood=likelihood)
+    """Federate `model` by FedAvg-FT: FedAvg, after which every client fine-tunes a copy of the
+    whole model before it predicts.
+    """
+    plain = fedavg(
+        model, epochs=epochs, batch_size=batch_size, optimiser=optimiser, likelihood=likelihood
+    )
     (step,) = plain.phases
-    return replace(plain, finetune=(replace(step, epochs=finetune_epochs, optimiser=finetune_optimiser or optimiser),))
+    return replace(
+        plain,
+        finetune=(
+            replace(step, epochs=finetune_epochs, optimiser=finetune_optimiser or optimiser),
+        ),
+    )

@@ -1,6 +1,8 @@
-"""FedBABU: only the body is trained and averaged, under one random head that stays fixed; clients fine-tune both to predict.
+"""FedBABU: only the body is trained and averaged, under one random head that stays fixed; clients
+fine-tune both to predict.
 
-Source: Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification", ICLR 2022, algorithm 1.
+Source: Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification",
+ICLR 2022, algorithm 1.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -24,15 +26,27 @@ def fedbabu(
     finetune_optimiser: options.FinetuneOptimiser = None,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedBABU: the body is averaged under a fixed random head, and clients fine-tune both to predict.
+    """Federate `model` by FedBABU: the body is averaged under a fixed random head, and clients
+    fine-tune both to predict.
 
     Args:
-        optimiser: Optimiser of the body; the paper's MobileNet takes rates of `bayesfl.optim.multistep(0.1)`.
+        optimiser: Optimiser of the body; the paper's MobileNet takes rates of
+            `bayesfl.optim.multistep(0.1)`.
     """
     both = ("body", "head")
     tuner = finetune_optimiser or optimiser
-    fit = Descend(Energy("body", both, likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=optimiser)
-    tune = Descend(Energy(both, both, likelihood="mean"), epochs=finetune_epochs, batch_size=batch_size, optimiser=tuner)
+    fit = Descend(
+        Energy("body", both, likelihood="mean"),
+        epochs=epochs,
+        batch_size=batch_size,
+        optimiser=optimiser,
+    )
+    tune = Descend(
+        Energy(both, both, likelihood="mean"),
+        epochs=finetune_epochs,
+        batch_size=batch_size,
+        optimiser=tuner,
+    )
     return Algorithm(
         model,
         {"body": Block("body.*", pool=Mean(equal)), "head": Block("head.*", pool=None)},

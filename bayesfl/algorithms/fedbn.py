@@ -1,13 +1,17 @@
-"""FedBN: every client keeps its norms, their weights, biases and statistics; the server averages all else, each client weighing the same.
+"""FedBN: every client keeps its norms, their weights, biases and statistics; the server averages
+all else, each client weighing the same.
 
-Source: Li, Jiang, Zhang, Kamp, Dou, "FedBN: federated learning on non-IID features via local batch normalization", ICLR 2021, algorithm 1.
-The paper has batch norms; here the weights and biases of layer, group and instance norms stay, too. The authors' code knows a norm by `bn`
-in its name, here its class tells.
+Source: Li, Jiang, Zhang, Kamp, Dou, "FedBN: federated learning on non-IID features via local batch
+normalization", ICLR 2021, algorithm 1. The paper has batch norms; here the weights and biases of
+layer, group and instance norms stay, too. The authors' code knows a norm by `bn` in its name, here
+its class tells.
 
 >>> import bayesfl as bf
 >>> from torch import nn
 >>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, clients.classes))
+>>> model = nn.Sequential(
+...     nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, clients.classes)
+... )
 >>> result = bf.simulate(bf.algorithms.fedbn(model), clients, rounds=1)
 """
 
@@ -34,14 +38,17 @@ def fedbn(
     adapt_epochs: options.AdaptEpochs = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedBN: the server averages all but the norms, which stay on their clients.
+    """Federate `model` by FedBN: the server averages all but the norms, which stay on their
+    clients.
 
-    A client that joins later takes the averaged weights and trains norms of its own on its data, from the start's, with all else held:
-    the norms are what the paper lets differ by client, and nobody else's leave their clients.
+    A client that joins later takes the averaged weights and trains norms of its own on its data,
+    from the start's, with all else held: the norms are what the paper lets differ by client, and
+    nobody else's leave their clients.
 
     Args:
-        model: Any module with norms of torch's, `nn.BatchNorm2d`, `nn.GroupNorm`, `nn.LayerNorm` and so on, one of which has trainable
-            weights at least; of the others the statistics alone stay with a client.
+        model: Any module with norms of torch's, `nn.BatchNorm2d`, `nn.GroupNorm`, `nn.LayerNorm`
+            and so on, one of which has trainable weights at least; of the others the statistics
+            alone stay with a client.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
@@ -51,7 +58,10 @@ def fedbn(
     rest = {"batch_size": batch_size, "optimiser": optimiser}
     return Algorithm(
         model,
-        {"w": Block(tuple(f"!{one}" for one in patterns), pool=Mean(equal)), "norms": Block(patterns, pool=None, keep=True)},
+        {
+            "w": Block(tuple(f"!{one}" for one in patterns), pool=Mean(equal)),
+            "norms": Block(patterns, pool=None, keep=True),
+        },
         (Descend(Energy(both, both, likelihood="mean"), epochs=epochs, **rest),),
         parts=both,
         likelihood=likelihood,
@@ -60,16 +70,37 @@ def fedbn(
 
 
 def _patterns(model: nn.Module) -> tuple[str, ...]:
-    """Return patterns of the norms: names of trainable parameters, and of modules without these that follow the statistics of batches."""
+    """Return patterns of the norms: names of trainable parameters, and of modules without these
+    that follow the statistics of batches.
+    """
     instance("model", model, nn.Module, "build one, as torchvision.models.resnet18()")
-    own = [leaf for name, part in model.named_modules() if isinstance(part, NORMS) for leaf in trainable(name, part)]
+    own = [
+        leaf
+        for name, part in model.named_modules()
+        if isinstance(part, NORMS)
+        for leaf in trainable(name, part)
+    ]
     if not own:
         raise ValueError(
-            f"model {type(model).__name__} has no norm with trainable weights (nn.BatchNorm2d, nn.LayerNorm, ...), so that no weight would "
+            f"model {type(model).__name__} has no norm with trainable weights (nn.BatchNorm2d, "
+            "nn.LayerNorm, ...), so that no weight would "
             "stay with a client; take bf.algorithms.fedavg, or norms with affine=True"
         )
-    places = [name for name, part in model.named_modules(remove_duplicate=False) if isinstance(part, NORMS)]
-    if twice := sorted(set(places) - {name for name, part in model.named_modules() if isinstance(part, NORMS)}):
-        raise ValueError(f"the norm {twice[0]!r} stands in the model under another name, too; give each place a norm of its own")
+    places = [
+        name
+        for name, part in model.named_modules(remove_duplicate=False)
+        if isinstance(part, NORMS)
+    ]
+    if twice := sorted(
+        set(places) - {name for name, part in model.named_modules() if isinstance(part, NORMS)}
+    ):
+        raise ValueError(
+            f"the norm {twice[0]!r} stands in the model under another name, too; give each place a "
+            "norm of its own"
+        )
     still = [name for name, part in norms(model).items() if not trainable(name, part)]
-    return (*map(escape, own), *map(escape, still), *(f"{escape(name)}.running_*" for name in still))
+    return (
+        *map(escape, own),
+        *map(escape, still),
+        *(f"{escape(name)}.running_*" for name in still),
+    )

@@ -1,15 +1,20 @@
-"""FedEM: M components shared by all, of which every client has its own mixture, learned by EM; D-FedEM: the same between neighbours.
+"""FedEM: M components shared by all, of which every client has its own mixture, learned by EM;
+D-FedEM: the same between neighbours.
 
-Model.  example i of client j comes from component z_i ~ pi_j:   p_j(y | x) = sum_m pi_jm p(y | x, theta_m).
-E step  (client)  q_im = pi_jm p(y_i | x_i, theta_m) / sum_m' ...,  with the components received;  pi_j = mean_i q_i.
-M step  (client)  theta_m moves by SGD on the mean over a batch of q_im times -log p(y_i | x_i, theta_m).
+Model.  example i of client j comes from component z_i ~ pi_j:   p_j(y | x) = sum_m pi_jm p(y | x,
+    theta_m).
+E step  (client)  q_im = pi_jm p(y_i | x_i, theta_m) / sum_m' ...,  with the components received;
+    pi_j = mean_i q_i.
+M step  (client)  theta_m moves by SGD on the mean over a batch of q_im times -log p(y_i | x_i,
+    theta_m).
 M step  (server)  theta_m = sum_j (n_j / n) theta_jm.
 New client        EM on pi alone, with the components fixed.
 
 Without a server  theta_jm <- sum_k W_jk theta_km  over neighbours k, W doubly stochastic.
 
-Source: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, algorithms 1
-and 4; order of steps and hyperparameters from the authors' code, github.com/omarfoq/FedEM.
+Source: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of
+distributions", NeurIPS 2021, algorithms 1 and 4; order of steps and hyperparameters from the
+authors' code, github.com/omarfoq/FedEM.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -52,11 +57,22 @@ from bayesfl.posteriors import MeanField, Point, mixture
 log = logging.getLogger(__name__)
 PARTS = ("components",)
 DEAD = 1e-3  # a component that makes a smaller share of the examples counts as dead
-Components = Annotated[int, options.AT_LEAST_1, "Number M of components, which draw their starts anew from the model's layers."]
-Iterations = Annotated[int, options.AT_LEAST_1, "Number of EM iterations on pi for a client never seen."]
+Components = Annotated[
+    int,
+    options.AT_LEAST_1,
+    "Number M of components, which draw their starts anew from the model's layers.",
+]
+Iterations = Annotated[
+    int, options.AT_LEAST_1, "Number of EM iterations on pi for a client never seen."
+]
 
 
-@options.method(idle={("posterior", Point): ("prior_variance", "draws"), ("posterior", MeanField): ("by_responsibility",)})
+@options.method(
+    idle={
+        ("posterior", Point): ("prior_variance", "draws"),
+        ("posterior", MeanField): ("by_responsibility",),
+    }
+)
 def fedem(
     model: options.Model,
     *,
@@ -71,25 +87,32 @@ def fedem(
     adapt_iterations: Iterations = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedEM: all clients train M common components, and each predicts by its own mixture of them.
+    """Federate `model` by FedEM: all clients train M common components, and each predicts by its
+    own mixture of them.
 
-    A component may die: if it explains no example of any client, it is trained on none, and returns only by chance.
-    `result.server["usage"]` [M] is the share of the examples that each component made, computed from the pi that clients sent last; a
-    component that falls below a thousandth, or rises above it again, is named in the log. The server therefore learns every client's pi,
-    which the paper does not need.
+    A component may die: if it explains no example of any client, it is trained on none, and returns
+    only by chance. `result.server["usage"]` [M] is the share of the examples that each component
+    made, computed from the pi that clients sent last; a component that falls below a thousandth, or
+    rises above it again, is named in the log. The server therefore learns every client's pi, which
+    the paper does not need.
 
-    `dataclasses.replace(method, predictor=...)` with `bf.predictors.Mixture("components", "pi", each=LinearisedLaplace())` predicts by
-    a Laplace approximation of each component.
+    `dataclasses.replace(method, predictor=...)` with `bf.predictors.Mixture("components", "pi",
+    each=LinearisedLaplace())` predicts by a Laplace approximation of each component.
 
     Args:
-        optimiser: Optimiser of all components; the authors' code takes rates of `multistep`, another for each data set.
-        by_responsibility: Whether component m is averaged by n_j pi_jm instead of n_j, so that clients that do not use it do not slow it
-            down. With one-hot pi this is clustered FedAvg; with weights n_j, a component would move only by its cluster's share of the
+        optimiser: Optimiser of all components; the authors' code takes rates of `multistep`,
+            another for each data set.
+        by_responsibility: Whether component m is averaged by n_j pi_jm instead of n_j, so that
+            clients that do not use it do not slow it down. With one-hot pi this is clustered
+            FedAvg; with weights n_j, a component would move only by its cluster's share of the
             examples.
-        posterior: Belief about a component: a point, as in the paper, or `MeanField(init_scale=...)`, an extension of this package. The
-            M step then minimises mean_i q_im E[-log p(y_i | x_i, theta_m)] + KL / n_j to N(mean received, prior_variance), the server
-            matches the moments of the clients' beliefs by size, and E step and predictions use the means.
-        prior_variance: Prior variance of each weight of a component around the mean received; for `MeanField` only.
+        posterior: Belief about a component: a point, as in the paper, or
+            `MeanField(init_scale=...)`, an extension of this package. The M step then minimises
+            mean_i q_im E[-log p(y_i | x_i, theta_m)] + KL / n_j to N(mean received,
+            prior_variance), the server matches the moments of the clients' beliefs by size, and E
+            step and predictions use the means.
+        prior_variance: Prior variance of each weight of a component around the mean received; for
+            `MeanField` only.
         draws: Number of posterior draws of a step; for `MeanField` only.
     """
     uniform = torch.full((components,), 1 / components)
@@ -99,7 +122,9 @@ def fedem(
         return view | {"q": q, "pi": mixture.mean_weights(q, data["weight"])}
 
     def adapt(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"pi": mixture.fit_weights(data["losses"], data["weight"], iterations=adapt_iterations)}
+        return view | {
+            "pi": mixture.fit_weights(data["losses"], data["weight"], iterations=adapt_iterations)
+        }
 
     def counted(given: Server, view: View, batch: Batch) -> Tensor:
         return torch.take_along_dim(view["q"], batch["index"].unsqueeze(-1), -2).mT
@@ -108,22 +133,40 @@ def fedem(
         return uplink["n"].unsqueeze(-1) * uplink["pi"] if by_responsibility else uplink["n"]
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        pi, sizes = server["pi_seen"].index_copy(0, ids, uplink["pi"]), server["sizes"].index_copy(0, ids, uplink["n"])
+        pi, sizes = (
+            server["pi_seen"].index_copy(0, ids, uplink["pi"]),
+            server["sizes"].index_copy(0, ids, uplink["n"]),
+        )
         before, now = server["usage"], (sizes @ pi / sizes.sum()).to(server["usage"])
         for m in ((now < DEAD) != (before < DEAD)).nonzero().flatten().tolist():
             what = "has died" if now[m] < DEAD else "is back"
-            log.warning("component %d of %d %s: it makes a share of %.1g of all examples seen", m, components, what, float(now[m]))
+            log.warning(
+                "component %d of %d %s: it makes a share of %.1g of all examples seen",
+                m,
+                components,
+                what,
+                float(now[m]),
+            )
         return {"pi_seen": pi, "sizes": sizes, "usage": now}
 
     def start(blocks: Server, clients: int) -> Server:
-        return {"pi_seen": torch.zeros(clients, components), "sizes": torch.zeros(clients), "usage": uniform}
+        return {
+            "pi_seen": torch.zeros(clients, components),
+            "sizes": torch.zeros(clients),
+            "usage": uniform,
+        }
 
     block = Block(copies=components, start=anew(model), pool=Mean(weight))
     if not isinstance(posterior, Point):
         prior = Normal(
-            centre=server_mean("components"), variance=lambda given, view: torch.full_like(view["n"], prior_variance)[..., None, None]
+            centre=server_mean("components"),
+            variance=lambda given, view: torch.full_like(view["n"], prior_variance)[
+                ..., None, None
+            ],
         )
-        block = replace(block, posterior=posterior, prior=prior, pool=MomentMatched(posterior=posterior))
+        block = replace(
+            block, posterior=posterior, prior=prior, pool=MomentMatched(posterior=posterior)
+        )
     energy = Energy("components", PARTS, likelihood="mean", weight=counted)
     m_step = Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser, draws=draws)
     return Algorithm(
@@ -153,27 +196,42 @@ def d_fedem(
     adapt_iterations: Iterations = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by D-FedEM: no server; after its local work every client averages its components with its neighbours'.
+    """Federate `model` by D-FedEM: no server; after its local work every client averages its
+    components with its neighbours'.
 
-    The simulation's server holds every client's components, [J, M, D], and does the averaging; over a network the server is a relay, which
-    sees what neighbours would. In place of a neighbour outside the round's cohort a client averages its own components, which keeps the
-    mean over clients if W is symmetric. A client never seen starts from that mean.
+    The simulation's server holds every client's components, [J, M, D], and does the averaging; over
+    a network the server is a relay, which sees what neighbours would. In place of a neighbour
+    outside the round's cohort a client averages its own components, which keeps the mean over
+    clients if W is symmetric. A client never seen starts from that mean.
 
     Args:
-        mixing: Averaging weights W [J, J], doubly stochastic, or a function J -> W; by default Metropolis weights on a random graph in
-            which each edge has probability 1/2. See `bayesfl.topology`.
+        mixing: Averaging weights W [J, J], doubly stochastic, or a function J -> W; by default
+            Metropolis weights on a random graph in which each edge has probability 1/2. See
+            `bayesfl.topology`.
 
     Raises:
-        ValueError: The matrix is not doubly stochastic, its graph is not connected, or repeated mixing oscillates for ever. In a round:
-            the matrix is for another number of clients, or is not symmetric while a client is absent.
+        ValueError: The matrix is not doubly stochastic, its graph is not connected, or repeated
+            mixing oscillates for ever. In a round: the matrix is for another number of clients, or
+            is not symmetric while a client is absent.
     """
-    rest = {"epochs": epochs, "batch_size": batch_size, "optimiser": optimiser, "likelihood": likelihood}
+    rest = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "optimiser": optimiser,
+        "likelihood": likelihood,
+    }
     central = fedem(model, components=components, adapt_iterations=adapt_iterations, **rest)
     given = None if mixing is None or callable(mixing) else check_mixing(mixing)
 
     @cache
     def weights_of(clients: int) -> Tensor:
-        made = mixing(clients) if callable(mixing) else metropolis(erdos_renyi(clients)) if given is None else given
+        made = (
+            mixing(clients)
+            if callable(mixing)
+            else metropolis(erdos_renyi(clients))
+            if given is None
+            else given
+        )
         return check_mixing(made, clients)
 
     def among(server: Server, ids: Tensor, uplink: Uplink) -> Tensor:
@@ -181,10 +239,15 @@ def d_fedem(
         weights = weights_of(clients).to(ids.device)
         if len(ids) < clients and not torch.allclose(weights, weights.T, rtol=0, atol=1e-6):
             raise ValueError(
-                f"mixing is not symmetric and {len(ids)} of {clients} clients took part, so the mean over clients would move: pass a "
+                f"mixing is not symmetric and {len(ids)} of {clients} clients took part, so the "
+                "mean over clients would move: pass a "
                 "symmetric matrix such as topology.metropolis(edges), or let everyone take part"
             )
         weights = weights[ids][:, ids]
-        return weights + torch.diag(1 - weights.sum(1))  # a client takes the weights of absent neighbours itself
+        return weights + torch.diag(
+            1 - weights.sum(1)
+        )  # a client takes the weights of absent neighbours itself
 
-    return replace(central, blocks={"components": replace(central.blocks["components"], pool=Mixed(among))})
+    return replace(
+        central, blocks={"components": replace(central.blocks["components"], pool=Mixed(among))}
+    )

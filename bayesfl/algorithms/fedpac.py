@@ -1,24 +1,31 @@
-"""FedPAC: a shared body trained towards common class centroids, and a personal head mixed for each client from the heads that help it.
+"""FedPAC: a shared body trained towards common class centroids, and a personal head mixed for each
+client from the heads that help it.
 
-z = body(x) in R^d, K classes; client j has n_j examples, n_jk of them of class k, p_jk = n_jk / n_j; m_jk is the mean of z over them.
+z = body(x) in R^d, K classes; client j has n_j examples, n_jk of them of class k, p_jk = n_jk /
+n_j; m_jk is the mean of z over them.
 
 A client of the cohort:
 
-1. With the body received, before training: h_j[k] = p_jk m_jk, the mean of onehot(y) z', and V_j = (sum_k p_jk mean_{y=k} |z|^2 -
-   |h_j|^2) / n_j, the trace of its covariance over n_j, which measures the uncertainty of that mean.
+1. With the body received, before training: h_j[k] = p_jk m_jk, the mean of onehot(y) z', and V_j =
+   (sum_k p_jk mean_{y=k} |z|^2 - |h_j|^2) / n_j, the trace of its covariance over n_j, which
+   measures the uncertainty of that mean.
 2. Head: SGD on the mean loss, the body fixed.
-3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, the head fixed. c_k is the centroid received; if no client has sent one
-   yet, the client's own m_jk of step 1. There is no pull before the server has centroids: in the first round, unless the run starts
-   from another (`simulate(start=)`), whose centroids it goes on with.
+3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, the head fixed. c_k is the centroid
+   received; if no client has sent one yet, the client's own m_jk of step 1. There is no pull before
+   the server has centroids: in the first round, unless the run starts from another
+   (`simulate(start=)`), whose centroids it goes on with.
 4. With the body after training: centroids c_jk, the means of z.
 
-The server: body = sum_j (n_j / n) body_j, c_k = sum_j n_jk c_jk / sum_j n_jk, and for every client i of the cohort
-head_i = sum_j a_ij head_j with a_i = argmin over the simplex of sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2, variance plus squared bias;
-weights below 1e-3 are set to 0 and the rest scaled to sum 1.
+The server: body = sum_j (n_j / n) body_j, c_k = sum_j n_jk c_jk / sum_j n_jk, and for every client
+i of the cohort head_i = sum_j a_ij head_j with a_i = argmin over the simplex of sum_j a_j^2 V_j +
+|h_i - sum_j a_j h_j|^2, variance plus squared bias; weights below 1e-3 are set to 0 and the rest
+scaled to sum 1.
 
-Source: Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023, arXiv:2306.11867;
-order of steps, threshold and hyperparameters from the authors' code, github.com/JianXu95/FedPAC. That code drops small eigenvalues of a
-program that rounding made indefinite, and the variances with them; here the programs are solved exactly, in float64.
+Source: Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier
+collaboration", ICLR 2023, arXiv:2306.11867; order of steps, threshold and hyperparameters from the
+authors' code, github.com/JianXu95/FedPAC. That code drops small eigenvalues of a program that
+rounding made indefinite, and the variances with them; here the programs are solved exactly, in
+float64.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.dominant_classes("digits", clients=4)
@@ -39,9 +46,12 @@ from bayesfl.models.altered import cut
 from bayesfl.optim import SGD
 
 PARTS = ("body", "head")
-LEAST = 1e-3  # smaller weights are set to 0; with over 100 heads the limit is a tenth of an equal share, so that most weight is kept
+# smaller weights are set to 0; with over 100 heads the limit is a tenth of an equal share, so that
+# most weight is kept
+LEAST = 1e-3
 ROWS = 256  # examples whose features are held at once
-# A client with one example has V = 0. V is raised to at least the larger of these, so that the minimum is unique:
+# A client with one example has V = 0. V is raised to at least the larger of these, so that the
+# minimum is unique:
 FLOOR = 1e-10  # in units of the median |h|^2 + V
 ROUNDING = 1e-13  # in units of the largest |h|^2 + V
 
@@ -58,21 +68,26 @@ def fedpac(
     batch_size: options.BatchSize = 50,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedPAC: the server averages the body, and mixes for each client a head from the heads that help it.
+    """Federate `model` by FedPAC: the server averages the body, and mixes for each client a head
+    from the heads that help it.
 
-    Besides its models a client sends, for every class, counts, mean features, and mean features weighted by the class's frequency, and one
-    variance; so the server knows the frequencies of its labels. `result.server["head"]["weights"]` [J, J] has the weights a_ij: row i is
-    the client that receives a head, column j a client whose head is mixed into it. Only heads of a round's cohort are mixed, among
-    themselves. An absent client's head and row stay as they were and become outdated: that head was trained on another body. A client that
-    never took part has a row of 0 and the head of the start.
+    Besides its models a client sends, for every class, counts, mean features, and mean features
+    weighted by the class's frequency, and one variance; so the server knows the frequencies of its
+    labels. `result.server["head"]["weights"]` [J, J] has the weights a_ij: row i is the client that
+    receives a head, column j a client whose head is mixed into it. Only heads of a round's cohort
+    are mixed, among themselves. An absent client's head and row stay as they were and become
+    outdated: that head was trained on another body. A client that never took part has a row of 0
+    and the head of the start.
 
-    A client that joins later receives body and centroids; the program is solved for its statistics over the heads that the last cohort
-    trained, and its head trains `head_epochs` passes from that mixture. (A server would solve it; here the newcomer is sent the heads and
-    solves it.) The paper has no rule for such clients.
+    A client that joins later receives body and centroids; the program is solved for its statistics
+    over the heads that the last cohort trained, and its head trains `head_epochs` passes from that
+    mixture. (A server would solve it; here the newcomer is sent the heads and solves it.) The paper
+    has no rule for such clients.
 
-    The authors print two accuracies for each round. The one at the start of local training, with the mixed head, is
-    `history["personal_accuracy"]` of the round before; the one after local training is `history["before_pool_accuracy"]`. The global model
-    of `history["global_accuracy"]` has the mean of all clients' heads, which is sent to no client.
+    The authors print two accuracies for each round. The one at the start of local training, with
+    the mixed head, is `history["personal_accuracy"]` of the round before; the one after local
+    training is `history["before_pool_accuracy"]`. The global model of `history["global_accuracy"]`
+    has the mean of all clients' heads, which is sent to no client.
 
     Args:
         model: A `bf.models.SplitModel` whose head is one `nn.Linear`.
@@ -82,30 +97,54 @@ def fedpac(
         likelihood: Distribution of y given the model's outputs; its task must be classification.
 
     Raises:
-        ValueError: `model` is not a `SplitModel` with a linear head, or `likelihood` is not for classes.
+        ValueError: `model` is not a `SplitModel` with a linear head, or `likelihood` is not for
+            classes.
     """
     if likelihood.task != "classification" or isinstance(likelihood, MultiLabel | Ordinal | Tokens):
         kind = f"likelihood {type(likelihood).__name__} ({likelihood.task})"
-        raise ValueError(f"FedPAC's statistics are of the classes that the head's outputs stand for, not as of {kind}; use fedrep")
+        raise ValueError(
+            "FedPAC's statistics are of the classes that the head's outputs stand for, not as of "
+            f"{kind}; use fedrep"
+        )
     if not cut(model) or not isinstance(model.head, nn.Linear):
         raise ValueError(
-            f"model must be a bf.models.SplitModel whose head is one nn.Linear, got {type(model).__name__}; use bf.models.split"
+            "model must be a bf.models.SplitModel whose head is one nn.Linear, got "
+            f"{type(model).__name__}; use bf.models.split"
         )
     classes, width = max(2, model.head.out_features), model.head.in_features
 
-    def pull(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Server, view: View) -> Tensor:
+    def pull(
+        features: Tensor | None,
+        outputs: Tensor,
+        losses: Tensor,
+        batch: Batch,
+        given: Server,
+        view: View,
+    ) -> Tensor:
         assert features is not None
-        target = F.one_hot(batch["y"], classes).to(features) @ view["target"]  # quicker than picking rows
+        target = (
+            F.one_hot(batch["y"], classes).to(features) @ view["target"]
+        )  # quicker than picking rows
         apart = (features - target).square().mean(-1) * batch["weight"]
         return lam * apart.sum(-1) / batch["weight"].sum(-1) * given["seen"].any()
 
     def start(blocks: Server, clients: int) -> Server:
-        trained = {"head": blocks["head"]["loc"].new_zeros(0, len(blocks["head"]["loc"])), "h": torch.zeros(0, classes * width)}
+        trained = {
+            "head": blocks["head"]["loc"].new_zeros(0, len(blocks["head"]["loc"])),
+            "h": torch.zeros(0, classes * width),
+        }
         seen = torch.zeros(classes, dtype=torch.bool)
-        return {"centroids": torch.zeros(classes, width), "seen": seen, "trained": {**trained, "variance": torch.zeros(0)}}
+        return {
+            "centroids": torch.zeros(classes, width),
+            "seen": seen,
+            "trained": {**trained, "variance": torch.zeros(0)},
+        }
 
     measure = Once(statistics, data=True, batched=False)
-    head, body = Energy("head", PARTS, likelihood="mean"), Energy("body", PARTS, likelihood="mean", penalty=pull)
+    head, body = (
+        Energy("head", PARTS, likelihood="mean"),
+        Energy("body", PARTS, likelihood="mean", penalty=pull),
+    )
     fit_head = Descend(head, epochs=head_epochs, batch_size=batch_size, optimiser=head_optimiser)
     fit_body = Descend(body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser)
     each_class = torch.zeros(classes, width)
@@ -118,15 +157,27 @@ def fedpac(
         server=start,
         broadcast=("centroids", "seen"),
         address=address,
-        reports={"counts": torch.zeros(classes), "h": each_class, "variance": 0.0, "centroids": each_class},
+        reports={
+            "counts": torch.zeros(classes),
+            "h": each_class,
+            "variance": 0.0,
+            "centroids": each_class,
+        },
         combine=combine,
         adapt=(measure, Once(join, batched=False), fit_head),
     )
 
 
-def moments(algorithm: Algorithm, view: View, data: Batch, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute for every class the count of examples [K], mean features [K, d] and mean squared lengths [K]; 0 where the count is 0."""
-    leaves, hot = algorithm.leaves(PARTS, view), F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1)
+def moments(
+    algorithm: Algorithm, view: View, data: Batch, classes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute for every class the count of examples [K], mean features [K, d] and mean squared
+    lengths [K]; 0 where the count is 0.
+    """
+    leaves, hot = (
+        algorithm.leaves(PARTS, view),
+        F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1),
+    )
     counts, first, second = hot.sum(0), 0.0, 0.0
     for x, rows in zip(in_rows(data["x"], ROWS), hot.split(ROWS), strict=True):
         z, _ = algorithm.features(leaves, x)
@@ -137,7 +188,9 @@ def moments(algorithm: Algorithm, view: View, data: Batch, classes: int) -> tupl
 
 
 def statistics(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Compute the statistics h, V and counts under the body received, and set the features' targets: steps 1 and 3."""
+    """Compute the statistics h, V and counts under the body received, and set the features'
+    targets: steps 1 and 3.
+    """
     counts, means, squares = moments(algorithm, view, data, len(given["seen"]))
     share = counts / counts.sum()
     h = share.unsqueeze(-1) * means
@@ -152,7 +205,8 @@ def centroids(algorithm: Algorithm, given: Server, view: View, data: Batch) -> V
 
 
 def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
-    """Compute the weights [C, J] of J heads for C clients: argmin_a sum_j a_j^2 V_j + |own_i - sum_j a_j h_j|^2 over the simplex.
+    """Compute the weights [C, J] of J heads for C clients: argmin_a sum_j a_j^2 V_j + |own_i -
+    sum_j a_j h_j|^2 over the simplex.
 
     The programs are solved in float64.
 
@@ -163,8 +217,13 @@ def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
     """
     h, variance, own = h.double(), variance.double(), own.double()
     sizes = h.square().sum(-1) + variance
-    # Where all features and variances are 0, so that nothing distinguishes the heads, they get equal weights.
-    floor = max(FLOOR * float(sizes.median()), ROUNDING * float(sizes.max()), torch.finfo(h.dtype).tiny ** 0.5)
+    # Where all features and variances are 0, so that nothing distinguishes the heads, they get
+    # equal weights.
+    floor = max(
+        FLOOR * float(sizes.median()),
+        ROUNDING * float(sizes.max()),
+        torch.finfo(h.dtype).tiny ** 0.5,
+    )
     variance = variance.clamp_min(floor)
     weights = simplex.minimise(h @ h.mT + torch.diag(variance), own @ h.mT)
     weights = torch.where(weights < min(LEAST, 0.1 / len(h)), 0.0, weights)
@@ -178,25 +237,37 @@ def among(server: Server, ids: Tensor, uplink: Uplink) -> Tensor:
 
 
 def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-    """Average the centroids by the classes' counts, and keep the heads and statistics of the cohort, which newcomers mix."""
+    """Average the centroids by the classes' counts, and keep the heads and statistics of the
+    cohort, which newcomers mix.
+    """
     h, counts = uplink["h"], uplink["counts"].double()
     total = counts.sum(0).unsqueeze(-1)
     means = (counts.unsqueeze(-1) * uplink["centroids"].double()).sum(0) / total.clamp_min(1)
     return {
         "centroids": torch.where(total > 0, means.to(h), server["centroids"]),
         "seen": server["seen"] | (total.squeeze(-1) > 0),
-        "trained": {"head": uplink["head"]["loc"], "h": h.flatten(1), "variance": uplink["variance"]},
+        "trained": {
+            "head": uplink["head"]["loc"],
+            "h": h.flatten(1),
+            "variance": uplink["variance"],
+        },
     }
 
 
 def address(server: Server, ids: Tensor) -> View:
     """Send newcomers the heads that they mix; clients that trained receive mixtures."""
     newcomers = len(server["trained"]["head"]) and not len(server["head"]["each"])
-    return {"trained": tree_map(lambda t: t.expand(len(ids), *t.shape), server["trained"])} if newcomers else {}
+    return (
+        {"trained": tree_map(lambda t: t.expand(len(ids), *t.shape), server["trained"])}
+        if newcomers
+        else {}
+    )
 
 
 def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Give a newcomer the mixture of the last cohort's heads for its own statistics; if there are no such heads, keep the head received."""
+    """Give a newcomer the mixture of the last cohort's heads for its own statistics; if there are
+    no such heads, keep the head received.
+    """
     if "trained" not in view:
         return view
     trained = view["trained"]

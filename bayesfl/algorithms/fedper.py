@@ -1,6 +1,7 @@
 """FedPer: a shared body and personal heads, trained together.
 
-Source: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated learning with personalization layers", arXiv:1912.00818, 2019.
+Source: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated learning with personalization layers",
+arXiv:1912.00818, 2019.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -23,7 +24,9 @@ def fedper(
     adapt_epochs: options.AdaptEpochs = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedPer: the server averages the body; heads stay on their clients, and newcomers train one."""
+    """Federate `model` by FedPer: the server averages the body; heads stay on their clients, and
+    newcomers train one.
+    """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": optimiser}
     return Algorithm(

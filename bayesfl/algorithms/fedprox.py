@@ -1,9 +1,11 @@
-"""FedProx: FedAvg with clients pulled towards the model they received, F_j(v) + mu / 2 |v - w|^2 with F_j a mean over the data.
+"""FedProx: FedAvg with clients pulled towards the model they received, F_j(v) + mu / 2 |v - w|^2
+with F_j a mean over the data.
 
-The pull is a Gaussian prior N(w, 1 / (mu n_j)) on the client's weights. It is part of the gradient, so with momentum it enters the
-velocity; some public implementations add it after the velocity.
+The pull is a Gaussian prior N(w, 1 / (mu n_j)) on the client's weights. It is part of the gradient,
+so with momentum it enters the velocity; some public implementations add it after the velocity.
 
-Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in heterogeneous networks", MLSys 2020, algorithm 2.
+Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in heterogeneous
+networks", MLSys 2020, algorithm 2.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -11,7 +13,16 @@ Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in 
 >>> result = bf.simulate(bf.algorithms.fedprox(model, mu=0.1), clients, rounds=1)
 """
 
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Normal, inverse_size, options, server_mean
+from bayesfl.composition import (
+    Algorithm,
+    Block,
+    Descend,
+    Energy,
+    Normal,
+    inverse_size,
+    options,
+    server_mean,
+)
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
 
@@ -26,12 +37,18 @@ def fedprox(
     optimiser: options.Optimiser = SGD(1e-2),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedProx: FedAvg, where each client is pulled towards the model that it received.
+    """Federate `model` by FedProx: FedAvg, where each client is pulled towards the model that it
+    received.
 
     Args:
         mu: Strength of the pull towards the received model; 0 is FedAvg.
         optimiser: Optimiser of the clients' steps; the paper's has no momentum.
     """
     prior = Normal(centre=server_mean("w"), variance=inverse_size(mu))
-    step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=optimiser)
+    step = Descend(
+        Energy("w", ("w",), likelihood="mean"),
+        epochs=epochs,
+        batch_size=batch_size,
+        optimiser=optimiser,
+    )
     return Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",), likelihood=likelihood)

@@ -1,7 +1,8 @@
-"""FedRep: a shared body and personal heads; each round the head is trained first, then the body with the head fixed.
+"""FedRep: a shared body and personal heads; each round the head is trained first, then the body
+with the head fixed.
 
-Source: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting shared representations for personalized federated learning", ICML 2021,
-algorithm 1; defaults from its CIFAR-10 experiments.
+Source: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting shared representations for personalized
+federated learning", ICML 2021, algorithm 1; defaults from its CIFAR-10 experiments.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -24,10 +25,12 @@ def fedrep(
     optimiser: options.Optimiser = SGD(1e-2, momentum=0.5),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedRep: a shared body and personal heads, trained in turn by one optimiser.
+    """Federate `model` by FedRep: a shared body and personal heads, trained in turn by one
+    optimiser.
 
     Args:
-        head_epochs: Number of passes over a client's data for its head each round; also of a client that joins later.
+        head_epochs: Number of passes over a client's data for its head each round; also of a client
+            that joins later.
     """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": optimiser}

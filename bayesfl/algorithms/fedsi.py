@@ -1,15 +1,20 @@
-"""FedSI: a shared body of which every client keeps a subnetwork uncertain, under one frozen head that clients fine-tune to predict.
+"""FedSI: a shared body of which every client keeps a subnetwork uncertain, under one frozen head
+that clients fine-tune to predict.
 
 Model.  body w_j | mu, g ~ N(mu, diag g);  head: one common random head, constant in training.
 MAP        (client)  w_j = argmax log p(D_j | w) - 1/2 sum_r (w_r - mu_r)^2 / g_r, from mu.
 Selection  (client)  P: the share of the weights of largest s_r^2 = 1 / (GGN_rr + 1 / g_r).
-Laplace    (client)  H_P = GGN_P + diag(1 / g_P); sends w_j and sigma_j = diag(H_P^-1)^(1/2) on P, 0 elsewhere (a Dirac).
-Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where no client selected r.
-Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_P H_P^-1 J_P'.
+Laplace    (client)  H_P = GGN_P + diag(1 / g_P); sends w_j and sigma_j = diag(H_P^-1)^(1/2) on P, 0
+    elsewhere (a Dirac).
+Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where no
+    client selected r.
+Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8
+    Sigma)^(-1/2), Sigma = J_P H_P^-1 J_P'.
 
-Source: Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty quantification", arXiv:2404.15657, 2024,
-equations 10 to 15 and algorithm 1. Where the text and the authors' code (github.com/hyLiu1994/BPFedMePD) differ, docs/derivations/fedsi.md
-says which is followed.
+Source: Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty
+quantification", arXiv:2404.15657, 2024, equations 10 to 15 and algorithm 1. Where the text and the
+authors' code (github.com/hyLiu1994/BPFedMePD) differ, docs/derivations/fedsi.md says which is
+followed.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.label_groups("digits", clients=4, validation=0.1)
@@ -51,7 +56,15 @@ from bayesfl.posteriors.selection import Evidence, Rule, select, uncurved_share
 Aggregation = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_match", "product"]
 IDLE: options.Idle = {
     ("structure", "diagonal"): ("share", "selection", "seed"),
-    ("structure", "full"): ("share", "selection", "seed", "prior", "aggregation", "variance_floor", "curvature_every"),
+    ("structure", "full"): (
+        "share",
+        "selection",
+        "seed",
+        "prior",
+        "aggregation",
+        "variance_floor",
+        "curvature_every",
+    ),
     ("prior", "global"): ("predictive_precision",),
     ("likelihood", Gaussian): ("link", "centre"),
 }
@@ -83,66 +96,97 @@ def fedsi(
     finetune_optimiser: options.HeadOptimiser = Adam(1e-2),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedSI: the body is averaged, and each client is uncertain about a subnetwork of it.
+    """Federate `model` by FedSI: the body is averaged, and each client is uncertain about a
+    subnetwork of it.
 
-    The paper's text, read literally, is prior_precision=1e4 (its alpha = 1e-4 a variance), prior="global", link="per_class" and
-    centre=False: predictions then take H_P = GGN_P + diag(1 / g_P) with the variances g that the server has learnt. By default g is for
-    training alone, and predictions have one precision for all weights, chosen on validation data.
+    The paper's text, read literally, is prior_precision=1e4 (its alpha = 1e-4 a variance),
+    prior="global", link="per_class" and centre=False: predictions then take H_P = GGN_P + diag(1 /
+    g_P) with the variances g that the server has learnt. By default g is for training alone, and
+    predictions have one precision for all weights, chosen on validation data.
 
     Args:
-        structure: Which part of the body is uncertain: a `subnetwork` (FedSI); every weight without covariances, `diagonal` (FedSI-Fac); or
-            all of it, `full`: training then keeps the isotropic prior, and `aggregation`, `variance_floor` and `curvature_every` are not
-            used.
-        share: Share of the body's weights in the subnetwork, in (0, 1]; the paper takes 0.05 for its MLP and 0.07 for its CNN.
-        selection: Rule that chooses the subnetwork, one of `bayesfl.selection`; the paper's takes weights without curvature first.
-        seed: Seed of rules that draw: one subnetwork for all clients and rounds, so that its indices need not be sent (the reported uplink
-            is a vector over the whole body nevertheless, whatever the rule).
-        steps: Number of mini-batches of a round; if given, it replaces `epochs`. The authors' code takes 20.
+        structure: Which part of the body is uncertain: a `subnetwork` (FedSI); every weight without
+            covariances, `diagonal` (FedSI-Fac); or all of it, `full`: training then keeps the
+            isotropic prior, and `aggregation`, `variance_floor` and `curvature_every` are not used.
+        share: Share of the body's weights in the subnetwork, in (0, 1]; the paper takes 0.05 for
+            its MLP and 0.07 for its CNN.
+        selection: Rule that chooses the subnetwork, one of `bayesfl.selection`; the paper's takes
+            weights without curvature first.
+        seed: Seed of rules that draw: one subnetwork for all clients and rounds, so that its
+            indices need not be sent (the reported uplink is a vector over the whole body
+            nevertheless, whatever the rule).
+        steps: Number of mini-batches of a round; if given, it replaces `epochs`. The authors' code
+            takes 20.
         optimiser: Optimiser of the body; the authors' code takes `SGD(0.1)` on MNIST.
-        prior_precision: Prior precision 1 / alpha of weights that no client selected, for a likelihood that is a sum over the data; in
-            training only.
-        aggregation: Rule for the next prior's g from the clients' sigma: `mean_std` (the paper's, zeros included), `mean_var`,
-            `mean_over_selecting` (the mean std of clients that selected the weight), `moment_match` (the mean variance plus the spread of
-            the means), `product` (the sum of the precisions of clients that selected the weight, by which the means are weighted too; the
-            prior is then counted once for each of these clients).
+        prior_precision: Prior precision 1 / alpha of weights that no client selected, for a
+            likelihood that is a sum over the data; in training only.
+        aggregation: Rule for the next prior's g from the clients' sigma: `mean_std` (the paper's,
+            zeros included), `mean_var`, `mean_over_selecting` (the mean std of clients that
+            selected the weight), `moment_match` (the mean variance plus the spread of the means),
+            `product` (the sum of the precisions of clients that selected the weight, by which the
+            means are weighted too; the prior is then counted once for each of these clients).
         variance_floor: Smallest g; the largest is alpha.
-        curvature_every: Number of rounds from one Laplace approximation to the next; between them g stays, and aggregation="product"
-            gathers the body by a plain mean. The paper's 1 takes most of the time where subnetworks have curvature; what 20 cost in NLL is
-            in docs/speed.md.
-        train_head: Whether every client trains its own head together with the body, as in the authors' code, instead of the frozen common
-            head.
-        prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`, the server's 1 / g (step 4 of the
-            paper's algorithm 1), which needs no validation data.
-        predictive_precision: Prior precision for predictions under an isotropic prior; None chooses one for all clients on their validation
-            data.
-        link: How predictions make probabilities of the Gaussian over the logits: `per_class`, the paper's; `contrasts`, which keeps the
-            most probable class; or `draws`, 100 of them. See `bf.predictors.LinearisedLaplace`.
-        centre: Whether predictions remove the part of the logits that is the same for all classes, see
-            `bayesfl.posteriors.Laplace.linearised`; link="per_class" alone depends on it.
-        finetune_steps: Number of mini-batches on which the head is fine-tuned before a client predicts.
+        curvature_every: Number of rounds from one Laplace approximation to the next; between them g
+            stays, and aggregation="product" gathers the body by a plain mean. The paper's 1 takes
+            most of the time where subnetworks have curvature; what 20 cost in NLL is in
+            docs/speed.md.
+        train_head: Whether every client trains its own head together with the body, as in the
+            authors' code, instead of the frozen common head.
+        prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`,
+            the server's 1 / g (step 4 of the paper's algorithm 1), which needs no validation data.
+        predictive_precision: Prior precision for predictions under an isotropic prior; None chooses
+            one for all clients on their validation data.
+        link: How predictions make probabilities of the Gaussian over the logits: `per_class`, the
+            paper's; `contrasts`, which keeps the most probable class; or `draws`, 100 of them. See
+            `bf.predictors.LinearisedLaplace`.
+        centre: Whether predictions remove the part of the logits that is the same for all classes,
+            see `bayesfl.posteriors.Laplace.linearised`; link="per_class" alone depends on it.
+        finetune_steps: Number of mini-batches on which the head is fine-tuned before a client
+            predicts.
         finetune_optimiser: Optimiser of the head in fine-tuning.
 
     Raises:
-        ValueError: `variance_floor` is larger than alpha, or the likelihood's curvature is not known.
+        ValueError: `variance_floor` is larger than alpha, or the likelihood's curvature is not
+            known.
     """
     alpha = 1 / prior_precision
     if variance_floor > alpha:
-        raise ValueError(f"variance_floor must be at most alpha = 1 / prior_precision = {alpha:g}, got {variance_floor}")
-    rule: dict[str, Any] = {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
-    how: dict[str, Any] = {} if isinstance(likelihood, Gaussian) else {"link": link, "centre": centre}
+        raise ValueError(
+            f"variance_floor must be at most alpha = 1 / prior_precision = {alpha:g}, got "
+            f"{variance_floor}"
+        )
+    rule: dict[str, Any] = (
+        {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
+    )
+    how: dict[str, Any] = (
+        {} if isinstance(likelihood, Gaussian) else {"link": link, "centre": centre}
+    )
     trained = Energy(BOTH if train_head else ("body",), BOTH, likelihood="mean")
     # The prior, which averaging may make stiff, is solved after each step.
-    train = Descend(trained, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True)
-    finetune = Descend(Energy("head", BOTH, likelihood="mean"), steps=finetune_steps, batch_size=batch_size, optimiser=finetune_optimiser)
+    train = Descend(
+        trained, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True
+    )
+    finetune = Descend(
+        Energy("head", BOTH, likelihood="mean"),
+        steps=finetune_steps,
+        batch_size=batch_size,
+        optimiser=finetune_optimiser,
+    )
     stacked = aggregation in ("moment_match", "product")
 
     def fit(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        """Add to the view the standard deviations of the client's Laplace approximation around its MAP."""
+        """Add to the view the standard deviations of the client's Laplace approximation around its
+        MAP.
+        """
         if given["round"] % curvature_every:
             return view
-        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout("body"))
+        curvature = Curvature(
+            algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout("body")
+        )
         g = given["g"].double()
-        evidence = Evidence(view["body"]["loc"].double(), curvature.diagonal(data), g, seed, curvature.layout)
+        evidence = Evidence(
+            view["body"]["loc"].double(), curvature.diagonal(data), g, seed, curvature.layout
+        )
         if structure == "diagonal":
             std, chosen = evidence.posterior_variance.sqrt(), torch.arange(len(g), device=g.device)
         else:
@@ -153,12 +197,23 @@ def fedsi(
         return view | {"std": std.to(view["std"]), "uncurved": uncurved}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        body = {"body": {"loc": pooled_mean(uplink, weighted=aggregation == "product").to(server["g"])}} if stacked else {}
+        body = (
+            {
+                "body": {
+                    "loc": pooled_mean(uplink, weighted=aggregation == "product").to(server["g"])
+                }
+            }
+            if stacked
+            else {}
+        )
         if uplink["round"] % curvature_every:
             return body
         g = pooled_variance(uplink, aggregation).clamp(variance_floor, alpha)
         g = torch.where((uplink["std"] > 0).any(0), g, alpha)
-        return body | {"g": g.to(server["g"]), "uncurved_share": uplink["uncurved"].mean().to(server["uncurved_share"])}
+        return body | {
+            "g": g.to(server["g"]),
+            "uncurved_share": uplink["uncurved"].mean().to(server["uncurved_share"]),
+        }
 
     isotropic = Algorithm(
         model,
@@ -170,16 +225,24 @@ def fedsi(
         parts=BOTH,
         likelihood=likelihood,
         finetune=(finetune,),
-        predictor=LinearisedLaplace("body", structure, _learnt if prior == "global" else predictive_precision, **how, **rule),
+        predictor=LinearisedLaplace(
+            "body", structure, _learnt if prior == "global" else predictive_precision, **how, **rule
+        ),
         draws=100 if link == "draws" else 0,
     )
     if structure == "full":
         return isotropic
     return replace(
         isotropic,
-        blocks={**isotropic.blocks, "body": _body(lambda given, view: given["g"], Stack() if stacked else Mean(equal))},
+        blocks={
+            **isotropic.blocks,
+            "body": _body(lambda given, view: given["g"], Stack() if stacked else Mean(equal)),
+        },
         phases=(train, Once(fit, data=True, batched=False)),
-        server=lambda blocks, clients: {"g": torch.full_like(blocks["body"]["loc"], alpha), "uncurved_share": torch.tensor(0.0)},
+        server=lambda blocks, clients: {
+            "g": torch.full_like(blocks["body"]["loc"], alpha),
+            "uncurved_share": torch.tensor(0.0),
+        },
         broadcast=("g",),  # `uncurved_share` stays on the server, for people to read
         reports={"std": lambda given: torch.zeros_like(given["body"]["loc"]), "uncurved": 0.0},
         combine=combine,
@@ -187,12 +250,16 @@ def fedsi(
 
 
 def fedsi_fac(model: nn.Module, **others: Any) -> Algorithm:
-    """Federate `model` by FedSI-Fac: every weight of the body uncertain on its own, sigma_r^2 = 1 / (GGN_rr + 1 / g_r), no selection."""
+    """Federate `model` by FedSI-Fac: every weight of the body uncertain on its own, sigma_r^2 = 1 /
+    (GGN_rr + 1 / g_r), no selection.
+    """
     return fedsi(model, structure="diagonal", **others)
 
 
 def fedsi_full(model: nn.Module, **others: Any) -> Algorithm:
-    """Federate `model` by FedSI with the whole body uncertain: isotropic prior in training, all covariances in predictions."""
+    """Federate `model` by FedSI with the whole body uncertain: isotropic prior in training, all
+    covariances in predictions.
+    """
     return fedsi(model, structure="full", **others)
 
 
@@ -206,7 +273,9 @@ def _body(variance: Parameter, pool: AdditivePool | StackedPool = Mean(equal)) -
 
 
 def pooled_variance(uplink: Uplink, aggregation: Aggregation) -> Tensor:
-    """Return the next prior variances g [D] from the clients' standard deviations; any number where no client selected the weight."""
+    """Return the next prior variances g [D] from the clients' standard deviations; any number where
+    no client selected the weight.
+    """
     std = uplink["std"].double()
     if aggregation == "mean_std":
         return std.mean(0).square()
@@ -214,12 +283,18 @@ def pooled_variance(uplink: Uplink, aggregation: Aggregation) -> Tensor:
         return (std.sum(0) / (std > 0).sum(0)).square()
     if aggregation == "product":
         return 1 / _precision(std).sum(0)
-    spread = uplink["body"]["loc"].double().var(0, correction=0) if aggregation == "moment_match" else 0.0
+    spread = (
+        uplink["body"]["loc"].double().var(0, correction=0)
+        if aggregation == "moment_match"
+        else 0.0
+    )
     return std.square().mean(0) + spread
 
 
 def pooled_mean(uplink: Uplink, *, weighted: bool) -> Tensor:
-    """Return the mean of the clients' means [D]: plain, or weighted by precision among those that selected a weight in this round."""
+    """Return the mean of the clients' means [D]: plain, or weighted by precision among those that
+    selected a weight in this round.
+    """
     loc, precision = uplink["body"]["loc"].double(), _precision(uplink["std"].double())
     total = precision.sum(0)
     return torch.where((total > 0) & weighted, (precision * loc).sum(0) / total, loc.mean(0))

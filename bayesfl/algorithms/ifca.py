@@ -1,7 +1,8 @@
-"""IFCA: M models; every client trains, and predicts by, the one that fits its data best, and models are averaged within these clusters.
+"""IFCA: M models; every client trains, and predicts by, the one that fits its data best, and models
+are averaged within these clusters.
 
-Source: Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning", NeurIPS 2020, algorithm 1 with model
-averaging.
+Source: Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning",
+NeurIPS 2020, algorithm 1 with model averaging.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -30,7 +31,8 @@ def ifca(
     optimiser: options.Optimiser = SGD(1e-2, momentum=0.9),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by IFCA: each client trains the one of M models that fits its data best, and the server averages within clusters.
+    """Federate `model` by IFCA: each client trains the one of M models that fits its data best, and
+    the server averages within clusters.
 
     Args:
         model: Any module; the clusters' models draw their starts anew from its layers.

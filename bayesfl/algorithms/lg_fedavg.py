@@ -1,9 +1,10 @@
 """LG-FedAvg: personal bodies and a shared head, the reverse of FedPer.
 
-The paper starts from a model trained by FedAvg; to do so, train one and pass the module with its weights.
+The paper starts from a model trained by FedAvg; to do so, train one and pass the module with its
+weights.
 
-Source: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think locally, act globally: federated learning with local
-and global representations", arXiv:2001.01523, 2020.
+Source: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think locally, act
+globally: federated learning with local and global representations", arXiv:2001.01523, 2020.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -26,10 +27,12 @@ def lg_fedavg(
     adapt_epochs: options.AdaptEpochs = 20,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by LG-FedAvg: the server averages the head; bodies stay on their clients, and newcomers train one.
+    """Federate `model` by LG-FedAvg: the server averages the head; bodies stay on their clients,
+    and newcomers train one.
 
     Args:
-        optimiser: Optimiser of the clients' steps; the paper's rate is 0.05 on MNIST and 0.1 on CIFAR-10.
+        optimiser: Optimiser of the clients' steps; the paper's rate is 0.05 on MNIST and 0.1 on
+            CIFAR-10.
     """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": optimiser}

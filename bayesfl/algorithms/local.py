@@ -1,4 +1,5 @@
-"""Local training: every client trains alone, from a common start, and nothing is sent. It is the baseline of personalised methods.
+"""Local training: every client trains alone, from a common start, and nothing is sent. It is the
+baseline of personalised methods.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -24,9 +25,13 @@ def local(
     """Train `model` on each client alone, from a common start; nothing is sent.
 
     Args:
-        epochs: Number of passes over a client's data each round; Zhu et al. (FL-NeurIPS 2022) train 100 rounds of one pass.
+        epochs: Number of passes over a client's data each round; Zhu et al. (FL-NeurIPS 2022) train
+            100 rounds of one pass.
     """
-    energy, rest = Energy("w", ("w",), likelihood="mean"), {"batch_size": batch_size, "optimiser": optimiser}
+    energy, rest = (
+        Energy("w", ("w",), likelihood="mean"),
+        {"batch_size": batch_size, "optimiser": optimiser},
+    )
     return Algorithm(
         model,
         {"w": Block(pool=None, keep=True)},

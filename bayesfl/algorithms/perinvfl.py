@@ -1,27 +1,34 @@
 """PerInvFL: invariant personal models that are pulled towards a global invariant model.
 
 Lower problem  w by distributed IRM or GroupDRO over all clients' environments.
-Upper problem  theta_j by steps on  (R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2 |theta - w|^2) / max(1, gamma_t).
+Upper problem  theta_j by steps on  (R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2
+    |theta - w|^2) / max(1, gamma_t).
 
-In the upper problem w is the model received in the round; theta_j and its optimiser's state stay on the client from round to round.
+In the upper problem w is the model received in the round; theta_j and its optimiser's state stay on
+the client from round to round.
 
-The two weights are separate: gamma for invariance over the client's own environments, lam for the pull to the federation's model. Each is
-one number for all clients. The paper's Remark 1 gives every client its own balancing weight, the smaller the fewer environments it has; the
-library does not have that, and the available text does not say which term the weight multiplies. With one environment a client's own
-GroupDRO would be its plain risk, so PerInvFL-DRO has IRM's penalty in the upper problem, too.
+The two weights are separate: gamma for invariance over the client's own environments, lam for the
+pull to the federation's model. Each is one number for all clients. The paper's Remark 1 gives every
+client its own balancing weight, the smaller the fewer environments it has; the library does not
+have that, and the available text does not say which term the weight multiplies. With one
+environment a client's own GroupDRO would be its plain risk, so PerInvFL-DRO has IRM's penalty in
+the upper problem, too.
 
-`variant="contrastive"` has the released code's contrastive term in place of the distance and of the personal penalty: features z_i of
-theta are pulled towards those of w and pushed away from those of a model that the client trains alone,
+`variant="contrastive"` has the released code's contrastive term in place of the distance and of the
+personal penalty: features z_i of theta are pulled towards those of w and pushed away from those of
+a model that the client trains alone,
 
-    R_j(theta) + lam mean_i -log( e^cos(z_i, z_i^w) / (e^cos(z_i, z_i^w) + 0.2 e^cos(z_i, z_i^own)) ) + l2 |theta|^2.
+    R_j(theta) + l2 |theta|^2
+        + lam mean_i -log( e^cos(z_i, z_i^w) / (e^cos(z_i, z_i^w) + 0.2 e^cos(z_i, z_i^own)) ).
 
-Three things are corrected. That code resets theta to w before every step, where cos(z, z^w) is 1 and has no gradient; here theta
-continues. Here the client's own model has its own optimiser; there it shares the moments of the global one. And here z^w are features of
-the model received.
+Three things are corrected. That code resets theta to w before every step, where cos(z, z^w) is 1
+and has no gradient; here theta continues. Here the client's own model has its own optimiser; there
+it shares the moments of the global one. And here z^w are features of the model received.
 
-Source: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-distribution generalization in federated learning", 2022,
-arXiv:2211.11243, equations 2 to 5 as far as they are legible, and the code of the same authors, github.com/Tangx-yy/Per-InvFL. Where
-neither is definite, the text above says what is done.
+Source: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-distribution
+generalization in federated learning", 2022, arXiv:2211.11243, equations 2 to 5 as far as they are
+legible, and the code of the same authors, github.com/Tangx-yy/Per-InvFL. Where neither is definite,
+the text above says what is done.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.coloured("digits")
@@ -84,19 +91,21 @@ def perinvfl(
     personal_optimiser: options.KeptOptimiser = Adam(1e-4),
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by PerInvFL: invariant personal models are pulled towards an invariant global one; the data need environments.
+    """Federate `model` by PerInvFL: invariant personal models are pulled towards an invariant
+    global one; the data need environments.
 
     Args:
         model: Any module; for `contrastive` a `bf.models.SplitModel`, whose features are compared.
         lower: Method that trains the global model.
         variant: The paper's squared `distance`, or the released code's `contrastive` form.
-        lam: Strength of the distance term, added to the mean loss, or of the contrastive term. The distance term is divided by max(1,
-            gamma_t) as the other terms are.
-        gamma: Weight of the squared slopes from round `anneal` on, of the lower problem by IRM and of the upper one by distance.
+        lam: Strength of the distance term, added to the mean loss, or of the contrastive term. The
+            distance term is divided by max(1, gamma_t) as the other terms are.
+        gamma: Weight of the squared slopes from round `anneal` on, of the lower problem by IRM and
+            of the upper one by distance.
         l2: Strength of theta's ridge, and of w's in a lower problem by IRM.
         personal_steps: Number of steps on theta for each of the `steps`.
-        adapt_steps: Number of steps on theta of a client that joins later, from the global model; with `contrastive` rounded up to a
-            multiple of `personal_steps`.
+        adapt_steps: Number of steps on theta of a client that joins later, from the global model;
+            with `contrastive` rounded up to a multiple of `personal_steps`.
         optimiser: Optimiser of w, and of the model that a client trains alone.
         personal_optimiser: Optimiser of theta.
 
@@ -105,26 +114,53 @@ def perinvfl(
     """
     if variant == "contrastive" and not cut(model):
         raise ValueError(
-            "variant 'contrastive' compares features, so it needs a body and a head: build the model by bf.models, or split it"
+            "variant 'contrastive' compares features, so it needs a body and a head: build the "
+            "model by bf.models, or split it"
         )
-    rest = {"steps": steps, "batch_size": batch_size, "optimiser": optimiser, "likelihood": likelihood}
+    rest = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "optimiser": optimiser,
+        "likelihood": likelihood,
+    }
     if lower == "irm":
         below = irm(model, gamma=gamma, anneal=anneal, estimator=estimator, l2=l2, **rest)
     else:
-        below = group_dro(model, eta=eta, environments=environments, loss_examples=loss_examples, **rest)
+        below = group_dro(
+            model, eta=eta, environments=environments, loss_examples=loss_examples, **rest
+        )
     personal = {"optimiser": personal_optimiser, "persist": "theta_optimiser"}
 
     if variant == "distance":
         annealed = Annealed(gamma, start=anneal)
         energy = irm_energy("theta", likelihood, annealed, estimator=estimator)
         fit = Descend(energy, steps=personal_steps * steps, batch_size=batch_size, **personal)
-        phases, adapt = (*anew_at(annealed, "theta_optimiser"), fit), (replace(fit, steps=adapt_steps),)
-        return with_personal(below, *phases, prior=tied(annealed, l2=l2, lam=lam, centre=server_mean("w")), adapt=adapt)
+        phases, adapt = (
+            (*anew_at(annealed, "theta_optimiser"), fit),
+            (replace(fit, steps=adapt_steps),),
+        )
+        return with_personal(
+            below,
+            *phases,
+            prior=tied(annealed, l2=l2, lam=lam, centre=server_mean("w")),
+            adapt=adapt,
+        )
 
-    fit = Descend(Energy("theta", ("theta",), likelihood="mean", penalty=contrast(lam)), epochs=personal_steps, **personal)
-    alone = Descend(Energy("alone", ("alone",), likelihood="mean"), optimiser=optimiser, persist="alone_optimiser")
+    fit = Descend(
+        Energy("theta", ("theta",), likelihood="mean", penalty=contrast(lam)),
+        epochs=personal_steps,
+        **personal,
+    )
+    alone = Descend(
+        Energy("alone", ("alone",), likelihood="mean"),
+        optimiser=optimiser,
+        persist="alone_optimiser",
+    )
     each = (Once(look), fit, Once(look_away), alone)
-    phase, adapt = (Repeat(each, times=n, batch_size=batch_size) for n in (steps, -(-adapt_steps // personal_steps)))
+    phase, adapt = (
+        Repeat(each, times=n, batch_size=batch_size)
+        for n in (steps, -(-adapt_steps // personal_steps))
+    )
     below = replace(below, blocks={**below.blocks, "alone": Block(pool=None, keep=True)})
     return with_personal(below, phase, prior=tied(Annealed(0.0), l2=l2), adapt=(adapt,))
 
@@ -132,10 +168,18 @@ def perinvfl(
 def contrast(lam: float) -> Penalty:
     """Return the penalty lam times the batch mean of -log(e^c / (e^c + 0.2 e^d)).
 
-    Here c and d are the cosines of an example's features with those of w and with those of the client's own model.
+    Here c and d are the cosines of an example's features with those of w and with those of the
+    client's own model.
     """
 
-    def penalty(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Server, view: View) -> Tensor:
+    def penalty(
+        features: Tensor | None,
+        outputs: Tensor,
+        losses: Tensor,
+        batch: Batch,
+        given: Server,
+        view: View,
+    ) -> Tensor:
         assert features is not None
         near, far = (F.cosine_similarity(features, view[name], dim=-1) for name in ("near", "far"))
         apart = F.softplus(math.log(APART) + far - near)
@@ -145,12 +189,16 @@ def contrast(lam: float) -> Penalty:
 
 
 def look(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Add to the view the features [B, F] of the shared batch under the model received and under the client's own."""
+    """Add to the view the features [B, F] of the shared batch under the model received and under
+    the client's own.
+    """
     near, _ = algorithm.features(algorithm.leaves(("w",), given), data["x"])
     far, _ = algorithm.features(algorithm.leaves(("alone",), view), data["x"])
     return view | {"near": near, "far": far}
 
 
 def look_away(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Remove these features from the view: they belong to one batch, and batches of clients differ in size."""
+    """Remove these features from the view: they belong to one batch, and batches of clients differ
+    in size.
+    """
     return {name: entry for name, entry in view.items() if name not in ("near", "far")}

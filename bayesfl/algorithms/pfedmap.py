@@ -1,4 +1,5 @@
-"""pFedMAP: personal heads under a hierarchical Gaussian of one fixed scale, each at its posterior's mode.
+"""pFedMAP: personal heads under a hierarchical Gaussian of one fixed scale, each at its posterior's
+mode.
 
 Model.  w_j | w ~ N(w, rho^2 I) for the head of client j, flat prior on w; a body shared by all.
 Client  w_j  minimises  -log p(D_j | w_j) + |w_j - w|^2 / (2 rho^2).
@@ -6,8 +7,9 @@ Server  w = mean of the w_j.
 
 Unlike Ditto, the centre is the mean of the personal heads; no separate global model is trained.
 
-Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
-FL-NeurIPS 2022. The paper does not state its rho; tune it and report it.
+Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
+hierarchical Bayesian modeling", FL-NeurIPS 2022. The paper does not state its rho; tune it and
+report it.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -19,7 +21,18 @@ from typing import Annotated
 
 import torch
 
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, equal, options, server_mean, tempering
+from bayesfl.composition import (
+    Algorithm,
+    Block,
+    Descend,
+    Energy,
+    Mean,
+    Normal,
+    equal,
+    options,
+    server_mean,
+    tempering,
+)
 from bayesfl.engine import stability
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
@@ -39,19 +52,31 @@ def pfedmap(
     likelihood_scale: options.LikelihoodScale = "sum",
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedMAP: a shared body, and personal heads that a Gaussian prior pulls towards their mean.
+    """Federate `model` by pFedMAP: a shared body, and personal heads that a Gaussian prior pulls
+    towards their mean.
 
     Raises:
-        ValueError: Steps of SGD by `head_optimiser` towards the centre diverge under `precision`. Rates of a schedule are looked at in the
-            rounds that `simulate` looks at.
+        ValueError: Steps of SGD by `head_optimiser` towards the centre diverge under `precision`.
+            Rates of a schedule are looked at in the rounds that `simulate` looks at.
     """
     refuse_divergence(head_optimiser, precision, "precision", precision, lambda tie: tie)
     parts = ("body", "head") if has_body(model) else ("head",)
-    prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None])
+    prior = Normal(
+        centre=server_mean("head"),
+        variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None],
+    )
     energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
     fit_head = Descend(energy, epochs=head_epochs, optimiser=head_optimiser)
-    fit_body = Descend(Energy("body", parts, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser)
-    blocks = {"body": Block("body.*"), "head": Block("head.*", prior=prior, pool=Mean(equal), keep=True)}
+    fit_body = Descend(
+        Energy("body", parts, likelihood="mean"),
+        epochs=body_epochs,
+        batch_size=batch_size,
+        optimiser=body_optimiser,
+    )
+    blocks = {
+        "body": Block("body.*"),
+        "head": Block("head.*", prior=prior, pool=Mean(equal), keep=True),
+    }
     return Algorithm(
         model,
         {name: blocks[name] for name in parts},

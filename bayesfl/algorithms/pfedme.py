@@ -1,10 +1,13 @@
-"""pFedMe: personal models theta_j as proximal points of the client's copy w_j of the global one, which follows the Moreau envelope.
+"""pFedMe: personal models theta_j as proximal points of the client's copy w_j of the global one,
+which follows the Moreau envelope.
 
-theta_j(w) = argmin F_j(theta) + lambda / 2 |theta - w|^2, by K steps on one batch;  then  w_j <- w_j - lr lambda (w_j - theta_j).
-The server's step is w <- (1 - beta) w + beta mean_j w_j. All clients train; only a cohort is gathered.
+theta_j(w) = argmin F_j(theta) + lambda / 2 |theta - w|^2, by K steps on one batch;  then  w_j <-
+w_j - lr lambda (w_j - theta_j). The server's step is w <- (1 - beta) w + beta mean_j w_j. All
+clients train; only a cohort is gathered.
 
-Source: Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020, algorithm 1. As in the authors' code
-the inner steps continue from the previous theta_j within a round, which starts at w; the server's mean is uniform, as in the paper.
+Source: Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020,
+algorithm 1. As in the authors' code the inner steps continue from the previous theta_j within a
+round, which starts at w; the server's mean is uniform, as in the paper.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -46,19 +49,28 @@ def pfedme(
     warm_start: bool = True,
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedMe: personal models are pulled towards the global one, and the global one moves towards them.
+    """Federate `model` by pFedMe: personal models are pulled towards the global one, and the global
+    one moves towards them.
 
     Args:
-        lam: Strength of the pull of theta_j towards w_j; the mean loss makes it the prior N(w_j, 1 / (lam n_j)).
-        batches: Number of batches of a round, each with one inner problem and one envelope step (the paper's R).
+        lam: Strength of the pull of theta_j towards w_j; the mean loss makes it the prior N(w_j, 1
+            / (lam n_j)).
+        batches: Number of batches of a round, each with one inner problem and one envelope step
+            (the paper's R).
         inner_steps: Number of gradient steps on each inner problem (the paper's K).
         lr: Step size along the envelope's gradient, lam (w_j - theta_j).
-        personal_optimiser: Optimiser of the inner steps; the authors' code has a weight decay of 1e-3.
+        personal_optimiser: Optimiser of the inner steps; the authors' code has a weight decay of
+            1e-3.
         beta: The server's step size, > 0; 1 is the mean, the authors' tuned runs take 2.
-        warm_start: Whether an inner problem starts from the previous one's theta_j, as in the authors' code, or from w_j.
+        warm_start: Whether an inner problem starts from the previous one's theta_j, as in the
+            authors' code, or from w_j.
     """
     tied = Normal(centre=own_mean("w"), variance=inverse_size(lam))
-    inner = Descend(Energy("theta", ("theta",), likelihood="mean"), epochs=inner_steps, optimiser=personal_optimiser)
+    inner = Descend(
+        Energy("theta", ("theta",), likelihood="mean"),
+        epochs=inner_steps,
+        optimiser=personal_optimiser,
+    )
 
     def restart(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         return view | {"theta": view["w"]}
@@ -68,10 +80,16 @@ def pfedme(
         return view | {"w": {"loc": w - lr * lam * (w - theta)}}
 
     again = () if warm_start else (Once(restart),)
-    phases = (Once(restart), Repeat((*again, inner, Once(follow_envelope)), times=batches, batch_size=batch_size))
+    phases = (
+        Once(restart),
+        Repeat((*again, inner, Once(follow_envelope)), times=batches, batch_size=batch_size),
+    )
     return Algorithm(
         model,
-        {"w": Block(pool=Relaxed(Mean(equal), beta)), "theta": Block(prior=tied, pool=None, keep=True)},
+        {
+            "w": Block(pool=Relaxed(Mean(equal), beta)),
+            "theta": Block(prior=tied, pool=None, keep=True),
+        },
         phases,
         parts=("theta",),
         likelihood=likelihood,

@@ -1,16 +1,19 @@
 """pFedVEM: personal heads under a hierarchical Gaussian, learned by variational EM.
 
 Model.  w_j | w ~ N(w, rho_j^2 I) for the head of client j, flat prior on w; a body shared by all.
-E step  (client)  q_j(w_j) = N(mu_j, diag sigma_j^2)  maximises  E_q[log p(D_j | w_j)] - KL(q_j || N(w, rho_j^2 I)).
+E step  (client)  q_j(w_j) = N(mu_j, diag sigma_j^2)  maximises  E_q[log p(D_j | w_j)] - KL(q_j ||
+    N(w, rho_j^2 I)).
 M step  (client)  rho_j^2 = (sum sigma_j^2 + |mu_j - w|^2) / D.
-M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  clients with a small rho_j have more weight.
+M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  clients with a small rho_j
+    have more weight.
 
-Started at widths of 0.1 and trained for long, the method loses accuracy after pooling (docs/long-training.md): rho_j follows the width of
-q_j and not the spread of the heads, so that the tie to the centre stays strong. `pfedvem_held` has one rho for all clients, which nothing
-learns, and the server's mean is then plain.
+Started at widths of 0.1 and trained for long, the method loses accuracy after pooling
+(docs/long-training.md): rho_j follows the width of q_j and not the spread of the heads, so that the
+tie to the centre stays strong. `pfedvem_held` has one rho for all clients, which nothing learns,
+and the server's mean is then plain.
 
-Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian
-modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
+Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
+hierarchical Bayesian modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -49,10 +52,13 @@ from bayesfl.optim import SGD, rate_at, refuse_divergence
 from bayesfl.posteriors import MeanField
 
 BOTH = ("body", "head")
-Scale = Annotated[float, options.Range(1e-15, 1e15, why="its square must be a number in float32, too")]
+Scale = Annotated[
+    float, options.Range(1e-15, 1e15, why="its square must be a number in float32, too")
+]
 HeadStart = Annotated[
     Literal["normal", "module"],
-    "Whether the first heads are drawn from N(0, init_scale^2), as in the authors' code, or are the module's own.",
+    "Whether the first heads are drawn from N(0, init_scale^2), as in the authors' code, or are "
+    "the module's own.",
 ]
 
 
@@ -76,21 +82,27 @@ def pfedvem(
     likelihood_scale: options.LikelihoodScale = "sum",
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedVEM: a shared body, and personal heads with Gaussian posteriors around a common mean.
+    """Federate `model` by pFedVEM: a shared body, and personal heads with Gaussian posteriors
+    around a common mean.
 
     Args:
-        init_scale: Standard deviation of q_j at the start, and of the server's first head. On images the default may kill the body's
-            units in the first round, of which `simulate` warns; 0.1 does not there (docs/long-training.md).
-        scale_floor: Smallest rho_j, in units of `init_scale`. It matters only above sqrt(rate / (1 + momentum)) of `head_optimiser` at the
-            round's rate, in the head's own units, below which rho_j never falls: at 1 / sqrt(2) of that, steps towards the centre diverge,
-            and half of the limit is left to the curvature of the data (docs/derivations/pfedvem.md).
-        scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, which keeps a client with a tiny rho_j from dominating the
-            centre; None for no prior.
-        scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or after, as in a textbook M step.
+        init_scale: Standard deviation of q_j at the start, and of the server's first head. On
+            images the default may kill the body's units in the first round, of which `simulate`
+            warns; 0.1 does not there (docs/long-training.md).
+        scale_floor: Smallest rho_j, in units of `init_scale`. It matters only above sqrt(rate / (1
+            + momentum)) of `head_optimiser` at the round's rate, in the head's own units, below
+            which rho_j never falls: at 1 / sqrt(2) of that, steps towards the centre diverge, and
+            half of the limit is left to the curvature of the data (docs/derivations/pfedvem.md).
+        scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, which keeps a client with
+            a tiny rho_j from dominating the centre; None for no prior.
+        scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or
+            after, as in a textbook M step.
     """
     parts = BOTH if has_body(model) else ("head",)
     q = MeanField(init_scale=init_scale, scale_rate=scale_rate)
-    scales = _Scales(q, (scale_floor * init_scale) ** 2, head_optimiser, *(scale_prior or (0.0, 0.0)))
+    scales = _Scales(
+        q, (scale_floor * init_scale) ** 2, head_optimiser, *(scale_prior or (0.0, 0.0))
+    )
     head = Block(
         "head.*",
         posterior=q,
@@ -103,7 +115,9 @@ def pfedvem(
     e_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
     m_step = Once(scales.update)
     body = Energy("body", BOTH, likelihood="mean")
-    body_step = Descend(body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws)
+    body_step = Descend(
+        body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
+    )
     return _federated(
         model,
         head,
@@ -113,7 +127,10 @@ def pfedvem(
         likelihood=likelihood,
         private={"rho2": init_scale**2},
         reports={"rho2": init_scale**2},
-        server=lambda blocks, clients: {"log_rho2": torch.tensor(2 * math.log(init_scale)), "largest_share": torch.tensor(1 / clients)},
+        server=lambda blocks, clients: {
+            "log_rho2": torch.tensor(2 * math.log(init_scale)),
+            "largest_share": torch.tensor(1 / clients),
+        },
         broadcast=("log_rho2",),  # `largest_share` stays on the server, for people to read
         combine=summarise,
         adapt=(Once(pooled_scale), e_step, m_step, e_step),
@@ -138,25 +155,33 @@ def pfedvem_held(
     likelihood_scale: options.LikelihoodScale = "sum",
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedVEM under one rho for all clients, which nothing learns, with heads of widths that are held as well.
+    """Federate `model` by pFedVEM under one rho for all clients, which nothing learns, with heads
+    of widths that are held as well.
 
-    It is `pfedmap` with noise of fixed size on the weights of the heads, and does not fall as `pfedvem` does when it is trained for long.
-    The width was chosen on validation data of MNIST (docs/long-training.md); prior scale and start were not chosen on any.
+    It is `pfedmap` with noise of fixed size on the weights of the heads, and does not fall as
+    `pfedvem` does when it is trained for long. The width was chosen on validation data of MNIST
+    (docs/long-training.md); prior scale and start were not chosen on any.
 
     Args:
-        prior_scale: The rho of all clients. One under which steps of SGD towards the centre diverge is refused; where the rate is a
-            schedule, `simulate` warns in the rounds that it looks at.
+        prior_scale: The rho of all clients. One under which steps of SGD towards the centre diverge
+            is refused; where the rate is a schedule, `simulate` warns in the rounds that it looks
+            at.
         init_scale: Standard deviation of q_j at the start.
 
     Raises:
         ValueError: Steps of `head_optimiser` towards the centre diverge under `prior_scale`.
     """
-    refuse_divergence(head_optimiser, prior_scale**-2, "prior_scale", prior_scale, lambda tie: tie**-0.5)
+    refuse_divergence(
+        head_optimiser, prior_scale**-2, "prior_scale", prior_scale, lambda tie: tie**-0.5
+    )
     parts = BOTH if has_body(model) else ("head",)
     head = Block(
         "head.*",
         posterior=MeanField(init_scale=init_scale, scale_rate=scale_rate),
-        prior=Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], prior_scale**2)[..., None]),
+        prior=Normal(
+            centre=server_mean("head"),
+            variance=lambda given, view: torch.full_like(view["n"], prior_scale**2)[..., None],
+        ),
         pool=_relaxed(Mean(equal), beta),
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
@@ -164,11 +189,22 @@ def pfedvem_held(
     energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
     e_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
     body = Energy("body", BOTH, likelihood="mean")
-    body_step = Descend(body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws)
-    return _federated(model, head, (e_step,), body_step, beta, likelihood=likelihood, adapt=(e_step,))
+    body_step = Descend(
+        body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
+    )
+    return _federated(
+        model, head, (e_step,), body_step, beta, likelihood=likelihood, adapt=(e_step,)
+    )
 
 
-def _federated(model: nn.Module, head: Block, fit_head: tuple[Any, ...], fit_body: Descend, beta: float, **rest: Any) -> Algorithm:
+def _federated(
+    model: nn.Module,
+    head: Block,
+    fit_head: tuple[Any, ...],
+    fit_body: Descend,
+    beta: float,
+    **rest: Any,
+) -> Algorithm:
     """Return the method of this head, and of a shared body where the model has one."""
     rest |= {"train": "all", "sampling": "bernoulli", "watch": stability.watch}
     if not has_body(model):
@@ -187,13 +223,17 @@ def precision(server: Server, uplink: Uplink) -> Tensor:
 
 
 def summarise(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-    """Keep the geometric mean of the cohort's rho_j^2, with which newcomers begin, and the largest share that one client had."""
+    """Keep the geometric mean of the cohort's rho_j^2, with which newcomers begin, and the largest
+    share that one client had.
+    """
     weights = precision(server, uplink)
     return {"log_rho2": uplink["rho2"].log().mean(), "largest_share": weights.max() / weights.sum()}
 
 
 def pooled_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Start a client never seen from the geometric mean of the cohort's scales, not from `init_scale`."""
+    """Start a client never seen from the geometric mean of the cohort's scales, not from
+    `init_scale`.
+    """
     return view | {"rho2": given["log_rho2"].exp()}
 
 
@@ -208,11 +248,17 @@ class _Scales:
     scale: float
 
     def update(self, algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        found = closest_variance(self.posterior.moments(view["head"]), given["head"]["loc"], shape=self.shape, scale=self.scale)
+        found = closest_variance(
+            self.posterior.moments(view["head"]),
+            given["head"]["loc"],
+            shape=self.shape,
+            scale=self.scale,
+        )
         return view | {"rho2": self._floored(found, given)}
 
     def variance(self, given: Server, view: View) -> Tensor:
-        # Where rho_j was not updated in this round, it may be below the floor: at the start, or after rounds of smaller rates.
+        # Where rho_j was not updated in this round, it may be below the floor: at the start, or
+        # after rounds of smaller rates.
         return self._floored(view["rho2"], given)[..., None]
 
     def _floored(self, rho2: Tensor, given: Server) -> Tensor:

@@ -1,1 +1,3 @@
-"""The foundation of all other folders: shared types, addressed randomness, files, and checks of arguments."""
+"""The foundation of all other folders: shared types, addressed randomness, files, and checks of
+arguments.
+"""

@@ -1,4 +1,6 @@
-"""Checks of arguments that users pass, whose messages name the argument and the value received; and warnings."""
+"""Checks of arguments that users pass, whose messages name the argument and the value received; and
+warnings.
+"""
 
 import sys
 import warnings
@@ -46,7 +48,9 @@ def probability(name: str, value: Any, of: str) -> float:
     """
     if not 0 < number(name, value) < 1:
         percent = f"; {value:g}% is {value / 100:g}" if 1 < value < 100 else ""
-        raise ValueError(f"{name} is the probability {of} and must lie in (0, 1), got {value}{percent}")
+        raise ValueError(
+            f"{name} is the probability {of} and must lie in (0, 1), got {value}{percent}"
+        )
     return float(value)
 
 
@@ -56,13 +60,17 @@ def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
     Raises:
         TypeError: `value` has another type, or is a class; the message ends with `remedy`.
     """
-    if not isinstance(value, wanted) or isinstance(value, type):  # a class has the methods of a protocol, but is not an instance
+    if not isinstance(value, wanted) or isinstance(
+        value, type
+    ):  # a class has the methods of a protocol, but is not an instance
         came = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise TypeError(f"{name} must be of type {wanted.__name__}, got {came}; {remedy}")
 
 
 def listed(values: Any) -> Any:
-    """Return the numbers of a tensor or an array as Python's own, in a list where there are several; return anything else as it is."""
+    """Return the numbers of a tensor or an array as Python's own, in a list where there are
+    several; return anything else as it is.
+    """
     return values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values
 
 

@@ -1,4 +1,6 @@
-"""Descriptions of any values as JSON, the same in every process: by these a saved run, or another machine, knows them again."""
+"""Descriptions of any values as JSON, the same in every process: by these a saved run, or another
+machine, knows them again.
+"""
 
 import ast
 import functools
@@ -30,13 +32,15 @@ DEPTH = 40  # deepest level of nested values that is described
 
 
 def described(value: Any, path: tuple[int, ...] = ()) -> Any:
-    """Return a JSON-able description of any value, without memory addresses; values inside themselves or nested too deeply are cut off.
+    """Return a JSON-able description of any value, without memory addresses; values inside
+    themselves or nested too deeply are cut off.
 
-    A function of a user's is described by its module, its name, a digest of the source text of that function alone (of its code, where
-    there is none), its defaults, and what it closes over; not by what it reads under global names. Its class counts with its bases, its
-    functions and its values. Functions and classes of Python, of installed packages and of bayesfl count by their names. Data classes are
-    described by their fields, modules by their layers, other objects by their class and their attributes. An object with a method
-    `described_as` says itself what it is.
+    A function of a user's is described by its module, its name, a digest of the source text of that
+    function alone (of its code, where there is none), its defaults, and what it closes over; not by
+    what it reads under global names. Its class counts with its bases, its functions and its values.
+    Functions and classes of Python, of installed packages and of bayesfl count by their names. Data
+    classes are described by their fields, modules by their layers, other objects by their class and
+    their attributes. An object with a method `described_as` says itself what it is.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -47,7 +51,11 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         and not _by_name(kind)
     ):
         base = next(one for one in kind.__mro__ if one.__module__ == "builtins")
-        return {"class": described(kind, path), "value": described(base(value), path), "holds": described(_attributes(value), path)}
+        return {
+            "class": described(kind, path),
+            "value": described(base(value), path),
+            "holds": described(_attributes(value), path),
+        }
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -89,21 +97,47 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     if hasattr(kind, "described_as"):
         return inner(value.described_as())
     if is_dataclass(value):
-        return {"class": inner(kind), **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
+        return {
+            "class": inner(kind),
+            **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init},
+        }
     if isinstance(value, nn.Module):
-        own = {name: {key: part for key, part in vars(layer).items() if key not in _OF_MODULES} for name, layer in value.named_modules()}
-        hooks = [list(part.values()) for layer in value.modules() for key, part in vars(layer).items() if key.endswith("_hooks") and part]
+        own = {
+            name: {key: part for key, part in vars(layer).items() if key not in _OF_MODULES}
+            for name, layer in value.named_modules()
+        }
+        hooks = [
+            list(part.values())
+            for layer in value.modules()
+            for key, part in vars(layer).items()
+            if key.endswith("_hooks") and part
+        ]
         kinds = [inner(one) for one in dict.fromkeys(type(layer) for layer in value.modules())]
         tensors = entries(value.state_dict(keep_vars=True))
-        return {"layers": layers(value), "holds": inner(own), "hooks": inner(hooks), "classes": kinds, "tensors": tensors}
+        return {
+            "layers": layers(value),
+            "holds": inner(own),
+            "hooks": inner(hooks),
+            "classes": kinds,
+            "tensors": tensors,
+        }
     if isinstance(value, functools.partial):
-        return {"partial": inner(value.func), "args": inner(value.args), "keywords": entries(value.keywords)}
+        return {
+            "partial": inner(value.func),
+            "args": inner(value.args),
+            "keywords": entries(value.keywords),
+        }
     if isinstance(value, types.MethodType):
         return {"method": inner(value.__func__), "of": inner(value.__self__)}
     if isinstance(value, types.FunctionType):
-        if (compiled := value.__dict__.get("_torchdynamo_orig_callable")) is not None:  # by torch.compile
+        if (
+            compiled := value.__dict__.get("_torchdynamo_orig_callable")
+        ) is not None:  # by torch.compile
             return inner(compiled)
-        cells = {name: inner(_contents(cell)) for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)}
+        cells = {
+            name: inner(_contents(cell))
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        }
         holds = cells | entries(value.__kwdefaults__ or {})
         defaults = {"defaults": inner(value.__defaults__)} if value.__defaults__ else {}
         return _named(value) | defaults | ({"holds": holds} if holds else {})
@@ -114,7 +148,9 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         found["name"] = name
         if not isinstance(whose := _attribute(value, "__self__"), types.ModuleType | None):
             found["of"] = inner(whose)
-    elif not attributes and isinstance(found["class"], str):  # an object of C code, or of an installed package
+    elif not attributes and isinstance(
+        found["class"], str
+    ):  # an object of C code, or of an installed package
         found["is"] = ADDRESS.sub("", repr(value))
     return found
 
@@ -134,13 +170,21 @@ def _attribute(value: Any, name: str) -> Any:
 def _attributes(value: Any) -> dict[str, Any]:
     """Return what an object holds in its slots and its own dictionary."""
     slots = [
-        f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        f"_{kind.__name__.lstrip('_')}{name}"
+        if name.startswith("__") and not name.endswith("__")
+        else name
         for kind in type(value).__mro__
         for name in _names(getattr(kind, "__slots__", ()))
     ]
     own = _attribute(value, "__dict__")
-    found = {name: _attribute(value, name) for name in slots} | (dict(own) if isinstance(own, Mapping) else {})
-    return {name: part for name, part in found.items() if name == "__wrapped__" or not str(name).startswith("__")}
+    found = {name: _attribute(value, name) for name in slots} | (
+        dict(own) if isinstance(own, Mapping) else {}
+    )
+    return {
+        name: part
+        for name, part in found.items()
+        if name == "__wrapped__" or not str(name).startswith("__")
+    }
 
 
 def _names(slots: Any) -> tuple[str, ...]:
@@ -148,17 +192,28 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def _of_class(kind: type, inner: Callable[[Any], Any]) -> Any:
-    """Return a class's name, and of a user's what it and its bases are made of: source, functions and values."""
+    """Return a class's name, and of a user's what it and its bases are made of: source, functions
+    and values.
+    """
     if _by_name(kind):
         return kind.__qualname__
-    members = {name: part for name, part in vars(kind).items() if not name.startswith(("__", "_abc")) or name == "__call__"}
-    parts = {name: inner(getattr(part, "__func__", getattr(part, "fget", part))) for name, part in members.items()}
+    members = {
+        name: part
+        for name, part in vars(kind).items()
+        if not name.startswith(("__", "_abc")) or name == "__call__"
+    }
+    parts = {
+        name: inner(getattr(part, "__func__", getattr(part, "fget", part)))
+        for name, part in members.items()
+    }
     bases = [inner(base) for base in (*kind.__bases__, type(kind)) if base not in (object, type)]
     return _named(kind) | {"holds": parts} | ({"bases": bases} if bases else {})
 
 
 def _named(thing: Any) -> dict[str, Any]:
-    """Return the name of a function or a class, and of a user's a digest of its source text, None where there is none."""
+    """Return the name of a function or a class, and of a user's a digest of its source text, None
+    where there is none.
+    """
     module = _module(thing)
     if module.partition(".")[0] == "bayesfl":  # whose modules may be renamed
         return {"name": f"bayesfl.{thing.__qualname__}"}
@@ -167,9 +222,14 @@ def _named(thing: Any) -> dict[str, Any]:
 
 
 def anonymous(description: Any) -> bool:
-    """Say whether a description has a function without source text and without a name, of which another may pass for it."""
+    """Say whether a description has a function without source text and without a name, of which
+    another may pass for it.
+    """
     if isinstance(description, Mapping):
-        nameless = str(description.get("name", "")).endswith("<lambda>") and description.get("source", "") is None
+        nameless = (
+            str(description.get("name", "")).endswith("<lambda>")
+            and description.get("source", "") is None
+        )
         return nameless or any(map(anonymous, description.values()))
     return isinstance(description, list) and any(map(anonymous, description))
 
@@ -180,7 +240,9 @@ def digest_of(value: Any) -> str:
 
 
 def _module(thing: Any) -> str:
-    """Return the module of a function or a class; of a program that was started, the name under which others import it."""
+    """Return the module of a function or a class; of a program that was started, the name under
+    which others import it.
+    """
     if thing.__module__ != "__main__":
         return str(thing.__module__)
     main = sys.modules["__main__"]
@@ -189,23 +251,32 @@ def _module(thing: Any) -> str:
 
 
 def _by_name(thing: Any) -> bool:
-    """Say whether a function or a class is of Python, of an installed package or of bayesfl, and counts by its name."""
+    """Say whether a function or a class is of Python, of an installed package or of bayesfl, and
+    counts by its name.
+    """
     module, code = str(thing.__module__ or ""), getattr(thing, "__code__", None)
     if module == "builtins":
         return code is None  # else of a text that was executed
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    if module.partition(".")[0] == "bayesfl" or (not file and module.partition(".")[0] in sys.stdlib_module_names):
+    if module.partition(".")[0] == "bayesfl" or (
+        not file and module.partition(".")[0] in sys.stdlib_module_names
+    ):
         return True
     # A wrapper has the module of what it wraps.
     places = (file, code.co_filename) if code is not None else (file,)
-    return any({"site-packages", "dist-packages"} & set(PurePath(place).parts) or place.startswith(_STDLIB) for place in places)
+    return any(
+        {"site-packages", "dist-packages"} & set(PurePath(place).parts) or place.startswith(_STDLIB)
+        for place in places
+    )
 
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def _source(thing: Any) -> str | None:
-    """Return a digest of the source text of a user's function or class; where there is none, of a function's code, if it has a name."""
+    """Return a digest of the source text of a user's function or class; where there is none, of a
+    function's code, if it has a name.
+    """
     code = getattr(thing, "__code__", thing)
     nameless = getattr(code, "co_name", "") == "<lambda>"
     try:
@@ -220,7 +291,11 @@ def _source(thing: Any) -> str | None:
 def _of_code(code: types.CodeType) -> list[Any]:
     """Return what code without a source text does, which depends on the version of Python."""
     constants = [
-        _of_code(one) if isinstance(one, types.CodeType) else sorted(map(repr, one)) if isinstance(one, frozenset) else repr(one)
+        _of_code(one)
+        if isinstance(one, types.CodeType)
+        else sorted(map(repr, one))
+        if isinstance(one, frozenset)
+        else repr(one)
         for one in code.co_consts
     ]
     return [code.co_code.hex(), code.co_names, constants]
@@ -234,11 +309,16 @@ def _of_lambda(code: types.CodeType) -> str:
         SyntaxError: It does not parse.
     """
     text = "".join(inspect.findsource(code)[0])
-    places = [(line, column) for line, _, column, end in code.co_positions() if line and column is not None and end]
+    places = [
+        (line, column)
+        for line, _, column, end in code.co_positions()
+        if line and column is not None and end
+    ]
     found = [
         node
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Lambda) and all(_starts(node.body) <= place < _ends(node.body) for place in places)
+        if isinstance(node, ast.Lambda)
+        and all(_starts(node.body) <= place < _ends(node.body) for place in places)
     ]
     if not found or not places:  # as where Python keeps no columns
         raise OSError(f"no lambda in line {code.co_firstlineno}")
@@ -263,23 +343,46 @@ def _contents(cell: types.CellType) -> Any:
 
 def layers(model: nn.Module) -> dict[str, str]:
     """Return every layer's type and options, by name."""
-    return {name: f"{type(layer).__qualname__}({_options(layer)})" for name, layer in model.named_modules()}
+    return {
+        name: f"{type(layer).__qualname__}({_options(layer)})"
+        for name, layer in model.named_modules()
+    }
 
 
 def held(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the plain values that every part of a model holds beside its layers' options, by name: numbers, texts, names of functions."""
+    """Return the plain values that every part of a model holds beside its layers' options, by name:
+    numbers, texts, names of functions.
+    """
     found = {}
     for name, part in model.named_modules():
-        own = {key: value for key, value in vars(part).items() if not key.startswith("_") and key not in ("training", "name_or_path")}
-        found[name] = {key: _plain(value) for key, value in own.items() if value is None or _plain(value) is not None}
+        own = {
+            key: value
+            for key, value in vars(part).items()
+            if not key.startswith("_") and key not in ("training", "name_or_path")
+        }
+        found[name] = {
+            key: _plain(value)
+            for key, value in own.items()
+            if value is None or _plain(value) is not None
+        }
     return found
 
 
 def _plain(value: Any) -> Any:
     """Return a plain value, or a function by its name, as JSON holds it; None for all else."""
-    if isinstance(value, bool | int | float | str | np.generic | np.ndarray | torch.dtype | tuple | list | dict) or type(value) is Tensor:
+    if (
+        isinstance(
+            value,
+            bool | int | float | str | np.generic | np.ndarray | torch.dtype | tuple | list | dict,
+        )
+        or type(value) is Tensor
+    ):
         return described(value)
-    return getattr(value, "__qualname__", None) if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type) else None
+    return (
+        getattr(value, "__qualname__", None)
+        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type)
+        else None
+    )
 
 
 def _options(layer: nn.Module) -> str:

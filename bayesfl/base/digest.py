@@ -13,7 +13,9 @@ def of_tensor(t: Tensor) -> str:
 
 
 def of_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """Compute the digest of `text` and of the name, dtype, shape and bytes of CPU tensors, in the order of their names."""
+    """Compute the digest of `text` and of the name, dtype, shape and bytes of CPU tensors, in the
+    order of their names.
+    """
     sums = hashlib.sha256(text.encode())
     for name, t in sorted(tensors.items()):
         sums.update(f"{name} {t.dtype} {list(t.shape)}".encode())

@@ -17,19 +17,27 @@ def folder(name: str, path: Any) -> Path:
         ValueError: `path` is empty, or holds a null character.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise TypeError(f"{name} must name a folder, as text or a path, got {path!r}; pass one, such as 'models'")
+        raise TypeError(
+            f"{name} must name a folder, as text or a path, got {path!r}; pass one, such as "
+            "'models'"
+        )
     if not os.fspath(path) or "\0" in os.fspath(path):
-        raise ValueError(f"{name} must name a folder, got {path!r}; pass one, such as 'models', or '.' for the present one")
+        raise ValueError(
+            f"{name} must name a folder, got {path!r}; pass one, such as 'models', or '.' for the "
+            "present one"
+        )
     return Path(path)
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path to write to, which becomes `path` only if the block ends without an error: `path` is never half-written.
+    """Yield a temporary path to write to, which becomes `path` only if the block ends without an
+    error: `path` is never half-written.
 
-    It serves writers that take a path, as in `with atomic_path("figure.png") as temporary: figure.savefig(temporary)`. The temporary file
-    is in the same folder, hidden, and has the same suffix; the folder is made if it does not exist. If the block raises, the temporary file
-    is removed and an earlier `path` stays as it was.
+    It serves writers that take a path, as in `with atomic_path("figure.png") as temporary:
+    figure.savefig(temporary)`. The temporary file is in the same folder, hidden, and has the same
+    suffix; the folder is made if it does not exist. If the block raises, the temporary file is
+    removed and an earlier `path` stays as it was.
 
     Yields:
         The temporary path.
@@ -43,7 +51,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield temporary
         if not temporary.is_file():
-            raise FileNotFoundError(f"nothing was written for {path}: write to the path that atomic_path yields, with its suffix unchanged")
+            raise FileNotFoundError(
+                f"nothing was written for {path}: write to the path that atomic_path yields, with "
+                "its suffix unchanged"
+            )
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -64,7 +75,9 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def remove_leftovers(folder: Path, suffix: str) -> None:
-    """Remove files under temporary names, with this suffix, that `atomic_path` left in a folder when its process was killed."""
+    """Remove files under temporary names, with this suffix, that `atomic_path` left in a folder
+    when its process was killed.
+    """
     for file in folder.glob(f".*{suffix}"):
         if re.fullmatch(rf"\..+\.[0-9a-f]{{16}}{re.escape(suffix)}", file.name):
             file.unlink(missing_ok=True)

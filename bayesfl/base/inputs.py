@@ -1,4 +1,6 @@
-"""Inputs of a network as trees of tensors, one row for each example: a tensor, a tuple of several, or a mapping of them by name."""
+"""Inputs of a network as trees of tensors, one row for each example: a tensor, a tuple of several,
+or a mapping of them by name.
+"""
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,10 +12,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 Inputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""Inputs [N, ...]: a tensor, with which a model is called as `model(x)`; a tuple, `model(*x)`; or a mapping, `model(**x)`."""
+"""Inputs [N, ...]: a tensor, with which a model is called as `model(x)`; a tuple, `model(*x)`; or a
+mapping, `model(**x)`.
+"""
 
-Shapes: TypeAlias = tuple[int, ...] | Any  # `Any`, so that whoever has one tensor need not tell a type checker so
-"""Shape of one example: of a tensor, such as (3, 32, 32); a tuple or a mapping of shapes for a tuple or a mapping of tensors."""
+Shapes: TypeAlias = (
+    tuple[int, ...] | Any
+)  # `Any`, so that whoever has one tensor need not tell a type checker so
+"""Shape of one example: of a tensor, such as (3, 32, 32); a tuple or a mapping of shapes for a
+tuple or a mapping of tensors.
+"""
 
 WIDE = (torch.uint16, torch.uint32, torch.uint64)
 """Types that torch stores and hardly computes with; they are read as int64."""
@@ -26,7 +34,9 @@ def call(module: nn.Module, x: Inputs) -> Any:
 
 
 def call_at(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, *, tied: bool = True) -> Any:
-    """Call a module with inputs at the parameters `leaves`, as `torch.func.functional_call` does; faster if none is known to be `tied`."""
+    """Call a module with inputs at the parameters `leaves`, as `torch.func.functional_call` does;
+    faster if none is known to be `tied`.
+    """
     args, named = _arguments(x)
     return functional_call(module, leaves, args, named, tie_weights=tied)
 
@@ -45,7 +55,9 @@ def each(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 def join(trees: Sequence[Inputs]) -> Inputs:
-    """Return the rows of several trees of one structure, one tree's after the other's, in new tensors."""
+    """Return the rows of several trees of one structure, one tree's after the other's, in new
+    tensors.
+    """
     one = trees[0]
     if isinstance(one, Tensor):
         return torch.cat(list(trees))  # pyright: ignore[reportArgumentType] (all are tensors where the first is one)
@@ -75,25 +87,45 @@ def named(x: Inputs, name: str = "x") -> Iterator[tuple[str, Tensor]]:
         yield name, x
         return
     if not isinstance(x, Mapping | tuple):
-        raise TypeError(f"{name} must be a tensor, a tuple of tensors or a mapping of them by name, got {type(x).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor, a tuple of tensors or a mapping of them by name, got "
+            f"{type(x).__name__}"
+        )
     if not x:
-        raise ValueError(f"{name} is an empty {'mapping' if isinstance(x, Mapping) else 'tuple'}: a model needs at least one input")
+        raise ValueError(
+            f"{name} is an empty {'mapping' if isinstance(x, Mapping) else 'tuple'}: a model needs "
+            "at least one input"
+        )
     for key, part in x.items() if isinstance(x, Mapping) else enumerate(x):
         if isinstance(x, Mapping) and not isinstance(key, str):
-            raise ValueError(f"{name} must name its inputs by text, as the model's forward does, got {key!r}; str(name) makes text of it")
+            raise ValueError(
+                f"{name} must name its inputs by text, as the model's forward does, got {key!r}; "
+                "str(name) makes text of it"
+            )
         yield from named(part, f"{name}[{key!r}]")
 
 
 def in_precision(x: Inputs, dtype: torch.dtype) -> Inputs:
-    """Return the inputs with floats in `dtype`; whole numbers and bools stay what they are, but for the types `WIDE`."""
-    return each(lambda t: t.to(dtype=dtype) if t.is_floating_point() else t.long() if t.dtype in WIDE else t, x)
+    """Return the inputs with floats in `dtype`; whole numbers and bools stay what they are, but for
+    the types `WIDE`.
+    """
+    return each(
+        lambda t: (
+            t.to(dtype=dtype) if t.is_floating_point() else t.long() if t.dtype in WIDE else t
+        ),
+        x,
+    )
 
 
 def shape_of(x: Inputs) -> Shapes:
     """Return the shape of one example, without the axis of rows."""
     if isinstance(x, Tensor):
         return tuple(x.shape[1:])
-    return {key: shape_of(t) for key, t in x.items()} if isinstance(x, Mapping) else tuple(shape_of(t) for t in x)
+    return (
+        {key: shape_of(t) for key, t in x.items()}
+        if isinstance(x, Mapping)
+        else tuple(shape_of(t) for t in x)
+    )
 
 
 def row_bytes(x: Inputs) -> int:
@@ -127,7 +159,9 @@ def as_tuples(value: Any) -> Any:
 
 
 def structure(x: Any) -> str:
-    """Describe what inputs are made of, for error messages: one tensor, a tuple of several, or a mapping with its names."""
+    """Describe what inputs are made of, for error messages: one tensor, a tuple of several, or a
+    mapping with its names.
+    """
     if isinstance(x, Tensor):
         return "one tensor"
     if isinstance(x, Mapping):
@@ -136,7 +170,9 @@ def structure(x: Any) -> str:
 
 
 def unnamed(tensors: Mapping[str, Tensor], name: str = "x") -> Inputs | None:
-    """Return the inputs whose tensors `named` found under these names, other names aside; None where there are none."""
+    """Return the inputs whose tensors `named` found under these names, other names aside; None
+    where there are none.
+    """
     found = []
     for key, t in tensors.items():
         if key == name or key.startswith(f"{name}["):
@@ -155,14 +191,22 @@ def _nested(parts: Sequence[tuple[list[str | int], Tensor]]) -> Inputs:
     for (key, *rest), t in parts:
         groups.setdefault(key, []).append((rest, t))
     places = sorted(key for key in groups if isinstance(key, int))
-    return tuple(_nested(groups[key]) for key in places) if places else {str(key): _nested(own) for key, own in groups.items()}
+    return (
+        tuple(_nested(groups[key]) for key in places)
+        if places
+        else {str(key): _nested(own) for key, own in groups.items()}
+    )
 
 
 def words(x: Inputs) -> np.ndarray:
-    """Return the numbers of every row as 32-bit words, [n, m] uint32, the same in every precision: floats as float32, others as int64."""
+    """Return the numbers of every row as 32-bit words, [n, m] uint32, the same in every precision:
+    floats as float32, others as int64.
+    """
     parts = []
     for _, t in named(x):
         flat = t.detach().cpu().reshape(len(t), -1)
-        plain = (flat.float() + 0.0).numpy() if t.is_floating_point() else flat.to(torch.int64).numpy()  # + 0 makes -0 a 0
+        plain = (
+            (flat.float() + 0.0).numpy() if t.is_floating_point() else flat.to(torch.int64).numpy()
+        )  # + 0 makes -0 a 0
         parts.append(np.ascontiguousarray(plain).view(np.uint32))
     return np.concatenate(parts, 1)

@@ -1,4 +1,6 @@
-"""Functions that stay accurate at the ends of their range, and passes over long tensors that copy nothing."""
+"""Functions that stay accurate at the ends of their range, and passes over long tensors that copy
+nothing.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,8 @@ PIECE = 2**16
 
 
 def inverse_softplus(scale: Tensor) -> Tensor:
-    """Compute the rho with softplus(rho) = `scale`, elementwise, for scales from 1e-12 to 1e4 and beyond.
+    """Compute the rho with softplus(rho) = `scale`, elementwise, for scales from 1e-12 to 1e4 and
+    beyond.
 
     log(expm1(s)) overflows for large s; s + log(-expm1(-s)) is the same number and does not.
     """
@@ -17,16 +20,20 @@ def inverse_softplus(scale: Tensor) -> Tensor:
 
 
 def log_softplus(rho: Tensor) -> Tensor:
-    """Compute log(softplus(rho)), elementwise; it equals rho to rounding where softplus would underflow.
+    """Compute log(softplus(rho)), elementwise; it equals rho to rounding where softplus would
+    underflow.
 
-    softplus(rho) = e^rho (1 - e^rho / 2 + ...), so below rho = -15 the logarithm is rho - e^rho / 2.
+    softplus(rho) = e^rho (1 - e^rho / 2 + ...), so below rho = -15 the logarithm is rho - e^rho /
+    2.
     """
     low = rho.clamp(max=-15.0)
     return torch.where(rho < -15.0, low - 0.5 * low.exp(), F.softplus(rho.clamp(min=-15.0)).log())
 
 
 def add_row(total: Tensor, row: Tensor, weight: float) -> None:
-    """Add weight * row [...] to `total` [...] in float64, in pieces, so that no copy of a long row in float64 has to be made."""
+    """Add weight * row [...] to `total` [...] in float64, in pieces, so that no copy of a long row
+    in float64 has to be made.
+    """
     if row.numel() <= PIECE or not row.is_contiguous():
         total.add_(row, alpha=weight)
         return
@@ -37,6 +44,7 @@ def add_row(total: Tensor, row: Tensor, weight: float) -> None:
 def finite(t: Tensor) -> bool:
     """Say whether all entries are finite.
 
-    A sum takes one pass and is finite only if all its terms are; large finite terms may overflow, so other sums are checked by entry.
+    A sum takes one pass and is finite only if all its terms are; large finite terms may overflow,
+    so other sums are checked by entry.
     """
     return bool(t.sum().isfinite()) or bool(t.isfinite().all())

@@ -1,13 +1,16 @@
-"""Options declared once: an annotation says what an option means and which values it takes, and is checked before anything is done.
+"""Options declared once: an annotation says what an option means and which values it takes, and is
+checked before anything is done.
 
     Epochs = Annotated[int, AT_LEAST_1, "Number of passes over a client's data each round."]
 
     @declared
-    def fedavg(model: nn.Module, *, epochs: Epochs = 5, weight: Literal["size", "equal"] = "size"): ...
+    def fedavg(model: nn.Module, *, epochs: Epochs = 5, weight: Literal["size", "equal"] = "size"):
+        ...
 
-A function or a data class that is `declared` refuses an `epochs` of 0 and a `weight` of "sizes", and its docstring says of `epochs` what
-the annotation does, where its own `Args` say nothing. Looked at are numbers, their ranges, words (`Literal`), truth values, and what a
-function (name, value) in the annotation looks at; other types are left to Python.
+A function or a data class that is `declared` refuses an `epochs` of 0 and a `weight` of "sizes",
+and its docstring says of `epochs` what the annotation does, where its own `Args` say nothing.
+Looked at are numbers, their ranges, words (`Literal`), truth values, and what a function (name,
+value) in the annotation looks at; other types are left to Python.
 """
 
 import functools
@@ -19,7 +22,18 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from bayesfl.base.checks import instance, number, whole
 
@@ -29,8 +43,8 @@ C = TypeVar("C", bound=type)
 T = TypeVar("T")
 
 Idle = Mapping[tuple[str, Any], tuple[str, ...]]
-"""{(option, value): options that have no effect where it has this value}; a class stands for its instances, a function for all of which it
-is true."""
+"""{(option, value): options that have no effect where it has this value}; a class stands for its
+instances, a function for all of which it is true."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +69,13 @@ class Range:
 
     def __str__(self) -> str:
         if self.high == math.inf:
-            return f"be >{'=' * ('[' in self.ends)} {self.low}{' and finite' * (']' not in self.ends)}"
-        return f"lie within {'[' if '[' in self.ends else '('}{self.low}, {self.high}{']' if ']' in self.ends else ')'}"
+            return (
+                f"be >{'=' * ('[' in self.ends)} {self.low}{' and finite' * (']' not in self.ends)}"
+            )
+        return (
+            f"lie within {'[' if '[' in self.ends else '('}{self.low}, "
+            f"{self.high}{']' if ']' in self.ends else ')'}"
+        )
 
 
 AT_LEAST_0, AT_LEAST_1 = Range(0, ends="["), Range(1, ends="[")
@@ -114,7 +133,11 @@ class Option:
         if hint in (int, float, bool):
             return cls(kind=hint)
         parts = tuple(map(cls.of, inner)) if origin is tuple and ... not in inner else ()
-        return cls(parts=parts) if parts and all(part.kind for part in parts) else cls(free=(origin or hint,))
+        return (
+            cls(parts=parts)
+            if parts and all(part.kind for part in parts)
+            else cls(free=(origin or hint,))
+        )
 
     def _or(self, other: "Option") -> "Option":
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -125,22 +148,37 @@ class Option:
 
         Raises:
             TypeError: It is to be a truth value, and is none; or one of `looks` raises it.
-            ValueError: It is none of the words, no number, no such number, or one of `looks` raises it.
+            ValueError: It is none of the words, no number, no such number, or one of `looks` raises
+                it.
         """
-        if any(value is word or (isinstance(word, str) and isinstance(value, str) and value == word) for word in self.words):
+        if any(
+            value is word or (isinstance(word, str) and isinstance(value, str) and value == word)
+            for word in self.words
+        ):
             return value
         texts = any(isinstance(word, str) for word in self.words)
-        if texts and ((isinstance(value, str) and str not in self.free) or not (self.kind or self.parts or self.free)):
+        if texts and (
+            (isinstance(value, str) and str not in self.free)
+            or not (self.kind or self.parts or self.free)
+        ):
             *others, last = map(repr, self.words)
-            raise ValueError(f"{name} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}")
+            raise ValueError(
+                f"{name} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}"
+            )
         if self.kind is bool:
             instance(name, value, bool, "pass True or False")
-        elif self.kind and not (Callable in self.free and callable(value)) and (isinstance(value, Real) or set(self.free) <= {Callable}):
+        elif (
+            self.kind
+            and not (Callable in self.free and callable(value))
+            and (isinstance(value, Real) or set(self.free) <= {Callable})
+        ):
             value = self._number(name, value)
         elif self.parts and not self.free:
             if not isinstance(value, tuple | list) or len(value) != len(self.parts):
                 raise ValueError(f"{name} must be {len(self.parts)} numbers, got {value!r}")
-            value = tuple(part(f"each of {name}", one) for part, one in zip(self.parts, value, strict=True))
+            value = tuple(
+                part(f"each of {name}", one) for part, one in zip(self.parts, value, strict=True)
+            )
         for look in self.looks:
             look(name, value)
         return value
@@ -148,19 +186,29 @@ class Option:
     def _number(self, name: str, value: Any) -> int | float:
         found = whole(name, value, least=-(2**63)) if self.kind is int else number(name, value)
         if self.range is not None and found not in self.range:
-            wanted = f"be at least {self.range.low}" if self.kind is int and self.range.high == math.inf else self.range
-            raise ValueError(f"{name} must {wanted}, got {value}{self.range.why and '; ' + self.range.why}")
+            wanted = (
+                f"be at least {self.range.low}"
+                if self.kind is int and self.range.high == math.inf
+                else self.range
+            )
+            raise ValueError(
+                f"{name} must {wanted}, got {value}{self.range.why and '; ' + self.range.why}"
+            )
         return found
 
 
 def typed(wanted: type, remedy: str) -> Callable[[str, Any], None]:
-    """Return a function that looks at an option's type, for its annotation; the message of what it raises ends with `remedy`."""
+    """Return a function that looks at an option's type, for its annotation; the message of what it
+    raises ends with `remedy`.
+    """
     return lambda name, value: instance(name, value, wanted, remedy)
 
 
 @functools.cache
 def options_of(owner: Any) -> dict[str, Option]:
-    """Return what the annotations of a function, or of a data class, say of its options, by name."""
+    """Return what the annotations of a function, or of a data class, say of its options,
+    by name.
+    """
     hints = get_type_hints(inspect.unwrap(owner), include_extras=True)
     return {name: Option.of(hint) for name, hint in hints.items() if name not in ("return", "_")}
 
@@ -172,7 +220,8 @@ def declared(function: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
 def declared(*, idle: Idle) -> Callable[[T], T]: ...
 def declared(function: Any = None, /, *, idle: Idle = types.MappingProxyType({})) -> Any:
-    """Check the options of a function before it runs, or those of a data class after its fields are set, and complete the docstring.
+    """Check the options of a function before it runs, or those of a data class after its fields are
+    set, and complete the docstring.
 
     A data class is declared below `dataclass`, and its own `__post_init__` runs after the check.
 
@@ -197,7 +246,9 @@ def _declared(function: Callable[P, R], idle: Idle) -> Callable[P, R]:
 
 
 def documented(checked: Callable[P, R], function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that checks another one's options with that one's docstring, completed, and its signature, in plain types."""
+    """Return a function that checks another one's options with that one's docstring, completed, and
+    its signature, in plain types.
+    """
     checked.__doc__ = completed(function)
     checked.__signature__ = _plain(function)  # type: ignore[attr-defined]  # which `help` and Sphinx read
     return checked
@@ -205,12 +256,17 @@ def documented(checked: Callable[P, R], function: Callable[P, R]) -> Callable[P,
 
 def _plain(function: Callable[..., Any], skip: int = 0) -> inspect.Signature:
     hints, signature = get_type_hints(function), inspect.signature(function)
-    parameters = [one.replace(annotation=hints.get(one.name, one.annotation)) for one in signature.parameters.values()]
+    parameters = [
+        one.replace(annotation=hints.get(one.name, one.annotation))
+        for one in signature.parameters.values()
+    ]
     return signature.replace(parameters=parameters[skip:])
 
 
 class _Signature:
-    """The signature of a declared data class, in plain types; of its instances, which may be called, nothing is said."""
+    """The signature of a declared data class, in plain types; of its instances, which may be
+    called, nothing is said.
+    """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         if instance is not None:
@@ -218,8 +274,11 @@ class _Signature:
         return _plain(owner.__init__, skip=1)
 
 
-def arguments(function: Callable[..., Any], args: Any, kwargs: Any, idle: Idle) -> inspect.BoundArguments | None:
-    """Return a call's arguments as the annotations ask for them, with all defaults; None where Python refuses the call.
+def arguments(
+    function: Callable[..., Any], args: Any, kwargs: Any, idle: Idle
+) -> inspect.BoundArguments | None:
+    """Return a call's arguments as the annotations ask for them, with all defaults; None where
+    Python refuses the call.
 
     Raises:
         TypeError: As by `Option`.
@@ -243,7 +302,10 @@ def _refuse_idle(found: Mapping[str, Any], signature: inspect.Signature, idle: I
         if _holds(found[option], value):
             for name in names:
                 if found[name] != signature.parameters[name].default:
-                    raise ValueError(f"{name} says nothing {_told(option, value)}, got {found[name]!r}; leave it out")
+                    raise ValueError(
+                        f"{name} says nothing {_told(option, value)}, got {found[name]!r}; leave "
+                        "it out"
+                    )
 
 
 def _holds(found: Any, value: Any) -> bool:
@@ -255,7 +317,11 @@ def _holds(found: Any, value: Any) -> bool:
 def _told(option: str, value: Any) -> str:
     if isinstance(value, type):
         return f"under a {option} of {value.__name__}"
-    return f"where the {option} {value.__name__.replace('_', ' ')}" if callable(value) else f"under {option}={value!r}"
+    return (
+        f"where the {option} {value.__name__.replace('_', ' ')}"
+        if callable(value)
+        else f"under {option}={value!r}"
+    )
 
 
 def _declared_class(cls: C, idle: Idle) -> C:
@@ -279,8 +345,14 @@ def _declared_class(cls: C, idle: Idle) -> C:
 
 
 def completed(owner: Any) -> str | None:
-    """Return a docstring whose `Args` have every option that its annotation gives a meaning, in the order of the signature."""
-    doc = inspect.getdoc(owner) if not isinstance(owner, type) else inspect.cleandoc(owner.__doc__ or "")
+    """Return a docstring whose `Args` have every option that its annotation gives a meaning, in the
+    order of the signature.
+    """
+    doc = (
+        inspect.getdoc(owner)
+        if not isinstance(owner, type)
+        else inspect.cleandoc(owner.__doc__ or "")
+    )
     found = {name: option.meaning for name, option in options_of(owner).items() if option.meaning}
     if not doc or not found:
         return doc
@@ -293,15 +365,31 @@ def completed(owner: Any) -> str | None:
 
 
 def _entry(name: str, meaning: str) -> str:
-    return textwrap.fill(f"{name}: {meaning}", 130, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False)
+    return textwrap.fill(
+        f"{name}: {meaning}",
+        100,
+        initial_indent="    ",
+        subsequent_indent="        ",
+        break_on_hyphens=False,
+    )
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str], str]:
-    """Return what stands before the arguments, the arguments by name, and what stands after them."""
-    before, *rest = re.split(r"^(?=(?:Args|Returns|Raises|Warns|References):$)", doc, maxsplit=1, flags=re.MULTILINE)
+    """Return what stands before the arguments, the arguments by name, and what stands
+    after them.
+    """
+    before, *rest = re.split(
+        r"^(?=(?:Args|Returns|Raises|Warns|References):$)", doc, maxsplit=1, flags=re.MULTILINE
+    )
     after = "".join(rest)
     if not after.startswith("Args:"):
         return before.rstrip(), {}, after
-    entries, *rest = re.split(r"^(?=\S)", after.removeprefix("Args:\n"), maxsplit=1, flags=re.MULTILINE)
-    own = {entry.strip().partition(":")[0]: entry.rstrip() for entry in re.split(r"^(?=    \S)", entries, flags=re.MULTILINE) if entry}
+    entries, *rest = re.split(
+        r"^(?=\S)", after.removeprefix("Args:\n"), maxsplit=1, flags=re.MULTILINE
+    )
+    own = {
+        entry.strip().partition(":")[0]: entry.rstrip()
+        for entry in re.split(r"^(?=    \S)", entries, flags=re.MULTILINE)
+        if entry
+    }
     return before.rstrip(), own, "".join(rest)

@@ -1,11 +1,13 @@
 """The types and interfaces shared by all parts of the package.
 
-Index letters in code and documentation: `J` clients, `C` clients of a cohort or chunk, `N` examples, `B` batch, `S` posterior draws,
-`D` parameters of a block, `P` selected weights of a subnetwork, `M` copies of a block, `O` outputs. As a subscript, as in H_S, `S` is the
-set of the selected weights.
+Index letters in code and documentation: `J` clients, `C` clients of a cohort or chunk, `N`
+examples, `B` batch, `S` posterior draws, `D` parameters of a block, `P` selected weights of a
+subnetwork, `M` copies of a block, `O` outputs. As a subscript, as in H_S, `S` is the set of the
+selected weights.
 
-Terms: a "view" is one client's current state of the blocks in a phase; "given" is what every client received this round; a "block" is a set
-of parameters treated alike; a "cohort" are the clients whose work is gathered in a round; a "chunk" are clients computed together.
+Terms: a "view" is one client's current state of the blocks in a phase; "given" is what every client
+received this round; a "block" is a set of parameters treated alike; a "cohort" are the clients
+whose work is gathered in a round; a "chunk" are clients computed together.
 
 Functions for one client also serve many: tensors carry any leading axes, written [...].
 """
@@ -23,20 +25,27 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 
 Server: TypeAlias = dict[str, Any]
-"""The state of the federation on the server: nested mappings of tensors only, so that it can be stored and sent."""
+"""The state of the federation on the server: nested mappings of tensors only, so that it can be
+stored and sent.
+"""
 
 
 View: TypeAlias = dict[str, Any]
-"""The state that one client sees: the common blocks, its private rows, what was addressed to it, and "n", its number of examples."""
+"""The state that one client sees: the common blocks, its private rows, what was addressed to it,
+and "n", its number of examples.
+"""
 
 
 Uplink: TypeAlias = dict[str, Any]
-"""The entries that clients send: their pooled blocks, what the algorithm reports, "n", and "ids", which the server adds."""
+"""The entries that clients send: their pooled blocks, what the algorithm reports, "n", and "ids",
+which the server adds.
+"""
 
 
 Batch: TypeAlias = dict[str, Any]
-"""Examples: inputs x [..., B, *], a tensor or a tree of them; y [..., B]; weight [..., B], 0 for padding; index [..., B] into the client's
-own rows; where the data have environments, environment [..., B, E], one-hot."""
+"""Examples: inputs x [..., B, *], a tensor or a tree of them; y [..., B]; weight [..., B], 0 for
+padding; index [..., B] into the client's own rows; where the data have environments, environment
+[..., B, E], one-hot."""
 
 
 Carry: TypeAlias = Any
@@ -47,7 +56,9 @@ Info: TypeAlias = dict[str, Tensor]
 
 
 Weight: TypeAlias = Callable[[Server, Uplink], Tensor]
-"""Function (server, uplink) -> weights of the clients of an uplink, [C], not normalised; [C, M] for the copies of a block."""
+"""Function (server, uplink) -> weights of the clients of an uplink, [C], not normalised; [C, M] for
+the copies of a block.
+"""
 
 
 RESERVED = ("n", "ids", "round", "rounds", "clients")
@@ -63,11 +74,15 @@ class Posterior(Protocol):
         ...
 
     def noise_size(self, size: int) -> int:
-        """Return how many standard normals one draw of `size` weights takes; 0 if there is nothing to draw."""
+        """Return how many standard normals one draw of `size` weights takes; 0 if there is nothing
+        to draw.
+        """
         ...
 
     def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:
-        """Return one reparameterised draw [..., D] from `noise` [..., noise_size]; the mean if `noise` is None."""
+        """Return one reparameterised draw [..., D] from `noise` [..., noise_size]; the mean if
+        `noise` is None.
+        """
         ...
 
     def moments(self, q: Tensors) -> tuple[Tensor, Tensor]:
@@ -84,7 +99,9 @@ class Prior(Protocol):
     """The interface of a prior p(w_j | w), which ties a client's belief to the federation."""
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
-        """Return the expected negative log prior [...] in nats, with all constants, for moments `loc` and `var` [..., D]."""
+        """Return the expected negative log prior [...] in nats, with all constants, for moments
+        `loc` and `var` [..., D].
+        """
         ...
 
 
@@ -100,8 +117,12 @@ class AdditivePool(Protocol):
         """Return the names of the posterior's tensors that travel."""
         ...
 
-    def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Add a chunk of clients [C, ...] to `total`, in place, in float64, one client after another."""
+    def accumulate(
+        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
+    ) -> Tensors:
+        """Add a chunk of clients [C, ...] to `total`, in place, in float64, one client after
+        another.
+        """
         ...
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
@@ -140,7 +161,9 @@ class Likelihood(Protocol):
         ...
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the negative log likelihood [..., B] in nats, of `outputs` [..., B, O] at `y` [..., B] (or [..., B, O])."""
+        """Return the negative log likelihood [..., B] in nats, of `outputs` [..., B, O] at `y`
+        [..., B] (or [..., B, O]).
+        """
         ...
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,34 +171,49 @@ class Likelihood(Protocol):
         ...
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Return the predictive distribution averaged over draws `outputs` [..., S, N, O]; its epistemic part is a separate entry."""
+        """Return the predictive distribution averaged over draws `outputs` [..., S, N, O]; its
+        epistemic part is a separate entry.
+        """
         ...
 
 
 class Fitted(Protocol):
     """The interface of one client's predictor, ready to be used."""
 
-    def __call__(self, x: Inputs, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
-        """Return the prediction at `x` [N, *], with the entries of `Likelihood.predictive`, without the axis of draws.
+    def __call__(
+        self,
+        x: Inputs,
+        *,
+        value: float | None = None,
+        noise: Tensor | None = None,
+        plain: bool = False,
+    ) -> Tensors:
+        """Return the prediction at `x` [N, *], with the entries of `Likelihood.predictive`, without
+        the axis of draws.
 
         Args:
             x: Inputs [N, *], a tensor or a tree of them.
-            value: Value of the number that is tuned, if the predictor has one; None for the first of its grid.
+            value: Value of the number that is tuned, if the predictor has one; None for the first
+                of its grid.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
-            plain: Whether to predict at the means of the uncertain weights, as if these were certain.
+            plain: Whether to predict at the means of the uncertain weights, as if these were
+                certain.
         """
         ...
 
 
 class Predictor(Protocol):
-    """The interface of a rule by which a client predicts, from its training data or from several models together.
+    """The interface of a rule by which a client predicts, from its training data or from several
+    models together.
 
     Without one, predictions are averaged over draws of the client's blocks.
     """
 
     @property
     def tunes(self) -> str:
-        """Return the name of a number that is chosen for all clients by the likelihood of their validation data; empty if there is none."""
+        """Return the name of a number that is chosen for all clients by the likelihood of their
+        validation data; empty if there is none.
+        """
         ...
 
     @property
@@ -190,14 +228,17 @@ class Predictor(Protocol):
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor.
 
-        It is made from what the client received, its view (after fine-tuning, if the method has any), and its training data x, y.
+        It is made from what the client received, its view (after fine-tuning, if the method has
+        any), and its training data x, y.
         """
         ...
 
 
 @runtime_checkable
 class StoredPredictor(Predictor, Protocol):
-    """The interface of a predictor that can be stored with a client's model, so that it predicts without the training data."""
+    """The interface of a predictor that can be stored with a client's model, so that it predicts
+    without the training data.
+    """
 
     @property
     def needs_data(self) -> bool:
@@ -206,13 +247,17 @@ class StoredPredictor(Predictor, Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the names of the view's entries that it reads in addition to the blocks of the predictor."""
+        """Return the names of the view's entries that it reads in addition to the blocks of the
+        predictor.
+        """
         ...
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
-        """Return the tensors by which `restored` predicts; none of them holds a row of the training data as it is.
+        """Return the tensors by which `restored` predicts; none of them holds a row of the training
+        data as it is.
 
-        They can be as confidential as the rows, which may be computed from them, see `ClientModel.save`.
+        They can be as confidential as the rows, which may be computed from them, see
+        `ClientModel.save`.
 
         Args:
             fitted: One client's predictor, as the rule itself or `restored` made it.
@@ -225,7 +270,8 @@ class StoredPredictor(Predictor, Protocol):
         ...
 
     def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
-        """Return one client's predictor from the blocks of its view, the entries that `reads` names, and the stored `tensors`.
+        """Return one client's predictor from the blocks of its view, the entries that `reads`
+        names, and the stored `tensors`.
 
         Raises:
             ValueError: The tensors do not fit the model.

@@ -1,11 +1,14 @@
-"""Addressed randomness: every draw is a function of (seed; purpose, round, client, stage, phase, index) and of nothing else.
+"""Addressed randomness: every draw is a function of (seed; purpose, round, client, stage, phase,
+index) and of nothing else.
 
-A run therefore uses the same draws whatever the kernel, the chunk size, the number of workers, the order of the clients
-or the machine: no shared generator is used. Addresses are hashed by NumPy's `SeedSequence` with a spawn key of fixed
-length (entropy lists collide: [1, 2] equals [1, 2, 0]) into the key of a counter-based Philox generator, and always drawn
-in float32 on the CPU, so that neither the device nor the precision of a run changes what is drawn.
+A run therefore uses the same draws whatever the kernel, the chunk size, the number of workers, the
+order of the clients or the machine: no shared generator is used. Addresses are hashed by NumPy's
+`SeedSequence` with a spawn key of fixed length (entropy lists collide: [1, 2] equals [1, 2, 0])
+into the key of a counter-based Philox generator, and always drawn in float32 on the CPU, so that
+neither the device nor the precision of a run changes what is drawn.
 
-Randomness that protects clients must not depend on a seed that others know: `keyed` derives it from a secret.
+Randomness that protects clients must not depend on a seed that others know: `keyed` derives it from
+a secret.
 """
 
 import hashlib
@@ -47,19 +50,41 @@ class Stage(IntEnum):
 
 
 def generator(
-    seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, stage: int = 0, phase: int = 0, index: int = 0
+    seed: int,
+    purpose: Purpose,
+    *,
+    round: int = 0,
+    client: int = 0,
+    stage: int = 0,
+    phase: int = 0,
+    index: int = 0,
 ) -> np.random.Generator:
     """Return the generator at one address, see `_words`."""
     words = _words(seed, purpose, round, client, stage, phase, index)
     return np.random.Generator(np.random.Philox(key=words.generate_state(2, np.uint64)))
 
 
-def key(seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, stage: int = 0, phase: int = 0, index: int = 0) -> int:
-    """Return a number of 64 bits that seeds the draws of torch's own operations at one address, see `_words` and `Addressed`."""
-    return int(_words(seed, purpose, round, client, stage, phase, index).generate_state(1, np.uint64)[0])
+def key(
+    seed: int,
+    purpose: Purpose,
+    *,
+    round: int = 0,
+    client: int = 0,
+    stage: int = 0,
+    phase: int = 0,
+    index: int = 0,
+) -> int:
+    """Return a number of 64 bits that seeds the draws of torch's own operations at one address, see
+    `_words` and `Addressed`.
+    """
+    return int(
+        _words(seed, purpose, round, client, stage, phase, index).generate_state(1, np.uint64)[0]
+    )
 
 
-def _words(seed: int, purpose: Purpose, round: int, client: int, stage: int, phase: int, index: int) -> np.random.SeedSequence:
+def _words(
+    seed: int, purpose: Purpose, round: int, client: int, stage: int, phase: int, index: int
+) -> np.random.SeedSequence:
     """Return the hash of one address.
 
     Args:
@@ -69,7 +94,8 @@ def _words(seed: int, purpose: Purpose, round: int, client: int, stage: int, pha
         client: Client id, from 0.
         stage: Training, fine-tuning or adaptation.
         phase: Place of the phase among those in its list that shuffle or draw.
-        index: A further word: the epoch of a permutation, the number of a block, the step of a phase.
+        index: A further word: the epoch of a permutation, the number of a block, the step of a
+            phase.
 
     Raises:
         ValueError: `seed` is no whole number >= 0, or a word of the address lies outside [0, 2^32).
@@ -81,23 +107,35 @@ def _words(seed: int, purpose: Purpose, round: int, client: int, stage: int, pha
 
 
 def keyed(secret: bytes, *address: bytes, size: int) -> np.ndarray:
-    """Return words [size], uint64, of SHAKE-256 of a secret and an address: for anyone without the secret they are as good as uniform."""
-    text = b"".join(len(part).to_bytes(8, "little") + part for part in (b"bayesfl", secret, *address))
+    """Return words [size], uint64, of SHAKE-256 of a secret and an address: for anyone without the
+    secret they are as good as uniform.
+    """
+    text = b"".join(
+        len(part).to_bytes(8, "little") + part for part in (b"bayesfl", secret, *address)
+    )
     return np.frombuffer(hashlib.shake_256(text).digest(8 * size), "<u8").astype(np.uint64)
 
 
 def hashed(rows: np.ndarray) -> np.ndarray:
-    """Return a hash of every row [n, m] of 32-bit words, [n] uint64, by a multilinear function of fixed random weights."""
-    weights = generator(0, Purpose.SURVEY, phase=9).integers(0, 2**64, rows.shape[1] + 1, dtype=np.uint64)
+    """Return a hash of every row [n, m] of 32-bit words, [n] uint64, by a multilinear function of
+    fixed random weights.
+    """
+    weights = generator(0, Purpose.SURVEY, phase=9).integers(
+        0, 2**64, rows.shape[1] + 1, dtype=np.uint64
+    )
     out = np.empty(len(rows), np.uint64)
     size = max(1, 2**18 // max(1, rows.shape[1]))
     for start in range(0, len(rows), size):
-        out[start : start + size] = (rows[start : start + size].astype(np.uint64) * weights[1:]).sum(1, dtype=np.uint64) + weights[0]
+        out[start : start + size] = (
+            rows[start : start + size].astype(np.uint64) * weights[1:]
+        ).sum(1, dtype=np.uint64) + weights[0]
     return mixed(out)
 
 
 def mixed(words: np.ndarray) -> np.ndarray:
-    """Return words of 64 bits mixed so that every bit depends on all (splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return words of 64 bits mixed so that every bit depends on all (splitmix64; Steele, Lea and
+    Flood, OOPSLA 2014).
+    """
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

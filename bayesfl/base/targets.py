@@ -1,4 +1,6 @@
-"""The targets of a federation: what a likelihood has to know of them to say how many outputs a network needs."""
+"""The targets of a federation: what a likelihood has to know of them to say how many outputs a
+network needs.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -38,6 +40,11 @@ class Targets:
         """
         if self.task != task:
             raise ValueError(
-                f"likelihood {type(likelihood).__name__} is for {task}, the data are for {self.task}; build the algorithm with likelihood="
-                + ("Gaussian(scale=...)" if self.task == "regression" else "Categorical(), or the data with task='regression'")
+                f"likelihood {type(likelihood).__name__} is for {task}, the data are for "
+                f"{self.task}; build the algorithm with likelihood="
+                + (
+                    "Gaussian(scale=...)"
+                    if self.task == "regression"
+                    else "Categorical(), or the data with task='regression'"
+                )
             )

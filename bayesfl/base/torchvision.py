@@ -10,12 +10,15 @@ _kept_alive: list[torch.library.Library] = []
 
 
 def torchvision() -> ModuleType:
-    """Import the module `torchvision` and return it, also beside a torch without CUDA; call it once, before what imports torchvision.
+    """Import the module `torchvision` and return it, also beside a torch without CUDA; call it
+    once, before what imports torchvision.
 
-    The package index has torchvision for CUDA only. Beside a torch without CUDA its compiled operators do not load, and `import
-    torchvision` stops with "operator torchvision::nms does not exist", because it attaches rules of shapes to two of them; so do
-    libraries that import it, such as peft. Here the two are declared first. Networks, transforms and data sets then work, and what needs
-    a compiled operator, `torchvision.ops.nms` for instance, says so when it is called. Where the plain import works, nothing else is done.
+    The package index has torchvision for CUDA only. Beside a torch without CUDA its compiled
+    operators do not load, and `import torchvision` stops with "operator torchvision::nms does not
+    exist", because it attaches rules of shapes to two of them; so do libraries that import it, such
+    as peft. Here the two are declared first. Networks, transforms and data sets then work, and what
+    needs a compiled operator, `torchvision.ops.nms` for instance, says so when it is called. Where
+    the plain import works, nothing else is done.
 
     Raises:
         ImportError: torchvision is not installed.

@@ -8,23 +8,38 @@ from torch import Tensor
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nest of mappings into one mapping, its keys joined by dots; anything that is not a mapping is a leaf.
+    """Flatten a nest of mappings into one mapping, its keys joined by dots; anything that is not a
+    mapping is a leaf.
 
     Raises:
-        ValueError: A key is not text, is empty, or contains a dot, so that it could be confused with a nest.
+        ValueError: A key is not text, is empty, or contains a dot, so that it could be confused
+            with a nest.
     """
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str) or "." in key or not key:
-            raise ValueError(f"name {key!r} must be text without dots, which join the names of a nest; choose another")
-        out |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+            raise ValueError(
+                f"name {key!r} must be text without dots, which join the names of a nest; choose "
+                "another"
+            )
+        out |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return out
 
 
 def alike(one: Tensor, other: Tensor, *, free: bool = False) -> bool:
-    """Say whether two tensors have one dtype and one shape; with `free`, their first axes may have other lengths."""
+    """Say whether two tensors have one dtype and one shape; with `free`, their first axes may have
+    other lengths.
+    """
     start = int(free)
-    return one.dtype == other.dtype and one.dim() == other.dim() and one.shape[start:] == other.shape[start:]
+    return (
+        one.dtype == other.dtype
+        and one.dim() == other.dim()
+        and one.shape[start:] == other.shape[start:]
+    )
 
 
 def shapes(tree: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -33,8 +48,13 @@ def shapes(tree: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, .
 
 
 def detached(tree: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a nest's tensors under their dotted names, sorted by name: contiguous copies on the CPU that share no memory."""
-    return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in sorted(flatten(tree).items())}
+    """Return a nest's tensors under their dotted names, sorted by name: contiguous copies on the
+    CPU that share no memory.
+    """
+    return {
+        name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, t in sorted(flatten(tree).items())
+    }
 
 
 def nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:

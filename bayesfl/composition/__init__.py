@@ -1,15 +1,42 @@
-"""The building blocks of methods: blocks, energies, phases, priors, pools, and the `Algorithm` that combines them."""
+"""The building blocks of methods: blocks, energies, phases, priors, pools, and the `Algorithm` that
+combines them.
+"""
 
 from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block, standard_normal
 from bayesfl.composition.energy import Energy, Penalty, tempering
-from bayesfl.composition.invariance import Annealed, Estimator, anew_at, by_environment, evenly, irm_energy, reweighted, tied
+from bayesfl.composition.invariance import (
+    Annealed,
+    Estimator,
+    anew_at,
+    by_environment,
+    evenly,
+    irm_energy,
+    reweighted,
+    tied,
+)
 from bayesfl.composition.personal import with_personal
 from bayesfl.composition.phases import Descend, Once, Repeat
-from bayesfl.composition.pools import Mean, Mixed, MomentMatched, Relaxed, Stack, by_size, counted, equal
+from bayesfl.composition.pools import (
+    Mean,
+    Mixed,
+    MomentMatched,
+    Relaxed,
+    Stack,
+    by_size,
+    counted,
+    equal,
+)
 from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace, Mixture, size_of
-from bayesfl.composition.priors import Normal, Parameter, closest_variance, inverse_size, own_mean, server_mean
+from bayesfl.composition.priors import (
+    Normal,
+    Parameter,
+    closest_variance,
+    inverse_size,
+    own_mean,
+    server_mean,
+)
 from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.composition.topology import check_mixing, erdos_renyi, metropolis
 

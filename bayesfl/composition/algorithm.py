@@ -1,4 +1,6 @@
-"""`Algorithm`: a federated method as a value, made of blocks (what is believed, sent and kept) and phases (what is trained)."""
+"""`Algorithm`: a federated method as a value, made of blocks (what is believed, sent and kept) and
+phases (what is trained).
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +18,16 @@ from bayesfl.base.described import described
 from bayesfl.base.inputs import Inputs, call_at
 from bayesfl.base.layout import Layout, aliases, covers
 from bayesfl.base.options import AT_LEAST_0, declared
-from bayesfl.base.protocols import RESERVED, Batch, Likelihood, Predictor, Server, Tensors, Uplink, View
+from bayesfl.base.protocols import (
+    RESERVED,
+    Batch,
+    Likelihood,
+    Predictor,
+    Server,
+    Tensors,
+    Uplink,
+    View,
+)
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition import buffers
@@ -47,42 +58,55 @@ class Made:
 @dataclass(frozen=True)
 @declared
 class Algorithm:
-    """A federated method: its blocks, its phases, and what server and clients hold, send and combine beyond the blocks.
+    """A federated method: its blocks, its phases, and what server and clients hold, send and
+    combine beyond the blocks.
 
     Args:
-        model: Architecture and initial weights; copied, never changed. Parameters that no block covers stay as they are.
-        blocks: The model's parts by name; they need not partition it (Ditto has two over all of it).
+        model: Architecture and initial weights; copied, never changed. Parameters that no block
+            covers stay as they are.
+        blocks: The model's parts by name; they need not partition it (Ditto has two over all of
+            it).
         phases: Local work of a round, in order.
-        parts: Names of the blocks that make the personal predictor; together they cover each parameter at most once.
+        parts: Names of the blocks that make the personal predictor; together they cover each
+            parameter at most once.
         likelihood: Distribution of y given the model's outputs.
-        server: (blocks, number of clients J) -> initial server state beyond the blocks; an entry with a row for each client is [J, ...].
-        broadcast: Names of `server`'s entries that every client receives besides the blocks; no other entry is sent to everyone.
-        address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C, ...]; a block named there is not
-            sent to everyone.
+        server: (blocks, number of clients J) -> initial server state beyond the blocks; an entry
+            with a row for each client is [J, ...].
+        broadcast: Names of `server`'s entries that every client receives besides the blocks; no
+            other entry is sent to everyone.
+        address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C,
+            ...]; a block named there is not sent to everyone.
         private: {name: start} of what one client keeps from round to round beyond the blocks.
-        reports: {name: start} of what one client sends beyond the blocks. The start is put into the client's view before each round, and
-            the view's entry after the round is sent; it is kept only where `private` has the name, too. The starts of `private` and
-            `reports` are tensors, numbers, nested mappings of these, or functions (given) -> one of these.
-        combine: (server, ids, uplink) -> the server's changed entries; runs after the pools. `uplink` has the cohort's reports and the
-            blocks with a stacked pool, each [C, ...], "n" and "ids" [C], and the numbers "round", "rounds" and
-            "clients" J.
+        reports: {name: start} of what one client sends beyond the blocks. The start is put into the
+            client's view before each round, and the view's entry after the round is sent; it is
+            kept only where `private` has the name, too. The starts of `private` and `reports` are
+            tensors, numbers, nested mappings of these, or functions (given) -> one of these.
+        combine: (server, ids, uplink) -> the server's changed entries; runs after the pools.
+            `uplink` has the cohort's reports and the blocks with a stacked pool, each [C, ...], "n"
+            and "ids" [C], and the numbers "round", "rounds" and "clients" J.
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client runs once if it was never seen in training.
-        predictor: Rule that makes the personal predictions; None averages predictions over draws of the blocks in `parts`.
-        draws: Default number of posterior draws for a prediction, the paper's; 0 predicts at the mean, or by the predictor's closed form.
-        train: Default of who trains, the paper's: `cohort`, or `all` clients, of whom only the cohort is then gathered.
+        predictor: Rule that makes the personal predictions; None averages predictions over draws of
+            the blocks in `parts`.
+        draws: Default number of posterior draws for a prediction, the paper's; 0 predicts at the
+            mean, or by the predictor's closed form.
+        train: Default of who trains, the paper's: `cohort`, or `all` clients, of whom only the
+            cohort is then gathered.
         sampling: Default of how a cohort is drawn, the paper's: `fixed` or `bernoulli`.
-        watch: (algorithm, phase, given, view, batch, client's name) -> None, which may warn of what a client's training would do; called
-            before each training phase of rounds 1, 2, 4, 8 and so on with the client of a chunk that has most examples; None for none.
-        made: Of which method of the library it is made; None if it was composed by hand, or changed by `dataclasses.replace`.
+        watch: (algorithm, phase, given, view, batch, client's name) -> None, which may warn of what
+            a client's training would do; called before each training phase of rounds 1, 2, 4, 8 and
+            so on with the client of a chunk that has most examples; None for none.
+        made: Of which method of the library it is made; None if it was composed by hand, or changed
+            by `dataclasses.replace`.
 
-    Names that `server`, `private` and `reports` add must differ from the blocks' names and contain no dot.
+    Names that `server`, `private` and `reports` add must differ from the blocks' names and contain
+    no dot.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, `private` or `reports` is not a mapping, or `server`, `address` or `combine` is no
-            function.
-        ValueError: A pattern matches no parameter, two parts claim one parameter, a name is reserved or has a dot, or the model draws
-            random numbers or updates buffers in training.
+        TypeError: `model` is not an `nn.Module`, `private` or `reports` is not a mapping, or
+            `server`, `address` or `combine` is no function.
+        ValueError: A pattern matches no parameter, two parts claim one parameter, a name is
+            reserved or has a dot, or the model draws random numbers or updates buffers in training.
     """
 
     model: nn.Module
@@ -103,41 +127,81 @@ class Algorithm:
     draws: Annotated[int, AT_LEAST_0] = 0
     train: Literal["cohort", "all"] = "cohort"
     sampling: Literal["fixed", "bernoulli"] = "fixed"
-    watch: Callable[[Any, Any, Server, View, Batch, str], None] | None = field(default=None, repr=False, compare=False)
+    watch: Callable[[Any, Any, Server, View, Batch, str], None] | None = field(
+        default=None, repr=False, compare=False
+    )
     made: Made | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        instance("model", self.model, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
+        instance(
+            "model",
+            self.model,
+            nn.Module,
+            "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)",
+        )
         refuse_impure(self.model)
         _check_composed(self)
         object.__setattr__(self, "model", copied(self.model))
         object.__setattr__(self, "blocks", buffers.with_buffers(self.model, self.blocks))
-        object.__setattr__(self, "_layouts", {name: buffers.layout(self.model, block) for name, block in self.blocks.items()})
+        object.__setattr__(
+            self,
+            "_layouts",
+            {name: buffers.layout(self.model, block) for name, block in self.blocks.items()},
+        )
         self.check_parts(self.parts)
         if self.copies(self.parts) is not None and self.predictor is None:
-            raise ValueError(f"parts {self.parts} have copies, so a predictor must say how they predict together, as predictors.Mixture()")
-        for part in (*self.phases, *self.finetune, *self.adapt, *([] if self.predictor is None else [self.predictor])):
+            raise ValueError(
+                f"parts {self.parts} have copies, so a predictor must say how they predict "
+                "together, as predictors.Mixture()"
+            )
+        for part in (
+            *self.phases,
+            *self.finetune,
+            *self.adapt,
+            *([] if self.predictor is None else [self.predictor]),
+        ):
             part.check(self)
 
     def described_as(self) -> dict[str, Any]:
-        """Return by what a saved run knows the method again, see `bayesfl.base.described`: name and options, or the fields."""
+        """Return by what a saved run knows the method again, see `bayesfl.base.described`: name and
+        options, or the fields.
+        """
         if self.made is None:
             name = "composed by hand"
-            return {"method": name, name: {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "made", "watch")}}
+            return {
+                "method": name,
+                name: {
+                    f.name: getattr(self, f.name)
+                    for f in fields(self)
+                    if f.name not in ("model", "made", "watch")
+                },
+            }
         function = inspect.unwrap(self.made.function)
-        whose = {"name": function.__name__} if function.__module__.startswith("bayesfl.") else described(function)
+        whose = (
+            {"name": function.__name__}
+            if function.__module__.startswith("bayesfl.")
+            else described(function)
+        )
         name = whose.pop("name")
-        return {"method": name, "revision": self.made.revision, name: dict(self.made.options), **whose}
+        return {
+            "method": name,
+            "revision": self.made.revision,
+            name: dict(self.made.options),
+            **whose,
+        }
 
     def __repr__(self) -> str:
-        blocks = ", ".join(f"{name}: {type(block.posterior).__name__}" for name, block in self.blocks.items())
+        blocks = ", ".join(
+            f"{name}: {type(block.posterior).__name__}" for name, block in self.blocks.items()
+        )
         return f"Algorithm({type(self.model).__name__}; {blocks}; {len(self.phases)} phases)"
 
     def check_parts(self, parts: Iterable[str]) -> None:
         """Check that `parts` are names of blocks that claim each parameter at most once.
 
         Raises:
-            ValueError: A part is not a block, two parts claim one parameter, or the parts differ in their number of copies.
+            ValueError: A part is not a block, two parts claim one parameter, or the parts differ in
+                their number of copies.
         """
         owner: dict[str, str] = {}
         for part in parts:
@@ -146,37 +210,55 @@ class Algorithm:
             for name in self.layout(part).names:
                 if name in owner:
                     raise ValueError(
-                        f"blocks {owner[name]!r} and {part!r} both claim parameter {name!r} in one predictor; narrow one pattern, "
+                        f"blocks {owner[name]!r} and {part!r} both claim parameter {name!r} in one "
+                        "predictor; narrow one pattern, "
                         "or name only one of them in parts"
                     )
                 owner[name] = part
-        counts = {count for part in owner.values() if (count := self.blocks[part].copies) is not None}
+        counts = {
+            count for part in owner.values() if (count := self.blocks[part].copies) is not None
+        }
         if len(counts) > 1:
-            raise ValueError(f"parts of one predictor have {sorted(counts)} copies; give them one number")
+            raise ValueError(
+                f"parts of one predictor have {sorted(counts)} copies; give them one number"
+            )
 
     def layout(self, block: str) -> Layout:
         """Return which parameters a block covers, and how its vector is laid out."""
         return self.__dict__["_layouts"][block]
 
     def copies(self, parts: Iterable[str]) -> int | None:
-        """Return the number M of copies that blocks with `copies` among `parts` have, None if no part has copies."""
+        """Return the number M of copies that blocks with `copies` among `parts` have, None if no
+        part has copies.
+        """
         found = {block.copies for block in (self.blocks[part] for part in parts) if block.copies}
         return found.pop() if found else None
 
     def shared_parts(self) -> tuple[str, ...] | None:
-        """Return the blocks of one global model: `parts`, or else all that the server holds if they cover the same once; else None."""
+        """Return the blocks of one global model: `parts`, or else all that the server holds if they
+        cover the same once; else None.
+        """
         if not any(self.blocks[name].private for name in self.parts):
             return self.parts if self.copies(self.parts) is None else None
-        held = tuple(name for name, block in self.blocks.items() if not block.private and not isinstance(block, buffers.Buffers))
+        held = tuple(
+            name
+            for name, block in self.blocks.items()
+            if not block.private and not isinstance(block, buffers.Buffers)
+        )
         covered = [name for block in held for name in self.layout(block).names]
         wanted = {name for part in self.parts for name in self.layout(part).names}
         single = self.copies(held) is None
-        return held if single and len(covered) == len(set(covered)) and set(covered) == wanted else None
+        return (
+            held
+            if single and len(covered) == len(set(covered)) and set(covered) == wanted
+            else None
+        )
 
     # Parameters, outputs and losses of one client
 
     def module(self, like: Tensor, *, train: bool = False) -> nn.Module:
-        """Return this thread's own copy of the model, in the precision and on the device of `like`; the copy may be overwritten.
+        """Return this thread's own copy of the model, in the precision and on the device of `like`;
+        the copy may be overwritten.
 
         It is in evaluation mode, or, to `train`, in the modes in which the model was given.
         """
@@ -187,17 +269,25 @@ class Algorithm:
         found = dict.fromkeys(name for part in parts for name in (part, buffers.of(part)))
         return tuple(name for name in found if name in self.blocks)
 
-    def leaves(self, parts: Iterable[str], view: View, noise: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return parameters by name, [..., *shape]: a draw from each part's belief where there is noise [..., D], else its mean."""
+    def leaves(
+        self, parts: Iterable[str], view: View, noise: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return parameters by name, [..., *shape]: a draw from each part's belief where there is
+        noise [..., D], else its mean.
+        """
         noise = noise or {}
         return {
             name: leaf
             for part in self.whole(parts)
-            for name, leaf in self.layout(part).leaves(self.blocks[part].posterior.sample(view[part], noise.get(part))).items()
+            for name, leaf in self.layout(part)
+            .leaves(self.blocks[part].posterior.sample(view[part], noise.get(part)))
+            .items()
         }
 
     def network(self, view: View, parts: tuple[str, ...] | None = None) -> nn.Module:
-        """Return this thread's copy of the model at one client's weights, `parts` at their means; the next call overwrites it."""
+        """Return this thread's copy of the model at one client's weights, `parts` at their means;
+        the next call overwrites it.
+        """
         network = self.module(view["n"])
         held = dict(network.named_parameters()) | dict(network.named_buffers())
         for name, leaf in self.leaves(self.parts if parts is None else parts, view).items():
@@ -205,31 +295,55 @@ class Algorithm:
         return network
 
     def outputs(self, leaves: Mapping[str, Tensor], x: Inputs) -> Tensor:
-        """Compute the model's outputs [B, O] for one client's `x` [B, *] at the parameters `leaves`."""
+        """Compute the model's outputs [B, O] for one client's `x` [B, *] at the parameters
+        `leaves`.
+        """
         return call_at(self.module(next(iter(leaves.values()))), dict(leaves), x)
 
     def features(self, leaves: Mapping[str, Tensor], x: Inputs) -> tuple[Tensor | None, Tensor]:
-        """Compute the features [B, F] that the head of a `SplitModel` receives (None for another model), and the outputs [B, O]."""
+        """Compute the features [B, F] that the head of a `SplitModel` receives (None for another
+        model), and the outputs [B, O].
+        """
         module = self.module(next(iter(leaves.values())))
         if not cut(module):
             return None, self.outputs(leaves, x)
-        body, head = ({k.removeprefix(part): v for k, v in leaves.items() if k.startswith(part)} for part in ("body.", "head."))
+        body, head = (
+            {k.removeprefix(part): v for k, v in leaves.items() if k.startswith(part)}
+            for part in ("body.", "head.")
+        )
         features = call_at(module.body, body, x)
         return features, call_at(module.head, head, features)
 
     def losses(self, leaves: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Compute the negative log likelihoods [B] of one client's batch at the parameters `leaves`, in nats."""
+        """Compute the negative log likelihoods [B] of one client's batch at the parameters
+        `leaves`, in nats.
+        """
         return self.likelihood.nll(self.outputs(leaves, batch["x"]), batch["y"])
 
-    def losses_of_copies(self, parts: Iterable[str], view: View, batch: Batch, noise: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Compute `losses` [B] of one client at its weights, or at one draw from noise [D]; [M, B] where a part has M copies."""
+    def losses_of_copies(
+        self,
+        parts: Iterable[str],
+        view: View,
+        batch: Batch,
+        noise: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Compute `losses` [B] of one client at its weights, or at one draw from noise [D]; [M, B]
+        where a part has M copies.
+        """
         parts, noise = self.whole(parts), noise or {}
         count = self.copies(parts)
         leaves = self.leaves(parts, view, {k: self.noise_of_copies(k, e) for k, e in noise.items()})
         if count is None:
             return self.losses(leaves, batch)
-        many = {name for part in parts if self.blocks[part].copies for name in self.layout(part).names}
-        return torch.stack([self.losses({k: v[m] if k in many else v for k, v in leaves.items()}, batch) for m in range(count)])
+        many = {
+            name for part in parts if self.blocks[part].copies for name in self.layout(part).names
+        }
+        return torch.stack(
+            [
+                self.losses({k: v[m] if k in many else v for k, v in leaves.items()}, batch)
+                for m in range(count)
+            ]
+        )
 
     def noise_size(self, block: str) -> int:
         """Return how many standard normals one draw of a block takes, all its copies together."""
@@ -237,24 +351,45 @@ class Algorithm:
         return (this.copies or 1) * this.posterior.noise_size(self.layout(block).size)
 
     def noise_of_copies(self, block: str, noise: Tensor) -> Tensor:
-        """Reshape the standard normals [..., `noise_size`] of a draw to [..., M, size] where the block has M copies."""
+        """Reshape the standard normals [..., `noise_size`] of a draw to [..., M, size] where the
+        block has M copies.
+        """
         count = self.blocks[block].copies
         return noise if count is None else noise.unflatten(-1, (count, -1))
 
     def of_copy(self, parts: Iterable[str], view: View, copy: int) -> View:
-        """Return a client's view in which the blocks of `parts` that have copies hold one of these alone, as a block without copies."""
-        return view | {part: tree_map(lambda t: t[copy], view[part]) for part in self.whole(parts) if self.blocks[part].copies}
+        """Return a client's view in which the blocks of `parts` that have copies hold one of these
+        alone, as a block without copies.
+        """
+        return view | {
+            part: tree_map(lambda t: t[copy], view[part])
+            for part in self.whole(parts)
+            if self.blocks[part].copies
+        }
 
     def divergence(self, block: str, belief: Tensors, given: Server, view: View) -> Tensor:
-        """Compute KL(q || prior) [...] in nats of a block's belief, summed over its copies; for a point, its energy -log p."""
+        """Compute KL(q || prior) [...] in nats of a block's belief, summed over its copies; for a
+        point, its energy -log p.
+        """
         this = self.blocks[block]
-        found = this.prior.energy(*this.posterior.moments(belief), given, view) - this.posterior.entropy(belief)
+        found = this.prior.energy(
+            *this.posterior.moments(belief), given, view
+        ) - this.posterior.entropy(belief)
         return found if this.copies is None else found.sum(-1)
 
     # The server's state, the clients' views, and what travels between them
 
-    def init(self, clients: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Server:
-        """Return the server's state before the first round: blocks by the tensors that travel (private ones by their centre), and more."""
+    def init(
+        self,
+        clients: int,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Server:
+        """Return the server's state before the first round: blocks by the tensors that travel
+        (private ones by their centre), and more.
+        """
         covered = {name for block in self.blocks for name in self.layout(block).names}
         weights = {name: t for name, t in buffers.tensors_of(self.model).items() if name in covered}
         state: Server = {}
@@ -263,16 +398,30 @@ class Algorithm:
             loc = layout.ravel(weights)
             if block.copies is not None:
                 loc = torch.stack(
-                    [self._start(block, loc, generator(seed, Purpose.START, index=index, phase=m)) for m in range(block.copies)]
+                    [
+                        self._start(
+                            block, loc, generator(seed, Purpose.START, index=index, phase=m)
+                        )
+                        for m in range(block.copies)
+                    ]
                 )
             else:
                 loc = self._start(block, loc, generator(seed, Purpose.START, index=index))
             belief = block.posterior.init(loc.to(dtype=dtype, device=device))
-            entry = {key: belief[key].clone() for key in (block.pool.sends if block.pool else ("loc",))}
-            state[name] = block.pool.start(entry, clients) if isinstance(block.pool, Mixed) else entry
-        more = self._more("server", self.server(state, clients), torch.empty(0, dtype=dtype, device=device))
+            entry = {
+                key: belief[key].clone() for key in (block.pool.sends if block.pool else ("loc",))
+            }
+            state[name] = (
+                block.pool.start(entry, clients) if isinstance(block.pool, Mixed) else entry
+            )
+        more = self._more(
+            "server", self.server(state, clients), torch.empty(0, dtype=dtype, device=device)
+        )
         if unknown := [name for name in self.broadcast if name not in more]:
-            raise ValueError(f"broadcast names {unknown}, which the server does not have; give them a start in `server`")
+            raise ValueError(
+                f"broadcast names {unknown}, which the server does not have; give them a start in "
+                "`server`"
+            )
         return state | more
 
     @staticmethod
@@ -280,73 +429,136 @@ class Algorithm:
         return loc if block.start == "module" else torch.as_tensor(block.start(rng, len(loc)))
 
     def free(self, clients: int) -> frozenset[str]:
-        """Return the dotted names of the server's tensors whose first axis may change its length, as models of clusters do.
+        """Return the dotted names of the server's tensors whose first axis may change its length,
+        as models of clusters do.
 
-        They are those beyond the blocks whose shape does not depend on the number of clients: it is the same for one client more.
+        They are those beyond the blocks whose shape does not depend on the number of clients: it is
+        the same for one client more.
         """
         kept = self.__dict__.setdefault("_free", {})
         if clients not in kept:
             blocks = {name: self.init(clients)[name] for name in self.blocks}
-            one, two = (flatten(self._more("server", self.server(blocks, n), torch.empty(0))) for n in (clients, clients + 1))
-            kept[clients] = frozenset(name for name, t in one.items() if name in two and t.dim() and t.shape == two[name].shape)
+            one, two = (
+                flatten(self._more("server", self.server(blocks, n), torch.empty(0)))
+                for n in (clients, clients + 1)
+            )
+            kept[clients] = frozenset(
+                name
+                for name, t in one.items()
+                if name in two and t.dim() and t.shape == two[name].shape
+            )
         return kept[clients]
 
     def newcomers(self, server: Server, clients: int) -> Server:
         """Return the server's state as `clients` never seen in training meet it.
 
-        What the server has learnt stays. An entry whose shape depends on the number of clients belongs to the clients that trained;
-        `server` makes it anew from the blocks as they are now, as at the start of a run. A block with a `Mixed` pool has no model for new
-        clients: they receive the mean.
+        What the server has learnt stays. An entry whose shape depends on the number of clients
+        belongs to the clients that trained; `server` makes it anew from the blocks as they are now,
+        as at the start of a run. A block with a `Mixed` pool has no model for new clients: they
+        receive the mean.
         """
         mixed = self._mixed
-        blocks = {name: mixed[name].newcomers(server[name]) if name in mixed else server[name] for name in self.blocks}
+        blocks = {
+            name: mixed[name].newcomers(server[name]) if name in mixed else server[name]
+            for name in self.blocks
+        }
         like = next(iter(blocks.values()))["loc"]
-        made, one_more = (self._more("server", self.server(blocks, n), like) for n in (clients, clients + 1))
+        made, one_more = (
+            self._more("server", self.server(blocks, n), like) for n in (clients, clients + 1)
+        )
         learnt = {key: server[key] for key in made}
-        return server | blocks | tree_map(lambda new, other, old: old if new.shape == other.shape else new, made, one_more, learnt)
+        return (
+            server
+            | blocks
+            | tree_map(
+                lambda new, other, old: old if new.shape == other.shape else new,
+                made,
+                one_more,
+                learnt,
+            )
+        )
 
     def _more(self, what: str, tree: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-        """Convert a method's entries beyond the blocks to tensors on the device of `like`; floating ones in its precision."""
+        """Convert a method's entries beyond the blocks to tensors on the device of `like`; floating
+        ones in its precision.
+        """
         if not isinstance(tree, Mapping):
-            raise ValueError(f"`{what}` must return a mapping, {{}} for nothing, got {type(tree).__name__}")
+            raise ValueError(
+                f"`{what}` must return a mapping, {{}} for nothing, got {type(tree).__name__}"
+            )
         _refuse_taken(what, tree, (*self.blocks, *RESERVED))
         for key, leaf in flatten(tree).items():
             if not isinstance(leaf, Tensor | np.ndarray | np.generic | Number):
-                raise ValueError(f"`{what}` starts {key!r} as {leaf!r}; give it a tensor, a number, or a mapping of these")
+                raise ValueError(
+                    f"`{what}` starts {key!r} as {leaf!r}; give it a tensor, a number, or a "
+                    "mapping of these"
+                )
         try:
             out: dict[str, Any] = tree_map(lambda t: _placed(t, like), dict(tree))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"`{what}` starts with something that is no tensor of numbers: {error}") from error
-        if wild := [key for key, t in flatten(out).items() if what != "reports" and not bool(t.isfinite().all())]:
-            raise ValueError(f"`{what}` starts {wild} with NaN or infinite numbers; give finite ones")
+            raise ValueError(
+                f"`{what}` starts with something that is no tensor of numbers: {error}"
+            ) from error
+        if wild := [
+            key
+            for key, t in flatten(out).items()
+            if what != "reports" and not bool(t.isfinite().all())
+        ]:
+            raise ValueError(
+                f"`{what}` starts {wild} with NaN or infinite numbers; give finite ones"
+            )
         return out
 
-    def _starts(self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor) -> dict[str, Any]:
+    def _starts(
+        self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor
+    ) -> dict[str, Any]:
         """Return the starts of one client's `private` or `reports` entries."""
-        return self._more(what, {name: start(given) if callable(start) else start for name, start in starts.items()}, like)
+        return self._more(
+            what,
+            {name: start(given) if callable(start) else start for name, start in starts.items()},
+            like,
+        )
 
     def centre(self, block: str, server: Server) -> Tensors:
-        """Return the belief given by the server's entry of a block, for a `Mixed` pool the mean over clients; may alias it."""
+        """Return the belief given by the server's entry of a block, for a `Mixed` pool the mean
+        over clients; may alias it.
+        """
         return self.belief(block, self._entry(block, server))
 
     @property
     def _mixed(self) -> dict[str, Mixed]:
-        return {name: block.pool for name, block in self.blocks.items() if isinstance(block.pool, Mixed)}
+        return {
+            name: block.pool for name, block in self.blocks.items() if isinstance(block.pool, Mixed)
+        }
 
     def _entry(self, block: str, server: Server) -> Tensors:
         """Return the server's entry of a block without what it holds for single clients."""
-        return {key: t for key, t in server[block].items() if block not in self._mixed or key not in Mixed.holds}
+        return {
+            key: t
+            for key, t in server[block].items()
+            if block not in self._mixed or key not in Mixed.holds
+        }
 
     def share(self, server: Server, ids: Tensor) -> tuple[Server, View]:
-        """Return what the server sends: the part that every client receives, and the part addressed to each of `ids` [C], [C, ...].
+        """Return what the server sends: the part that every client receives, and the part addressed
+        to each of `ids` [C], [C, ...].
 
-        Everyone receives each block that is not private, unless it is addressed to single clients, and the entries that `broadcast` names.
+        Everyone receives each block that is not private, unless it is addressed to single clients,
+        and the entries that `broadcast` names.
         """
-        addressed = {name: {"loc": server[name]["each"][ids]} for name in self._mixed if len(server[name]["each"])}
+        addressed = {
+            name: {"loc": server[name]["each"][ids]}
+            for name in self._mixed
+            if len(server[name]["each"])
+        }
         own = self.address(server, ids)
         _check_addressed(self, own, server, ids)
         addressed |= own
-        common = {name: self._entry(name, server) for name, block in self.blocks.items() if not block.private and name not in addressed}
+        common = {
+            name: self._entry(name, server)
+            for name, block in self.blocks.items()
+            if not block.private and name not in addressed
+        }
         return common | {name: server[name] for name in self.broadcast}, addressed
 
     def to_one(self, server: Server) -> tuple[Server, View]:
@@ -363,32 +575,59 @@ class Algorithm:
         return {**self.blocks[block].posterior.init(entry["loc"]), **entry}
 
     def rows(self, server: Server) -> View:
-        """Return one client's private state at its start: the blocks it keeps, what phases keep, and what `private` names."""
+        """Return one client's private state at its start: the blocks it keeps, what phases keep,
+        and what `private` names.
+        """
         beliefs = {name: self.centre(name, server) for name in self.blocks}
         kept = {name: beliefs[name] for name, block in self.blocks.items() if block.keep}
         for phase in self.phases:
             more = phase.keeps(self, beliefs)
-            _refuse_taken("what a phase keeps", more, (*self.blocks, *RESERVED, *self.private, *self.reports))
+            _refuse_taken(
+                "what a phase keeps", more, (*self.blocks, *RESERVED, *self.private, *self.reports)
+            )
             kept |= more
         given = self.given(self.to_one(server)[0], 0, 1)
         like = next(iter(beliefs.values()))["loc"]
         private = self._starts("private", self.private, given, like)
         both = {name: start for name, start in self.reports.items() if name in private}
-        one, other = ({name: tree[name] for name in both} for tree in (private, self._starts("reports", both, given, like)))
-        if shapes(one) != shapes(other) or not all(torch.equal(a, b) for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True)):
-            raise ValueError(f"`private` starts {list(both)} as {one}, `reports` as {other}; give each name one start")
+        one, other = (
+            {name: tree[name] for name in both}
+            for tree in (private, self._starts("reports", both, given, like))
+        )
+        if shapes(one) != shapes(other) or not all(
+            torch.equal(a, b) for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True)
+        ):
+            raise ValueError(
+                f"`private` starts {list(both)} as {one}, `reports` as {other}; give each name one "
+                "start"
+            )
         return kept | private
 
     def views(self, given: Server, addressed: View, rows: View, counts: Tensor) -> View:
-        """Return the views of a chunk of clients, [C, ...]: shared entries expanded, private rows, addressed entries, and "n"."""
-        common = {name: self.belief(name, given[name]) for name, block in self.blocks.items() if not block.keep and name in given}
+        """Return the views of a chunk of clients, [C, ...]: shared entries expanded, private rows,
+        addressed entries, and "n".
+        """
+        common = {
+            name: self.belief(name, given[name])
+            for name, block in self.blocks.items()
+            if not block.keep and name in given
+        }
         common |= self._starts("reports", self.reports, given, counts)
-        own = {name: self.belief(name, entry) if name in self.blocks else entry for name, entry in addressed.items()}
-        return tree_map(lambda t: t.expand(len(counts), *t.shape), common) | rows | own | {"n": counts}
+        own = {
+            name: self.belief(name, entry) if name in self.blocks else entry
+            for name, entry in addressed.items()
+        }
+        return (
+            tree_map(lambda t: t.expand(len(counts), *t.shape), common) | rows | own | {"n": counts}
+        )
 
     def sent(self, view: View) -> dict[str, Tensors]:
         """Return what pools gather from a view: each block's tensors that travel."""
-        return {name: {key: view[name][key] for key in block.pool.sends} for name, block in self.blocks.items() if block.pool}
+        return {
+            name: {key: view[name][key] for key in block.pool.sends}
+            for name, block in self.blocks.items()
+            if block.pool
+        }
 
     def reported(self, view: View) -> Uplink:
         """Return what a client sends beyond the blocks, from its view after a round."""
@@ -405,15 +644,25 @@ class Algorithm:
             ValueError: A phase has changed the shape or dtype of an entry.
         """
         before, after = (
-            {name: (t.dtype, tuple(t.shape[1:])) for name, t in flatten(self.reported(view)).items()} for view in (started, ended)
+            {
+                name: (t.dtype, tuple(t.shape[1:]))
+                for name, t in flatten(self.reported(view)).items()
+            }
+            for view in (started, ended)
         )
         for name in before.keys() | after.keys():
             one, other = before.get(name, "nothing"), after.get(name, "nothing")
             if one != other:
-                raise ValueError(f"`reports` declares {name!r} as {one}, a phase leaves {other}; give `reports` a start of what is sent")
+                raise ValueError(
+                    f"`reports` declares {name!r} as {one}, a phase leaves {other}; give `reports` "
+                    "a start of what is sent"
+                )
 
-    def uplink(self, dtype: torch.dtype = torch.float32) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return name, shape and dtype of every tensor that a client sends; "n" is left out, which the server knows from the start.
+    def uplink(
+        self, dtype: torch.dtype = torch.float32
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return name, shape and dtype of every tensor that a client sends; "n" is left out, which
+        the server knows from the start.
 
         Raises:
             ValueError: A name is already used by a block or is reserved.
@@ -422,11 +671,16 @@ class Algorithm:
         beliefs = {name: self.centre(name, server) for name in self.blocks}
         given = self.given(self.to_one(server)[0], 0, 1)
         reports = self._starts("reports", self.reports, given, next(iter(beliefs.values()))["loc"])
-        return {name: (tuple(t.shape), t.dtype) for name, t in flatten(self.sent(beliefs) | reports).items()}
+        return {
+            name: (tuple(t.shape), t.dtype)
+            for name, t in flatten(self.sent(beliefs) | reports).items()
+        }
 
 
 def _placed(value: Any, like: Tensor) -> Tensor:
-    """Return a tensor on the device of `like`, in its precision if it is floating; counters and masks keep their dtype."""
+    """Return a tensor on the device of `like`, in its precision if it is floating; counters and
+    masks keep their dtype.
+    """
     t = torch.as_tensor(value)
     return t.to(like) if t.is_floating_point() else t.to(like.device)
 
@@ -436,19 +690,33 @@ def _check_composed(algorithm: Algorithm) -> None:
 
     Raises:
         TypeError: A part is none: of the blocks, phases, functions or tuples of names.
-        ValueError: A parameter of the model has no shape yet, a block covers a tied one by some of its names only, or a name is reserved,
-            has a dot, or stands twice.
+        ValueError: A parameter of the model has no shape yet, a block covers a tied one by some of
+            its names only, or a name is reserved, has a dot, or stands twice.
     """
-    if not isinstance(algorithm.blocks, Mapping) or not all(isinstance(block, Block) for block in algorithm.blocks.values()):
+    if not isinstance(algorithm.blocks, Mapping) or not all(
+        isinstance(block, Block) for block in algorithm.blocks.values()
+    ):
         raise TypeError(f"blocks must be a mapping {{name: Block(...)}}, got {algorithm.blocks!r}")
     for name in ("phases", "parts", "broadcast", "finetune", "adapt"):
         if not isinstance(getattr(algorithm, name), tuple):
-            raise TypeError(f"{name} must be a tuple, such as (it,) of one, got {getattr(algorithm, name)!r}")
+            raise TypeError(
+                f"{name} must be a tuple, such as (it,) of one, got {getattr(algorithm, name)!r}"
+            )
     for phase in (*algorithm.phases, *algorithm.finetune, *algorithm.adapt):
         if isinstance(phase, type) or not hasattr(phase, "check"):
-            raise TypeError(f"a phase must be a Descend, a Once, a Repeat or one of your own, got {phase!r}; wrap a function in Once(...)")
-    if shapeless := [name for name, p in algorithm.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]:
-        raise ValueError(f"parameters {shapeless} of the model have no shape yet: run it on an example first, or give layers their sizes")
+            raise TypeError(
+                f"a phase must be a Descend, a Once, a Repeat or one of your own, got {phase!r}; "
+                "wrap a function in Once(...)"
+            )
+    if shapeless := [
+        name
+        for name, p in algorithm.model.named_parameters()
+        if isinstance(p, nn.parameter.UninitializedParameter)
+    ]:
+        raise ValueError(
+            f"parameters {shapeless} of the model have no shape yet: run it on an example first, "
+            "or give layers their sizes"
+        )
     _check_tied(algorithm.model, algorithm.blocks)
     reserved = [name for name in algorithm.blocks if name in RESERVED]
     if reserved:
@@ -456,17 +724,27 @@ def _check_composed(algorithm: Algorithm) -> None:
     flatten(algorithm.blocks)  # refuses names with dots
     for name in ("private", "reports"):
         if not isinstance(getattr(algorithm, name), Mapping):
-            raise TypeError(f"{name} must be a mapping {{name: start}}, got {type(getattr(algorithm, name)).__name__}")
+            raise TypeError(
+                f"{name} must be a mapping {{name: start}}, got "
+                f"{type(getattr(algorithm, name)).__name__}"
+            )
         _refuse_taken(name, getattr(algorithm, name), (*algorithm.blocks, *RESERVED))
     if any(name in (*algorithm.blocks, *RESERVED) for name in algorithm.broadcast):
-        raise ValueError(f"broadcast must be names that `server` adds, other than blocks, got {algorithm.broadcast!r}")
+        raise ValueError(
+            "broadcast must be names that `server` adds, other than blocks, got "
+            f"{algorithm.broadcast!r}"
+        )
     for name in ("server", "address", "combine"):
         if not callable(getattr(algorithm, name)):
-            raise TypeError(f"{name} must be a function, got {getattr(algorithm, name)!r}; see {name} in Algorithm's arguments")
+            raise TypeError(
+                f"{name} must be a function, got {getattr(algorithm, name)!r}; see {name} in "
+                "Algorithm's arguments"
+            )
 
 
 def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
-    """Check that no block covers a tied parameter by some of its names only: a shared body and a private head cannot both have it.
+    """Check that no block covers a tied parameter by some of its names only: a shared body and a
+    private head cannot both have it.
 
     Raises:
         ValueError: A block does so; the message has the names.
@@ -476,7 +754,8 @@ def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
             inside = {one for one in names if covers(block.pattern, one)}
             if inside and inside != names and model.get_parameter(name).requires_grad:
                 raise ValueError(
-                    f"pattern {block.pattern!r} covers a tied parameter by {sorted(inside)} and not by {sorted(names - inside)}, which are "
+                    f"pattern {block.pattern!r} covers a tied parameter by {sorted(inside)} and "
+                    f"not by {sorted(names - inside)}, which are "
                     "names of the same tensor: untie the two, or cover both"
                 )
 
@@ -485,23 +764,46 @@ def _check_addressed(algorithm: Algorithm, own: Any, server: Server, ids: Tensor
     """Check what an algorithm's `address` returns for the clients `ids` [C].
 
     Raises:
-        ValueError: It is no mapping of tensors, has a name that is taken, lacks a row for each client, or is no belief about its block.
+        ValueError: It is no mapping of tensors, has a name that is taken, lacks a row for each
+            client, or is no belief about its block.
     """
-    if not isinstance(own, Mapping) or not all(isinstance(t, Tensor) for t in flatten(own).values()):
-        raise ValueError(f"`address` must return a mapping of tensors, {{}} for nothing, got {own!r}")
+    if not isinstance(own, Mapping) or not all(
+        isinstance(t, Tensor) for t in flatten(own).values()
+    ):
+        raise ValueError(
+            f"`address` must return a mapping of tensors, {{}} for nothing, got {own!r}"
+        )
     _refuse_taken("address", own, (*RESERVED, *algorithm.private, *algorithm.reports))
     for name in own.keys() & algorithm.blocks.keys():
         entry, held = own[name], server[name]
-        if not isinstance(entry, Mapping) or not {"loc"} <= entry.keys() <= algorithm.belief(name, {"loc": held["loc"]}).keys():
-            raise ValueError(f"`address` returns {entry!r} for the block {name!r}; return {{'loc': ...}} or all tensors of its belief")
-        if not all(t.dim() and alike(held["loc"].expand(t.shape[0], *held["loc"].shape), t) for t in entry.values()):
-            raise ValueError(f"`address` returns {shapes({name: entry})} for a block of {shapes({name: held})}; one row a client")
+        if (
+            not isinstance(entry, Mapping)
+            or not {"loc"} <= entry.keys() <= algorithm.belief(name, {"loc": held["loc"]}).keys()
+        ):
+            raise ValueError(
+                f"`address` returns {entry!r} for the block {name!r}; return {{'loc': ...}} or all "
+                "tensors of its belief"
+            )
+        if not all(
+            t.dim() and alike(held["loc"].expand(t.shape[0], *held["loc"].shape), t)
+            for t in entry.values()
+        ):
+            raise ValueError(
+                f"`address` returns {shapes({name: entry})} for a block of {shapes({name: held})}; "
+                "one row a client"
+            )
     if wrong := [key for key, t in flatten(own).items() if t.shape[:1] != (len(ids),)]:
-        raise ValueError(f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index what the server holds by them")
+        raise ValueError(
+            f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index what "
+            "the server holds by them"
+        )
 
 
 def _refuse_taken(what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> None:
     """Raise ValueError if a method's entries have names that are taken, or names with dots."""
     if clash := sorted(set(tree) & set(taken)):
-        raise ValueError(f"`{what}` has {clash}, names that blocks have or that are reserved {RESERVED}; choose others")
+        raise ValueError(
+            f"`{what}` has {clash}, names that blocks have or that are reserved {RESERVED}; choose "
+            "others"
+        )
     flatten(tree)  # refuses names with dots

@@ -1,4 +1,6 @@
-"""`Block`: one part of a model, with the belief about it, the prior that ties it to the federation, and how it is sent and kept."""
+"""`Block`: one part of a model, with the belief about it, the prior that ties it to the federation,
+and how it is sent and kept.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,25 +32,29 @@ def standard_normal(scale: float = 1.0) -> Start:
 class Block:
     """One part of the model, and how clients and server treat its parameters.
 
-    | | `pool` is a rule (sent) | `pool=None` (never sent) |
+    | each round starts from | `pool` is a rule (sent) | `pool=None` (never sent) |
     |---|---|---|
-    | `keep=False` (starts each round from the server) | *shared*: FedAvg's w | *frozen*: FedBABU's head |
-    | `keep=True` (starts from the client's own last state) | *hierarchical*: pFedVEM's head | *private*: FedRep's head |
+    | the server (`keep=False`) | *shared*: FedAvg's w | *frozen*: FedBABU's head |
+    | the client's own (`keep=True`) | *hierarchical*: pFedVEM's head | *private*: FedRep's |
 
     Args:
-        pattern: Shell-style pattern over the model's parameter names, such as `head.*`; a tuple joins several, and `!*.bias` takes out.
-            Frozen parameters (`requires_grad=False`) are in no block.
+        pattern: Shell-style pattern over the model's parameter names, such as `head.*`; a tuple
+            joins several, and `!*.bias` takes out. Frozen parameters (`requires_grad=False`) are in
+            no block.
         posterior: Family of a client's belief about these parameters.
         prior: Prior that ties that belief to the federation; by default none.
         pool: Rule by which the server gathers the block; None if it never leaves the client.
         keep: Whether the client keeps its own state between rounds.
-        start: Initial weights: `module` for the model's own, or a function (generator, D) -> [D] that draws them.
-        copies: M if every client has M copies of the block, as the components of a mixture. Its tensors are then [..., M, D], each copy has
-            its own start, and an energy's weight gives the factor of each example for each copy, [..., M, B].
+        start: Initial weights: `module` for the model's own, or a function (generator, D) -> [D]
+            that draws them.
+        copies: M if every client has M copies of the block, as the components of a mixture. Its
+            tensors are then [..., M, D], each copy has its own start, and an energy's weight gives
+            the factor of each example for each copy, [..., M, B].
 
     Raises:
         TypeError: The posterior, the prior or the pool is none.
-        ValueError: A posterior that draws has a flat prior, or several copies would have the same start.
+        ValueError: A posterior that draws has a flat prior, or several copies would have the same
+            start.
     """
 
     pattern: Pattern = "*"
@@ -61,22 +67,35 @@ class Block:
 
     def __post_init__(self) -> None:
         instance("posterior", self.posterior, Posterior, "build one, as Point() or MeanField()")
-        instance("prior", self.prior, Prior, "build one, as Flat() or Normal(centre=..., variance=...)")
-        if self.pool is not None and (isinstance(self.pool, type) or not isinstance(self.pool, AdditivePool | StackedPool)):
-            raise TypeError(f"pool must be a rule such as pools.Mean(), or None for a block that is never sent, got {self.pool!r}")
+        instance(
+            "prior", self.prior, Prior, "build one, as Flat() or Normal(centre=..., variance=...)"
+        )
+        if self.pool is not None and (
+            isinstance(self.pool, type) or not isinstance(self.pool, AdditivePool | StackedPool)
+        ):
+            raise TypeError(
+                "pool must be a rule such as pools.Mean(), or None for a block that is never "
+                f"sent, got {self.pool!r}"
+            )
         sends = getattr(self.pool, "sends", ("loc",))
         held = tuple(self.posterior.init(torch.zeros(1)))
         if not isinstance(sends, tuple) or not sends or not set(sends) <= set(held):
             kind = type(self.posterior).__name__
-            raise ValueError(f"pool sends {sends!r}, of which a {kind} belief has {held}; name some of these, in a tuple")
+            raise ValueError(
+                f"pool sends {sends!r}, of which a {kind} belief has {held}; name some of these, "
+                "in a tuple"
+            )
         if self.copies is not None and self.copies > 1 and self.start == "module":
             raise ValueError(
-                f"block {self.pattern!r}: copies that start alike stay alike; draw their start, as by start=bf.models.anew(model)"
+                f"block {self.pattern!r}: copies that start alike stay alike; draw their start, as "
+                "by start=bf.models.anew(model)"
             )
         if isinstance(self.prior, Flat) and self.posterior.noise_size(1):
             raise ValueError(
-                f"block {self.pattern!r}: a {type(self.posterior).__name__} posterior under a Flat prior has no optimum (its width grows "
-                "without bound along directions that the data do not see); give the block a Normal prior, or a Point posterior"
+                f"block {self.pattern!r}: a {type(self.posterior).__name__} posterior under a Flat "
+                "prior has no optimum (its width grows "
+                "without bound along directions that the data do not see); give the block a Normal "
+                "prior, or a Point posterior"
             )
 
     @property

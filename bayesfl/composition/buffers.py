@@ -1,4 +1,6 @@
-"""Statistics of norms as blocks: beside each block that covers a norm stands one of the norm's buffers, sent and kept as that block is."""
+"""Statistics of norms as blocks: beside each block that covers a norm stands one of the norm's
+buffers, sent and kept as that block is.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ SUFFIX = "_buffers"
 
 @dataclass(frozen=True)
 class Buffers(Block):
-    """A block of the running statistics of norms, which `Algorithm` adds; forward passes in training move it, no optimiser does."""
+    """A block of the running statistics of norms, which `Algorithm` adds; forward passes in
+    training move it, no optimiser does.
+    """
 
 
 def of(block: str) -> str:
@@ -26,29 +30,43 @@ def of(block: str) -> str:
 
 
 def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Block]:
-    """Return the blocks with one of buffers beside each that covers a norm with statistics in training; others of buffers are dropped.
+    """Return the blocks with one of buffers beside each that covers a norm with statistics in
+    training; others of buffers are dropped.
 
-    A norm is covered by the block that covers its weight or bias; one without trainable parameters by the block whose pattern fits its
-    name, or the names of its buffers.
+    A norm is covered by the block that covers its weight or bias; one without trainable parameters
+    by the block whose pattern fits its name, or the names of its buffers.
 
     Raises:
-        ValueError: A norm without trainable parameters is covered by no block, or a block with norms has a pool that mixes the clients.
+        ValueError: A norm without trainable parameters is covered by no block, or a block with
+            norms has a pool that mixes the clients.
     """
     plain = {name: block for name, block in blocks.items() if not isinstance(block, Buffers)}
     found: dict[str, list[str]] = {}
     for norm, part in norms(model).items():
         own = trainable(norm, part)
         names = own or [norm, *buffers_of(norm)]
-        owners = [name for name, block in plain.items() if any(covers(block.pattern, one) for one in names)]
+        owners = [
+            name
+            for name, block in plain.items()
+            if any(covers(block.pattern, one) for one in names)
+        ]
         if not owners:
             for block in plain.values():
-                Layout(model, block.pattern)  # raises where a pattern fits nothing, as of a body that the model has not
+                Layout(
+                    model, block.pattern
+                )  # raises where a pattern fits nothing, as of a body that the model has not
             raise ValueError(
-                f"no block covers the norm {norm!r}, whose statistics would be the start's; widen a block's pattern, or put it in eval mode"
+                f"no block covers the norm {norm!r}, whose statistics would be the start's; widen "
+                "a block's pattern, or put it in eval mode"
             )
-        if own and (torn := [name for name in owners if not all(covers(plain[name].pattern, one) for one in own)]):
+        if own and (
+            torn := [
+                name for name in owners if not all(covers(plain[name].pattern, one) for one in own)
+            ]
+        ):
             raise ValueError(
-                f"block {torn[0]!r} covers some of {own}, the parameters of the norm {norm!r}, and not all, so that its statistics would "
+                f"block {torn[0]!r} covers some of {own}, the parameters of the norm {norm!r}, and "
+                "not all, so that its statistics would "
                 "have several owners; let one block's pattern cover them all"
             )
         for name in owners:
@@ -57,16 +75,23 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
     for name, buffers in found.items():
         block = plain[name]
         if of(name) in plain:
-            raise ValueError(f"{of(name)!r} is the name of the block of the buffers of {name!r}; choose another for your own block")
+            raise ValueError(
+                f"{of(name)!r} is the name of the block of the buffers of {name!r}; choose another "
+                "for your own block"
+            )
         if not isinstance(block.pool, AdditivePool | Median | TrimmedMean | None):
             raise ValueError(
-                f"block {name!r} has batch norms, and its pool {type(block.pool).__name__} makes other models of the clients', for whose "
-                "statistics there is no rule; convert the norms by bf.models.group_norm(model), or put them in eval mode"
+                f"block {name!r} has batch norms, and its pool {type(block.pool).__name__} makes "
+                "other models of the clients', for whose "
+                "statistics there is no rule; convert the norms by bf.models.group_norm(model), or "
+                "put them in eval mode"
             )
         values = Layout.of_buffers(model, tuple(buffers)).ravel(tensors_of(model))
         start = "module" if block.copies is None else _same(values)
         pool = block.pool if isinstance(block.pool, Mean | Median | TrimmedMean | None) else Mean()
-        added[of(name)] = Buffers(tuple(buffers), pool=pool, keep=block.keep, copies=block.copies, start=start)
+        added[of(name)] = Buffers(
+            tuple(buffers), pool=pool, keep=block.keep, copies=block.copies, start=start
+        )
     return {**plain, **added}
 
 

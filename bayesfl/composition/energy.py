@@ -1,4 +1,6 @@
-"""`Energy`: the objective of a phase, the expected loss of the data plus the divergence of beliefs from their priors."""
+"""`Energy`: the objective of a phase, the expected loss of the data plus the divergence of beliefs
+from their priors.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -12,40 +14,52 @@ from bayesfl.base.protocols import Batch, Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 
 ExampleWeight: TypeAlias = Callable[[Server, View, Batch], Tensor]
-"""Factor of each example's loss: (given, view, batch) -> tensor that broadcasts against [..., B]; for each copy of a block [..., M, B]."""
+"""Factor of each example's loss: (given, view, batch) -> tensor that broadcasts against [..., B];
+for each copy of a block [..., M, B].
+"""
 Penalty: TypeAlias = Callable[[Tensor | None, Tensor, Tensor, Batch, Server, View], Tensor]
-"""Term added to a batch's loss: (features, outputs, losses, batch, given, view) -> [...], for one client or many. `features`
-[..., B, F] are the inputs of the head of a `bf.models.SplitModel`, None for other models; `outputs` are [..., B, O], `losses` the negative
-log likelihoods [..., B]. Gradients flow through these three; padding has batch["weight"] 0."""
+"""Term added to a batch's loss: (features, outputs, losses, batch, given, view) -> [...], for one
+client or many. `features` [..., B, F] are the inputs of the head of a `bf.models.SplitModel`, None
+for other models; `outputs` are [..., B, O], `losses` the negative log likelihoods [..., B].
+Gradients flow through these three; padding has batch["weight"] 0."""
 
 
 def inverse_count(given: Server, view: View, batch: Batch) -> Tensor:
-    """Return each example's weight 1 / n_j [..., 1], which turns a sum over the data into their mean while the KL is kept whole."""
+    """Return each example's weight 1 / n_j [..., 1], which turns a sum over the data into their
+    mean while the KL is kept whole.
+    """
     return 1 / view["n"].unsqueeze(-1)
 
 
 def tempering(likelihood_scale: Literal["sum", "mean"]) -> ExampleWeight | None:
-    """Return the example weight for a method's option `likelihood_scale`: None for the sum over the data, `inverse_count` for the mean."""
+    """Return the example weight for a method's option `likelihood_scale`: None for the sum over the
+    data, `inverse_count` for the mean.
+    """
     return None if likelihood_scale == "sum" else inverse_count
 
 
 @dataclass(frozen=True)
 @declared(idle={("likelihood", "none"): ("weight",)})
 class Energy:
-    """The expected negative log likelihood of a client's data plus the KL divergence of the trained blocks to their priors, in nats.
+    """The expected negative log likelihood of a client's data plus the KL divergence of the trained
+    blocks to their priors, in nats.
 
-    Priors and weights read the view as it was when the phase began, the trained blocks included: they are constant during the phase.
+    Priors and weights read the view as it was when the phase began, the trained blocks included:
+    they are constant during the phase.
 
     Args:
         block: Name of the trained block, or names of several; their KL divergences are added.
         parts: Names of the blocks that make the predictor.
-        likelihood: `sum` over the client's n examples (n times the batch's mean, plus the KL), or that divided by n: the `mean`
-            plus KL / n, with the same minimum. A pull lambda / 2 |w_j - w|^2 added to a mean loss is thus a prior of variance
-            1 / (lambda n). `none` leaves the data out: the KL alone, plus the penalty.
+        likelihood: `sum` over the client's n examples (n times the batch's mean, plus the KL), or
+            that divided by n: the `mean` plus KL / n, with the same minimum. A pull lambda / 2 |w_j
+            - w|^2 added to a mean loss is thus a prior of variance 1 / (lambda n). `none` leaves
+            the data out: the KL alone, plus the penalty.
         weight: Factor of each example's loss, see `ExampleWeight`; None for 1.
-        penalty: Term added to the batch's mean negative log likelihood, in nats, see `Penalty`; no part may then draw or have copies.
-        kl_weight: Factor of the KL, >= 0. Another than 1 tempers the posterior: below 1 it is colder than Bayes' rule makes it, as if
-            each example counted 1 / kl_weight times, and the energy is no longer an evidence bound.
+        penalty: Term added to the batch's mean negative log likelihood, in nats, see `Penalty`; no
+            part may then draw or have copies.
+        kl_weight: Factor of the KL, >= 0. Another than 1 tempers the posterior: below 1 it is
+            colder than Bayes' rule makes it, as if each example counted 1 / kl_weight times, and
+            the energy is no longer an evidence bound.
     """
 
     block: str | tuple[str, ...]
@@ -58,7 +72,10 @@ class Energy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.parts, tuple):
-            raise TypeError(f"parts must be a tuple of names of blocks, as ({self.parts!r},), got {self.parts!r}")
+            raise TypeError(
+                f"parts must be a tuple of names of blocks, as ({self.parts!r},), got "
+                f"{self.parts!r}"
+            )
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -66,13 +83,21 @@ class Energy:
         return (self.block,) if isinstance(self.block, str) else tuple(self.block)
 
     def scales(self, n: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of the mean negative log likelihood and of the KL, [...] each, for clients of `n` [...] examples."""
+        """Return the factors of the mean negative log likelihood and of the KL, [...] each, for
+        clients of `n` [...] examples.
+        """
         one = torch.ones_like(n)
-        scale, weight = (one, 1 / n) if self.likelihood == "mean" else (n if self.likelihood == "sum" else one, one)
+        scale, weight = (
+            (one, 1 / n)
+            if self.likelihood == "mean"
+            else (n if self.likelihood == "sum" else one, one)
+        )
         return scale, self.kl_weight * weight
 
     def shares(self, given: Server, view: View, batch: Batch) -> Tensor:
-        """Return each example's share in the batch's weighted mean loss, [..., B], for each copy [..., M, B]; 0 for padding."""
+        """Return each example's share in the batch's weighted mean loss, [..., B], for each copy
+        [..., M, B]; 0 for padding.
+        """
         share = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
         if self.likelihood == "none":
             return torch.zeros_like(share)
@@ -82,9 +107,16 @@ class Energy:
         return (share.unsqueeze(-2) if weight.dim() > share.dim() else share) * weight
 
     def loss(
-        self, algorithm: Algorithm, beliefs: Mapping[str, Tensors], given: Server, view: View, batch: Batch, noise: Mapping[str, Tensor]
+        self,
+        algorithm: Algorithm,
+        beliefs: Mapping[str, Tensors],
+        given: Server,
+        view: View,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Compute the loss term of one client over a batch, and the weighted mean negative log likelihood in it; scalars, in nats.
+        """Compute the loss term of one client over a batch, and the weighted mean negative log
+        likelihood in it; scalars, in nats.
 
         The first is what `likelihood` scales: the second plus the penalty.
 
@@ -94,7 +126,8 @@ class Energy:
             given: The entries that every client received this round.
             view: The client's view at the start of the phase.
             batch: Examples of the client.
-            noise: {block: [S, noise size]} for the blocks that draw; the likelihood is a mean over draws.
+            noise: {block: [S, noise size]} for the blocks that draw; the likelihood is a mean over
+                draws.
         """
         now, shares = {**view, **beliefs}, self.shares(given, view, batch)
         if self.penalty is not None:
@@ -102,15 +135,34 @@ class Energy:
             losses = algorithm.likelihood.nll(outputs, batch["y"])
             nll = (losses * shares).sum()
             return nll + self.penalty(features, outputs, losses, batch, given, view), nll
-        draws = [{key: e[s] for key, e in noise.items()} for s in range(len(next(iter(noise.values()))))] if noise else [{}]
-        losses = torch.stack([algorithm.losses_of_copies(self.parts, now, batch, e) for e in draws]).mean(0)
+        draws = (
+            [
+                {key: e[s] for key, e in noise.items()}
+                for s in range(len(next(iter(noise.values()))))
+            ]
+            if noise
+            else [{}]
+        )
+        losses = torch.stack(
+            [algorithm.losses_of_copies(self.parts, now, batch, e) for e in draws]
+        ).mean(0)
         nll = (losses * shares).sum()
         return nll, nll
 
     def __call__(
-        self, algorithm: Algorithm, beliefs: Mapping[str, Tensors], given: Server, view: View, batch: Batch, noise: Mapping[str, Tensor]
+        self,
+        algorithm: Algorithm,
+        beliefs: Mapping[str, Tensors],
+        given: Server,
+        view: View,
+        batch: Batch,
+        noise: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Compute the energy of one client over a batch, and its mean negative log likelihood; both scalars. Arguments as of `loss`."""
+        """Compute the energy of one client over a batch, and its mean negative log likelihood; both
+        scalars. Arguments as of `loss`.
+        """
         loss, nll = self.loss(algorithm, beliefs, given, view, batch, noise)
         scale, weight = self.scales(view["n"])
-        return scale * loss + weight * sum(algorithm.divergence(name, beliefs[name], given, view) for name in self.blocks), nll
+        return scale * loss + weight * sum(
+            algorithm.divergence(name, beliefs[name], given, view) for name in self.blocks
+        ), nll

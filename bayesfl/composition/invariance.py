@@ -1,16 +1,21 @@
-"""Invariant learning: predictors that hold in every environment of a client's data, with the parts of IRM's and GroupDRO's objectives.
+"""Invariant learning: predictors that hold in every environment of a client's data, with the parts
+of IRM's and GroupDRO's objectives.
 
-An environment is a set of examples taken under the same conditions; R_e is its mean loss, and g_e = d/ds R_e(s outputs) at s = 1 is the
-slope of that loss as the outputs are scaled. A predictor whose outputs are optimally scaled in every environment has all g_e = 0.
+An environment is a set of examples taken under the same conditions; R_e is its mean loss, and g_e =
+d/ds R_e(s outputs) at s = 1 is the slope of that loss as the outputs are scaled. A predictor whose
+outputs are optimally scaled in every environment has all g_e = 0.
 
-    IRM, for one client      (R + gamma_t sum_e g_e^2 + l2 |w|^2 + lambda/2 |w - centre|^2) / max(1, gamma_t)
+    IRM, for one client      (R + gamma_t sum_e g_e^2 + l2 |w|^2 + lambda/2 |w - centre|^2) / c,
+                             c = max(1, gamma_t)
     GroupDRO, on the server  q_e <- q_e exp(eta R_e) / Z
 
-The data record which environment an example is from (`environments` of `bf.data.from_arrays`, or `clients.as_environments()`).
+The data record which environment an example is from (`environments` of `bf.data.from_arrays`, or
+`clients.as_environments()`).
 
-Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893, section 3 (IRMv1), annealing and the
-division by gamma from the authors' code; Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts",
-ICLR 2020, algorithm 1.
+Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019,
+arXiv:1907.02893, section 3 (IRMv1), annealing and the division by gamma from the authors' code;
+Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts", ICLR
+2020, algorithm 1.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -32,18 +37,22 @@ Estimator: TypeAlias = Literal["biased", "unbiased"]
 
 
 def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
-    """Compute the derivative of each example's loss with respect to a scale s of its outputs, d/ds nll(s outputs) at s = 1.
+    """Compute the derivative of each example's loss with respect to a scale s of its outputs, d/ds
+    nll(s outputs) at s = 1.
 
     Args:
         likelihood: Distribution of y given the outputs.
-        outputs: Outputs of the network, [..., B, O], or [..., B, T, O] where an example has several labels.
+        outputs: Outputs of the network, [..., B, O], or [..., B, T, O] where an example has several
+            labels.
         y: Labels [..., B] or [..., B, T], or targets [..., B, O].
 
     Returns:
-        Slopes [..., B] in nats, through which gradients flow; (sigmoid(a) - y) a for two classes, sum_c (p_c - 1[c = y]) a_c for more.
+        Slopes [..., B] in nats, through which gradients flow; (sigmoid(a) - y) a for two classes,
+        sum_c (p_c - 1[c = y]) a_c for more.
     """
 
-    # jvp will not do, as torch's forward mode has one level for all threads; nor will nll_and_slope, which works in place.
+    # jvp will not do, as torch's forward mode has one level for all threads; nor will
+    # nll_and_slope, which works in place.
     def total(scaled: Tensor) -> tuple[Tensor, Tensor]:
         losses = likelihood.nll(scaled, y)
         return losses.sum(), losses
@@ -53,36 +62,43 @@ def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def members(batch: Batch) -> Tensor:
-    """Return which of E environments each example of a batch belongs to, as rows of 0 and 1, [..., B, E]; rows of padding are 0.
+    """Return which of E environments each example of a batch belongs to, as rows of 0 and 1, [...,
+    B, E]; rows of padding are 0.
 
     Raises:
         ValueError: The data have no environments.
     """
     if "environment" not in batch:
         raise ValueError(
-            "the data have no environments, which an invariant objective compares: pass environments= to from_arrays, or, where every "
-            "client is one, clients.as_environments()"
+            "the data have no environments, which an invariant objective compares: pass "
+            "environments= to from_arrays, or, where every client is one, clients.as_environments()"
         )
     return batch["environment"] * batch["weight"].unsqueeze(-1)
 
 
 def by_environment(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the mean of `values` [..., B] by environment, 0 where a batch has no example of it, and the counts; both [..., E]."""
+    """Return the mean of `values` [..., B] by environment, 0 where a batch has no example of it,
+    and the counts; both [..., E].
+    """
     counted = members(batch)
     count = counted.sum(-2)
     return (values.unsqueeze(-1) * counted).sum(-2) / count.clamp_min(1), count
 
 
 def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased") -> Tensor:
-    """Estimate the sum of g_e^2 over environments, [...] in nats squared, where g_e is the mean slope over all data of environment e.
+    """Estimate the sum of g_e^2 over environments, [...] in nats squared, where g_e is the mean
+    slope over all data of environment e.
 
-    Environments without examples in the batch add 0. `biased` squares the mean slope of the n_e examples that the batch has of an
-    environment. On average the result is too large, by the variance of one slope divided by n_e. `unbiased` takes the mean product of the
-    slopes of two different examples. On average over fresh batches the result is exact. But it can be negative, so repeated steps on one
-    fixed batch can drive it down without limit, and an environment with a single example adds 0.
+    Environments without examples in the batch add 0. `biased` squares the mean slope of the n_e
+    examples that the batch has of an environment. On average the result is too large, by the
+    variance of one slope divided by n_e. `unbiased` takes the mean product of the slopes of two
+    different examples. On average over fresh batches the result is exact. But it can be negative,
+    so repeated steps on one fixed batch can drive it down without limit, and an environment with a
+    single example adds 0.
 
     Args:
-        slopes: Derivative of each example's loss with respect to the scale of its outputs, [..., B], in nats; see `scale_slopes`.
+        slopes: Derivative of each example's loss with respect to the scale of its outputs, [...,
+            B], in nats; see `scale_slopes`.
         batch: The batch of B examples, with their `weight` and `environment`.
         estimator: `biased` or `unbiased`.
 
@@ -102,7 +118,8 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
 class Annealed:
     """The penalty's weight gamma_t: min(1, gamma) before round `start`, gamma from then on.
 
-    The whole objective is divided by `scale`, max(1, gamma_t), so that a large gamma leaves gradients their size.
+    The whole objective is divided by `scale`, max(1, gamma_t), so that a large gamma leaves
+    gradients their size.
 
     Args:
         gamma: Weight of the penalty, >= 0.
@@ -123,29 +140,50 @@ class Annealed:
 
 
 @declared
-def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estimator: Estimator = "biased") -> Energy:
-    """Return IRM's energy of a block: the mean loss plus gamma_t times the squared slopes of its environments, divided by max(1, gamma_t).
+def irm_energy(
+    block: str, likelihood: Likelihood, annealed: Annealed, *, estimator: Estimator = "biased"
+) -> Energy:
+    """Return IRM's energy of a block: the mean loss plus gamma_t times the squared slopes of its
+    environments, divided by max(1, gamma_t).
 
     Here R is the mean loss over a client's examples, in nats.
 
-    Terms that tie the block to others belong in its prior, see `tied`. The loss that a phase reports is divided, too.
+    Terms that tie the block to others belong in its prior, see `tied`. The loss that a phase
+    reports is divided, too.
     """
 
     def share(given: Server, view: View, batch: Batch) -> Tensor:
         return torch.full_like(view["n"], 1 / annealed.scale(given["round"])).unsqueeze(-1)
 
-    def penalty(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Server, view: View) -> Tensor:
+    def penalty(
+        features: Tensor | None,
+        outputs: Tensor,
+        losses: Tensor,
+        batch: Batch,
+        given: Server,
+        view: View,
+    ) -> Tensor:
         weight = annealed.weight(given["round"]) / annealed.scale(given["round"])
-        return weight * squared_slopes(scale_slopes(likelihood, outputs, batch["y"]), batch, estimator)
+        return weight * squared_slopes(
+            scale_slopes(likelihood, outputs, batch["y"]), batch, estimator
+        )
 
     return Energy(block, (block,), likelihood="mean", weight=share, penalty=penalty)
 
 
 @declared
-def tied(annealed: Annealed, *, l2: NotNegative = 0.0, lam: NotNegative = 0.0, centre: Parameter | None = None) -> Prior:
-    """Return the Gaussian prior of a ridge and of a pull towards `centre`, scaled as the objective of an invariant model is.
+def tied(
+    annealed: Annealed,
+    *,
+    l2: NotNegative = 0.0,
+    lam: NotNegative = 0.0,
+    centre: Parameter | None = None,
+) -> Prior:
+    """Return the Gaussian prior of a ridge and of a pull towards `centre`, scaled as the objective
+    of an invariant model is.
 
-    It adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) to a mean loss. It is a Gaussian, or flat if both strengths are 0.
+    It adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) to a mean loss. It is a Gaussian, or
+    flat if both strengths are 0.
 
     Args:
         annealed: Penalty weight of the objective, whose `scale` divides both terms.
@@ -164,16 +202,23 @@ def tied(annealed: Annealed, *, l2: NotNegative = 0.0, lam: NotNegative = 0.0, c
 
     def middle(given: Server, view: View) -> Tensor:
         n = torch.as_tensor(view["n"])
-        return lam / strength * centre(given, view) if centre is not None else torch.zeros_like(n).unsqueeze(-1)
+        return (
+            lam / strength * centre(given, view)
+            if centre is not None
+            else torch.zeros_like(n).unsqueeze(-1)
+        )
 
     def variance(given: Server, view: View) -> Tensor:
-        return (annealed.scale(given["round"]) / (strength * torch.as_tensor(view["n"]))).unsqueeze(-1)
+        return (annealed.scale(given["round"]) / (strength * torch.as_tensor(view["n"]))).unsqueeze(
+            -1
+        )
 
     return Normal(centre=middle, variance=variance)
 
 
 def anew_at(annealed: Annealed, state: str) -> tuple[Once, ...]:
-    """Return a phase that resets an optimiser's state once, when the penalty's weight jumps in round `start`.
+    """Return a phase that resets an optimiser's state once, when the penalty's weight jumps in
+    round `start`.
 
     Adam's running squares of the old objective's gradients would be wrong for hundreds of steps.
 
@@ -193,15 +238,20 @@ def anew_at(annealed: Annealed, state: str) -> tuple[Once, ...]:
         if state not in view:
             return view | {flag: now}
         same = view[flag] == now
-        return view | {flag: now, state: tree_map(lambda t: torch.where(same, t, torch.zeros_like(t)), view[state])}
+        return view | {
+            flag: now,
+            state: tree_map(lambda t: torch.where(same, t, torch.zeros_like(t)), view[state]),
+        }
 
     return (Once(forget, kept={flag: torch.tensor(0.0)}),)
 
 
 def evenly(data: Batch, most: int | None) -> Batch:
-    """Choose at most `most` of a client's examples [..., B], an equal share from each of its environments; all of them for None.
+    """Choose at most `most` of a client's examples [..., B], an equal share from each of its
+    environments; all of them for None.
 
-    Within an environment they are evenly spaced in the order of the data. No environment is lost while `most` is at least their number.
+    Within an environment they are evenly spaced in the order of the data. No environment is lost
+    while `most` is at least their number.
 
     Raises:
         ValueError: The data have no environments.
@@ -212,7 +262,8 @@ def evenly(data: Batch, most: int | None) -> Batch:
     count = there.sum(-2, keepdim=True).long()
     n, environments = count.sum(-1, keepdim=True), (count > 0).sum(-1, keepdim=True)
     share = torch.where(n > most, most // environments.clamp_min(1), n).clamp_min(1)
-    # Of c examples those with ranks floor(i c / share) are taken; rank r is one of them if it is so for i = ceil(r share / c).
+    # Of c examples those with ranks floor(i c / share) are taken; rank r is one of them if it is so
+    # for i = ceil(r share / c).
     rank, size = there.cumsum(-2).round().long() - 1, count.clamp_min(1)
     chosen = (rank * share + size - 1) // size * size // share == rank
     kept = (chosen & (there > 0)).any(-1)
@@ -227,13 +278,14 @@ def evenly(data: Batch, most: int | None) -> Batch:
 
 
 def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tensor:
-    """Update the logarithms of GroupDRO's weights by eta times the environments' losses; the weights present keep their sum.
+    """Update the logarithms of GroupDRO's weights by eta times the environments' losses; the
+    weights present keep their sum.
 
     Args:
         log_q: Logarithms of the weights of each client's environments, [C, E].
         risk: Mean losses of the environments, [C, E] in nats.
-        present: Above 0 where a client has the environment, [C, E]; elsewhere the result is the lowest finite number of log_q's
-            precision, which stands for no weight.
+        present: Above 0 where a client has the environment, [C, E]; elsewhere the result is the
+            lowest finite number of log_q's precision, which stands for no weight.
         eta: Step size, >= 0.
     """
     there = present > 0

@@ -1,4 +1,6 @@
-"""The options that methods share, by what they mean; and `method`, which checks them and records of which method an algorithm is made."""
+"""The options that methods share, by what they mean; and `method`, which checks them and records of
+which method an algorithm is made.
+"""
 
 import functools
 import types
@@ -9,14 +11,35 @@ from torch import nn
 
 from bayesfl.base import protocols
 from bayesfl.base.checks import instance
-from bayesfl.base.options import AT_LEAST_0, AT_LEAST_1, INVERTIBLE, Count, Idle, Natural, Positive, Range, arguments, documented
+from bayesfl.base.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    INVERTIBLE,
+    Count,
+    Idle,
+    Natural,
+    Positive,
+    Range,
+    arguments,
+    documented,
+)
 from bayesfl.composition.algorithm import Algorithm, Made
 from bayesfl.composition.invariance import Estimator
 from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, check_optimiser
 from bayesfl.optim import Optimiser as AnyOptimiser
 
-__all__ = ["AT_LEAST_0", "AT_LEAST_1", "INVERTIBLE", "Count", "Idle", "Natural", "Positive", "Range", "method"]
+__all__ = [
+    "AT_LEAST_0",
+    "AT_LEAST_1",
+    "INVERTIBLE",
+    "Count",
+    "Idle",
+    "Natural",
+    "Positive",
+    "Range",
+    "method",
+]
 
 P = ParamSpec("P")
 
@@ -27,83 +50,131 @@ def trains_no_body(model: nn.Module) -> bool:
 
 
 def check_sgd(name: str, value: object) -> None:
-    """Raise TypeError if an optimiser is not SGD, whose rate and momentum a method's equations read."""
+    """Raise TypeError if an optimiser is not SGD, whose rate and momentum a method's equations
+    read.
+    """
     instance(name, value, SGD, "its rate and momentum are part of the method")
 
 
 ALL_HEAD: Idle = {("model", trains_no_body): ("body_epochs", "body_optimiser", "batch_size")}
 
 Model: TypeAlias = Annotated[nn.Module, "Any module."]
-BodyAndHead: TypeAlias = Annotated[nn.Module, "A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`."]
+BodyAndHead: TypeAlias = Annotated[
+    nn.Module,
+    "A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.",
+]
 MaybeAllHead: TypeAlias = Annotated[
     nn.Module,
-    "A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`. It may be all head, as "
-    "`bf.models.mlp(inputs, outputs=2, hidden=())` is: then the body's options are refused.",
+    "A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`. It "
+    "may be all head, as `bf.models.mlp(inputs, outputs=2, hidden=())` is: then the body's "
+    "options are refused.",
 ]
-Likelihood: TypeAlias = Annotated[protocols.Likelihood, "Distribution of y given the model's outputs."]
+Likelihood: TypeAlias = Annotated[
+    protocols.Likelihood, "Distribution of y given the model's outputs."
+]
 
 Epochs: TypeAlias = Annotated[int, AT_LEAST_1, "Number of passes over a client's data each round."]
-BodyEpochs: TypeAlias = Annotated[int, AT_LEAST_1, "Number of passes over a client's data for the body each round, with the head fixed."]
-FullBatchSteps: TypeAlias = Annotated[
-    int, AT_LEAST_1, "Number of full-batch steps on the head each round, which the authors' code calls epochs; also of a client that joins."
+BodyEpochs: TypeAlias = Annotated[
+    int,
+    AT_LEAST_1,
+    "Number of passes over a client's data for the body each round, with the head fixed.",
 ]
-AdaptEpochs: TypeAlias = Annotated[int, AT_LEAST_1, "Number of passes over its data of a client that joins later."]
-FinetuneEpochs: TypeAlias = Annotated[int, AT_LEAST_1, "Number of passes over a client's data, on all parameters, before it predicts."]
+FullBatchSteps: TypeAlias = Annotated[
+    int,
+    AT_LEAST_1,
+    "Number of full-batch steps on the head each round, which the authors' code calls epochs; "
+    "also of a client that joins.",
+]
+AdaptEpochs: TypeAlias = Annotated[
+    int, AT_LEAST_1, "Number of passes over its data of a client that joins later."
+]
+FinetuneEpochs: TypeAlias = Annotated[
+    int, AT_LEAST_1, "Number of passes over a client's data, on all parameters, before it predicts."
+]
 Steps: TypeAlias = Annotated[int, AT_LEAST_1, "Number of mini-batches of a client in a round."]
-BatchSize: TypeAlias = Annotated[int | None, AT_LEAST_1, "Number of examples of a step; None for all of the client's."]
+BatchSize: TypeAlias = Annotated[
+    int | None, AT_LEAST_1, "Number of examples of a step; None for all of the client's."
+]
 Draws: TypeAlias = Annotated[int, AT_LEAST_1, "Number of posterior draws of a step."]
 
 Optimiser: TypeAlias = Annotated[
-    AnyOptimiser, check_optimiser, "Optimiser of the clients' steps, one of `bf.optim`; its state starts anew in each phase of a round."
+    AnyOptimiser,
+    check_optimiser,
+    "Optimiser of the clients' steps, one of `bf.optim`; its state starts anew in each phase of a "
+    "round.",
 ]
 KeptOptimiser: TypeAlias = Annotated[
-    AnyOptimiser, check_optimiser, "Optimiser of the clients' steps, one of `bf.optim`; its state is kept from round to round."
+    AnyOptimiser,
+    check_optimiser,
+    "Optimiser of the clients' steps, one of `bf.optim`; its state is kept from round to round.",
 ]
-HeadOptimiser: TypeAlias = Annotated[AnyOptimiser, check_optimiser, "Optimiser of the head; its state starts anew each round."]
-HeadSGD: TypeAlias = Annotated[SGD, check_sgd, "Optimiser of the head's means and scales; its velocity starts anew each round."]
-BodyOptimiser: TypeAlias = Annotated[AnyOptimiser, check_optimiser, "Optimiser of the body; its state starts anew each round."]
-FinetuneOptimiser: TypeAlias = Annotated[AnyOptimiser | None, check_optimiser, "Optimiser of fine-tuning; None for `optimiser`."]
+HeadOptimiser: TypeAlias = Annotated[
+    AnyOptimiser, check_optimiser, "Optimiser of the head; its state starts anew each round."
+]
+HeadSGD: TypeAlias = Annotated[
+    SGD, check_sgd, "Optimiser of the head's means and scales; its velocity starts anew each round."
+]
+BodyOptimiser: TypeAlias = Annotated[
+    AnyOptimiser, check_optimiser, "Optimiser of the body; its state starts anew each round."
+]
+FinetuneOptimiser: TypeAlias = Annotated[
+    AnyOptimiser | None, check_optimiser, "Optimiser of fine-tuning; None for `optimiser`."
+]
 
 Strength: TypeAlias = Annotated[float, AT_LEAST_0]
-Kept: TypeAlias = Annotated[float, Range(0, 1, "["), "Share of the old body and centre that the server keeps, in [0, 1)."]
+Kept: TypeAlias = Annotated[
+    float, Range(0, 1, "["), "Share of the old body and centre that the server keeps, in [0, 1)."
+]
 ScaleRate: TypeAlias = Annotated[
-    float, AT_LEAST_0, "How fast the standard deviations of q_j move, as a multiple of the means; 0 holds them."
+    float,
+    AT_LEAST_0,
+    "How fast the standard deviations of q_j move, as a multiple of the means; 0 holds them.",
 ]
 LikelihoodScale: TypeAlias = Annotated[
     Literal["sum", "mean"],
-    "Whether the head's likelihood is the `sum` over the client's data, or their `mean` with the whole KL or penalty, as in the paper's "
-    "energy, which is a likelihood tempered by 1 / n_j.",
+    "Whether the head's likelihood is the `sum` over the client's data, or their `mean` with the "
+    "whole KL or penalty, as in the paper's energy, which is a likelihood tempered by 1 / n_j.",
 ]
 
 Gamma: TypeAlias = Annotated[
     float,
     AT_LEAST_0,
-    "Weight of a client's squared slopes from round `anneal` on; 0 is FedAvg with a ridge. With J clients of equal size it corresponds to "
-    "gamma / J with all data together.",
+    "Weight of a client's squared slopes from round `anneal` on; 0 is FedAvg with a ridge. With J "
+    "clients of equal size it corresponds to gamma / J with all data together.",
 ]
 Anneal: TypeAlias = Annotated[
     int,
     AT_LEAST_0,
-    "Round, counted from 0, at which the penalty's weight goes from min(1, gamma) to gamma; not reached in a run of at most this many.",
+    "Round, counted from 0, at which the penalty's weight goes from min(1, gamma) to gamma; not "
+    "reached in a run of at most this many.",
 ]
 SlopeEstimator: TypeAlias = Annotated[
-    Estimator, "Estimator of the squared slopes from mini-batches, see `bayesfl.invariance.squared_slopes`."
+    Estimator,
+    "Estimator of the squared slopes from mini-batches, see `bayesfl.invariance.squared_slopes`.",
 ]
 Ridge: TypeAlias = Annotated[
-    float, AT_LEAST_0, "Strength of the ridge l2 |w|^2, which is divided by max(1, gamma_t) as the other terms are."
+    float,
+    AT_LEAST_0,
+    "Strength of the ridge l2 |w|^2, which is divided by max(1, gamma_t) as the other terms are.",
 ]
-Eta: TypeAlias = Annotated[float, AT_LEAST_0, "Step size of the logarithms of the environments' weights, per nat of loss."]
+Eta: TypeAlias = Annotated[
+    float, AT_LEAST_0, "Step size of the logarithms of the environments' weights, per nat of loss."
+]
 Environments: TypeAlias = Annotated[int, AT_LEAST_1, "Largest number of environments of a client."]
 LossExamples: TypeAlias = Annotated[
     int | None,
     AT_LEAST_1,
-    "Number of a client's training examples on which its losses are measured, the same examples every round, in equal shares from each of "
-    "its environments and evenly spaced there; at least `environments`, None for all.",
+    "Number of a client's training examples on which its losses are measured, the same examples "
+    "every round, in equal shares from each of its environments and evenly spaced there; at least "
+    "`environments`, None for all.",
 ]
 
 
-def method(*, revision: int = 1, idle: Idle = types.MappingProxyType({})) -> Callable[[Callable[P, Algorithm]], Callable[P, Algorithm]]:
-    """Declare a function that makes a method: check its options, complete its docstring, and record name and options on what it makes.
+def method(
+    *, revision: int = 1, idle: Idle = types.MappingProxyType({})
+) -> Callable[[Callable[P, Algorithm]], Callable[P, Algorithm]]:
+    """Declare a function that makes a method: check its options, complete its docstring, and record
+    name and options on what it makes.
 
     By these a saved run knows its method again, so that the code may be refactored.
 
@@ -119,7 +190,11 @@ def method(*, revision: int = 1, idle: Idle = types.MappingProxyType({})) -> Cal
             if found is None:
                 return function(*args, **kwargs)
             algorithm = function(*found.args, **found.kwargs)
-            options: dict[str, Any] = {name: value for name, value in found.arguments.items() if not isinstance(value, nn.Module)}
+            options: dict[str, Any] = {
+                name: value
+                for name, value in found.arguments.items()
+                if not isinstance(value, nn.Module)
+            }
             object.__setattr__(algorithm, "made", Made(function, revision, options))
             return algorithm
 

@@ -1,4 +1,6 @@
-"""Personal models in addition to a method's own model, for any method that sends one model to everyone."""
+"""Personal models in addition to a method's own model, for any method that sends one model to
+everyone.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -14,58 +16,85 @@ from bayesfl.composition.priors import Flat
 
 @options.method()
 def with_personal(
-    method: Algorithm, *phases: Any, prior: Prior = Flat(), restart: bool = False, adapt: tuple[Any, ...] | None = None
+    method: Algorithm,
+    *phases: Any,
+    prior: Prior = Flat(),
+    restart: bool = False,
+    adapt: tuple[Any, ...] | None = None,
 ) -> Algorithm:
-    """Give every client a personal model beside the method's, trained by `phases` after the method's own; clients predict with it.
+    """Give every client a personal model beside the method's, trained by `phases` after the
+    method's own; clients predict with it.
 
-    The new block has the name that the phases' energies give it, covers what the method's predictor covers, stays on the client, and is
-    kept from round to round. The method itself is not affected.
+    The new block has the name that the phases' energies give it, covers what the method's predictor
+    covers, stays on the client, and is kept from round to round. The method itself is not affected.
 
     Args:
         method: The method that trains the model that everyone receives.
-        phases: Phases that train the personal model, as `Descend(Energy("v", ("v",), likelihood="mean"))`.
-        prior: Prior of the personal model, as `Normal(centre=server_mean("w"), variance=inverse_size(lam))`; by default none.
-        restart: Whether the personal model starts each round anew from the model received in that round.
-        adapt: Phases of a client that joins later, which start from the model that it receives; `phases` where None.
+        phases: Phases that train the personal model, as `Descend(Energy("v", ("v",),
+            likelihood="mean"))`.
+        prior: Prior of the personal model, as `Normal(centre=server_mean("w"),
+            variance=inverse_size(lam))`; by default none.
+        restart: Whether the personal model starts each round anew from the model received in that
+            round.
+        adapt: Phases of a client that joins later, which start from the model that it receives;
+            `phases` where None.
 
     Returns:
         The method with one more block.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The phases do not train exactly one new block; no single pattern covers the parameters of the method's predictor; no
-            single model is sent to everyone; or the method has fine-tuning phases or a predictor, which would be lost.
+        ValueError: The phases do not train exactly one new block; no single pattern covers the
+            parameters of the method's predictor; no single model is sent to everyone; or the method
+            has fine-tuning phases or a predictor, which would be lost.
     """
     instance("method", method, Algorithm, "build one on a model, as bf.algorithms.fedavg(model)")
     if adapt is not None:
         instance("adapt", adapt, tuple, "pass the phases as a tuple, as adapt=(phase,)")
-    instance("prior", prior, Prior, "build one, as Normal(centre=server_mean('w'), variance=inverse_size(lam))")
+    instance(
+        "prior",
+        prior,
+        Prior,
+        "build one, as Normal(centre=server_mean('w'), variance=inverse_size(lam))",
+    )
     names, later = (
-        list(dict.fromkeys(name for phase in part for name in trained(phase) if name not in method.blocks))
+        list(
+            dict.fromkeys(
+                name for phase in part for name in trained(phase) if name not in method.blocks
+            )
+        )
         for part in (phases, adapt or ())
     )
     if len(names) != 1 or set(later) - set(names):
         found = list(dict.fromkeys(names + later)) or "none"
         raise ValueError(
-            f"phases must train one block that the method does not have, got {found} beside {list(method.blocks)}; name it "
+            f"phases must train one block that the method does not have, got {found} beside "
+            f"{list(method.blocks)}; name it "
             "in their energies, as Energy('v', ('v',), likelihood='mean')"
         )
     (name,) = names
     if method.finetune or method.predictor is not None:
         raise ValueError(
-            "the method fine-tunes its model, or predicts by a predictor, neither of which a personal model would do; take a method "
-            "without, as dataclasses.replace(method, finetune=(), predictor=None)"
+            "the method fine-tunes its model, or predicts by a predictor, neither of which a "
+            "personal model would do; take a method without, as dataclasses.replace(method, "
+            "finetune=(), predictor=None)"
         )
     shared = method.shared_parts()
     common, _ = method.to_one(method.init(1))
     if shared is None or not all(part in common for part in shared):
-        raise ValueError(f"the method {method!r} sends no single model to everyone, to which a personal one could be tied or start from")
+        raise ValueError(
+            f"the method {method!r} sends no single model to everyone, to which a personal one "
+            "could be tied or start from"
+        )
     pattern = method.blocks[method.parts[0]].pattern if len(method.parts) == 1 else "*"
     block = Block(pattern, prior=prior, pool=None, keep=True)
 
     def start(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         leaves = algorithm.leaves(shared, given)
-        own = {one: algorithm.belief(one, {"loc": algorithm.layout(one).ravel(leaves)}) for one in algorithm.whole((name,))}
+        own = {
+            one: algorithm.belief(one, {"loc": algorithm.layout(one).ravel(leaves)})
+            for one in algorithm.whole((name,))
+        }
         return view | own
 
     again = (Once(start),)
@@ -76,6 +105,11 @@ def with_personal(
         parts=(name,),
         adapt=again + (phases if adapt is None else tuple(adapt)),
     )
-    if set(made.layout(name).names) != {p for part in method.parts for p in method.layout(part).names}:
-        raise ValueError(f"parts {method.parts} leave out some parameters of the model, and no one pattern covers what they have")
+    if set(made.layout(name).names) != {
+        p for part in method.parts for p in method.layout(part).names
+    }:
+        raise ValueError(
+            f"parts {method.parts} leave out some parameters of the model, and no one pattern "
+            "covers what they have"
+        )
     return made

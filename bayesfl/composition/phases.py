@@ -1,4 +1,6 @@
-"""Phases: the local work of a round, as pure functions of ONE client. Engines run them for one client or for many at once."""
+"""Phases: the local work of a round, as pure functions of ONE client. Engines run them for one
+client or for many at once.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -24,13 +26,15 @@ Update: TypeAlias = Callable[[Algorithm, Server, View, Batch], View]
 class Phase(Protocol):
     """The interface of a phase, as engines use it.
 
-    A phase of your own is a class with these members. vmap runs it for many clients at once, or, with `batched=False`, the reference
-    kernel runs it client by client.
+    A phase of your own is a class with these members. vmap runs it for many clients at once, or,
+    with `batched=False`, the reference kernel runs it client by client.
     """
 
     @property
     def epochs(self) -> int:
-        """Return the number of passes over the client's data; with no batch size, of full-batch steps."""
+        """Return the number of passes over the client's data; with no batch size, of full-batch
+        steps.
+        """
         ...
 
     @property
@@ -53,22 +57,38 @@ class Phase(Protocol):
         ...
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
-        """Return {block: (S, noise size)}: how many standard normals one step takes, S draws of each block that draws."""
+        """Return {block: (S, noise size)}: how many standard normals one step takes, S draws of
+        each block that draws.
+        """
         ...
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
-        """Return the start of what one client keeps from round to round for this phase alone, given the `beliefs` about all blocks."""
+        """Return the start of what one client keeps from round to round for this phase alone, given
+        the `beliefs` about all blocks.
+        """
         ...
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
-        """Return the state that the steps carry from one to the next, as it is before the first step."""
+        """Return the state that the steps carry from one to the next, as it is before the first
+        step.
+        """
         ...
 
-    def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
+    def step(
+        self,
+        algorithm: Algorithm,
+        carry: Carry,
+        given: Server,
+        view: View,
+        batch: Batch,
+        noise: Noise,
+    ) -> Carry:
         """Take one step on a batch and return the new state."""
         ...
 
-    def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
+    def end(
+        self, algorithm: Algorithm, carry: Carry, given: Server, view: View
+    ) -> tuple[View, Info]:
         """Return the client's view after the phase, and information for people to read."""
         ...
 
@@ -76,23 +96,29 @@ class Phase(Protocol):
 @dataclass(frozen=True)
 @declared
 class Descend:
-    """A phase that minimises an energy over one block, or over several blocks together, by gradient steps.
+    """A phase that minimises an energy over one block, or over several blocks together, by gradient
+    steps.
 
-    Priors are constant during the phase: they read the view as it was before the first step, the trained blocks included.
+    Priors are constant during the phase: they read the view as it was before the first step, the
+    trained blocks included.
 
     Args:
         energy: The objective, which also names the trained blocks.
-        epochs: Number of passes over the client's data, the last short batch included; with `batch_size=None`, of full-batch steps. Inside
-            `Repeat`, of steps on the shared batch.
+        epochs: Number of passes over the client's data, the last short batch included; with
+            `batch_size=None`, of full-batch steps. Inside `Repeat`, of steps on the shared batch.
         steps: Number of steps; if given, it replaces `epochs`.
         batch_size: Number of examples of a step; None for all of the client's.
-        optimiser: Optimiser, whose state starts anew in every phase of every round unless `persist` names it.
+        optimiser: Optimiser, whose state starts anew in every phase of every round unless `persist`
+            names it.
         draws: Number S of posterior draws of a step, shared by its examples.
-        prox: Whether Gaussian priors are left out of the gradient and solved exactly after each step of rate lr,
-            w <- (w + lr k centre) / (1 + lr k) with k = 1 / variance (under a mean likelihood 1 / (n variance)). This is stable for priors
-            of any strength, where a gradient step needs lr k < 2, and has the same minimum (Parikh and Boyd, "Proximal algorithms", 2014,
-            section 4.2). The lr of a weight is the optimiser's `pace`: larger with momentum, and with Adam different for each weight.
-        persist: A name for the optimiser's state, which the client then keeps from round to round as private state.
+        prox: Whether Gaussian priors are left out of the gradient and solved exactly after each
+            step of rate lr, w <- (w + lr k centre) / (1 + lr k) with k = 1 / variance (under a mean
+            likelihood 1 / (n variance)). This is stable for priors of any strength, where a
+            gradient step needs lr k < 2, and has the same minimum (Parikh and Boyd, "Proximal
+            algorithms", 2014, section 4.2). The lr of a weight is the optimiser's `pace`: larger
+            with momentum, and with Adam different for each weight.
+        persist: A name for the optimiser's state, which the client then keeps from round to round
+            as private state.
     """
 
     energy: Energy
@@ -115,29 +141,53 @@ class Descend:
         """Raise ValueError if the phase does not fit the algorithm, see `Phase.check`."""
         algorithm.check_parts(self.energy.parts)
         if missing := [name for name in self.blocks if name not in self.energy.parts]:
-            raise ValueError(f"blocks {missing} are trained on an energy whose predictor {self.energy.parts} does not contain them")
-        drawn = [name for name in self.energy.parts if algorithm.blocks[name].stochastic or algorithm.blocks[name].copies]
+            raise ValueError(
+                f"blocks {missing} are trained on an energy whose predictor {self.energy.parts} "
+                "does not contain them"
+            )
+        drawn = [
+            name
+            for name in self.energy.parts
+            if algorithm.blocks[name].stochastic or algorithm.blocks[name].copies
+        ]
         if self.energy.penalty is not None and drawn:
-            raise ValueError(f"a penalty is defined for one model at its weights, but blocks {drawn} draw or have copies; use Point blocks")
+            raise ValueError(
+                f"a penalty is defined for one model at its weights, but blocks {drawn} draw or "
+                "have copies; use Point blocks"
+            )
         pulled = [name for name in self.blocks if type(algorithm.blocks[name].prior) is not Flat]
         predicts = {name for part in algorithm.parts for name in algorithm.layout(part).names}
-        if left := sorted(predicts - {name for part in self.energy.parts for name in algorithm.layout(part).names}):
+        if left := sorted(
+            predicts - {name for part in self.energy.parts for name in algorithm.layout(part).names}
+        ):
             raise ValueError(
-                f"the energy of {self.blocks} has the parts {self.energy.parts}, which leave out {left[:3]}: these would stay at the "
-                f"weights of the model as it was given, and not be those with which a client predicts; name all parts, as {algorithm.parts}"
+                f"the energy of {self.blocks} has the parts {self.energy.parts}, which leave out "
+                f"{left[:3]}: these would stay at the weights of the model as it was given, and "
+                f"not be those with which a client predicts; name all parts, as {algorithm.parts}"
             )
         if self.prox and not all(_solvable(algorithm.blocks[name]) for name in pulled):
             raise ValueError(
-                f"prox solves a Gaussian prior of Point blocks after each step, which blocks {pulled} have not; use prox=False"
+                "prox solves a Gaussian prior of Point blocks after each step, which blocks "
+                f"{pulled} have not; use prox=False"
             )
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
-        """Return the noise of one step, see `Phase.noise`: every part whose posterior draws takes some."""
-        return {name: (self.draws, algorithm.noise_size(name)) for name in self.energy.parts if algorithm.blocks[name].stochastic}
+        """Return the noise of one step, see `Phase.noise`: every part whose posterior draws takes
+        some.
+        """
+        return {
+            name: (self.draws, algorithm.noise_size(name))
+            for name in self.energy.parts
+            if algorithm.blocks[name].stochastic
+        }
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
         """Return the optimiser's state where it persists and has any, see `Phase.keeps`."""
-        state = None if self.persist is None else self.optimiser.init({name: beliefs[name] for name in self.blocks})
+        state = (
+            None
+            if self.persist is None
+            else self.optimiser.init({name: beliefs[name] for name in self.blocks})
+        )
         return {} if state is None else {str(self.persist): tree_map(torch.as_tensor, state)}
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
@@ -146,7 +196,15 @@ class Descend:
         state = view[self.persist] if self.persist in view else self.optimiser.init(beliefs)
         return beliefs, state, torch.zeros_like(view["n"]), 0
 
-    def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
+    def step(
+        self,
+        algorithm: Algorithm,
+        carry: Carry,
+        given: Server,
+        view: View,
+        batch: Batch,
+        noise: Noise,
+    ) -> Carry:
         """Take one step, see `Phase.step`."""
         beliefs, state, total, count = carry
 
@@ -166,11 +224,20 @@ class Descend:
             prior = algorithm.blocks[name].prior
             if is_normal(prior):
                 pull = pace[name]["loc"] * weight / prior.variance(given, view)
-                beliefs = beliefs | {name: {"loc": (beliefs[name]["loc"] + pull * prior.centre(given, view)) / (1 + pull)}}
+                beliefs = beliefs | {
+                    name: {
+                        "loc": (beliefs[name]["loc"] + pull * prior.centre(given, view))
+                        / (1 + pull)
+                    }
+                }
         return beliefs, state, total + nll.detach(), count + 1
 
-    def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
-        """Return the client's view and the mean over batches of their mean negative log likelihood, in nats, see `Phase.end`."""
+    def end(
+        self, algorithm: Algorithm, carry: Carry, given: Server, view: View
+    ) -> tuple[View, Info]:
+        """Return the client's view and the mean over batches of their mean negative log likelihood,
+        in nats, see `Phase.end`.
+        """
         beliefs, state, total, count = carry
         kept = {self.persist: state} if self.persist in view else {}
         return view | beliefs | kept, {"nll": total / count}
@@ -181,11 +248,14 @@ def _solvable(block: Block) -> bool:
 
 
 def by_algebra(phase: Any) -> TypeGuard[Descend]:
-    """Say whether kernels may take a phase's steps by algebra of their own: it is a `Descend` whose energy overrides nothing.
+    """Say whether kernels may take a phase's steps by algebra of their own: it is a `Descend` whose
+    energy overrides nothing.
 
     A subclass may have a step, or an energy, of its own.
     """
-    return type(phase) is Descend and all(getattr(type(phase.energy), name) is getattr(Energy, name) for name in ("__call__", "loss"))
+    return type(phase) is Descend and all(
+        getattr(type(phase.energy), name) is getattr(Energy, name) for name in ("__call__", "loss")
+    )
 
 
 class _NoData(dict[str, Any]):
@@ -197,15 +267,20 @@ class _NoData(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Once:
-    """A phase of one step that applies a pure function to a client's view, for closed-form updates, statistics, or a new start.
+    """A phase of one step that applies a pure function to a client's view, for closed-form updates,
+    statistics, or a new start.
 
     Args:
-        fn: (algorithm, given, view, batch) -> view. An entry that it adds to the view is dropped after the round unless the algorithm's
-            `private` names it, and is sent if the algorithm's `reports` names it.
-        data: Whether `fn` reads the client's data; if not, `batch` is empty (inside `Repeat` it is always the shared batch).
-        losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are then in `batch["losses"]`, [B], or [M, B]
-            for copies; engines compute them faster than `fn` would.
-        kept: {name: start} of tensors that the client keeps from round to round for this phase alone.
+        fn: (algorithm, given, view, batch) -> view. An entry that it adds to the view is dropped
+            after the round unless the algorithm's `private` names it, and is sent if the
+            algorithm's `reports` names it.
+        data: Whether `fn` reads the client's data; if not, `batch` is empty (inside `Repeat` it is
+            always the shared batch).
+        losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are
+            then in `batch["losses"]`, [B], or [M, B] for copies; engines compute them faster than
+            `fn` would.
+        kept: {name: start} of tensors that the client keeps from round to round for this phase
+            alone.
         batched: Whether vmap can run `fn`.
 
     Raises:
@@ -224,7 +299,9 @@ class Once:
 
     def __post_init__(self) -> None:
         if self.losses and not self.data:
-            raise ValueError(f"losses of {self.losses} are those of the client's data; pass data=True")
+            raise ValueError(
+                f"losses of {self.losses} are those of the client's data; pass data=True"
+            )
 
     def check(self, algorithm: Algorithm) -> None:
         """Check that the algorithm has the parts of `losses`."""
@@ -242,11 +319,21 @@ class Once:
         """Return the view, see `Phase.begin`."""
         return view
 
-    def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
+    def step(
+        self,
+        algorithm: Algorithm,
+        carry: Carry,
+        given: Server,
+        view: View,
+        batch: Batch,
+        noise: Noise,
+    ) -> Carry:
         """Apply `fn`, see `Phase.step`."""
         return self.fn(algorithm, given, carry, batch or _NoData())
 
-    def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
+    def end(
+        self, algorithm: Algorithm, carry: Carry, given: Server, view: View
+    ) -> tuple[View, Info]:
         """Return the view and no information, see `Phase.end`."""
         return carry, {}
 
@@ -254,12 +341,15 @@ class Once:
 @dataclass(frozen=True)
 @declared
 class Repeat:
-    """A loop over batches that runs the inner phases one after another on each. It is no phase itself: engines unroll it.
+    """A loop over batches that runs the inner phases one after another on each. It is no phase
+    itself: engines unroll it.
 
     Args:
-        phases: Inner phases, each a `Descend` (which takes `epochs`, or `steps`, steps on the batch) or a `Once`.
+        phases: Inner phases, each a `Descend` (which takes `epochs`, or `steps`, steps on the
+            batch) or a `Once`.
         epochs: Number of passes over the client's data, the last short batch included.
-        times: Number of batches; if given, it replaces `epochs`. A new pass over the data begins whenever one ends.
+        times: Number of batches; if given, it replaces `epochs`. A new pass over the data begins
+            whenever one ends.
         batch_size: Number of examples of a batch; None for all of the client's.
 
     Raises:
@@ -274,10 +364,17 @@ class Repeat:
 
     def __post_init__(self) -> None:
         if not self.phases:
-            raise ValueError("phases is empty, so nothing would be done with a batch; name at least one")
-        if wrong := [phase for phase in self.phases if isinstance(phase, Repeat) or phase.batch_size is not None]:
             raise ValueError(
-                f"a phase inside a Repeat works on the batch that the Repeat draws, got {wrong[0]!r}; give batch_size to the Repeat alone, "
+                "phases is empty, so nothing would be done with a batch; name at least one"
+            )
+        if wrong := [
+            phase
+            for phase in self.phases
+            if isinstance(phase, Repeat) or phase.batch_size is not None
+        ]:
+            raise ValueError(
+                "a phase inside a Repeat works on the batch that the Repeat draws, got "
+                f"{wrong[0]!r}; give batch_size to the Repeat alone, "
                 "and no Repeat inside another"
             )
 
@@ -298,11 +395,17 @@ class Repeat:
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
         """Return what the inner phases keep."""
-        return {name: state for phase in self.phases for name, state in phase.keeps(algorithm, beliefs).items()}
+        return {
+            name: state
+            for phase in self.phases
+            for name, state in phase.keeps(algorithm, beliefs).items()
+        }
 
 
 def by_chance(phase: Any, algorithm: Algorithm) -> bool:
-    """Say whether a phase's steps depend on chance: on the order of the examples, or on draws of a belief."""
+    """Say whether a phase's steps depend on chance: on the order of the examples, or on draws of a
+    belief.
+    """
     inner = phase.phases if isinstance(phase, Repeat) else (phase,)
     return phase.batch_size is not None or any(one.noise(algorithm) for one in inner)
 
@@ -314,6 +417,8 @@ def described(phase: Any) -> str:
 
 
 def trained(phase: Any) -> tuple[str, ...]:
-    """Return the blocks that a phase trains, those of a `Repeat`'s inner phases included; none for a phase that does not say, as `Once`."""
+    """Return the blocks that a phase trains, those of a `Repeat`'s inner phases included; none for
+    a phase that does not say, as `Once`.
+    """
     inner = phase.phases if isinstance(phase, Repeat) else (phase,)
     return tuple(dict.fromkeys(name for one in inner for name in getattr(one, "blocks", ())))

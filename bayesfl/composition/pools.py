@@ -1,12 +1,15 @@
-"""Pools: how the server gathers a block. Most are sums over clients followed by a closed form, so that clients can be streamed.
+"""Pools: how the server gathers a block. Most are sums over clients followed by a closed form, so
+that clients can be streamed.
 
-Totals are float64 whatever the run's precision, and are added one client after another, so that neither the chunk size nor
-the number of workers changes them.
+Totals are float64 whatever the run's precision, and are added one client after another, so that
+neither the chunk size nor the number of workers changes them.
 
-The last three are for clients that may send false values, or whose training went wrong while its numbers stayed finite. One client can
-move a mean arbitrarily far. A median stays within the range of the honest clients in each coordinate while those are in the majority, a
-trimmed mean while the others are no more than are taken away at each end; clipping bounds how far one client can move the result. All have
-a price where honest clients differ: the pools treat a minority's data like false values.
+The last three are for clients that may send false values, or whose training went wrong while its
+numbers stayed finite. One client can move a mean arbitrarily far. A median stays within the range
+of the honest clients in each coordinate while those are in the majority, a trimmed mean while the
+others are no more than are taken away at each end; clipping bounds how far one client can move the
+result. All have a price where honest clients differ: the pools treat a minority's data like false
+values.
 """
 
 import math
@@ -37,22 +40,35 @@ def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor
     """Compute the clients' weights in a pool, in float64: [C], or [C, M] for a block of M copies.
 
     Raises:
-        ValueError: `weight` does not give one real number for each client, or for each copy. Whether the numbers are finite depends on what
-            clients report, and is checked at the end of the round.
+        ValueError: `weight` does not give one real number for each client, or for each copy.
+            Whether the numbers are finite depends on what clients report, and is checked at the end
+            of the round.
     """
     loc = uplink[name]["loc"]
     allowed = [loc.shape[:axes] for axes in range(1, loc.dim())]
     found = weight(server, uplink)
     if not isinstance(found, Tensor) or found.is_complex() or found.shape not in allowed:
-        got = f"a tensor {list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
-        raise ValueError(f"weight must give {' or '.join(str(list(shape)) for shape in allowed)} numbers for block {name!r}, got {got}")
+        got = (
+            f"a tensor {list(found.shape)} of {found.dtype}"
+            if isinstance(found, Tensor)
+            else repr(found)
+        )
+        raise ValueError(
+            f"weight must give {' or '.join(str(list(shape)) for shape in allowed)} numbers for "
+            f"block {name!r}, got {got}"
+        )
     return found.double()
 
 
 def _add(total: Tensors | None, summands: dict[str, tuple[Tensor, Tensor]]) -> Tensors:
-    """Add weight * value to `total`, client after client: {name: (weight [C], or [C, M] for copies, value [C, ...])}."""
+    """Add weight * value to `total`, client after client: {name: (weight [C], or [C, M] for copies,
+    value [C, ...])}.
+    """
     if total is None:
-        total = {k: torch.zeros(v.shape[1:], dtype=torch.float64, device=v.device) for k, (_, v) in summands.items()}
+        total = {
+            k: torch.zeros(v.shape[1:], dtype=torch.float64, device=v.device)
+            for k, (_, v) in summands.items()
+        }
     for key, (weight, value) in summands.items():
         if weight.dim() == 1:
             for w, row in zip(weight.tolist(), value, strict=True):
@@ -78,18 +94,25 @@ class Mean:
     """The weighted mean of the clients' centres; weights 1 / rho_j^2 make it precision-weighted.
 
     Args:
-        weight: (server, uplink) -> weights [C], not normalised, or [C, M] for the copies of a block; `by_size` gives FedAvg.
-        sends: Names of the belief's tensors that travel, each averaged as it is: `("loc", "rho")` for a `MeanField`'s raw parameters.
+        weight: (server, uplink) -> weights [C], not normalised, or [C, M] for the copies of a
+            block; `by_size` gives FedAvg.
+        sends: Names of the belief's tensors that travel, each averaged as it is: `("loc", "rho")`
+            for a `MeanField`'s raw parameters.
     """
 
     weight: Weight = by_size
     sends: tuple[str, ...] = ("loc",)
 
-    def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
+    def accumulate(
+        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
+    ) -> Tensors:
         """Add the weights and the weighted centres to `total`."""
         weight = counted(self.weight, server, uplink, name)
         ones = torch.ones_like(weight)
-        return _add(total, {"weight": (weight, ones), **{key: (weight, uplink[name][key]) for key in self.sends}})
+        return _add(
+            total,
+            {"weight": (weight, ones), **{key: (weight, uplink[name][key]) for key in self.sends}},
+        )
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the weighted mean; a copy of a block whose weights are all 0 stays as it is."""
@@ -97,13 +120,20 @@ class Mean:
         if not weight.dim():
             return _cast({key: total[key] / weight for key in self.sends}, old)
         weight = weight.unsqueeze(-1)
-        return _cast({key: torch.where(weight > 0, total[key] / weight, old[key].double()) for key in self.sends}, old)
+        return _cast(
+            {
+                key: torch.where(weight > 0, total[key] / weight, old[key].double())
+                for key in self.sends
+            },
+            old,
+        )
 
 
 @dataclass(frozen=True)
 @declared
 class Relaxed:
-    """A pool that goes part of the way from the server's entry to another pool's: (1 - step) old + step new, on the tensors that travel.
+    """A pool that goes part of the way from the server's entry to another pool's: (1 - step) old +
+    step new, on the tensors that travel.
 
     Args:
         pool: The inner pool, which gives `new`.
@@ -121,7 +151,9 @@ class Relaxed:
         """Return the names of the tensors that the inner pool sends."""
         return self.pool.sends
 
-    def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
+    def accumulate(
+        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
+    ) -> Tensors:
         """Add a chunk of clients to `total`, as the inner pool does."""
         return self.pool.accumulate(total, server, name, uplink)
 
@@ -139,10 +171,18 @@ class _Gaussian:
     sends = ("loc", "rho")
 
     def _moments(self, name: str, uplink: Uplink) -> tuple[Tensor, Tensor]:
-        # Client by client: vectorised exponentials round differently by place in memory, so results would depend on the chunk size.
+        # Client by client: vectorised exponentials round differently by place in memory, so results
+        # would depend on the chunk size.
         rows = zip(*uplink[name].values(), strict=True)
-        moments = [self.posterior.moments({key: t.double() for key, t in zip(uplink[name], row, strict=True)}) for row in rows]
-        return torch.stack([loc for loc, _ in moments]), torch.stack([variance for _, variance in moments])
+        moments = [
+            self.posterior.moments(
+                {key: t.double() for key, t in zip(uplink[name], row, strict=True)}
+            )
+            for row in rows
+        ]
+        return torch.stack([loc for loc, _ in moments]), torch.stack(
+            [variance for _, variance in moments]
+        )
 
     def _solved(self, server: Server, name: str, loc: Tensor, variance: Tensor) -> Tensors:
         return _cast({"loc": loc, "rho": inverse_softplus(variance.sqrt())}, server[name])
@@ -154,18 +194,28 @@ class PrecisionWeighted(_Gaussian):
 
     Args:
         posterior: Posterior that converts `loc` and `rho` to moments.
-        prior: (server) -> (mean, precision) [D] of a prior that every client's posterior already contains, to be counted
-            once instead of once for each client; None where they contain none.
+        prior: (server) -> (mean, precision) [D] of a prior that every client's posterior already
+            contains, to be counted once instead of once for each client; None where they contain
+            none.
     """
 
     prior: Any = None
 
-    def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
+    def accumulate(
+        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
+    ) -> Tensors:
         """Add the precisions and the precision-weighted means to `total`."""
         loc, variance = self._moments(name, uplink)
         ones = torch.ones(len(loc), dtype=torch.float64)
         precision = 1 / variance
-        return _add(total, {"count": (ones, ones.to(loc)), "precision": (ones, precision), "weighted": (ones, precision * loc)})
+        return _add(
+            total,
+            {
+                "count": (ones, ones.to(loc)),
+                "precision": (ones, precision),
+                "weighted": (ones, precision * loc),
+            },
+        )
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the product's moments.
@@ -180,7 +230,8 @@ class PrecisionWeighted(_Gaussian):
             weighted = weighted - (total["count"] - 1) * precision0 * mean0
             if not bool((precision > 0).all()):
                 raise ValueError(
-                    f"block {name!r}: {int((precision <= 0).sum())} weights have no positive precision once the prior is counted "
+                    f"block {name!r}: {int((precision <= 0).sum())} weights have no positive "
+                    "precision once the prior is counted "
                     "once; the clients' posteriors are wider than their prior"
                 )
         return self._solved(server, name, weighted / precision, 1 / precision)
@@ -197,26 +248,39 @@ class MomentMatched(_Gaussian):
 
     weight: Weight = by_size
 
-    def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Add to `total` weighted variances, and moments of the means about the server's centre, so that small spreads survive rounding."""
+    def accumulate(
+        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
+    ) -> Tensors:
+        """Add to `total` weighted variances, and moments of the means about the server's centre, so
+        that small spreads survive rounding.
+        """
         loc, variance = self._moments(name, uplink)
         weight = counted(self.weight, server, uplink, name)
         shift = loc - server[name]["loc"].double()
         ones = torch.ones_like(weight)
         return _add(
-            total, {"weight": (weight, ones), "first": (weight, shift), "within": (weight, variance), "second": (weight, shift.square())}
+            total,
+            {
+                "weight": (weight, ones),
+                "first": (weight, shift),
+                "within": (weight, variance),
+                "second": (weight, shift.square()),
+            },
         )
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the mean and variance of the mixture."""
-        first, second, within = (total[key] / total["weight"] for key in ("first", "second", "within"))
+        first, second, within = (
+            total[key] / total["weight"] for key in ("first", "second", "within")
+        )
         between = (second - first.square()).clamp_min(0)  # rounding alone can make it negative
         return self._solved(server, name, server[name]["loc"].double() + first, within + between)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Barycentre(_Gaussian):
-    """The diagonal Gaussian closest to the clients' in squared 2-Wasserstein distance: means and standard deviations are averaged.
+    """The diagonal Gaussian closest to the clients' in squared 2-Wasserstein distance: means and
+    standard deviations are averaged.
 
     Args:
         posterior: Posterior that converts `loc` and `rho` to moments.
@@ -225,12 +289,17 @@ class Barycentre(_Gaussian):
 
     weight: Weight = by_size
 
-    def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
+    def accumulate(
+        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
+    ) -> Tensors:
         """Add the weighted means and standard deviations to `total`."""
         loc, variance = self._moments(name, uplink)
         weight = counted(self.weight, server, uplink, name)
         ones = torch.ones_like(weight)
-        return _add(total, {"weight": (weight, ones), "loc": (weight, loc), "scale": (weight, variance.sqrt())})
+        return _add(
+            total,
+            {"weight": (weight, ones), "loc": (weight, loc), "scale": (weight, variance.sqrt())},
+        )
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the weighted averages of means and standard deviations."""
@@ -240,7 +309,8 @@ class Barycentre(_Gaussian):
 
 @dataclass(frozen=True)
 class Stack:
-    """A pool that leaves the server's entry unchanged and passes all clients' tensors, stacked, to the algorithm's `combine`.
+    """A pool that leaves the server's entry unchanged and passes all clients' tensors, stacked, to
+    the algorithm's `combine`.
 
     Args:
         sends: Names of the posterior's tensors that travel.
@@ -255,15 +325,17 @@ class Stack:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A pool that gives every client its own mixture of what the cohort sends: sum_k A_jk w_k for client j.
+    """A pool that gives every client its own mixture of what the cohort sends: sum_k A_jk w_k for
+    client j.
 
-    The server's entry holds the mean over clients, `loc`; the model that each client is sent next, `each` [J, ...]; and `weights` [J, J],
-    in row j the last row of A that client j was given, with a column for each client whose model is mixed. For a client outside the cohort
-    its model and its row stay as they were; for one that never took part, the model is the start and the row is 0.
+    The server's entry holds the mean over clients, `loc`; the model that each client is sent next,
+    `each` [J, ...]; and `weights` [J, J], in row j the last row of A that client j was given, with
+    a column for each client whose model is mixed. For a client outside the cohort its model and its
+    row stay as they were; for one that never took part, the model is the start and the row is 0.
 
     Args:
-        weights: (server, ids [C], uplink) -> A [C, C] among the clients of a round's cohort. A is not normalised: rows that sum to 1 give
-            averages.
+        weights: (server, ids [C], uplink) -> A [C, C] among the clients of a round's cohort. A is
+            not normalised: rows that sum to 1 give averages.
 
     Raises:
         TypeError: `weights` is no function.
@@ -276,15 +348,23 @@ class Mixed:
 
     def __post_init__(self) -> None:
         if not callable(self.weights):
-            raise TypeError(f"weights must be a function (server, ids, uplink) -> [C, C], got {self.weights!r}")
+            raise TypeError(
+                f"weights must be a function (server, ids, uplink) -> [C, C], got {self.weights!r}"
+            )
 
     def start(self, entry: Tensors, clients: int) -> Tensors:
         """Return the server's entry before the first round, with the same model for each client."""
         loc = entry["loc"]
-        return {**entry, "each": loc.expand(clients, *loc.shape).clone(), "weights": loc.new_zeros(clients, clients)}
+        return {
+            **entry,
+            "each": loc.expand(clients, *loc.shape).clone(),
+            "weights": loc.new_zeros(clients, clients),
+        }
 
     def newcomers(self, entry: Tensors) -> Tensors:
-        """Return the entry for clients never seen in training, which have no models of their own."""
+        """Return the entry for clients never seen in training, which have no models of
+        their own.
+        """
         return {**entry, "each": entry["each"][:0], "weights": entry["weights"][:0, :0]}
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
@@ -293,7 +373,10 @@ class Mixed:
         among = self.weights(server, ids, uplink)
         if not isinstance(among, Tensor) or among.shape != (len(ids), len(ids)):
             got = f"a tensor {list(among.shape)}" if isinstance(among, Tensor) else repr(among)
-            raise ValueError(f"weights must give [{len(ids)}, {len(ids)}] numbers for a cohort of {len(ids)} clients, got {got}")
+            raise ValueError(
+                f"weights must give [{len(ids)}, {len(ids)}] numbers for a cohort of {len(ids)} "
+                f"clients, got {got}"
+            )
         among = among.double()
         mixed = torch.einsum("jk,k...->j...", among, uplink[name]["loc"].double())
         rows = among.new_zeros(len(ids), len(entry["each"])).index_copy(1, ids, among)
@@ -307,13 +390,15 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Median:
-    """The coordinate-wise median of what the clients send, all clients weighing the same; for an even number, the mean of the middle two.
+    """The coordinate-wise median of what the clients send, all clients weighing the same; for an
+    even number, the mean of the middle two.
 
     Args:
         sends: Names of the posterior's tensors that travel.
 
     References:
-        Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal statistical rates", ICML 2018, option I.
+        Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal
+        statistical rates", ICML 2018, option I.
     """
 
     sends: tuple[str, ...] = ("loc",)
@@ -331,14 +416,16 @@ class TrimmedMean:
     """The coordinate-wise mean of the clients' numbers without the largest and the smallest ones.
 
     Args:
-        share: Share of the clients taken away at each end, in [0, 1/2); at least one client at each end unless it is 0.
+        share: Share of the clients taken away at each end, in [0, 1/2); at least one client at each
+            end unless it is 0.
         sends: Names of the posterior's tensors that travel.
 
     Raises:
         ValueError: In a round no client is left.
 
     References:
-        Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal statistical rates", ICML 2018, option II.
+        Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal
+        statistical rates", ICML 2018, option II.
     """
 
     share: Annotated[float, Range(0, 0.5, "[")] = 0.1
@@ -349,27 +436,36 @@ class TrimmedMean:
         clients = len(uplink["n"])
         cut = max(1, int(self.share * clients + 1e-9)) if self.share else 0
         if 2 * cut >= clients:
-            raise ValueError(f"a trimmed mean of {clients} clients leaves none if {cut} go at each end; take a larger cohort, or a median")
-        found = {key: uplink[name][key].double().sort(0).values[cut : clients - cut].mean(0) for key in self.sends}
+            raise ValueError(
+                f"a trimmed mean of {clients} clients leaves none if {cut} go at each end; take a "
+                "larger cohort, or a median"
+            )
+        found = {
+            key: uplink[name][key].double().sort(0).values[cut : clients - cut].mean(0)
+            for key in self.sends
+        }
         return {**server[name], **{key: t.to(server[name][key]) for key, t in found.items()}}
 
 
 @dataclass(frozen=True)
 @declared
 class Clipped:
-    """A pool that limits the influence of one client: it shortens updates longer than `norm`, and then pools them by another pool.
+    """A pool that limits the influence of one client: it shortens updates longer than `norm`, and
+    then pools them by another pool.
 
     An update is the difference of a client's tensors from those that the server sent.
 
     Args:
         pool: The pool that gathers the shortened differences; one that adds up, such as `Mean`.
-        norm: Largest Euclidean length of the difference over all tensors of the block that travel, > 0.
+        norm: Largest Euclidean length of the difference over all tensors of the block that travel,
+            > 0.
 
     Raises:
         ValueError: `pool` needs all clients at once.
 
     References:
-        Sun, Kairouz, Suresh, McMahan, "Can you really backdoor federated learning?", 2019, section 4.
+        Sun, Kairouz, Suresh, McMahan, "Can you really backdoor federated learning?", 2019, section
+        4.
     """
 
     pool: AdditivePool
@@ -383,12 +479,19 @@ class Clipped:
         """Return the names of the tensors that the inner pool sends."""
         return self.pool.sends
 
-    def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Add a chunk of clients to `total`, as the inner pool does, after their differences are shortened."""
+    def accumulate(
+        self, total: Tensors | None, server: Server, name: str, uplink: Uplink
+    ) -> Tensors:
+        """Add a chunk of clients to `total`, as the inner pool does, after their differences are
+        shortened.
+        """
         moved = {key: uplink[name][key].double() - server[name][key].double() for key in self.sends}
         length = torch.stack([t.flatten(1).square().sum(1) for t in moved.values()]).sum(0).sqrt()
         share = (self.norm / length).clamp(max=1.0)
-        kept = {key: server[name][key].double() + t * share.view(-1, *[1] * (t.dim() - 1)) for key, t in moved.items()}
+        kept = {
+            key: server[name][key].double() + t * share.view(-1, *[1] * (t.dim() - 1))
+            for key, t in moved.items()
+        }
         return self.pool.accumulate(total, server, name, {**uplink, name: kept})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:

@@ -1,4 +1,6 @@
-"""Predictors: personal predictions that need more than a client's weights, such as its training data or several models."""
+"""Predictors: personal predictions that need more than a client's weights, such as its training
+data or several models.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,31 +32,45 @@ if TYPE_CHECKING:
 
 
 GRID = precision.GRID[::2]
-"""Precisions that are tried on validation data, from 1e-4 to 1e4 by decades; under the largest, predictions are close to the MAP's."""
-SHRUNK = 0.3  # below this median kappa (factor by which logits shrink) the prior, not the data, determines the predictions
+"""Precisions that are tried on validation data, from 1e-4 to 1e4 by decades; under the largest,
+predictions are close to the MAP's.
+"""
+# below this median kappa (factor by which logits shrink) the prior, not the data, determines the
+# predictions
+SHRUNK = 0.3
 PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at once
 
 
 @dataclass(frozen=True)
-@declared(idle={("structure", other): ("share", "selection", "seed") for other in ("full", "diagonal")})
+@declared(
+    idle={("structure", other): ("share", "selection", "seed") for other in ("full", "diagonal")}
+)
 class LinearisedLaplace:
-    """A predictor by a Laplace approximation around a client's own weights, fitted to its training data, with the linearised network.
+    """A predictor by a Laplace approximation around a client's own weights, fitted to its training
+    data, with the linearised network.
 
-    Any method can have it: `replace(bf.algorithms.fedper(model), predictor=LinearisedLaplace())` is FedPer with a Laplace body.
+    Any method can have it: `replace(bf.algorithms.fedper(model), predictor=LinearisedLaplace())` is
+    FedPer with a Laplace body.
 
     Args:
-        block: Name of the block whose weights are uncertain, while the others are constants; None for the first of the method's `parts`.
-        structure: `full` (the whole block, in the dual form where N O is less than its weights), `subnetwork`, or `diagonal`.
-        precision: Prior precision, for a likelihood that is a sum over the data: a number; a function of what the client received and its
-            view, for one that the server has learnt, returning a number or one for each weight, [D]; or None to choose a number for all
+        block: Name of the block whose weights are uncertain, while the others are constants; None
+            for the first of the method's `parts`.
+        structure: `full` (the whole block, in the dual form where N O is less than its weights),
+            `subnetwork`, or `diagonal`.
+        precision: Prior precision, for a likelihood that is a sum over the data: a number; a
+            function of what the client received and its view, for one that the server has learnt,
+            returning a number or one for each weight, [D]; or None to choose a number for all
             clients on their validation data, under the link by which they predict.
         share: Share of the block's weights that are in a subnetwork, in (0, 1].
-        selection: Rule that chooses the subnetwork, one of `bayesfl.selection`, used anew for every client.
+        selection: Rule that chooses the subnetwork, one of `bayesfl.selection`, used anew for every
+            client.
         seed: Seed of rules that draw, which give all clients the same subnetwork.
-        link: How the Gaussian over the logits becomes probabilities: in closed form by `contrasts`, or `per_class` as in the papers on
-            linearised networks (see `bayesfl.posteriors.linearised.predictive`); or by the method's number of `draws`. Where that number is
-            not 0, or a caller asks for draws, they take the place of a closed form.
-        centre: Whether logits are centred over classes, see `Laplace.linearised`; `per_class` alone depends on it.
+        link: How the Gaussian over the logits becomes probabilities: in closed form by `contrasts`,
+            or `per_class` as in the papers on linearised networks (see
+            `bayesfl.posteriors.linearised.predictive`); or by the method's number of `draws`. Where
+            that number is not 0, or a caller asks for draws, they take the place of a closed form.
+        centre: Whether logits are centred over classes, see `Laplace.linearised`; `per_class` alone
+            depends on it.
 
     Raises:
         TypeError: `block` is no text.
@@ -79,7 +95,9 @@ class LinearisedLaplace:
         _check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
-        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
+        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
+        does not fit the algorithm.
+        """
         _refuse_copies(self, algorithm)
         self.check_one(algorithm)
 
@@ -87,28 +105,46 @@ class LinearisedLaplace:
         """Raise as `check` does, for the predictor of one of a method's copies."""
         if self.block is not None and self.block not in algorithm.parts:
             raise ValueError(
-                f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
+                f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name "
+                "one of them, or None for the first"
             )
         _check_linearised(self, algorithm)
         if isinstance(algorithm.likelihood, Categorical) and not algorithm.likelihood.plain:
-            raise ValueError(f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is made; take Categorical()")
+            raise ValueError(
+                f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is "
+                "made; take Categorical()"
+            )
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """Return the candidate precisions, see `Predictor`; none where a function gives the precision."""
+        """Return the candidate precisions, see `Predictor`; none where a function gives the
+        precision.
+        """
         if callable(self.precision):
             return ()
         return GRID if self.precision is None else (float(self.precision),)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
-        """Return one client's predictor, see `Predictor`; a `weight` [N] in `data` says how many times each example counts."""
+        """Return one client's predictor, see `Predictor`; a `weight` [N] in `data` says how many
+        times each example counts.
+        """
         kept: dict[float | None, Laplace] = {}
-        first = torch.as_tensor(self.precision(given, view)).double() if callable(self.precision) else self.grid[0]
+        first = (
+            torch.as_tensor(self.precision(given, view)).double()
+            if callable(self.precision)
+            else self.grid[0]
+        )
 
         @cache
         def diagonal() -> Laplace:
-            options = {"likelihood": algorithm.likelihood, "pattern": self._layout(algorithm), "weight": data.get("weight")}
-            return Laplace.fit(algorithm.network(view), data, precision=first, structure="diagonal", **options)
+            options = {
+                "likelihood": algorithm.likelihood,
+                "pattern": self._layout(algorithm),
+                "weight": data.get("weight"),
+            }
+            return Laplace.fit(
+                algorithm.network(view), data, precision=first, structure="diagonal", **options
+            )
 
         def at(value: float | None) -> Laplace:
             if value not in kept:
@@ -119,15 +155,23 @@ class LinearisedLaplace:
         return Linearised(self, algorithm, view, lambda value: at(value).inverse)
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
-        """Return the tensors by which `restored` predicts without training data, see `StoredPredictor`."""
+        """Return the tensors by which `restored` predicts without training data, see
+        `StoredPredictor`.
+        """
         assert isinstance(fitted, Linearised)
         inverse = fitted.inverse(value)
-        covariance = inverse if isinstance(inverse, Covariance) else Covariance.of(cast(Inverse, inverse), limit=limit)
+        covariance = (
+            inverse
+            if isinstance(inverse, Covariance)
+            else Covariance.of(cast(Inverse, inverse), limit=limit)
+        )
         return covariance.tensors()
 
     def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
         """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
-        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm))
+        curvature = Curvature(
+            algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm)
+        )
         covariance = Covariance.restored(curvature, tensors)
         return Linearised(self, algorithm, view, lambda value: covariance)
 
@@ -140,7 +184,13 @@ class LinearisedLaplace:
             return diagonal
         indices = None
         if self.structure == "subnetwork":
-            evidence = Evidence(diagonal.loc, diagonal.diagonal, 1 / diagonal.precision, self.seed, diagonal.curvature.layout)
+            evidence = Evidence(
+                diagonal.loc,
+                diagonal.diagonal,
+                1 / diagonal.precision,
+                self.seed,
+                diagonal.curvature.layout,
+            )
             indices = select(self.selection, evidence, size_of(self.share, len(diagonal.loc)))
         return diagonal.with_structure(data, self.structure, indices=indices)
 
@@ -148,16 +198,18 @@ class LinearisedLaplace:
 @dataclass(frozen=True)
 @declared
 class LinearisedBelief:
-    """A predictor by the Gaussians that blocks already hold, with the network linearised around their means.
+    """A predictor by the Gaussians that blocks already hold, with the network linearised around
+    their means.
 
-    Any block whose posterior draws can have it, as that of `pfedvem`, of a mean-field posterior on all weights, or of online Laplace. It
-    needs no training data and no validation data. Where weights are many, draws of them leave the region in which the network is as it
-    was trained, and may predict other classes; under link="contrasts" the linearised network keeps the classes of its mean. A belief that
-    is too wide makes it underconfident all the same.
+    Any block whose posterior draws can have it, as that of `pfedvem`, of a mean-field posterior on
+    all weights, or of online Laplace. It needs no training data and no validation data. Where
+    weights are many, draws of them leave the region in which the network is as it was trained, and
+    may predict other classes; under link="contrasts" the linearised network keeps the classes of
+    its mean. A belief that is too wide makes it underconfident all the same.
 
     Args:
-        block: Name of the only block whose Gaussian counts, the others being constants, at their means; None for all of the method's
-            `parts` that draw, which are independent.
+        block: Name of the only block whose Gaussian counts, the others being constants, at their
+            means; None for all of the method's `parts` that draw, which are independent.
         link: As of `LinearisedLaplace`.
         centre: As of `LinearisedLaplace`.
 
@@ -166,7 +218,8 @@ class LinearisedBelief:
         ValueError: `link` is not `per_class` and `centre` is False.
 
     References:
-        Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021.
+        Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local
+        linearization", AISTATS 2021.
     """
 
     block: str | None = None
@@ -183,7 +236,9 @@ class LinearisedBelief:
         _check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
-        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
+        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
+        does not fit the algorithm.
+        """
         _refuse_copies(self, algorithm)
         self.check_one(algorithm)
 
@@ -191,23 +246,39 @@ class LinearisedBelief:
         """Raise as `check` does, for the predictor of one of a method's copies."""
         drawn = [name for name in algorithm.parts if algorithm.blocks[name].stochastic]
         if not drawn or self.block not in (None, *drawn):
+            holds = (
+                "no block holds" if self.block is None else f"block {self.block!r} does not hold"
+            )
             raise ValueError(
-                f"{'no block holds' if self.block is None else f'block {self.block!r} does not hold'} a Gaussian: of the parts "
-                f"{algorithm.parts} those that draw are {drawn}; name one of them, or take LinearisedLaplace(), which makes a Gaussian of "
+                f"{holds} a Gaussian: of the parts {algorithm.parts} those that draw are {drawn}; "
+                "name one of them, or take LinearisedLaplace(), which makes a Gaussian of "
                 "training data"
             )
         _check_linearised(self, algorithm)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor, see `Predictor`."""
-        names = [part for part in algorithm.parts if algorithm.blocks[part].stochastic] if self.block is None else [self.block]
+        names = (
+            [part for part in algorithm.parts if algorithm.blocks[part].stochastic]
+            if self.block is None
+            else [self.block]
+        )
         leaves: Tensors = {}
         for name in names:
-            leaves |= algorithm.layout(name).leaves(algorithm.blocks[name].posterior.moments(view[name])[1])
+            leaves |= algorithm.layout(name).leaves(
+                algorithm.blocks[name].posterior.moments(view[name])[1]
+            )
         layout = Layout(algorithm.model, tuple(leaves))
-        curvature, variance = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout), layout.ravel(leaves)
+        curvature, variance = (
+            Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout),
+            layout.ravel(leaves),
+        )
         # precisions must lie within 1e-30 and 1e30
-        inverse = independent(curvature, 1 / variance.double().clamp(1e-29, 1e29), torch.zeros_like(variance, dtype=torch.float64))
+        inverse = independent(
+            curvature,
+            1 / variance.double().clamp(1e-29, 1e29),
+            torch.zeros_like(variance, dtype=torch.float64),
+        )
         return Linearised(self, algorithm, view, lambda value: inverse)
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
@@ -220,27 +291,34 @@ class LinearisedBelief:
 
 
 def size_of(share: float, weights: int) -> int:
-    """Return the number of weights in a subnetwork: a share of D weights, rounded down, at least one."""
+    """Return the number of weights in a subnetwork: a share of D weights, rounded down, at least
+    one.
+    """
     return max(1, int(share * weights + 1e-9))
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """A predictor by the copies of a block together: sum_m pi_m p(y | x, copy m), each copy at its mean or by a posterior of its own.
+    """A predictor by the copies of a block together: sum_m pi_m p(y | x, copy m), each copy at its
+    mean or by a posterior of its own.
 
-    Probabilities are averaged, not logits; for targets, the result has the moments of the mixture; of intervals by quantiles the ends are
-    averaged. Copies of weight 0 take no part.
+    Probabilities are averaged, not logits; for targets, the result has the moments of the mixture;
+    of intervals by quantiles the ends are averaged. Copies of weight 0 take no part.
 
-    `Mixture("components", "pi", each=LinearisedLaplace())` makes a Laplace approximation of each of FedEM's components, under one
-    precision, which is chosen for the predictions of the mixture. That of copy m is fitted to the client's training data, where example i
-    counts by its responsibility q_im = pi_m p(y_i | x_i, w_m) / sum_k pi_k p(y_i | x_i, w_k), as in EM's M step, so its precision is
-    sum_i q_im J_i' Lambda_i J_i plus the prior's, and a copy that explains no example keeps the prior. The responsibilities are constants:
-    the curvature of the mixture's likelihood itself has further terms, since they move with the weights.
+    `Mixture("components", "pi", each=LinearisedLaplace())` makes a Laplace approximation of each of
+    FedEM's components, under one precision, which is chosen for the predictions of the mixture.
+    That of copy m is fitted to the client's training data, where example i counts by its
+    responsibility q_im = pi_m p(y_i | x_i, w_m) / sum_k pi_k p(y_i | x_i, w_k), as in EM's M step,
+    so its precision is sum_i q_im J_i' Lambda_i J_i plus the prior's, and a copy that explains no
+    example keeps the prior. The responsibilities are constants: the curvature of the mixture's
+    likelihood itself has further terms, since they move with the weights.
 
-    With `each`, `epistemic` is the entropy of the mixture's probabilities less `aleatoric`, the mean over copies, by pi, of their own, and
-    at least 0; by draws it is the mutual information of label and (copy, weights). So it holds what the copies disagree on, although
-    more data may never tell which of them makes an example. For targets it is the variance of the outputs over copies and weights, summed
-    over O. It is NaN without `each`, and under link="per_class". Draws of all copies use the same normals.
+    With `each`, `epistemic` is the entropy of the mixture's probabilities less `aleatoric`, the
+    mean over copies, by pi, of their own, and at least 0; by draws it is the mutual information of
+    label and (copy, weights). So it holds what the copies disagree on, although more data may never
+    tell which of them makes an example. For targets it is the variance of the outputs over copies
+    and weights, summed over O. It is NaN without `each`, and under link="per_class". Draws of all
+    copies use the same normals.
 
     Args:
         block: Name of the block with copies.
@@ -257,7 +335,10 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not isinstance(self.each, LinearisedLaplace | LinearisedBelief | None):
-            raise TypeError(f"each must be LinearisedLaplace(), LinearisedBelief(), or None for copies at their means, got {self.each!r}")
+            raise TypeError(
+                "each must be LinearisedLaplace(), LinearisedBelief(), or None for copies at "
+                f"their means, got {self.each!r}"
+            )
 
     @property
     def tunes(self) -> str:
@@ -280,9 +361,14 @@ class Mixture:
         return (self.weights,)
 
     def check(self, algorithm: Any) -> None:
-        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
+        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
+        does not fit the algorithm.
+        """
         if self.block not in algorithm.parts or algorithm.blocks[self.block].copies is None:
-            raise ValueError(f"block {self.block!r} must be one of the predictor's parts {algorithm.parts} and have copies")
+            raise ValueError(
+                f"block {self.block!r} must be one of the predictor's parts {algorithm.parts} and "
+                "have copies"
+            )
         if self.each is not None:
             self.each.check_one(algorithm)
 
@@ -293,41 +379,71 @@ class Mixture:
             ValueError: The client's view has no entry `weights`.
         """
         if self.weights not in view:
-            raise ValueError(f"weights={self.weights!r} is not in a client's view, which has {sorted(set(view) - set(algorithm.blocks))}")
+            raise ValueError(
+                f"weights={self.weights!r} is not in a client's view, which has "
+                f"{sorted(set(view) - set(algorithm.blocks))}"
+            )
         views = self._views(algorithm, view)
 
         def fit() -> dict[int, Fitted]:
             assert self.each is not None
-            shares = self._responsibilities(algorithm, view, data, list(views)) if self.each.needs_data else {}
-            return {m: self.each(algorithm, given, one, data | shares.get(m, {})) for m, one in views.items()}
+            shares = (
+                self._responsibilities(algorithm, view, data, list(views))
+                if self.each.needs_data
+                else {}
+            )
+            return {
+                m: self.each(algorithm, given, one, data | shares.get(m, {}))
+                for m, one in views.items()
+            }
 
         return _Mixed(algorithm, view[self.weights], views, None if self.each is None else fit)
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
-        """Return the tensors of `each` for every copy, named by its number, see `StoredPredictor`."""
+        """Return the tensors of `each` for every copy, named by its number, see
+        `StoredPredictor`.
+        """
         assert isinstance(fitted, _Mixed)
         if self.each is None:
             return {}
-        return {f"{m}_{k}": t for m, one in fitted.each.items() for k, t in self.each.stored(one, value, limit=limit).items()}
+        return {
+            f"{m}_{k}": t
+            for m, one in fitted.each.items()
+            for k, t in self.each.stored(one, value, limit=limit).items()
+        }
 
     def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
         """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
         views = self._views(algorithm, view)
         if self.each is None:
             return _Mixed(algorithm, view[self.weights], views, None)
-        own = {m: {k.removeprefix(f"{m}_"): t for k, t in tensors.items() if k.startswith(f"{m}_")} for m in views}
+        own = {
+            m: {k.removeprefix(f"{m}_"): t for k, t in tensors.items() if k.startswith(f"{m}_")}
+            for m in views
+        }
         each = {m: self.each.restored(algorithm, one, own[m]) for m, one in views.items()}
         return _Mixed(algorithm, view[self.weights], views, lambda: each)
 
     def _views(self, algorithm: Any, view: View) -> dict[int, View]:
-        """Return, for each copy of weight > 0, the view of a client that has it alone, with its share of the client's n examples."""
+        """Return, for each copy of weight > 0, the view of a client that has it alone, with its
+        share of the client's n examples.
+        """
         pi = view[self.weights]
-        return {m: algorithm.of_copy(algorithm.parts, view, m) | {"n": view["n"] * pi[m]} for m in pi.nonzero().flatten().tolist()}
+        return {
+            m: algorithm.of_copy(algorithm.parts, view, m) | {"n": view["n"] * pi[m]}
+            for m in pi.nonzero().flatten().tolist()
+        }
 
-    def _responsibilities(self, algorithm: Any, view: View, data: Batch, copies: list[int]) -> dict[int, Tensors]:
-        """Return how much each example counts for each of these copies, [N], as the `weight` of a batch."""
+    def _responsibilities(
+        self, algorithm: Any, view: View, data: Batch, copies: list[int]
+    ) -> dict[int, Tensors]:
+        """Return how much each example counts for each of these copies, [N], as the `weight` of a
+        batch.
+        """
         every = pieces({"x": data["x"], "y": data["y"]}, PIECE)
-        losses = torch.cat([algorithm.losses_of_copies(algorithm.parts, view, some)[copies] for some in every], -1)
+        losses = torch.cat(
+            [algorithm.losses_of_copies(algorithm.parts, view, some)[copies] for some in every], -1
+        )
         q, _ = responsibilities(view[self.weights][copies], losses)
         return {m: {"weight": one} for m, one in zip(copies, q.unbind(-1), strict=True)}
 
@@ -342,7 +458,13 @@ class _Mixed:
         fit: Function that makes the predictor of each of these; None for their means.
     """
 
-    def __init__(self, algorithm: Any, pi: Tensor, views: dict[int, View], fit: Callable[[], dict[int, Fitted]] | None) -> None:
+    def __init__(
+        self,
+        algorithm: Any,
+        pi: Tensor,
+        views: dict[int, View],
+        fit: Callable[[], dict[int, Fitted]] | None,
+    ) -> None:
         self._algorithm, self._views, self._fit = algorithm, views, fit
         self._pi = pi[list(views)]
 
@@ -351,7 +473,14 @@ class _Mixed:
         """Return the copies' predictors, by number."""
         return {} if self._fit is None else self._fit()
 
-    def __call__(self, x: Inputs, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+    def __call__(
+        self,
+        x: Inputs,
+        *,
+        value: float | None = None,
+        noise: Tensor | None = None,
+        plain: bool = False,
+    ) -> Tensors:
         if plain or self._fit is None:
             found = [at_mean(self._algorithm, view, x) for view in self._views.values()]
         else:
@@ -359,7 +488,11 @@ class _Mixed:
         stacked = {name: torch.stack([one[name] for one in found], -1) for name in found[0]}
         mean = {name: t @ self._pi for name, t in stacked.items()}
         if "aleatoric" in mean:
-            return mean | {"epistemic": (torch.special.entr(mean["probs"]).sum(-1) - mean["aleatoric"]).clamp_min(0)}
+            return mean | {
+                "epistemic": (
+                    torch.special.entr(mean["probs"]).sum(-1) - mean["aleatoric"]
+                ).clamp_min(0)
+            }
         if "probs" in mean:
             return mean
         spread = (stacked["mean"] - mean["mean"].unsqueeze(-1)).square() @ self._pi
@@ -375,36 +508,72 @@ class Linearised:
         rule: The method's predictor.
         algorithm: The method.
         view: The client's view.
-        inverse: Function from the prior precision that is tuned, or None, to the covariance of the weights.
+        inverse: Function from the prior precision that is tuned, or None, to the covariance of the
+            weights.
     """
 
     def __init__(
-        self, rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Algorithm", view: View, inverse: Callable[[float | None], Any]
+        self,
+        rule: "LinearisedLaplace | LinearisedBelief",
+        algorithm: "Algorithm",
+        view: View,
+        inverse: Callable[[float | None], Any],
     ) -> None:
         self._rule, self._algorithm, self._view, self.inverse = rule, algorithm, view, inverse
 
-    def __call__(self, x: Inputs, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
-        """Return the prediction, see `Fitted`; warn where it is the prior's, under a precision that was given."""
+    def __call__(
+        self,
+        x: Inputs,
+        *,
+        value: float | None = None,
+        noise: Tensor | None = None,
+        plain: bool = False,
+    ) -> Tensors:
+        """Return the prediction, see `Fitted`; warn where it is the prior's, under a precision that
+        was given.
+        """
         algorithm, rule, likelihood = self._algorithm, self._rule, self._algorithm.likelihood
         if plain:
             return at_mean(algorithm, self._view, x)
         inverse = self.inverse(value)
-        mean, covariance = inverse.predict({"x": x}, centre=rule.centre and isinstance(likelihood, Categorical))
-        classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
-        fixed = rule.precision is not None and float(self._view["n"]) >= 1  # a copy that made no example has the prior under any precision
-        if fixed and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
-            which = "the precision that the method computes" if callable(rule.precision) else f"predictive_precision={rule.precision}"
+        mean, covariance = inverse.predict(
+            {"x": x}, centre=rule.centre and isinstance(likelihood, Categorical)
+        )
+        classes = not isinstance(
+            likelihood, Gaussian
+        )  # kappa is defined for logits, not for the variance of targets
+        fixed = (
+            rule.precision is not None and float(self._view["n"]) >= 1
+        )  # a copy that made no example has the prior under any precision
+        if (
+            fixed
+            and classes
+            and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK
+        ):
+            which = (
+                "the precision that the method computes"
+                if callable(rule.precision)
+                else f"predictive_precision={rule.precision}"
+            )
             warn(
-                f"{which} leaves the predictions to the prior (the median kappa is below {SHRUNK}); choose a precision on validation data: "
+                f"{which} leaves the predictions to the prior (the median kappa is below "
+                f"{SHRUNK}); choose a precision on validation data: "
                 "predictive_precision=None under an isotropic prior",
             )
         link: Link = "contrasts" if rule.link == "draws" else rule.link
-        return {name: t.to(self._view["n"]) for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()}
+        return {
+            name: t.to(self._view["n"])
+            for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()
+        }
 
 
 def at_mean(algorithm: "Algorithm", view: View, x: Inputs) -> Tensors:
-    """Return the prediction at `x` [N, *] by one client's blocks at their means; its epistemic part is NaN."""
-    found = algorithm.likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0))
+    """Return the prediction at `x` [N, *] by one client's blocks at their means; its epistemic part
+    is NaN.
+    """
+    found = algorithm.likelihood.predictive(
+        algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0)
+    )
     return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
 
 
@@ -420,26 +589,36 @@ def _check_link(link: str, *, centre: bool) -> None:
 
 
 def _check_linearised(rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Algorithm") -> None:
-    """Raise TypeError for a likelihood of unknown curvature, ValueError for an idle option or draws without a number."""
+    """Raise TypeError for a likelihood of unknown curvature, ValueError for an idle option or draws
+    without a number.
+    """
     likelihood = algorithm.likelihood
     check_known(likelihood)
     if isinstance(likelihood, Gaussian) and rule.link != "contrasts":
-        raise ValueError(f"link={rule.link!r} says nothing for targets, whose distribution is exact; leave it out")
+        raise ValueError(
+            f"link={rule.link!r} says nothing for targets, whose distribution is exact; leave it "
+            "out"
+        )
     if not rule.centre and not isinstance(likelihood, Categorical):
         raise ValueError(
-            f"centre=False says nothing under likelihood {type(likelihood).__name__}, as only classes are centred; leave it out"
+            f"centre=False says nothing under likelihood {type(likelihood).__name__}, as only "
+            "classes are centred; leave it out"
         )
     if rule.link == "draws" and not algorithm.draws:
         raise ValueError(
-            "link='draws' needs the number of a prediction's draws: dataclasses.replace(method, draws=100, predictor=...), which is not "
-            "the number that a function such as pfedvem takes for its steps; or take link='contrasts'"
+            "link='draws' needs the number of a prediction's draws: dataclasses.replace(method, "
+            "draws=100, predictor=...), which is not the number that a function such as pfedvem "
+            "takes for its steps; or take link='contrasts'"
         )
 
 
 def _refuse_copies(rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Algorithm") -> None:
-    """Raise ValueError if an algorithm predicts by several copies, of which the rule linearises one."""
+    """Raise ValueError if an algorithm predicts by several copies, of which the rule linearises
+    one.
+    """
     if (copies := algorithm.copies(algorithm.parts)) is not None:
         raise ValueError(
-            f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; take "
-            f"Mixture({algorithm.parts[0]!r}, 'pi', each={type(rule).__name__}()), with the name of the mixture's weights for 'pi'"
+            f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; "
+            f"take Mixture({algorithm.parts[0]!r}, 'pi', each={type(rule).__name__}()), with the "
+            "name of the mixture's weights for 'pi'"
         )

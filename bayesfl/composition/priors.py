@@ -12,14 +12,16 @@ from bayesfl.base.options import NotNegative, declared
 from bayesfl.base.protocols import Prior, Server, View
 
 Parameter: TypeAlias = Callable[[Server, View], Tensor]
-"""Function that reads a prior's parameter from what was received and from the client's view at the start of a phase:
-(given, view) -> tensor that broadcasts against [..., D].
+"""Function that reads a prior's parameter from what was received and from the client's view at the
+start of a phase: (given, view) -> tensor that broadcasts against [..., D].
 """
 
 
 @dataclass(frozen=True)
 class Flat:
-    """No prior: an improper constant density, of energy 0. Only posteriors that draw nothing, such as `Point`, can have it."""
+    """No prior: an improper constant density, of energy 0. Only posteriors that draw nothing, such
+    as `Point`, can have it.
+    """
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
         """Return 0 [...]."""
@@ -30,12 +32,14 @@ class Flat:
 class Normal:
     """The Gaussian prior p(w_j | w) = N(centre, diag(variance)).
 
-    It is constant while a phase trains: centre and variance read the view as it was when the phase began.
+    It is constant while a phase trains: centre and variance read the view as it was when the phase
+    began.
 
     Args:
         centre: (given, view) -> tensor that broadcasts against [..., D].
-        variance: (given, view) -> tensor that broadcasts against [..., D]; one number per client is [..., 1]. Where the energy's likelihood
-            is a mean over n examples, a pull of lambda / 2 |w_j - w|^2 is the variance 1 / (lambda n).
+        variance: (given, view) -> tensor that broadcasts against [..., D]; one number per client is
+            [..., 1]. Where the energy's likelihood is a mean over n examples, a pull of lambda / 2
+            |w_j - w|^2 is the variance 1 / (lambda n).
     """
 
     centre: Parameter
@@ -45,19 +49,24 @@ class Normal:
         for name in ("centre", "variance"):
             if not callable(getattr(self, name)):
                 raise ValueError(
-                    f"{name} must be a function (given, view) -> tensor, got {getattr(self, name)!r}; a number c is "
+                    f"{name} must be a function (given, view) -> tensor, got "
+                    f"{getattr(self, name)!r}; a number c is "
                     "lambda given, view: torch.full_like(view['n'], c)[..., None]"
                 )
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
-        """Compute the expected negative log density [...] in nats under a belief with moments `loc` and `var` [..., D]."""
+        """Compute the expected negative log density [...] in nats under a belief with moments `loc`
+        and `var` [..., D].
+        """
         variance = self.variance(given, view)
         squares = ((loc - self.centre(given, view)).square() + var) / variance
         return 0.5 * (squares + (2 * math.pi * variance).log()).sum(-1)
 
 
 def is_normal(prior: Prior) -> TypeGuard[Normal]:
-    """Say whether a prior is a `Normal` with the energy of its class, whose slope is (w - centre) / variance."""
+    """Say whether a prior is a `Normal` with the energy of its class, whose slope is (w - centre) /
+    variance.
+    """
     return isinstance(prior, Normal) and type(prior).energy is Normal.energy
 
 
@@ -71,8 +80,10 @@ def server_mean(block: str) -> Parameter:
     def centre(given: Server, view: View) -> Tensor:
         if block not in given:
             raise ValueError(
-                f"server_mean({block!r}): the server sends everyone {[name for name in given if name not in ('round', 'rounds')]}; what it "
-                f"addresses to a client is in that client's view, as own_mean({block!r}) reads it in the first phase"
+                f"server_mean({block!r}): the server sends everyone "
+                f"{[name for name in given if name not in ('round', 'rounds')]}; what it addresses "
+                f"to a client is in that client's view, as own_mean({block!r}) reads it in the "
+                "first phase"
             )
         return given[block]["loc"]
 
@@ -84,12 +95,16 @@ def own_mean(block: str) -> Parameter:
     return lambda given, view: view[block]["loc"]
 
 
-def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: float = 0.0, scale: float = 0.0) -> Tensor:
-    """Compute by empirical Bayes the variance v [...] of the isotropic prior N(centre, v I) with the smallest divergence from a belief.
+def closest_variance(
+    moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: float = 0.0, scale: float = 0.0
+) -> Tensor:
+    """Compute by empirical Bayes the variance v [...] of the isotropic prior N(centre, v I) with
+    the smallest divergence from a belief.
 
-    Without a hyperprior it minimises KL(q || N(centre, v I)): v = mean_d(var_d + (loc_d - centre_d)^2). Under an
-    inverse-gamma hyperprior on v it is the posterior's mode, (2 scale + D v) / (D + 2 shape + 2), which keeps a client whose
-    belief collapses onto the centre from reaching 0.
+    Without a hyperprior it minimises KL(q || N(centre, v I)): v = mean_d(var_d + (loc_d -
+    centre_d)^2). Under an inverse-gamma hyperprior on v it is the posterior's mode, (2 scale + D v)
+    / (D + 2 shape + 2), which keeps a client whose belief collapses onto the centre from reaching
+    0.
 
     Args:
         moments: Mean and variance of the belief, [..., D] each.
@@ -98,8 +113,8 @@ def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: f
         scale: Scale b of the inverse-gamma hyperprior, a variance.
 
     References:
-        Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian
-        modeling", FL-NeurIPS 2022, the update of rho_j.
+        Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
+        hierarchical Bayesian modeling", FL-NeurIPS 2022, the update of rho_j.
     """
     loc, var = moments
     total = (var + (loc - centre).square()).sum(-1)
@@ -110,5 +125,7 @@ def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: f
 
 @declared
 def inverse_size(strength: NotNegative) -> Parameter:
-    """Return a parameter that is the variance 1 / (strength n) [..., 1]: under a mean over n examples, a pull strength / 2 |w_j - w|^2."""
+    """Return a parameter that is the variance 1 / (strength n) [..., 1]: under a mean over n
+    examples, a pull strength / 2 |w_j - w|^2.
+    """
     return lambda given, view: 1 / (strength * torch.as_tensor(view["n"]))[..., None]

@@ -1,4 +1,6 @@
-"""An optimiser on the server, which treats the mean change of a round as a gradient, for any method that sends everyone the same."""
+"""An optimiser on the server, which treats the mean change of a round as a gradient, for any method
+that sends everyone the same.
+"""
 
 from dataclasses import replace
 from typing import Annotated
@@ -16,30 +18,45 @@ STATE = "server_optimiser"
 
 
 @options.method()
-def with_server_optimiser(algorithm: Algorithm, optimiser: Annotated[Optimiser, check_optimiser]) -> Algorithm:
-    """Return the method with an optimiser on the server, which treats the difference that a round makes to the model as a gradient.
+def with_server_optimiser(
+    algorithm: Algorithm, optimiser: Annotated[Optimiser, check_optimiser]
+) -> Algorithm:
+    """Return the method with an optimiser on the server, which treats the difference that a round
+    makes to the model as a gradient.
 
         w <- update(w, w - pooled)
 
-    is the step for every block that is gathered. Statistics of norms stay as pooled, since a step of Adam could take a variance below 0.
-    `SGD(1.0)` gives the method itself. Where clients take one plain gradient step of rate 1, the gradient is that of their objectives' mean
-    under the pool's weights. With weights n_j / n, mean losses and everyone taking part, this is the mean loss of all data together; a
-    penalty is averaged in the same way, not added up, see `bayesfl.algorithms.irm`.
+    is the step for every block that is gathered. Statistics of norms stay as pooled, since a step
+    of Adam could take a variance below 0. `SGD(1.0)` gives the method itself. Where clients take
+    one plain gradient step of rate 1, the gradient is that of their objectives' mean under the
+    pool's weights. With weights n_j / n, mean losses and everyone taking part, this is the mean
+    loss of all data together; a penalty is averaged in the same way, not added up, see
+    `bayesfl.algorithms.irm`.
 
     Args:
         algorithm: The method; its own `combine` changes the blocks first.
-        optimiser: One of `bayesfl.optim`. Its state, and the blocks as they were sent out, stay on the server.
+        optimiser: One of `bayesfl.optim`. Its state, and the blocks as they were sent out, stay on
+            the server.
 
     Raises:
-        ValueError: `optimiser` is not one of `bayesfl.optim`. At the start of a run: the method already has an optimiser on the server, or
-            sends clients or clusters different models (D-FedEM, FedPAC, clustered FL), which a step on the gathered block would not change.
+        ValueError: `optimiser` is not one of `bayesfl.optim`. At the start of a run: the method
+            already has an optimiser on the server, or sends clients or clusters different models
+            (D-FedEM, FedPAC, clustered FL), which a step on the gathered block would not change.
 
     References:
-        Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.
+        Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step
+        has no bias correction.
     """
-    gathered = [name for name, block in algorithm.blocks.items() if block.pool is not None and not isinstance(block, Buffers)]
+    gathered = [
+        name
+        for name, block in algorithm.blocks.items()
+        if block.pool is not None and not isinstance(block, Buffers)
+    ]
     if not gathered:
-        raise ValueError("the method gathers no block, so there is nothing that an optimiser on the server could step; leave it out")
+        raise ValueError(
+            "the method gathers no block, so there is nothing that an optimiser on the server "
+            "could step; leave it out"
+        )
 
     def entries(server: Server) -> Server:
         return {name: server[name] for name in gathered}
@@ -51,7 +68,8 @@ def with_server_optimiser(algorithm: Algorithm, optimiser: Annotated[Optimiser, 
         common, addressed = algorithm.to_one({**blocks, **own})
         if apart := [name for name in gathered if name not in common or name in addressed]:
             raise ValueError(
-                f"an optimiser on the server steps what is sent to everyone alike, and of this method {apart} are not: some clients get "
+                "an optimiser on the server steps what is sent to everyone alike, and of this "
+                f"method {apart} are not: some clients get "
                 "others; leave the optimiser out"
             )
         state = {"before": now} | ({} if (made := optimiser.init(now)) is None else {"state": made})
@@ -64,6 +82,10 @@ def with_server_optimiser(algorithm: Algorithm, optimiser: Annotated[Optimiser, 
         gradient = tree_map(lambda old, new: old - new, before, after)
         rate = rate_at(optimiser.rate, uplink["round"], uplink["rounds"])
         now, state = optimiser.update(before, gradient, kept.get("state"), rate)
-        return {**changed, **now, STATE: {"before": now} | ({} if state is None else {"state": state})}
+        return {
+            **changed,
+            **now,
+            STATE: {"before": now} | ({} if state is None else {"state": state}),
+        }
 
     return replace(algorithm, server=start, combine=combine)

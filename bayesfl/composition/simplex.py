@@ -2,12 +2,14 @@
 
     minimise  a' Q a - 2 b' a   over   a >= 0,  sum a = 1.
 
-Accelerated projected gradient finds the support approximately. On a support F the equality-constrained minimum is linear algebra; block
-pivoting exchanges all weights in F that are negative there and all outside whose multiplier is negative (Kim and Park, "Fast nonnegative
-matrix factorization: an active-set-like method and comparisons", SIAM J. Scientific Computing 33(6), 2011, section 4). It usually ends
-after a few exchanges, but need not end; programs that it leaves unsolved go to an active-set method, which does (Nocedal and Wright,
-"Numerical optimization", 2nd edition, 2006, algorithm 16.3): a step towards the minimum on F stops at the first weight that would turn
-negative, and a weight outside enters while its multiplier is negative.
+Accelerated projected gradient finds the support approximately. On a support F the
+equality-constrained minimum is linear algebra; block pivoting exchanges all weights in F that are
+negative there and all outside whose multiplier is negative (Kim and Park, "Fast nonnegative matrix
+factorization: an active-set-like method and comparisons", SIAM J. Scientific Computing 33(6), 2011,
+section 4). It usually ends after a few exchanges, but need not end; programs that it leaves
+unsolved go to an active-set method, which does (Nocedal and Wright, "Numerical optimization", 2nd
+edition, 2006, algorithm 16.3): a step towards the minimum on F stops at the first weight that would
+turn negative, and a weight outside enters while its multiplier is negative.
 """
 
 import torch
@@ -21,7 +23,9 @@ BLOCK = 2**26  # bytes of the matrices that are solved at once
 
 
 def project(v: Tensor) -> Tensor:
-    """Return the points of the simplex nearest to the rows of `v` [..., K], by sorting (Duchi et al., ICML 2008, figure 1)."""
+    """Return the points of the simplex nearest to the rows of `v` [..., K], by sorting (Duchi et
+    al., ICML 2008, figure 1).
+    """
     ordered = v.sort(-1, descending=True).values
     excess = ordered.cumsum(-1) - 1
     places = torch.arange(1, v.shape[-1] + 1, dtype=v.dtype, device=v.device)
@@ -37,32 +41,49 @@ def minimise(quadratic: Tensor, linear: Tensor) -> Tensor:
         linear: b [C, K].
 
     Raises:
-        ValueError: The shapes do not fit, a number is not finite, or Q is not symmetric and positive definite.
+        ValueError: The shapes do not fit, a number is not finite, or Q is not symmetric and
+            positive definite.
         RuntimeError: The active-set method did not end within its limit of steps.
     """
     quadratic, linear = quadratic.double(), linear.double()
     if linear.dim() != 2 or quadratic.shape != (linear.shape[1], linear.shape[1]):
-        raise ValueError(f"quadratic must be [K, K] and linear [C, K], got {list(quadratic.shape)} and {list(linear.shape)}")
+        raise ValueError(
+            f"quadratic must be [K, K] and linear [C, K], got {list(quadratic.shape)} and "
+            f"{list(linear.shape)}"
+        )
     if not torch.allclose(quadratic, quadratic.T, rtol=1e-9, atol=0.0, equal_nan=True):
-        raise ValueError("quadratic must be symmetric; pass (Q + Q') / 2, which gives the same programs")
+        raise ValueError(
+            "quadratic must be symmetric; pass (Q + Q') / 2, which gives the same programs"
+        )
     scale = quadratic.diagonal().mean()
-    values = torch.linalg.eigvalsh(quadratic) if bool(quadratic.isfinite().all()) else quadratic.new_tensor([torch.nan])
+    values = (
+        torch.linalg.eigvalsh(quadratic)
+        if bool(quadratic.isfinite().all())
+        else quadratic.new_tensor([torch.nan])
+    )
     if not (bool(linear.isfinite().all()) and bool(values[0] > 0)):
-        raise ValueError(f"quadratic must be positive definite and all numbers finite; its least eigenvalue is {float(values[0]):.3g}")
+        raise ValueError(
+            "quadratic must be positive definite and all numbers finite; its least eigenvalue is "
+            f"{float(values[0]):.3g}"
+        )
     quadratic, linear = quadratic / scale, linear / scale
     weights = _descended(quadratic, linear, float(values[-1] / scale))
     support = weights > LEAST
     found, left = _pivoted(quadratic, linear, support)
     if len(left):
         start = torch.where(support[left], weights[left], 0.0)
-        found[left] = _settled(quadratic, linear[left], start / start.sum(-1, keepdim=True), support[left])
+        found[left] = _settled(
+            quadratic, linear[left], start / start.sum(-1, keepdim=True), support[left]
+        )
     return found
 
 
 def kkt(quadratic: Tensor, linear: Tensor, weights: Tensor) -> Tensor:
-    """Measure how far `weights` [C, K] are from a minimum, [C]: the worst violation of its conditions, in units of Q's mean diagonal.
+    """Measure how far `weights` [C, K] are from a minimum, [C]: the worst violation of its
+    conditions, in units of Q's mean diagonal.
 
-    With g = Q a - b and nu = a' g the conditions are g - nu >= 0, with equality where a > 0, and that a lies on the simplex.
+    With g = Q a - b and nu = a' g the conditions are g - nu >= 0, with equality where a > 0, and
+    that a lies on the simplex.
     """
     slope = weights @ quadratic - linear
     multipliers = slope - (weights * slope).sum(-1, keepdim=True)
@@ -72,7 +93,9 @@ def kkt(quadratic: Tensor, linear: Tensor, weights: Tensor) -> Tensor:
 
 
 def _descended(quadratic: Tensor, linear: Tensor, steepest: float) -> Tensor:
-    """Approximate the minimisers by accelerated projected gradient (Beck and Teboulle, SIAM J. Imaging Sciences 2(1), 2009)."""
+    """Approximate the minimisers by accelerated projected gradient (Beck and Teboulle, SIAM J.
+    Imaging Sciences 2(1), 2009).
+    """
     here = point = torch.full_like(linear, 1 / linear.shape[1])
     momentum = 1.0
     for _ in range(STEPS):
@@ -84,9 +107,11 @@ def _descended(quadratic: Tensor, linear: Tensor, steepest: float) -> Tensor:
 
 
 def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each program's minimum over weights that are 0 outside its `support` [C, K] and sum to 1, and its level nu [C, 1].
+    """Return each program's minimum over weights that are 0 outside its `support` [C, K] and sum to
+    1, and its level nu [C, 1].
 
-    Supports are gathered, so that small ones cost little; as many programs are solved at once as fit a block of memory.
+    Supports are gathered, so that small ones cost little; as many programs are solved at once as
+    fit a block of memory.
     """
     out, level = torch.zeros_like(linear), linear.new_zeros(len(linear), 1)
     sizes = support.sum(-1)
@@ -98,13 +123,17 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
         while stop < len(order) and 8 * (stop + 1 - start) * int(sizes[order[stop]]) ** 2 <= BLOCK:
             stop += 1
         rows, width = order[start:stop], int(sizes[order[stop - 1]])
-        places = support[rows].to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]
+        places = (
+            support[rows].to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]
+        )
         inside = support[rows].gather(1, places)
         both = inside[:, :, None] & inside[:, None]
         identity = torch.eye(width, dtype=linear.dtype, device=linear.device)
         blocks = torch.where(both, quadratic[places[:, :, None], places[:, None]], identity)
         there = inside.to(linear)
-        free, ones = torch.linalg.solve(blocks, torch.stack([linear[rows].gather(1, places) * there, there], -1)).unbind(-1)
+        free, ones = torch.linalg.solve(
+            blocks, torch.stack([linear[rows].gather(1, places) * there, there], -1)
+        ).unbind(-1)
         nu = (1 - (free * there).sum(-1, keepdim=True)) / (ones * there).sum(-1, keepdim=True)
         out[rows] = torch.zeros_like(linear[rows]).scatter(1, places, (free + nu * ones) * there)
         level[rows] = nu
@@ -113,7 +142,9 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
 
 
 def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the minimisers [C, K] found by block pivoting, and the numbers of the programs that it leaves unsolved."""
+    """Return the minimisers [C, K] found by block pivoting, and the numbers of the programs that it
+    leaves unsolved.
+    """
     done, todo = torch.zeros_like(linear), torch.arange(len(linear), device=linear.device)
     fewest = torch.full_like(todo, linear.shape[1] + 1)
     for _ in range(EXCHANGES):
@@ -123,8 +154,11 @@ def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor
         count = wrong.sum(-1)
         settled = count == 0
         done[todo[settled]] = target[settled]
-        # Unless there are fewer wrong weights than ever before, only the last of them changes sides.
-        last = (wrong * torch.arange(1, wrong.shape[1] + 1, device=wrong.device)).argmax(-1, keepdim=True)
+        # Unless there are fewer wrong weights than ever before, only the last of them changes
+        # sides.
+        last = (wrong * torch.arange(1, wrong.shape[1] + 1, device=wrong.device)).argmax(
+            -1, keepdim=True
+        )
         alone = torch.zeros_like(wrong).scatter(1, last, True)
         better = count < fewest
         fewest = torch.minimum(count, fewest)
@@ -137,7 +171,8 @@ def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor
 
 
 def _settled(quadratic: Tensor, linear: Tensor, weights: Tensor, support: Tensor) -> Tensor:
-    """Return the minimisers found by the active-set method, from feasible `weights` that are 0 outside `support`, both [C, K].
+    """Return the minimisers found by the active-set method, from feasible `weights` that are 0
+    outside `support`, both [C, K].
 
     Programs that are solved drop out.
     """
@@ -157,8 +192,13 @@ def _settled(quadratic: Tensor, linear: Tensor, weights: Tensor, support: Tensor
         grows = arrived & (least < -TOLERANCE)
         settled = arrived & ~grows
         done[todo[settled]] = weights[settled]
-        support = support.scatter(1, enters[:, None], support.gather(1, enters[:, None]) | grows[:, None])
+        support = support.scatter(
+            1, enters[:, None], support.gather(1, enters[:, None]) | grows[:, None]
+        )
         weights, support, todo = weights[~settled], support[~settled], todo[~settled]
         if not len(todo):
             return done
-    raise RuntimeError(f"the active set of {len(linear)} programs of {count} weights did not settle; is the quadratic nearly singular?")
+    raise RuntimeError(
+        f"the active set of {len(linear)} programs of {count} weights did not settle; is the "
+        "quadratic nearly singular?"
+    )

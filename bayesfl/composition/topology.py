@@ -1,9 +1,10 @@
 """Graphs of clients without a server, and the weights by which neighbours average.
 
-A mixing matrix W [J, J] is doubly stochastic and 0 where there is no edge: theta_j <- sum_k W_jk theta_k keeps the mean over clients.
-Repeated mixing converges to that mean if only one eigenvalue has modulus 1 (Xiao and Boyd, "Fast linear iterations for distributed
-averaging", Systems and Control Letters 53(1), 2004). This holds on a connected graph whose clients also weigh their own parameters, as by
-`metropolis`; it fails where two groups only swap parameters.
+A mixing matrix W [J, J] is doubly stochastic and 0 where there is no edge: theta_j <- sum_k W_jk
+theta_k keeps the mean over clients. Repeated mixing converges to that mean if only one eigenvalue
+has modulus 1 (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and
+Control Letters 53(1), 2004). This holds on a connected graph whose clients also weigh their own
+parameters, as by `metropolis`; it fails where two groups only swap parameters.
 """
 
 from typing import Annotated
@@ -20,7 +21,9 @@ PERIODIC = 1e-7  # an eigenvalue whose modulus exceeds 1 minus this counts as 1
 
 @declared
 def ring(clients: Count) -> Tensor:
-    """Return the edges [J, J] bool of a ring: each client has two neighbours; of two clients each has one, a single client none."""
+    """Return the edges [J, J] bool of a ring: each client has two neighbours; of two clients each
+    has one, a single client none.
+    """
     places = torch.arange(clients)
     edges = torch.zeros(clients, clients, dtype=torch.bool)
     edges[places, (places + 1) % clients] = True
@@ -29,7 +32,9 @@ def ring(clients: Count) -> Tensor:
 
 @declared
 def grid(rows: Count, columns: Count) -> Tensor:
-    """Return the edges [J, J] bool of a grid of rows x columns clients; client r columns + c at (r, c) has up to four neighbours."""
+    """Return the edges [J, J] bool of a grid of rows x columns clients; client r columns + c at (r,
+    c) has up to four neighbours.
+    """
     places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).double()
     return torch.cdist(places, places, p=1).round() == 1
 
@@ -41,7 +46,9 @@ def complete(clients: Count) -> Tensor:
 
 
 @declared
-def erdos_renyi(clients: Count, *, p: Annotated[float, Range(0, 1, "]")] = 0.5, seed: Natural = 0) -> Tensor:
+def erdos_renyi(
+    clients: Count, *, p: Annotated[float, Range(0, 1, "]")] = 0.5, seed: Natural = 0
+) -> Tensor:
     """Draw edges [J, J] bool, each with probability p, given that the graph is connected.
 
     Raises:
@@ -53,7 +60,10 @@ def erdos_renyi(clients: Count, *, p: Annotated[float, Range(0, 1, "]")] = 0.5, 
         edges = upper | upper.T
         if connected(edges):
             return edges
-    raise ValueError(f"none of {TRIES} graphs of {clients} clients with p={p} was connected; take a larger p, or another graph")
+    raise ValueError(
+        f"none of {TRIES} graphs of {clients} clients with p={p} was connected; take a larger p, "
+        "or another graph"
+    )
 
 
 def connected(edges: Tensor) -> bool:
@@ -68,7 +78,8 @@ def connected(edges: Tensor) -> bool:
 
 
 def metropolis(edges: Tensor) -> Tensor:
-    """Return Metropolis weights [J, J] in float64: 1 / (1 + the larger degree) for neighbours, the rest for oneself.
+    """Return Metropolis weights [J, J] in float64: 1 / (1 + the larger degree) for neighbours, the
+    rest for oneself.
 
     On a complete graph all weights are 1 / J.
 
@@ -78,9 +89,20 @@ def metropolis(edges: Tensor) -> Tensor:
     try:
         edges = torch.as_tensor(edges)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"edges must be a symmetric [J, J] tensor of bools, got {edges!r}; topology.ring(clients) makes one") from error
-    if edges.dim() != 2 or edges.dtype != torch.bool or not torch.equal(edges, edges.T) or bool(edges.diagonal().any()):
-        raise ValueError(f"edges must be a symmetric [J, J] tensor of bools, False on its diagonal, got {edges.dtype} {list(edges.shape)}")
+        raise ValueError(
+            f"edges must be a symmetric [J, J] tensor of bools, got {edges!r}; "
+            "topology.ring(clients) makes one"
+        ) from error
+    if (
+        edges.dim() != 2
+        or edges.dtype != torch.bool
+        or not torch.equal(edges, edges.T)
+        or bool(edges.diagonal().any())
+    ):
+        raise ValueError(
+            "edges must be a symmetric [J, J] tensor of bools, False on its diagonal, got "
+            f"{edges.dtype} {list(edges.shape)}"
+        )
     degree = edges.sum(1).double()
     weights = torch.where(edges, 1 / (1 + torch.maximum(degree[:, None], degree[None])), 0.0)
     return weights + torch.diag(1 - weights.sum(1))
@@ -95,8 +117,8 @@ def check_mixing(weights: Tensor, clients: Count | None = None) -> Tensor:
         clients: Number J of clients; None for any number.
 
     Raises:
-        ValueError: `weights` is not a [J, J] matrix, is not doubly stochastic, or has negative entries; its graph is not connected; or
-            repeated mixing oscillates for ever.
+        ValueError: `weights` is not a [J, J] matrix, is not doubly stochastic, or has negative
+            entries; its graph is not connected; or repeated mixing oscillates for ever.
     """
     remedy = "topology.metropolis(edges) makes one, as of topology.ring(clients)"
     try:
@@ -104,23 +126,41 @@ def check_mixing(weights: Tensor, clients: Count | None = None) -> Tensor:
             raise TypeError("complex numbers")
         weights = torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the mixing matrix must be a [J, J] tensor of numbers, got {weights!r}; {remedy}") from error
+        raise ValueError(
+            f"the mixing matrix must be a [J, J] tensor of numbers, got {weights!r}; {remedy}"
+        ) from error
     wanted = max(1, len(weights)) if clients is None and weights.dim() else clients
     if weights.shape != (wanted, wanted):
         size = "J" if clients is None else clients
-        raise ValueError(f"the mixing matrix must be [{size}, {size}], one row for each client, got {list(weights.shape)}; {remedy}")
-    sums = torch.stack([weights.sum(0), weights.sum(1)])
-    if not weights.isfinite().all() or bool((weights < 0).any()) or float((sums - 1).abs().max()) > 1e-6:  # a matrix in float32 is fine
         raise ValueError(
-            f"the mixing matrix must be doubly stochastic: entries >= 0 (least {float(weights.min()):.3g}), rows and columns that sum to 1 "
-            f"(off by up to {float((sums - 1).abs().max()):.3g}); topology.metropolis(edges) makes one"
+            f"the mixing matrix must be [{size}, {size}], one row for each client, got "
+            f"{list(weights.shape)}; {remedy}"
+        )
+    sums = torch.stack([weights.sum(0), weights.sum(1)])
+    if (
+        not weights.isfinite().all()
+        or bool((weights < 0).any())
+        or float((sums - 1).abs().max()) > 1e-6
+    ):  # a matrix in float32 is fine
+        raise ValueError(
+            "the mixing matrix must be doubly stochastic: entries >= 0 (least "
+            f"{float(weights.min()):.3g}), rows and columns that sum to 1 (off by up to "
+            f"{float((sums - 1).abs().max()):.3g}); topology.metropolis(edges) makes one"
         )
     if not connected((weights > 0) | (weights.T > 0)):
-        raise ValueError("the mixing matrix's graph is not connected, so some clients never hear of others; add edges")
-    # One client with a weight on itself is enough to prevent oscillation.
-    if len(weights) > 1 and not weights.diagonal().any() and float(torch.linalg.eigvals(weights).abs().sort().values[-2]) > 1 - PERIODIC:
         raise ValueError(
-            "the mixing matrix's second largest eigenvalue has modulus 1, so repeated mixing goes round and never ends at the mean: give "
-            "every client a weight of its own, as topology.metropolis(edges) does"
+            "the mixing matrix's graph is not connected, so some clients never hear of others; add "
+            "edges"
+        )
+    # One client with a weight on itself is enough to prevent oscillation.
+    if (
+        len(weights) > 1
+        and not weights.diagonal().any()
+        and float(torch.linalg.eigvals(weights).abs().sort().values[-2]) > 1 - PERIODIC
+    ):
+        raise ValueError(
+            "the mixing matrix's second largest eigenvalue has modulus 1, so repeated mixing goes "
+            "round and never ends at the mean: give every client a weight of its own, as "
+            "topology.metropolis(edges) does"
         )
     return weights

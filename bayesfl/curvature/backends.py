@@ -20,24 +20,31 @@ Name = Literal["auto", "layers", "func", "backpack"]
 
 
 class Backend(Protocol):
-    """The interface of a backend, which linearises a model at its parameters; inputs `x` are one tensor, and for `func` any."""
+    """The interface of a backend, which linearises a model at its parameters; inputs `x` are one
+    tensor, and for `func` any.
+    """
 
     name: str
 
     def floats(self, x: Any) -> tuple[int, int, int]:
-        """Return how many numbers one example of `x` needs in memory, for itself and for each cotangent, and its number O of outputs."""
+        """Return how many numbers one example of `x` needs in memory, for itself and for each
+        cotangent, and its number O of outputs.
+        """
         ...
 
     def linearise(self, x: Any, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, Rows]:
-        """Compute outputs [N, O] and the rows c' J [N, Q, D] for the cotangents c = `cotangents(outputs)` [N, Q, O]."""
+        """Compute outputs [N, O] and the rows c' J [N, Q, D] for the cotangents c =
+        `cotangents(outputs)` [N, Q, O].
+        """
         ...
 
 
 def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
     """Return the backend of that name for a module, which is read and not changed.
 
-    `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU `backpack` where BackPACK supports every layer.
-    BackPACK may miss operations in a `forward` that are not layers: compare it with `func` before use, as `Curvature` does.
+    `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU
+    `backpack` where BackPACK supports every layer. BackPACK may miss operations in a `forward` that
+    are not layers: compare it with `func` before use, as `Curvature` does.
 
     Raises:
         ValueError: `name` is unknown, or the backend of that name does not support the model.
@@ -49,17 +56,24 @@ def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
         if not missing:
             return layers.Layers(module, layout)
         if name == "layers":
-            raise ValueError(f"the backend 'layers' has no closed form for {', '.join(missing)}; backend='func' takes any architecture")
+            raise ValueError(
+                f"the backend 'layers' has no closed form for {', '.join(missing)}; backend='func' "
+                "takes any architecture"
+            )
     if name == "backpack" or (name == "auto" and _on_a_gpu(module)):
         missing = backpack_unsupported(module)
         if not missing:
             try:
                 return BackPack(module, layout)
-            except Exception as error:  # BackPACK's converter can raise anything on a `forward` that it does not know
+            # BackPACK's converter can raise anything on a `forward` that it does not know
+            except Exception as error:
                 if name == "backpack":
                     raise failed(module, error) from error
         elif name == "backpack":
-            raise ValueError(f"BackPACK does not support {', '.join(missing)}; backend='func' takes any architecture")
+            raise ValueError(
+                f"BackPACK does not support {', '.join(missing)}; backend='func' takes any "
+                "architecture"
+            )
     return Func(module, layout)
 
 
@@ -72,11 +86,15 @@ def failed(module: nn.Module, what: Exception | str) -> ValueError:
     if isinstance(what, Exception):
         lines = str(what).strip().splitlines()
         what = f"{type(what).__name__}: {lines[0][:100]}" if lines else type(what).__name__
-    return ValueError(f"BackPACK does not support this {type(module).__name__} ({what}); backend='func' takes any architecture")
+    return ValueError(
+        f"BackPACK does not support this {type(module).__name__} ({what}); backend='func' takes "
+        "any architecture"
+    )
 
 
 class Func:
-    """The `func` backend: torch.func's vector-Jacobian product for each row, vectorised over examples; for any architecture and inputs.
+    """The `func` backend: torch.func's vector-Jacobian product for each row, vectorised over
+    examples; for any architecture and inputs.
 
     Args:
         module: Any module whose operations torch.func supports.
@@ -87,18 +105,24 @@ class Func:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self._module, self._layout = module, layout
-        fixed = {name: p.detach() for name, p in module.named_parameters() if name not in layout.shapes}
+        fixed = {
+            name: p.detach() for name, p in module.named_parameters() if name not in layout.shapes
+        }
         self._fixed = fixed | dict(module.named_buffers())
         self._free = {name: module.get_parameter(name).detach() for name in layout.names}
 
     @torch.no_grad()
     def floats(self, x: Inputs) -> tuple[int, int, int]:
-        """Return the numbers that one example needs, see `Backend`; 0 for cotangents, as rows are pulled back in blocks."""
+        """Return the numbers that one example needs, see `Backend`; 0 for cotangents, as rows are
+        pulled back in blocks.
+        """
         one = at(x, slice(1))
         return sum(t.numel() for _, t in named(one)), 0, call(self._module, one).shape[-1]
 
     @torch.no_grad()
-    def linearise(self, x: Inputs, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, PulledRows]:
+    def linearise(
+        self, x: Inputs, cotangents: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, PulledRows]:
         """Compute outputs and rows, see `Backend`."""
         outputs = call(self._module, x)
         return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
@@ -106,17 +130,21 @@ class Func:
     def _pull(self, x: Inputs, cotangents: Tensor) -> Tensor:
         def one(x: Inputs, cotangents: Tensor) -> Tensor:
             alone = each(lambda t: t[None], x)
-            back = vjp(lambda free: call_at(self._module, free | self._fixed, alone)[0], self._free)[1]
+            back = vjp(
+                lambda free: call_at(self._module, free | self._fixed, alone)[0], self._free
+            )[1]
             return vmap(lambda c: self._layout.ravel(back(c)[0]))(cotangents)
 
         return vmap(one)(x, cotangents)
 
 
 class BackPack:
-    """The `backpack` backend: gradients of single examples, one backward pass for each cotangent, and an exact GGN diagonal.
+    """The `backpack` backend: gradients of single examples, one backward pass for each cotangent,
+    and an exact GGN diagonal.
 
     Args:
-        module: A module of layers that BackPACK supports, or a (residual) network that its converter can take apart.
+        module: A module of layers that BackPACK supports, or a (residual) network that its
+            converter can take apart.
         layout: The parameters with respect to which derivatives are taken.
     """
 
@@ -127,25 +155,36 @@ class BackPack:
 
         self._layout, module = layout, copy.deepcopy(module)  # BackPACK adds hooks that stay
         self._parameters = [module.get_parameter(name) for name in layout.names]
-        for p in module.parameters():  # BackPACK cannot skip frozen layers; results for other parameters are not used
+        for p in (
+            module.parameters()
+        ):  # BackPACK cannot skip frozen layers; results for other parameters are not used
             p.requires_grad_(True)
-        for layer in module.modules():  # BackPACK reads the inputs of a layer, which must not be overwritten
+        for layer in (
+            module.modules()
+        ):  # BackPACK reads the inputs of a layer, which must not be overwritten
             if getattr(layer, "inplace", False):
                 layer.inplace = False  # type: ignore[assignment]  # an attribute that modules at large do not declare
         self._module = backpack.extend(_prepared(module))
 
     @torch.no_grad()
     def floats(self, x: Tensor) -> tuple[int, int, int]:
-        """Return the numbers that one example needs, see `Backend`: the outputs of all layers, for each output."""
+        """Return the numbers that one example needs, see `Backend`: the outputs of all layers, for
+        each output.
+        """
         passed: list[int] = []
         leaves = [layer for layer in self._module.modules() if not list(layer.children())]
-        hooks = [layer.register_forward_hook(lambda _, __, out: passed.append(out.numel())) for layer in leaves]
+        hooks = [
+            layer.register_forward_hook(lambda _, __, out: passed.append(out.numel()))
+            for layer in leaves
+        ]
         outputs = self._module(x[:1]).shape[-1]
         for hook in hooks:
             hook.remove()
         return x[0].numel() + sum(passed), sum(passed), outputs
 
-    def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, PulledRows]:
+    def linearise(
+        self, x: Tensor, cotangents: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, PulledRows]:
         """Compute outputs and rows, see `Backend`."""
         with torch.no_grad():
             outputs = self._module(x)
@@ -157,11 +196,17 @@ class BackPack:
 
         rows = []
         for c in cotangents.unbind(1):
-            rows.append(self._backward(BatchGrad(), lambda x, c=c: (self._module(x) * c).sum(), x, 1))
+            rows.append(
+                self._backward(BatchGrad(), lambda x, c=c: (self._module(x) * c).sum(), x, 1)
+            )
         return torch.stack(rows, 1)
 
-    def _backward(self, extension: Any, loss: Callable[[Tensor], Tensor], x: Tensor, lead: int) -> Tensor:
-        """Run a backward pass with `extension` and return what it writes on the parameters, as [..., D] with `lead` leading axes."""
+    def _backward(
+        self, extension: Any, loss: Callable[[Tensor], Tensor], x: Tensor, lead: int
+    ) -> Tensor:
+        """Run a backward pass with `extension` and return what it writes on the parameters, as
+        [..., D] with `lead` leading axes.
+        """
         import backpack
 
         with backpack.backpack(extension):
@@ -175,7 +220,9 @@ class BackPack:
 
     @torch.enable_grad()
     def diagonal(self, x: Tensor, likelihood: Likelihood) -> Tensor | None:
-        """Compute the diagonal of the GGN [D] by BackPACK's own extension; return None for a likelihood that it has no loss for."""
+        """Compute the diagonal of the GGN [D] by BackPACK's own extension; return None for a
+        likelihood that it has no loss for.
+        """
         import backpack
         from backpack.extensions import DiagGGNExact
 
@@ -194,10 +241,14 @@ class BackPack:
 
 
 def _prepared(module: nn.Module) -> nn.Module:
-    """Return the same network in containers that BackPACK supports: a flat stack, or the result of its converter."""
+    """Return the same network in containers that BackPACK supports: a flat stack, or the result of
+    its converter.
+    """
     flat: list[nn.Module] = []
     for _, layer in layers.stack(module):
-        flat.append(copy.deepcopy(layer) if any(layer is other for other in flat) else layer)  # an activation may be used twice
+        flat.append(
+            copy.deepcopy(layer) if any(layer is other for other in flat) else layer
+        )  # an activation may be used twice
     if any(list(layer.children()) for layer in flat):
         from backpack.custom_module.graph_utils import convert_module_to_backpack
 
@@ -206,13 +257,17 @@ def _prepared(module: nn.Module) -> nn.Module:
 
 
 def backpack_unsupported(module: nn.Module) -> list[str]:
-    """Name the modules for which BackPACK lacks an exact GGN diagonal or single gradients, or would give wrong ones without an error."""
+    """Name the modules for which BackPACK lacks an exact GGN diagonal or single gradients, or would
+    give wrong ones without an error.
+    """
     try:
         from backpack.extensions import BatchGrad, DiagGGNExact
     except ImportError:
         return ["anything: it is not installed (pip install backpack-for-pytorch)"]
     # BackPACK's table from layers to rules has no public name.
-    second, first = (vars(e)["_BackpropExtension__module_extensions"] for e in (DiagGGNExact(), BatchGrad()))
+    second, first = (
+        vars(e)["_BackpropExtension__module_extensions"] for e in (DiagGGNExact(), BatchGrad())
+    )
     out = []
     for name, layer in module.named_modules():
         leaf, own = not list(layer.children()), any(True for _ in layer.parameters(recurse=False))

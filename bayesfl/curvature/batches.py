@@ -1,11 +1,12 @@
 """Data in batches, and the memory that is available for them.
 
-Data are one batch, or an iterable of batches. One batch is a tensor, or a mapping with the inputs as its 'x', as clients' data are. In an
-iterable, a batch may also be a tuple or a list that begins with the inputs, as a DataLoader gives. In a batch, inputs are a tensor, with
-which a model is called as `model(x)`; a tuple or a list, `model(*x)`; or a mapping, `model(**x)`.
+Data are one batch, or an iterable of batches. One batch is a tensor, or a mapping with the inputs
+as its 'x', as clients' data are. In an iterable, a batch may also be a tuple or a list that begins
+with the inputs, as a DataLoader gives. In a batch, inputs are a tensor, with which a model is
+called as `model(x)`; a tuple or a list, `model(*x)`; or a mapping, `model(**x)`.
 
-So a whole data set of several inputs is `{"x": (tokens, mask)}` or `{"x": {"tokens": tokens, "mask": mask}}`, while `(x_1, x_2)` are two
-batches, as `x.split(100)` makes them.
+So a whole data set of several inputs is `{"x": (tokens, mask)}` or `{"x": {"tokens": tokens,
+"mask": mask}}`, while `(x_1, x_2)` are two batches, as `x.split(100)` makes them.
 """
 
 import os
@@ -18,9 +19,13 @@ from torch import Tensor
 from bayesfl.base.inputs import Inputs, count, each, named, structure
 
 Data: TypeAlias = Tensor | Mapping[str, Any] | Iterable[Any]
-"""Inputs [N, ...], a mapping with them as `x`, or an iterable of batches: of these, or of tuples that begin with inputs."""
+"""Inputs [N, ...], a mapping with them as `x`, or an iterable of batches: of these, or of tuples
+that begin with inputs.
+"""
 
-_BATCH = "a batch must be a tensor [N, ...], a tuple that begins with the inputs, or a mapping with 'x'"
+_BATCH = (
+    "a batch must be a tensor [N, ...], a tuple that begins with the inputs, or a mapping with 'x'"
+)
 
 
 def batches(x: Data, like: Tensor) -> Iterator[Inputs]:
@@ -52,7 +57,9 @@ def of_batch(batch: Any) -> Inputs:
     """
     if isinstance(batch, Mapping):
         if "x" not in batch:
-            raise TypeError(f"{_BATCH}, got {structure(batch)}; pass inputs that have names as {{'x': batch}}")
+            raise TypeError(
+                f"{_BATCH}, got {structure(batch)}; pass inputs that have names as {{'x': batch}}"
+            )
         batch = batch["x"]
     elif isinstance(batch, tuple | list):
         batch = batch[0] if batch else None
@@ -60,7 +67,10 @@ def of_batch(batch: Any) -> Inputs:
     (first, rows), *rest = ((name, len(t)) for name, t in named(inputs))
     for name, other in rest:
         if other != rows:
-            raise ValueError(f"{name} has {other} rows and {first} has {rows}; every tensor of a batch has a row for each example")
+            raise ValueError(
+                f"{name} has {other} rows and {first} has {rows}; every tensor of a batch has a "
+                "row for each example"
+            )
     return inputs
 
 
@@ -83,7 +93,10 @@ def twice(x: Data) -> Data:
         TypeError: `x` is an iterator, which can be read only once.
     """
     if isinstance(x, Iterator):
-        raise TypeError("the data are read more than once: pass a tensor, a list of batches or a DataLoader, not an iterator")
+        raise TypeError(
+            "the data are read more than once: pass a tensor, a list of batches or a DataLoader, "
+            "not an iterator"
+        )
     return x
 
 
@@ -93,9 +106,15 @@ def available(like: Tensor) -> int:
         return torch.cuda.mem_get_info(like.device)[0]
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+            return next(
+                1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**63
+        return (
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            if hasattr(os, "sysconf")
+            else 2**63
+        )
 
 
 def require(needed: int, limit: int, what: str, remedy: str) -> None:
@@ -105,7 +124,9 @@ def require(needed: int, limit: int, what: str, remedy: str) -> None:
         MemoryError: `needed` exceeds `limit`; raised before any memory is taken.
     """
     if needed > limit:
-        raise MemoryError(f"{what} needs {_human(needed)} and {_human(limit)} may be used; {remedy}")
+        raise MemoryError(
+            f"{what} needs {_human(needed)} and {_human(limit)} may be used; {remedy}"
+        )
 
 
 def _human(count: int) -> str:

@@ -1,13 +1,16 @@
-"""The covariance of a Laplace approximation in a form that predicts without the data it was fitted to.
+"""The covariance of a Laplace approximation in a form that predicts without the data it was fitted
+to.
 
-With G the prior variances, A the rows of all data over the curved weights and M = L L' as in `bayesfl.curvature.dual`,
+With G the prior variances, A the rows of all data over the curved weights and M = L L' as in
+`bayesfl.curvature.dual`,
 
     primal   H^-1 = G^(1/2) M^-1 G^(1/2)  = R R',        R = G^(1/2) L^-T   [P, P]
     dual     H^-1 = G - G A' M^-1 A G     = G - R R',    R = G A' L^-T      [P, N (O - 1)]
 
-so that J H^-1 J' of rows J at new inputs needs J R and the prior's part J G J' alone. In the dual form each column of this R stands for an
-example, whose inputs could be read off; so R is turned to the eigenvectors of R R'. What is left is the posterior's covariance itself.
-That is no protection: where a unit answers to a single example, that example can be computed from it.
+so that J H^-1 J' of rows J at new inputs needs J R and the prior's part J G J' alone. In the dual
+form each column of this R stands for an example, whose inputs could be read off; so R is turned to
+the eigenvectors of R R'. What is left is the posterior's covariance itself. That is no protection:
+where a unit answers to a single example, that example can be computed from it.
 """
 
 from dataclasses import dataclass
@@ -24,13 +27,15 @@ from bayesfl.curvature.jacobians import Rows
 
 @dataclass(frozen=True, eq=False)
 class Covariance:
-    """The posterior covariance of P selected weights, without the data: diag(variance) + sign R R' on the curved weights.
+    """The posterior covariance of P selected weights, without the data: diag(variance) + sign R R'
+    on the curved weights.
 
     Args:
         curvature: Curvature of the model, at the weights of the fit.
         variance: Diagonal part, [P].
         root: Factor R over the K curved weights, [K, R].
-        sign: 1 where R R' is the covariance of the curved weights, whose `variance` is then 0; -1 where it is what the data took away.
+        sign: 1 where R R' is the covariance of the curved weights, whose `variance` is then 0; -1
+            where it is what the data took away.
         curved: Which of the selected weights R covers, [P] bool.
         indices: Indices of the selected weights, [P]; None means all weights.
     """
@@ -55,18 +60,37 @@ class Covariance:
         """
         curved, order = int(inverse.curved.sum()), inverse.order
         if (needed := 8 * curved * order) > limit:
-            raise MemoryError(f"its covariance, a factor of {curved} x {order} numbers, takes {needed} bytes, more than {limit}")
-        prior, eye = inverse.variance[inverse.curved], torch.eye(order, dtype=torch.float64, device=inverse.variance.device)
+            raise MemoryError(
+                f"its covariance, a factor of {curved} x {order} numbers, takes {needed} bytes, "
+                f"more than {limit}"
+            )
+        prior, eye = (
+            inverse.variance[inverse.curved],
+            torch.eye(order, dtype=torch.float64, device=inverse.variance.device),
+        )
         back = torch.linalg.solve_triangular(inverse.chol.T, eye, upper=True)  # L^-T
         if inverse.rows is None:
-            root, variance, sign = prior.sqrt()[:, None] * back, torch.where(inverse.curved, 0.0, inverse.variance), 1
+            root, variance, sign = (
+                prior.sqrt()[:, None] * back,
+                torch.where(inverse.curved, 0.0, inverse.variance),
+                1,
+            )
         else:
-            root, variance, sign = _of_covariance(prior[:, None] * inverse.rows.back(back)), inverse.variance, -1
+            root, variance, sign = (
+                _of_covariance(prior[:, None] * inverse.rows.back(back)),
+                inverse.variance,
+                -1,
+            )
         return cls(inverse.curvature, variance, root, sign, inverse.curved, inverse.indices)
 
     def tensors(self) -> Tensors:
         """Return all tensors that `restored` needs in addition to the model."""
-        out = {"variance": self.variance, "root": self.root, "sign": torch.tensor(self.sign), "curved": self.curved}
+        out = {
+            "variance": self.variance,
+            "root": self.root,
+            "sign": torch.tensor(self.sign),
+            "curved": self.curved,
+        }
         return out if self.indices is None else out | {"indices": self.indices}
 
     @classmethod
@@ -79,17 +103,29 @@ class Covariance:
         if missing := sorted({"variance", "root", "sign", "curved"} - tensors.keys()):
             raise ValueError(f"the covariance has no {missing}")
         found = {name: t.to(curvature.device) for name, t in tensors.items()}
-        variance, root, curved, indices = found["variance"], found["root"], found["curved"], found.get("indices")
+        variance, root, curved, indices = (
+            found["variance"],
+            found["root"],
+            found["curved"],
+            found.get("indices"),
+        )
         size = curvature.size if indices is None else len(curvature.check_indices(indices))
-        if variance.shape != (size,) or curved.shape != (size,) or root.dim() != 2 or len(root) != int(curved.sum()):
+        if (
+            variance.shape != (size,)
+            or curved.shape != (size,)
+            or root.dim() != 2
+            or len(root) != int(curved.sum())
+        ):
             raise ValueError(
-                f"the covariance is of {size} weights, but has variances {list(variance.shape)}, a factor {list(root.shape)} and "
-                f"{int(curved.sum())} curved weights"
+                f"the covariance is of {size} weights, but has variances {list(variance.shape)}, a "
+                f"factor {list(root.shape)} and {int(curved.sum())} curved weights"
             )
         return cls(curvature, variance, root, int(found["sign"]), curved, indices)
 
     def predict(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor]:
-        """Compute the linearised model's outputs at `x`: mean [N, O] and covariance [N, O, O], see `Inverse.predict`."""
+        """Compute the linearised model's outputs at `x`: mean [N, O] and covariance [N, O, O], see
+        `Inverse.predict`.
+        """
         return self.curvature.spread(x, self._between, centre=centre, extra=3 * self.root.shape[1])
 
     def _between(self, rows: Rows) -> Tensor:
@@ -104,6 +140,8 @@ class Covariance:
 
 
 def _of_covariance(root: Tensor) -> Tensor:
-    """Return the root of R R' along its eigenvectors, which tells no more than R R' itself; the columns of R [P, K] stand for examples."""
+    """Return the root of R R' along its eigenvectors, which tells no more than R R' itself; the
+    columns of R [P, K] stand for examples.
+    """
     values, vectors = torch.linalg.eigh(root.T @ root)
     return root @ vectors[:, values > 1e-18 * values.max()] if root.numel() else root

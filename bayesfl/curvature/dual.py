@@ -3,10 +3,13 @@
 With G = diag(1 / precision) and A the rows R' J (R R' = Lambda) of all data, stacked:
 
     primal   M = I + G^(1/2) A' A G^(1/2),  order: the weights;     H^-1 = G^(1/2) M^-1 G^(1/2)
-    dual     M = I + A G A',                order: N (O - 1) rows;  H^-1 = G - G A' M^-1 A G          (Woodbury)
+    dual     M = I + A G A',                order: N (O - 1) rows;  H^-1 = G - G A' M^-1 A G
 
-and log |H| = log |M| + sum log precision in both. A weight without curvature (a zero column of A) does not change M and keeps its prior
-variance; an example whose rows are zero does not change M either. Both are left out first.
+(the latter by Woodbury's identity),
+
+and log |H| = log |M| + sum log precision in both. A weight without curvature (a zero column of A)
+does not change M and keeps its prior variance; an example whose rows are zero does not change M
+either. Both are left out first.
 """
 
 from dataclasses import dataclass
@@ -24,27 +27,33 @@ from bayesfl.curvature.jacobians import Rows
 Form = Literal["auto", "primal", "dual"]
 
 NO_CURVATURE = 1e-12
-"""A weight has no curvature where its GGN entry times its prior variance is below this. With e the sum of these products over the
-weights left out, no weight's posterior variance changes by more than e, relatively, and no output's by more than about sqrt(e)."""
+"""A weight has no curvature where its GGN entry times its prior variance is below this. With e the
+sum of these products over the weights left out, no weight's posterior variance changes by more than
+e, relatively, and no output's by more than about sqrt(e)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """The posterior covariance of P selected weights, all others held fixed, as a Cholesky factor; made by `invert`.
+    """The posterior covariance of P selected weights, all others held fixed, as a Cholesky factor;
+    made by `invert`.
 
-    It is H_S^-1, where H is the GGN plus diag(precision) and the subscript S restricts it to the selected weights.
+    It is H_S^-1, where H is the GGN plus diag(precision) and the subscript S restricts it to the
+    selected weights.
 
     Args:
         curvature: The curvature that it was made with.
         form: `primal` or `dual`: which Cholesky factor is held.
         reason: Why this form was chosen, as text.
-        indices: Indices of the P selected weights, in the order of every vector here, [P]; None means all weights, and P = D.
+        indices: Indices of the P selected weights, in the order of every vector here, [P]; None
+            means all weights, and P = D.
         variance: Prior variances 1 / precision, [P].
         uncurved: Number of the weights that have no curvature.
-        curved: Which weights enter the factor, [P] bool; the others have no curvature and keep their prior variance. In the dual form of
-            all weights, where they cost nothing, none is left out.
+        curved: Which weights enter the factor, [P] bool; the others have no curvature and keep
+            their prior variance. In the dual form of all weights, where they cost nothing, none is
+            left out.
         chol: Lower Cholesky factor of M, [K, K].
-        data: In the dual form `x` [N', ...] and `cotangents` [N', Q, O] of the examples whose rows are not zero; else empty.
+        data: In the dual form `x` [N', ...] and `cotangents` [N', Q, O] of the examples whose rows
+            are not zero; else empty.
         rows: In the dual form the rows of these examples over the curved weights; else None.
     """
 
@@ -60,7 +69,10 @@ class Inverse:
     rows: Rows | None
 
     def __repr__(self) -> str:
-        return f"Inverse({self.form}, order {self.order}, {self.size} weights, {self.curvature.backend}: {self.reason})"
+        return (
+            f"Inverse({self.form}, order {self.order}, {self.size} weights, "
+            f"{self.curvature.backend}: {self.reason})"
+        )
 
     @property
     def backend(self) -> str:
@@ -95,8 +107,11 @@ class Inverse:
         if self.rows is None:
             out[self.curved] = prior * torch.cholesky_inverse(self.chol).diagonal()
             return out
-        # The variance is a difference, in which rounding could leave 0 or less for well-determined weights; it is kept positive.
-        out[self.curved] = prior * (1 - prior * self.rows.solved(self.chol)).clamp_min(torch.finfo(torch.float64).eps)
+        # The variance is a difference, in which rounding could leave 0 or less for well-determined
+        # weights; it is kept positive.
+        out[self.curved] = prior * (1 - prior * self.rows.solved(self.chol)).clamp_min(
+            torch.finfo(torch.float64).eps
+        )
         return out
 
     @property
@@ -107,28 +122,36 @@ class Inverse:
     def sample(self, noise: Tensor) -> Tensor:
         """Make S draws from N(0, H_S^-1), [S, P], by standard normals [S, `noise_size`].
 
-        In the dual form a draw e of the prior is corrected by the data's residuals, e - G A' M^-1 (A e + n) (Matheron's rule).
+        In the dual form a draw e of the prior is corrected by the data's residuals, e - G A' M^-1
+        (A e + n) (Matheron's rule).
         """
         noise = noise.to(self.variance)
         draw = noise[:, : self.size] * self.variance.sqrt()
         prior = self.variance[self.curved]
         if self.rows is None:
-            solved = torch.linalg.solve_triangular(self.chol.T, noise[:, : self.size][:, self.curved].T, upper=True)
+            solved = torch.linalg.solve_triangular(
+                self.chol.T, noise[:, : self.size][:, self.curved].T, upper=True
+            )
             draw[:, self.curved] = solved.T * prior.sqrt()
         elif self.order:
-            residual = self.rows.forward(draw[:, self.curved].T.contiguous()) + noise[:, self.size :].T
-            draw[:, self.curved] -= (self.rows.back(torch.cholesky_solve(residual, self.chol)) * prior[:, None]).T
+            residual = (
+                self.rows.forward(draw[:, self.curved].T.contiguous()) + noise[:, self.size :].T
+            )
+            draw[:, self.curved] -= (
+                self.rows.back(torch.cholesky_solve(residual, self.chol)) * prior[:, None]
+            ).T
         return draw
 
     def predict(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor]:
-        """Compute the linearised model's outputs at `x`: mean [N, O], covariance J_S H_S^-1 J_S' [N, O, O] without noise of the data.
+        """Compute the linearised model's outputs at `x`: mean [N, O], covariance J_S H_S^-1 J_S'
+        [N, O, O] without noise of the data.
 
         In the dual form the covariance is a difference and is exact to about 1e-15 of the prior's.
 
         Args:
             x: Inputs [N, ...], or batches of them.
-            centre: Whether to subtract from outputs and Jacobians their mean over the outputs; for classes, where adding a constant to all
-                logits changes no probability.
+            centre: Whether to subtract from outputs and Jacobians their mean over the outputs; for
+                classes, where adding a constant to all logits changes no probability.
         """
         formed = self.indices is not None and (self.form == "primal" or self.backend != "layers")
         extra = 3 * self.order + (self.size if formed else 0)
@@ -151,22 +174,33 @@ class Inverse:
         return rows.within(self.variance) - half @ half.mT
 
     def tensors(self) -> Tensors:
-        """Return all tensors that `restore` needs in addition to the model, to be saved or moved."""
-        out = {"variance": self.variance, "uncurved": torch.tensor(self.uncurved), "curved": self.curved, "chol": self.chol}
+        """Return all tensors that `restore` needs in addition to the model, to be saved
+        or moved.
+        """
+        out = {
+            "variance": self.variance,
+            "uncurved": torch.tensor(self.uncurved),
+            "curved": self.curved,
+            "chol": self.chol,
+        }
         if self.data:
             out |= dict(named(self.data["x"])) | {"cotangents": self.data["cotangents"]}
         return out if self.indices is None else out | {"indices": self.indices}
 
 
 def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
-    """Return the `Inverse` with these `tensors`, for the same model at the same weights; equal to rounding, as rows are computed anew."""
+    """Return the `Inverse` with these `tensors`, for the same model at the same weights; equal to
+    rounding, as rows are computed anew.
+    """
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
     x = unnamed(tensors)
     data = {} if x is None else {"x": x, "cotangents": tensors["cotangents"]}
     indices, curved, rows = tensors.get("indices"), tensors["curved"], None
     if data:
         curvature.prove(data["x"])
-        rows = _restricted(curvature.engine.linearise(data["x"], data["cotangents"].to)[1], indices, curved)
+        rows = _restricted(
+            curvature.engine.linearise(data["x"], data["cotangents"].to)[1], indices, curved
+        )
     return Inverse(
         curvature=curvature,
         form="dual" if data else "primal",
@@ -175,7 +209,9 @@ def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
         variance=tensors["variance"],
         uncurved=int(tensors["uncurved"]),
         curved=curved,
-        chol=tensors["chol"].mT.contiguous().mT,  # column-major, as it was factored: the rounding of solves depends on the layout
+        chol=tensors["chol"]
+        .mT.contiguous()
+        .mT,  # column-major, as it was factored: the rounding of solves depends on the layout
         data=data,
         rows=rows,
     )
@@ -191,23 +227,26 @@ def invert(
     diagonal: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Inverse:
-    """Compute the posterior covariance of P selected weights, all others held fixed: the inverse of curvature plus prior precision.
+    """Compute the posterior covariance of P selected weights, all others held fixed: the inverse of
+    curvature plus prior precision.
 
-    It is the inverse of H_S = J_S' Lambda J_S + diag(precision_S), where the subscript S restricts to the selected weights. It is held by a
-    Cholesky factor, by default of order min(curved weights, rows).
+    It is the inverse of H_S = J_S' Lambda J_S + diag(precision_S), where the subscript S restricts
+    to the selected weights. It is held by a Cholesky factor, by default of order min(curved
+    weights, rows).
 
     Args:
         curvature: Curvature of the model.
         x: Inputs [N, ...], or batches of them that can be read twice.
         precision: Prior precision, one number or one for each of the D weights.
-        indices: Indices of the P selected weights, [P]; by default all weights, which is feasible for large networks in the dual form only.
+        indices: Indices of the P selected weights, [P]; by default all weights, which is feasible
+            for large networks in the dual form only.
         form: `primal`, `dual`, or `auto` for the one whose factor has the smaller order.
         diagonal: Diagonal of the GGN [D], if it is already known, with the same `weight`.
         weight: Factor of each example's curvature, [N]; None for 1.
 
     Raises:
-        ValueError: `precision` is not positive and finite; `indices`, `form` or `weight` is not valid; the curvature is not finite; or
-            there are no data.
+        ValueError: `precision` is not positive and finite; `indices`, `form` or `weight` is not
+            valid; the curvature is not finite; or there are no data.
         MemoryError: The factor needs more bytes than may be used; the message says how many.
         torch.linalg.LinAlgError: M has no Cholesky factor, even with jitter.
     """
@@ -227,10 +266,19 @@ def invert(
     variance = 1 / precision
     curved = diagonal * variance >= NO_CURVATURE
     weights = int(curved.sum())
-    rows, data, order, inside = None, {}, weights, curved if indices is not None else torch.ones_like(curved)
+    rows, data, order, inside = (
+        None,
+        {},
+        weights,
+        curved if indices is not None else torch.ones_like(curved),
+    )
     if form == "dual" or (form == "auto" and weights):
-        rows, data, order = _stacked(curvature, x, weight, indices, variance, inside, weights if form == "auto" else None)
-    if not order:  # no example has curvature, or every example's rows count as none, though their sum does not quite
+        rows, data, order = _stacked(
+            curvature, x, weight, indices, variance, inside, weights if form == "auto" else None
+        )
+    # no example has curvature, or every example's rows count as none, though their sum does not
+    # quite
+    if not order:
         rows, data, weights, curved = None, {}, 0, torch.zeros_like(curved)
     if rows is None:
         chosen, reason = "primal", f"{weights} curved weights, and at least as many rows"
@@ -257,7 +305,8 @@ def invert(
 
 
 def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> Inverse:
-    """Compute the inverse of the diagonal of H alone: its variances are held like a prior's, and no weight is curved.
+    """Compute the inverse of the diagonal of H alone: its variances are held like a prior's, and no
+    weight is curved.
 
     Args:
         curvature: Curvature of the model.
@@ -283,7 +332,8 @@ def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> In
 
 
 def check_precision(precision: Tensor) -> None:
-    """Check that every prior precision [D] is positive and finite, and far enough from overflow, as its inverse is.
+    """Check that every prior precision [D] is positive and finite, and far enough from overflow, as
+    its inverse is.
 
     Raises:
         ValueError: An entry lies outside 1e-30 to 1e30.
@@ -294,7 +344,10 @@ def check_precision(precision: Tensor) -> None:
     ):
         bad = precision[~fits]
         if len(bad):
-            raise ValueError(f"a prior precision must be {what}, got {float(bad[0])} ({len(bad)} of {len(precision)})")
+            raise ValueError(
+                f"a prior precision must be {what}, got {float(bad[0])} ({len(bad)} of "
+                f"{len(precision)})"
+            )
 
 
 def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
@@ -314,7 +367,9 @@ def _stacked(
     curved: Tensor,
     limit: int | None,
 ) -> tuple[Rows | None, dict[str, Any], int]:
-    """Return A, the rows of all data over the curved weights, without examples whose rows are zero; None if they are `limit` or more."""
+    """Return A, the rows of all data over the curved weights, without examples whose rows are zero;
+    None if they are `limit` or more.
+    """
     parts: list[Rows] = []
     kept_x, kept_cotangents, order = [], [], 0
     for batch, share in curvature.weighed(x, weight, extra=0 if indices is None else len(indices)):
@@ -329,17 +384,33 @@ def _stacked(
         parts.append(rows if everything else rows.take(kept))
         kept_x.append(at(batch, kept))
         kept_cotangents.append(curvature.root(outputs, share)[kept].mT)
-    return parts[0].join(parts[1:]), {"x": join(kept_x), "cotangents": torch.cat(kept_cotangents)}, order
+    return (
+        parts[0].join(parts[1:]),
+        {"x": join(kept_x), "cotangents": torch.cat(kept_cotangents)},
+        order,
+    )
 
 
-def _primal(curvature: Curvature, x: Data, weight: Tensor | None, indices: Tensor | None, variance: Tensor, curved: Tensor) -> Tensor:
+def _primal(
+    curvature: Curvature,
+    x: Data,
+    weight: Tensor | None,
+    indices: Tensor | None,
+    variance: Tensor,
+    curved: Tensor,
+) -> Tensor:
     """Compute the Cholesky factor of I + G^(1/2) A' A G^(1/2) from streamed data."""
     scale = variance[curved].sqrt()
     matrix = torch.eye(len(scale), dtype=torch.float64, device=scale.device)
     if not len(scale):
         return matrix
     for batch, share in curvature.weighed(x, weight, extra=len(scale)):
-        rows = _restricted(curvature.linearise(batch, weight=share)[1], indices, curved).dense().mul_(scale).flatten(0, 1)
+        rows = (
+            _restricted(curvature.linearise(batch, weight=share)[1], indices, curved)
+            .dense()
+            .mul_(scale)
+            .flatten(0, 1)
+        )
         matrix.addmm_(rows.T, rows)
     return cholesky(matrix)
 
@@ -351,21 +422,29 @@ def _require(curvature: Curvature, order: int, form: str) -> None:
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Compute the lower Cholesky factor of a symmetric matrix [K, K], with a little jitter where it fails without.
+    """Compute the lower Cholesky factor of a symmetric matrix [K, K], with a little jitter where it
+    fails without.
 
     Raises:
-        torch.linalg.LinAlgError: The factorisation fails even with a jitter of 1e-6 of the mean diagonal, or an entry is not finite.
+        torch.linalg.LinAlgError: The factorisation fails even with a jitter of 1e-6 of the mean
+            diagonal, or an entry is not finite.
     """
     if not matrix.sum().isfinite():
-        raise torch.linalg.LinAlgError("the posterior precision is not finite; look at the prior precision and the scale of the inputs")
+        raise torch.linalg.LinAlgError(
+            "the posterior precision is not finite; look at the prior precision and the scale of "
+            "the inputs"
+        )
     mean = float(matrix.diagonal().mean()) if len(matrix) else 0.0
     for jitter in (0.0, 1e-10, 1e-8, 1e-6):
         if jitter:
-            matrix = matrix + jitter * mean * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+            matrix = matrix + jitter * mean * torch.eye(
+                len(matrix), dtype=matrix.dtype, device=matrix.device
+            )
         factor, info = torch.linalg.cholesky_ex(matrix)
         if not info.any():
             return factor
     raise torch.linalg.LinAlgError(
-        f"the posterior precision, of order {len(matrix)}, has no Cholesky factor even with 1e-6 of its mean diagonal {mean:.3g} added; "
+        f"the posterior precision, of order {len(matrix)}, has no Cholesky factor even with 1e-6 "
+        f"of its mean diagonal {mean:.3g} added; "
         "a larger prior precision, or inputs of a smaller scale, help"
     )

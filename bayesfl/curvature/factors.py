@@ -1,8 +1,11 @@
-"""Rows of a Jacobian, layer by layer, as products of the layer's inputs and the cotangents pulled back to its outputs.
+"""Rows of a Jacobian, layer by layer, as products of the layer's inputs and the cotangents pulled
+back to its outputs.
 
-For a linear layer the row of example n and cotangent q is an outer product: the derivative by weight (h, i) is g[n, q, h] x[n, i].
-For a layer used at T places (a convolution at every patch) it is a sum over places. Every quantity below is computed from x and g; the
-[N, Q, D] matrix that they represent is never formed. `slots` has the weights' positions in the flat vector, -1 for weights left out.
+For a linear layer the row of example n and cotangent q is an outer product: the derivative by
+weight (h, i) is g[n, q, h] x[n, i]. For a layer used at T places (a convolution at every patch) it
+is a sum over places. Every quantity below is computed from x and g; the [N, Q, D] matrix that they
+represent is never formed. `slots` has the weights' positions in the flat vector, -1 for weights
+left out.
 """
 
 from abc import ABC, abstractmethod
@@ -16,8 +19,9 @@ BLOCK = 2**26
 """Bytes that a temporary array of the loops below may take."""
 COLUMNS = 512  # columns solved for at once
 UNIT = 50
-"""Cost of `quadratic_into` for each unit of a linear layer, in columns solved for; measured on one core with a factor of order 2,250. The
-matrix is read once for each unit, whether one weight of the unit is left or all of them."""
+"""Cost of `quadratic_into` for each unit of a linear layer, in columns solved for; measured on one
+core with a factor of order 2,250. The matrix is read once for each unit, whether one weight of the
+unit is left or all of them."""
 
 
 def _size(per_item: int) -> int:
@@ -26,7 +30,9 @@ def _size(per_item: int) -> int:
 
 
 class Factor(ABC):
-    """The part of the rows that belongs to one layer. The base class forms columns in pieces; `Outer` does not."""
+    """The part of the rows that belongs to one layer. The base class forms columns in pieces;
+    `Outer` does not.
+    """
 
     slots: Tensor
     examples: int
@@ -34,11 +40,15 @@ class Factor(ABC):
 
     @abstractmethod
     def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield slots [K] and columns [N, Q, K], with K chosen such that `rows` rows fit a block."""
+        """Yield slots [K] and columns [N, Q, K], with K chosen such that `rows` rows fit
+        a block.
+        """
 
     @abstractmethod
     def restrict(self, lookup: Tensor) -> "Factor | None":
-        """Return the factor for the weights with lookup[slot] >= 0, which become their slots; None where there are none."""
+        """Return the factor for the weights with lookup[slot] >= 0, which become their slots; None
+        where there are none.
+        """
 
     @abstractmethod
     def take(self, examples: Tensor) -> "Factor":
@@ -78,7 +88,9 @@ class Factor(ABC):
             out[slots] = values.square().sum((0, 1)).to(out)
 
     def gram(self, other: "Factor", weight: Tensor) -> Tensor:
-        """Compute the sum over weights d of weight[d] J[n, q, d] J[m, p, d], [N Q, M P]; `other` is a factor of the same layer."""
+        """Compute the sum over weights d of weight[d] J[n, q, d] J[m, p, d], [N Q, M P]; `other` is
+        a factor of the same layer.
+        """
         out = weight.new_zeros(self.rows, other.rows)
         rows = self.rows + other.rows
         for (slots, mine), (_, theirs) in zip(self.pieces(rows), other.pieces(rows), strict=True):
@@ -111,7 +123,9 @@ class Factor(ABC):
             out[slots] = (values * (matrix @ values)).sum(0)
 
     def solved_into(self, chol: Tensor, out: Tensor) -> None:
-        """Write the diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular, into `out` [size]."""
+        """Write the diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular, into `out`
+        [size].
+        """
         for slots, values in self._columns():
             for some, part in zip(slots.split(COLUMNS), values.split(COLUMNS, 1), strict=True):
                 out[some] = torch.linalg.solve_triangular(chol, part, upper=False).square().sum(0)
@@ -120,7 +134,11 @@ class Factor(ABC):
 def _kept(slots: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return slots [K] and columns [N, Q, K] without the weights that are left out."""
     chosen = (slots >= 0).nonzero().squeeze(1)
-    return (slots, values) if len(chosen) == len(slots) else (slots[chosen], values.index_select(2, chosen))
+    return (
+        (slots, values)
+        if len(chosen) == len(slots)
+        else (slots[chosen], values.index_select(2, chosen))
+    )
 
 
 class Matrix(Factor):
@@ -150,7 +168,9 @@ class Matrix(Factor):
 
     def join(self, others: list[Factor]) -> "Matrix":
         """Return the factor of further examples too, see `Factor`."""
-        return Matrix(torch.cat([f.values for f in (self, *others) if isinstance(f, Matrix)]), self.slots)
+        return Matrix(
+            torch.cat([f.values for f in (self, *others) if isinstance(f, Matrix)]), self.slots
+        )
 
 
 def _mirrored(matrix: Tensor, block: int = 512) -> Tensor:
@@ -164,7 +184,8 @@ def _mirrored(matrix: Tensor, block: int = 512) -> Tensor:
 
 
 class Shared(Factor):
-    """A factor of a layer whose weights are used at T places: a convolution, or a linear layer along further axes.
+    """A factor of a layer whose weights are used at T places: a convolution, or a linear layer
+    along further axes.
 
     Args:
         inputs: Inputs that the weights multiply, [N, T, I], with ones for the bias.
@@ -181,16 +202,24 @@ class Shared(Factor):
         units = (self.slots >= 0).any(1).nonzero().squeeze(1)
         for some in units.split(_size(rows * self.slots.shape[1])):
             slots = self.slots[some].flatten()
-            slopes = self.slopes if len(some) == len(self.slots) else self.slopes.index_select(2, some)
-            values = (slopes.flatten(1, 2) @ self.inputs).view(self.examples, self.cotangents, len(slots))
+            slopes = (
+                self.slopes if len(some) == len(self.slots) else self.slopes.index_select(2, some)
+            )
+            values = (slopes.flatten(1, 2) @ self.inputs).view(
+                self.examples, self.cotangents, len(slots)
+            )
             yield _kept(slots, values)
 
     def formed(self) -> Factor:
-        """Return the columns themselves if they are fewer numbers than the slopes, whatever the number of examples."""
+        """Return the columns themselves if they are fewer numbers than the slopes, whatever the
+        number of examples.
+        """
         if int((self.slots >= 0).sum()) > self.slopes.shape[2] * self.slopes.shape[3]:
             return self
         parts = list(self.pieces(self.rows))
-        return Matrix(torch.cat([values for _, values in parts], -1), torch.cat([slots for slots, _ in parts]))
+        return Matrix(
+            torch.cat([values for _, values in parts], -1), torch.cat([slots for slots, _ in parts])
+        )
 
     def restrict(self, lookup: Tensor) -> "Factor | None":
         """Return the factor for some of the weights, see `Factor`."""
@@ -204,7 +233,11 @@ class Shared(Factor):
     def join(self, others: list[Factor]) -> "Shared":
         """Return the factor of further examples too, see `Factor`."""
         all_of_them = [f for f in (self, *others) if isinstance(f, Shared)]
-        return Shared(torch.cat([f.inputs for f in all_of_them]), torch.cat([f.slopes for f in all_of_them]), self.slots)
+        return Shared(
+            torch.cat([f.inputs for f in all_of_them]),
+            torch.cat([f.slopes for f in all_of_them]),
+            self.slots,
+        )
 
 
 class Outer(Factor):
@@ -238,7 +271,10 @@ class Outer(Factor):
         """Yield slots and columns, see `Factor`."""
         units, features = (self.slots >= 0).nonzero(as_tuple=True)
         for h, i in zip(units.split(_size(rows)), features.split(_size(rows)), strict=True):
-            yield self.slots[h, i], self.slopes.index_select(2, h) * self.inputs.index_select(1, i).unsqueeze(1)
+            yield (
+                self.slots[h, i],
+                self.slopes.index_select(2, h) * self.inputs.index_select(1, i).unsqueeze(1),
+            )
 
     def restrict(self, lookup: Tensor) -> "Factor | None":
         """Return the factor for some of the weights, see `Factor`."""
@@ -246,7 +282,11 @@ class Outer(Factor):
         used = (slots >= 0).any(1).nonzero().squeeze(1)
         if len(used) == len(slots):
             return Outer(self.inputs, self.slopes, slots)
-        return Outer(self.inputs, self.slopes.index_select(2, used), slots[used]) if len(used) else None
+        return (
+            Outer(self.inputs, self.slopes.index_select(2, used), slots[used])
+            if len(used)
+            else None
+        )
 
     def take(self, examples: Tensor) -> "Outer":
         """Return the factor of some of the examples, see `Factor`."""
@@ -255,7 +295,12 @@ class Outer(Factor):
     def join(self, others: list[Factor]) -> "Outer":
         """Return the factor of further examples too, see `Factor`."""
         all_of_them = [f for f in (self, *others) if isinstance(f, Outer)]
-        return Outer(torch.cat([f.inputs for f in all_of_them]), torch.cat([f.slopes for f in all_of_them]), self.slots, self._full)
+        return Outer(
+            torch.cat([f.inputs for f in all_of_them]),
+            torch.cat([f.slopes for f in all_of_them]),
+            self.slots,
+            self._full,
+        )
 
     def _grid(self, weight: Tensor) -> Tensor:
         """Return `weight` [size, ...] as [H, I, ...], 0 where a weight is left out."""
@@ -282,30 +327,44 @@ class Outer(Factor):
         return (self._g * load.unsqueeze(1)) @ self._g.mT
 
     def gram(self, other: Factor, weight: Tensor) -> Tensor:
-        """Compute sum_h g[n, q, h] g[m, p, h] k_h[n, m] with k_h = sum_i weight[h, i] x[n, i] x[m, i], see `Factor`.
+        """Compute sum_h g[n, q, h] g[m, p, h] k_h[n, m] with k_h = sum_i weight[h, i] x[n, i] x[m,
+        i], see `Factor`.
 
-        With equal weights k is the same for all units, and the result is the entrywise product of two Gram matrices.
+        With equal weights k is the same for all units, and the result is the entrywise product of
+        two Gram matrices.
         """
         assert isinstance(other, Outer)
         grid = self._grid(weight)
         if (grid == grid[0, 0]).all():
-            out = (self._g.flatten(0, 1) @ other._g.flatten(0, 1).T).view(self.examples, self.cotangents, other.examples, other.cotangents)
+            out = (self._g.flatten(0, 1) @ other._g.flatten(0, 1).T).view(
+                self.examples, self.cotangents, other.examples, other.cotangents
+            )
             out *= (self._x @ other._x.T * grid[0, 0])[:, None, :, None]
             return out.view(self.rows, other.rows)
         out = weight.new_zeros(self.examples, self.cotangents, other.rows)
-        for units in torch.arange(len(grid), device=grid.device).split(_size(self.examples * other.examples)):
+        for units in torch.arange(len(grid), device=grid.device).split(
+            _size(self.examples * other.examples)
+        ):
             self._add_units(other, units, grid, out)
         gram = out.view(self.rows, other.rows)
         return _mirrored(gram) if other is self else gram
 
     def _add_units(self, other: "Outer", units: Tensor, grid: Tensor, out: Tensor) -> None:
-        """Add the contribution of some hidden units to the Gram matrix `out` [N, Q, M P]; only for m >= n if `other` is this factor."""
+        """Add the contribution of some hidden units to the Gram matrix `out` [N, Q, M P]; only for
+        m >= n if `other` is this factor.
+        """
         kernel = grid.new_empty(len(units), self.examples, other.examples)
-        mine, theirs = self._x.T.contiguous(), other._x.T.contiguous()  # rows are gathered faster than columns
+        mine, theirs = (
+            self._x.T.contiguous(),
+            other._x.T.contiguous(),
+        )  # rows are gathered faster than columns
         for k, h in enumerate(units.tolist()):
             used = grid[h].nonzero().squeeze(1)
             torch.mm((mine[used] * grid[h, used, None]).T, theirs[used], out=kernel[k])
-        slopes, pulled = self._g[:, :, units], other._g[:, :, units].permute(2, 0, 1).contiguous()  # [H', M, P]
+        slopes, pulled = (
+            self._g[:, :, units],
+            other._g[:, :, units].permute(2, 0, 1).contiguous(),
+        )  # [H', M, P]
         for n in range(self.examples):
             first = n if other is self else 0
             right = pulled[:, first:] * kernel[:, n, first:, None]
@@ -317,17 +376,22 @@ class Outer(Factor):
 
     def back_into(self, vectors: Tensor, out: Tensor) -> None:
         """Write the transposed rows times vectors, see `Factor`."""
-        pulled = self._g.mT @ vectors.view(self.examples, self.cotangents, vectors.shape[-1])  # [N, H, K]
+        pulled = self._g.mT @ vectors.view(
+            self.examples, self.cotangents, vectors.shape[-1]
+        )  # [N, H, K]
         self._write(torch.einsum("nhk,ni->hik", pulled, self._x), out)
 
     def quadratic_into(self, matrix: Tensor, out: Tensor) -> None:
         """Write the diagonal of J' M J, see `Factor`.
 
-        For each unit it is sum_nm x[n, i] x[m, i] c_h[n, m], where c_h = sum_qp g[n, q, h] M[nq, mp] g[m, p, h].
+        For each unit it is sum_nm x[n, i] x[m, i] c_h[n, m], where c_h = sum_qp g[n, q, h] M[nq,
+        mp] g[m, p, h].
         """
         count = self.examples
         by_column = matrix.view(self.rows, count, self.cotangents).transpose(0, 1)  # [M, N Q, P]
-        for units in torch.arange(len(self.slots), device=matrix.device).split(_size(count * self.rows)):
+        for units in torch.arange(len(self.slots), device=matrix.device).split(
+            _size(count * self.rows)
+        ):
             slopes = self._g[:, :, units]
             inner = (by_column @ slopes).view(count, count, self.cotangents, -1)  # [M, N, Q, H']
             inner = (inner * slopes).sum(2).permute(2, 0, 1)  # [H', M, N]

@@ -1,12 +1,14 @@
-"""The generalised Gauss-Newton matrix of a network, in parts: its diagonal, a subnetwork's block, its Gram (dual) form.
+"""The generalised Gauss-Newton matrix of a network, in parts: its diagonal, a subnetwork's block,
+its Gram (dual) form.
 
-For data x_1, ..., x_N, outputs f [O], J_n = df(x_n)/dw [O, D] and Lambda_n the Hessian of the negative log likelihood in f,
+For data x_1, ..., x_N, outputs f [O], J_n = df(x_n)/dw [O, D] and Lambda_n the Hessian of the
+negative log likelihood in f,
 
     GGN = sum_n J_n' Lambda_n J_n,    H = GGN + diag(precision),
 
-a sum over the data, in nats. No array of shape [N, O, D] is formed. Source: Schraudolph, "Fast curvature matrix-vector products for
-second-order gradient descent", Neural Computation 14(7), 2002; for Laplace: Daxberger et al., "Bayesian deep learning via subnetwork
-inference", ICML 2021.
+a sum over the data, in nats. No array of shape [N, O, D] is formed. Source: Schraudolph, "Fast
+curvature matrix-vector products for second-order gradient descent", Neural Computation 14(7), 2002;
+for Laplace: Daxberger et al., "Bayesian deep learning via subnetwork inference", ICML 2021.
 """
 
 import copy
@@ -28,27 +30,33 @@ from bayesfl.likelihoods import Bernoulli, Categorical
 
 
 class Curvature:
-    """The curvature of a model at its present weights, held by a copy: `model` is not changed, and its later training has no effect here.
+    """The curvature of a model at its present weights, held by a copy: `model` is not changed, and
+    its later training has no effect here.
 
-    Data are inputs [N, ...], a mapping with them as `x`, or an iterable of batches (these, tuples that begin with inputs, a DataLoader's
-    items), and are processed in pieces; several inputs, a tuple or a mapping, are `{"x": inputs}`, see `bayesfl.curvature.batches`.
-    Indices point into the flat vector of the covered parameters, in the order of `named_parameters()`. Results are in float64;
-    Jacobians and cotangents pulled back through the network have the model's precision.
+    Data are inputs [N, ...], a mapping with them as `x`, or an iterable of batches (these, tuples
+    that begin with inputs, a DataLoader's items), and are processed in pieces; several inputs, a
+    tuple or a mapping, are `{"x": inputs}`, see `bayesfl.curvature.batches`. Indices point into the
+    flat vector of the covered parameters, in the order of `named_parameters()`. Results are in
+    float64; Jacobians and cotangents pulled back through the network have the model's precision.
 
     Args:
-        model: Any module from inputs [N, ...], one tensor or several of any dtype, to outputs [N, O]. Its modes are kept: call `eval()`
-            first where they matter.
+        model: Any module from inputs [N, ...], one tensor or several of any dtype, to outputs [N,
+            O]. Its modes are kept: call `eval()` first where they matter.
         likelihood: Distribution of y given the outputs; categorical by default.
-        pattern: Which parameters are covered: a layout, or a pattern over their names, such as `body.*`.
-        backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; the attribute `backend` says which is used. BackPACK
-            is compared with `func` on the first two examples; where they differ, `auto` takes `func`, as for inputs that are no single
+        pattern: Which parameters are covered: a layout, or a pattern over their names, such as
+            `body.*`.
+        backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; the attribute
+            `backend` says which is used. BackPACK is compared with `func` on the first two
+            examples; where they differ, `auto` takes `func`, as for inputs that are no single
             tensor.
-        memory: Bytes that one result may take; by default all free memory of the device at the time.
+        memory: Bytes that one result may take; by default all free memory of the device at the
+            time.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `pattern` is neither text nor a layout.
-        ValueError: No parameter fits `pattern`; the backend does not support a layer; batch norm or dropout is in training mode, or batch
-            norm tracks no statistics; or `memory` is no number of bytes.
+        ValueError: No parameter fits `pattern`; the backend does not support a layer; batch norm or
+            dropout is in training mode, or batch norm tracks no statistics; or `memory` is no
+            number of bytes.
     """
 
     def __init__(
@@ -60,13 +68,21 @@ class Curvature:
         backend: Name = "auto",
         memory: int | None = None,
     ) -> None:
-        instance("model", model, nn.Module, "pass a trained nn.Module from inputs [N, ...] to outputs [N, O]")
+        instance(
+            "model",
+            model,
+            nn.Module,
+            "pass a trained nn.Module from inputs [N, ...] to outputs [N, O]",
+        )
         if memory is not None:
             whole("memory, in bytes,", memory, least=0)
         _check_modes(model)
         self.likelihood = Categorical() if likelihood is None else likelihood
         if isinstance(self.likelihood, Categorical) and not self.likelihood.plain:
-            raise ValueError(f"{self.likelihood} is a training loss and no distribution, and has no curvature here; take Categorical()")
+            raise ValueError(
+                f"{self.likelihood} is a training loss and no distribution, and has no curvature "
+                "here; take Categorical()"
+            )
         self.layout = pattern if isinstance(pattern, Layout) else Layout(model, pattern)
         self._memory = memory
         self.module = copy.deepcopy(model)
@@ -95,11 +111,12 @@ class Curvature:
         return available(self._like) if self._memory is None else self._memory
 
     def diagonal(self, x: Data, *, weight: Tensor | None = None) -> Tensor:
-        """Compute the diagonal of the GGN, [D], a sum over the data in which example i counts `weight` [N] times; once where None.
+        """Compute the diagonal of the GGN, [D], a sum over the data in which example i counts
+        `weight` [N] times; once where None.
 
         Raises:
-            ValueError: There are no data, `weight` is not a finite number >= 0 for each example, or the curvature is not finite;
-                the message names the parameters.
+            ValueError: There are no data, `weight` is not a finite number >= 0 for each example, or
+                the curvature is not finite; the message names the parameters.
         """
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         for batch, share in self.weighed(x, weight):
@@ -111,7 +128,8 @@ class Curvature:
         return total
 
     def columns(self, x: Data, indices: Tensor) -> Tensor:
-        """Compute the columns J_S of the outputs' Jacobian for P selected weights, [N, O, P] for `indices` [P], in the model's precision.
+        """Compute the columns J_S of the outputs' Jacobian for P selected weights, [N, O, P] for
+        `indices` [P], in the model's precision.
 
         Raises:
             ValueError: An index is out of range or given twice.
@@ -121,21 +139,39 @@ class Curvature:
         parts = []
         for batch in self.batches(x, extra=len(indices)):
             rows = self.linearise(batch, torch.eye)[1]
-            needed = sum(p.nbytes for p in parts) + rows.examples * rows.cotangents * len(indices) * self._like.element_size()
-            require(needed, self.memory, f"J_S with {len(indices)} columns", "pass fewer examples or fewer indices")
+            needed = (
+                sum(p.nbytes for p in parts)
+                + rows.examples * rows.cotangents * len(indices) * self._like.element_size()
+            )
+            require(
+                needed,
+                self.memory,
+                f"J_S with {len(indices)} columns",
+                "pass fewer examples or fewer indices",
+            )
             parts.append(rows.restrict(indices).dense(self._like.dtype))
         return torch.cat(parts)
 
     def ggn(self, x: Data, indices: Tensor | None = None) -> Tensor:
-        """Compute the block of the GGN for P selected weights, [P, P] for `indices` [P]; by default for all weights.
+        """Compute the block of the GGN for P selected weights, [P, P] for `indices` [P]; by default
+        for all weights.
 
         Raises:
             ValueError: An index is out of range or given twice, or the curvature is not finite.
             MemoryError: The result needs more bytes than may be used.
         """
-        indices = torch.arange(self.size, device=self.device) if indices is None else self.check_indices(indices)
+        indices = (
+            torch.arange(self.size, device=self.device)
+            if indices is None
+            else self.check_indices(indices)
+        )
         count = len(indices)
-        require(8 * count**2, self.memory, f"a GGN of {count} weights", "take a smaller subnetwork, or the dual form of `invert`")
+        require(
+            8 * count**2,
+            self.memory,
+            f"a GGN of {count} weights",
+            "take a smaller subnetwork, or the dual form of `invert`",
+        )
         out = torch.zeros(count, count, dtype=torch.float64, device=self.device)
         for batch in self.batches(x, extra=count):
             rows = self.linearise(batch)[1].restrict(indices).dense().flatten(0, 1)
@@ -143,8 +179,16 @@ class Curvature:
         self.check_finite(out.diagonal(), indices)
         return out
 
-    def gram(self, x: Data, other: Data | None = None, *, weight: float | Tensor = 1.0, indices: Tensor | None = None) -> Tensor:
-        """Compute J diag(weight) J' between the outputs at `x` and at `other` (by default `x` itself), [N O, N' O].
+    def gram(
+        self,
+        x: Data,
+        other: Data | None = None,
+        *,
+        weight: float | Tensor = 1.0,
+        indices: Tensor | None = None,
+    ) -> Tensor:
+        """Compute J diag(weight) J' between the outputs at `x` and at `other` (by default `x`
+        itself), [N O, N' O].
 
         Args:
             x: Inputs [N, ...], or batches of them.
@@ -162,18 +206,30 @@ class Curvature:
         mine = self._all(x, indices)
         theirs = mine if other is None else self._all(other, indices)
         require(
-            8 * mine.examples * mine.cotangents * theirs.examples * theirs.cotangents, self.memory, "the Gram matrix", "pass fewer examples"
+            8 * mine.examples * mine.cotangents * theirs.examples * theirs.cotangents,
+            self.memory,
+            "the Gram matrix",
+            "pass fewer examples",
         )
         return mine.gram(theirs, weight)
 
     def outputs(self, x: Data) -> Tensor:
         """Compute the model's outputs, [N, O]."""
-        return torch.cat([self.linearise(batch, lambda count: torch.zeros(count, 0))[0] for batch in self.batches(x)])
+        return torch.cat(
+            [
+                self.linearise(batch, lambda count: torch.zeros(count, 0))[0]
+                for batch in self.batches(x)
+            ]
+        )
 
     # Parts used by the other files of this folder
 
-    def spread(self, x: Data, between: Callable[[Rows], Tensor], *, centre: bool, extra: int = 0) -> tuple[Tensor, Tensor]:
-        """Compute outputs [N, O], and U between(U' J) U' [N, O, O] for orthonormal directions U; see `batches` for `extra`."""
+    def spread(
+        self, x: Data, between: Callable[[Rows], Tensor], *, centre: bool, extra: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Compute outputs [N, O], and U between(U' J) U' [N, O, O] for orthonormal directions U;
+        see `batches` for `extra`.
+        """
         means, covariances = [], []
         for batch in self.batches(x, extra=extra):
             outputs, rows = self.linearise(batch, lambda count: basis(count, centre))
@@ -183,7 +239,8 @@ class Curvature:
         return torch.cat(means), torch.cat(covariances)
 
     def batches(self, x: Data, *, extra: int = 0) -> Iterator[Inputs]:
-        """Yield the data in pieces that fit a block of memory; each row needs `extra` further numbers.
+        """Yield the data in pieces that fit a block of memory; each row needs `extra` further
+        numbers.
 
         Raises:
             ValueError: There are no data.
@@ -199,17 +256,27 @@ class Curvature:
         if seen is None:
             raise ValueError("there are no data: at least one example is needed")
 
-    def weighed(self, x: Data, weight: Tensor | None, *, extra: int = 0) -> Iterator[tuple[Inputs, Tensor | None]]:
-        """Yield `batches` of the data, each with the factors of its examples, [B]; None where there are none.
+    def weighed(
+        self, x: Data, weight: Tensor | None, *, extra: int = 0
+    ) -> Iterator[tuple[Inputs, Tensor | None]]:
+        """Yield `batches` of the data, each with the factors of its examples, [B]; None where there
+        are none.
 
         Raises:
-            ValueError: There are no data, or `weight` is not [N] with a finite number >= 0 for each example.
+            ValueError: There are no data, or `weight` is not [N] with a finite number >= 0 for each
+                example.
         """
         if weight is not None:
             weight = weight.to(self.device, torch.float64)
             if weight.dim() != 1 or not bool(((weight >= 0) & weight.isfinite()).all()):
-                found = f"shape {tuple(weight.shape)}" if weight.dim() != 1 else f"{float(weight[~(weight >= 0) | weight.isinf()][0]):g}"
-                raise ValueError(f"weight must be a finite number >= 0 for each example, [N], got {found}")
+                found = (
+                    f"shape {tuple(weight.shape)}"
+                    if weight.dim() != 1
+                    else f"{float(weight[~(weight >= 0) | weight.isinf()][0]):g}"
+                )
+                raise ValueError(
+                    f"weight must be a finite number >= 0 for each example, [N], got {found}"
+                )
         start = 0
         for batch in self.batches(x, extra=extra):
             share = None if weight is None else weight[start : start + count(batch)]
@@ -218,17 +285,25 @@ class Curvature:
                 break
             yield batch, share
         if weight is not None and len(weight) != start:
-            raise ValueError(f"weight must have one number for each example, got {len(weight)} for {start} examples or more")
+            raise ValueError(
+                f"weight must have one number for each example, got {len(weight)} for {start} "
+                "examples or more"
+            )
 
     def prove(self, x: Inputs) -> None:
-        """Check that the backend takes such inputs, and once that BackPACK gives `func`'s diagonal of two; if not, `auto` takes `func`.
+        """Check that the backend takes such inputs, and once that BackPACK gives `func`'s diagonal
+        of two; if not, `auto` takes `func`.
 
         Raises:
-            ValueError: A backend was asked for by name and does not take such inputs; or BackPACK was, and fails or gives another diagonal.
+            ValueError: A backend was asked for by name and does not take such inputs; or BackPACK
+                was, and fails or gives another diagonal.
         """
         if not isinstance(x, Tensor):
             if self._asked not in ("auto", "func"):
-                raise ValueError(f"the backend {self.backend!r} takes inputs of one tensor, got {structure(x)}; backend='func' takes any")
+                raise ValueError(
+                    f"the backend {self.backend!r} takes inputs of one tensor, got {structure(x)}; "
+                    "backend='func' takes any"
+                )
             if self.backend != "func":
                 self.engine, self._proven = Func(self.module, self.layout), True
         elif not self._proven:
@@ -239,13 +314,18 @@ class Curvature:
         backpack, func, x = self.engine, Func(self.module, self.layout), x[:2]
         assert isinstance(backpack, BackPack)
         self.engine = func
-        want, what = self.linearise(x)[1].squares(), None  # outputs that are not finite are refused here
+        want, what = (
+            self.linearise(x)[1].squares(),
+            None,
+        )  # outputs that are not finite are refused here
         try:
             self.engine = backpack
             own = backpack.diagonal(x, self.likelihood)
             for found in (self.linearise(x)[1].squares(), want if own is None else own):
                 what = what or self._differs(found.double(), want)
-        except Exception as error:  # BackPACK can raise anything on a `forward` that it does not know
+        except (
+            Exception
+        ) as error:  # BackPACK can raise anything on a `forward` that it does not know
             what = error
         if what is None:
             self._proven = True
@@ -255,29 +335,50 @@ class Curvature:
             self.engine, self._proven = func, True
 
     def _differs(self, found: Tensor, want: Tensor) -> str | None:
-        """Name a parameter whose diagonal [D] differs by more than rounding (that of TF32 in float32); None if there is none."""
+        """Name a parameter whose diagonal [D] differs by more than rounding (that of TF32 in
+        float32); None if there is none.
+        """
         eps = torch.finfo(self._like.dtype).eps
-        floor, pairs = eps * want.norm(), zip(self.layout.leaves(found).items(), self.layout.leaves(want).values(), strict=True)
-        bad = [name for (name, mine), theirs in pairs if (mine - theirs).norm() > eps**0.25 * theirs.norm() + floor]
+        floor, pairs = (
+            eps * want.norm(),
+            zip(self.layout.leaves(found).items(), self.layout.leaves(want).values(), strict=True),
+        )
+        bad = [
+            name
+            for (name, mine), theirs in pairs
+            if (mine - theirs).norm() > eps**0.25 * theirs.norm() + floor
+        ]
         return f"its curvature of {bad[0]!r} is not torch.func's" if bad else None
 
     def linearise(
-        self, x: Inputs, directions: Callable[[int], Tensor] | None = None, *, weight: Tensor | None = None
+        self,
+        x: Inputs,
+        directions: Callable[[int], Tensor] | None = None,
+        *,
+        weight: Tensor | None = None,
     ) -> tuple[Tensor, Rows]:
-        """Compute outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
+        """Compute outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for
+        `directions(O)` = U [O, Q].
 
         With `weight` [B], R R' is the example's weight times Lambda.
 
         Raises:
-            ValueError: The outputs are not finite, not [B, O], or not as many as the likelihood needs.
+            ValueError: The outputs are not finite, not [B, O], or not as many as the likelihood
+                needs.
         """
 
         def cotangents(f: Tensor) -> Tensor:
             if f.dim() != 2 or len(f) != count(x):
-                raise ValueError(f"the model must give outputs [N, O], got shape {tuple(f.shape)} for {count(x)} examples")
+                raise ValueError(
+                    f"the model must give outputs [N, O], got shape {tuple(f.shape)} for "
+                    f"{count(x)} examples"
+                )
             bad = int((~f.isfinite().all(-1)).sum())
             if bad:
-                raise ValueError(f"the model's outputs are not finite for {bad} of {len(f)} examples, so neither is its curvature")
+                raise ValueError(
+                    f"the model's outputs are not finite for {bad} of {len(f)} examples, so "
+                    "neither is its curvature"
+                )
             if directions is None:
                 check_outputs(self.likelihood, f.shape[1])
                 return self.root(f, weight).mT.to(f.dtype)
@@ -287,7 +388,9 @@ class Curvature:
         return outputs.double(), rows
 
     def root(self, outputs: Tensor, weight: Tensor | None) -> Tensor:
-        """Compute R [B, O, Q] with R R' = weight Lambda at `outputs` [B, O], for a factor [B] of each example; for None it is 1."""
+        """Compute R [B, O, Q] with R R' = weight Lambda at `outputs` [B, O], for a factor [B] of
+        each example; for None it is 1.
+        """
         found = root(self.likelihood, outputs)
         return found if weight is None else found * weight.sqrt()[:, None, None]
 
@@ -297,7 +400,8 @@ class Curvature:
         return parts[0].join(parts[1:])
 
     def vector(self, value: float | Tensor, name: str = "precision") -> Tensor:
-        """Expand one number, or one for each weight, to [D] in float64; `name` is the argument's, for messages.
+        """Expand one number, or one for each weight, to [D] in float64; `name` is the argument's,
+        for messages.
 
         Raises:
             ValueError: `value` has another shape, or is no number.
@@ -307,18 +411,25 @@ class Curvature:
                 raise TypeError("a truth value")
             vector = torch.as_tensor(value, dtype=torch.float64, device=self.device)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{name}: one number or one for each of the {self.size} weights is needed, got {value!r}") from error
+            raise ValueError(
+                f"{name}: one number or one for each of the {self.size} weights is needed, got "
+                f"{value!r}"
+            ) from error
         if vector.dim() == 0:
             vector = vector.expand(self.size)
         if vector.shape != (self.size,):
-            raise ValueError(f"{name}: one number or one for each of the {self.size} weights is needed, got shape {tuple(vector.shape)}")
+            raise ValueError(
+                f"{name}: one number or one for each of the {self.size} weights is needed, got "
+                f"shape {tuple(vector.shape)}"
+            )
         return vector
 
     def check_indices(self, indices: Tensor) -> Tensor:
         """Check indices and return them on the model's device.
 
         Raises:
-            ValueError: `indices` is not a vector of integers, is empty, or has an entry that is out of range or given twice.
+            ValueError: `indices` is not a vector of integers, is empty, or has an entry that is out
+                of range or given twice.
         """
         try:
             indices = torch.as_tensor(indices, device=self.device)
@@ -326,14 +437,30 @@ class Curvature:
             raise ValueError(f"indices must be a vector of integers, got {indices!r}") from error
         if not indices.numel():
             raise ValueError("indices are empty: a subnetwork has at least one weight")
-        if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise ValueError(f"indices must be a vector of integers, got {indices.dtype} of shape {tuple(indices.shape)}")
+        if indices.dim() != 1 or indices.dtype not in (
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.uint8,
+        ):
+            raise ValueError(
+                f"indices must be a vector of integers, got {indices.dtype} of shape "
+                f"{tuple(indices.shape)}"
+            )
         if len(indices) > self.size:
-            raise ValueError(f"a subnetwork of {len(indices)} weights is larger than the {self.size} weights that are covered")
+            raise ValueError(
+                f"a subnetwork of {len(indices)} weights is larger than the {self.size} weights "
+                "that are covered"
+            )
         if not (0 <= int(indices.min()) and int(indices.max()) < self.size):
-            raise ValueError(f"indices must lie in 0 to {self.size - 1}, got {int(indices.min())} to {int(indices.max())}")
+            raise ValueError(
+                f"indices must lie in 0 to {self.size - 1}, got {int(indices.min())} to "
+                f"{int(indices.max())}"
+            )
         if len(indices.unique()) < len(indices):
-            raise ValueError(f"each index may stand once; {len(indices) - len(indices.unique())} stand again")
+            raise ValueError(
+                f"each index may stand once; {len(indices) - len(indices.unique())} stand again"
+            )
         return indices.long()
 
     def check_finite(self, values: Tensor, indices: Tensor) -> None:
@@ -347,8 +474,15 @@ class Curvature:
         bad = torch.zeros(self.size, dtype=torch.bool, device=values.device)
         bad[indices] = ~values.isfinite()
         counts = {name: int(part.sum()) for name, part in self.layout.leaves(bad).items()}
-        named = ", ".join(f"{name!r} ({count} of {self.layout.leaves(bad)[name].numel()})" for name, count in counts.items() if count)
-        raise ValueError(f"the curvature is not finite for {named}; look at the weights and the scale of the inputs")
+        named = ", ".join(
+            f"{name!r} ({count} of {self.layout.leaves(bad)[name].numel()})"
+            for name, count in counts.items()
+            if count
+        )
+        raise ValueError(
+            f"the curvature is not finite for {named}; look at the weights and the scale of the "
+            "inputs"
+        )
 
 
 def check_outputs(likelihood: Likelihood, count: int) -> None:
@@ -358,17 +492,31 @@ def check_outputs(likelihood: Likelihood, count: int) -> None:
         ValueError: The likelihood needs another number of outputs.
     """
     if isinstance(likelihood, Categorical) and count < 2:
-        raise ValueError("likelihood Categorical() needs two outputs or more, the model has 1: pass likelihood=Bernoulli() for one logit")
+        raise ValueError(
+            "likelihood Categorical() needs two outputs or more, the model has 1: pass "
+            "likelihood=Bernoulli() for one logit"
+        )
     if isinstance(likelihood, Bernoulli) and count != 1:
-        raise ValueError(f"likelihood Bernoulli() takes one output, the model has {count}: pass likelihood=Categorical()")
+        raise ValueError(
+            f"likelihood Bernoulli() takes one output, the model has {count}: pass "
+            "likelihood=Categorical()"
+        )
 
 
 def _check_modes(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+            module.training or module.running_mean is None
+        ):
             what, remedy = (
-                ("in training mode", "call model.eval()") if module.training else ("that tracks no statistics", "let it track them")
+                ("in training mode", "call model.eval()")
+                if module.training
+                else ("that tracks no statistics", "let it track them")
             )
-            raise ValueError(f"batch norm {name!r} {what} ties examples together: {remedy}, or use group norm")
+            raise ValueError(
+                f"batch norm {name!r} {what} ties examples together: {remedy}, or use group norm"
+            )
         if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise ValueError(f"dropout {name!r} in training mode makes the outputs random: call model.eval()")
+            raise ValueError(
+                f"dropout {name!r} in training mode makes the outputs random: call model.eval()"
+            )

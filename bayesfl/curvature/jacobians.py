@@ -1,6 +1,8 @@
-"""Rows c' J of a Jacobian, one for each example and cotangent, that are used without being formed as a whole.
+"""Rows c' J of a Jacobian, one for each example and cotangent, that are used without being formed
+as a whole.
 
-`FactorRows` holds them layer by layer (factors.py); `PulledRows` computes them anew, a few examples at a time, whenever they are read.
+`FactorRows` holds them layer by layer (factors.py); `PulledRows` computes them anew, a few examples
+at a time, whenever they are read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +16,9 @@ from bayesfl.curvature.factors import BLOCK, Factor, Matrix
 
 
 class Rows(Protocol):
-    """The interface of N Q rows over `size` weights: row (n, q) is c[n, q]' J[n], for cotangents c [N, Q, O]. Sums are in float64."""
+    """The interface of N Q rows over `size` weights: row (n, q) is c[n, q]' J[n], for cotangents c
+    [N, Q, O]. Sums are in float64.
+    """
 
     examples: int
     cotangents: int
@@ -41,7 +45,9 @@ class Rows(Protocol):
         ...
 
     def gram(self, other: "Rows", weight: Tensor) -> Tensor:
-        """Compute the products of these rows with another's over the same weights, weighted by `weight` [size]: [N Q, M P]."""
+        """Compute the products of these rows with another's over the same weights, weighted by
+        `weight` [size]: [N Q, M P].
+        """
         ...
 
     def within(self, weight: Tensor) -> Tensor:
@@ -70,7 +76,9 @@ class FactorRows:
         like: A tensor on the rows' device.
     """
 
-    def __init__(self, factors: Sequence[Factor], shape: tuple[int, int, int], like: Tensor) -> None:
+    def __init__(
+        self, factors: Sequence[Factor], shape: tuple[int, int, int], like: Tensor
+    ) -> None:
         self.factors, self._like = tuple(factors), like
         self.examples, self.cotangents, self.size = shape
 
@@ -81,18 +89,30 @@ class FactorRows:
         """Return some of the columns, see `Rows`."""
         lookup = torch.full((self.size,), -1, device=indices.device)
         lookup[indices] = torch.arange(len(indices), device=indices.device)
-        kept = [factor for factor in (f.restrict(lookup) for f in self.factors) if factor is not None]
+        kept = [
+            factor for factor in (f.restrict(lookup) for f in self.factors) if factor is not None
+        ]
         return FactorRows(kept, (self.examples, self.cotangents, len(indices)), self._like)
 
     def take(self, examples: Tensor) -> "FactorRows":
         """Return the rows of some examples, see `Rows`."""
-        return FactorRows([f.take(examples) for f in self.factors], (len(examples), self.cotangents, self.size), self._like)
+        return FactorRows(
+            [f.take(examples) for f in self.factors],
+            (len(examples), self.cotangents, self.size),
+            self._like,
+        )
 
     def join(self, others: Sequence[Rows]) -> "FactorRows":
         """Return the rows of further examples too, see `Rows`."""
         rows = [r for r in others if isinstance(r, FactorRows)]
-        join = [f.join([r.factors[k] for r in rows]) if rows else f for k, f in enumerate(self.factors)]
-        return FactorRows(join, (self.examples + sum(r.examples for r in rows), self.cotangents, self.size), self._like)
+        join = [
+            f.join([r.factors[k] for r in rows]) if rows else f for k, f in enumerate(self.factors)
+        ]
+        return FactorRows(
+            join,
+            (self.examples + sum(r.examples for r in rows), self.cotangents, self.size),
+            self._like,
+        )
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the rows themselves, see `Rows`."""
@@ -111,18 +131,29 @@ class FactorRows:
     def gram(self, other: Rows, weight: Tensor) -> Tensor:
         """Compute products of rows, see `Rows`."""
         assert isinstance(other, FactorRows)
-        parts = [mine.gram(theirs, weight) for mine, theirs in zip(self.factors, other.factors, strict=True)]
-        return _sum(parts) if parts else self._zeros(self.examples * self.cotangents, other.examples * other.cotangents)
+        parts = [
+            mine.gram(theirs, weight)
+            for mine, theirs in zip(self.factors, other.factors, strict=True)
+        ]
+        return (
+            _sum(parts)
+            if parts
+            else self._zeros(self.examples * self.cotangents, other.examples * other.cotangents)
+        )
 
     def within(self, weight: Tensor) -> Tensor:
         """Compute products of rows of the same example, see `Rows`."""
         parts = [factor.within(weight) for factor in self.factors]
-        return _sum(parts) if parts else self._zeros(self.examples, self.cotangents, self.cotangents)
+        return (
+            _sum(parts) if parts else self._zeros(self.examples, self.cotangents, self.cotangents)
+        )
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Compute J v, see `Rows`."""
         parts = [factor.forward(vectors) for factor in self.factors]
-        return _sum(parts) if parts else self._zeros(self.examples * self.cotangents, vectors.shape[1])
+        return (
+            _sum(parts) if parts else self._zeros(self.examples * self.cotangents, vectors.shape[1])
+        )
 
     def back(self, vectors: Tensor) -> Tensor:
         """Compute J' v, see `Rows`."""
@@ -134,7 +165,8 @@ class FactorRows:
     def solved(self, chol: Tensor) -> Tensor:
         """Compute the diagonal of J' (L L')^-1 J, see `Rows`.
 
-        It solves for all columns, or uses the inverse, which itself costs about as many solves as its order, whichever is cheaper.
+        It solves for all columns, or uses the inverse, which itself costs about as many solves as
+        its order, whichever is cheaper.
         """
         out = self._zeros(self.size)
         if sum(f.columns for f in self.factors) <= len(chol) + sum(f.cost for f in self.factors):
@@ -148,7 +180,9 @@ class FactorRows:
 
 
 def _sum(parts: Iterable[Tensor]) -> Tensor:
-    """Add up tensors of one shape, of which there is at least one; the first of them is overwritten by the sum, and returned."""
+    """Add up tensors of one shape, of which there is at least one; the first of them is overwritten
+    by the sum, and returned.
+    """
     rest = iter(parts)
     total = next(rest)
     for part in rest:
@@ -157,7 +191,8 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 
 
 class PulledRows:
-    """Rows over all weights that are pulled back through the network whenever they are read, a few examples at a time, see `Rows`.
+    """Rows over all weights that are pulled back through the network whenever they are read, a few
+    examples at a time, see `Rows`.
 
     Restricted to some of the weights, the rows are formed and kept.
 
@@ -168,7 +203,9 @@ class PulledRows:
         size: Number of weights.
     """
 
-    def __init__(self, pull: Callable[[Any, Tensor], Tensor], x: Inputs, cotangents: Tensor, size: int) -> None:
+    def __init__(
+        self, pull: Callable[[Any, Tensor], Tensor], x: Inputs, cotangents: Tensor, size: int
+    ) -> None:
         self._pull, self._x, self._with, self.size = pull, x, cotangents, size
         self.examples, self.cotangents = cotangents.shape[:2]
 
@@ -185,7 +222,9 @@ class PulledRows:
         if not len(indices):
             return FactorRows([], shape, indices)
         values = torch.cat([rows.index_select(2, indices) for _, rows in self._blocks()])
-        return FactorRows([Matrix(values, torch.arange(len(indices), device=indices.device))], shape, indices)
+        return FactorRows(
+            [Matrix(values, torch.arange(len(indices), device=indices.device))], shape, indices
+        )
 
     def take(self, examples: Tensor) -> "PulledRows":
         """Return the rows of some examples, see `Rows`."""
@@ -194,7 +233,9 @@ class PulledRows:
     def join(self, others: Sequence[Rows]) -> "PulledRows":
         """Return the rows of further examples too, see `Rows`."""
         rows = [self, *(r for r in others if isinstance(r, PulledRows))]
-        return PulledRows(self._pull, join([r._x for r in rows]), torch.cat([r._with for r in rows]), self.size)
+        return PulledRows(
+            self._pull, join([r._x for r in rows]), torch.cat([r._with for r in rows]), self.size
+        )
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the rows themselves, see `Rows`."""
@@ -211,12 +252,16 @@ class PulledRows:
         for mine, left in self._blocks():
             left = left.flatten(0, 1).double() * weight
             for theirs, right in other._blocks():
-                out[mine, :, theirs] = (left @ right.flatten(0, 1).double().T).view(out[mine, :, theirs].shape)
+                out[mine, :, theirs] = (left @ right.flatten(0, 1).double().T).view(
+                    out[mine, :, theirs].shape
+                )
         return out.flatten(2).flatten(0, 1)
 
     def within(self, weight: Tensor) -> Tensor:
         """Compute products of rows of the same example, see `Rows`."""
-        return torch.cat([(rows.double() * weight) @ rows.double().mT for _, rows in self._blocks()])
+        return torch.cat(
+            [(rows.double() * weight) @ rows.double().mT for _, rows in self._blocks()]
+        )
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Compute J v, see `Rows`."""
@@ -225,10 +270,15 @@ class PulledRows:
     def back(self, vectors: Tensor) -> Tensor:
         """Compute J' v, see `Rows`."""
         split = vectors.view(self.examples, self.cotangents, -1)
-        return _sum(rows.flatten(0, 1).double().T @ split[some].flatten(0, 1) for some, rows in self._blocks())
+        return _sum(
+            rows.flatten(0, 1).double().T @ split[some].flatten(0, 1)
+            for some, rows in self._blocks()
+        )
 
     def solved(self, chol: Tensor) -> Tensor:
-        """Compute the diagonal of J' (L L')^-1 J, see `Rows`: the sums of squares of L^-1 J, computed by `back` a few rows at a time."""
+        """Compute the diagonal of J' (L L')^-1 J, see `Rows`: the sums of squares of L^-1 J,
+        computed by `back` a few rows at a time.
+        """
         out = chol.new_zeros(self.size)
         identity = torch.eye(len(chol), dtype=chol.dtype, device=chol.device)
         inverse = torch.linalg.solve_triangular(chol, identity, upper=False)

@@ -12,27 +12,52 @@ from bayesfl.curvature.jacobians import FactorRows
 from bayesfl.models import SplitModel
 from bayesfl.models.altered import altered
 
-ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
+ELEMENTWISE = (
+    nn.ReLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.GELU,
+    nn.SiLU,
+    nn.ELU,
+    nn.LeakyReLU,
+    nn.Softplus,
+    nn.Identity,
+)
 POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
-_DROPOUT = (nn.Dropout, nn.Dropout2d)  # the identity in evaluation mode; `Curvature` refuses them in training mode
+_DROPOUT = (
+    nn.Dropout,
+    nn.Dropout2d,
+)  # the identity in evaluation mode; `Curvature` refuses them in training mode
 
 
 def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers of nested `nn.Sequential` and `bf.models.SplitModel`, in the order they run, with their names."""
+    """Return the layers of nested `nn.Sequential` and `bf.models.SplitModel`, in the order they
+    run, with their names.
+    """
     if type(module) not in (nn.Sequential, SplitModel):
         return [("", module)]
     children = [(name, child) for name, child in module._modules.items() if child is not None]
-    return [(f"{name}.{inner}".rstrip("."), layer) for name, child in children for inner, layer in stack(child)]
+    return [
+        (f"{name}.{inner}".rstrip("."), layer)
+        for name, child in children
+        for inner, layer in stack(child)
+    ]
 
 
 def unsupported(module: nn.Module) -> list[str]:
-    """Name the layers that have no closed form here, such as "GroupNorm 'body.1'"; empty if all have one."""
+    """Name the layers that have no closed form here, such as "GroupNorm 'body.1'"; empty if all
+    have one.
+    """
     layers = stack(module)
-    return [f"{type(layer).__name__} {name!r}" for name, layer in layers if not _has_form(layer)] + altered(module)
+    return [
+        f"{type(layer).__name__} {name!r}" for name, layer in layers if not _has_form(layer)
+    ] + altered(module)
 
 
 def _has_form(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str) or layer.groups != 1):
+    if isinstance(layer, nn.Conv2d) and (
+        layer.padding_mode != "zeros" or isinstance(layer.padding, str) or layer.groups != 1
+    ):
         return False
     if isinstance(layer, nn.MaxPool2d) and layer.return_indices:
         return False
@@ -44,7 +69,8 @@ def _has_form(layer: nn.Module) -> bool:
 
 
 class Layers:
-    """The `layers` backend, which keeps the inputs of each layer in one forward pass and pulls cotangents back by closed forms.
+    """The `layers` backend, which keeps the inputs of each layer in one forward pass and pulls
+    cotangents back by closed forms.
 
     Args:
         module: A stack of layers with closed forms.
@@ -59,9 +85,17 @@ class Layers:
         places = layout.leaves(torch.arange(layout.size))
         for number, (name, layer) in enumerate(self._layers):
             prefix = f"{name}." if name else ""
-            slots = [places[k].flatten(1) if k.endswith("weight") else places[k][:, None] for k in _own(layer, prefix) if k in places]
+            slots = [
+                places[k].flatten(1) if k.endswith("weight") else places[k][:, None]
+                for k in _own(layer, prefix)
+                if k in places
+            ]
             if slots:
-                self._slots[number] = (torch.cat(slots, 1), prefix + "weight" in places, prefix + "bias" in places)
+                self._slots[number] = (
+                    torch.cat(slots, 1),
+                    prefix + "weight" in places,
+                    prefix + "bias" in places,
+                )
 
     def floats(self, x: Tensor) -> tuple[int, int, int]:
         """Return the numbers that one example needs, see `Backend`."""
@@ -79,7 +113,9 @@ class Layers:
         return out
 
     @torch.no_grad()
-    def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, FactorRows]:
+    def linearise(
+        self, x: Tensor, cotangents: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, FactorRows]:
         """Compute outputs and rows, see `Backend`."""
         passed = [x, *self._forward(x)]
         outputs = passed[-1]
@@ -100,11 +136,18 @@ def _own(layer: nn.Module, prefix: str) -> list[str]:
     return [prefix + name for name in ("weight", "bias") if getattr(layer, name, None) is not None]
 
 
-def _factor(layer: nn.Module, x: Tensor, g: Tensor, slots: Tensor, weight: bool, bias: bool) -> Factor:
-    """Return the rows of one layer, from its inputs [N, ...] and the cotangents pulled back to its outputs [N, Q, ...]."""
+def _factor(
+    layer: nn.Module, x: Tensor, g: Tensor, slots: Tensor, weight: bool, bias: bool
+) -> Factor:
+    """Return the rows of one layer, from its inputs [N, ...] and the cotangents pulled back to its
+    outputs [N, Q, ...].
+    """
     if isinstance(layer, nn.Conv2d):
         assert not isinstance(layer.padding, str)
-        x, g = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride), g.flatten(3)
+        x, g = (
+            F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride),
+            g.flatten(3),
+        )
     else:
         x = x.flatten(1, -2).mT if x.dim() > 2 else x.unsqueeze(-1)
         g = g.flatten(2, -2).mT if g.dim() > 3 else g.unsqueeze(-1)
@@ -123,8 +166,18 @@ def _pull(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
         return g @ layer.weight
     if isinstance(layer, nn.Conv2d):
         at = x.new_empty(g.shape[0] * g.shape[1], *x.shape[1:])  # only its shape is read
-        options = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups, [True, False, False])
-        pulled = torch.ops.aten.convolution_backward(g.flatten(0, 1), at, layer.weight, None, *options)[0]
+        options = (
+            layer.stride,
+            layer.padding,
+            layer.dilation,
+            False,
+            [0, 0],
+            layer.groups,
+            [True, False, False],
+        )
+        pulled = torch.ops.aten.convolution_backward(
+            g.flatten(0, 1), at, layer.weight, None, *options
+        )[0]
         return pulled.view(*g.shape[:2], *x.shape[1:])
     if isinstance(layer, (nn.Flatten, nn.Identity, *_DROPOUT)):
         return g.reshape(*g.shape[:2], *x.shape[1:])

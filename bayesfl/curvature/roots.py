@@ -8,36 +8,46 @@ from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 
 
 def check_known(likelihood: Likelihood) -> None:
-    """Check that a likelihood is one whose curvature and predictive distribution are known here, and overrides neither.
+    """Check that a likelihood is one whose curvature and predictive distribution are known here,
+    and overrides neither.
 
     Raises:
         TypeError: It is another one, or a subclass with a distribution of its own.
     """
     for kind in (Categorical, Bernoulli, Gaussian):
         if isinstance(likelihood, kind):
-            if changed := [name for name in ("nll", "predictive") if getattr(type(likelihood), name) is not getattr(kind, name)]:
+            if changed := [
+                name
+                for name in ("nll", "predictive")
+                if getattr(type(likelihood), name) is not getattr(kind, name)
+            ]:
                 raise TypeError(
-                    f"the curvature of {type(likelihood).__name__}, which overrides {changed} of {kind.__name__}, is not known; take "
-                    f"{kind.__name__} itself, or predictions without a Laplace approximation"
+                    f"the curvature of {type(likelihood).__name__}, which overrides {changed} of "
+                    f"{kind.__name__}, is not known; take {kind.__name__} itself, or predictions "
+                    "without a Laplace approximation"
                 )
             if isinstance(likelihood, Gaussian) and likelihood.floor is not None:
                 raise TypeError(
-                    f"the curvature of {likelihood}, in a scale that is learned, is not known; take a number as the scale, or predictions "
+                    f"the curvature of {likelihood}, in a scale that is learned, is not known; "
+                    "take a number as the scale, or predictions "
                     "without a Laplace approximation"
                 )
             return
     raise TypeError(
-        f"the curvature of {type(likelihood).__name__} is not known; there are Categorical, Bernoulli and Gaussian, and predictions "
+        f"the curvature of {type(likelihood).__name__} is not known; there are Categorical, "
+        "Bernoulli and Gaussian, and predictions "
         "without a Laplace approximation"
     )
 
 
 def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
-    """Compute a factor R of the curvature of the loss in the network's outputs: R R' is the Hessian of the negative log likelihood.
+    """Compute a factor R of the curvature of the loss in the network's outputs: R R' is the Hessian
+    of the negative log likelihood.
 
     R is [N, O, Q] in float64, with R R' = Lambda [N, O, O] at `outputs` [N, O], in nats.
 
-    For classes Lambda = diag(p) - p p' has rank O - 1, and R has as many columns: with the tail sums q_j = p_{j+1} + ... + p_O,
+    For classes Lambda = diag(p) - p p' has rank O - 1, and R has as many columns: with the tail
+    sums q_j = p_{j+1} + ... + p_O,
 
         R_jj = (p_j q_j / q_{j-1})^(1/2),    R_ij = -(p_i / q_j) R_jj  for i > j.
 
@@ -47,8 +57,9 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
         TypeError: The curvature of `likelihood` is not known here, see `check_known`.
 
     References:
-        Tanabe, Sagae, "An exact Cholesky decomposition and the generalized inverse of the variance-covariance matrix of the
-        multinomial distribution, with applications", JRSS B 54(1), 1992.
+        Tanabe, Sagae, "An exact Cholesky decomposition and the generalized inverse of the
+        variance-covariance matrix of the multinomial distribution, with applications", JRSS B
+        54(1), 1992.
     """
     check_known(likelihood)
     outputs = outputs.double()
@@ -56,7 +67,9 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
         probs = outputs.softmax(-1)
         through = probs.flip(-1).cumsum(-1).flip(-1)  # p_j + ... + p_O
         tail = through[..., 1:]
-        ratios = torch.where(tail[..., None, :] > 0, probs[..., :, None] / tail[..., None, :], 0.0)  # [N, O, O - 1]
+        ratios = torch.where(
+            tail[..., None, :] > 0, probs[..., :, None] / tail[..., None, :], 0.0
+        )  # [N, O, O - 1]
         scale = torch.where(tail > 0, probs[..., :-1] * (tail / through[..., :-1]), 0.0).sqrt()
         one = torch.eye(probs.shape[-1], dtype=probs.dtype, device=probs.device)[:, :-1]
         return (one - ratios.tril(-1)) * scale[..., None, :]
@@ -68,13 +81,17 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
 
 
 def basis(outputs: int, centre: bool) -> Tensor:
-    """Return orthonormal directions [O, Q] in the space of the outputs: all, or with `centre` only those that change class probabilities.
+    """Return orthonormal directions [O, Q] in the space of the outputs: all, or with `centre` only
+    those that change class probabilities.
 
-    With `centre` each direction has the sum zero over classes. The direction left out, adding a constant to all logits, changes no
-    probability. The columns are Helmert's, in float64.
+    With `centre` each direction has the sum zero over classes. The direction left out, adding a
+    constant to all logits, changes no probability. The columns are Helmert's, in float64.
     """
     if not centre:
         return torch.eye(outputs, dtype=torch.float64)
     steps = torch.arange(1, outputs, dtype=torch.float64)
-    columns = torch.ones(outputs, outputs - 1, dtype=torch.float64).triu() - torch.diag_embed(steps, -1)[:, :-1]
+    columns = (
+        torch.ones(outputs, outputs - 1, dtype=torch.float64).triu()
+        - torch.diag_embed(steps, -1)[:, :-1]
+    )
     return columns / (steps * (steps + 1)).sqrt()

@@ -1,4 +1,6 @@
-"""Federated data: recipes that divide a data set among clients, and federations of your own arrays."""
+"""Federated data: recipes that divide a data set among clients, and federations of your own
+arrays.
+"""
 
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.own.arrays import from_arrays

@@ -1,4 +1,6 @@
-"""Assembly of federated data from shared tensors and the rows of each client, with shares taken out for tuning and calibration."""
+"""Assembly of federated data from shared tensors and the rows of each client, with shares taken out
+for tuning and calibration.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,9 @@ from bayesfl.data.split import ClientData
 
 
 def _plain_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a recipe's numbers to Python's own, so that `seed=numpy.int64(3)` makes the same recipe as `seed=3`."""
+    """Convert a recipe's numbers to Python's own, so that `seed=numpy.int64(3)` makes the same
+    recipe as `seed=3`.
+    """
     return json.loads(json.dumps(recipe, default=lambda value: value.item()))
 
 
@@ -27,19 +31,28 @@ def check_shares(**shares: float) -> None:
     """Refuse shares outside [0, 1), and shares that leave no training examples.
 
     Raises:
-        ValueError: A share is out of range, or the shares add up to 1 or more; the message names them.
+        ValueError: A share is out of range, or the shares add up to 1 or more; the message names
+            them.
     """
     for name, share in shares.items():
         if not 0 <= share < 1:
-            raise ValueError(f"{name} is a share of each client's examples and must lie within [0, 1), got {share}")
+            raise ValueError(
+                f"{name} is a share of each client's examples and must lie within [0, 1), got "
+                f"{share}"
+            )
     if sum(shares.values()) >= 1:
-        raise ValueError(f"{' and '.join(shares)} must leave something to train on, got {sum(shares.values())} together")
+        raise ValueError(
+            f"{' and '.join(shares)} must leave something to train on, got {sum(shares.values())} "
+            "together"
+        )
 
 
 def take_share(
     labels: np.ndarray | None, rows: np.ndarray, share: float, of: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw `share` of `of` examples, at least one, from `rows`; return the remaining rows, which may be none, and those drawn."""
+    """Draw `share` of `of` examples, at least one, from `rows`; return the remaining rows, which
+    may be none, and those drawn.
+    """
     number = min(max(1, round(share * of)), len(rows))
     return stratified(None if labels is None else labels[rows], rows, number, rng)
 
@@ -62,7 +75,8 @@ def assemble(
     columns: tuple[str, ...] | None = None,
     apart: tuple[Inputs, Tensor, Sequence[np.ndarray]] | None = None,
 ) -> FederatedData:
-    """Make federated data of shared tensors and the rows of each client, with validation and calibration taken out of its training rows.
+    """Make federated data of shared tensors and the rows of each client, with validation and
+    calibration taken out of its training rows.
 
     Args:
         x: Inputs [N, ...].
@@ -77,20 +91,27 @@ def assemble(
         validation: Share of each client's training rows, 0 for no such split.
         calibration: The same, disjoint from `validation`.
         seed: Seed of the two draws.
-        environment: Environment from which each row comes, [N] int64, from 0 within each client; None for no environments.
+        environment: Environment from which each row comes, [N] int64, from 0 within each client;
+            None for no environments.
         columns: Names of the inputs' columns; None for inputs without names.
-        apart: Inputs, labels or targets, and each client's rows of test data in tensors of their own, in place of `rows["test"]`; where the
-            training data have environments, all of these rows are of environment 0.
+        apart: Inputs, labels or targets, and each client's rows of test data in tensors of their
+            own, in place of `rows["test"]`; where the training data have environments, all of these
+            rows are of environment 0.
 
     Raises:
-        ValueError: A share is out of range, a client would have no training rows left, or there is not one name for each class.
+        ValueError: A share is out of range, a client would have no training rows left, or there is
+            not one name for each class.
         TypeError: `class_names` is no list.
     """
     check_shares(validation=validation, calibration=calibration)
     parts = {"train": [np.asarray(r, dtype=np.int64) for r in rows["train"]]}
     if "test" in rows:
         parts["test"] = [np.asarray(r, dtype=np.int64) for r in rows["test"]]
-    shares = {name: share for name, share in (("validation", validation), ("calibration", calibration)) if share > 0}
+    shares = {
+        name: share
+        for name, share in (("validation", validation), ("calibration", calibration))
+        if share > 0
+    }
     labels = y.numpy() if task == "classification" and y.dim() == 1 else None
     parts |= {name: [] for name in shares}
     for j, given in enumerate(parts["train"]):
@@ -102,7 +123,8 @@ def assemble(
         if len(given) and not len(left):
             asked = " and ".join(f"{name}={share}" for name, share in shares.items())
             raise ValueError(
-                f"client {names[j]!r} has {len(given)} training examples, and {asked} (at least one example each) would leave none to "
+                f"client {names[j]!r} has {len(given)} training examples, and {asked} (at least "
+                "one example each) would leave none to "
                 "train on: use smaller shares, a larger min_size or fewer clients"
             )
         parts["train"][j] = left
@@ -110,7 +132,10 @@ def assemble(
     if apart is not None:
         given = parts.pop("train")
         parts = {"train": given, "test": list(apart[2]), **parts}
-        tensors["test"] = (*apart[:2], None if environment is None else environment.new_zeros(len(apart[1])))
+        tensors["test"] = (
+            *apart[:2],
+            None if environment is None else environment.new_zeros(len(apart[1])),
+        )
     splits = {
         name: ClientData(
             tensors[name][0],
@@ -129,7 +154,9 @@ def assemble(
         inputs=splits["train"].inputs,
         client_names=tuple(names),
         source=source,
-        recipe=_plain_numbers({**recipe, "validation": validation, "calibration": calibration, "seed": seed}),
+        recipe=_plain_numbers(
+            {**recipe, "validation": validation, "calibration": calibration, "seed": seed}
+        ),
         class_names=None if class_names is None else named_classes(class_names, outputs),
         columns=columns,
     )

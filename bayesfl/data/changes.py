@@ -1,4 +1,6 @@
-"""Checks of what is done to inputs whenever they are read, and of what is done to them for training, on a few rows."""
+"""Checks of what is done to inputs whenever they are read, and of what is done to them for
+training, on a few rows.
+"""
 
 from typing import Any
 
@@ -15,21 +17,26 @@ ROWS = 4
 """Number of rows on which a function is tried."""
 
 CALLS = 3
-"""Number of times that a function is called to see whether it draws by other means than torch's operations, or counts."""
+"""Number of times that a function is called to see whether it draws by other means than torch's
+operations, or counts.
+"""
 
-_ROUNDING = 1e-3  # by which a row alone may differ from the same row among others, relative to the largest number; sums go in other orders
+# by which a row alone may differ from the same row among others, relative to the largest number;
+# sums go in other orders
+_ROUNDING = 1e-3
 
 
 def check_transform(split: ClientData, transform: Change) -> None:
-    """Try a function of inputs on a few rows of a split, and check that it may stand between the data and a network.
+    """Try a function of inputs on a few rows of a split, and check that it may stand between the
+    data and a network.
 
     Args:
         split: The data, not transformed yet.
         transform: The function.
 
     Raises:
-        ValueError: It returns another number of rows or numbers that are not finite, writes into its input, draws, or gives a row something
-            else among others than alone.
+        ValueError: It returns another number of rows or numbers that are not finite, writes into
+            its input, draws, or gives a row something else among others than alone.
         TypeError: It is no function, or does not return tensors.
 
     Warns:
@@ -41,30 +48,35 @@ def check_transform(split: ClientData, transform: Change) -> None:
     all_finite("transform", made)
     if drawing.drawn or not all(_near(made, other, 0.0) for other in again):
         raise ValueError(
-            "transform gives other numbers each time, or draws: what is done to inputs must be the same in training and prediction. Pass "
-            "it to data.augmented(...), which is for training alone"
+            "transform gives other numbers each time, or draws: what is done to inputs must be the "
+            "same in training and prediction. Pass it to data.augmented(...), which is for "
+            "training alone"
         )
     for row in range(count(x)):
-        alone = _tried_on("transform", split, transform, each(lambda t, row=row: t[row : row + 1], x))
+        alone = _tried_on(
+            "transform", split, transform, each(lambda t, row=row: t[row : row + 1], x)
+        )
         if not _near(each(lambda t, row=row: t[row : row + 1], made), alone, _ROUNDING):
             raise ValueError(
-                "transform gives a row other numbers among others than alone, so that predictions would depend on what is read together: "
-                "standardise with fixed numbers, as lambda x: (x - mean) / std does with those of the training data, and put modules into "
+                "transform gives a row other numbers among others than alone, so that predictions "
+                "would depend on what is read together: standardise with fixed numbers, as lambda "
+                "x: (x - mean) / std does with those of the training data, and put modules into "
                 "eval()"
             )
     _warn_if_changed("transform", transform, before)
 
 
 def check_augment(split: ClientData, augment: Change) -> None:
-    """Try a function of inputs on a few rows of a split, and check that a network can be trained on what it returns.
+    """Try a function of inputs on a few rows of a split, and check that a network can be trained on
+    what it returns.
 
     Args:
         split: The data, not augmented yet.
         augment: The function.
 
     Raises:
-        ValueError: It returns other shapes or dtypes or numbers that are not finite, writes into its input, draws by something else than
-            torch or by a generator of its own, or counts.
+        ValueError: It returns other shapes or dtypes or numbers that are not finite, writes into
+            its input, draws by something else than torch or by a generator of its own, or counts.
         TypeError: It is no function, or does not return tensors.
 
     Warns:
@@ -79,29 +91,40 @@ def check_augment(split: ClientData, augment: Change) -> None:
     all_finite("augment", made)
     if not all(_near(made, other, 0.0) for other in again):
         raise ValueError(
-            "augment gives other inputs when its draws are repeated: it counts, or draws by other means than torch's operations, which no "
-            "seed of a run reaches; draw by torch, as torch.rand(len(x)) does, without a generator"
+            "augment gives other inputs when its draws are repeated: it counts, or draws by other "
+            "means than torch's operations, which no seed of a run reaches; draw by torch, as "
+            "torch.rand(len(x)) does, without a generator"
         )
-    if structure(made) != structure(x) or [name for name, _ in named(made)] != [name for name, _ in named(x)]:
-        raise ValueError(f"augment makes {structure(made)} of {structure(x)}: predictions see the latter; return inputs of the same form")
+    if structure(made) != structure(x) or [name for name, _ in named(made)] != [
+        name for name, _ in named(x)
+    ]:
+        raise ValueError(
+            f"augment makes {structure(made)} of {structure(x)}: predictions see the latter; "
+            "return inputs of the same form"
+        )
     for (name, before), (_, after) in zip(named(x), named(made), strict=True):
         if before.dtype != after.dtype:
             raise ValueError(
-                f"augment makes {after.dtype} of {name}, {before.dtype}; convert it by data.transformed(...), which predictions have, too"
+                f"augment makes {after.dtype} of {name}, {before.dtype}; convert it by "
+                "data.transformed(...), which predictions have, too"
             )
     if shape_of(made) != shape_of(x):
         raise ValueError(
-            f"augment makes examples of shape {shape_of(made)} of {shape_of(x)}: predictions see those that are not augmented, so crop "
+            f"augment makes examples of shape {shape_of(made)} of {shape_of(x)}: predictions see "
+            "those that are not augmented, so crop "
             "after padding, or pad what was cropped"
         )
     _warn_if_changed("augment", augment, held)
 
 
 def _warn_if_changed(name: str, change: Change, before: str) -> None:
-    """Warn if the trial of a function has changed what it holds, by which saved runs and other processes know it."""
+    """Warn if the trial of a function has changed what it holds, by which saved runs and other
+    processes know it.
+    """
     if digest_of(change) != before:
         warn(
-            f"{name} changes what it holds or reads when it is called, so that saved runs and saved models of clients will not know it "
+            f"{name} changes what it holds or reads when it is called, so that saved runs and "
+            "saved models of clients will not know it "
             "again: fill that before, as in __init__",
         )
 
@@ -109,17 +132,24 @@ def _warn_if_changed(name: str, change: Change, before: str) -> None:
 def _rows(name: str, split: ClientData, change: Any) -> Inputs:
     """Return the rows on which a function is tried, spread over the clients."""
     if not callable(change):
-        raise TypeError(f"{name} must be a function of inputs, such as lambda x: x / 255, got {change!r}")
+        raise TypeError(
+            f"{name} must be a function of inputs, such as lambda x: x / 255, got {change!r}"
+        )
     spread = np.unique(np.linspace(0, len(split.index) - 1, ROWS).astype(np.int64))
     return split.take(split.index[torch.from_numpy(spread).to(split.index.device)])
 
 
 def _tried_on(name: str, split: ClientData, change: Change, x: Inputs) -> Inputs:
-    """Return what a function makes of a copy of inputs, after a check that it did not write into that."""
+    """Return what a function makes of a copy of inputs, after a check that it did not write into
+    that.
+    """
     given = each(lambda t: t.clone(), x)
     made = each(lambda t: t.clone(), split.changed(name, change, given))
     if not _near(given, x, 0.0):
-        raise ValueError(f"{name} writes into its input: return new tensors, as x / 255 does in place of x.div_(255)")
+        raise ValueError(
+            f"{name} writes into its input: return new tensors, as x / 255 does in place of "
+            "x.div_(255)"
+        )
     return made
 
 
@@ -133,6 +163,10 @@ def _near(one: Inputs, other: Inputs, rounding: float) -> bool:
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         exact = not rounding or not a.is_floating_point() or not a.numel()
-        if not (torch.equal(a, b) if exact else bool((a - b).abs().max() <= rounding * max(float(a.abs().max()), 1e-30))):
+        if not (
+            torch.equal(a, b)
+            if exact
+            else bool((a - b).abs().max() <= rounding * max(float(a.abs().max()), 1e-30))
+        ):
             return False
     return True

@@ -32,19 +32,23 @@ class FederatedData:
     """The data of a federation: every client's splits, and their origin.
 
     Args:
-        splits: `train`, and optionally `test`, `validation`, `calibration`; each has the same clients.
+        splits: `train`, and optionally `test`, `validation`, `calibration`; each has the same
+            clients.
         outputs: Number of outputs that a network needs: of classes, or of targets.
         task: `classification` or `regression`.
-        inputs: Shape of one example as a model receives it; for a tuple or a mapping of tensors, that of each.
+        inputs: Shape of one example as a model receives it; for a tuple or a mapping of tensors,
+            that of each.
         client_names: One name for each client.
         source: Name, licence and citation of the data.
         recipe: The call that made this partition, JSON-able: its name, every argument and the seed.
         class_names: One name for each class; None for classes without names.
         columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
-        prepared: What made these of the columns of a frame, see `from_frame`; None for other inputs.
+        prepared: What made these of the columns of a frame, see `from_frame`; None for other
+            inputs.
 
     Raises:
-        ValueError: Labels or inputs are invalid, a client has no training data, the splits do not fit each other, or they share examples.
+        ValueError: Labels or inputs are invalid, a client has no training data, the splits do not
+            fit each other, or they share examples.
         TypeError: `client_names` or `class_names` is no list.
     """
 
@@ -62,7 +66,13 @@ class FederatedData:
     def __repr__(self) -> str:
         counts = ", ".join(f"{name} {split.counts.sum()}" for name, split in self.splits.items())
         most = self.splits["train"].environments
-        environments = f", up to {most} environments each" if most > 1 else ", one environment each" if most else ""
+        environments = (
+            f", up to {most} environments each"
+            if most > 1
+            else ", one environment each"
+            if most
+            else ""
+        )
         return f"FederatedData({self.source.name}, {self.clients} clients{environments}; {counts})"
 
     def __post_init__(self) -> None:
@@ -77,48 +87,66 @@ class FederatedData:
         try:
             json.dumps(dict(self.recipe))
         except TypeError as error:
-            raise ValueError(f"recipe must hold only what JSON can write (numbers, text, lists, dicts): {error}") from None
+            raise ValueError(
+                f"recipe must hold only what JSON can write (numbers, text, lists, dicts): {error}"
+            ) from None
         for name, split in self.splits.items():
             if split.clients != len(self.client_names):
                 raise ValueError(
-                    f"split {name!r} has {split.clients} clients, client_names has {len(self.client_names)}: every split holds the same "
+                    f"split {name!r} has {split.clients} clients, client_names has "
+                    f"{len(self.client_names)}: every split holds the same "
                     "clients, in the same order; a client without data there has a count of 0"
                 )
             if (found := split.inputs) != self.inputs:
-                raise ValueError(f"split {name!r} has examples of shape {found}, inputs says {self.inputs}")
+                raise ValueError(
+                    f"split {name!r} has examples of shape {found}, inputs says {self.inputs}"
+                )
             self._check_targets(name, split)
             self._check_finite(name, split)
         empty = np.flatnonzero(self.splits["train"].counts == 0)
         if len(empty):
             raise ValueError(
-                f"client {self.client_names[empty[0]]!r} has no training example ({len(empty)} of {self.clients} clients have none): "
+                f"client {self.client_names[empty[0]]!r} has no training example ({len(empty)} of "
+                f"{self.clients} clients have none): "
                 "leave such clients out, or use fewer clients"
             )
         self._check_environments()
         self._check_overlap()
 
     def _first_client(self, split: ClientData, places: Tensor) -> str:
-        """Return the name of the first client that has an entry of `index` marked in `places` [sum n_j] bool."""
+        """Return the name of the first client that has an entry of `index` marked in `places` [sum
+        n_j] bool.
+        """
         entry = int(places.nonzero()[0, 0])
         return self.client_names[int(np.searchsorted(np.cumsum(split.counts), entry, side="right"))]
 
     def _check_targets(self, name: str, split: ClientData) -> None:
         if self.task == "regression":
             if not split.y.is_floating_point():
-                raise ValueError(f"task 'regression' needs floating-point targets, split {name!r} has {split.y.dtype}; use y.float()")
+                raise ValueError(
+                    f"task 'regression' needs floating-point targets, split {name!r} has "
+                    f"{split.y.dtype}; use y.float()"
+                )
             if (outputs := math.prod(split.y.shape[1:])) != self.outputs:
-                raise ValueError(f"outputs is {self.outputs}, but split {name!r} has {outputs} targets per example")
+                raise ValueError(
+                    f"outputs is {self.outputs}, but split {name!r} has {outputs} targets per "
+                    "example"
+                )
             return
         if split.y.is_floating_point():
-            raise ValueError(f"task 'classification' needs integer labels, split {name!r} has {split.y.dtype}; use y.long()")
+            raise ValueError(
+                f"task 'classification' needs integer labels, split {name!r} has {split.y.dtype}; "
+                "use y.long()"
+            )
         y = split.y[split.index]
         wrong = (y < 0) | (y >= self.outputs)
         if y.dim() > 1:
             wrong &= y != IGNORE
         if wrong.any():
             raise ValueError(
-                f"labels must lie within [0, {self.outputs}), client {self._first_client(split, wrong)!r} has {int(y[wrong][0])} in split "
-                f"{name!r}: {label_remedy(y)}"
+                f"labels must lie within [0, {self.outputs}), client "
+                f"{self._first_client(split, wrong)!r} has {int(y[wrong][0])} in split {name!r}: "
+                f"{label_remedy(y)}"
             )
 
     def _check_finite(self, name: str, split: ClientData) -> None:
@@ -126,7 +154,8 @@ class FederatedData:
             bad = not_finite(values)
             if bad is not None and (places := bad[split.index]).any():
                 raise ValueError(
-                    f"{what} holds NaN or infinite numbers: first in client {self._first_client(split, places)!r}, split {name!r}; "
+                    f"{what} holds NaN or infinite numbers: first in client "
+                    f"{self._first_client(split, places)!r}, split {name!r}; "
                     "drop those examples or fill them in"
                 )
 
@@ -135,7 +164,10 @@ class FederatedData:
         with_some = [split for split in self.splits.values() if split.environments]
         if train.environment is None:
             if with_some:
-                raise ValueError("splits have environments but 'train' has none; give it some, or leave those of the others out")
+                raise ValueError(
+                    "splits have environments but 'train' has none; give it some, or leave those "
+                    "of the others out"
+                )
             return
         most = max(split.environments for split in with_some)
 
@@ -151,9 +183,11 @@ class FederatedData:
         if len(missing):
             client, environment = missing[0]
             raise ValueError(
-                f"client {self.client_names[client]!r} has no training example of its environment {environment}, of {known[client, 0]}: "
-                "number each client's environments from 0 without gaps, as np.unique(values, return_inverse=True)[1] does, leave out those "
-                "with too few examples, or use smaller shares for the other splits"
+                f"client {self.client_names[client]!r} has no training example of its environment "
+                f"{environment}, of {known[client, 0]}: "
+                "number each client's environments from 0 without gaps, as np.unique(values, "
+                "return_inverse=True)[1] does, leave out those with too few examples, or use "
+                "smaller shares for the other splits"
             )
 
     def _check_overlap(self) -> None:
@@ -166,13 +200,16 @@ class FederatedData:
             both = used[split.index]
             if both.any():
                 raise ValueError(
-                    f"splits 'train' and {name!r} share {int(both.sum())} examples, first in client {self._first_client(split, both)!r}: "
+                    f"splits 'train' and {name!r} share {int(both.sum())} examples, first in "
+                    f"client {self._first_client(split, both)!r}: "
                     "what is measured there must not have been trained on"
                 )
 
     def _split(self, name: str, remedy: str) -> ClientData:
         if name not in self.splits:
-            raise ValueError(f"this federation has no {name!r} split, only {list(self.splits)}; {remedy}")
+            raise ValueError(
+                f"this federation has no {name!r} split, only {list(self.splits)}; {remedy}"
+            )
         return self.splits[name]
 
     @property
@@ -225,8 +262,14 @@ class FederatedData:
 
     @property
     def targets(self) -> Targets:
-        """Return what the data are to predict, in all splits, by which a likelihood says how many outputs a network needs."""
-        return Targets(self.task, self.outputs, torch.cat([split.y[split.index] for split in self.splits.values()]))
+        """Return what the data are to predict, in all splits, by which a likelihood says how many
+        outputs a network needs.
+        """
+        return Targets(
+            self.task,
+            self.outputs,
+            torch.cat([split.y[split.index] for split in self.splits.values()]),
+        )
 
     @property
     def counts(self) -> dict[str, np.ndarray]:
@@ -235,20 +278,35 @@ class FederatedData:
 
     @cached_property
     def hash(self) -> str:
-        """Return the SHA-256 over the recipe, the partition and the data, the same on every platform, device and precision.
+        """Return the SHA-256 over the recipe, the partition and the data, the same on every
+        platform, device and precision.
 
-        Of a transform or an augmentation it covers the name, the source text and the values that it holds, see `bayesfl.base.described`.
+        Of a transform or an augmentation it covers the name, the source text and the values that it
+        holds, see `bayesfl.base.described`.
         """
         splits = sorted(self.splits.items())
-        changes = {(name, kind): getattr(split, kind) for name, split in splits for kind in ("transform", "augment")}
+        changes = {
+            (name, kind): getattr(split, kind)
+            for name, split in splits
+            for kind in ("transform", "augment")
+        }
         known = {id(change): described(change) for change in changes.values()}
         done = [[*key, known[id(change)]] for key, change in changes.items() if change is not None]
-        return hashlib.sha256((self.rows_hash + json.dumps(done, sort_keys=True)).encode()).hexdigest() if done else self.rows_hash
+        return (
+            hashlib.sha256((self.rows_hash + json.dumps(done, sort_keys=True)).encode()).hexdigest()
+            if done
+            else self.rows_hash
+        )
 
     @cached_property
     def rows_hash(self) -> str:
         """Return the hash of the same data without transform and augmentation."""
-        recipe = {"recipe": dict(self.recipe), "outputs": self.outputs, "task": self.task, "splits": sorted(self.splits)}
+        recipe = {
+            "recipe": dict(self.recipe),
+            "outputs": self.outputs,
+            "task": self.task,
+            "splits": sorted(self.splits),
+        }
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
         for _, split in sorted(self.splits.items()):
             digest.update(split.counts.astype("<i8").tobytes())
@@ -263,26 +321,53 @@ class FederatedData:
     def outline(self) -> Outline:
         """Return what is known of the clients without their rows."""
         counts = tuple(self.train.counts.tolist())
-        names = (self.client_names, counts, self.inputs, self.outputs, self.task, self.class_names, self.columns)
-        tensors = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for name, t in named(self.train.x)}
-        done: dict[str, Any] = {name: described(getattr(self.train, name)) for name in ("transform", "augment")}
+        names = (
+            self.client_names,
+            counts,
+            self.inputs,
+            self.outputs,
+            self.task,
+            self.class_names,
+            self.columns,
+        )
+        tensors = {
+            name: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:]))
+            for name, t in named(self.train.x)
+        }
+        done: dict[str, Any] = {
+            name: described(getattr(self.train, name)) for name in ("transform", "augment")
+        }
         done["prepared"] = None if self.prepared is None else self.prepared.to_json()
-        return Outline(*names, source=self.source.name, hash=self.hash, rows=self.rows_hash, tensors=tensors, **done)
+        return Outline(
+            *names,
+            source=self.source.name,
+            hash=self.hash,
+            rows=self.rows_hash,
+            tensors=tensors,
+            **done,
+        )
 
     def select(self, ids: Iterable[int | str]) -> "FederatedData":
         """Return a federation of some clients only, in that order, numbered from 0.
 
         Args:
-            ids: Their names, or their numbers. A number is a place in `client_names`, counted from 0, also where names are numbers: of
-                clients called 1, 2 and 3, `[0]` selects the one called 1, `["1"]` too, and `[1]` is refused, as it could be either of two.
+            ids: Their names, or their numbers. A number is a place in `client_names`, counted from
+                0, also where names are numbers: of clients called 1, 2 and 3, `[0]` selects the one
+                called 1, `["1"]` too, and `[1]` is refused, as it could be either of two.
 
         Raises:
             TypeError: `ids` is text, or an entry is neither a name nor a number.
-            ValueError: A client does not exist or is given twice, a number is the name of another client, or `ids` is empty.
+            ValueError: A client does not exist or is given twice, a number is the name of another
+                client, or `ids` is empty.
         """
         if isinstance(ids, str):
             raise TypeError(f"ids must be a list of clients, as [{ids!r}], got {ids!r}")
-        return self._places([place(j, self.client_names) for j in (ids.tolist() if isinstance(ids, Tensor) else ids)])
+        return self._places(
+            [
+                place(j, self.client_names)
+                for j in (ids.tolist() if isinstance(ids, Tensor) else ids)
+            ]
+        )
 
     def _places(self, chosen: list[int]) -> "FederatedData":
         if not chosen or len(set(chosen)) < len(chosen):
@@ -295,57 +380,82 @@ class FederatedData:
         )
 
     def as_environments(self) -> "FederatedData":
-        """Mark every client's examples as one environment, which is how invariant methods treat the clients."""
+        """Mark every client's examples as one environment, which is how invariant methods treat the
+        clients.
+        """
         made: dict[int, Tensor] = {}
         splits = {
             name: replace(
-                split, environment=made.setdefault(id(split.y), torch.zeros(len(split.y), dtype=torch.int64, device=split.y.device))
+                split,
+                environment=made.setdefault(
+                    id(split.y), torch.zeros(len(split.y), dtype=torch.int64, device=split.y.device)
+                ),
             )
             for name, split in self.splits.items()
         }
-        return replace(self, splits=splits, recipe={"recipe": "as_environments", "of": dict(self.recipe)})
+        return replace(
+            self, splits=splits, recipe={"recipe": "as_environments", "of": dict(self.recipe)}
+        )
 
     def transformed(self, transform: Change) -> "FederatedData":
-        """Return the same data with a transform: what is done to inputs whenever they are read, in training and in predictions.
+        """Return the same data with a transform: what is done to inputs whenever they are read, in
+        training and in predictions.
 
-        So images stay bytes in memory or in their file, with `clients.transformed(lambda x: x.float() / 255)`.
+        So images stay bytes in memory or in their file, with `clients.transformed(lambda x:
+        x.float() / 255)`.
 
         Args:
-            transform: Function of the inputs of some rows, [B, ...], to what the model is given, [B, ...]: row by row, without draws.
-                Floats come in the run's precision, and are converted to it afterwards.
+            transform: Function of the inputs of some rows, [B, ...], to what the model is given,
+                [B, ...]: row by row, without draws. Floats come in the run's precision, and are
+                converted to it afterwards.
 
         Raises:
-            ValueError: There is a transform or an augmentation already, or a trial on a few training rows shows that it returns another
-                number of rows or numbers that are not finite, writes into its input, draws, or mixes rows.
+            ValueError: There is a transform or an augmentation already, or a trial on a few
+                training rows shows that it returns another number of rows or numbers that are not
+                finite, writes into its input, draws, or mixes rows.
             TypeError: It is no function, or does not return tensors.
         """
         if any(split.transform is not None for split in self.splits.values()):
-            raise ValueError("transform is given a second time: pass one function that does both, as lambda x: second(first(x))")
+            raise ValueError(
+                "transform is given a second time: pass one function that does both, as lambda x: "
+                "second(first(x))"
+            )
         if self.train.augment is not None:
-            raise ValueError("transform comes before augment: call data.transformed(transform).augmented(augment)")
+            raise ValueError(
+                "transform comes before augment: call "
+                "data.transformed(transform).augmented(augment)"
+            )
         check_transform(self.train, transform)
         splits = {name: replace(split, transform=transform) for name, split in self.splits.items()}
         return replace(self, splits=splits, inputs=splits["train"].inputs)
 
     def augmented(self, augment: Change) -> "FederatedData":
-        """Return the same data with an augmentation: what is done to inputs in every step of training, and in no prediction.
+        """Return the same data with an augmentation: what is done to inputs in every step of
+        training, and in no prediction.
 
         Args:
-            augment: Function of the inputs of a client's rows, [B, ...], as the model is given them, to others of their shape. It is plain
-                torch code; what it draws by torch, as by `torch.rand(len(x))`, follows from the run's seed. Labels stay.
+            augment: Function of the inputs of a client's rows, [B, ...], as the model is given
+                them, to others of their shape. It is plain torch code; what it draws by torch, as
+                by `torch.rand(len(x))`, follows from the run's seed. Labels stay.
 
         Raises:
-            ValueError: There is one already, or a trial on a few training rows shows that it returns other shapes, writes into its input,
-                or draws by NumPy or `random`.
+            ValueError: There is one already, or a trial on a few training rows shows that it
+                returns other shapes, writes into its input, or draws by NumPy or `random`.
             TypeError: It is no function, or does not return tensors.
         """
         if self.train.augment is not None:
-            raise ValueError("augment is given a second time: pass one function that does both, as lambda x: second(first(x))")
+            raise ValueError(
+                "augment is given a second time: pass one function that does both, as lambda x: "
+                "second(first(x))"
+            )
         check_augment(self.train, augment)
         return replace(self, splits={**self.splits, "train": replace(self.train, augment=augment)})
 
-    def hold_out(self, clients: int | float, *, seed: int = 0) -> tuple["FederatedData", "FederatedData"]:
-        """Split the federation into two, by clients drawn at random: those to be trained, and novel ones, not seen in training.
+    def hold_out(
+        self, clients: int | float, *, seed: int = 0
+    ) -> tuple["FederatedData", "FederatedData"]:
+        """Split the federation into two, by clients drawn at random: those to be trained, and novel
+        ones, not seen in training.
 
         Args:
             clients: Number of clients to hold out, or their share as a float within (0, 1).
@@ -358,12 +468,23 @@ class FederatedData:
             ValueError: `clients` is out of range, or one of the two federations would be empty.
         """
         number = max(1, round(clients * self.clients)) if isinstance(clients, float) else clients
-        if isinstance(clients, bool) or (isinstance(clients, float) and not 0 < clients < 1) or not 0 < number < self.clients:
-            raise ValueError(f"clients to hold out must be a number within [1, {self.clients - 1}] or a share within (0, 1), got {clients}")
+        if (
+            isinstance(clients, bool)
+            or (isinstance(clients, float) and not 0 < clients < 1)
+            or not 0 < number < self.clients
+        ):
+            raise ValueError(
+                f"clients to hold out must be a number within [1, {self.clients - 1}] or a share "
+                f"within (0, 1), got {clients}"
+            )
         order = generator(seed, Purpose.SPLIT, phase=NOVEL).permutation(self.clients)
-        return self._places(np.sort(order[number:]).tolist()), self._places(np.sort(order[:number]).tolist())
+        return self._places(np.sort(order[number:]).tolist()), self._places(
+            np.sort(order[:number]).tolist()
+        )
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "FederatedData":
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "FederatedData":
         """Move the data to `device`, see `ClientData.to`; tensors that splits share stay shared."""
         moved: dict[int, Tensor] = {}
 
@@ -373,19 +494,45 @@ class FederatedData:
             return moved[id(tensor)]
 
         splits = {name: split.moved(move, dtype) for name, split in self.splits.items()}
-        return self if all(splits[name] is split for name, split in self.splits.items()) else replace(self, splits=splits)
+        return (
+            self
+            if all(splits[name] is split for name, split in self.splits.items())
+            else replace(self, splits=splits)
+        )
 
     def table(self) -> str:
-        """Return a table with a row per client: its examples in each split, and in each class of the training data if it has at most 20."""
+        """Return a table with a row per client: its examples in each split, and in each class of
+        the training data if it has at most 20.
+        """
         head = ["client", *self.splits]
-        columns = [list(self.client_names), *([str(n) for n in split.counts] for split in self.splits.values())]
+        columns = [
+            list(self.client_names),
+            *([str(n) for n in split.counts] for split in self.splits.values()),
+        ]
         if self.task == "classification" and self.outputs <= 20 and self.train.y.dim() == 1:
             owner = np.repeat(np.arange(self.clients), self.train.counts)
             label = self.train.y[self.train.index].cpu().numpy()
-            counts = np.bincount(owner * self.outputs + label, minlength=self.clients * self.outputs).reshape(self.clients, self.outputs)
+            counts = np.bincount(
+                owner * self.outputs + label, minlength=self.clients * self.outputs
+            ).reshape(self.clients, self.outputs)
             head += [str(name)[:12] for name in (self.class_names or range(self.outputs))]
             columns += [[str(n) for n in column] for column in counts.T]
-        widths = [max(len(title), *map(len, column)) for title, column in zip(head, columns, strict=True)]
+        widths = [
+            max(len(title), *map(len, column)) for title, column in zip(head, columns, strict=True)
+        ]
         lines = [head, *map(list, zip(*columns, strict=True))]
-        text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]) for line in lines]
-        return "\n".join([*text, f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}"])
+        text = [
+            "  ".join(
+                [
+                    line[0].ljust(widths[0]),
+                    *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)),
+                ]
+            )
+            for line in lines
+        ]
+        return "\n".join(
+            [
+                *text,
+                f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}",
+            ]
+        )

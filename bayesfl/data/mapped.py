@@ -18,16 +18,20 @@ def mark_mapped(t: Tensor) -> None:
 
 
 def mapped(t: Tensor) -> bool:
-    """Say whether a tensor lies in a mapped file, so that it stays there: it is neither copied as a whole nor moved to another device.
+    """Say whether a tensor lies in a mapped file, so that it stays there: it is neither copied as a
+    whole nor moved to another device.
 
-    Known everywhere are arrays of `numpy.memmap` that came by `bayesfl.data.from_arrays`, and `torch.from_file(shared=True)`. On Linux,
-    which lists a process's mappings, all others are too: `torch.load(mmap=True)`, `torch.from_numpy` of a mapped array. Elsewhere those
-    are taken for tensors in memory. Memory that processes share is no file.
+    Known everywhere are arrays of `numpy.memmap` that came by `bayesfl.data.from_arrays`, and
+    `torch.from_file(shared=True)`. On Linux, which lists a process's mappings, all others are too:
+    `torch.load(mmap=True)`, `torch.from_numpy` of a mapped array. Elsewhere those are taken for
+    tensors in memory. Memory that processes share is no file.
     """
     known = _mapped.get(t)
     if known is None:
         here = t.device.type == "cpu" and t.layout == torch.strided
-        known = _mapped[t] = here and (t.untyped_storage().filename is not None or _listed(t.data_ptr()))
+        known = _mapped[t] = here and (
+            t.untyped_storage().filename is not None or _listed(t.data_ptr())
+        )
     return known
 
 
@@ -39,5 +43,7 @@ def _listed(address: int) -> bool:
         place, _, _, _, inode, *name = line.split(maxsplit=5)
         start, end = (int(part, 16) for part in place.split("-"))
         if start <= address < end:
-            return inode != "0" and not "".join(name).startswith(("/dev/shm", "/memfd:", "/dev/zero", "/SYSV"))
+            return inode != "0" and not "".join(name).startswith(
+                ("/dev/shm", "/memfd:", "/dev/zero", "/SYSV")
+            )
     return False

@@ -9,13 +9,18 @@ from bayesfl.base.checks import warn
 
 
 def ordered(name: str, values: Any, remedy: str) -> None:
-    """Check that `values` is a list or the like: the order of a set is arbitrary, that of a mapping is another than the reader's.
+    """Check that `values` is a list or the like: the order of a set is arbitrary, that of a mapping
+    is another than the reader's.
 
     Raises:
-        TypeError: It is a mapping, a set, one text or nothing that can be iterated; the message ends with `remedy`.
+        TypeError: It is a mapping, a set, one text or nothing that can be iterated; the message
+            ends with `remedy`.
     """
     if isinstance(values, Mapping | Set | str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list, as names are taken by their places; got {reprlib.repr(values)}; {remedy}")
+        raise TypeError(
+            f"{name} must be a list, as names are taken by their places; got "
+            f"{reprlib.repr(values)}; {remedy}"
+        )
 
 
 def check_names(names: Sequence[str] | None, clients: int) -> None:
@@ -33,50 +38,72 @@ def check_names(names: Sequence[str] | None, clients: int) -> None:
 
 
 def named_clients(given: Any, order: Sequence[Hashable], *, pooled: bool) -> list[str]:
-    """Return one name for each client, with a warning where some differ only by case or surrounding space.
+    """Return one name for each client, with a warning where some differ only by case or surrounding
+    space.
 
     Args:
-        given: A list of names in the clients' order; None for the ids of pooled data, otherwise `client 0` and so on.
+        given: A list of names in the clients' order; None for the ids of pooled data, otherwise
+            `client 0` and so on.
         order: The clients' ids in their order; their numbers where data are not pooled.
         pooled: Whether `order` has ids.
 
     Raises:
         TypeError: `given` is no list.
-        ValueError: There is another number of names, two are alike, or they are the ids, or have them as index, in
-            another order.
+        ValueError: There is another number of names, two are alike, or they are the ids, or have
+            them as index, in another order.
     """
     if given is None:
         named = [str(owner) for owner in order] if pooled else generated(len(order))
     else:
         remedy = "pass a list in the order of x"
         if pooled:
-            remedy = f"pass a list in the order of the sorted client_ids, {reprlib.repr(list(order))}"
+            remedy = (
+                f"pass a list in the order of the sorted client_ids, {reprlib.repr(list(order))}"
+            )
             if isinstance(given, Mapping):
                 remedy += ", as [names[i] for i in sorted(set(client_ids))] makes of {id: name}"
         ordered("names", given, remedy)
-        if (index := getattr(given, "index", None)) is not None and not callable(index):  # a column of pandas
+        if (index := getattr(given, "index", None)) is not None and not callable(
+            index
+        ):  # a column of pandas
             if list(index) != list(order) and Counter(index) == Counter(order):
-                raise ValueError(f"names has the clients in the order {reprlib.repr(list(index))}, they are in another: {remedy}")
+                raise ValueError(
+                    f"names has the clients in the order {reprlib.repr(list(index))}, they are in "
+                    f"another: {remedy}"
+                )
         named = [str(name) for name in given]
         check_names(named, len(order))
-        if pooled and named != [str(owner) for owner in order] and set(named) == {str(owner) for owner in order}:
-            raise ValueError(f"names {reprlib.repr(named)} are the client_ids in another order than their own: leave them out, or {remedy}")
+        if (
+            pooled
+            and named != [str(owner) for owner in order]
+            and set(named) == {str(owner) for owner in order}
+        ):
+            raise ValueError(
+                f"names {reprlib.repr(named)} are the client_ids in another order than their own: "
+                f"leave them out, or {remedy}"
+            )
     if twice := [name for name, count in Counter(named).items() if count > 1]:
-        raise ValueError(f"names must differ, {twice[:10]} are given to several clients each; add a number to them")
+        raise ValueError(
+            f"names must differ, {twice[:10]} are given to several clients each; add a number to "
+            "them"
+        )
     alike: dict[str, list[str]] = {}
     for name in named:
         alike.setdefault(name.strip().casefold(), []).append(name)
     for group in alike.values():
         if len(group) > 1:
             warn(
-                f"clients {group} differ only by case or surrounding space, and are {len(group)} clients; if they are one, give all its "
+                f"clients {group} differ only by case or surrounding space, and are {len(group)} "
+                "clients; if they are one, give all its "
                 "rows one id, as [str(i).strip().lower() for i in client_ids] does",
             )
     return named
 
 
 def generated(clients: int) -> list[str]:
-    """Return the names of clients that have none of their own, which say no more than their places."""
+    """Return the names of clients that have none of their own, which say no more than their
+    places.
+    """
     return [f"client {j}" for j in range(clients)]
 
 
@@ -90,23 +117,31 @@ def named_classes(given: Any, outputs: int) -> tuple[str, ...]:
     remedy = f"pass a list in the order of the classes' numbers, 0 to {outputs - 1}"
     if isinstance(given, Mapping):
         numbers = all(isinstance(key, int) for key in given)
-        remedy += ", as " + ("[class_names[k] for k in sorted(class_names)]" if numbers else "sorted(class_names, key=class_names.get)")
+        remedy += ", as " + (
+            "[class_names[k] for k in sorted(class_names)]"
+            if numbers
+            else "sorted(class_names, key=class_names.get)"
+        )
         remedy += " makes of " + ("{number: name}" if numbers else "{name: number}")
     ordered("class_names", given, remedy)
     named = tuple(str(name) for name in given)
     if len(named) != outputs:
-        raise ValueError(f"class_names must name each of the {outputs} classes, got {len(named)} names")
+        raise ValueError(
+            f"class_names must name each of the {outputs} classes, got {len(named)} names"
+        )
     return named
 
 
 def same_classes(what: str, found: Sequence[str] | None, known: Sequence[str] | None) -> None:
-    """Check that classes are those that a model was trained on, under the same numbers, where both have names.
+    """Check that classes are those that a model was trained on, under the same numbers, where both
+    have names.
 
     Raises:
         ValueError: They differ, or stand in another order.
     """
     if found is not None and known is not None and list(map(str, found)) != list(map(str, known)):
         raise ValueError(
-            f"{what} has the classes {list(found)[:20]}, the model was trained on {list(known)[:20]}: number the labels in this order, as "
+            f"{what} has the classes {list(found)[:20]}, the model was trained on "
+            f"{list(known)[:20]}: number the labels in this order, as "
             "pandas.Categorical(labels, categories=...).codes does, and pass it as class_names"
         )

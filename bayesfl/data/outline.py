@@ -26,8 +26,10 @@ class Outline:
         columns: Names of the inputs' columns; None for inputs without names.
         source: Name of the data.
         hash: SHA-256 over recipe, partition and data, see `FederatedData.hash`.
-        tensors: Type and shape of one example of every tensor as it is stored, by the expression that finds it.
-        transform: Description of what is done to inputs whenever they are read, see `bayesfl.base.described`; None for nothing.
+        tensors: Type and shape of one example of every tensor as it is stored, by the expression
+            that finds it.
+        transform: Description of what is done to inputs whenever they are read, see
+            `bayesfl.base.described`; None for nothing.
         augment: The same of what is done to them in training alone.
         prepared: What makes the inputs of the columns of a frame, as JSON; None for other inputs.
         rows: As `hash`, without what is done to the inputs.
@@ -62,7 +64,13 @@ class Outline:
     def read(cls, found: Mapping[str, Any]) -> "Outline":
         """Make an outline of what JSON gives back."""
         as_found = {name: found[name] for name in ("transform", "augment")}
-        return cls(**{**as_tuples(found), **as_found, "client_names": tuple(map(str, found["client_names"]))})
+        return cls(
+            **{
+                **as_tuples(found),
+                **as_found,
+                "client_names": tuple(map(str, found["client_names"])),
+            }
+        )
 
 
 def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:
@@ -73,13 +81,14 @@ def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:
 def place(client: int | str, names: Sequence[str]) -> int:
     """Return a client's number, given that number or the client's name.
 
-    A number is a place, counted from 0. So of clients called 1, 2 and 3, 0 is the first; 1 and 2 are refused, which are also other
-    clients' names, and 3, at which there is none. Names that read as numbers, `01` or `1.0`, are like 1 in this.
+    A number is a place, counted from 0. So of clients called 1, 2 and 3, 0 is the first; 1 and 2
+    are refused, which are also other clients' names, and 3, at which there is none. Names that read
+    as numbers, `01` or `1.0`, are like 1 in this.
 
     Raises:
         TypeError: `client` is neither text nor a whole number.
-        ValueError: There is no such client, or several have this name, or a number is the name of another client; the message offers the
-            nearest names.
+        ValueError: There is no such client, or several have this name, or a number is the name of
+            another client; the message offers the nearest names.
     """
     if isinstance(client, bool) or not isinstance(client, str | int | np.integer):
         raise TypeError(f"client must be a name or a number, got {client!r}")
@@ -88,12 +97,15 @@ def place(client: int | str, names: Sequence[str]) -> int:
         if 0 <= client < len(names):
             if called and names[client] not in called:
                 raise ValueError(
-                    f"client {client} is ambiguous: number {client} is {names[client]!r}, and {called[0]!r} is the name of another; pass a "
+                    f"client {client} is ambiguous: number {client} is {names[client]!r}, and "
+                    f"{called[0]!r} is the name of another; pass a "
                     "name, as text"
                 )
             return int(client)
         also = f"; {called[0]!r} is the name of one: pass it as text" if called else ""
-        raise ValueError(f"client must be a name or a number from 0 to {len(names) - 1}, got {client}{also}")
+        raise ValueError(
+            f"client must be a name or a number from 0 to {len(names) - 1}, got {client}{also}"
+        )
     found = [j for j, name in enumerate(names) if name == client]
     if len(found) == 1:
         return found[0]

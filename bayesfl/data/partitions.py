@@ -1,4 +1,5 @@
-"""Assignment of rows to clients: pure functions of labels and a generator, most of which return one array of rows per client.
+"""Assignment of rows to clients: pure functions of labels and a generator, most of which return one
+array of rows per client.
 
 `labels` are [N] int64 throughout; the rows of a class of -1 are left out.
 """
@@ -7,7 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SHARES, TEST, NOVEL, OFFICIAL, LIMIT, FRAME = *range(5), 90  # `phase` under Purpose.SPLIT, one for every kind of draw
+SHARES, TEST, NOVEL, OFFICIAL, LIMIT, FRAME = (
+    *range(5),
+    90,
+)  # `phase` under Purpose.SPLIT, one for every kind of draw
 REDRAWS = 100
 """Largest number of draws of Dirichlet proportions before small clients are topped up."""
 
@@ -18,7 +22,8 @@ def rows_by_class(labels: np.ndarray, classes: int) -> list[np.ndarray]:
 
 
 def cut_points(size: int, pieces: int, smallest: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the points that cut `size` rows into `pieces` of at least `smallest` (>= 1) each, every such cut equally likely.
+    """Draw the points that cut `size` rows into `pieces` of at least `smallest` (>= 1) each, every
+    such cut equally likely.
 
     Returns:
         Sorted points [pieces - 1] within [1, size - 1], all different.
@@ -34,7 +39,8 @@ def cut_points(size: int, pieces: int, smallest: int, rng: np.random.Generator) 
 
 
 def largest_remainder(total: int, weights: np.ndarray) -> np.ndarray:
-    """Return whole numbers that add up to `total`, as close to proportional to `weights` as possible; ties go to the first.
+    """Return whole numbers that add up to `total`, as close to proportional to `weights` as
+    possible; ties go to the first.
 
     Args:
         total: The number to divide.
@@ -47,7 +53,9 @@ def largest_remainder(total: int, weights: np.ndarray) -> np.ndarray:
 
 
 def deal(rows: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Shuffle `rows` and give the first counts[0] to the first client, and so on; rows left over go to no client."""
+    """Shuffle `rows` and give the first counts[0] to the first client, and so on; rows left over go
+    to no client.
+    """
     return np.split(rng.permutation(rows), np.cumsum(counts))[:-1]
 
 
@@ -56,10 +64,13 @@ def join(pieces: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
     return [np.sort(np.concatenate([*mine, np.empty(0, np.int64)])) for mine in pieces]
 
 
-def stratified(labels: np.ndarray | None, rows: np.ndarray, number: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def stratified(
+    labels: np.ndarray | None, rows: np.ndarray, number: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Draw `number` of `rows`, each class in proportion.
 
-    A class gives its last row only if the number cannot be reached otherwise, so that it remains among the other rows.
+    A class gives its last row only if the number cannot be reached otherwise, so that it remains
+    among the other rows.
 
     Args:
         labels: Class of each of `rows`, [n]; None draws them whatever their class.
@@ -70,7 +81,11 @@ def stratified(labels: np.ndarray | None, rows: np.ndarray, number: int, rng: np
     Returns:
         The rows that remain and those that were drawn, both in the order of `rows`.
     """
-    group = np.zeros(len(rows), dtype=np.int64) if labels is None else np.unique(labels, return_inverse=True)[1].reshape(-1)
+    group = (
+        np.zeros(len(rows), dtype=np.int64)
+        if labels is None
+        else np.unique(labels, return_inverse=True)[1].reshape(-1)
+    )
     sizes = np.bincount(group)
     room = sizes - 1 if number <= (sizes - 1).sum() else sizes
     quota = number * sizes / max(len(rows), 1)
@@ -86,13 +101,17 @@ def stratified(labels: np.ndarray | None, rows: np.ndarray, number: int, rng: np
 
 
 def drift(
-    labels: np.ndarray, superclasses: Sequence[Sequence[int]], clients: int, smallest: int, rng: np.random.Generator
+    labels: np.ndarray,
+    superclasses: Sequence[Sequence[int]],
+    clients: int,
+    smallest: int,
+    rng: np.random.Generator,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Divide classes so that every client has one class of each superclass only.
 
-    Clients come in groups as large as a superclass; within a group, every subclass goes to one client. Every class is cut
-    into one piece per group at the same places (relative to its size where classes differ in size), and a group's clients get
-    the same piece of their classes.
+    Clients come in groups as large as a superclass; within a group, every subclass goes to one
+    client. Every class is cut into one piece per group at the same places (relative to its size
+    where classes differ in size), and a group's clients get the same piece of their classes.
 
     Args:
         labels: Subclass of each row [N].
@@ -106,18 +125,25 @@ def drift(
     """
     size = len(superclasses[0])
     groups = clients // size
-    held = np.array([[rng.permutation(subclasses) for subclasses in superclasses] for _ in range(groups)])  # [groups, K, subclasses]
+    held = np.array(
+        [[rng.permutation(subclasses) for subclasses in superclasses] for _ in range(groups)]
+    )  # [groups, K, subclasses]
     held = held.transpose(0, 2, 1).reshape(clients, len(superclasses))
-    rows = {k: rng.permutation(np.flatnonzero(labels == k)) for k in np.sort(np.concatenate(superclasses))}
+    rows = {
+        k: rng.permutation(np.flatnonzero(labels == k))
+        for k in np.sort(np.concatenate(superclasses))
+    }
     fewest = min(map(len, rows.values()))
     points = cut_points(fewest, groups, smallest, rng)
-    # Points scaled to a class of n >= fewest rows and rounded down stay different, and pieces do not get smaller.
+    # Points scaled to a class of n >= fewest rows and rounded down stay different, and pieces do
+    # not get smaller.
     pieces = {k: np.split(mine, points * len(mine) // fewest) for k, mine in rows.items()}
     return join([[pieces[k][j // size] for k in held[j]] for j in range(clients)]), held
 
 
 def spread_labels(classes: int, clients: int, labels: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the classes of each client: `labels` different ones, every class as often as any other, to within one.
+    """Draw the classes of each client: `labels` different ones, every class as often as any other,
+    to within one.
 
     Returns:
         Classes [J, labels], sorted for each client.
@@ -126,14 +152,19 @@ def spread_labels(classes: int, clients: int, labels: int, rng: np.random.Genera
     held = np.empty((clients, labels), dtype=np.int64)
     for j in range(clients):
         order = rng.permutation(classes)
-        chosen = order[np.argsort(used[order], kind="stable")[:labels]]  # the least used, ties at random
+        chosen = order[
+            np.argsort(used[order], kind="stable")[:labels]
+        ]  # the least used, ties at random
         used[chosen] += 1
         held[j] = np.sort(chosen)
     return held
 
 
-def deal_labels(labels: np.ndarray, held: np.ndarray, classes: int, equal: bool, rng: np.random.Generator) -> list[np.ndarray]:
-    """Divide each class among the clients that have it, in equal parts (to within one) or in parts of random size.
+def deal_labels(
+    labels: np.ndarray, held: np.ndarray, classes: int, equal: bool, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Divide each class among the clients that have it, in equal parts (to within one) or in parts
+    of random size.
 
     Args:
         labels: Class of each row [N].
@@ -152,19 +183,29 @@ def deal_labels(labels: np.ndarray, held: np.ndarray, classes: int, equal: bool,
             continue
         if len(owners) > len(rows):
             raise ValueError(
-                f"class {k} has {len(rows)} training examples for {len(owners)} clients: use fewer clients or fewer labels per client"
+                f"class {k} has {len(rows)} training examples for {len(owners)} clients: use fewer "
+                "clients or fewer labels per client"
             )
         shuffled = rng.permutation(rows)
-        parts = np.array_split(shuffled, len(owners)) if equal else np.split(shuffled, cut_points(len(rows), len(owners), 1, rng))
+        parts = (
+            np.array_split(shuffled, len(owners))
+            if equal
+            else np.split(shuffled, cut_points(len(rows), len(owners), 1, rng))
+        )
         for j, part in zip(owners, parts, strict=True):
             pieces[j].append(part)
     return join(pieces)
 
 
 def deal_exactly(
-    labels: np.ndarray, held: np.ndarray, classes: int, amounts: Sequence[int], rng: np.random.Generator
+    labels: np.ndarray,
+    held: np.ndarray,
+    classes: int,
+    amounts: Sequence[int],
+    rng: np.random.Generator,
 ) -> list[list[np.ndarray]]:
-    """Give every client exactly so many rows of each of its classes, for several parts at once; no row is given twice.
+    """Give every client exactly so many rows of each of its classes, for several parts at once; no
+    row is given twice.
 
     Args:
         labels: Class of each row [N].
@@ -179,14 +220,25 @@ def deal_exactly(
     Raises:
         ValueError: A class has too few rows.
     """
-    by_class, owners = rows_by_class(labels, classes), [np.flatnonzero((held == k).any(1)) for k in range(classes)]
-    scarce = min((k for k in range(classes) if len(owners[k])), key=lambda k: len(by_class[k]) / len(owners[k]))
+    by_class, owners = (
+        rows_by_class(labels, classes),
+        [np.flatnonzero((held == k).any(1)) for k in range(classes)],
+    )
+    scarce = min(
+        (k for k in range(classes) if len(owners[k])),
+        key=lambda k: len(by_class[k]) / len(owners[k]),
+    )
     most = len(by_class[scarce]) // len(owners[scarce])
     if sum(amounts) > most:
-        remedy = f"at most {most} fit, so take less per class or fewer clients" if most else "use fewer clients"
+        remedy = (
+            f"at most {most} fit, so take less per class or fewer clients"
+            if most
+            else "use fewer clients"
+        )
         raise ValueError(
-            f"class {scarce} has {len(by_class[scarce])} examples, too few for {' + '.join(map(str, amounts))} for each client with it "
-            f"({len(owners[scarce])}): {remedy}"
+            f"class {scarce} has {len(by_class[scarce])} examples, too few for "
+            f"{' + '.join(map(str, amounts))} for each client with it ({len(owners[scarce])}): "
+            f"{remedy}"
         )
     pieces: list[list[list[np.ndarray]]] = [[[] for _ in held] for _ in amounts]
     for rows, mine in zip(by_class, owners, strict=True):
@@ -197,8 +249,11 @@ def deal_exactly(
     return [join(part) for part in pieces]
 
 
-def deal_around(labels: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Give every client exactly so many rows of each class, from one shuffled queue per class that starts again at its end.
+def deal_around(
+    labels: np.ndarray, wanted: np.ndarray, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Give every client exactly so many rows of each class, from one shuffled queue per class that
+    starts again at its end.
 
     A row is given a second time only after all others of its class were given once.
 
@@ -208,22 +263,34 @@ def deal_around(labels: np.ndarray, wanted: np.ndarray, rng: np.random.Generator
         rng: The generator of the draws.
 
     Raises:
-        ValueError: A client is to get more rows of a class than there are, so that it would have one twice.
+        ValueError: A client is to get more rows of a class than there are, so that it would have
+            one twice.
     """
     by_class = rows_by_class(labels, wanted.shape[1])
     most, have = wanted.max(0, initial=0), np.array([len(rows) for rows in by_class])
     if (most > have).any():
         k = int((most - have).argmax())
-        raise ValueError(f"class {k} has {have[k]} examples, and a client wants {most[k]}: take fewer per client, or a smaller `uniform`")
+        raise ValueError(
+            f"class {k} has {have[k]} examples, and a client wants {most[k]}: take fewer per "
+            "client, or a smaller `uniform`"
+        )
     pieces = []
     for k, rows in enumerate(by_class):
         queue, ends = rng.permutation(rows), np.cumsum(wanted[:, k])
-        pieces.append([queue[np.arange(end - n, end) % max(1, len(queue))] for n, end in zip(wanted[:, k], ends, strict=True)])
+        pieces.append(
+            [
+                queue[np.arange(end - n, end) % max(1, len(queue))]
+                for n, end in zip(wanted[:, k], ends, strict=True)
+            ]
+        )
     return join(list(zip(*pieces, strict=True)))
 
 
-def shards(labels: np.ndarray, clients: int, each: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Sort rows by class, ties at random, cut them into clients * each shards of one size (to within one), and give `each` to every client.
+def shards(
+    labels: np.ndarray, clients: int, each: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Sort rows by class, ties at random, cut them into clients * each shards of one size (to
+    within one), and give `each` to every client.
 
     Args:
         labels: Class of each row [N], N >= clients * each.
@@ -233,17 +300,30 @@ def shards(labels: np.ndarray, clients: int, each: int, rng: np.random.Generator
     """
     shuffled = rng.permutation(len(labels))
     pieces = np.array_split(shuffled[np.argsort(labels[shuffled], kind="stable")], clients * each)
-    return join([[pieces[k] for k in mine] for mine in rng.permutation(clients * each).reshape(clients, each)])
+    return join(
+        [
+            [pieces[k] for k in mine]
+            for mine in rng.permutation(clients * each).reshape(clients, each)
+        ]
+    )
 
 
 def pachinko_counts(
-    sizes: np.ndarray, superclasses: Sequence[Sequence[int]], clients: int, size: int, alpha: float, beta: float, rng: np.random.Generator
+    sizes: np.ndarray,
+    superclasses: Sequence[Sequence[int]],
+    clients: int,
+    size: int,
+    alpha: float,
+    beta: float,
+    rng: np.random.Generator,
 ) -> np.ndarray:
-    """Draw how many rows of each class each client gets, [K, J], by Pachinko allocation: down a tree of superclasses and their classes.
+    """Draw how many rows of each class each client gets, [K, J], by Pachinko allocation: down a
+    tree of superclasses and their classes.
 
-    Every client draws weights of the superclasses from a symmetric Dirichlet of `alpha`, and of the classes in each from one of `beta`;
-    for each of its rows it draws a superclass and then a class by these weights, among those with rows left. Clients draw one after
-    another, so that the last ones take what the others leave.
+    Every client draws weights of the superclasses from a symmetric Dirichlet of `alpha`, and of the
+    classes in each from one of `beta`; for each of its rows it draws a superclass and then a class
+    by these weights, among those with rows left. Clients draw one after another, so that the last
+    ones take what the others leave.
 
     Args:
         sizes: Number of rows of each class [K].
@@ -270,7 +350,9 @@ def pachinko_counts(
 
 
 def _draw(weights: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> int:
-    """Draw a place with probability in proportion to its weight, among those that are `there`; uniformly if all of these weights are 0."""
+    """Draw a place with probability in proportion to its weight, among those that are `there`;
+    uniformly if all of these weights are 0.
+    """
     weights = np.where(there, weights, 0.0)
     if not weights.sum() > 0:
         weights = there.astype(float)
@@ -278,11 +360,15 @@ def _draw(weights: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> i
     return int(np.searchsorted(ends, rng.random() * ends[-1], side="right"))
 
 
-def dirichlet_counts(sizes: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Draw how many rows of each class each client gets, with the proportions of every class from a symmetric Dirichlet.
+def dirichlet_counts(
+    sizes: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
+) -> tuple[np.ndarray, int]:
+    """Draw how many rows of each class each client gets, with the proportions of every class from a
+    symmetric Dirichlet.
 
-    Proportions are drawn again while a client has fewer than `min_size` rows, up to `REDRAWS` draws in all; then the smallest clients are
-    topped up with rows of the largest clients' commonest classes, so that the time is bounded for any alpha.
+    Proportions are drawn again while a client has fewer than `min_size` rows, up to `REDRAWS` draws
+    in all; then the smallest clients are topped up with rows of the largest clients' commonest
+    classes, so that the time is bounded for any alpha.
 
     Args:
         sizes: Number of rows of each class [K].
@@ -303,9 +389,13 @@ def dirichlet_counts(sizes: np.ndarray, clients: int, alpha: float, min_size: in
         if counts.sum(0).min() >= min_size:
             return counts, 0
     moved, totals = 0, counts.sum(0)
-    while (poor := int(totals.argmin())) != (rich := int(totals.argmax())) and totals[poor] < min_size:
+    while (poor := int(totals.argmin())) != (rich := int(totals.argmax())) and totals[
+        poor
+    ] < min_size:
         k = int(counts[:, rich].argmax())
-        amount = min(int(min_size - totals[poor]), int(totals[rich] - min_size), int(counts[k, rich]))
+        amount = min(
+            int(min_size - totals[poor]), int(totals[rich] - min_size), int(counts[k, rich])
+        )
         counts[k, poor] += amount
         counts[k, rich] -= amount
         totals[poor] += amount
@@ -314,16 +404,23 @@ def dirichlet_counts(sizes: np.ndarray, clients: int, alpha: float, min_size: in
     return counts, moved
 
 
-def deal_counts(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def deal_counts(
+    labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator
+) -> list[np.ndarray]:
     """Give each client `counts` [K, J] rows of each class, drawn at random."""
-    dealt = [deal(rows, counts[k], rng) for k, rows in enumerate(rows_by_class(labels, len(counts)))]
+    dealt = [
+        deal(rows, counts[k], rng) for k, rows in enumerate(rows_by_class(labels, len(counts)))
+    ]
     return join(list(zip(*dealt, strict=True)))
 
 
-def follow_counts(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def follow_counts(
+    labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator
+) -> list[np.ndarray]:
     """Divide the test rows of each class in proportion to the training `counts` [K, J].
 
-    A client that would get none receives one row of its commonest class, which another client has too.
+    A client that would get none receives one row of its commonest class, which another client has
+    too.
 
     Args:
         labels: Class of each test row, [N].
@@ -332,10 +429,22 @@ def follow_counts(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generat
     """
     by_class = rows_by_class(labels, len(counts))
     shares = [
-        largest_remainder(len(rows), mine) if len(rows) and mine.sum() else np.zeros(counts.shape[1], np.int64)
+        largest_remainder(len(rows), mine)
+        if len(rows) and mine.sum()
+        else np.zeros(counts.shape[1], np.int64)
         for rows, mine in zip(by_class, counts, strict=True)
     ]
-    clients = join(list(zip(*(deal(rows[: int(s.sum())], s, rng) for rows, s in zip(by_class, shares, strict=True)), strict=True)))
+    clients = join(
+        list(
+            zip(
+                *(
+                    deal(rows[: int(s.sum())], s, rng)
+                    for rows, s in zip(by_class, shares, strict=True)
+                ),
+                strict=True,
+            )
+        )
+    )
     present = np.array([len(rows) > 0 for rows in by_class])
     for j, rows in enumerate(clients):
         common = int(np.where(present, counts[:, j], 0).argmax())

@@ -1,4 +1,6 @@
-"""The data sets that recipes divide: the type `Source`, and a list of those known, with their licences."""
+"""The data sets that recipes divide: the type `Source`, and a list of those known, with their
+licences.
+"""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +11,10 @@ from torch import Tensor
 from bayesfl.base.targets import Task
 from bayesfl.data.names import named_classes
 
-SEVERAL = "recipes divide single tensors; give several inputs to from_arrays, with the client of each row as client_ids"
+SEVERAL = (
+    "recipes divide single tensors; give several inputs to from_arrays, with the client of "
+    "each row as client_ids"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +36,8 @@ class SourceInfo:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Source:
-    """A data set: the training rows first, then the test rows, in tensors that every partition of it shares.
+    """A data set: the training rows first, then the test rows, in tensors that every partition of
+    it shares.
 
     Args:
         x: Inputs [N, ...], one tensor, of any real dtype; one in a mapped file stays there.
@@ -43,14 +49,16 @@ class Source:
         class_names: One name for each class; None for classes without names.
         superclasses: Classes grouped by meaning, in groups of one size; None for no groups.
         superclass_names: One name for each group.
-        owners: Place from which each row comes, [N] int64, an index into `owner_names`; None for data of one place.
+        owners: Place from which each row comes, [N] int64, an index into `owner_names`; None for
+            data of one place.
         owner_names: One name for each place.
-        scale: Mean and standard deviation by which regression targets were standardised; None for others.
+        scale: Mean and standard deviation by which regression targets were standardised; None for
+            others.
 
     Raises:
         TypeError: `x` is no tensor, or `class_names` is no list.
-        ValueError: `x` and `y` have different numbers of rows, `train` is out of range, a label is outside [0, `outputs`), or there is not
-            one name for each class.
+        ValueError: `x` and `y` have different numbers of rows, `train` is out of range, a label is
+            outside [0, `outputs`), or there is not one name for each class.
     """
 
     x: Tensor
@@ -73,14 +81,16 @@ class Source:
             raise TypeError(f"x must be one tensor, got {type(self.x).__name__}; {SEVERAL}")
         if len(self.x) != len(self.y) or not 0 < self.train <= len(self.x):
             raise ValueError(
-                f"x and y must have as many rows, train of them for training; got {len(self.x)}, {len(self.y)} and {self.train}"
+                f"x and y must have as many rows, train of them for training; got {len(self.x)}, "
+                f"{len(self.y)} and {self.train}"
             )
         if self.task == "classification":
             wrong = ((self.y < 0) | (self.y >= self.outputs)).nonzero()
             if len(wrong):
                 row = int(wrong[0, 0])
                 raise ValueError(
-                    f"labels must lie within [0, {self.outputs}), y has {int(self.y[row])} in row {row}: {label_remedy(self.y)}"
+                    f"labels must lie within [0, {self.outputs}), y has {int(self.y[row])} in row "
+                    f"{row}: {label_remedy(self.y)}"
                 )
 
     @classmethod
@@ -97,7 +107,8 @@ class Source:
         class_names: tuple[str, ...] | None = None,
         superclasses: tuple[tuple[int, ...], ...] | None = None,
     ) -> "Source":
-        """Make a source of your own tensors, which any recipe can divide; whole numbers among the inputs stay whole numbers.
+        """Make a source of your own tensors, which any recipe can divide; whole numbers among the
+        inputs stay whole numbers.
 
         Args:
             x_train: Inputs [N, ...] of the training part.
@@ -105,8 +116,10 @@ class Source:
             x_test: Inputs of the test part.
             y_test: Labels or targets of the test part.
             name: The data set's name.
-            outputs: Number of classes or targets; None for one more than the largest label, or the number of targets.
-            task: `classification` or `regression`; None for regression if the labels are floats, else classification.
+            outputs: Number of classes or targets; None for one more than the largest label, or the
+                number of targets.
+            task: `classification` or `regression`; None for regression if the labels are floats,
+                else classification.
             class_names: One name for each class.
             superclasses: Classes grouped by meaning, in groups of one size.
 
@@ -121,7 +134,9 @@ class Source:
         task = task or ("regression" if y.is_floating_point() else "classification")
         y = y.long() if task == "classification" else y.float()
         if outputs is None:
-            outputs = max(int(y.max()) + 1, 1) if task == "classification" else math.prod(y.shape[1:])
+            outputs = (
+                max(int(y.max()) + 1, 1) if task == "classification" else math.prod(y.shape[1:])
+            )
         return cls(
             x=x.float() if x.is_floating_point() else x,
             y=y,
@@ -154,12 +169,22 @@ class Source:
         return self.y[self.train :]
 
 
-_LECUN = "Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, Gradient-based learning applied to document recognition, Proc. IEEE 86(11), 1998"
-_XIAO = (
-    "H. Xiao, K. Rasul, R. Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms, arXiv:1708.07747"
+_LECUN = (
+    "Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, Gradient-based learning applied to document "
+    "recognition, Proc. IEEE 86(11), 1998"
 )
-_KRIZHEVSKY = "A. Krizhevsky, Learning multiple layers of features from tiny images, technical report, University of Toronto, 2009"
-_COHEN = "G. Cohen, S. Afshar, J. Tapson, A. van Schaik, EMNIST: an extension of MNIST to handwritten letters, arXiv:1702.05373, 2017"
+_XIAO = (
+    "H. Xiao, K. Rasul, R. Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking "
+    "machine learning algorithms, arXiv:1708.07747"
+)
+_KRIZHEVSKY = (
+    "A. Krizhevsky, Learning multiple layers of features from tiny images, technical "
+    "report, University of Toronto, 2009"
+)
+_COHEN = (
+    "G. Cohen, S. Afshar, J. Tapson, A. van Schaik, EMNIST: an extension of MNIST to "
+    "handwritten letters, arXiv:1702.05373, 2017"
+)
 _CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 INFO = {
@@ -168,20 +193,40 @@ INFO = {
         SourceInfo(
             name="digits",
             licence="CC BY 4.0",
-            citation="E. Alpaydin, C. Kaynak, Optical recognition of handwritten digits, UCI Machine Learning Repository, 1998, "
-            "doi 10.24432/C50P49; the test part, as scikit-learn ships it",
+            citation="E. Alpaydin, C. Kaynak, Optical recognition of handwritten digits, UCI "
+            "Machine Learning Repository, 1998, doi 10.24432/C50P49; the test part, as "
+            "scikit-learn ships it",
             url="https://archive.ics.uci.edu/dataset/80",
         ),
-        SourceInfo(name="mnist", licence="often given as CC BY-SA 3.0", citation=_LECUN, url="http://yann.lecun.com/exdb/mnist/"),
+        SourceInfo(
+            name="mnist",
+            licence="often given as CC BY-SA 3.0",
+            citation=_LECUN,
+            url="http://yann.lecun.com/exdb/mnist/",
+        ),
         SourceInfo(
             name="fashion-mnist",
             licence="MIT, (c) 2017 Zalando SE",
             citation=_XIAO,
             url="https://github.com/zalandoresearch/fashion-mnist",
         ),
-        SourceInfo(name="cifar10", licence="not stated; the authors ask to be cited", citation=_KRIZHEVSKY, url=_CIFAR),
-        SourceInfo(name="cifar100", licence="not stated; the authors ask to be cited", citation=_KRIZHEVSKY, url=_CIFAR),
-        SourceInfo(name="emnist-letters", citation=_COHEN, url="https://www.nist.gov/itl/products-and-services/emnist-dataset"),
+        SourceInfo(
+            name="cifar10",
+            licence="not stated; the authors ask to be cited",
+            citation=_KRIZHEVSKY,
+            url=_CIFAR,
+        ),
+        SourceInfo(
+            name="cifar100",
+            licence="not stated; the authors ask to be cited",
+            citation=_KRIZHEVSKY,
+            url=_CIFAR,
+        ),
+        SourceInfo(
+            name="emnist-letters",
+            citation=_COHEN,
+            url="https://www.nist.gov/itl/products-and-services/emnist-dataset",
+        ),
         SourceInfo(
             name="shakespeare",
             licence="public domain",
@@ -191,13 +236,14 @@ INFO = {
         SourceInfo(
             name="heart",
             licence="CC BY 4.0; the four investigators ask to be named",
-            citation="A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano, Heart disease, UCI Machine Learning Repository, 1988, "
-            "doi 10.24432/C52P4X",
+            citation="A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano, Heart disease, UCI "
+            "Machine Learning Repository, 1988, doi 10.24432/C52P4X",
             url="https://archive.ics.uci.edu/dataset/45",
         ),
         SourceInfo(
             name="diabetes",
-            citation="B. Efron, T. Hastie, I. Johnstone, R. Tibshirani, Least angle regression, Annals of Statistics 32(2), 2004",
+            citation="B. Efron, T. Hastie, I. Johnstone, R. Tibshirani, Least angle regression, "
+            "Annals of Statistics 32(2), 2004",
             url="https://www4.stat.ncsu.edu/~boos/var.select/diabetes.html",
         ),
     )
@@ -205,14 +251,22 @@ INFO = {
 
 
 def available() -> dict[str, SourceInfo]:
-    """Return every data set that `load` and the recipes know, by name, with its licence and citation."""
+    """Return every data set that `load` and the recipes know, by name, with its licence and
+    citation.
+    """
     return dict(INFO)
 
 
 def label_remedy(y: Tensor) -> str:
     """Return the advice of an error message about labels [N] of which some are no classes."""
     if y.dim() > 1 and (y < 0).any():
-        return "give every class a number from 0 up, and put -100 in place of labels that are not known"
+        return (
+            "give every class a number from 0 up, and put -100 in place of labels that are not "
+            "known"
+        )
     if (y < 0).any():
-        return "give every class a number from 0 up, and leave out examples without a label, which no number stands for"
+        return (
+            "give every class a number from 0 up, and leave out examples without a label, which "
+            "no number stands for"
+        )
     return f"number the classes from 0, or pass outputs={int(y.max()) + 1}"

@@ -1,4 +1,6 @@
-"""One named part (train, test, ...) of every client's data, as indices into tensors that all clients share."""
+"""One named part (train, test, ...) of every client's data, as indices into tensors that all
+clients share.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -9,7 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, row_bytes, shape_of
+from bayesfl.base.inputs import (
+    Inputs,
+    Shapes,
+    each,
+    first,
+    in_precision,
+    named,
+    row_bytes,
+    shape_of,
+)
 from bayesfl.base.numerics import finite
 from bayesfl.data.mapped import mapped
 
@@ -26,31 +37,39 @@ def all_finite(change: str, x: Inputs) -> Inputs:
     for what, t in named(x, f"{change}(x)"):
         if t.is_floating_point() and not finite(t):
             raise ValueError(
-                f"{what} holds NaN or infinite numbers for rows that hold none: guard divisions and logarithms, as by x.clamp(1e-6)"
+                f"{what} holds NaN or infinite numbers for rows that hold none: guard divisions "
+                "and logarithms, as by x.clamp(1e-6)"
             )
     return x
 
 
 def _doubles(t: Tensor) -> bool:
-    """Say whether a tensor holds float64 in a mapped file: it is read as float32, as arrays in memory are once and for all."""
+    """Say whether a tensor holds float64 in a mapped file: it is read as float32, as arrays in
+    memory are once and for all.
+    """
     return t.dtype == torch.float64 and mapped(t)
 
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """One named part (train, test, ...) of every client's data, as indices into shared tensors: nothing is copied per client.
+    """One named part (train, test, ...) of every client's data, as indices into shared tensors:
+    nothing is copied per client.
 
     Args:
-        x: Inputs [N, ...], a tensor or a tree of them, of any real dtype; shared between splits and clients.
+        x: Inputs [N, ...], a tensor or a tree of them, of any real dtype; shared between splits and
+            clients.
         y: Class labels [N] int64, or targets [N] or [N, O], floating point.
         index: Rows of `x` and `y`, client after client, [sum of counts] int64.
         counts: Number of examples of each client, [J] int64.
-        environment: Environment from which each row comes, [N] int64, numbered from 0 within each client; None for data without
-            environments.
+        environment: Environment from which each row comes, [N] int64, numbered from 0 within each
+            client; None for data without environments.
         columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
-        transform: What is done to inputs whenever they are read, row by row, such as `lambda x: x / 255`; None for nothing.
-        augment: What is also done to them for a step of training, by plain torch code that may draw, such as flips; None for nothing.
-        dtype: Precision in which floats are read; by default that of the first float in `x`, float32 where there is none or it is shorter.
+        transform: What is done to inputs whenever they are read, row by row, such as `lambda x: x /
+            255`; None for nothing.
+        augment: What is also done to them for a step of training, by plain torch code that may
+            draw, such as flips; None for nothing.
+        dtype: Precision in which floats are read; by default that of the first float in `x`,
+            float32 where there is none or it is shorter.
 
     Raises:
         ValueError: The tensors have wrong types or shapes, or do not fit each other.
@@ -70,31 +89,71 @@ class ClientData:
         object.__setattr__(self, "counts", np.asarray(self.counts, dtype=np.int64))
         if self.dtype is None:
             floats = [t.dtype for _, t in named(self.x) if t.is_floating_point()]
-            object.__setattr__(self, "dtype", torch.promote_types(floats[0], torch.float32) if floats else torch.float32)
+            object.__setattr__(
+                self,
+                "dtype",
+                torch.promote_types(floats[0], torch.float32) if floats else torch.float32,
+            )
         for name, t in named(self.x):
             if t.is_complex():
-                raise ValueError(f"{name} must hold real numbers, got {t.dtype}; pass real and imaginary parts apart")
+                raise ValueError(
+                    f"{name} must hold real numbers, got {t.dtype}; pass real and imaginary parts "
+                    "apart"
+                )
             if t.dim() < 1 or len(t) != len(self.y):
-                raise ValueError(f"{name} and y must have as many rows, got {len(t) if t.dim() else 'a single number'} and {len(self.y)}")
+                raise ValueError(
+                    f"{name} and y must have as many rows, got "
+                    f"{len(t) if t.dim() else 'a single number'} and {len(self.y)}"
+                )
         if not (self.y.is_floating_point() or self.y.dtype == torch.int64):
-            raise ValueError(f"y must hold int64 class labels or floating-point targets, got {self.y.dtype}; convert it with y.long()")
+            raise ValueError(
+                f"y must hold int64 class labels or floating-point targets, got {self.y.dtype}; "
+                "convert it with y.long()"
+            )
         if self.y.dim() not in (1, 2):
-            raise ValueError(f"y must be labels [N] or [N, T], or targets [N] or [N, O], got {self.y.dtype} of shape {list(self.y.shape)}")
+            raise ValueError(
+                f"y must be labels [N] or [N, T], or targets [N] or [N, O], got {self.y.dtype} of "
+                f"shape {list(self.y.shape)}"
+            )
         if self.index.dtype != torch.int64 or self.index.dim() != 1:
-            raise ValueError(f"index must be a vector of int64, got {self.index.dtype} of shape {list(self.index.shape)}")
-        if self.counts.ndim != 1 or (self.counts < 0).any() or int(self.counts.sum()) != len(self.index):
-            raise ValueError(f"counts must be >= 0 and add up to the {len(self.index)} entries of index, got a sum of {self.counts.sum()}")
-        if len(self.index) and not 0 <= int(self.index.min()) <= int(self.index.max()) < len(self.y):
-            raise ValueError(f"index must lie within [0, {len(self.y)}), got {int(self.index.min())} to {int(self.index.max())}")
+            raise ValueError(
+                f"index must be a vector of int64, got {self.index.dtype} of shape "
+                f"{list(self.index.shape)}"
+            )
+        if (
+            self.counts.ndim != 1
+            or (self.counts < 0).any()
+            or int(self.counts.sum()) != len(self.index)
+        ):
+            raise ValueError(
+                f"counts must be >= 0 and add up to the {len(self.index)} entries of index, got a "
+                f"sum of {self.counts.sum()}"
+            )
+        if len(self.index) and not 0 <= int(self.index.min()) <= int(self.index.max()) < len(
+            self.y
+        ):
+            raise ValueError(
+                f"index must lie within [0, {len(self.y)}), got {int(self.index.min())} to "
+                f"{int(self.index.max())}"
+            )
         if self.environment is not None:
             found = self.environment
             if found.dtype != torch.int64 or found.shape != self.y.shape[:1]:
-                raise ValueError(f"environment must be int64 of shape [{len(self.y)}], got {found.dtype} of shape {list(found.shape)}")
+                raise ValueError(
+                    f"environment must be int64 of shape [{len(self.y)}], got {found.dtype} of "
+                    f"shape {list(found.shape)}"
+                )
             if len(found) and found.min() < 0:
-                raise ValueError(f"environment must hold whole numbers from 0 up, got {int(found.min())}")
+                raise ValueError(
+                    f"environment must hold whole numbers from 0 up, got {int(found.min())}"
+                )
 
     def __repr__(self) -> str:
-        many = f"{self.counts.min()} to {self.counts.max()} examples" if self.clients else "no examples"
+        many = (
+            f"{self.counts.min()} to {self.counts.max()} examples"
+            if self.clients
+            else "no examples"
+        )
         y = f"{str(self.y.dtype).removeprefix('torch.')} y {list(self.y.shape[1:])}"
         environments = f"; up to {self.environments} environments each" * bool(self.environments)
         shown = list(self.x.shape[1:]) if isinstance(self.x, Tensor) else shape_of(self.x)
@@ -112,8 +171,14 @@ class ClientData:
 
     @cached_property
     def environments(self) -> int:
-        """Return the largest number of environments that a client has; 0 for data without environments."""
-        return 0 if self.environment is None or not len(self.index) else int(self.environment[self.index].max()) + 1
+        """Return the largest number of environments that a client has; 0 for data without
+        environments.
+        """
+        return (
+            0
+            if self.environment is None or not len(self.index)
+            else int(self.environment[self.index].max()) + 1
+        )
 
     def rows(self, j: int) -> Tensor:
         """Return client j's rows in `x` and `y`, [n_j] int64."""
@@ -128,33 +193,55 @@ class ClientData:
     def inputs(self) -> Shapes:
         """Return the shape of one example as a model receives it."""
         return shape_of(
-            self.take(self.index[:1] if len(self.index) else torch.zeros(min(1, len(self.y)), dtype=torch.int64, device=self.device))
+            self.take(
+                self.index[:1]
+                if len(self.index)
+                else torch.zeros(min(1, len(self.y)), dtype=torch.int64, device=self.device)
+            )
         )
 
     @cached_property
     def _ready(self) -> Tensor | None:
-        """Return `x` if its rows are what a model receives: of one tensor of floats, on the device and in the precision of the run."""
+        """Return `x` if its rows are what a model receives: of one tensor of floats, on the device
+        and in the precision of the run.
+        """
         x = self.x
-        alike = isinstance(x, Tensor) and x.dtype == self.dtype and x.device == self.device and not _doubles(x)
+        alike = (
+            isinstance(x, Tensor)
+            and x.dtype == self.dtype
+            and x.device == self.device
+            and not _doubles(x)
+        )
         return x if alike and isinstance(x, Tensor) and self.transform is None else None
 
     @cached_property
     def row_bytes(self) -> int:
         """Return the bytes of one example's inputs as a model receives them, at least 1."""
-        return row_bytes(self.take(torch.zeros(min(1, len(self.y)), dtype=torch.int64, device=self.device)))
+        return row_bytes(
+            self.take(torch.zeros(min(1, len(self.y)), dtype=torch.int64, device=self.device))
+        )
 
     def take(self, rows: Tensor) -> Inputs:
-        """Return the inputs at `rows` [R] of the shared tensors as a model receives them: floats in `dtype`, and transformed.
+        """Return the inputs at `rows` [R] of the shared tensors as a model receives them: floats in
+        `dtype`, and transformed.
 
         Raises:
             ValueError: The transform gives another number of rows, or numbers that are not finite.
         """
-        if self._ready is not None:  # the usual case, in which a step's batch is gathered by one call
+        if (
+            self._ready is not None
+        ):  # the usual case, in which a step's batch is gathered by one call
             return self._ready.index_select(0, rows)
-        if self.transform is not None and not len(rows) and len(self.y):  # a transform is given at least one row
+        if (
+            self.transform is not None and not len(rows) and len(self.y)
+        ):  # a transform is given at least one row
             return each(lambda t: t[:0], self.take(rows.new_zeros(1)))
         x = in_precision(each(lambda t: self._read(t, rows), self.x), self.dtype)
-        return x if self.transform is None else all_finite("transform", self.changed("transform", self.transform, x))
+        return (
+            x
+            if self.transform is None
+            else all_finite("transform", self.changed("transform", self.transform, x))
+        )
 
     def _read(self, t: Tensor, rows: Tensor) -> Tensor:
         found = t.index_select(0, rows.to(t.device)).to(self.device)
@@ -172,21 +259,28 @@ class ClientData:
             made = change(x)
         for what, t in named(made, f"{name}(x)"):
             if t.dim() < 1 or len(t) != before:
-                raise ValueError(f"{what} has shape {list(t.shape)} for {before} rows; {name} must return one row for each it is given")
+                raise ValueError(
+                    f"{what} has shape {list(t.shape)} for {before} rows; {name} must return one "
+                    "row for each it is given"
+                )
         return in_precision(made, self.dtype)
 
     def client(self, j: int, *, raw: bool = False) -> tuple[Tensor | Any, Tensor]:
-        """Copy client j's inputs [n_j, ...] and labels or targets [n_j, ...] out of the shared tensors.
+        """Copy client j's inputs [n_j, ...] and labels or targets [n_j, ...] out of the shared
+        tensors.
 
         Args:
             j: The client.
-            raw: Whether inputs are as they were before the transform, as a client's own model takes them; else as `take` reads them.
+            raw: Whether inputs are as they were before the transform, as a client's own model takes
+                them; else as `take` reads them.
         """
         rows = self.rows(j)
         return replace(self, transform=None).take(rows) if raw else self.take(rows), self.y[rows]
 
     def alone(self, j: int) -> "ClientData":
-        """Return a split in which client j has its number and copies of its rows, and all other clients have no examples."""
+        """Return a split in which client j has its number and copies of its rows, and all other
+        clients have no examples.
+        """
         rows, counts = self.rows(j), np.zeros_like(self.counts)
         counts[j] = len(rows)
         index = torch.arange(len(rows), device=self.index.device)
@@ -205,15 +299,23 @@ class ClientData:
         index = torch.cat([self.rows(j) for j in chosen]) if chosen else self.index[:0]
         return replace(self, index=index, counts=self.counts[chosen])
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ClientData":
-        """Move the split to `device`, with `y` in `dtype` if it is floating-point; `x` is converted to it where it is read.
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "ClientData":
+        """Move the split to `device`, with `y` in `dtype` if it is floating-point; `x` is converted
+        to it where it is read.
 
-        Inputs in mapped files, see `bayesfl.data.mapped.mapped`, stay there: `take` moves the rows that it reads.
+        Inputs in mapped files, see `bayesfl.data.mapped.mapped`, stay there: `take` moves the rows
+        that it reads.
         """
         return self.moved(lambda t, dtype: t.to(device=device, dtype=dtype), dtype)
 
-    def moved(self, move: Callable[[Tensor, torch.dtype | None], Tensor], dtype: torch.dtype | None) -> "ClientData":
-        """Return the split with its tensors moved, targets in `dtype` if they are floats; the split itself if nothing changes."""
+    def moved(
+        self, move: Callable[[Tensor, torch.dtype | None], Tensor], dtype: torch.dtype | None
+    ) -> "ClientData":
+        """Return the split with its tensors moved, targets in `dtype` if they are floats; the split
+        itself if nothing changes.
+        """
         dtype = self.dtype if dtype is None else dtype
         x, index = each(lambda t: t if mapped(t) else move(t, None), self.x), move(self.index, None)
         y = move(self.y, dtype if self.y.is_floating_point() else None)
@@ -224,7 +326,9 @@ class ClientData:
         return replace(self, x=x, y=y, index=index, environment=environment, dtype=dtype)
 
     def padded_labels(self) -> tuple[Tensor, Tensor]:
-        """Pad labels or targets to [J, max n] (or [J, max n, O]), and return them with their mask [J, max n] bool; padded rows are 0."""
+        """Pad labels or targets to [J, max n] (or [J, max n, O]), and return them with their mask
+        [J, max n] bool; padded rows are 0.
+        """
         width = int(self.counts.max(initial=0))
         mask = torch.arange(width) < torch.from_numpy(self.counts)[:, None]
         mask = mask.to(self.y.device)

@@ -1,4 +1,6 @@
-"""Properties of whole tensors that are computed once and kept while the tensor exists: its digest, and which rows are not finite."""
+"""Properties of whole tensors that are computed once and kept while the tensor exists: its digest,
+and which rows are not finite.
+"""
 
 import hashlib
 import sys
@@ -16,9 +18,11 @@ _finite = WeakTensorKeyDictionary()
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Return the SHA-256 digest of a tensor's shape and numbers, floats as float32, whatever its device and its floats' precision.
+    """Return the SHA-256 digest of a tensor's shape and numbers, floats as float32, whatever its
+    device and its floats' precision.
 
-    Whole numbers and bools are taken as they are stored, and the name of their type is part of it, but for int64.
+    Whole numbers and bools are taken as they are stored, and the name of their type is part of it,
+    but for int64.
     """
     known = _digests.get(tensor)
     if known is None or known[0] != tensor._version:
@@ -27,7 +31,9 @@ def digest_of(tensor: Tensor) -> str:
             digest.update(str(tensor.dtype).encode())
         for rows in pieces(tensor.detach(), _PIECE):
             assert isinstance(rows, Tensor)  # as `tensor` is
-            numbers = (rows.float() if rows.is_floating_point() else rows).cpu().contiguous().numpy()
+            numbers = (
+                (rows.float() if rows.is_floating_point() else rows).cpu().contiguous().numpy()
+            )
             digest.update((numbers if sys.byteorder == "little" else numbers.byteswap()).data)
         known = _digests[tensor] = (tensor._version, digest.hexdigest())
     return known[1]
@@ -37,7 +43,9 @@ def digest_of_inputs(x: Inputs) -> str:
     """Return the digest of a tensor, or one of the names and digests of a tree's tensors."""
     if isinstance(x, Tensor):
         return digest_of(x)
-    return hashlib.sha256(" ".join(f"{name} {digest_of(t)}" for name, t in sorted(named(x))).encode()).hexdigest()
+    return hashlib.sha256(
+        " ".join(f"{name} {digest_of(t)}" for name, t in sorted(named(x))).encode()
+    ).hexdigest()
 
 
 def not_finite(tensor: Tensor) -> Tensor | None:
@@ -47,6 +55,11 @@ def not_finite(tensor: Tensor) -> Tensor | None:
     known = _finite.get(tensor)
     if known is None or known[0] != tensor._version:
         parts = (rows for rows in pieces(tensor, _PIECE) if isinstance(rows, Tensor))
-        bad = torch.cat([~rows.flatten(1).isfinite().all(1) if rows.dim() > 1 else ~rows.isfinite() for rows in parts])
+        bad = torch.cat(
+            [
+                ~rows.flatten(1).isfinite().all(1) if rows.dim() > 1 else ~rows.isfinite()
+                for rows in parts
+            ]
+        )
         known = _finite[tensor] = (tensor._version, bad if bad.any() else None)
     return known[1]

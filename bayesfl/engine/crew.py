@@ -1,7 +1,8 @@
 """Worker threads that run the chunks of a round, each with one intra-op thread.
 
-Torch's own threads wait actively at barriers and stall when another process is busy. Chunks in workers lose little then, are as fast on
-a quiet machine, and give the same bits for any number of workers.
+Torch's own threads wait actively at barriers and stall when another process is busy. Chunks in
+workers lose little then, are as fast on a quiet machine, and give the same bits for any number of
+workers.
 """
 
 from collections import deque
@@ -22,12 +23,19 @@ class Crew:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(workers, "bayesfl", initializer=lambda: torch.set_num_threads(1))
+        self._pool = ThreadPoolExecutor(
+            workers, "bayesfl", initializer=lambda: torch.set_num_threads(1)
+        )
 
     def __enter__(self) -> "Crew":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self._threads)
 

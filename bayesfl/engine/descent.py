@@ -1,8 +1,10 @@
-"""Gradient steps for a chunk of clients at once, in place, as the batched kernels share them; those differ in how the model is computed.
+"""Gradient steps for a chunk of clients at once, in place, as the batched kernels share them; those
+differ in how the model is computed.
 
-Nothing here uses vmap: draws, priors and the optimiser are algebra on [C, ...]. Point blocks are sliced into leaves once in a
-phase, and the gradient of their Gaussian prior is added analytically. Blocks that draw stay vectors, and autograd differentiates their
-draws and KL. Clients are ordered by decreasing number of steps, so those still training are a prefix, updated through views.
+Nothing here uses vmap: draws, priors and the optimiser are algebra on [C, ...]. Point blocks are
+sliced into leaves once in a phase, and the gradient of their Gaussian prior is added analytically.
+Blocks that draw stay vectors, and autograd differentiates their draws and KL. Clients are ordered
+by decreasing number of steps, so those still training are a prefix, updated through views.
 """
 
 from time import perf_counter
@@ -27,9 +29,11 @@ from bayesfl.posteriors.point import Point
 
 
 class Descent:
-    """A `Descend` in progress for a chunk of clients: the parts of the predictor, the energy of the data, and the optimiser's state.
+    """A `Descend` in progress for a chunk of clients: the parts of the predictor, the energy of the
+    data, and the optimiser's state.
 
-    Trained blocks are copied once and then updated in place, always for the first clients of the chunk, which are still training.
+    Trained blocks are copied once and then updated in place, always for the first clients of the
+    chunk, which are still training.
 
     Args:
         algorithm: The algorithm that has the phase.
@@ -40,7 +44,16 @@ class Descent:
         still: Whether every step uses the same examples.
     """
 
-    def __init__(self, algorithm: Algorithm, phase: Descend, given: Server, views: View, kernel: Kernel, *, still: bool) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        phase: Descend,
+        given: Server,
+        views: View,
+        kernel: Kernel,
+        *,
+        still: bool,
+    ) -> None:
         self._phase, self._views = phase, views
         self._rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
         held = [_Held(algorithm, name) for name in phase.energy.parts if name not in phase.blocks]
@@ -55,15 +68,23 @@ class Descent:
         self._losses = _Losses(algorithm, phase.energy, given, views)
         still &= not any(part.draws_from("body.") for part in held) and not lively(algorithm.model)
         self._network = Network(algorithm.module(views["n"], train=True), kernel, still=still)
-        self._beliefs = {name: block.belief for name, block in zip(phase.blocks, self._trained, strict=True)}
+        self._beliefs = {
+            name: block.belief for name, block in zip(phase.blocks, self._trained, strict=True)
+        }
         self._persist = phase.persist if phase.persist in views else None
         self._narrow(len(views["n"]))
-        self._state = phase.optimiser.init(self._now) if self._persist is None else _listed(views[self._persist], self._beliefs)
+        self._state = (
+            phase.optimiser.init(self._now)
+            if self._persist is None
+            else _listed(views[self._persist], self._beliefs)
+        )
 
     def step(self, active: int, data: Batch, noise: Tensors, key: int | None = None) -> None:
-        """Take one step of the first c = `active` clients on examples [c, B, ...], with noise {block: [c, S, size]}.
+        """Take one step of the first c = `active` clients on examples [c, B, ...], with noise
+        {block: [c, S, size]}.
 
-        What the model itself draws, for a single client, has the address `key`; None where it draws nothing.
+        What the model itself draws, for a single client, has the address `key`; None where it draws
+        nothing.
         """
         self._network.key = key
         if active != self._active:
@@ -73,13 +94,17 @@ class Descent:
         self._move()
 
     def end(self, steps: Tensor | int) -> tuple[View, Info]:
-        """Return the views afterwards and the clients' mean losses in nats, after `steps` [C], or one number for all."""
+        """Return the views afterwards and the clients' mean losses in nats, after `steps` [C], or
+        one number for all.
+        """
         kept = {} if self._persist is None else {self._persist: _nested(self._state, self._beliefs)}
         moved = {name: block.belief for name, block in self._buffers.items()}
         return self._views | self._beliefs | moved | kept, {"nll": self._losses.total / steps}
 
     def _narrow(self, active: int) -> None:
-        """Continue with the first `active` clients: views of their tensors are made once, not in every step."""
+        """Continue with the first `active` clients: views of their tensors are made once, not in
+        every step.
+        """
         front = tree_map(lambda t: t[:active], self._views)
         for part in (*self._parts, *self._buffers.values(), self._losses):
             part.narrow(front)
@@ -87,7 +112,9 @@ class Descent:
 
     def _forward(self, x: Inputs, noise: Tensors) -> Through:
         """Compute the model; the way back writes slopes for the trained blocks."""
-        leaves: Tensors = {key: leaf for block in self._buffers.values() for key, leaf in block.whole().items()}
+        leaves: Tensors = {
+            key: leaf for block in self._buffers.values() for key, leaf in block.whole().items()
+        }
         slopes: Tensors = {}
         for part in self._parts:
             own, to = part.leaves(noise)
@@ -96,19 +123,31 @@ class Descent:
         return self._network(leaves, x, slopes)
 
     def _move(self) -> None:
-        """Update the trained blocks: the optimiser's step, then the proximal steps of priors that the slopes leave out."""
+        """Update the trained blocks: the optimiser's step, then the proximal steps of priors that
+        the slopes leave out.
+        """
         optimiser = self._phase.optimiser
         slopes = [slope for block in self._trained for slope in block.slopes()]
         optimiser.update_(self._now, slopes, self._state, self._rate, self._active)
         if self._phase.prox:  # all blocks are then points, of one tensor each
-            for block, pace in zip(self._trained, optimiser.pace(self._now, self._state, self._rate), strict=True):
+            for block, pace in zip(
+                self._trained, optimiser.pace(self._now, self._state, self._rate), strict=True
+            ):
                 block.solve(pace)
 
 
 def descend(
-    algorithm: Algorithm, phase: Descend, given: Server, views: View, plan: PhasePlan, kernel: Kernel, *, batch: Batch | None = None
+    algorithm: Algorithm,
+    phase: Descend,
+    given: Server,
+    views: View,
+    plan: PhasePlan,
+    kernel: Kernel,
+    *,
+    batch: Batch | None = None,
 ) -> tuple[View, Info]:
-    """Take all steps of a `Descend` for a chunk of clients, and return their views and the mean losses.
+    """Take all steps of a `Descend` for a chunk of clients, and return their views and the mean
+    losses.
 
     Args:
         algorithm: The algorithm that has the phase.
@@ -125,7 +164,9 @@ def descend(
         start = perf_counter()
         descent.step(active, data, noise, plan.forward_key() if drawing else None)
         plan.seconds["steps"] += perf_counter() - start
-    return descent.end(torch.as_tensor(plan.steps).to(views["n"]) if batch is None else phase.steps or phase.epochs)
+    return descent.end(
+        torch.as_tensor(plan.steps).to(views["n"]) if batch is None else phase.steps or phase.epochs
+    )
 
 
 def _beside(t: Tensor, like: Tensor) -> Tensor:
@@ -134,7 +175,9 @@ def _beside(t: Tensor, like: Tensor) -> Tensor:
 
 
 class _Losses:
-    """The data's part of an energy for a chunk of clients, and the sum of their batches' mean losses so far, [C]."""
+    """The data's part of an energy for a chunk of clients, and the sum of their batches' mean
+    losses so far, [C].
+    """
 
     def __init__(self, algorithm: Algorithm, energy: Energy, given: Server, views: View) -> None:
         self._likelihood, self._energy, self._given = algorithm.likelihood, energy, given
@@ -145,28 +188,42 @@ class _Losses:
     def narrow(self, front: View) -> None:
         """Continue with the clients of `front` [c, ...], the first of the chunk."""
         active = len(front["n"])
-        self._front, self._factor, self._sum = front, self._scale[:active].unsqueeze(-1), self.total[:active]
+        self._front, self._factor, self._sum = (
+            front,
+            self._scale[:active].unsqueeze(-1),
+            self.total[:active],
+        )
 
     def slopes(self, through: Through, data: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the slopes of a batch at the outputs and, where a penalty reads them, at the features; add its losses to the sum."""
+        """Return the slopes of a batch at the outputs and, where a penalty reads them, at the
+        features; add its losses to the sum.
+        """
         y = data["y"].unsqueeze(1) if through.lifted else data["y"]
         losses, slope = self._likelihood.nll_and_slope(through.outputs, y)
         at_outputs, at_features = self._penalty(through, losses, slope, data)
         self._weigh(losses, slope, data, lifted=through.lifted)
         if at_outputs is not None:
             slope.addcmul_(at_outputs, _beside(self._factor, slope))
-        return slope, None if at_features is None else at_features * _beside(self._factor, at_features)
+        return slope, None if at_features is None else at_features * _beside(
+            self._factor, at_features
+        )
 
     def _weigh(self, losses: Tensor, slope: Tensor, data: Batch, *, lifted: bool) -> None:
-        """Add the weighted mean of `losses` to the sum, and multiply each example's `slope` by its factor in the energy, in place.
+        """Add the weighted mean of `losses` to the sum, and multiply each example's `slope` by its
+        factor in the energy, in place.
 
-        They are [c, B] and [c, B, O], or [c, S, B] and [c, S, B, O] where lifted; M copies have S M draws. Where an example has several
-        labels, further axes stand before O.
+        They are [c, B] and [c, B, O], or [c, S, B] and [c, S, B, O] where lifted; M copies have S M
+        draws. Where an example has several labels, further axes stand before O.
         """
         share, factor = self._energy.shares(self._given, self._front, data), self._factor
         event = slope.dim() - losses.dim()  # axes of an example's outputs
-        if self._copies:  # each copy has draws of its own, and its losses are averaged over these alone
-            losses, slope = losses.unflatten(1, (-1, self._copies)), slope.unflatten(1, (-1, self._copies))
+        if (
+            self._copies
+        ):  # each copy has draws of its own, and its losses are averaged over these alone
+            losses, slope = (
+                losses.unflatten(1, (-1, self._copies)),
+                slope.unflatten(1, (-1, self._copies)),
+            )
             share, factor = share if share.dim() > 2 else share.unsqueeze(1), factor.unsqueeze(-1)
         weight = share * factor
         if lifted:
@@ -174,26 +231,40 @@ class _Losses:
         slope.mul_(weight[(..., *event * (None,))])
         self._sum.add_((losses * share).flatten(1).sum(-1))
 
-    def _penalty(self, through: Through, losses: Tensor, slope: Tensor, data: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """Return the slopes of the energy's penalty at the outputs and at the features, None where it does not read them.
+    def _penalty(
+        self, through: Through, losses: Tensor, slope: Tensor, data: Batch
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the slopes of the energy's penalty at the outputs and at the features, None where
+        it does not read them.
 
-        The losses enter as constants; the penalty's slope at them is carried to the outputs by `slope` [..., B, O], the slope of each loss.
+        The losses enter as constants; the penalty's slope at them is carried to the outputs by
+        `slope` [..., B, O], the slope of each loss.
         """
         if self._energy.penalty is None:
             return None, None
         with torch.enable_grad():
-            outputs, each = through.outputs.detach().requires_grad_(), losses.detach().requires_grad_()
-            features = None if through.features is None else through.features.detach().requires_grad_()
+            outputs, each = (
+                through.outputs.detach().requires_grad_(),
+                losses.detach().requires_grad_(),
+            )
+            features = (
+                None if through.features is None else through.features.detach().requires_grad_()
+            )
             value = self._energy.penalty(features, outputs, each, data, self._given, self._front)
             if value.shape[:1] != outputs.shape[:1]:
                 raise ValueError(
-                    f"the energy's penalty returns shape {list(value.shape)} for {len(outputs)} clients; it must be one number for each, "
-                    "so reduce over the last axes alone, as .sum(-1) or (batch['weight'] * each).sum(-1)"
+                    f"the energy's penalty returns shape {list(value.shape)} for {len(outputs)} "
+                    "clients; it must be one number for each, "
+                    "so reduce over the last axes alone, as .sum(-1) or (batch['weight'] * "
+                    "each).sum(-1)"
                 )
             if not value.requires_grad:
                 return None, None
             ends = [outputs, each] if features is None else [outputs, each, features]
-            at_outputs, at_losses, at_features = [*torch.autograd.grad(value.sum(), ends, allow_unused=True), None][:3]
+            at_outputs, at_losses, at_features = [
+                *torch.autograd.grad(value.sum(), ends, allow_unused=True),
+                None,
+            ][:3]
         if at_losses is not None:
             through_losses = _beside(at_losses, slope) * slope
             at_outputs = through_losses if at_outputs is None else at_outputs + through_losses
@@ -201,7 +272,9 @@ class _Losses:
 
 
 class _Held:
-    """A part of the predictor that is not trained: it stays as it is, or is drawn anew for every step."""
+    """A part of the predictor that is not trained: it stays as it is, or is drawn anew for every
+    step.
+    """
 
     def __init__(self, algorithm: Algorithm, name: str) -> None:
         self._algorithm, self._name, self._layout = algorithm, name, algorithm.layout(name)
@@ -214,7 +287,11 @@ class _Held:
     def narrow(self, front: View) -> None:
         """Continue with the clients of `front` [c, ...]."""
         self._belief = front[self._name]
-        self._leaves = {} if self._drawn else self._layout.leaves(draw(self._algorithm, self._name, self._belief, {}))
+        self._leaves = (
+            {}
+            if self._drawn
+            else self._layout.leaves(draw(self._algorithm, self._name, self._belief, {}))
+        )
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
         """Return the leaves of a step, and no slopes, as nothing is trained."""
@@ -228,7 +305,9 @@ class _Vectors:
 
     def __init__(self, algorithm: Algorithm, name: str, tensors: Tensors) -> None:
         self._layout = algorithm.layout(name)
-        self.belief = {key: t.clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
+        self.belief = {
+            key: t.clone(memory_format=torch.contiguous_format) for key, t in tensors.items()
+        }
 
     def narrow(self, front: View) -> None:
         """Continue with the clients of `front` [c, ...], the first of the chunk."""
@@ -242,17 +321,27 @@ class _Vectors:
         """Take no proximal step, as the slopes contain the whole energy.
 
         Args:
-            pace: Rate of a proximal step, given by the optimiser's step before: a number, or a tensor that broadcasts with [C, ...].
+            pace: Rate of a proximal step, given by the optimiser's step before: a number, or a
+                tensor that broadcasts with [C, ...].
         """
 
 
 class _Points(_Vectors):
-    """A trained point block with its Gaussian prior, if it has one; its leaves and their slopes are views made once.
+    """A trained point block with its Gaussian prior, if it has one; its leaves and their slopes are
+    views made once.
 
     The prior is part of the slopes or, with `prox`, solved after the optimiser's step.
     """
 
-    def __init__(self, algorithm: Algorithm, name: str, belief: Tensors, prior: "_Gaussian | None", *, prox: bool) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        name: str,
+        belief: Tensors,
+        prior: "_Gaussian | None",
+        *,
+        prox: bool,
+    ) -> None:
         super().__init__(algorithm, name, belief)
         self._whole = torch.zeros_like(self.belief["loc"])
         self._prior, self._prox = prior, prox
@@ -281,9 +370,13 @@ class _Points(_Vectors):
 
 
 class _Gaussian:
-    """A Gaussian prior of points like `loc` [C, ...]: its centre, and its strength, weight / variance. Both are constant."""
+    """A Gaussian prior of points like `loc` [C, ...]: its centre, and its strength, weight /
+    variance. Both are constant.
+    """
 
-    def __init__(self, prior: Normal, given: Server, views: View, loc: Tensor, weight: Tensor) -> None:
+    def __init__(
+        self, prior: Normal, given: Server, views: View, loc: Tensor, weight: Tensor
+    ) -> None:
         strength = weight.view(-1, *[1] * (loc.dim() - 1)) / prior.variance(given, views)
         room = torch.empty_like(loc, memory_format=torch.contiguous_format)
         self._whole = prior.centre(given, views).expand_as(loc), strength, room
@@ -298,7 +391,9 @@ class _Gaussian:
         slope.addcmul_(torch.sub(loc, self._centre, out=self._room), self._strength)
 
     def solve(self, loc: Tensor, pace: Tensor | float) -> None:
-        """Move `loc` part of the way to the centre: the share pace k / (1 + pace k) under a strength k."""
+        """Move `loc` part of the way to the centre: the share pace k / (1 + pace k) under a
+        strength k.
+        """
         if isinstance(pace, Tensor):
             pull = torch.mul(pace, self._strength, out=self._room)
             loc.lerp_(self._centre, pace.copy_(pull).add_(1).reciprocal_().mul_(pull))
@@ -309,9 +404,13 @@ class _Gaussian:
 
 
 class _Beliefs(_Vectors):
-    """A trained block that draws, or under a prior that is not Gaussian: autograd differentiates its KL and its draws."""
+    """A trained block that draws, or under a prior that is not Gaussian: autograd differentiates
+    its KL and its draws.
+    """
 
-    def __init__(self, algorithm: Algorithm, name: str, belief: Tensors, given: Server, weight: Tensor) -> None:
+    def __init__(
+        self, algorithm: Algorithm, name: str, belief: Tensors, given: Server, weight: Tensor
+    ) -> None:
         super().__init__(algorithm, name, belief)
         self._algorithm, self._name, self._given, self._whole = algorithm, name, given, weight
 
@@ -321,30 +420,49 @@ class _Beliefs(_Vectors):
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
         """Return the leaves of a draw, and the buffers for their slopes."""
-        self._live = {key: p.detach().requires_grad_() for key, p in zip(self.belief, self.now, strict=True)}
+        self._live = {
+            key: p.detach().requires_grad_() for key, p in zip(self.belief, self.now, strict=True)
+        }
         self._drawn = draw(self._algorithm, self._name, self._live, noise)
         self._slope = torch.zeros_like(self._drawn)
         return self._layout.leaves(self._drawn.detach()), self._layout.leaves(self._slope)
 
     def slopes(self) -> list[Tensor]:
-        """Return the energy's slopes at the belief's tensors, through the draw and through the KL."""
-        divergence = self._weight * self._algorithm.divergence(self._name, self._live, self._given, self._front)
+        """Return the energy's slopes at the belief's tensors, through the draw and through
+        the KL.
+        """
+        divergence = self._weight * self._algorithm.divergence(
+            self._name, self._live, self._given, self._front
+        )
         ends = [(self._drawn, self._slope), (divergence, torch.ones_like(divergence))]
         outputs, slopes = zip(*[pair for pair in ends if pair[0].requires_grad], strict=True)
         return list(torch.autograd.grad(outputs, list(self._live.values()), slopes))
 
 
-def _trained(algorithm: Algorithm, phase: Descend, name: str, given: Server, views: View) -> _Points | _Beliefs:
+def _trained(
+    algorithm: Algorithm, phase: Descend, name: str, given: Server, views: View
+) -> _Points | _Beliefs:
     """Return a block of the phase, ready to be trained."""
-    block, belief, (_, weight) = algorithm.blocks[name], views[name], phase.energy.scales(views["n"])
-    if type(block.posterior) is not Point or not (type(block.prior) is Flat or is_normal(block.prior)):
+    block, belief, (_, weight) = (
+        algorithm.blocks[name],
+        views[name],
+        phase.energy.scales(views["n"]),
+    )
+    if type(block.posterior) is not Point or not (
+        type(block.prior) is Flat or is_normal(block.prior)
+    ):
         return _Beliefs(algorithm, name, belief, given, weight)
-    prior = _Gaussian(block.prior, given, views, belief["loc"], weight) if is_normal(block.prior) else None
+    prior = (
+        _Gaussian(block.prior, given, views, belief["loc"], weight)
+        if is_normal(block.prior)
+        else None
+    )
     return _Points(algorithm, name, belief, prior, prox=phase.prox)
 
 
 def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tensor]) -> Tensor:
-    """Draw a block, [C, S, D], if there is noise for it [C, S, noise size], else return its mean [C, D].
+    """Draw a block, [C, S, D], if there is noise for it [C, S, noise size], else return its mean
+    [C, D].
 
     For M copies, the draws of all are [C, S M, D], or their means [C, M, D].
     """
@@ -357,11 +475,17 @@ def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tens
 
 
 def _listed(state: Any, beliefs: dict[str, Tensors]) -> Any:
-    """Convert an optimiser's state for a nest of tensors such as `beliefs` to the state for a list of them; tensors are copied."""
+    """Convert an optimiser's state for a nest of tensors such as `beliefs` to the state for a list
+    of them; tensors are copied.
+    """
     if not isinstance(state, dict):
         return state.clone()
     if state.keys() == beliefs.keys():
-        return [state[name][key].clone(memory_format=torch.contiguous_format) for name, belief in beliefs.items() for key in belief]
+        return [
+            state[name][key].clone(memory_format=torch.contiguous_format)
+            for name, belief in beliefs.items()
+            for key in belief
+        ]
     return {key: _listed(value, beliefs) for key, value in state.items()}
 
 
@@ -370,4 +494,8 @@ def _nested(state: Any, beliefs: dict[str, Tensors]) -> Any:
     if isinstance(state, list):
         rest = iter(state)
         return {name: {key: next(rest) for key in belief} for name, belief in beliefs.items()}
-    return {key: _nested(value, beliefs) for key, value in state.items()} if isinstance(state, dict) else state
+    return (
+        {key: _nested(value, beliefs) for key, value in state.items()}
+        if isinstance(state, dict)
+        else state
+    )

@@ -1,4 +1,6 @@
-"""The driver of phases, which chooses the kernel that runs a phase and the number of clients in a chunk."""
+"""The driver of phases, which chooses the kernel that runs a phase and the number of clients in a
+chunk.
+"""
 
 import os
 from dataclasses import dataclass
@@ -22,31 +24,40 @@ from bayesfl.models.modes import draws, lively
 T = TypeVar("T")
 KernelName: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
 
-# docs/decisions/0008: larger chunks push the weights of an MLP out of the cache; smaller ones need more calls for the same products.
+# docs/decisions/0008: larger chunks push the weights of an MLP out of the cache; smaller ones need
+# more calls for the same products.
 CPU_CHUNK = 5
-# Small models, whose calls cost more than their products, run more clients in a chunk, while the chunk's weights fit into this many bytes
-# and at least CPU_CHUNKS chunks remain, so that workers get equal shares.
+# Small models, whose calls cost more than their products, run more clients in a chunk, while the
+# chunk's weights fit into this many bytes and at least CPU_CHUNKS chunks remain, so that workers
+# get equal shares.
 CPU_BYTES, CPU_SMALL_CHUNK, CPU_CHUNKS = 12 * 2**20, 20, 8
-# Models of more weights are run client by client, since joining the states of a chunk's clients would copy them.
+# Models of more weights are run client by client, since joining the states of a chunk's clients
+# would copy them.
 CPU_LARGE = 2_000_000
-# docs/decisions/0008: convolutional networks of at most this many weights gain from chunks; larger ones are faster client by client.
+# docs/decisions/0008: convolutional networks of at most this many weights gain from chunks; larger
+# ones are faster client by client.
 CPU_CONVOLUTIONS = 100_000
-# A client in training needs about eight times the memory of its weights: state, leaves, gradients, momentum, pull and temporaries.
+# A client in training needs about eight times the memory of its weights: state, leaves, gradients,
+# momentum, pull and temporaries.
 COPIES = 8
 
 
 @dataclass(frozen=True)
 @declared
 class Engine:
-    """The way in which the local work of a round is run; it changes speed and rounding only, and under `ClientPrivacy` the noise.
+    """The way in which the local work of a round is run; it changes speed and rounding only, and
+    under `ClientPrivacy` the noise.
 
     Args:
-        kernel: `reference` (pure steps, one client after another), `live` (the module itself, client by client), `layers` (layer
-            rules for a whole chunk), `vmap` (any module that torch.func can batch), or `auto`, which decides for each phase.
-        chunk: Number C of clients computed together. None chooses it, on a CPU from the cohort and the size of the weights, on a GPU from
-            the size of the weights and the free memory; as it ignores the size of activations, set it where these are large.
-        workers: Number of threads that run chunks, each with one intra-op thread; None for the number of cores that this process may use (1
-            on a GPU, and with the kernel `vmap`, whose Python code holds the interpreter's lock).
+        kernel: `reference` (pure steps, one client after another), `live` (the module itself,
+            client by client), `layers` (layer rules for a whole chunk), `vmap` (any module that
+            torch.func can batch), or `auto`, which decides for each phase.
+        chunk: Number C of clients computed together. None chooses it, on a CPU from the cohort and
+            the size of the weights, on a GPU from the size of the weights and the free memory; as
+            it ignores the size of activations, set it where these are large.
+        workers: Number of threads that run chunks, each with one intra-op thread; None for the
+            number of cores that this process may use (1 on a GPU, and with the kernel `vmap`, whose
+            Python code holds the interpreter's lock).
     """
 
     kernel: KernelName = "auto"
@@ -56,15 +67,24 @@ class Engine:
     def chunk_size(self, clients: int, algorithm: Algorithm, device: torch.device) -> int:
         """Return the number of clients in a chunk, for a cohort of `clients`.
 
-        It does not depend on the number of workers, so that they do not change the bits of the result.
+        It does not depend on the number of workers, so that they do not change the bits of the
+        result.
         """
         if self.chunk is not None:
             return self.chunk
         if device.type != "cuda":
-            weights = sum(algorithm.layout(name).size * (block.copies or 1) for name, block in algorithm.blocks.items())
+            weights = sum(
+                algorithm.layout(name).size * (block.copies or 1)
+                for name, block in algorithm.blocks.items()
+            )
             most = CPU_CHUNK if weights <= CPU_LARGE else 1
             if not live.has_convolutions(algorithm.model):
-                most = max(most, min(CPU_SMALL_CHUNK, CPU_BYTES // (4 * COPIES * weights), clients // CPU_CHUNKS))
+                most = max(
+                    most,
+                    min(
+                        CPU_SMALL_CHUNK, CPU_BYTES // (4 * COPIES * weights), clients // CPU_CHUNKS
+                    ),
+                )
             return max(1, min(most, -(-clients // 2)))
         size = sum(p.numel() for p in algorithm.model.parameters()) * 4 * COPIES
         return max(1, min(clients, int(0.5 * torch.cuda.mem_get_info(device)[0] / size)))
@@ -75,20 +95,28 @@ class Engine:
             return self.workers
         if device.type == "cuda" or self.kernel == "vmap":
             return 1
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
 
     def crew(self, device: torch.device) -> Crew:
         """Return the worker threads for the chunks of a run."""
         return Crew(self.worker_count(device))
 
-    def choose(self, algorithm: Algorithm, phase: Descend | None, device: torch.device) -> KernelName:
+    def choose(
+        self, algorithm: Algorithm, phase: Descend | None, device: torch.device
+    ) -> KernelName:
         """Choose the kernel that runs a phase, or predictions where `phase` is None.
 
-        With `auto`, stacks of known layers are run by `layers`, except convolutional networks (on a CPU only large ones). Those and all
-        other modules are run by `live`, or on a GPU by `vmap` if torch.func can batch them.
+        With `auto`, stacks of known layers are run by `layers`, except convolutional networks (on a
+        CPU only large ones). Those and all other modules are run by `live`, or on a GPU by `vmap`
+        if torch.func can batch them.
 
         Raises:
-            ValueError: The kernel asked for has no rule for a layer of the model, or cannot batch it.
+            ValueError: The kernel asked for has no rule for a layer of the model, or cannot batch
+                it.
         """
         model = algorithm.model
         if self.kernel == "layers":
@@ -97,20 +125,35 @@ class Engine:
             vmap.refuse(model)
         if self.kernel != "auto":
             return self.kernel
-        small = device.type != "cuda" and sum(p.numel() for p in model.parameters()) <= CPU_CONVOLUTIONS
+        small = (
+            device.type != "cuda" and sum(p.numel() for p in model.parameters()) <= CPU_CONVOLUTIONS
+        )
         convolutions = live.has_convolutions(model) and not small
         if phase is not None and phase.batch_size is None and cut(model):
             moving = {*phase.blocks, *phase.noise(algorithm)}
-            if all(name.startswith("head.") for block in moving for name in algorithm.layout(block).names):
+            if all(
+                name.startswith("head.")
+                for block in moving
+                for name in algorithm.layout(block).names
+            ):
                 convolutions = live.has_convolutions(model.head)
         if layers.supported(model) and not convolutions:
             return "layers"
         return "vmap" if device.type == "cuda" and vmap.batches(model) else "live"
 
-    def run(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
-        """Run one phase for a chunk of clients, stacked [C, ...], and return their views afterwards and information for people.
+    def run(
+        self,
+        algorithm: Algorithm,
+        phase: Phase | Repeat,
+        given: Server,
+        views: View,
+        plan: PhasePlan,
+    ) -> tuple[View, Info]:
+        """Run one phase for a chunk of clients, stacked [C, ...], and return their views afterwards
+        and information for people.
 
-        With the kernel `auto`, a model that torch.func turns out not to batch is run by `live`, and what that cannot run by `reference`.
+        With the kernel `auto`, a model that torch.func turns out not to batch is run by `live`, and
+        what that cannot run by `reference`.
 
         Raises:
             ValueError: The kernel is `vmap`, and torch.func cannot batch the model.
@@ -123,29 +166,56 @@ class Engine:
                 raise
             if self.kernel == "vmap":
                 name = type(algorithm.model).__name__
-                raise ValueError(f"torch.func cannot batch {name} ({error}); use kernel='live' or 'auto'") from error
+                raise ValueError(
+                    f"torch.func cannot batch {name} ({error}); use kernel='live' or 'auto'"
+                ) from error
             plan.rewind()
-            return reference.run(algorithm, phase, given, views, plan) if known else self.run(algorithm, phase, given, views, plan)
+            return (
+                reference.run(algorithm, phase, given, views, plan)
+                if known
+                else self.run(algorithm, phase, given, views, plan)
+            )
 
-    def _run(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
+    def _run(
+        self,
+        algorithm: Algorithm,
+        phase: Phase | Repeat,
+        given: Server,
+        views: View,
+        plan: PhasePlan,
+    ) -> tuple[View, Info]:
         device = views["n"].device
         algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
         kernel = self.choose(algorithm, phase if by_algebra(phase) else None, device)
         descends = any(by_algebra(p) for p in getattr(phase, "phases", (phase,)))
         if lively(algorithm.model) and self._trains(algorithm.model, phase):
             kernel = "live"
-        elif kernel == "reference" or not phase.batched or not (descends or vmap.batches(algorithm.model)):
+        elif (
+            kernel == "reference"
+            or not phase.batched
+            or not (descends or vmap.batches(algorithm.model))
+        ):
             return reference.run(algorithm, phase, given, views, plan)
         if kernel != "live" or not descends:
             return self._chunk(algorithm, phase, given, views, plan, kernel)
         done = [
-            self._chunk(algorithm, phase, given, tree_map(lambda t, c=c: t[c : c + 1], views), plan.client(c), kernel)
+            self._chunk(
+                algorithm,
+                phase,
+                given,
+                tree_map(lambda t, c=c: t[c : c + 1], views),
+                plan.client(c),
+                kernel,
+            )
             for c in range(len(plan.ids))
         ]
-        return tree_map(lambda *rows: torch.cat(rows), *done) if len(done) > 1 else done[0]  # one client's are not copied
+        return (
+            tree_map(lambda *rows: torch.cat(rows), *done) if len(done) > 1 else done[0]
+        )  # one client's are not copied
 
     def _trains(self, model: nn.Module, phase: Phase | Repeat) -> bool:
-        """Say whether a phase trains a model that has norms with statistics or draws, which the live kernel alone does.
+        """Say whether a phase trains a model that has norms with statistics or draws, which the
+        live kernel alone does.
 
         Raises:
             ValueError: Another kernel was asked for, or the phase has steps of its own.
@@ -155,42 +225,75 @@ class Engine:
         told = f"{type(model).__name__} has {what} in training mode"
         if own := [p for p in inner if not by_algebra(p) and not isinstance(p, Once)]:
             raise ValueError(
-                f"{told}, of which the steps of {type(own[0]).__name__} know nothing; put the model in eval mode, or take a method whose "
+                f"{told}, of which the steps of {type(own[0]).__name__} know nothing; put the "
+                "model in eval mode, or take a method whose "
                 "phases are Descend"
             )
         if all(isinstance(p, Once) for p in inner):
             return False
         if self.kernel not in ("auto", "live") or not phase.batched:
-            asked = f"kernel={self.kernel!r}" if self.kernel not in ("auto", "live") else "a phase that is run by itself (batched=False)"
-            raise ValueError(f"{told}, which {asked} cannot train; use kernel='auto' or 'live', and phases with batched=True")
+            asked = (
+                f"kernel={self.kernel!r}"
+                if self.kernel not in ("auto", "live")
+                else "a phase that is run by itself (batched=False)"
+            )
+            raise ValueError(
+                f"{told}, which {asked} cannot train; use kernel='auto' or 'live', and phases with "
+                "batched=True"
+            )
         return True
 
     def _chunk(
-        self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan, kernel: KernelName
+        self,
+        algorithm: Algorithm,
+        phase: Phase | Repeat,
+        given: Server,
+        views: View,
+        plan: PhasePlan,
+        kernel: KernelName,
     ) -> tuple[View, Info]:
         info: Info = {}
         for inner, batch in plan.turns(phase):
             active = len(plan.ids) if batch is None else len(batch["weight"])
             front = views if active == len(plan.ids) else tree_map(lambda t, a=active: t[:a], views)
             if by_algebra(inner):
-                new, seen = descent.descend(algorithm, inner, given, front, plan, KERNEL_OF[kernel], batch=batch)
+                new, seen = descent.descend(
+                    algorithm, inner, given, front, plan, KERNEL_OF[kernel], batch=batch
+                )
             else:
-                new, seen = vmap.run(algorithm, inner, given, front, plan, batch, losses=self._losses)
+                new, seen = vmap.run(
+                    algorithm, inner, given, front, plan, batch, losses=self._losses
+                )
             if active < len(plan.ids):  # the others have had all their batches
-                new, seen = _with_rest(new, views), _with_rest(seen, {key: info[key] for key in seen})
+                new, seen = (
+                    _with_rest(new, views),
+                    _with_rest(seen, {key: info[key] for key in seen}),
+                )
             views, info = new, info | seen
         return views, info
 
-    def _losses(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, batch: Batch) -> Tensor:
-        """Compute `Algorithm.losses_of_copies` of a chunk of clients, [C, B] or [C, M, B], by the kernel."""
+    def _losses(
+        self, algorithm: Algorithm, parts: tuple[str, ...], views: View, batch: Batch
+    ) -> Tensor:
+        """Compute `Algorithm.losses_of_copies` of a chunk of clients, [C, B] or [C, M, B], by the
+        kernel.
+        """
         outputs = self.outputs(algorithm, parts, views, batch["x"], {})
         losses = algorithm.likelihood.nll(outputs, batch["y"].unsqueeze(1))
         return losses if algorithm.copies(parts) else losses.squeeze(1)
 
-    def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Inputs, noise: dict[str, Tensor]) -> Tensor:
+    def outputs(
+        self,
+        algorithm: Algorithm,
+        parts: tuple[str, ...],
+        views: View,
+        x: Inputs,
+        noise: dict[str, Tensor],
+    ) -> Tensor:
         """Compute the outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *].
 
-        They are computed at draws if there is noise {block: [C, S, D]}, else at the mean, with S = 1.
+        They are computed at draws if there is noise {block: [C, S, D]}, else at the mean, with S =
+        1.
         """
         kernel = self.choose(algorithm, None, first(x).device)
         if kernel == "reference":
@@ -199,15 +302,28 @@ class Engine:
             everything = (views, x, noise)
             rows = [tree_map(lambda t, c=c: t[c : c + 1], everything) for c in range(count(x))]
             return torch.cat([self.outputs(algorithm, parts, *row) for row in rows])
-        drawn = {part: descent.draw(algorithm, part, views[part], noise) for part in algorithm.whole(parts)}
-        leaves = {key: leaf for part, vector in drawn.items() for key, leaf in algorithm.layout(part).leaves(vector).items()}
+        drawn = {
+            part: descent.draw(algorithm, part, views[part], noise)
+            for part in algorithm.whole(parts)
+        }
+        leaves = {
+            key: leaf
+            for part, vector in drawn.items()
+            for key, leaf in algorithm.layout(part).leaves(vector).items()
+        }
         through = network.Network(algorithm.module(views["n"]), KERNEL_OF[kernel])(leaves, x)
         return through.outputs if through.lifted else through.outputs.unsqueeze(1)
 
 
 def _with_rest(front: Any, whole: Any) -> Any:
-    """Return tensors of the first clients of a chunk with those of the other clients after them, [C, ...]."""
+    """Return tensors of the first clients of a chunk with those of the other clients after them,
+    [C, ...].
+    """
     return tree_map(lambda first, every: torch.cat([first, every[len(first) :]]), front, whole)
 
 
-KERNEL_OF: dict[str, network.Kernel] = {"live": live.kernel, "layers": layers.kernel, "vmap": vmap.kernel}
+KERNEL_OF: dict[str, network.Kernel] = {
+    "live": live.kernel,
+    "layers": layers.kernel,
+    "vmap": vmap.kernel,
+}

@@ -1,7 +1,8 @@
-"""The live kernel, which runs one client after another, for larger CNNs on a CPU, where the activations of two clients exceed the cache.
+"""The live kernel, which runs one client after another, for larger CNNs on a CPU, where the
+activations of two clients exceed the cache.
 
-Stacks of known layers are run by the layer rules; other modules are called themselves, with convolutions in channels-last memory
-where these are not large.
+Stacks of known layers are run by the layer rules; other modules are called themselves, with
+convolutions in channels-last memory where these are not large.
 """
 
 import weakref
@@ -18,7 +19,9 @@ from bayesfl.engine import layers
 from bayesfl.engine.network import Passage, by_autograd
 
 COPIED = 1_000_000
-"""Weights of convolutions, beyond which a copy of them in every step costs more than the other memory layout gains (ResNet-18)."""
+"""Weights of convolutions, beyond which a copy of them in every step costs more than the other
+memory layout gains (ResNet-18).
+"""
 
 
 def has_convolutions(module: nn.Module) -> bool:
@@ -32,7 +35,8 @@ class _Known(NamedTuple):
     Args:
         axes: The number of axes of each parameter and buffer.
         tied: Whether a parameter has several names.
-        placed: Function that puts weights and inputs into the memory layout in which its convolutions run.
+        placed: Function that puts weights and inputs into the memory layout in which its
+            convolutions run.
     """
 
     axes: dict[str, int]
@@ -47,11 +51,15 @@ def _known(module: nn.Module) -> _Known:
     if module not in _KNOWN:
         axes = {name: t.dim() for name, t in (*module.named_parameters(), *module.named_buffers())}
         weights = sum(p.numel() for p in module.parameters() if p.dim() == 4)
-        _KNOWN[module] = _Known(axes, bool(aliases(module)), _channels_last if weights <= COPIED else _as_it_is)
+        _KNOWN[module] = _Known(
+            axes, bool(aliases(module)), _channels_last if weights <= COPIED else _as_it_is
+        )
     return _KNOWN[module]
 
 
-def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool) -> tuple[Tensor, bool]:
+def _forward(
+    module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool
+) -> tuple[Tensor, bool]:
     axes, tied, placed = _known(module)
     leaves = {name: leaf.squeeze(0) for name, leaf in leaves.items()}
     drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() > axes[name]}
@@ -73,7 +81,8 @@ def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bo
 
 
 def _channels_last(t: Tensor) -> Tensor:
-    # A convolution chooses its memory layout by strides, which `contiguous` leaves as they are for a single channel.
+    # A convolution chooses its memory layout by strides, which `contiguous` leaves as they are for
+    # a single channel.
     return t.to(memory_format=torch.channels_last, copy=True) if t.dim() == 4 else t
 
 

@@ -1,4 +1,6 @@
-"""The model of a chunk of clients: its outputs, and the backward pass from slopes at the outputs to slopes at the parameters."""
+"""The model of a chunk of clients: its outputs, and the backward pass from slopes at the outputs to
+slopes at the parameters.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +14,9 @@ from bayesfl.base.inputs import Inputs, count
 from bayesfl.models.altered import cut
 
 Back: TypeAlias = Callable[[Tensor], Tensor | None]
-"""Function from a slope at the outputs to the slope at the inputs, None if that was not wanted; it also writes the leaves' slopes."""
+"""Function from a slope at the outputs to the slope at the inputs, None if that was not wanted; it
+also writes the leaves' slopes.
+"""
 
 
 class Pass(NamedTuple):
@@ -36,7 +40,8 @@ class Through(NamedTuple):
         outputs: Outputs [C, B, O], or [C, S, B, O] where lifted.
         lifted: Whether weights were drawn, so that outputs have an axis of draws.
         features: Inputs of the head; None if the model is not a `SplitModel`.
-        back: The backward pass from slopes at the outputs and, if a penalty reads them, slopes at the features.
+        back: The backward pass from slopes at the outputs and, if a penalty reads them, slopes at
+            the features.
     """
 
     outputs: Tensor
@@ -48,12 +53,20 @@ class Through(NamedTuple):
 class Passage(Protocol):
     """The interface of a module that is ready to be run for a chunk of clients."""
 
-    def __call__(self, leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Inputs, lifted: bool, through: bool) -> Pass:
+    def __call__(
+        self,
+        leaves: dict[str, Tensor],
+        slopes: dict[str, Tensor],
+        x: Inputs,
+        lifted: bool,
+        through: bool,
+    ) -> Pass:
         """Return the outputs and the backward pass.
 
         Args:
             leaves: Parameters by name, [C, *shape], or [C, S, *shape] where drawn.
-            slopes: Buffers, in the leaves' shapes, into which the backward pass writes the wanted slopes.
+            slopes: Buffers, in the leaves' shapes, into which the backward pass writes the wanted
+                slopes.
             x: Inputs [C, B, ...], or [C, S, B, ...] where lifted.
             lifted: Whether the inputs have an axis of draws.
             through: Whether the slope at the inputs is wanted.
@@ -65,22 +78,34 @@ Kernel: TypeAlias = Callable[[nn.Module], Passage]
 """Function from a module to its `Passage` for a chunk of clients."""
 
 
-def by_autograd(call: Callable[[nn.Module, dict[str, Tensor], Inputs, bool], tuple[Tensor, bool]]) -> Kernel:
+def by_autograd(
+    call: Callable[[nn.Module, dict[str, Tensor], Inputs, bool], tuple[Tensor, bool]],
+) -> Kernel:
     """Make a kernel of a function that computes outputs only; the backward pass is autograd's."""
 
     def kernel(module: nn.Module) -> Passage:
-        def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Inputs, lifted: bool, through: bool) -> Pass:
+        def passage(
+            leaves: dict[str, Tensor],
+            slopes: dict[str, Tensor],
+            x: Inputs,
+            lifted: bool,
+            through: bool,
+        ) -> Pass:
             if not slopes and not through:
                 with torch.no_grad():
                     return Pass(*call(module, leaves, x, lifted), None)
             with torch.enable_grad():
                 live = {name: leaves[name].detach().requires_grad_() for name in slopes}
-                start = x.detach().requires_grad_() if through and isinstance(x, Tensor) else x  # a head's inputs are one tensor
+                start = (
+                    x.detach().requires_grad_() if through and isinstance(x, Tensor) else x
+                )  # a head's inputs are one tensor
                 outputs, lifted = call(module, leaves | live, start, lifted)
 
             def back(slope: Tensor) -> Tensor | None:
                 ends = [*live.values(), start] if through else list(live.values())
-                found = torch.autograd.grad(outputs, ends, slope, materialize_grads=True)  # some modules leave parameters unused
+                found = torch.autograd.grad(
+                    outputs, ends, slope, materialize_grads=True
+                )  # some modules leave parameters unused
                 for buffer, value in zip(slopes.values(), found, strict=False):
                     buffer.copy_(value)
                 return found[-1] if through else None
@@ -93,16 +118,18 @@ def by_autograd(call: Callable[[nn.Module, dict[str, Tensor], Inputs, bool], tup
 
 
 class Network:
-    """A model under a kernel, with body and head run separately if it has them, so that draws of a head share one pass through the body.
+    """A model under a kernel, with body and head run separately if it has them, so that draws of a
+    head share one pass through the body.
 
     Args:
         module: The model.
         kernel: Kernel that computes it for a chunk.
-        still: Whether inputs and the body's leaves are the same in every call; the features are then computed once, if no
-            slopes of the body are wanted.
+        still: Whether inputs and the body's leaves are the same in every call; the features are
+            then computed once, if no slopes of the body are wanted.
 
     Attributes:
-        key: Address of what the module draws in its next call, see `Addressed`; None where it draws nothing.
+        key: Address of what the module draws in its next call, see `Addressed`; None where it draws
+            nothing.
     """
 
     def __init__(self, module: nn.Module, kernel: Kernel, *, still: bool = False) -> None:
@@ -112,7 +139,9 @@ class Network:
         self._features: Pass | None = None
         self.key: int | None = None
 
-    def __call__(self, leaves: dict[str, Tensor], x: Inputs, slopes: dict[str, Tensor] | None = None) -> Through:
+    def __call__(
+        self, leaves: dict[str, Tensor], x: Inputs, slopes: dict[str, Tensor] | None = None
+    ) -> Through:
         """Compute the model for a chunk of clients; the backward pass writes into `slopes`."""
         slopes = slopes or {}
         if "" in self._passages:
@@ -129,9 +158,13 @@ class Network:
         features = self._features
         if features is None or not self._still or to_body or len(features.outputs) != count(x):
             with self._drawing():
-                features = self._features = self._passages["body."](of_body, to_body, x, False, False)
+                features = self._features = self._passages["body."](
+                    of_body, to_body, x, False, False
+                )
         with self._drawing(2**32):
-            outputs = self._passages["head."](of_head, to_head, features.outputs, features.lifted, bool(to_body))
+            outputs = self._passages["head."](
+                of_head, to_head, features.outputs, features.lifted, bool(to_body)
+            )
 
         def back(slope: Tensor, at_features: Tensor | None = None) -> None:
             through = None if outputs.back is None else outputs.back(slope)
@@ -141,7 +174,9 @@ class Network:
         return Through(outputs.outputs, outputs.lifted, features.outputs, back)
 
     def _drawing(self, start: int = 0) -> AbstractContextManager[Any]:
-        """Return the context in which a part of the module runs, whose draws are counted from `start`."""
+        """Return the context in which a part of the module runs, whose draws are counted from
+        `start`.
+        """
         return nullcontext() if self.key is None else at_address(self.key, start)
 
 

@@ -1,7 +1,8 @@
-"""The plan of one phase for a chunk of clients: which clients train in which step, on which examples, with which noise.
+"""The plan of one phase for a chunk of clients: which clients train in which step, on which
+examples, with which noise.
 
-Everything random is drawn here, from addresses; kernels only compute. Clients are ordered by decreasing number of steps, so those still
-training in step t are a prefix of the chunk.
+Everything random is drawn here, from addresses; kernels only compute. Clients are ordered by
+decreasing number of steps, so those still training in step t are a prefix of the chunk.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,8 @@ class PhasePlan:
     Args:
         phase: The phase, whose epochs, steps and batch size are used.
         split: The clients' training data.
-        ids: Clients [C], by decreasing number of examples: their places in `split`, and in the addresses of their randomness.
+        ids: Clients [C], by decreasing number of examples: their places in `split`, and in the
+            addresses of their randomness.
         seed: The experiment's seed.
         round: Round of the federation, from 0.
         stage: Training (the default), fine-tuning or adaptation.
@@ -60,23 +62,37 @@ class PhasePlan:
         self._counts = split.counts[ids]
         size = phase.batch_size
         self._per_epoch = np.ones_like(self._counts) if size is None else -(-self._counts // size)
-        self.steps = np.full(len(ids), phase.steps) if phase.steps else phase.epochs * self._per_epoch
+        self.steps = (
+            np.full(len(ids), phase.steps) if phase.steps else phase.epochs * self._per_epoch
+        )
         self.seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
         self._forwards = 0
 
     @property
     def still(self) -> bool:
         """Say whether every step uses the same inputs."""
-        return self._phase.batch_size is None and not isinstance(self._phase, Repeat) and not self._augments
+        return (
+            self._phase.batch_size is None
+            and not isinstance(self._phase, Repeat)
+            and not self._augments
+        )
 
     @property
     def _augments(self) -> bool:
         return self._split.augment is not None and not isinstance(self._phase, Once)
 
     def client(self, place: int) -> "PhasePlan":
-        """Return the same plan for the client at `place` alone; it shares the clock, and continues to read the same noise."""
+        """Return the same plan for the client at `place` alone; it shares the clock, and continues
+        to read the same noise.
+        """
         one = PhasePlan.__new__(PhasePlan)
-        one.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_everything", "_orders", "_active")})
+        one.__dict__.update(
+            {
+                k: v
+                for k, v in self.__dict__.items()
+                if k not in ("_everything", "_orders", "_active")
+            }
+        )
         for name in ("ids", "_counts", "_per_epoch", "steps"):
             setattr(one, name, getattr(self, name)[place : place + 1])
         one._generators = self._generators[place : place + 1]
@@ -88,35 +104,51 @@ class PhasePlan:
         self._forwards = 0
 
     def forward_key(self) -> int:
-        """Return the address of what the model itself draws in the next step, for the plan of a single client."""
+        """Return the address of what the model itself draws in the next step, for the plan of a
+        single client.
+        """
         (client,) = self.ids
         self._forwards += 1
-        return key(self._seed, Purpose.FORWARD, client=int(client), index=self._forwards - 1, **self._address)
+        return key(
+            self._seed,
+            Purpose.FORWARD,
+            client=int(client),
+            index=self._forwards - 1,
+            **self._address,
+        )
 
     def active(self, step: int) -> int:
         """Return how many clients are still training in `step`; they are a prefix of the chunk."""
         return self._active[step]
 
     def batch(self, step: int, active: int) -> Batch:
-        """Return the examples of the first `active` clients in `step`, [active, B, ...]; padding has weight 0.
+        """Return the examples of the first `active` clients in `step`, [active, B, ...]; padding
+        has weight 0.
 
-        Inputs are augmented where the split does that, but for a `Once`, which measures and does not train.
+        Inputs are augmented where the split does that, but for a `Once`, which measures and does
+        not train.
         """
         start = perf_counter()
         if self._phase.batch_size is None:
-            batch = {name: each(lambda t: t[:active], value) for name, value in self._everything.items()}
+            batch = {
+                name: each(lambda t: t[:active], value) for name, value in self._everything.items()
+            }
         else:
             index, places, weight, width = self._orders[step]
             if active < len(index) or width < index.shape[1]:
                 index, places, weight = (t[:active, :width] for t in (index, places, weight))
             batch = self._gather(index) | {"weight": weight, "index": places}
         if self._augments:
-            batch = batch | {"x": self._augmented(batch["x"], (batch["weight"] > 0).sum(1).tolist(), step)}
+            batch = batch | {
+                "x": self._augmented(batch["x"], (batch["weight"] > 0).sum(1).tolist(), step)
+            }
         self.seconds["batches"] += perf_counter() - start
         return batch
 
     def noise(self, shapes: Mapping[str, tuple[int, int]], active: int) -> dict[str, Tensor]:
-        """Draw standard normals {block: [active, S, size]}; every client's generator is read block after block."""
+        """Draw standard normals {block: [active, S, size]}; every client's generator is read block
+        after block.
+        """
         if not shapes:
             return {}
         start = perf_counter()
@@ -130,7 +162,8 @@ class PhasePlan:
         return out
 
     def turns(self, phase: Phase | Repeat) -> Iterator[tuple[Phase, Batch | None]]:
-        """Yield the plan's own `phase` and no batch; for a `Repeat`, the inner phases of every turn, with the batch that they share.
+        """Yield the plan's own `phase` and no batch; for a `Repeat`, the inner phases of every
+        turn, with the batch that they share.
 
         The batch is that of the clients which still train in the turn, a prefix of the chunk.
         """
@@ -145,7 +178,8 @@ class PhasePlan:
     def walk(
         self, phase: Any, shapes: Mapping[str, tuple[int, int]], batch: Batch | None = None
     ) -> Iterator[tuple[int, Batch, dict[str, Tensor]]]:
-        """Yield, for every step of a phase, how many clients are training, their examples and their noise.
+        """Yield, for every step of a phase, how many clients are training, their examples and their
+        noise.
 
         Args:
             phase: The plan's own phase, or one inside the `Repeat` that this is the plan of.
@@ -168,7 +202,9 @@ class PhasePlan:
 
     @cached_property
     def _generators(self) -> list[np.random.Generator]:
-        return [generator(self._seed, Purpose.NOISE, client=int(i), **self._address) for i in self.ids]
+        return [
+            generator(self._seed, Purpose.NOISE, client=int(i), **self._address) for i in self.ids
+        ]
 
     def _gather(self, index: Tensor) -> Batch:
         flat = index.reshape(-1)
@@ -178,20 +214,39 @@ class PhasePlan:
             "y": y.index_select(0, flat).unflatten(0, index.shape),
         }
         if environment is not None:
-            # One-hot, so that the number of environments is a shape: under vmap, functions cannot read it from values.
-            batch["environment"] = F.one_hot(environment[index], self._split.environments).to(self._dtype)
+            # One-hot, so that the number of environments is a shape: under vmap, functions cannot
+            # read it from values.
+            batch["environment"] = F.one_hot(environment[index], self._split.environments).to(
+                self._dtype
+            )
         return batch
 
     def _augmented(self, x: Inputs, counts: list[int], step: int) -> Inputs:
-        """Augment inputs [C, B, ...], of each client its own n rows alone; rows of padding repeat the first of these."""
+        """Augment inputs [C, B, ...], of each client its own n rows alone; rows of padding repeat
+        the first of these.
+        """
         augment, done = self._split.augment, []
         assert augment is not None
         for c, n in enumerate(counts):
-            address = key(self._seed, Purpose.AUGMENT, client=int(self.ids[c]), index=step, **self._address)
+            address = key(
+                self._seed, Purpose.AUGMENT, client=int(self.ids[c]), index=step, **self._address
+            )
             with Addressed(address):
-                new = all_finite("augment", self._split.changed("augment", augment, each(lambda t, c=c, n=n: t[c, :n].clone(), x)))
+                new = all_finite(
+                    "augment",
+                    self._split.changed(
+                        "augment", augment, each(lambda t, c=c, n=n: t[c, :n].clone(), x)
+                    ),
+                )
             width = first(x).shape[1]
-            done.append(each(lambda t, n=n, width=width: torch.cat([t, t[:1].expand(width - n, *t.shape[1:])]), new))
+            done.append(
+                each(
+                    lambda t, n=n, width=width: torch.cat(
+                        [t, t[:1].expand(width - n, *t.shape[1:])]
+                    ),
+                    new,
+                )
+            )
         return tree_map(lambda *rows: torch.stack(rows), *done)
 
     @cached_property
@@ -200,25 +255,42 @@ class PhasePlan:
         places = np.arange(self._counts.max())[None]
         inside = places < self._counts[:, None]
         index = self._split.offsets[self.ids][:, None] + np.where(inside, places, 0)
-        batch = self._gather(self._split.index[torch.from_numpy(index).to(self._split.index.device)])
+        batch = self._gather(
+            self._split.index[torch.from_numpy(index).to(self._split.index.device)]
+        )
         weight = torch.from_numpy(inside).to(dtype=self._dtype, device=self._split.device)
-        return batch | {"weight": weight, "index": torch.from_numpy(np.where(inside, places, 0)).to(self._split.device)}
+        return batch | {
+            "weight": weight,
+            "index": torch.from_numpy(np.where(inside, places, 0)).to(self._split.device),
+        }
 
     @cached_property
     def _orders(self) -> list[tuple[Tensor, Tensor, Tensor, int]]:
-        """Return for every step: places in the shared tensors and in the client's own rows [C, B], weights, and the widest batch."""
+        """Return for every step: places in the shared tensors and in the client's own rows [C, B],
+        weights, and the widest batch.
+        """
         total, chunk = int(self.steps.max()), len(self.ids)
         size = int(min(self._phase.batch_size, self._counts.max()))
         places = np.zeros((total, chunk, size), np.int64)
         weight = np.zeros((total, chunk, size), bool)
-        for c, (client, n, steps, per_epoch) in enumerate(zip(self.ids, self._counts, self.steps, self._per_epoch, strict=True)):
+        for c, (client, n, steps, per_epoch) in enumerate(
+            zip(self.ids, self._counts, self.steps, self._per_epoch, strict=True)
+        ):
             epochs = -(-int(steps) // int(per_epoch))
             order = np.zeros((epochs, int(per_epoch) * size), np.int64)
             for epoch in range(epochs):
-                rng = generator(self._seed, Purpose.PERMUTATION, client=int(client), index=epoch, **self._address)
+                rng = generator(
+                    self._seed,
+                    Purpose.PERMUTATION,
+                    client=int(client),
+                    index=epoch,
+                    **self._address,
+                )
                 order[epoch, :n] = rng.permutation(int(n))
             places[:steps, c] = order.reshape(-1, size)[:steps]
-            weight[:steps, c] = np.broadcast_to(np.arange(order.shape[1]) < n, order.shape).reshape(-1, size)[:steps]
+            weight[:steps, c] = np.broadcast_to(np.arange(order.shape[1]) < n, order.shape).reshape(
+                -1, size
+            )[:steps]
         widths = weight.sum(2).max(1).tolist()
         index = places + self._split.offsets[self.ids][None, :, None]
         device = self._split.device
@@ -231,6 +303,8 @@ class PhasePlan:
 
 
 def chunks(ids: np.ndarray, counts: np.ndarray, size: int) -> list[np.ndarray]:
-    """Split the clients `ids` into chunks of at most `size`, by decreasing `counts` [J] of examples, ties in the order given."""
+    """Split the clients `ids` into chunks of at most `size`, by decreasing `counts` [J] of
+    examples, ties in the order given.
+    """
     order = ids[np.argsort(-counts[ids], kind="stable")]
     return [order[start : start + size] for start in range(0, len(order), size)]

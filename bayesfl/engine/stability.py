@@ -1,16 +1,21 @@
-"""A look at whether a client's full-batch steps on a linear head, tied to a centre, are stable, and at what its body gives them.
+"""A look at whether a client's full-batch steps on a linear head, tied to a centre, are stable, and
+at what its body gives them.
 
-On a quadratic of curvature lambda, under a tie of precision k, a step of SGD with rate r and momentum m is a linear map, which contracts if
-and only if
+On a quadratic of curvature lambda, under a tie of precision k, a step of SGD with rate r and
+momentum m is a linear map, which contracts if and only if
 
-    r (lambda + k) < 2 (1 + m),        or, with the tie solved after the step (`prox`),        r lambda < (1 + m) (2 + r k / (1 - m)).
+    r (lambda + k) < 2 (1 + m),
+    r lambda < (1 + m) (2 + r k / (1 - m))    where the tie is solved after the step (`prox`).
 
-Beyond that a head oscillates or diverges, and a body trained against it, too: losses stay finite, since the softmax saturates, and accuracy
-is lost without an error. lambda is the largest eigenvalue of the Hessian, in the head's weights, of the loss at the beliefs' means, by
-power iteration; where a belief draws, the loss is an expectation over draws, whose curvature is near that and not equal to it.
+Beyond that a head oscillates or diverges, and a body trained against it, too: losses stay finite,
+since the softmax saturates, and accuracy is lost without an error. lambda is the largest eigenvalue
+of the Hessian, in the head's weights, of the loss at the beliefs' means, by power iteration; where
+a belief draws, the loss is an expectation over draws, whose curvature is near that and not equal to
+it.
 
 References:
-    Polyak, "Some methods of speeding up the convergence of iteration methods", 1964, for the limit of the heavy ball.
+    Polyak, "Some methods of speeding up the convergence of iteration methods", 1964, for the limit
+    of the heavy ball.
 """
 
 from typing import Any
@@ -38,13 +43,18 @@ CONSTANT = 0.9
 """Share of features that are the same for all examples from which on a body is called dead."""
 
 ENOUGH = 10
-"""Number of examples from which on features that are the same for all of them say something about a body."""
+"""Number of examples from which on features that are the same for all of them say something about a
+body.
+"""
 
 _TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
 
 
-def watch(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str) -> None:
-    """Warn if a body is dead or a phase's steps on a head are unstable, as a method's `watch`; nothing for phases of another kind.
+def watch(
+    algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str
+) -> None:
+    """Warn if a body is dead or a phase's steps on a head are unstable, as a method's `watch`;
+    nothing for phases of another kind.
 
     Args:
         algorithm: The algorithm that has the phase.
@@ -60,15 +70,20 @@ def watch(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Ba
 
 
 def is_due(round: int) -> bool:
-    """Say whether a round is looked at: the 1st, 2nd, 4th, 8th and so on; `round` is the number of rounds done before."""
+    """Say whether a round is looked at: the 1st, 2nd, 4th, 8th and so on; `round` is the number of
+    rounds done before.
+    """
     return round & (round + 1) == 0
 
 
-def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str) -> None:
-    """Warn, with what fits, if a phase's steps on a head are unstable at the client's weights, see `watch` for the arguments.
+def warn_if_unstable(
+    algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str
+) -> None:
+    """Warn, with what fits, if a phase's steps on a head are unstable at the client's weights, see
+    `watch` for the arguments.
 
-    The rate is that of this round alone, where it follows a schedule. What fits is a lower rate, and, where this rate leaves room for one
-    beside the data's curvature, a weaker tie.
+    The rate is that of this round alone, where it follows a schedule. What fits is a lower rate,
+    and, where this rate leaves room for one beside the data's curvature, a weaker tie.
     """
     (name,) = phase.blocks
     scale, weight = phase.energy.scales(view["n"])
@@ -80,24 +95,39 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
     except TypeError:  # a likelihood whose curvature is not known
         return
     assert isinstance(phase.optimiser, SGD)
-    rate, momentum = rate_at(phase.optimiser.rate, given["round"], given["rounds"]), phase.optimiser.momentum
+    rate, momentum = (
+        rate_at(phase.optimiser.rate, given["round"], given["rounds"]),
+        phase.optimiser.momentum,
+    )
     most = rate_limit(curvature, precision, momentum, prox=phase.prox)
     if not rate >= most:
         return
-    room = 2 * (1 + momentum) / rate - curvature  # with `prox` there is none left here: the tie helps
-    tie = f", or a tie below {room:.3g}, a prior scale above {(float(weight) / room) ** 0.5:.3g}{_TIES}" if room > 0 else ""
+    room = (
+        2 * (1 + momentum) / rate - curvature
+    )  # with `prox` there is none left here: the tie helps
+    tie = (
+        f", or a tie below {room:.3g}, a prior scale above "
+        f"{(float(weight) / room) ** 0.5:.3g}{_TIES}"
+        if room > 0
+        else ""
+    )
     warn(
-        f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate {rate:g} and these weights the loss has "
-        f"curvature {curvature:.3g} beside the tie's {precision:.3g}; take a rate below {most:.3g} in head_optimiser of pfedmap and "
+        f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate "
+        f"{rate:g} and these weights the loss has curvature {curvature:.3g} beside the tie's "
+        f"{precision:.3g}; take a rate below {most:.3g} in head_optimiser of pfedmap and "
         f"pfedvem{tie}",
     )
 
 
-def warn_if_dead(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str) -> None:
-    """Warn if most features are the same for all of a client's examples, as those of units that are never active.
+def warn_if_dead(
+    algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str
+) -> None:
+    """Warn if most features are the same for all of a client's examples, as those of units that are
+    never active.
 
-    Large first steps on a head of large weights or wide beliefs may kill a body's units, which no later step trains; see
-    `watch` for the arguments. Models that are all head, and clients of fewer than `ENOUGH` examples are not looked at.
+    Large first steps on a head of large weights or wide beliefs may kill a body's units, which no
+    later step trains; see `watch` for the arguments. Models that are all head, and clients of fewer
+    than `ENOUGH` examples are not looked at.
     """
     if not has_body(algorithm.model):
         return
@@ -109,55 +139,90 @@ def warn_if_dead(algorithm: Algorithm, phase: Any, given: Server, view: View, ba
     same = int((flat == flat[:1]).all(0).sum())
     if same > CONSTANT * flat.shape[1]:
         warn(
-            f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for all examples of {who}, as of units that "
-            "are dead and train no more, or of inputs that do not vary; begin with a smaller init_scale, where the method has one, or a "
-            "lower rate of body_optimiser",
+            f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for "
+            f"all examples of {who}, as of units that "
+            "are dead and train no more, or of inputs that do not vary; begin with a smaller "
+            "init_scale, where the method has one, or a lower rate of body_optimiser",
         )
 
 
 def watched(algorithm: Algorithm, phase: Any) -> bool:
-    """Say whether a phase takes full-batch steps of SGD on a linear head alone, under a Normal prior."""
-    if not by_algebra(phase) or phase.batch_size is not None or not isinstance(phase.optimiser, SGD) or len(phase.blocks) != 1:
+    """Say whether a phase takes full-batch steps of SGD on a linear head alone, under a Normal
+    prior.
+    """
+    if (
+        not by_algebra(phase)
+        or phase.batch_size is not None
+        or not isinstance(phase.optimiser, SGD)
+        or len(phase.blocks) != 1
+    ):
         return False
     (name,) = phase.blocks
     linear = cut(algorithm.model) and _linear(algorithm.model.head)
     heads = all(leaf.startswith("head.") for leaf in algorithm.layout(name).names)
-    return linear and heads and is_normal(algorithm.blocks[name].prior) and algorithm.copies(phase.energy.parts) is None
+    return (
+        linear
+        and heads
+        and is_normal(algorithm.blocks[name].prior)
+        and algorithm.copies(phase.energy.parts) is None
+    )
 
 
 def _linear(head: nn.Module) -> bool:
-    """Say whether a head is an `nn.Linear` itself, no subclass, or an `nn.Sequential` that ends with one after steps without parameters."""
+    """Say whether a head is an `nn.Linear` itself, no subclass, or an `nn.Sequential` that ends
+    with one after steps without parameters.
+    """
     if altered(head):  # a hook, such as weight norm's, may make anything of a layer
         return False
     *before, last = head if type(head) is nn.Sequential and len(head) else (head,)
     return type(last) is nn.Linear and not any(True for step in before for _ in step.parameters())
 
 
-def largest(algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch) -> Tensor:
-    """Compute the largest eigenvalue of the curvature of a phase's weighted mean loss in its one block, at the means of all beliefs.
+def largest(
+    algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch
+) -> Tensor:
+    """Compute the largest eigenvalue of the curvature of a phase's weighted mean loss in its one
+    block, at the means of all beliefs.
 
     Raises:
         TypeError: The curvature of the likelihood is not known.
     """
     (name,) = phase.blocks
-    layout, leaves, likelihood = algorithm.layout(name), algorithm.leaves(phase.energy.parts, view), algorithm.likelihood
+    layout, leaves, likelihood = (
+        algorithm.layout(name),
+        algorithm.leaves(phase.energy.parts, view),
+        algorithm.likelihood,
+    )
     features, outputs = algorithm.features(leaves, batch["x"])
     factor = root(likelihood, outputs).to(outputs)
     shares = phase.energy.shares(given, view, batch)
     if isinstance(likelihood, Categorical) and not likelihood.plain:
         shares = shares * likelihood.targets(outputs, batch["y"]).sum(-1)
     head = algorithm.module(outputs).get_submodule("head")
-    zeros = {leaf: torch.zeros_like(p) for leaf, p in head.named_parameters()}  # those of no block, which stay as they are, too
+    zeros = {
+        leaf: torch.zeros_like(p) for leaf, p in head.named_parameters()
+    }  # those of no block, which stay as they are, too
 
     def linear(vector: Tensor) -> Tensor:
-        return functional_call(head, zeros | {leaf.removeprefix("head."): t for leaf, t in layout.leaves(vector).items()}, (features,))
+        return functional_call(
+            head,
+            zeros | {leaf.removeprefix("head."): t for leaf, t in layout.leaves(vector).items()},
+            (features,),
+        )
 
     direction = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)).to(outputs)
-    value, tiny = direction.new_zeros(()), torch.finfo(direction.dtype).tiny  # a product is 0 where outputs are saturated
+    value, tiny = (
+        direction.new_zeros(()),
+        torch.finfo(direction.dtype).tiny,
+    )  # a product is 0 where outputs are saturated
     for _ in range(ITERATIONS):
         direction = (direction / direction.norm().clamp_min(tiny)).requires_grad_()
         with torch.enable_grad():
-            moved = linear(direction)  # J d, whose derivative along u is J' u; torch's forward mode is not for several threads
+            moved = linear(
+                direction
+                # J d, whose derivative along u is J' u; torch's forward mode is not for several
+                # threads
+            )
         weighed = torch.einsum("noq,npq,np->no", factor, factor, moved.detach()) * shares[:, None]
         (product,) = torch.autograd.grad(moved, direction, weighed)
         value, direction = direction.detach() @ product, product

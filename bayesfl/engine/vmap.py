@@ -1,4 +1,6 @@
-"""The vmap kernel, which runs any module, and any pure phase, for a chunk of clients by torch.func."""
+"""The vmap kernel, which runs any module, and any pure phase, for a chunk of clients by
+torch.func.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -20,19 +22,38 @@ _FAILED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def batches(module: nn.Module) -> bool:
-    """Say whether torch.func can batch the module, as far as is known: no layer has to run alone, and it has not failed before."""
+    """Say whether torch.func can batch the module, as far as is known: no layer has to run alone,
+    and it has not failed before.
+    """
     return module not in _FAILED and not any(_alone(part) for part in module.modules())
 
 
 def _alone(part: nn.Module) -> bool:
-    """Say whether a layer cannot be batched, or would compute something else then: recurrent ones, embeddings' options, gradient hooks."""
-    embeds = isinstance(part, nn.Embedding) and (part.padding_idx is not None or part.scale_grad_by_freq)
-    return embeds or isinstance(part, nn.RNNBase) or bool(part._backward_hooks or part._backward_pre_hooks)
+    """Say whether a layer cannot be batched, or would compute something else then: recurrent ones,
+    embeddings' options, gradient hooks.
+    """
+    embeds = isinstance(part, nn.Embedding) and (
+        part.padding_idx is not None or part.scale_grad_by_freq
+    )
+    return (
+        embeds
+        or isinstance(part, nn.RNNBase)
+        or bool(part._backward_hooks or part._backward_pre_hooks)
+    )
 
 
 def failed(module: nn.Module, error: RuntimeError) -> bool:
-    """Say whether an error is that torch.func cannot batch the module, as when its control flow depends on data; then remember it."""
-    words = ("vmap", "functorch", "torch.func", "BatchedTensor", "Batching rule", "derivative for aten::")
+    """Say whether an error is that torch.func cannot batch the module, as when its control flow
+    depends on data; then remember it.
+    """
+    words = (
+        "vmap",
+        "functorch",
+        "torch.func",
+        "BatchedTensor",
+        "Batching rule",
+        "derivative for aten::",
+    )
     if not any(word in str(error) for word in words):
         return False
     _FAILED.add(module)
@@ -43,10 +64,15 @@ def refuse(module: nn.Module) -> None:
     """Raise ValueError, naming the submodule, if torch.func cannot batch the module."""
     for name, part in module.named_modules():
         if not batches(part) and not any(True for _ in part.children()):
-            raise ValueError(f"torch.func cannot batch module {name!r} ({type(part).__name__}); use kernel='live' or 'auto'")
+            raise ValueError(
+                f"torch.func cannot batch module {name!r} ({type(part).__name__}); use "
+                "kernel='live' or 'auto'"
+            )
 
 
-def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool) -> tuple[Tensor, bool]:
+def _forward(
+    module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool
+) -> tuple[Tensor, bool]:
     own = dict(module.named_parameters())
     drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() == own[name].dim() + 2}
     fixed = {name: leaf for name, leaf in leaves.items() if name not in drawn}
@@ -54,7 +80,9 @@ def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bo
     def client(drawn: dict[str, Tensor], fixed: dict[str, Tensor], x: Inputs) -> Tensor:
         if not drawn and not lifted:
             return call_at(module, fixed, x)
-        return vmap(lambda d, x: call_at(module, fixed | d, x), in_dims=(0, 0 if lifted else None))(drawn, x)
+        return vmap(lambda d, x: call_at(module, fixed | d, x), in_dims=(0, 0 if lifted else None))(
+            drawn, x
+        )
 
     return vmap(client)(drawn, fixed, x), lifted or bool(drawn)
 
@@ -76,12 +104,14 @@ def run(
 
     Args:
         algorithm: The algorithm that has the phase.
-        phase: The phase; the state that its steps carry must be a nest of tensors, numbers and None, of one form in all steps.
+        phase: The phase; the state that its steps carry must be a nest of tensors, numbers and
+            None, of one form in all steps.
         given: The entries that every client received this round.
         views: The clients' views, [C, ...] throughout.
         plan: Plan of the batches and the noise.
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
-        losses: (algorithm, parts, views, batch) -> the losses of the chunk that a `Once` with `losses` reads.
+        losses: (algorithm, parts, views, batch) -> the losses of the chunk that a `Once` with
+            `losses` reads.
     """
     forms: list[tuple[Any, list[bool]]] = []
 
@@ -101,9 +131,15 @@ def run(
             assert losses is not None
             data = {**data, "losses": losses(algorithm, parts, seen, data)}
 
-        def step(carry: list[Tensor], view: View, batch: Batch, noise: dict[str, Tensor]) -> list[Tensor]:
+        def step(
+            carry: list[Tensor], view: View, batch: Batch, noise: dict[str, Tensor]
+        ) -> list[Tensor]:
             return listed(phase.step(algorithm, nested(carry), given, view, batch, noise))
 
         new = vmap(step)(carried, seen, data, noise)
-        carry = new if active == len(plan.ids) else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
+        carry = (
+            new
+            if active == len(plan.ids)
+            else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
+        )
     return vmap(lambda carry, view: phase.end(algorithm, nested(carry), given, view))(carry, views)

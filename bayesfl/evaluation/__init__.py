@@ -1,1 +1,3 @@
-"""Evaluation of predictions: measures, calibration, detection of unfamiliar inputs, histories, tables and plots."""
+"""Evaluation of predictions: measures, calibration, detection of unfamiliar inputs, histories,
+tables and plots.
+"""

@@ -1,17 +1,22 @@
-"""Alarms that may be read after every row: evidence that a client's new rows are unlike those on which its promises were made.
+"""Alarms that may be read after every row: evidence that a client's new rows are unlike those on
+which its promises were made.
 
-Each new score is compared with the client's calibration scores and those seen since. If all are exchangeable, the conformal p-values
+Each new score is compared with the client's calibration scores and those seen since. If all are
+exchangeable, the conformal p-values
 
     p_s = (#{i : s_i > s} + u #{i : s_i = s}) / (m + 1),
 
-of m scores before it, where the second count includes s itself and u is uniform, are independent and uniform (Vovk, Gammerman and Shafer,
-"Algorithmic learning in a random world", 2005, theorem 8.2). Bets against that multiply a wealth that starts at 1,
+of m scores before it, where the second count includes s itself and u is uniform, are independent
+and uniform (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005, theorem
+8.2). Bets against that multiply a wealth that starts at 1,
 
-    E_t = 1/2 mean over lambda of prod_s (1 + lambda (1[p_s <= alpha] - alpha)) + 1/2 mean over eps of prod_s eps p_s^(eps - 1),
+    E_t = 1/2 mean over lambda of prod_s (1 + lambda (1[p_s <= alpha] - alpha))
+        + 1/2 mean over eps of prod_s eps p_s^(eps - 1),
 
-the first on more than the share alpha of p-values up to alpha, called misses, the second on small p-values (Vovk, Nouretdinov and
-Gammerman, "Testing exchangeability on-line", ICML 2003). It is a martingale, a conformal test martingale, so the probability that it ever
-reaches 1 / delta is at most delta (Ville), however often, and whenever, somebody looks.
+the first on more than the share alpha of p-values up to alpha, called misses, the second on small
+p-values (Vovk, Nouretdinov and Gammerman, "Testing exchangeability on-line", ICML 2003). It is a
+martingale, a conformal test martingale, so the probability that it ever reaches 1 / delta is at
+most delta (Ville), however often, and whenever, somebody looks.
 """
 
 import json
@@ -28,7 +33,9 @@ from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.base.random import Purpose, generator
 
 Watched: TypeAlias = Literal["labels", "epistemic"]
-"""What an alarm looks at: how badly labels fit the predictions, or the predictions' epistemic uncertainty, which needs no labels."""
+"""What an alarm looks at: how badly labels fit the predictions, or the predictions' epistemic
+uncertainty, which needs no labels.
+"""
 STAKES = np.array([0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
 """What a bet on misses loses by a row that is no miss; lambda = stake / alpha."""
 POWERS = np.arange(1, 10) / 10
@@ -38,9 +45,11 @@ _VERSION = 1
 
 
 class Scores(np.ndarray):
-    """Scores of rows [N], float64, with what they are scores of: the kind, and whose model made them.
+    """Scores of rows [N], float64, with what they are scores of: the kind, and whose model made
+    them.
 
-    Single scores, slices and arithmetic keep it; `np.concatenate` loses it, as plain numbers have none.
+    Single scores, slices and arithmetic keep it; `np.concatenate` loses it, as plain numbers have
+    none.
     """
 
     of: tuple[str, str] | None = None
@@ -54,14 +63,17 @@ class Scores(np.ndarray):
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
-        return found if self.of is None or isinstance(found, Scores) else Scores.made(found, *self.of)
+        return (
+            found if self.of is None or isinstance(found, Scores) else Scores.made(found, *self.of)
+        )
 
     def __array_finalize__(self, other: Any) -> None:
         self.of = getattr(other, "of", None)
 
 
 class Alarm:
-    """An alarm for the rows to come of one client; `see` takes their scores, and `raised` says whether it was ever raised.
+    """An alarm for the rows to come of one client; `see` takes their scores, and `raised` says
+    whether it was ever raised.
 
     >>> watch = Alarm([0.1, 0.2, 0.3], delta=0.05)
     >>> watch.see([0.25, 0.15]).raised
@@ -69,12 +81,14 @@ class Alarm:
 
     Args:
         reference: Scores of the client's calibration rows, [n]: the larger, the stranger.
-        alpha: Share of rows whose rank counts as a miss, in (0, 1); a client's model takes what its sets may miss.
+        alpha: Share of rows whose rank counts as a miss, in (0, 1); a client's model takes what its
+            sets may miss.
         delta: Probability with which it may ever be raised although nothing has changed, in (0, 1).
         seed: The run's seed; with `client` and `round` it gives the uniform draws that break ties.
         client: The client's number.
         round: Number of rounds done.
-        of: What it looks at and whose model it watches, as of `Scores`; then `see` refuses scores of other kinds and other models.
+        of: What it looks at and whose model it watches, as of `Scores`; then `see` refuses scores
+            of other kinds and other models.
 
     Raises:
         ValueError: `alpha` or `delta` is out of range, or the reference is empty or not finite.
@@ -96,7 +110,10 @@ class Alarm:
         self._address = {"seed": seed, "client": client, "round": round}
         self._sorted = np.sort(_scores("reference", reference))
         if not len(self._sorted):
-            raise ValueError("reference is empty: an alarm compares new rows with the client's calibration rows, of which it has none")
+            raise ValueError(
+                "reference is empty: an alarm compares new rows with the client's calibration "
+                "rows, of which it has none"
+            )
         self.of = of
         self._wealth = np.zeros(len(STAKES) + len(POWERS))  # logarithms
         self._seen = [np.empty((3, 0))]  # p-value, uniform draw and evidence of each row, in pieces
@@ -105,11 +122,16 @@ class Alarm:
 
     def __repr__(self) -> str:
         said = f"raised after {self.raised_after} rows" if self.raised else "not raised"
-        return f"Alarm({self._rows} rows seen, evidence {self.evidence:.3g} of {1 / self.delta:g}; {said})"
+        return (
+            f"Alarm({self._rows} rows seen, evidence {self.evidence:.3g} of {1 / self.delta:g}; "
+            f"{said})"
+        )
 
     @property
     def evidence(self) -> float:
-        """Return E_t of all rows seen, >= 0; 1 before the first. This number alone is what a client sends to be merged."""
+        """Return E_t of all rows seen, >= 0; 1 before the first. This number alone is what a client
+        sends to be merged.
+        """
         return self._last
 
     @property
@@ -119,7 +141,9 @@ class Alarm:
 
     @property
     def raised_after(self) -> int | None:
-        """Return the number of rows after which the evidence first reached 1 / delta; None if it never did."""
+        """Return the number of rows after which the evidence first reached 1 / delta; None if it
+        never did.
+        """
         return self._first
 
     @property
@@ -142,17 +166,23 @@ class Alarm:
         return self._seen[0]
 
     def see(self, scores: Any) -> "Alarm":
-        """Take the scores of new rows, in the order in which they came, and return the alarm itself.
+        """Take the scores of new rows, in the order in which they came, and return the alarm
+        itself.
 
         Args:
-            scores: Scores as those of the reference, [n], or one of them, as `ClientModel.scores` gives.
+            scores: Scores as those of the reference, [n], or one of them, as `ClientModel.scores`
+                gives.
 
         Raises:
-            ValueError: A score is not finite, there is more than one axis, or they are of another kind or another model.
+            ValueError: A score is not finite, there is more than one axis, or they are of another
+                kind or another model.
         """
         other = getattr(scores, "of", None)
         if self.of is not None and other is not None and other != self.of:
-            raise ValueError(f"scores are of {' by '.join(other)}, and this alarm watches {' by '.join(self.of)}: take its model's scores")
+            raise ValueError(
+                f"scores are of {' by '.join(other)}, and this alarm watches "
+                f"{' by '.join(self.of)}: take its model's scores"
+            )
         new = _scores("scores", scores)
         for start in range(0, len(new), _BLOCK):
             self._take(new[start : start + _BLOCK])
@@ -161,13 +191,23 @@ class Alarm:
     def _take(self, new: np.ndarray) -> None:
         m, u = len(self._sorted), self._uniform(self._rows, len(new))
         earlier = np.tri(len(new), k=-1, dtype=bool)  # of each new score those that came before it
-        above = m - np.searchsorted(self._sorted, new, "right") + ((new[None] > new[:, None]) & earlier).sum(1)
-        up_to = np.searchsorted(self._sorted, new, "right") - np.searchsorted(self._sorted, new, "left")
+        above = (
+            m
+            - np.searchsorted(self._sorted, new, "right")
+            + ((new[None] > new[:, None]) & earlier).sum(1)
+        )
+        up_to = np.searchsorted(self._sorted, new, "right") - np.searchsorted(
+            self._sorted, new, "left"
+        )
         equal = up_to + ((new[None] == new[:, None]) & earlier).sum(1) + 1
         p = (above + u * equal) / (m + np.arange(len(new)) + 1)
         bets = np.concatenate(
             [
-                np.where((p <= self.alpha)[:, None], np.log1p(STAKES / self.alpha * (1 - self.alpha)), np.log1p(-STAKES)),
+                np.where(
+                    (p <= self.alpha)[:, None],
+                    np.log1p(STAKES / self.alpha * (1 - self.alpha)),
+                    np.log1p(-STAKES),
+                ),
                 np.log(POWERS) + (POWERS - 1) * np.log(p)[:, None],
             ],
             1,
@@ -176,8 +216,12 @@ class Alarm:
         self._wealth = wealth[-1]
         share = np.repeat([0.5 / len(STAKES), 0.5 / len(POWERS)], [len(STAKES), len(POWERS)])
         with np.errstate(over="ignore"):
-            evidence = (np.exp(wealth) * share).sum(1)  # not a product of matrices, whose bits depend on the number of rows
-        self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, added := np.sort(new)), added)
+            evidence = (np.exp(wealth) * share).sum(
+                1
+            )  # not a product of matrices, whose bits depend on the number of rows
+        self._sorted = np.insert(
+            self._sorted, np.searchsorted(self._sorted, added := np.sort(new)), added
+        )
         reached = np.flatnonzero(evidence >= 1 / self.delta)
         if self._first is None and len(reached):
             self._first = self._rows + int(reached[0]) + 1
@@ -185,7 +229,9 @@ class Alarm:
         self._rows, self._last = self._rows + len(new), float(evidence[-1])
 
     def _uniform(self, start: int, count: int) -> np.ndarray:
-        """Return the draws u of the scores from `start` on, within (0, 1): of each the same, however they come in pieces."""
+        """Return the draws u of the scores from `start` on, within (0, 1): of each the same,
+        however they come in pieces.
+        """
         found = []
         while count:
             block, place = divmod(start, _BLOCK)
@@ -197,12 +243,18 @@ class Alarm:
         return np.concatenate(found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the alarm's state into a file, completely or not at all; `Alarm.load` goes on from it to the same bits.
+        """Write the alarm's state into a file, completely or not at all; `Alarm.load` goes on from
+        it to the same bits.
 
         The file holds the scores of the client's rows, and stays with the client.
         """
         with atomic_path(path) as temporary, temporary.open("wb") as file:
-            numbers = {"alpha": self.alpha, "delta": self.delta, **self._address, "version": _VERSION}
+            numbers = {
+                "alpha": self.alpha,
+                "delta": self.delta,
+                **self._address,
+                "version": _VERSION,
+            }
             arrays: dict[str, Any] = {name: np.asarray(value) for name, value in numbers.items()}
             arrays["of"] = np.array(self.of or ())
             np.savez(file, sorted=self._sorted, wealth=self._wealth, seen=self._kept(), **arrays)
@@ -222,33 +274,52 @@ class Alarm:
                 found = {name: file[name] for name in file.files}
             if int(found["version"]) != _VERSION:
                 raise ValueError(f"it is of version {int(found['version'])}")
-            address: dict[str, Any] = {name: int(found[name]) for name in ("seed", "client", "round")}
-            made = cls(found["sorted"], alpha=float(found["alpha"]), delta=float(found["delta"]), **address)
+            address: dict[str, Any] = {
+                name: int(found[name]) for name in ("seed", "client", "round")
+            }
+            made = cls(
+                found["sorted"], alpha=float(found["alpha"]), delta=float(found["delta"]), **address
+            )
             made.of = (str(found["of"][0]), str(found["of"][1])) if len(found["of"]) else None
             made._wealth, seen = found["wealth"], found["seen"]
-            if made._wealth.shape != (len(STAKES) + len(POWERS),) or seen.ndim != 2 or len(seen) != 3 or seen.dtype != np.float64:
+            if (
+                made._wealth.shape != (len(STAKES) + len(POWERS),)
+                or seen.ndim != 2
+                or len(seen) != 3
+                or seen.dtype != np.float64
+            ):
                 raise ValueError("its parts do not fit each other")
             if np.isnan(made._wealth).any() or np.isnan(seen).any():
                 raise ValueError("it holds NaN")
             reached = np.flatnonzero(seen[2] >= 1 / made.delta)
-            made._seen, made._rows, made._first = [seen], seen.shape[1], int(reached[0]) + 1 if len(reached) else None
+            made._seen, made._rows, made._first = (
+                [seen],
+                seen.shape[1],
+                int(reached[0]) + 1 if len(reached) else None,
+            )
             made._last = float(seen[2, -1]) if seen.shape[1] else 1.0
         except FileNotFoundError:
             raise
         except Exception as error:  # bytes of any kind may raise anything
-            raise ValueError(f"{os.fspath(path)!r} is no alarm that this version can read: {type(error).__name__}, {error}") from error
+            raise ValueError(
+                f"{os.fspath(path)!r} is no alarm that this version can read: "
+                f"{type(error).__name__}, {error}"
+            ) from error
         return made
 
 
 class Merged:
-    """One alarm of several clients, of whose alarms it knows one number each: the mean of their evidence.
+    """One alarm of several clients, of whose alarms it knows one number each: the mean of their
+    evidence.
 
-    If no client's rows tell another's, the mean is a martingale as each of them is, so the probability that it ever reaches 1 / `delta` is
-    at most delta. An alarm wherever any client's evidence reaches 1 / delta is raised more often.
+    If no client's rows tell another's, the mean is a martingale as each of them is, so the
+    probability that it ever reaches 1 / `delta` is at most delta. An alarm wherever any client's
+    evidence reaches 1 / delta is raised more often.
 
     Args:
         clients: The clients' names, fixed beforehand.
-        delta: Probability with which it may ever be raised although nothing has changed at any client, in (0, 1).
+        delta: Probability with which it may ever be raised although nothing has changed at any
+            client, in (0, 1).
 
     Raises:
         ValueError: There is no client, or two have one name, or `delta` is out of range.
@@ -264,11 +335,16 @@ class Merged:
     def __repr__(self) -> str:
         said = "raised" if self.raised else "not raised"
         reports = f"{len(self.history)} report{'s' * (len(self.history) != 1)}"
-        return f"Merged({len(self._last)} clients, {reports}, evidence {self.evidence:.3g} of {1 / self.delta:g}; {said})"
+        return (
+            f"Merged({len(self._last)} clients, {reports}, evidence {self.evidence:.3g} of "
+            f"{1 / self.delta:g}; {said})"
+        )
 
     @property
     def evidence(self) -> float:
-        """Return the mean over clients of the last evidence that each sent; a client that has sent none counts as 1."""
+        """Return the mean over clients of the last evidence that each sent; a client that has sent
+        none counts as 1.
+        """
         return math.fsum(self._last.values()) / len(self._last)
 
     @property
@@ -277,24 +353,50 @@ class Merged:
         return any(one >= 1 / self.delta for one in self.history)
 
     def see(self, evidence: Mapping[str, float]) -> "Merged":
-        """Take what clients sent, `Alarm.evidence` by their names, and return the alarm itself; others keep what they sent last.
+        """Take what clients sent, `Alarm.evidence` by their names, and return the alarm itself;
+        others keep what they sent last.
 
         Raises:
             ValueError: A client is unknown, or a number is negative or NaN.
         """
         if other := [name for name in evidence if name not in self._last]:
-            raise ValueError(f"{other[0]!r} is none of the clients {list(self._last)}, which are fixed beforehand")
+            raise ValueError(
+                f"{other[0]!r} is none of the clients {list(self._last)}, which are fixed "
+                "beforehand"
+            )
         if wrong := [name for name, value in evidence.items() if isinstance(value, Alarm)]:
-            raise ValueError(f"evidence takes the number of each alarm, and has the alarm itself of {wrong[0]!r}: pass its .evidence")
-        if bad := [name for name, value in evidence.items() if not number(f"the evidence of {name!r}", value) >= 0]:
-            raise ValueError(f"the evidence of {bad[0]!r} must be >= 0, as Alarm.evidence is, got {evidence[bad[0]]}")
+            raise ValueError(
+                "evidence takes the number of each alarm, and has the alarm itself of "
+                f"{wrong[0]!r}: pass its .evidence"
+            )
+        if bad := [
+            name
+            for name, value in evidence.items()
+            if not number(f"the evidence of {name!r}", value) >= 0
+        ]:
+            raise ValueError(
+                f"the evidence of {bad[0]!r} must be >= 0, as Alarm.evidence is, got "
+                f"{evidence[bad[0]]}"
+            )
         self._last |= {name: float(value) for name, value in evidence.items()}
         self.history.append(self.evidence)
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the alarm's state into a file, completely or not at all, from which `Merged.load` goes on."""
-        atomic_write(path, json.dumps({"version": _VERSION, "delta": self.delta, "last": self._last, "history": self.history}))
+        """Write the alarm's state into a file, completely or not at all, from which `Merged.load`
+        goes on.
+        """
+        atomic_write(
+            path,
+            json.dumps(
+                {
+                    "version": _VERSION,
+                    "delta": self.delta,
+                    "last": self._last,
+                    "history": self.history,
+                }
+            ),
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Merged":
@@ -314,7 +416,8 @@ class Merged:
             made.history = [number("history", one) for one in found["history"]]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{os.fspath(path)!r} is no merged alarm that this version can read: {type(error).__name__}, {error}"
+                f"{os.fspath(path)!r} is no merged alarm that this version can read: "
+                f"{type(error).__name__}, {error}"
             ) from error
         return made
 
@@ -328,9 +431,14 @@ def _scores(name: str, scores: Any) -> np.ndarray:
     try:
         found = np.atleast_1d(np.asarray(scores, np.float64))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be numbers, as model.scores(x, y) gives, got {type(scores).__name__}: {error}") from None
+        raise ValueError(
+            f"{name} must be numbers, as model.scores(x, y) gives, got {type(scores).__name__}: "
+            f"{error}"
+        ) from None
     if found.ndim != 1:
         raise ValueError(f"{name} must be one number for each row, got shape {list(found.shape)}")
     if not np.isfinite(found).all():
-        raise ValueError(f"{name} must be finite; row {int(np.flatnonzero(~np.isfinite(found))[0])} is not")
+        raise ValueError(
+            f"{name} must be finite; row {int(np.flatnonzero(~np.isfinite(found))[0])} is not"
+        )
     return found

@@ -1,4 +1,6 @@
-"""Audits: what predictions keep of their promises, by client, label or group, with exact intervals."""
+"""Audits: what predictions keep of their promises, by client, label or group, with exact
+intervals.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +23,18 @@ BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
 Unit: TypeAlias = Literal["client", "label", "group"]
 Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any] | str
-"""Groups of rows: for each client that of every row, a function that makes these of a client's inputs, or a column of the frame."""
+"""Groups of rows: for each client that of every row, a function that makes these of a client's
+inputs, or a column of the frame.
+"""
 MOST_GROUPS = 20
 """Most values of a column of numbers that are groups."""
 COARSE = 1e4
-"""Standard deviation of a column beyond which whole numbers near its mean might be read back as others."""
+"""Standard deviation of a column beyond which whole numbers near its mean might be read back as
+others.
+"""
 _SCATTER = (
-    "Coverage also depends on which calibration rows were drawn: where 50 of its own set a threshold, with a standard deviation of {:.2f}, "
-    "which the intervals leave out."
+    "Coverage also depends on which calibration rows were drawn: where 50 of its own set a "
+    "threshold, with a standard deviation of {:.2f}, which the intervals leave out."
 )
 _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
@@ -40,19 +46,23 @@ class Audit:
     Args:
         by: What the units are: `client`, `label` or `group`.
         units: Their names, G.
-        rows: Numbers of examples, [G]; where an example has several labels, of labels, which are not independent: then intervals are too
-            narrow.
+        rows: Numbers of examples, [G]; where an example has several labels, of labels, which are
+            not independent: then intervals are too narrow.
         level: The probability that sets or intervals promise; None where there are none.
         delta: Probability with which any of the intervals of a column may miss.
-        held: Numbers of examples whose set or interval holds the truth, [G]; None where there are none.
-        size: Mean number of classes in a set, or mean width of an interval, [G]; None where there are none.
+        held: Numbers of examples whose set or interval holds the truth, [G]; None where there are
+            none.
+        size: Mean number of classes in a set, or mean width of an interval, [G]; None where there
+            are none.
         right: Numbers of right predictions, [G]; None for numbers.
         ece: Expected calibration errors, [G]; None for numbers, and by label.
         rmse: Roots of mean squared errors, [G]; None for classes.
-        risk: The share of wrong answers that is promised, of all rows together; None where all rows are answered.
+        risk: The share of wrong answers that is promised, of all rows together; None where all rows
+            are answered.
         answered: Numbers of examples that are answered, [G]; None where all are.
         answered_right: Numbers of right answers among these, [G].
-        examples: Number of examples that are in a unit; fewer than the sum of `rows` where an example has several labels.
+        examples: Number of examples that are in a unit; fewer than the sum of `rows` where an
+            example has several labels.
         left_out: Number of examples, or labels, that are in none.
     """
 
@@ -73,11 +83,16 @@ class Audit:
     left_out: int = 0
 
     def __repr__(self) -> str:
-        return f"Audit({len(self.units)} {self.by}s, {int(self.rows.sum())} rows; below the promise: {list(self.below)})"
+        return (
+            f"Audit({len(self.units)} {self.by}s, {int(self.rows.sum())} rows; below the "
+            f"promise: {list(self.below)})"
+        )
 
     @property
     def coverage(self) -> np.ndarray | None:
-        """Return the share of each unit's examples whose set or interval holds the truth, [G]; NaN without examples."""
+        """Return the share of each unit's examples whose set or interval holds the truth, [G]; NaN
+        without examples.
+        """
         return None if self.held is None else _share(self.held, self.rows)
 
     @property
@@ -86,9 +101,11 @@ class Audit:
         return None if self.right is None else _share(self.right, self.rows)
 
     def intervals(self, counts: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
-        """Return Clopper-Pearson intervals of shares, [G, 2], all of which hold together with a probability of at least 1 - `delta`.
+        """Return Clopper-Pearson intervals of shares, [G, 2], all of which hold together with a
+        probability of at least 1 - `delta`.
 
-        Each has the probability delta / G to miss (Bonferroni), G the number of units that have examples.
+        Each has the probability delta / G to miss (Bonferroni), G the number of units that have
+        examples.
 
         Args:
             counts: Numbers of examples of which something holds, [G], as `held` or `right`.
@@ -99,44 +116,84 @@ class Audit:
 
     @property
     def below(self) -> tuple[str, ...]:
-        """Return the units whose coverage lies below the promise by more than chance explains: that have it above their whole interval.
+        """Return the units whose coverage lies below the promise by more than chance explains: that
+        have it above their whole interval.
 
-        The sets are taken as they are. The promise of conformal sets is an average over calibration rows, too: where n rows of its own
-        set a client's threshold, as under `shrink=0`, coverage itself has about the standard deviation sqrt(level (1 - level) / n), which
-        is no part of the interval.
+        The sets are taken as they are. The promise of conformal sets is an average over calibration
+        rows, too: where n rows of its own set a client's threshold, as under `shrink=0`, coverage
+        itself has about the standard deviation sqrt(level (1 - level) / n), which is no part of the
+        interval.
         """
         if self.held is None or self.level is None:
             return ()
-        return tuple(name for name, high in zip(self.units, self.intervals(self.held)[:, 1], strict=True) if high < self.level)
+        return tuple(
+            name
+            for name, high in zip(self.units, self.intervals(self.held)[:, 1], strict=True)
+            if high < self.level
+        )
 
     @property
     def worst_by_chance(self) -> float:
-        """Return the coverage that the worst unit would show on average if every one had exactly the promised one; NaN without sets."""
+        """Return the coverage that the worst unit would show on average if every one had exactly
+        the promised one; NaN without sets.
+        """
         return float("nan") if self.level is None else worst_by_chance(self.rows, self.level)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the audit as columns [G], ready for a data frame; a share's interval is in the columns with `_low` and `_high`."""
+        """Return the audit as columns [G], ready for a data frame; a share's interval is in the
+        columns with `_low` and `_high`.
+        """
         found: dict[str, np.ndarray] = {self.by: np.array(self.units), "rows": self.rows}
-        shares = {"coverage": (self.held, None), "accuracy": (self.right, None), "answered": (self.answered, None)}
-        for name, (counts, among) in {**shares, "answered_accuracy": (self.answered_right, self.answered)}.items():
+        shares = {
+            "coverage": (self.held, None),
+            "accuracy": (self.right, None),
+            "answered": (self.answered, None),
+        }
+        for name, (counts, among) in {
+            **shares,
+            "answered_accuracy": (self.answered_right, self.answered),
+        }.items():
             if counts is not None:
                 low, high = self.intervals(counts, among).T
-                found |= {name: _share(counts, self.rows if among is None else among), f"{name}_low": low, f"{name}_high": high}
+                found |= {
+                    name: _share(counts, self.rows if among is None else among),
+                    f"{name}_low": low,
+                    f"{name}_high": high,
+                }
         size = {"size": self.size} if self.right is not None else {"width": self.size}
-        return found | {name: t for name, t in {**size, "ece": self.ece, "rmse": self.rmse}.items() if t is not None}
+        return found | {
+            name: t
+            for name, t in {**size, "ece": self.ece, "rmse": self.rmse}.items()
+            if t is not None
+        }
 
     def table(self) -> str:
         """Return the audit as a text, with what chance alone would show beside it."""
         columns = self.columns()
-        shown = {name: [_text(name, value) for value in values] for name, values in columns.items() if not name.endswith(("_low", "_high"))}
+        shown = {
+            name: [_text(name, value) for value in values]
+            for name, values in columns.items()
+            if not name.endswith(("_low", "_high"))
+        }
         for name in _SHARES:
             if name in shown:
                 ends = zip(columns[f"{name}_low"], columns[f"{name}_high"], strict=True)
-                shown[name] = [f"{share}  {low:.2f} to {high:.2f}" for share, (low, high) in zip(shown[name], ends, strict=True)]
-        width = {name: max(len(name), *map(len, values)) if values else len(name) for name, values in shown.items()}
+                shown[name] = [
+                    f"{share}  {low:.2f} to {high:.2f}"
+                    for share, (low, high) in zip(shown[name], ends, strict=True)
+                ]
+        width = {
+            name: max(len(name), *map(len, values)) if values else len(name)
+            for name, values in shown.items()
+        }
         lines = ["  ".join(name.ljust(width[name]) for name in shown).rstrip()]
         for row in zip(*shown.values(), strict=True):
-            lines.append("  ".join(t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(row, width.values(), strict=True))))
+            lines.append(
+                "  ".join(
+                    t.ljust(w) if i == 0 else t.rjust(w)
+                    for i, (t, w) in enumerate(zip(row, width.values(), strict=True))
+                )
+            )
         return "\n".join([*lines, *self._said()])
 
     def _pooled(self, counts: int, rows: int) -> str:
@@ -150,19 +207,31 @@ class Audit:
             said += [
                 f"Promised: {self.level:g}."
                 + (
-                    f" If all {units} {self.by}s had exactly that, the worst would read {self.worst_by_chance:.2f} on average, by chance."
+                    f" If all {units} {self.by}s had exactly that, the worst would read "
+                    f"{self.worst_by_chance:.2f} on average, by chance."
                     if units > 1
                     else ""
                 ),
                 f"Below the promise: {', '.join(self.below) or 'none'}.",
-                *([_SCATTER.format(math.sqrt(self.level * (1 - self.level) / 50))] if self.below else []),
-                f"All rows together: {self._pooled(int(_there(self.held).sum()), int(self.rows.sum()))}.",
+                *(
+                    [_SCATTER.format(math.sqrt(self.level * (1 - self.level) / 50))]
+                    if self.below
+                    else []
+                ),
+                "All rows together: "
+                f"{self._pooled(int(_there(self.held).sum()), int(self.rows.sum()))}.",
             ]
         if self.risk is not None and (answers := int(_there(self.answered).sum())):
             wrong = answers - int(_there(self.answered_right).sum())
-            said += [f"Wrong among all {answers} answers: {self._pooled(wrong, answers)}; promised: at most {self.risk:g}."]
+            said += [
+                f"Wrong among all {answers} answers: {self._pooled(wrong, answers)}; promised: at "
+                f"most {self.risk:g}."
+            ]
         if self.examples is not None and self.examples < self.rows.sum():
-            said.append("Rows are labels, several of an example, which are not independent: the intervals are too narrow.")
+            said.append(
+                "Rows are labels, several of an example, which are not independent: the intervals "
+                "are too narrow."
+            )
         if self.left_out:
             said.append(f"{self.left_out} rows of no group are left out.")
         return said
@@ -176,7 +245,8 @@ class Counting:
         by: What the units are.
         units: Their names.
         split: The split that is predicted.
-        groups: The unit of every row, [J, N], for clients in their order; -1 of rows without one. None of clients and labels.
+        groups: The unit of every row, [J, N], for clients in their order; -1 of rows without one.
+            None of clients and labels.
     """
 
     by: Unit
@@ -191,18 +261,30 @@ class Counting:
             ValueError: Numbers are to be audited by label.
         """
         if self.by == "label" and outputs.task != "classification":
-            raise ValueError("by='label' audits each class, and this is a regression; take by='client', or groups=")
+            raise ValueError(
+                "by='label' audits each class, and this is a regression; take by='client', or "
+                "groups="
+            )
         return {"classes": torch.tensor(outputs.task == "classification")}
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of counts and sums by unit, and of those by bins of confidence."""
         units = len(self.units)
-        common: dict[str, tuple[int, ...]] = {"n_rows": (units,), "n_held": (units,), "n_endless": (units,), "size": (units,)}
+        common: dict[str, tuple[int, ...]] = {
+            "n_rows": (units,),
+            "n_held": (units,),
+            "n_endless": (units,),
+            "size": (units,),
+        }
         common |= {"n_examples": (), "n_left_out": ()}
         if not bool(told["classes"]):
             return common | {"squares": (units,)}
         common |= {"n_answered": (units,), "n_answered_right": (units,)}
-        return common | {"n_bin": (units, BINS), "n_bin_right": (units, BINS), "confidence": (units, BINS)}
+        return common | {
+            "n_bin": (units, BINS),
+            "n_bin_right": (units, BINS),
+            "confidence": (units, BINS),
+        }
 
     def ask(self, told: Tensors, mine: Mine) -> Tensors:
         """Return each client's counts and sums, [J, G] and [J, G, BINS]."""
@@ -221,7 +303,9 @@ class Counting:
             out = torch.zeros(len(values), size, dtype=torch.float64)
             return out.scatter_add_(1, index, torch.where(mask, values.double(), 0.0))
 
-        held, size = (torch.zeros_like(mask), torch.zeros(mask.shape)) if promised is None else promised[:2]
+        held, size = (
+            (torch.zeros_like(mask), torch.zeros(mask.shape)) if promised is None else promised[:2]
+        )
         endless = ~size.isfinite()
         found = {
             "n_examples": examples,
@@ -233,15 +317,25 @@ class Counting:
         found["size"] = summed(torch.where(endless, 0.0, size))
         if probs is None:
             assert given.mean is not None  # as numbers have
-            error = (labels.reshape(given.mean.shape).double() - given.mean.cpu().double()).square().mean(-1)
+            error = (
+                (labels.reshape(given.mean.shape).double() - given.mean.cpu().double())
+                .square()
+                .mean(-1)
+            )
             return found | {"squares": summed(error)}
         top, best = probs.max(-1)
         inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
         bins = place * BINS + torch.bucketize(top.nan_to_num(nan=0.0), inner)
         answered = mask if given.answered is None else given.answered.cpu().reshape(mask.shape)
-        found |= {"n_answered": summed(answered), "n_answered_right": summed(answered & (best == labels))}
+        found |= {
+            "n_answered": summed(answered),
+            "n_answered_right": summed(answered & (best == labels)),
+        }
         by_bin = {"n_bin": mask, "n_bin_right": best == labels, "confidence": top}
-        return found | {name: summed(t, bins, units * BINS).reshape(-1, units, BINS) for name, t in by_bin.items()}
+        return found | {
+            name: summed(t, bins, units * BINS).reshape(-1, units, BINS)
+            for name, t in by_bin.items()
+        }
 
     def _unit(self, mine: Mine, labels: Tensor, mask: Tensor) -> Tensor:
         """Return the unit of every place, [J, M]."""
@@ -257,7 +351,9 @@ class Counting:
         """Return the sums over clients."""
         return {**told, **total}, True
 
-    def audit(self, told: Tensors, *, level: float | None, risk: float | None, delta: float) -> Audit:
+    def audit(
+        self, told: Tensors, *, level: float | None, risk: float | None, delta: float
+    ) -> Audit:
         """Return the audit of what was told at last.
 
         Args:
@@ -268,7 +364,10 @@ class Counting:
         """
         sums = {name: t.numpy() for name, t in told.items()}
         rows = sums["n_rows"]
-        found: dict[str, Any] = {"examples": int(sums["n_examples"]), "left_out": int(sums["n_left_out"])}
+        found: dict[str, Any] = {
+            "examples": int(sums["n_examples"]),
+            "left_out": int(sums["n_left_out"]),
+        }
         if level is not None:
             size = np.where(sums["n_endless"] > 0, np.inf, _share(sums["size"], rows))
             found |= {"held": sums["n_held"].astype(np.int64), "size": size}
@@ -276,8 +375,13 @@ class Counting:
             gaps = np.abs(sums["n_bin_right"] - sums["confidence"]).sum(-1)
             found["right"] = sums["n_bin_right"].sum(-1).astype(np.int64)
             if risk is not None:
-                found |= {name: sums[f"n_{name}"].astype(np.int64) for name in ("answered", "answered_right")}
-            if self.by != "label":  # among rows of one label even a calibrated model is wrong by its confidence
+                found |= {
+                    name: sums[f"n_{name}"].astype(np.int64)
+                    for name in ("answered", "answered_right")
+                }
+            if (
+                self.by != "label"
+            ):  # among rows of one label even a calibrated model is wrong by its confidence
                 found["ece"] = _share(gaps, rows)
         else:
             found["rmse"] = np.sqrt(_share(sums["squares"], rows))
@@ -285,7 +389,8 @@ class Counting:
 
 
 def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 0.05) -> Audit:
-    """Audit predictions at hand by client; `Result.audit` does so for a federation, also by label or group.
+    """Audit predictions at hand by client; `Result.audit` does so for a federation, also by label
+    or group.
 
     Args:
         mine: The predictions of a split, and whose they are.
@@ -297,11 +402,22 @@ def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 
         ValueError: `delta` is out of range.
     """
     probability("delta", delta, "that an interval of a column misses")
-    survey, mine, given = Counting("client", tuple(names)), replace(mine, ids=np.arange(len(mine.ids))), mine.predictions
-    return survey.audit(conduct(survey, together(survey, mine), outputs), level=given.promise, risk=given.risk, delta=delta)
+    survey, mine, given = (
+        Counting("client", tuple(names)),
+        replace(mine, ids=np.arange(len(mine.ids))),
+        mine.predictions,
+    )
+    return survey.audit(
+        conduct(survey, together(survey, mine), outputs),
+        level=given.promise,
+        risk=given.risk,
+        delta=delta,
+    )
 
 
-def units(data: FederatedData, split: str, rows: ClientData, by: str, groups: Groups | None) -> Counting:
+def units(
+    data: FederatedData, split: str, rows: ClientData, by: str, groups: Groups | None
+) -> Counting:
     """Return the survey that counts what an audit shows, with the units that its table has as rows.
 
     Args:
@@ -315,7 +431,9 @@ def units(data: FederatedData, split: str, rows: ClientData, by: str, groups: Gr
         ValueError: `by` is something else, or `groups` does not fit.
     """
     if by not in ("client", "label"):
-        raise ValueError(f"by must be 'client' or 'label', got {by!r}; of other groups pass groups=")
+        raise ValueError(
+            f"by must be 'client' or 'label', got {by!r}; of other groups pass groups="
+        )
     if groups is None and by == "label":
         return Counting("label", tuple(data.class_names or map(str, range(data.outputs))), split)
     if groups is None:
@@ -324,12 +442,17 @@ def units(data: FederatedData, split: str, rows: ClientData, by: str, groups: Gr
         raise ValueError(f"by={by!r} and groups= both say what the rows of the table are; give one")
     if isinstance(groups, Mapping):
         raise ValueError(
-            "groups must be one list of groups for each client, in the order of clients.client_names, a function of a client's inputs, "
-            "or the name of a column of from_frame; got a mapping"
+            "groups must be one list of groups for each client, in the order of "
+            "clients.client_names, a function of a client's inputs, or the name of a column of "
+            "from_frame; got a mapping"
         )
     if isinstance(groups, str):
         groups = _by_column(data, groups)
-    each = [groups(rows.client(j, raw=True)[0]) for j in range(data.clients)] if callable(groups) else groups
+    each = (
+        [groups(rows.client(j, raw=True)[0]) for j in range(data.clients)]
+        if callable(groups)
+        else groups
+    )
     names, places = grouped(each, rows.counts)
     return Counting("group", names, split, places)
 
@@ -338,64 +461,89 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
     """Return the function of a client's inputs that gives the values of a column of the frame.
 
     Raises:
-        ValueError: The data are no frame's, or have no such column, or one of numbers of many values.
+        ValueError: The data are no frame's, or have no such column, or one of numbers of many
+            values.
     """
     columns = data.prepared
     if columns is None:
-        raise ValueError(f"groups={name!r} names a column, and the data are not of from_frame: pass a function of a client's inputs")
+        raise ValueError(
+            f"groups={name!r} names a column, and the data are not of from_frame: pass a function "
+            "of a client's inputs"
+        )
 
     if any(getattr(part, "scale", 0.0) > COARSE for part in columns.parts if part.name == name):
         raise ValueError(
-            f"the column {name!r} has numbers so far apart that small ones cannot be told from inputs, as codes beside 999999: pass groups "
+            f"the column {name!r} has numbers so far apart that small ones cannot be told from "
+            "inputs, as codes beside 999999: pass groups "
             "as lists, one for each client"
         )
 
     def values(x: Any) -> Any:
         found = columns.values(x, name)
-        if found.dtype != object and len(different := np.unique(found[~np.isnan(found)])) > MOST_GROUPS:
+        if (
+            found.dtype != object
+            and len(different := np.unique(found[~np.isnan(found)])) > MOST_GROUPS
+        ):
             width = 10 ** math.floor(math.log10(np.ptp(different) / 2))
             raise ValueError(
-                f"the column {name!r} has {len(different)} values at one client, too many for groups: make ranges of them, as "
-                f"groups=lambda x: columns.values(x, {name!r}) // {width:g} * {width:g}"
+                f"the column {name!r} has {len(different)} values at one client, too many for "
+                f"groups: make ranges of them, as groups=lambda x: columns.values(x, {name!r}) // "
+                f"{width:g} * {width:g}"
             )
         return found
 
     return values
 
 
-def grouped(groups: Sequence[Sequence[object]], counts: np.ndarray) -> tuple[tuple[str, ...], Tensor]:
-    """Return the names of groups in their order, and the place of every row's, [J, N], -1 where a client has no such row.
+def grouped(
+    groups: Sequence[Sequence[object]], counts: np.ndarray
+) -> tuple[tuple[str, ...], Tensor]:
+    """Return the names of groups in their order, and the place of every row's, [J, N], -1 where a
+    client has no such row.
 
     Args:
-        groups: For each client the group of every row, text, numbers or truth values; None or NaN for rows of no group.
+        groups: For each client the group of every row, text, numbers or truth values; None or NaN
+            for rows of no group.
         counts: The clients' numbers of rows, [J].
 
     Raises:
         ValueError: There is another number of clients, or of rows of one.
     """
     if len(groups) != len(counts):
-        raise ValueError(f"groups must have the groups of {len(counts)} clients, one list for each, got {len(groups)}")
+        raise ValueError(
+            f"groups must have the groups of {len(counts)} clients, one list for each, got "
+            f"{len(groups)}"
+        )
     texts = [_names(own, j) for j, own in enumerate(groups)]
     for j, own in enumerate(texts):
         if len(own) != counts[j]:
-            raise ValueError(f"groups of client {j} must name a group for each of its {counts[j]} rows, got {len(own)}")
+            raise ValueError(
+                f"groups of client {j} must name a group for each of its {counts[j]} rows, got "
+                f"{len(own)}"
+            )
     names = in_order({one for own in texts for one in own if one is not None})
     known = {name: place for place, name in enumerate(names)}
     places = torch.full((len(counts), int(counts.max(initial=0))), -1, dtype=torch.int64)
     for j, own in enumerate(texts):
-        places[j, : len(own)] = torch.tensor([-1 if one is None else known[one] for one in own], dtype=torch.int64)
+        places[j, : len(own)] = torch.tensor(
+            [-1 if one is None else known[one] for one in own], dtype=torch.int64
+        )
     return names, places
 
 
 def _names(own: Any, j: int) -> list[str | None]:
-    """Return the groups of a client's rows as text, whole numbers without a point; None for rows of no group.
+    """Return the groups of a client's rows as text, whole numbers without a point; None for rows of
+    no group.
 
     Raises:
         ValueError: They are not one for each row.
     """
     values = np.asarray(own, dtype=object)
     if values.ndim != 1:
-        raise ValueError(f"groups of client {j} must be one group for each of its rows, got {type(own).__name__} of shape {values.shape}")
+        raise ValueError(
+            f"groups of client {j} must be one group for each of its rows, got "
+            f"{type(own).__name__} of shape {values.shape}"
+        )
 
     def text(one: Any) -> str | None:
         if isinstance(one, Tensor | np.generic):
@@ -420,4 +568,10 @@ def _share(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def _text(name: str, value: object) -> str:
     if isinstance(value, str | np.str_ | int | np.integer):
         return str(value)
-    return "-" if np.isnan(value) else f"{value:.2f}" if name in (*_SHARES, "size", "ece") else f"{value:.3g}"  # pyright: ignore[reportArgumentType, reportCallIssue] (a number)
+    return (
+        "-"
+        if np.isnan(value)
+        else f"{value:.2f}"
+        if name in (*_SHARES, "size", "ece")
+        else f"{value:.3g}"
+    )  # pyright: ignore[reportArgumentType, reportCallIssue] (a number)

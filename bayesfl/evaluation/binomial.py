@@ -1,4 +1,6 @@
-"""Exact statements on shares: Clopper-Pearson bounds, and how low the lowest of several shares lies by chance."""
+"""Exact statements on shares: Clopper-Pearson bounds, and how low the lowest of several shares lies
+by chance.
+"""
 
 from typing import Annotated
 
@@ -7,12 +9,17 @@ import numpy as np
 from bayesfl.base.options import PROBABILITY, declared
 
 _MANY = 4000
-"""Most distinct shares that are summed exactly; beyond, the result is too large by at most one of so many steps."""
+"""Most distinct shares that are summed exactly; beyond, the result is too large by at most one of
+so many steps.
+"""
 
 
 @declared
-def clopper_pearson(successes: np.ndarray, trials: np.ndarray, delta: Annotated[float, PROBABILITY]) -> np.ndarray:
-    """Return intervals that hold the true share with a probability of at least 1 - `delta` each, [..., 2].
+def clopper_pearson(
+    successes: np.ndarray, trials: np.ndarray, delta: Annotated[float, PROBABILITY]
+) -> np.ndarray:
+    """Return intervals that hold the true share with a probability of at least 1 - `delta` each,
+    [..., 2].
 
     Args:
         successes: Numbers of successes, [...].
@@ -23,13 +30,18 @@ def clopper_pearson(successes: np.ndarray, trials: np.ndarray, delta: Annotated[
         ValueError: There are more successes than trials.
 
     References:
-        Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial", Biometrika 26, 1934.
+        Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of
+        the binomial", Biometrika 26, 1934.
     """
-    return np.stack([lower_bound(successes, trials, delta / 2), upper_bound(successes, trials, delta / 2)], -1)
+    return np.stack(
+        [lower_bound(successes, trials, delta / 2), upper_bound(successes, trials, delta / 2)], -1
+    )
 
 
 def lower_bound(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
-    """Return lower bounds of the true share that hold with a probability of at least 1 - `delta` each, [...]; 0 without successes."""
+    """Return lower bounds of the true share that hold with a probability of at least 1 - `delta`
+    each, [...]; 0 without successes.
+    """
     k, n = _counts(successes, trials)
     from scipy.stats import beta
 
@@ -37,7 +49,9 @@ def lower_bound(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.n
 
 
 def upper_bound(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
-    """Return upper bounds of the true share that hold with a probability of at least 1 - `delta` each, [...]; 1 without failures."""
+    """Return upper bounds of the true share that hold with a probability of at least 1 - `delta`
+    each, [...]; 1 without failures.
+    """
     k, n = _counts(successes, trials)
     from scipy.stats import beta
 
@@ -45,24 +59,34 @@ def upper_bound(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.n
 
 
 def worst_by_chance(trials: np.ndarray, share: float) -> float:
-    """Return the expectation of the lowest observed share of several units whose true share is the same.
+    """Return the expectation of the lowest observed share of several units whose true share is the
+    same.
 
     Args:
         trials: Numbers of independent trials of each unit, [J]; units without any are left out.
         share: The true share of all units, in [0, 1].
 
     Returns:
-        The sum over the distinct shares that can be seen, of their distances times the probability that all units lie above, which is
-        exact; or over 4,000 equal steps where the shares are more, which is too large by 1 / 4000 at most. NaN where no unit has a trial.
+        The sum over the distinct shares that can be seen, of their distances times the probability
+        that all units lie above, which is exact; or over 4,000 equal steps where the shares are
+        more, which is too large by 1 / 4000 at most. NaN where no unit has a trial.
     """
     from scipy.stats import binom
 
     n = np.unique(np.asarray(trials)[np.asarray(trials) > 0], return_counts=True)
     if not len(n[0]):
         return float("nan")
-    seen = np.unique(np.concatenate([np.arange(m + 1) / m for m in n[0]])) if n[0].sum() < _MANY else np.arange(_MANY + 1) / _MANY
-    # E min = integral over x of P(all shares > x); between two shares that can be seen it is constant.
-    log_above = sum(times * binom.logsf(np.floor(seen[:-1] * m + 1e-9), m, share) for m, times in zip(*n, strict=True))
+    seen = (
+        np.unique(np.concatenate([np.arange(m + 1) / m for m in n[0]]))
+        if n[0].sum() < _MANY
+        else np.arange(_MANY + 1) / _MANY
+    )
+    # E min = integral over x of P(all shares > x); between two shares that can be seen it is
+    # constant.
+    log_above = sum(
+        times * binom.logsf(np.floor(seen[:-1] * m + 1e-9), m, share)
+        for m, times in zip(*n, strict=True)
+    )
     return float(seen[0] + (np.diff(seen) * np.exp(log_above)).sum())
 
 

@@ -1,12 +1,15 @@
-"""Uses of a score of doubt: detecting inputs from elsewhere, and declining to answer where an error is likely.
+"""Uses of a score of doubt: detecting inputs from elsewhere, and declining to answer where an error
+is likely.
 
-A score is one number for each example, [J, N], larger where the model should be trusted less: `doubt`, `entropy`, or the epistemic part of
-`Predictions`. Rows come padded with a `mask` [J, N] as in `bayesfl.metrics`; rows outside the mask are never read. A function of one
-measure returns [J]: NaN for a client that lacks the data for it or has a score that is NaN. Ties are counted exactly, as the average over
-their possible orders.
+A score is one number for each example, [J, N], larger where the model should be trusted less:
+`doubt`, `entropy`, or the epistemic part of `Predictions`. Rows come padded with a `mask` [J, N] as
+in `bayesfl.metrics`; rows outside the mask are never read. A function of one measure returns [J]:
+NaN for a client that lacks the data for it or has a score that is NaN. Ties are counted exactly, as
+the average over their possible orders.
 
 >>> inside, outside = result.predict(clients.test), result.predict(strangers)  # doctest: +SKIP
->>> auroc(entropy(inside.probs), entropy(outside.probs), inside.mask, outside.mask)  # doctest: +SKIP
+>>> scores = entropy(inside.probs), entropy(outside.probs)  # doctest: +SKIP
+>>> auroc(*scores, inside.mask, outside.mask)  # doctest: +SKIP
 """
 
 import math
@@ -21,21 +24,26 @@ from bayesfl.base.options import Share, declared
 from bayesfl.evaluation import metrics
 from bayesfl.evaluation.predictions import Predictions
 
-_ROUNDING = 1e-9  # tolerance, so that 0.95 n is not rounded up where it would be an integer but for floating-point error
+# tolerance, so that 0.95 n is not rounded up where it would be an integer but for floating-point
+# error
+_ROUNDING = 1e-9
 
 
 def doubt(probs: Tensor) -> Tensor:
     """Compute one minus the largest probability, [..., N] of [..., N, O].
 
-    Hendrycks and Gimpel, "A baseline for detecting misclassified and out-of-distribution examples", ICLR 2017. It is the sum of the other
-    probabilities, so that certain examples keep their order where 1 - p would round to 0.
+    Hendrycks and Gimpel, "A baseline for detecting misclassified and out-of-distribution examples",
+    ICLR 2017. It is the sum of the other probabilities, so that certain examples keep their order
+    where 1 - p would round to 0.
     """
     probs = torch.as_tensor(probs).detach().cpu().double()
     return probs.scatter(-1, probs.argmax(-1, keepdim=True), 0).sum(-1)
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Compute the entropy of the predictive distribution in nats, [..., N] of [..., N, O]; epistemic and aleatoric together."""
+    """Compute the entropy of the predictive distribution in nats, [..., N] of [..., N, O];
+    epistemic and aleatoric together.
+    """
     return torch.special.entr(torch.as_tensor(probs).detach().cpu().double()).sum(-1)
 
 
@@ -43,15 +51,22 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
     """Compute every score that these predictions of classes have, [J, N] each.
 
     Returns:
-        `doubt`, `entropy`, and `epistemic` unless the predictions were made at the mean, without draws.
+        `doubt`, `entropy`, and `epistemic` unless the predictions were made at the mean, without
+        draws.
 
     Raises:
         ValueError: The predictions are of regression, or of several labels of an example.
     """
     if predictions.probs is None:
-        raise ValueError("doubt and entropy need class probabilities, and these predictions are of regression; use their epistemic")
+        raise ValueError(
+            "doubt and entropy need class probabilities, and these predictions are of regression; "
+            "use their epistemic"
+        )
     if predictions.probs.dim() > predictions.mask.dim() + 1:
-        raise ValueError("each example has several labels; pass predictions.places(), in which each label is an example")
+        raise ValueError(
+            "each example has several labels; pass predictions.places(), in which each label is an "
+            "example"
+        )
     found = {"doubt": doubt(predictions.probs), "entropy": entropy(predictions.probs)}
     if bool(predictions.epistemic[predictions.mask].isnan().all()):
         return found
@@ -70,21 +85,30 @@ def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tenso
     Raises:
         ValueError: The shapes do not fit.
     """
-    labels, mask, train_labels, train_mask = (torch.as_tensor(t).detach().cpu() for t in (labels, mask, train_labels, train_mask))
+    labels, mask, train_labels, train_mask = (
+        torch.as_tensor(t).detach().cpu() for t in (labels, mask, train_labels, train_mask)
+    )
     _check(labels=labels, mask=mask)
     _check(train_labels=train_labels, train_mask=train_mask)
     if len(labels) != len(train_labels):
-        raise ValueError(f"labels are of {len(labels)} clients and train_labels of {len(train_labels)}; they must be the same")
-    known = [torch.isin(y, seen[m]) for y, seen, m in zip(labels, train_labels, train_mask, strict=True)]
+        raise ValueError(
+            f"labels are of {len(labels)} clients and train_labels of {len(train_labels)}; they "
+            "must be the same"
+        )
+    known = [
+        torch.isin(y, seen[m]) for y, seen, m in zip(labels, train_labels, train_mask, strict=True)
+    ]
     return mask & ~torch.stack(known) if known else mask.clone()
 
 
 def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor) -> Tensor:
-    """Compute the area under the ROC curve: the probability that an outsider scores above one of the client's own examples, ties half.
+    """Compute the area under the ROC curve: the probability that an outsider scores above one of
+    the client's own examples, ties half.
 
     Args:
         inside: Scores of each client's own examples, [J, N].
-        outside: Scores that the same clients give to outsiders, [J, M]: examples of another data set, or of classes they never saw.
+        outside: Scores that the same clients give to outsiders, [J, M]: examples of another data
+            set, or of classes they never saw.
         inside_mask: Which rows are own examples, [J, N] bool.
         outside_mask: Which rows are outsiders, [J, M] bool.
 
@@ -103,12 +127,16 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
 
 
 @declared
-def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor, *, tpr: Share = 0.95) -> Tensor:
-    """Compute the share of outside examples taken for a client's own, at the threshold that accepts a share `tpr` of its own examples.
+def fpr(
+    inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor, *, tpr: Share = 0.95
+) -> Tensor:
+    """Compute the share of outside examples taken for a client's own, at the threshold that accepts
+    a share `tpr` of its own examples.
 
-    Examples with a score up to the threshold are accepted. It is the smallest one that accepts a share of at least `tpr` of the own
-    examples. Liang, Li and Srikant, "Enhancing the reliability of out-of-distribution image detection in neural networks", ICLR 2018,
-    section 4.2 (FPR at 95 % TPR, the client's own being the positives).
+    Examples with a score up to the threshold are accepted. It is the smallest one that accepts a
+    share of at least `tpr` of the own examples. Liang, Li and Srikant, "Enhancing the reliability
+    of out-of-distribution image detection in neural networks", ICLR 2018, section 4.2 (FPR at 95 %
+    TPR, the client's own being the positives).
 
     Args:
         inside: Scores of each client's own examples, [J, N].
@@ -131,9 +159,13 @@ def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tens
 
 
 def detection_summary(
-    inside: Mapping[str, Tensor], outside: Mapping[str, Tensor], inside_mask: Tensor, outside_mask: Tensor
+    inside: Mapping[str, Tensor],
+    outside: Mapping[str, Tensor],
+    inside_mask: Tensor,
+    outside_mask: Tensor,
 ) -> dict[str, float]:
-    """Summarise how well each score detects outsiders, averaged over the clients that have both own examples and outsiders.
+    """Summarise how well each score detects outsiders, averaged over the clients that have both own
+    examples and outsiders.
 
     Args:
         inside: Scores of each client's own examples, {name: [J, N]}, as `scores` gives them.
@@ -142,25 +174,32 @@ def detection_summary(
         outside_mask: Which rows are outsiders, [J, M] bool.
 
     Returns:
-        For each name `{name}_auroc` and `{name}_fpr95`, NaN if one of these clients has a score that is NaN.
+        For each name `{name}_auroc` and `{name}_fpr95`, NaN if one of these clients has a score
+        that is NaN.
 
     Raises:
         ValueError: The shapes do not fit, or no name is in both.
     """
     shared = [name for name in inside if name in outside]
     if not shared:
-        raise ValueError(f"no score is in both: inside has {list(inside)}, outside has {list(outside)}")
+        raise ValueError(
+            f"no score is in both: inside has {list(inside)}, outside has {list(outside)}"
+        )
     both = torch.as_tensor(inside_mask).any(-1) & torch.as_tensor(outside_mask).any(-1)
     summary = {}
     for name in shared:
         pair = inside[name], outside[name], inside_mask, outside_mask
-        summary |= {f"{name}_auroc": float(auroc(*pair)[both].mean()), f"{name}_fpr95": float(fpr(*pair)[both].mean())}
+        summary |= {
+            f"{name}_auroc": float(auroc(*pair)[both].mean()),
+            f"{name}_fpr95": float(fpr(*pair)[both].mean()),
+        }
     return summary
 
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The share of errors among the answers as a function of the share of examples answered, least doubtful first; see `risk_coverage`.
+    """The share of errors among the answers as a function of the share of examples answered, least
+    doubtful first; see `risk_coverage`.
 
     Args:
         coverage: Share of examples answered, [n]: 1 / n to 1.
@@ -189,12 +228,14 @@ class RiskCoverage:
 
 
 def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
-    """Compute the risk-coverage curve: the error rate among answered examples against the share answered, most confident first.
+    """Compute the risk-coverage curve: the error rate among answered examples against the share
+    answered, most confident first.
 
     The examples of all clients are pooled; for one client, pass its rows.
 
-    El-Yaniv and Wiener, "On the foundations of noise-free selective classification", JMLR 11, 2010; Geifman, Uziel and El-Yaniv,
-    "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019, equation 2.
+    El-Yaniv and Wiener, "On the foundations of noise-free selective classification", JMLR 11, 2010;
+    Geifman, Uziel and El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers",
+    ICLR 2019, equation 2.
 
     Args:
         score: Doubt in each prediction, [J, N]; examples with the largest are declined first.
@@ -206,13 +247,17 @@ def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
     """
     score, right, mask = _selective(score, right, mask)
     if bool((score.isnan() & mask).any()):
-        raise ValueError("score is NaN where mask is True: the run diverged, or it is the epistemic part of a plug-in, which has none")
+        raise ValueError(
+            "score is NaN where mask is True: the run diverged, or it is the epistemic part of a "
+            "plug-in, which has none"
+        )
     risk = _risks(score[mask], right[mask])
     return RiskCoverage(np.arange(1, len(risk) + 1) / max(len(risk), 1), risk.numpy())
 
 
 def aurc(score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """Compute the area under each client's risk-coverage curve, as in `risk_coverage`; a constant score gives the client's error rate.
+    """Compute the area under each client's risk-coverage curve, as in `risk_coverage`; a constant
+    score gives the client's error rate.
 
     Args:
         score: Doubt in each prediction, [J, N].
@@ -229,8 +274,11 @@ def aurc(score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
 
 
 @declared
-def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: Share = 0.8) -> Tensor:
-    """Compute each client's accuracy on the share `coverage` of its examples, rounded up, that it doubts least.
+def selective_accuracy(
+    score: Tensor, right: Tensor, mask: Tensor, *, coverage: Share = 0.8
+) -> Tensor:
+    """Compute each client's accuracy on the share `coverage` of its examples, rounded up, that it
+    doubts least.
 
     Args:
         score: Doubt in each prediction, [J, N].
@@ -244,10 +292,17 @@ def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: 
     Raises:
         ValueError: The shapes do not fit.
     """
-    return _curves(lambda risk: 1 - risk[max(math.ceil(coverage * len(risk) - _ROUNDING), 1) - 1], score, right, mask)
+    return _curves(
+        lambda risk: 1 - risk[max(math.ceil(coverage * len(risk) - _ROUNDING), 1) - 1],
+        score,
+        right,
+        mask,
+    )
 
 
-def selective_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, score: Tensor | None = None) -> dict[str, float]:
+def selective_summary(
+    probs: Tensor, labels: Tensor, mask: Tensor, *, score: Tensor | None = None
+) -> dict[str, float]:
     """Summarise how much a federation of classifiers gains by declining its doubtful examples.
 
     Args:
@@ -257,18 +312,24 @@ def selective_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, score: Ten
         score: Doubt in each prediction, [J, N]; None for `doubt(probs)`.
 
     Returns:
-        `aurc`, `accuracy_at_80`, `accuracy_at_90`: means over the clients that have examples. `pooled_aurc`: of all clients' examples
-        pooled. `pooled_aurc_excess`: its difference to the best possible at this accuracy. NaN if a prediction or score is not finite.
+        `aurc`, `accuracy_at_80`, `accuracy_at_90`: means over the clients that have examples.
+        `pooled_aurc`: of all clients' examples pooled. `pooled_aurc_excess`: its difference to the
+        best possible at this accuracy. NaN if a prediction or score is not finite.
 
     Raises:
         ValueError: The shapes or types do not fit, or a label or probability is out of range.
     """
     probs, labels, mask = (torch.as_tensor(t).detach().cpu() for t in (probs, labels, mask))
-    broken = bool((metrics.accuracy(probs, labels, mask).isnan() & mask.any(-1)).any())  # raises if the input does not fit
+    broken = bool(
+        (metrics.accuracy(probs, labels, mask).isnan() & mask.any(-1)).any()
+    )  # raises if the input does not fit
     score = doubt(probs) if score is None else torch.as_tensor(score).detach().cpu()
     case = score, probs.argmax(-1) == labels, mask
     if broken or bool((score.isnan() & mask).any()):
-        return dict.fromkeys(("aurc", "accuracy_at_80", "accuracy_at_90", "pooled_aurc", "pooled_aurc_excess"), math.nan)
+        return dict.fromkeys(
+            ("aurc", "accuracy_at_80", "accuracy_at_90", "pooled_aurc", "pooled_aurc_excess"),
+            math.nan,
+        )
     pooled = risk_coverage(*case)
     return {
         "aurc": float(aurc(*case).nanmean()),
@@ -280,7 +341,9 @@ def selective_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, score: Ten
 
 
 def _risks(score: Tensor, right: Tensor) -> Tensor:
-    """Compute the expected share of errors among the i least doubtful of n examples, [n], with ties in random order."""
+    """Compute the expected share of errors among the i least doubtful of n examples, [n], with ties
+    in random order.
+    """
     _, group, count = score.unique(return_inverse=True, return_counts=True)
     errors = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, (~right).double())
     before, start = (total.cumsum(0) - total for total in (errors, count))
@@ -290,15 +353,24 @@ def _risks(score: Tensor, right: Tensor) -> Tensor:
 
 
 def _each(
-    measure: Callable[[Tensor, Tensor], Tensor], inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor
+    measure: Callable[[Tensor, Tensor], Tensor],
+    inside: Tensor,
+    outside: Tensor,
+    inside_mask: Tensor,
+    outside_mask: Tensor,
 ) -> Tensor:
-    """Apply `measure` to each client's own scores, in ascending order, and to those of its outsiders, [J]."""
-    inside, outside, inside_mask, outside_mask = (torch.as_tensor(t).detach().cpu() for t in (inside, outside, inside_mask, outside_mask))
+    """Apply `measure` to each client's own scores, in ascending order, and to those of its
+    outsiders, [J].
+    """
+    inside, outside, inside_mask, outside_mask = (
+        torch.as_tensor(t).detach().cpu() for t in (inside, outside, inside_mask, outside_mask)
+    )
     _check(inside=inside, inside_mask=inside_mask)
     _check(outside=outside, outside_mask=outside_mask)
     if len(inside) != len(outside):
         raise ValueError(
-            f"inside is of {len(inside)} clients and outside of {len(outside)}; each client scores both its own and the others"
+            f"inside is of {len(inside)} clients and outside of {len(outside)}; each client scores "
+            "both its own and the others"
         )
     out = torch.full((len(inside),), math.nan, dtype=torch.float64)
     for j in range(len(inside)):
@@ -308,7 +380,9 @@ def _each(
     return out
 
 
-def _curves(measure: Callable[[Tensor], Tensor], score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
+def _curves(
+    measure: Callable[[Tensor], Tensor], score: Tensor, right: Tensor, mask: Tensor
+) -> Tensor:
     """Apply `measure` to each client's risks [n], [J]."""
     score, right, mask = _selective(score, right, mask)
     out = torch.full((len(score),), math.nan, dtype=torch.float64)
@@ -322,7 +396,10 @@ def _selective(score: Tensor, right: Tensor, mask: Tensor) -> tuple[Tensor, Tens
     score, right, mask = (torch.as_tensor(t).detach().cpu() for t in (score, right, mask))
     _check(score=score, right=right, mask=mask)
     if right.dtype != torch.bool:
-        raise ValueError(f"right must be bool, whether each prediction is right, got {right.dtype}; use probs.argmax(-1) == labels")
+        raise ValueError(
+            f"right must be bool, whether each prediction is right, got {right.dtype}; use "
+            "probs.argmax(-1) == labels"
+        )
     return score.double(), right, mask
 
 
@@ -330,10 +407,18 @@ def _check(**rows: Tensor) -> None:
     """Check that all have one entry for each row, and that the last is a mask."""
     (first, values), *others = rows.items()
     if values.dim() != 2:
-        raise ValueError(f"{first} must be [J, N], one number for each example; got shape {list(values.shape)}")
+        raise ValueError(
+            f"{first} must be [J, N], one number for each example; got shape {list(values.shape)}"
+        )
     for name, other in others:
         if other.shape != values.shape:
-            raise ValueError(f"{name} must have the shape of {first}, {list(values.shape)}; got {list(other.shape)}")
+            raise ValueError(
+                f"{name} must have the shape of {first}, {list(values.shape)}; got "
+                f"{list(other.shape)}"
+            )
     name, mask = others[-1]
     if mask.dtype != torch.bool:
-        raise ValueError(f"{name} must be bool, True where a row is an example; got {mask.dtype}, use mask.bool()")
+        raise ValueError(
+            f"{name} must be bool, True where a row is an example; got {mask.dtype}, use "
+            "mask.bool()"
+        )

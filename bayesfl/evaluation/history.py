@@ -14,16 +14,20 @@ PREFIXES = {"test": "personal", "validation": "validation"}
 """Prefixes of columns that measure each client's own predictor, by the split that it predicts."""
 
 CALIBRATED = "calibrated"
-"""Prefix of columns that measure predictions of test data as steps of calibration change them, after a run over a network."""
+"""Prefix of columns that measure predictions of test data as steps of calibration change them,
+after a run over a network.
+"""
 
 
 class History:
     """The rows of a run, one for each round, which can be read by columns.
 
-    A column's prefix names the models that were measured on the test split: `personal_` each client's own predictor after aggregation
-    (and fine-tuning, where the method has it); `before_pool_` the models before aggregation, of the clients that trained in this round;
-    `global_` the server's model; `validation_` as `personal_`, on the validation split. Without a further word a measure is the mean over
-    clients; `pooled_` means that all clients' examples are measured together. `report.write_csv(path, history)` writes the rows to a file.
+    A column's prefix names the models that were measured on the test split: `personal_` each
+    client's own predictor after aggregation (and fine-tuning, where the method has it);
+    `before_pool_` the models before aggregation, of the clients that trained in this round;
+    `global_` the server's model; `validation_` as `personal_`, on the validation split. Without a
+    further word a measure is the mean over clients; `pooled_` means that all clients' examples are
+    measured together. `report.write_csv(path, history)` writes the rows to a file.
 
     Args:
         rows: Mappings from column to number.
@@ -43,7 +47,11 @@ class History:
             raise ValueError("a history is a list of rows")
         for row in rows:
             for column, value in row.items():
-                if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= 2**63):
+                if (
+                    isinstance(value, bool)
+                    or not isinstance(value, int | float)
+                    or (isinstance(value, int) and abs(value) >= 2**63)
+                ):
                     raise ValueError(f"column {column!r} holds {value!r}, which is no number")
         return cls(rows)
 
@@ -71,8 +79,11 @@ class History:
     @overload
     def __getitem__(self, column: slice) -> "History": ...
 
-    def __getitem__(self, column: str | int | np.integer | slice) -> "np.ndarray | dict[str, Any] | History":
-        """Return one column [rounds], NaN for rounds without a value; the row at a place, `history[-1]` the last; or a history of a slice.
+    def __getitem__(
+        self, column: str | int | np.integer | slice
+    ) -> "np.ndarray | dict[str, Any] | History":
+        """Return one column [rounds], NaN for rounds without a value; the row at a place,
+        `history[-1]` the last; or a history of a slice.
 
         Raises:
             KeyError: No row has such a column; the message offers the nearest names.
@@ -85,31 +96,46 @@ class History:
             return self.rows[int(column)]
         if not isinstance(column, str):
             raise TypeError(
-                f"column must be a name, a row's place or a slice, got {column!r}; of several columns take one after the other, as "
+                f"column must be a name, a row's place or a slice, got {column!r}; of several "
+                "columns take one after the other, as "
                 "{name: history[name] for name in names}"
             )
         if column not in self.columns:
-            near = difflib.get_close_matches(column, self.columns, n=4, cutoff=0.5) or self.columns[:4]
-            raise KeyError(f"no column {column!r}; the nearest of {len(self.columns)} are {near}, history.columns has all")
+            near = (
+                difflib.get_close_matches(column, self.columns, n=4, cutoff=0.5) or self.columns[:4]
+            )
+            raise KeyError(
+                f"no column {column!r}; the nearest of {len(self.columns)} are {near}, "
+                "history.columns has all"
+            )
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
 
     def best(self, column: str, *, lowest: bool | None = None) -> dict[str, Any]:
-        """Return the row in which a column is best; use it with validation columns, never with test columns.
+        """Return the row in which a column is best; use it with validation columns, never with test
+        columns.
 
         Args:
             column: The column.
-            lowest: Whether the smallest value is best; None to know it by the measure's name, as of `validation_nll`.
+            lowest: Whether the smallest value is best; None to know it by the measure's name, as of
+                `validation_nll`.
 
         Raises:
             KeyError: No row has such a column.
-            ValueError: The column has no values, or `lowest` is None and the column is of no measure whose best values are known.
+            ValueError: The column has no values, or `lowest` is None and the column is of no
+                measure whose best values are known.
         """
         values = self[column]
         if np.isnan(values).all():
-            raise ValueError(f"column {column!r} was never measured, all its values are NaN; choose another column")
+            raise ValueError(
+                f"column {column!r} was never measured, all its values are NaN; choose another "
+                "column"
+            )
         if lowest is None:
             if (which := better(column)) is None:
-                raise ValueError(f"column {column!r} is of no measure of which the best is known; pass lowest=True or lowest=False")
+                raise ValueError(
+                    f"column {column!r} is of no measure of which the best is known; pass "
+                    "lowest=True or lowest=False"
+                )
             lowest = which == "lower"
         return self.rows[int(np.nanargmin(values) if lowest else np.nanargmax(values))]
 
@@ -117,5 +143,11 @@ class History:
         measured = [row for row in self.rows if any(measure in row for measure in HEADLINES)]
         if not measured:
             return f"History({len(self)} rounds, not evaluated)"
-        last = {k: v for k, v in measured[-1].items() if k.startswith("personal_") and "pooled" not in k}
-        return f"History({len(self)} rounds; " + ", ".join(f"{k} {v:.3g}" for k, v in last.items()) + ")"
+        last = {
+            k: v for k, v in measured[-1].items() if k.startswith("personal_") and "pooled" not in k
+        }
+        return (
+            f"History({len(self)} rounds; "
+            + ", ".join(f"{k} {v:.3g}" for k, v in last.items())
+            + ")"
+        )

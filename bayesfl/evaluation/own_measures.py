@@ -1,4 +1,6 @@
-"""Measures of a user's own, which become columns of the history beside those of `bayesfl.metrics`."""
+"""Measures of a user's own, which become columns of the history beside those of
+`bayesfl.metrics`.
+"""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -11,8 +13,8 @@ from bayesfl.data import ClientData
 from bayesfl.evaluation.predictions import Predictions, of_client
 
 Measure: TypeAlias = Callable[[Predictions, Tensor], Any]
-"""Function (one client's predictions [n, ...], its labels [n] or targets [n, ...]) -> a number; NaN where it is not defined. Labels [n, T]
-hold -100 where one is not known."""
+"""Function (one client's predictions [n, ...], its labels [n] or targets [n, ...]) -> a number; NaN
+where it is not defined. Labels [n, T] hold -100 where one is not known."""
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
@@ -24,16 +26,30 @@ def check_measures(name: str, measures: Mapping[str, Measure]) -> None:
         ValueError: A name is not of small letters, digits and underscores.
     """
     if not isinstance(measures, Mapping):
-        raise TypeError(f"{name} must be a mapping {{name: function}}, got {type(measures).__name__}")
+        raise TypeError(
+            f"{name} must be a mapping {{name: function}}, got {type(measures).__name__}"
+        )
     for column, measure in measures.items():
         if not isinstance(column, str) or not NAME.fullmatch(column):
-            raise ValueError(f"{name}: {column!r} must be a name of small letters, digits and _, as it becomes a part of a column's name")
+            raise ValueError(
+                f"{name}: {column!r} must be a name of small letters, digits and _, as it becomes "
+                "a part of a column's name"
+            )
         if not callable(measure):
-            raise TypeError(f"measure {column!r} must be a function (predictions, labels) -> number, got {measure!r}")
+            raise TypeError(
+                f"measure {column!r} must be a function (predictions, labels) -> number, got "
+                f"{measure!r}"
+            )
 
 
-def measured(measures: Mapping[str, Measure], predictions: Predictions, split: ClientData, taken: Collection[str] = ()) -> dict[str, float]:
-    """Compute the measures as means over the clients that have rows; clients for which one is NaN are left out of it.
+def measured(
+    measures: Mapping[str, Measure],
+    predictions: Predictions,
+    split: ClientData,
+    taken: Collection[str] = (),
+) -> dict[str, float]:
+    """Compute the measures as means over the clients that have rows; clients for which one is NaN
+    are left out of it.
 
     Args:
         measures: The measures by name.

@@ -18,27 +18,36 @@ from bayesfl.evaluation import metrics
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictive distributions for J clients of at most N examples; rows that pad a shorter client are NaN.
+    """Predictive distributions for J clients of at most N examples; rows that pad a shorter client
+    are NaN.
 
     Args:
         mask: Which rows are examples, [J, N] bool.
-        epistemic: The part of the uncertainty that more data would remove, [J, N], or [J, N, T] where an example has T labels. For
-            classes, in nats: by draws the mutual information of label and weights; under the link by contrasts the entropy that
-            uncertainty adds; NaN at the mean, and class-wise (link="per_class"). For regression the variance of the means.
-        probs: Class probabilities [J, N, O], or [J, N, T, O] where an example has T labels; None for regression.
+        epistemic: The part of the uncertainty that more data would remove, [J, N], or [J, N, T]
+            where an example has T labels. For classes, in nats: by draws the mutual information of
+            label and weights; under the link by contrasts the entropy that uncertainty adds; NaN at
+            the mean, and class-wise (link="per_class"). For regression the variance of the means.
+        probs: Class probabilities [J, N, O], or [J, N, T, O] where an example has T labels; None
+            for regression.
         mean: Predictive means [J, N, O], or the middles of intervals; None for classes.
         variance: Predictive variances [J, N, O], noise included; None for classes and intervals.
-        lower: Lower ends of intervals, [J, N, O], of likelihood `Quantiles` or made by `Conformal`; None where there are none.
+        lower: Lower ends of intervals, [J, N, O], of likelihood `Quantiles` or made by `Conformal`;
+            None where there are none.
         upper: Upper ends of these.
-        sets: Which classes are in the conformal set of an example, [J, N, O] or [J, N, T, O] bool; None where none were made.
-        answered: Which examples are answered, [J, N] or [J, N, T] bool, as `Abstention` says; None where all are.
-        level: The probability that the sets or the intervals promise; None for that of the likelihood's intervals.
-        risk: The share of wrong answers that `answered` promises at most, of all clients' rows together; None where all are answered.
-        labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which `summary` knows it; None where they are
-            not known. Rows that pad are 0.
+        sets: Which classes are in the conformal set of an example, [J, N, O] or [J, N, T, O] bool;
+            None where none were made.
+        answered: Which examples are answered, [J, N] or [J, N, T] bool, as `Abstention` says; None
+            where all are.
+        level: The probability that the sets or the intervals promise; None for that of the
+            likelihood's intervals.
+        risk: The share of wrong answers that `answered` promises at most, of all clients' rows
+            together; None where all are answered.
+        labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which
+            `summary` knows it; None where they are not known. Rows that pad are 0.
         names: The clients' names, by which `client` finds them; None where they are not known.
         class_names: One name for each class, see `named_sets`; None for classes without names.
-        likelihood: The likelihood, by whose distribution numbers are measured; None for normal ones.
+        likelihood: The likelihood, by whose distribution numbers are measured; None for normal
+            ones.
     """
 
     mask: Tensor
@@ -59,22 +68,40 @@ class Predictions:
 
     def __repr__(self) -> str:
         rows = self.mask.sum(-1)
-        many = f"{len(rows)} clients of {int(rows.min())} to {int(rows.max())} examples" if self.mask.dim() > 1 else f"{int(rows)} examples"
-        shown = {name: t for name, t in vars(self).items() if isinstance(t, Tensor) and name not in ("mask", "labels")}
+        many = (
+            f"{len(rows)} clients of {int(rows.min())} to {int(rows.max())} examples"
+            if self.mask.dim() > 1
+            else f"{int(rows)} examples"
+        )
+        shown = {
+            name: t
+            for name, t in vars(self).items()
+            if isinstance(t, Tensor) and name not in ("mask", "labels")
+        }
         tensors = ", ".join(f"{name} {list(t.shape)}" for name, t in shown.items())
-        drawn = "" if bool(self.epistemic[self.mask].isnan().all()) else "; averaged over draws or a closed form"
+        drawn = (
+            ""
+            if bool(self.epistemic[self.mask].isnan().all())
+            else "; averaged over draws or a closed form"
+        )
         return f"Predictions({many}; {tensors}{drawn})"
 
     @property
     def aleatoric(self) -> Tensor:
-        """Return the part of the uncertainty that more data would not remove, of the shape of `epistemic`; NaN where that is.
+        """Return the part of the uncertainty that more data would not remove, of the shape of
+        `epistemic`; NaN where that is.
 
-        For classes the entropy less `epistemic`, in nats; under the link `contrasts` this is the entropy of softmax(f), or that of `probs`
-        if it is smaller. For regression the noise's variance, summed over targets; NaN for intervals, which do not tell it.
+        For classes the entropy less `epistemic`, in nats; under the link `contrasts` this is the
+        entropy of softmax(f), or that of `probs` if it is smaller. For regression the noise's
+        variance, summed over targets; NaN for intervals, which do not tell it.
         """
         if self.probs is None and self.variance is None:
             return torch.full_like(self.epistemic, torch.nan)
-        total = torch.special.entr(self.probs).sum(-1) if self.probs is not None else _present(self.variance).sum(-1)
+        total = (
+            torch.special.entr(self.probs).sum(-1)
+            if self.probs is not None
+            else _present(self.variance).sum(-1)
+        )
         return total - self.epistemic
 
     def client(self, client: int | str) -> "Predictions":
@@ -88,13 +115,18 @@ class Predictions:
             ValueError: There is no such client, or the predictions are of one client alone.
         """
         if self.mask.dim() != 2:
-            raise ValueError(f"client {client!r}: these predictions are of one client alone; use them as they are")
+            raise ValueError(
+                f"client {client!r}: these predictions are of one client alone; use them as they "
+                "are"
+            )
         return of_client(self, place(client, known_names(self.names, len(self.mask))))
 
     def places(self) -> "Predictions":
-        """Return predictions in which each label of an example is an example, [J, N * T], as calibration and detection take them.
+        """Return predictions in which each label of an example is an example, [J, N * T], as
+        calibration and detection take them.
 
-        Labels that are not known are masked. Predictions with one label for each example are returned as they are.
+        Labels that are not known are masked. Predictions with one label for each example are
+        returned as they are.
 
         Raises:
             ValueError: The labels are not known, or the predictions are of one client alone.
@@ -102,27 +134,41 @@ class Predictions:
         if self.probs is None or self.probs.dim() == self.mask.dim() + 1:
             return self
         if self.labels is None or self.mask.dim() != 2:
-            raise ValueError("places() needs predictions of a split of all clients, as result.predict(clients.test) gives")
+            raise ValueError(
+                "places() needs predictions of a split of all clients, as "
+                "result.predict(clients.test) gives"
+            )
         probs, labels, mask = per_place(self.probs, self.labels.long(), self.mask)
         more = {"sets": self.sets, "answered": self.answered}
         found: dict[str, Any] = {name: t.flatten(1, 2) for name, t in more.items() if t is not None}
-        return replace(self, probs=probs, labels=labels, mask=mask, epistemic=self.epistemic.flatten(1), **found)
+        return replace(
+            self,
+            probs=probs,
+            labels=labels,
+            mask=mask,
+            epistemic=self.epistemic.flatten(1),
+            **found,
+        )
 
     def summary(self, split: ClientData) -> dict[str, float]:
-        """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of `split`, over clients that have rows.
+        """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of
+        `split`, over clients that have rows.
 
-        Classes by `classification_summary`, label by label where an example has several; numbers by `regression_summary`, under the
-        likelihood's distribution; intervals by `interval_summary`. Of conformal sets or intervals also `coverage`, the share that holds the
-        truth, of all an example's targets together, and `set_size`, the mean number of classes, or `width`. After `Abstention` also
-        `answered`, the share of examples that have an answer, and `answered_accuracy`. Of these, too, with the prefix `pooled_`, over all
-        clients' examples pooled.
+        Classes by `classification_summary`, label by label where an example has several; numbers by
+        `regression_summary`, under the likelihood's distribution; intervals by `interval_summary`.
+        Of conformal sets or intervals also `coverage`, the share that holds the truth, of all an
+        example's targets together, and `set_size`, the mean number of classes, or `width`. After
+        `Abstention` also `answered`, the share of examples that have an answer, and
+        `answered_accuracy`. Of these, too, with the prefix `pooled_`, over all clients' examples
+        pooled.
 
         Args:
             split: The split that was predicted.
 
         Raises:
             TypeError: `split` is no `ClientData`.
-            ValueError: The predictions are of another split, with other numbers of examples or other labels, or of one client alone.
+            ValueError: The predictions are of another split, with other numbers of examples or
+                other labels, or of one client alone.
         """
         kind, given, options = self._measured(split)
         found = _SUMMARIES[kind](*given, **options)
@@ -132,7 +178,8 @@ class Predictions:
         return found
 
     def table(self, split: ClientData) -> dict[str, np.ndarray]:
-        """Return every measure that `summary` averages, of every client, as columns [J], ready for a data frame.
+        """Return every measure that `summary` averages, of every client, as columns [J], ready for
+        a data frame.
 
         Args:
             split: The split that was predicted.
@@ -146,17 +193,21 @@ class Predictions:
         return _TABLES[kind](*given, names=self.names, **options) | promised
 
     def named_sets(self) -> list[Any]:
-        """Return the conformal sets as the names of their classes, or their numbers where classes have none, the most probable first.
+        """Return the conformal sets as the names of their classes, or their numbers where classes
+        have none, the most probable first.
 
         Returns:
-            For one client a tuple for each row, for several a list of these for each client, without padding; of rows with T labels each
-            row has a list of T tuples.
+            For one client a tuple for each row, for several a list of these for each client,
+            without padding; of rows with T labels each row has a list of T tuples.
 
         Raises:
             ValueError: There are no sets.
         """
         if self.sets is None or self.probs is None:
-            raise ValueError("there are no sets: make them with result.calibrate(Conformal()), of bayesfl.evaluation.calibration")
+            raise ValueError(
+                "there are no sets: make them with result.calibrate(Conformal()), of "
+                "bayesfl.evaluation.calibration"
+            )
         if self.mask.dim() == 2:
             return [of_client(self, j).named_sets() for j in range(len(self.mask))]
         known = self.class_names or tuple(range(self.sets.shape[-1]))
@@ -171,23 +222,27 @@ class Predictions:
 
     @property
     def promise(self) -> float | None:
-        """Return the probability that sets or intervals promise, those of a likelihood that predicts quantiles of one target too.
+        """Return the probability that sets or intervals promise, those of a likelihood that
+        predicts quantiles of one target too.
 
-        None without any, and for quantiles of several targets, which promise each target and not all together.
+        None without any, and for quantiles of several targets, which promise each target and not
+        all together.
         """
         if self.level is not None or self.lower is None or self.lower.shape[-1] > 1:
             return self.level
         return 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
 
     def promised(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Say of every example whether its set or interval holds the truth, and how large it is; None where there are none.
+        """Say of every example whether its set or interval holds the truth, and how large it is;
+        None where there are none.
 
         Args:
             labels: The labels or targets, [J, N, ...].
 
         Returns:
-            Which hold it, [J, M] bool; the number of classes in the set, or the mean width of the intervals, [J, M] in float64; and which
-            places are examples, [J, M] bool. M is N, or N T where an example has T labels.
+            Which hold it, [J, M] bool; the number of classes in the set, or the mean width of the
+            intervals, [J, M] in float64; and which places are examples, [J, M] bool. M is N, or N T
+            where an example has T labels.
         """
         if self.promise is None:
             return None
@@ -195,22 +250,34 @@ class Predictions:
             lower, upper = _present(self.lower).cpu(), _present(self.upper).cpu()
             y = labels.cpu().reshape(lower.shape).double()
             held = ((lower.double() <= y) & (y <= upper.double())).all(-1)
-            return held & self.mask.cpu(), (upper.double() - lower.double()).mean(-1), self.mask.cpu()
+            return (
+                held & self.mask.cpu(),
+                (upper.double() - lower.double()).mean(-1),
+                self.mask.cpu(),
+            )
         sets, labels, mask = per_place(self.sets.cpu(), labels.cpu().long(), self.mask.cpu())
         held = sets.gather(-1, labels.masked_fill(~mask, 0).unsqueeze(-1)).squeeze(-1)
         return held & mask, sets.sum(-1).double(), mask
 
     def _promised(self, split: ClientData) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the measures of conformal sets, intervals and answers, of every example, [J, M], and which examples count, [J, M] bool."""
+        """Return the measures of conformal sets, intervals and answers, of every example, [J, M],
+        and which examples count, [J, M] bool.
+        """
         labels = split.padded_labels()[0][:, : self.mask.shape[1]].cpu()
         measures = {}
         if self.level is not None and (found := self.promised(labels)) is not None:
             held, size, mask = found
-            measures = {"coverage": (held, mask), "set_size" if self.sets is not None else "width": (size, mask)}
+            measures = {
+                "coverage": (held, mask),
+                "set_size" if self.sets is not None else "width": (size, mask),
+            }
         if self.answered is not None and self.probs is not None:
             probs, labels, mask = per_place(self.probs.cpu(), labels.long(), self.mask.cpu())
             given = self.answered.cpu().reshape(mask.shape) & mask
-            measures |= {"answered": (given, mask), "answered_accuracy": (probs.argmax(-1) == labels, given)}
+            measures |= {
+                "answered": (given, mask),
+                "answered_accuracy": (probs.argmax(-1) == labels, given),
+            }
         return measures
 
     def _measured(self, split: ClientData) -> tuple[str, tuple[Tensor, ...], dict[str, Any]]:
@@ -222,32 +289,53 @@ class Predictions:
         """
         instance("split", split, ClientData, "pass the split that was predicted, as clients.test")
         labels, mask = (t.cpu() for t in split.padded_labels())
-        remedy = "pass the split that was predicted, as in result.predict(clients.test).summary(clients.test)"
+        remedy = (
+            "pass the split that was predicted, as in "
+            "result.predict(clients.test).summary(clients.test)"
+        )
         if self.mask.dim() != 2 or len(self.mask) != len(mask):
             many = f"{len(self.mask)} clients" if self.mask.dim() == 2 else "one client alone"
-            raise ValueError(f"split has {len(mask)} clients, the predictions are of {many}; {remedy}")
+            raise ValueError(
+                f"split has {len(mask)} clients, the predictions are of {many}; {remedy}"
+            )
         held = self.mask.any(1).cpu()  # predictions before aggregation are of the cohort alone
         if (wrong := held & (self.mask.sum(1).cpu() != mask.sum(1))).any():
             j = int(wrong.nonzero()[0, 0])
             raise ValueError(
-                f"split has {int(mask[j].sum())} examples of client {j}, the predictions have {int(self.mask[j].sum())}; {remedy}"
+                f"split has {int(mask[j].sum())} examples of client {j}, the predictions have "
+                f"{int(self.mask[j].sum())}; {remedy}"
             )
         labels = labels[:, : self.mask.shape[1]]
         if self.labels is not None:
             own = self.labels[self.mask]
-            if own.shape != (given := labels[self.mask]).shape or not torch.equal(own, given.to(own.dtype)):
-                raise ValueError(f"split has other labels than the one that was predicted; {remedy}")
+            if own.shape != (given := labels[self.mask]).shape or not torch.equal(
+                own, given.to(own.dtype)
+            ):
+                raise ValueError(
+                    f"split has other labels than the one that was predicted; {remedy}"
+                )
         if self.probs is not None:
             return "classes", per_place(self.probs, labels.long(), self.mask), {}
         if self.variance is None and self.lower is not None:
-            likelihoods = 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
+            likelihoods = (
+                0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
+            )
             if (level := self.level or likelihoods) is None:
                 raise ValueError(
-                    f"likelihood {type(self.likelihood).__name__} predicts intervals and does not say of which probability; give it `level`"
+                    f"likelihood {type(self.likelihood).__name__} predicts intervals and does not "
+                    "say of which probability; give it `level`"
                 )
-            return "intervals", (self.lower, _present(self.upper), labels, self.mask), {"level": level, "middle": self.mean}
+            return (
+                "intervals",
+                (self.lower, _present(self.upper), labels, self.mask),
+                {"level": level, "middle": self.mean},
+            )
         kind = getattr(self.likelihood, "distribution", "normal")
-        return "numbers", (_present(self.mean), _present(self.variance), labels, self.mask), {"distribution": kind}
+        return (
+            "numbers",
+            (_present(self.mean), _present(self.variance), labels, self.mask),
+            {"distribution": kind},
+        )
 
 
 _SUMMARIES: dict[str, Callable[..., dict[str, float]]] = {
@@ -268,28 +356,39 @@ def _share(values: Tensor, among: Tensor) -> Tensor:
 
 
 def of_client(predictions: Predictions, j: int) -> Predictions:
-    """Return the predictions of the client at place j alone, without padding: tensors [n_j, ...]."""
+    """Return the predictions of the client at place j alone, without padding: tensors
+    [n_j, ...].
+    """
     inside = predictions.mask[j]
-    cut: dict[str, Any] = {name: t[j][inside] for name, t in vars(predictions).items() if isinstance(t, Tensor)}
+    cut: dict[str, Any] = {
+        name: t[j][inside] for name, t in vars(predictions).items() if isinstance(t, Tensor)
+    }
     return replace(predictions, names=None, **cut)
 
 
 def per_place(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return probabilities [J, N, O], labels and mask [J, N] with each place of an example as an example; of one place as they are.
+    """Return probabilities [J, N, O], labels and mask [J, N] with each place of an example as an
+    example; of one place as they are.
 
     Args:
         probs: Class probabilities, [J, N, O], or [J, N, T, O] where an example has T labels.
-        labels: Labels, [J, N] or [J, N, T]; places of which none is known hold -100, and do not count.
+        labels: Labels, [J, N] or [J, N, T]; places of which none is known hold -100, and do not
+            count.
         mask: Which rows are examples, [J, N] bool.
     """
     if probs.dim() == 3:
         return probs, labels, mask
     known = labels != IGNORE
-    return probs.flatten(1, 2), labels.where(known, 0).flatten(1), (mask.unsqueeze(-1) & known).flatten(1)
+    return (
+        probs.flatten(1, 2),
+        labels.where(known, 0).flatten(1),
+        (mask.unsqueeze(-1) & known).flatten(1),
+    )
 
 
 def broken(predictions: Tensors, axes: int = 2) -> Tensor:
-    """Say of which examples a prediction is not finite, bool of the first `axes` axes; its parts by their source do not count.
+    """Say of which examples a prediction is not finite, bool of the first `axes` axes; its parts by
+    their source do not count.
 
     Args:
         predictions: The predictions by name, each [J, N, ...], or [N, ...] of one client.
@@ -301,12 +400,16 @@ def broken(predictions: Tensors, axes: int = 2) -> Tensor:
 
 def _present(t: Tensor | None) -> Tensor:
     if t is None:
-        raise ValueError("predictions of numbers need mean and variance: let `predictive` of the likelihood give both")
+        raise ValueError(
+            "predictions of numbers need mean and variance: let `predictive` of the likelihood "
+            "give both"
+        )
     return t
 
 
 class Collector:
-    """A collector that puts clients' predictions, as they come chunk by chunk, into padded tensors on the CPU.
+    """A collector that puts clients' predictions, as they come chunk by chunk, into padded tensors
+    on the CPU.
 
     Args:
         split: The split that is predicted.
@@ -314,7 +417,9 @@ class Collector:
         likelihood: The likelihood under which they are made; None where it is not known.
     """
 
-    def __init__(self, split: ClientData, names: tuple[str, ...] = (), likelihood: Likelihood | None = None) -> None:
+    def __init__(
+        self, split: ClientData, names: tuple[str, ...] = (), likelihood: Likelihood | None = None
+    ) -> None:
         self._split, self._names, self._likelihood = split, names or None, likelihood
         self._counts = split.counts
         self._width = int(split.counts.max(initial=0))
@@ -322,7 +427,9 @@ class Collector:
         self._tensors: Tensors = {}
 
     def add(self, rows: np.ndarray, chunk: Tensors) -> None:
-        """Add the predictions of the clients `rows`, {name: [C, N', ...]}; padding beyond a client's examples is ignored."""
+        """Add the predictions of the clients `rows`, {name: [C, N', ...]}; padding beyond a
+        client's examples is ignored.
+        """
         self._seen[rows] = True
         for name, values in chunk.items():
             if name not in self._tensors:
@@ -346,8 +453,12 @@ class Collector:
         if bad.any():
             j = int(bad.any(1).nonzero()[0, 0])
             warn(
-                f"the predictions for {int(bad.sum())} examples are not finite, the first that of row {int(bad[j].nonzero()[0, 0])} of "
-                f"client {known_names(self._names, len(mask))[j]!r}, so that measures are NaN; look at these inputs, or at the weights",
+                f"the predictions for {int(bad.sum())} examples are not finite, the first that of "
+                f"row {int(bad[j].nonzero()[0, 0])} of client "
+                f"{known_names(self._names, len(mask))[j]!r}, so that measures are NaN; look at "
+                "these inputs, or at the weights",
             )
         found: dict[str, Any] = self._tensors
-        return Predictions(mask=mask, labels=labels, names=self._names, likelihood=self._likelihood, **found)
+        return Predictions(
+            mask=mask, labels=labels, names=self._names, likelihood=self._likelihood, **found
+        )

@@ -31,7 +31,9 @@ from bayesfl.base.files import atomic_write
 
 _BETTER: dict[str, Literal["higher", "lower"]] = {
     **dict.fromkeys(("accuracy", "accuracy_decile", "macro_f1", "auroc"), "higher"),
-    **dict.fromkeys(("nll", "ece", "mce", "brier", "rmse", "crps", "pinball", "interval_score"), "lower"),
+    **dict.fromkeys(
+        ("nll", "ece", "mce", "brier", "rmse", "crps", "pinball", "interval_score"), "lower"
+    ),
 }
 _ACRONYMS = ("auroc", "crps", "ece", "f1", "mce", "nll", "rmse")
 
@@ -43,9 +45,11 @@ class Column:
     Args:
         key: The quantity's name in the rows.
         title: The column's title; None derives it from `key`.
-        scale: Factor by which values are multiplied, 1000 for milliseconds for instance; shares such as accuracies stay fractions.
+        scale: Factor by which values are multiplied, 1000 for milliseconds for instance; shares
+            such as accuracies stay fractions.
         digits: Number of decimals.
-        better: Which values are best, `higher` or `lower`, so that the best is marked; None marks nothing.
+        better: Which values are best, `higher` or `lower`, so that the best is marked; None marks
+            nothing.
 
     Raises:
         ValueError: `better` is none of these.
@@ -66,8 +70,17 @@ class Column:
 
 
 def better(key: str) -> Literal["higher", "lower"] | None:
-    """Say which values of a quantity of this name are best, whatever stands before the measure's name; None where that is not known."""
-    return next((which for measure, which in _BETTER.items() if key == measure or key.endswith(f"_{measure}")), None)
+    """Say which values of a quantity of this name are best, whatever stands before the measure's
+    name; None where that is not known.
+    """
+    return next(
+        (
+            which
+            for measure, which in _BETTER.items()
+            if key == measure or key.endswith(f"_{measure}")
+        ),
+        None,
+    )
 
 
 def words(key: str) -> str:
@@ -82,9 +95,12 @@ def mean_and_error(values: Sequence[float] | np.ndarray | Tensor) -> tuple[float
         values: One value for each seed.
 
     Returns:
-        The mean and the error. The error is NaN for a single seed; both are NaN for no seed, or if a value is NaN.
+        The mean and the error. The error is NaN for a single seed; both are NaN for no seed, or if
+        a value is NaN.
     """
-    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64).reshape(-1)
+    array = np.asarray(
+        values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64
+    ).reshape(-1)
     mean = float(array.mean()) if len(array) else math.nan
     return mean, float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else math.nan
 
@@ -99,14 +115,16 @@ def table(
     """Return a table of methods by quantities, each cell `mean ± standard error` over seeds.
 
     Args:
-        rows: Values for each method, {method: {key: one value a seed}}; a single number is one seed, which has no error. A quantity that a
-            method lacks is shown as `-`.
-        columns: The quantities to show, and how; a plain key is shown as `Column(key)`. None for every key, in order of appearance.
+        rows: Values for each method, {method: {key: one value a seed}}; a single number is one
+            seed, which has no error. A quantity that a method lacks is shown as `-`.
+        columns: The quantities to show, and how; a plain key is shown as `Column(key)`. None for
+            every key, in order of appearance.
         style: `text` for a terminal, the best marked `*`; `markdown`, the best in bold.
         corner: Title of the column of methods.
 
     Returns:
-        Lines without a newline at the end. Methods whose means are printed alike share the mark of the best.
+        Lines without a newline at the end. Methods whose means are printed alike share the mark of
+        the best.
 
     Raises:
         ValueError: A column's key is in no row, or `style` is none of these.
@@ -120,10 +138,16 @@ def table(
         raise ValueError(f"columns {unknown} are in no row; the rows have {keys}")
     names = [name.replace("|", "\\|") if style == "markdown" else name for name in rows]
     body = [_cells(spec, list(rows.values()), style) for spec in specs]
-    columns_ = [[corner, *names], *([spec.title or "", *cells] for spec, cells in zip(specs, body, strict=True))]
+    columns_ = [
+        [corner, *names],
+        *([spec.title or "", *cells] for spec, cells in zip(specs, body, strict=True)),
+    ]
     widths = [max(len(cell) for cell in column) for column in columns_]
     lines = [
-        [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        [
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
         for line in zip(*columns_, strict=True)
     ]
     if style == "markdown":
@@ -134,13 +158,26 @@ def table(
 
 
 def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[str]:
-    """Return the cells of one column, with numbers aligned at the decimal point and at the sign ±."""
+    """Return the cells of one column, with numbers aligned at the decimal point and at the
+    sign ±.
+    """
     scale, digits = spec.scale, spec.digits
-    stats = [mean_and_error(np.asarray(row[spec.key], dtype=np.float64) * scale) if spec.key in row else None for row in rows]
+    stats = [
+        mean_and_error(np.asarray(row[spec.key], dtype=np.float64) * scale)
+        if spec.key in row
+        else None
+        for row in rows
+    ]
     means = ["-" if s is None else f"{s[0]:.{digits}f}" for s in stats]
     errors = ["" if s is None or math.isnan(s[1]) else f"{s[1]:.{digits}f}" for s in stats]
-    finite = [float(m) for m, s in zip(means, stats, strict=True) if s is not None and math.isfinite(s[0])]
-    best = (max if spec.better == "higher" else min)(finite) if spec.better and len(finite) > 1 else None
+    finite = [
+        float(m) for m, s in zip(means, stats, strict=True) if s is not None and math.isfinite(s[0])
+    ]
+    best = (
+        (max if spec.better == "higher" else min)(finite)
+        if spec.better and len(finite) > 1
+        else None
+    )
     width, tail = max(map(len, means), default=0), max(map(len, errors), default=0)
     cells = []
     for s, mean, error in zip(stats, means, errors, strict=True):
@@ -149,18 +186,22 @@ def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[
             cell = mean + (f" ± {error}" if error else "")
             cells.append(f"**{cell}**" if wins else cell)
             continue
-        cell = mean.rjust(width) + (f" ± {error.rjust(tail)}" if error else " " * (tail + 3) if tail else "")
+        cell = mean.rjust(width) + (
+            f" ± {error.rjust(tail)}" if error else " " * (tail + 3) if tail else ""
+        )
         cells.append(cell + ("" if spec.better is None else "*" if wins else " "))
     return cells
 
 
-def write_csv(path: str | os.PathLike[str], rows: Iterable[Mapping[str, float | int | str]]) -> None:
+def write_csv(
+    path: str | os.PathLike[str], rows: Iterable[Mapping[str, float | int | str]]
+) -> None:
     """Write rows as a CSV file, atomically.
 
     Args:
         path: The file.
-        rows: One mapping for each line, such as a run's history. The header has all their keys in order of appearance; keys that a row
-            lacks are left empty. Floats keep all their digits.
+        rows: One mapping for each line, such as a run's history. The header has all their keys in
+            order of appearance; keys that a row lacks are left empty. Floats keep all their digits.
     """
     rows = list(rows)
     header = list(dict.fromkeys(key for row in rows for key in row))
@@ -177,24 +218,30 @@ def write_json(path: str | os.PathLike[str], obj: Any) -> None:
 
     Args:
         path: The file.
-        obj: Mappings, sequences, numbers, strings, tensors, arrays, paths and dataclasses, nested. JSON has no NaN and no infinity: both
-            become null.
+        obj: Mappings, sequences, numbers, strings, tensors, arrays, paths and dataclasses, nested.
+            JSON has no NaN and no infinity: both become null.
 
     Raises:
         TypeError: A part of `obj` is none of these.
     """
-    atomic_write(path, json.dumps(_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    atomic_write(
+        path, json.dumps(_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    )
 
 
 def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds another experiment's files; an absent or empty folder is accepted, and left as it is.
+    """Refuse a folder that holds another experiment's files; an absent or empty folder is accepted,
+    and left as it is.
 
     Args:
-        folder: The folder, in which `write_json` wrote `table.json` with the experiment's arguments under `arguments`.
-        arguments: The arguments that define the experiment, by name, without those for files or the number of threads.
+        folder: The folder, in which `write_json` wrote `table.json` with the experiment's arguments
+            under `arguments`.
+        arguments: The arguments that define the experiment, by name, without those for files or the
+            number of threads.
 
     Raises:
-        ValueError: The folder has files but no such table, or a table of other arguments; the message names the first that differs.
+        ValueError: The folder has files but no such table, or a table of other arguments; the
+            message names the first that differs.
     """
     folder = Path(folder)
     if not folder.exists() or not any(folder.iterdir()):
@@ -204,10 +251,15 @@ def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any])
         there = json.loads((folder / "table.json").read_text())["arguments"]
         there = {name: there[name] for name in arguments}
     except (OSError, json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"--out {folder} holds files that are not of this script: {remedy}") from None
+        raise ValueError(
+            f"--out {folder} holds files that are not of this script: {remedy}"
+        ) from None
     for name, mine in json.loads(json.dumps(_jsonable(arguments))).items():
         if there[name] != mine:
-            raise ValueError(f"--out {folder} holds a run with --{name} {there[name]}, now it is {mine}: {remedy}")
+            raise ValueError(
+                f"--out {folder} holds a run with --{name} {there[name]}, now it is {mine}: "
+                f"{remedy}"
+            )
 
 
 def refuse_repeats(arguments: Mapping[str, Sequence[Any]]) -> None:
@@ -225,22 +277,29 @@ def refuse_repeats(arguments: Mapping[str, Sequence[Any]]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return the machine and the versions with which a run or a benchmark is made, ready for `write_json`.
+    """Return the machine and the versions with which a run or a benchmark is made, ready for
+    `write_json`.
 
     Returns:
-        `date` (UTC), `bayesfl`, `python`, `torch` and `numpy` versions, `platform` (system, processor family, C library), `cpu` (its
-        model), `cores` that this process may use, `threads` of torch, `accelerator` (its name), and `commit` of bayesfl's own repository,
-        ending in `-dirty` if tracked files were changed; entries that cannot be determined are None.
+        `date` (UTC), `bayesfl`, `python`, `torch` and `numpy` versions, `platform` (system,
+        processor family, C library), `cpu` (its model), `cores` that this process may use,
+        `threads` of torch, `accelerator` (its name), and `commit` of bayesfl's own repository,
+        ending in `-dirty` if tracked files were changed; entries that cannot be determined are
+        None.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "bayesfl": _version(),
         "python": platform.python_version(),
-        "platform": "-".join(part for part in (platform.system(), platform.machine(), *platform.libc_ver()) if part),
+        "platform": "-".join(
+            part for part in (platform.system(), platform.machine(), *platform.libc_ver()) if part
+        ),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _commit(),
@@ -256,7 +315,9 @@ def _version() -> str | None:
 
 def _cpu_model() -> str | None:
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
@@ -269,7 +330,13 @@ def _commit() -> str | None:
 
     def git(*words: str) -> str | None:
         try:  # without optional locks: reading must not write to the repository
-            done = subprocess.run(["git", "--no-optional-locks", *words], cwd=here.parent, capture_output=True, text=True, timeout=10)
+            done = subprocess.run(
+                ["git", "--no-optional-locks", *words],
+                cwd=here.parent,
+                capture_output=True,
+                text=True,
+                timeout=10,
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -280,10 +347,14 @@ def _commit() -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a tensor or array of one element to a Python number; return anything else as it is."""
+    """Convert a tensor or array of one element to a Python number; return anything else
+    as it is.
+    """
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
-    return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
+    return (
+        value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
+    )
 
 
 def _jsonable(value: Any) -> Any:
@@ -296,5 +367,7 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     return None if isinstance(value, float) and not math.isfinite(value) else value

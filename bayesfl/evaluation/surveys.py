@@ -2,12 +2,13 @@
 
 A survey asks, and learns of the answers their sum only:
 
-    start(outputs) -> told            shapes(told) -> the shape of each summand; none where nothing is asked
+    start(outputs) -> told            shapes(told) -> the shape of each summand; none: nothing asked
     ask(told, mine) -> summands       solve(told, total) -> told, done
 
-A step of calibration is a survey with `settle(told, mine)`, the client's own parameters, which never leave it, and `apply`. `conduct` is
-the one loop; how a question is put, and how answers are added, is the caller's: on one machine, under secure sums, or over a network.
-Answers are summed in float64 in the order of the clients' ids, so that the sum does not depend on who answered first.
+A step of calibration is a survey with `settle(told, mine)`, the client's own parameters, which
+never leave it, and `apply`. `conduct` is the one loop; how a question is put, and how answers are
+added, is the caller's: on one machine, under secure sums, or over a network. Answers are summed in
+float64 in the order of the clients' ids, so that the sum does not depend on who answered first.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +29,9 @@ QUESTIONS = 1000
 """So many questions of one survey, and it is taken for one that does not end."""
 
 Put: TypeAlias = Callable[[Tensors, Mapping[str, tuple[int, ...]]], Tensors]
-"""Put a question: what all clients are told and the shapes of the answer, to the sum of the clients' answers in float64."""
+"""Put a question: what all clients are told and the shapes of the answer, to the sum of the
+clients' answers in float64.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,10 @@ class Mine:
         ids: The clients' numbers in the federation, [J].
         seed: The run's seed.
         round: Number of rounds done.
-        shared: Predictions of the same rows by the server's model, where a step compares them with the clients' own; None otherwise.
-        rows: A hash of the inputs of every row, [J, N] uint64, where a step draws a number for each; None otherwise.
+        shared: Predictions of the same rows by the server's model, where a step compares them with
+            the clients' own; None otherwise.
+        rows: A hash of the inputs of every row, [J, N] uint64, where a step draws a number for
+            each; None otherwise.
     """
 
     predictions: Predictions
@@ -66,7 +71,8 @@ class Mine:
 
     @cached_property
     def logits(self) -> Tensor:
-        """Return log probabilities in float64 [J, N, O], or [J, N, T, O]: 0 in rows that pad, NaN where a prediction is not finite.
+        """Return log probabilities in float64 [J, N, O], or [J, N, T, O]: 0 in rows that pad, NaN
+        where a prediction is not finite.
 
         Probabilities below the smallest normal number of their type count as that number.
 
@@ -76,7 +82,8 @@ class Mine:
         probs, mask = self.predictions.probs, self.predictions.mask
         if probs is None:
             raise ValueError(
-                "this step changes probabilities of classes, and the predictions are of numbers, of which Conformal makes intervals"
+                "this step changes probabilities of classes, and the predictions are of numbers, "
+                "of which Conformal makes intervals"
             )
         inside = mask.reshape(*mask.shape, *[1] * (probs.dim() - 2)).cpu()
         probs = probs.detach().cpu()
@@ -85,34 +92,49 @@ class Mine:
 
     @cached_property
     def labelled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits [J, N, O], labels [J, N] and the mask of examples, each place with a label of its own an example.
+        """Return logits [J, N, O], labels [J, N] and the mask of examples, each place with a label
+        of its own an example.
 
         Raises:
-            ValueError: The labels are not known, a prediction for an example is not finite, or as by `logits`.
+            ValueError: The labels are not known, a prediction for an example is not finite, or as
+                by `logits`.
         """
         self.refuse_broken(self.logits)
         if self.predictions.labels is None:
             raise ValueError(
-                "the labels of these predictions are not known; predict a split of the federation, as result.predict(...) does"
+                "the labels of these predictions are not known; predict a split of the federation, "
+                "as result.predict(...) does"
             )
-        logits, labels, mask = per_place(self.logits, self.predictions.labels.cpu().long(), self.predictions.mask.cpu())
+        logits, labels, mask = per_place(
+            self.logits, self.predictions.labels.cpu().long(), self.predictions.mask.cpu()
+        )
         return torch.where(mask.unsqueeze(-1), logits, 0.0), labels.masked_fill(~mask, 0), mask
 
     def refuse_broken(self, found: Tensor) -> None:
-        """Raise ValueError, naming client and row, if what was found of examples, [J, N, ...], is not finite somewhere."""
+        """Raise ValueError, naming client and row, if what was found of examples, [J, N, ...], is
+        not finite somewhere.
+        """
         finite = found.isfinite()
-        bad = self.predictions.mask.cpu() & ~(finite if finite.dim() == 2 else finite.flatten(2).all(-1))
+        bad = self.predictions.mask.cpu() & ~(
+            finite if finite.dim() == 2 else finite.flatten(2).all(-1)
+        )
         if bad.any():
             place, row = (int(i) for i in bad.nonzero()[0])
             names = self.predictions.names
-            who = f"client {int(self.ids[place])}" if names is None or len(names) != len(bad) else repr(names[place])
+            who = (
+                f"client {int(self.ids[place])}"
+                if names is None or len(names) != len(bad)
+                else repr(names[place])
+            )
             raise ValueError(
-                f"predictions, or targets, of {int(bad.sum())} rows are not finite, the first of row {row} of {who}: the run diverged, so "
+                f"predictions, or targets, of {int(bad.sum())} rows are not finite, the first of "
+                f"row {row} of {who}: the run diverged, so "
                 "lower its learning rate, or look at these inputs"
             )
 
     def uniform(self, phase: int) -> Tensor:
-        """Return a number within (0, 1) for every row, [J, N] in float64: by the row's inputs, the same whichever rows stand beside it.
+        """Return a number within (0, 1) for every row, [J, N] in float64: by the row's inputs, the
+        same whichever rows stand beside it.
 
         Args:
             phase: 0 for rows on which a survey is made, 1 for those to which its result is applied.
@@ -121,15 +143,26 @@ class Mine:
             ValueError: The inputs of the rows are not known.
         """
         if self.rows is None:
-            raise ValueError("a score with a random term draws by the rows' inputs, which these predictions do not have; take score='lac'")
+            raise ValueError(
+                "a score with a random term draws by the rows' inputs, which these predictions do "
+                "not have; take score='lac'"
+            )
         keys = np.array(
-            [key(self.seed, Purpose.SURVEY, round=self.round, client=client, phase=phase) for client in self.ids.tolist()], np.uint64
+            [
+                key(self.seed, Purpose.SURVEY, round=self.round, client=client, phase=phase)
+                for client in self.ids.tolist()
+            ],
+            np.uint64,
         )
-        return torch.from_numpy(((mixed(self.rows ^ keys[:, None]) >> np.uint64(12)).astype(np.float64) + 0.5) / 2**52)
+        return torch.from_numpy(
+            ((mixed(self.rows ^ keys[:, None]) >> np.uint64(12)).astype(np.float64) + 0.5) / 2**52
+        )
 
 
 Known_contra = TypeVar("Known_contra", contravariant=True)
-"""What clients know of themselves: `Mine`, or what else a survey asks about, which has the clients' numbers as `ids`."""
+"""What clients know of themselves: `Mine`, or what else a survey asks about, which has the clients'
+numbers as `ids`.
+"""
 
 
 @runtime_checkable
@@ -150,7 +183,9 @@ class Survey(Protocol[Known_contra]):
         ...
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of one client's answer, by name; empty where there is nothing to ask. Names that begin with `n_` are counts."""
+        """Return the shape of one client's answer, by name; empty where there is nothing to ask.
+        Names that begin with `n_` are counts.
+        """
         ...
 
     def ask(self, told: Tensors, mine: Known_contra) -> Tensors:
@@ -171,24 +206,34 @@ def conduct(survey: Survey, put: Put, outputs: Outputs) -> Tensors:
         outputs: What is predicted.
 
     Raises:
-        ValueError: The survey does not fit, or an answer's sum has another shape, is not finite or is a negative count.
+        ValueError: The survey does not fit, or an answer's sum has another shape, is not finite or
+            is a negative count.
         RuntimeError: The survey has not ended after `QUESTIONS` questions.
     """
     told = survey.start(outputs)
     for _ in range(QUESTIONS):
         if not (shapes := survey.shapes(told)):
             return told
-        found: Any = survey.solve(told, checked(put(told, shapes), shapes, "the sum of the answers"))
+        found: Any = survey.solve(
+            told, checked(put(told, shapes), shapes, "the sum of the answers")
+        )
         if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(f"solve of {type(survey).__name__} must return what is told and whether that is the end, got {found!r}")
+            raise ValueError(
+                f"solve of {type(survey).__name__} must return what is told and whether that is "
+                f"the end, got {found!r}"
+            )
         told, done = found
         if done:
             return told
-    raise RuntimeError(f"{type(survey).__name__} has asked {QUESTIONS} questions and not ended; let its solve return True some time")
+    raise RuntimeError(
+        f"{type(survey).__name__} has asked {QUESTIONS} questions and not ended; let its solve "
+        "return True some time"
+    )
 
 
 def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) -> Tensors:
-    """Return an answer or a sum in float64 on the CPU, after a check of its names, shapes and numbers.
+    """Return an answer or a sum in float64 on the CPU, after a check of its names, shapes and
+    numbers.
 
     Args:
         answer: The tensors.
@@ -196,35 +241,57 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
         whose: What they are, for error messages.
 
     Raises:
-        ValueError: Names or shapes are others than were declared, or a number is not finite, or a count is negative.
+        ValueError: Names or shapes are others than were declared, or a number is not finite, or a
+            count is negative.
     """
     if not isinstance(answer, Mapping):
-        raise ValueError(f"{whose} is {answer!r}, and the survey declares tensors by name, {sorted(shapes)}; look at its ask")
+        raise ValueError(
+            f"{whose} is {answer!r}, and the survey declares tensors by name, {sorted(shapes)}; "
+            "look at its ask"
+        )
     if answer.keys() != dict(shapes).keys():
-        raise ValueError(f"{whose} holds {sorted(answer)}, and the survey declares {sorted(shapes)}")
-    found = {name: torch.as_tensor(t).detach().to("cpu", torch.float64) for name, t in answer.items()}
+        raise ValueError(
+            f"{whose} holds {sorted(answer)}, and the survey declares {sorted(shapes)}"
+        )
+    found = {
+        name: torch.as_tensor(t).detach().to("cpu", torch.float64) for name, t in answer.items()
+    }
     for name, t in found.items():
         if tuple(t.shape) != tuple(shapes[name]):
-            raise ValueError(f"{whose} has {name!r} of shape {list(t.shape)}, and the survey declares {list(shapes[name])}")
+            raise ValueError(
+                f"{whose} has {name!r} of shape {list(t.shape)}, and the survey declares "
+                f"{list(shapes[name])}"
+            )
         if not bool(t.isfinite().all()):
-            raise ValueError(f"{whose} has numbers that are not finite in {name!r}; look at the predictions on the survey's split")
+            raise ValueError(
+                f"{whose} has numbers that are not finite in {name!r}; look at the predictions on "
+                "the survey's split"
+            )
         if name.startswith("n_") and bool((t < 0).any()):
             raise ValueError(f"{whose} has a negative count in {name!r}")
     return found
 
 
-def answers(survey: Survey, told: Tensors, mine: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+def answers(
+    survey: Survey, told: Tensors, mine: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> Tensors:
     """Return the answers of the clients of `mine`, [J, ...] in float64, each checked.
 
     Raises:
         ValueError: As by `checked`.
     """
     clients = len(mine.ids)
-    return checked(survey.ask(told, mine), {name: (clients, *shape) for name, shape in shapes.items()}, "an answer")
+    return checked(
+        survey.ask(told, mine),
+        {name: (clients, *shape) for name, shape in shapes.items()},
+        "an answer",
+    )
 
 
 def together(survey: Survey, mine: Mine) -> Put:
-    """Return how a question is put to clients whose predictions are all here: their answers are added."""
+    """Return how a question is put to clients whose predictions are all here: their answers are
+    added.
+    """
 
     def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         return summed(mine.ids, answers(survey, told, mine, shapes))
@@ -233,7 +300,9 @@ def together(survey: Survey, mine: Mine) -> Put:
 
 
 def summed(ids: np.ndarray, found: Tensors) -> Tensors:
-    """Add clients' answers [J, ...] in the order of their ids [J], so that the sum does not depend on who answered first."""
+    """Add clients' answers [J, ...] in the order of their ids [J], so that the sum does not depend
+    on who answered first.
+    """
     order = torch.from_numpy(np.argsort(ids, kind="stable"))
     return {name: t[order].sum(0) for name, t in found.items()}
 
@@ -250,5 +319,8 @@ def named_split(survey: Any) -> str:
         TypeError: It is no survey.
     """
     if not isinstance(survey, Survey) or isinstance(survey, type):
-        raise TypeError(f"a survey has split, start, shapes, ask and solve, got {survey!r}; see bayesfl.evaluation.surveys")
+        raise TypeError(
+            f"a survey has split, start, shapes, ask and solve, got {survey!r}; see "
+            "bayesfl.evaluation.surveys"
+        )
     return survey.split

@@ -14,18 +14,24 @@ class DivergenceError(RuntimeError):
         result: The run up to its last finite round; None while new clients are adapted.
     """
 
-    def __init__(self, message: str, *, round: int, client: int | None = None, phase: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, round: int, client: int | None = None, phase: int | None = None
+    ) -> None:
         super().__init__(message)
         self.client, self.round, self.phase = client, round, phase
         self.result: Any = None
 
 
 class BadClients(RuntimeError):
-    """An error raised when clients' replies are missing or bad and the admission rules stop the run for that."""
+    """An error raised when clients' replies are missing or bad and the admission rules stop the run
+    for that.
+    """
 
 
 class FailedSurvey(RuntimeError):
-    """An error raised when a survey over a network has begun so often that it is given up, each time for clients that did not answer."""
+    """An error raised when a survey over a network has begun so often that it is given up, each
+    time for clients that did not answer.
+    """
 
 
 class FailedRound(RuntimeError):
@@ -46,11 +52,15 @@ class TooFewClients(FailedRound):
 
 
 class SmallCohort(TooFewClients):
-    """An error raised when fewer clients were drawn than a round needs; nobody is asked, and another attempt would draw the same cohort."""
+    """An error raised when fewer clients were drawn than a round needs; nobody is asked, and
+    another attempt would draw the same cohort.
+    """
 
 
 class CheckpointError(RuntimeError):
-    """An error raised when a saved run is absent, damaged, of another format, or of another method or other data than given."""
+    """An error raised when a saved run is absent, damaged, of another format, or of another method
+    or other data than given.
+    """
 
 
 class OtherFileError(CheckpointError):
@@ -58,6 +68,8 @@ class OtherFileError(CheckpointError):
 
 
 def called(client: int, names: Sequence[str]) -> str:
-    """Return how a person calls a client: by its number and, where it has one that says more, its name."""
+    """Return how a person calls a client: by its number and, where it has one that says more, its
+    name.
+    """
     plain = not names or names[client] in ("", str(client), f"client {client}")
     return f"client {client}" if plain else f"client {client} ({names[client]!r})"

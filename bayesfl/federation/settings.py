@@ -20,15 +20,19 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, 
 def check_precision(name: str, dtype: torch.dtype) -> None:
     """Check that methods can be trained in a dtype.
 
-    Half precision is refused: in it, torch's fused SGD computes wrong steps on a CPU, and numbers of examples above a few hundred are
-    rounded.
+    Half precision is refused: in it, torch's fused SGD computes wrong steps on a CPU, and numbers
+    of examples above a few hundred are rounded.
 
     Raises:
         ValueError: It is neither `torch.float32` nor `torch.float64`.
     """
     if dtype not in DTYPES.values():
         half = dtype in (torch.float16, torch.bfloat16)
-        remedy = "; half precision learns nothing here: train in float32, and convert the trained model" if half else ""
+        remedy = (
+            "; half precision learns nothing here: train in float32, and convert the trained model"
+            if half
+            else ""
+        )
         raise ValueError(f"{name} must be torch.float32 or torch.float64, got {dtype!r}{remedy}")
 
 
@@ -53,13 +57,15 @@ Precision: TypeAlias = Annotated[torch.dtype, check_precision]
 @dataclass(frozen=True)
 @declared
 class Settings:
-    """The settings of a run; a resumed run shares all but `rounds` and `evaluate_every` with the run that it continues.
+    """The settings of a run; a resumed run shares all but `rounds` and `evaluate_every` with the
+    run that it continues.
 
     Args:
         rounds: Number of rounds in all; learning-rate schedules depend on it.
         participation: Expected share of the clients in a cohort, in (0, 1].
-        sampling: How cohorts are drawn. `fixed`: max(1, floor(J participation)) clients. `bernoulli`: each client with that probability,
-            given that at least min(2, J) are drawn. `poisson`: each client with that probability, unconditionally, which only
+        sampling: How cohorts are drawn. `fixed`: max(1, floor(J participation)) clients.
+            `bernoulli`: each client with that probability, given that at least min(2, J) are drawn.
+            `poisson`: each client with that probability, unconditionally, which only
             `ClientPrivacy` does, from its secret.
         train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered.
         seed: Seed of all random draws.
@@ -77,7 +83,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.sampling == "poisson" and self.aggregation == OPEN:
-            raise ValueError("sampling='poisson' is what ClientPrivacy does, from its secret; take 'fixed' or 'bernoulli'")
+            raise ValueError(
+                "sampling='poisson' is what ClientPrivacy does, from its secret; take 'fixed' or "
+                "'bernoulli'"
+            )
 
     def fixed_size(self, clients: int) -> int:
         """Return the number of clients in a cohort of fixed size, of `clients` clients."""
@@ -91,12 +100,20 @@ class Settings:
         """Draw the ids of one round's cohort, ascending.
 
         Raises:
-            ValueError: `sampling` is `poisson`: only `ClientPrivacy` knows the secret from which such cohorts are drawn.
+            ValueError: `sampling` is `poisson`: only `ClientPrivacy` knows the secret from which
+                such cohorts are drawn.
         """
         if self.sampling == "poisson":
-            raise ValueError("poisson cohorts are drawn by ClientPrivacy from its secret; pass it as aggregation, or another sampling")
+            raise ValueError(
+                "poisson cohorts are drawn by ClientPrivacy from its secret; pass it as "
+                "aggregation, or another sampling"
+            )
         rng = generator(self.seed, Purpose.COHORT, round=round)
-        size = self.fixed_size(clients) if self.sampling == "fixed" else _successes(clients, self.participation, min(2, clients), rng)
+        size = (
+            self.fixed_size(clients)
+            if self.sampling == "fixed"
+            else _successes(clients, self.participation, min(2, clients), rng)
+        )
         return np.sort(rng.permutation(clients)[:size])
 
     def evaluates(self, round: int) -> bool:
@@ -108,9 +125,10 @@ class Settings:
 def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> int:
     """Draw the number of successes in independent trials, given that there are at least `least`.
 
-    The number is found from one uniform draw, by inverting the distribution function. It is used for the size of a cohort: if clients are
-    drawn independently, all cohorts of one size are equally likely. So the size can be drawn before the clients, and no cohort that is
-    too small is ever drawn and rejected, however small p is.
+    The number is found from one uniform draw, by inverting the distribution function. It is used
+    for the size of a cohort: if clients are drawn independently, all cohorts of one size are
+    equally likely. So the size can be drawn before the clients, and no cohort that is too small is
+    ever drawn and rejected, however small p is.
 
     Args:
         trials: Number of trials, >= `least`.
@@ -121,26 +139,38 @@ def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> i
     if p == 1:
         return trials
     k = np.arange(least, trials)
-    steps = np.log(trials - k) - np.log(k + 1) + (np.log(p) - np.log1p(-p))  # from the log probability of k to that of k + 1
+    steps = (
+        np.log(trials - k) - np.log(k + 1) + (np.log(p) - np.log1p(-p))
+    )  # from the log probability of k to that of k + 1
     logs = np.concatenate([[0.0], np.cumsum(steps)])
     below = np.cumsum(np.exp(logs - logs.max()))
-    return least + min(int(np.searchsorted(below, rng.random() * below[-1], side="right")), trials - least)
+    return least + min(
+        int(np.searchsorted(below, rng.random() * below[-1], side="right")), trials - least
+    )
 
 
 def same_problem(what: str, found: FederatedData, known: FederatedData | Outline) -> None:
-    """Check that data are of the problem that a model was trained on: inputs, outputs, columns and classes.
+    """Check that data are of the problem that a model was trained on: inputs, outputs, columns and
+    classes.
 
     Raises:
-        ValueError: Shapes, outputs or task differ; or columns or class names do, where both have them, or their order.
+        ValueError: Shapes, outputs or task differ; or columns or class names do, where both have
+            them, or their order.
     """
     if (found.inputs, found.outputs, found.task) != (known.inputs, known.outputs, known.task):
         remedy = "pass data of the same problem"
-        if (found.inputs, found.task) == (known.inputs, "classification") and found.outputs < known.outputs:
-            remedy = f"if the last classes do not occur in them, make them with outputs={known.outputs}, as from_arrays(..., "
+        if (found.inputs, found.task) == (
+            known.inputs,
+            "classification",
+        ) and found.outputs < known.outputs:
+            remedy = (
+                "if the last classes do not occur in them, make them with "
+                f"outputs={known.outputs}, as from_arrays(..., "
+            )
             remedy += f"outputs={known.outputs}) does"
         raise ValueError(
-            f"{what} has inputs {found.inputs} and {found.outputs} outputs ({found.task}), the federation {known.inputs} and "
-            f"{known.outputs} ({known.task}); {remedy}"
+            f"{what} has inputs {found.inputs} and {found.outputs} outputs ({found.task}), the "
+            f"federation {known.inputs} and {known.outputs} ({known.task}); {remedy}"
         )
     same_columns(what, found.columns, known.columns)
     same_classes(what, found.class_names, known.class_names)
@@ -154,9 +184,15 @@ def present(device: torch.device | str) -> torch.device:
     """
     try:
         found = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has another one for each kind of absence
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:  # torch has another one for each kind of absence
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device {str(device)!r} is absent ({reason}); use device='cpu'") from error
+        raise ValueError(
+            f"device {str(device)!r} is absent ({reason}); use device='cpu'"
+        ) from error
     if found.type == "meta":
         raise ValueError("device 'meta' holds shapes and no numbers; use device='cpu'")
     return found

@@ -1,4 +1,6 @@
-"""Federations over a network: the same algorithms, with messages carried by Flower, which `bayesfl[flower]` installs."""
+"""Federations over a network: the same algorithms, with messages carried by Flower, which
+`bayesfl[flower]` installs.
+"""
 
 from bayesfl.federation.errors import BadClients
 from bayesfl.flower.client import client_app

@@ -1,4 +1,6 @@
-"""Where the clients of a deployed federation began, if they began from the states of earlier runs."""
+"""Where the clients of a deployed federation began, if they began from the states of
+earlier runs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,7 +30,8 @@ class Before:
 
     Args:
         places: For each client of this run the place of its state; None for a new client.
-        starts: {experiment: a client's private state at its start}, of the experiments from whose initial state a client begins.
+        starts: {experiment: a client's private state at its start}, of the experiments from whose
+            initial state a client begins.
     """
 
     places: tuple[Place | None, ...]

@@ -1,4 +1,6 @@
-"""The client's side of a federation over Flower: an algorithm's local work in answer to messages, on data that stay with the client."""
+"""The client's side of a federation over Flower: an algorithm's local work in answer to messages,
+on data that stay with the client.
+"""
 
 import hashlib
 import os
@@ -40,26 +42,32 @@ def client_app(
 ) -> ClientApp:
     """Make a Flower ClientApp that does an algorithm's local work.
 
-    A node's configuration says which client it is, `flower-supernode --node-config 'client-id=0 state-dir="/var/lib/bayesfl"'`.
+    A node's configuration says which client it is, `flower-supernode --node-config 'client-id=0
+    state-dir="/var/lib/bayesfl"'`.
 
     Args:
         algorithm: The method, with the same options as the server's.
-        load_data: Function from the context to the data of this one client, whose splits must be the same each time.
-        state_dir: Folder in which the client keeps its private state, one small file for each round, and at the end its own model, which
-            `bayesfl.load_client(state_dir, algorithm)` reads, and the predictions on its test data; None for the node's `state-dir`. Only
-            this client should be able to read it.
+        load_data: Function from the context to the data of this one client, whose splits must be
+            the same each time.
+        state_dir: Folder in which the client keeps its private state, one small file for each
+            round, and at the end its own model, which `bayesfl.load_client(state_dir, algorithm)`
+            reads, and the predictions on its test data; None for the node's `state-dir`. Only this
+            client should be able to read it.
         engine: How the client computes; it changes only speed and rounding. None for `Engine()`.
         device: The device that computes.
-        share_measures: Whether the server may keep this client's measures as such; otherwise it keeps their means over clients alone. The
-            node's `share-measures=true` says the same.
-        measures: {name: function} of measures beside the library's own, as of `simulate`; they are sent to the server.
-        calibration: The steps of calibration that the server fits after training, with the same options as there; the client predicts with
-            its own parameters, which stay in its folder.
+        share_measures: Whether the server may keep this client's measures as such; otherwise it
+            keeps their means over clients alone. The node's `share-measures=true` says the same.
+        measures: {name: function} of measures beside the library's own, as of `simulate`; they are
+            sent to the server.
+        calibration: The steps of calibration that the server fits after training, with the same
+            options as there; the client predicts with its own parameters, which stay in its folder.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, `share_measures` no truth value, a measure no function, or a step of calibration none.
-        ValueError: The name of a measure is not of small letters, digits and underscores, a step of calibration is none of bayesfl's, or it
-            needs a server's model, which the method has not.
+        TypeError: `algorithm` is no `Algorithm`, `share_measures` no truth value, a measure no
+            function, or a step of calibration none.
+        ValueError: The name of a measure is not of small letters, digits and underscores, a step of
+            calibration is none of bayesfl's, or it needs a server's model, which the method has
+            not.
 
     Warns:
         UserWarning: Sets are made on a split to which another step is fitted.
@@ -71,9 +79,21 @@ def client_app(
 
     def here(message: Message, context: Context) -> Node:
         _same_code(message, agreed)
-        return Node.of(context, load_data, state_dir, algorithm, engine, torch.device(device), share_measures, measures, steps)
+        return Node.of(
+            context,
+            load_data,
+            state_dir,
+            algorithm,
+            engine,
+            torch.device(device),
+            share_measures,
+            measures,
+            steps,
+        )
 
-    def answered(message: Message, context: Context, work: Callable[[Node, Order], RecordDict]) -> Message:
+    def answered(
+        message: Message, context: Context, work: Callable[[Node, Order], RecordDict]
+    ) -> Message:
         client = here(message, context)
         return Message(work(client, client.order(message)), reply_to=message)
 
@@ -82,13 +102,27 @@ def client_app(
         client = here(message, context)
         check(algorithm, client.data)
         client.clean(records.setting(message.content, "experiment", str))
-        found: dict[str, Any] = {"protocol": PROTOCOL, "client": client.id, "name": client.name, "n": client.examples("train")}
-        found |= {"task": client.data.task, "outputs": client.data.outputs, "splits": [s for s in client.data.splits if client.examples(s)]}
+        found: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "client": client.id,
+            "name": client.name,
+            "n": client.examples("train"),
+        }
+        found |= {
+            "task": client.data.task,
+            "outputs": client.data.outputs,
+            "splits": [s for s in client.data.splits if client.examples(s)],
+        }
         # Digests alone, as a transform may hold numbers of the client's data.
-        for kind, change in (("transform", client.data.train.transform), ("augment", client.data.train.augment)):
+        for kind, change in (
+            ("transform", client.data.train.transform),
+            ("augment", client.data.train.augment),
+        ):
             found[kind] = "" if change is None else digest_of(change)
         made = client.data.prepared
-        found["columns"] = "" if made is None else hashlib.sha256(made.to_json().encode()).hexdigest()
+        found["columns"] = (
+            "" if made is None else hashlib.sha256(made.to_json().encode()).hexdigest()
+        )
         return Message(RecordDict({"config": ConfigRecord(found)}), reply_to=message)
 
     @app.train()
@@ -111,13 +145,20 @@ def client_app(
 
 
 def _same_code(message: Message, agreed: str) -> None:
-    """Check that the server uses the same protocol, and runs the method and the calibration with this fingerprint.
+    """Check that the server uses the same protocol, and runs the method and the calibration with
+    this fingerprint.
 
     Raises:
         Refused: The protocol, the method or the calibration differs.
     """
     protocol = records.setting(message.content, "protocol", int)
     if protocol != PROTOCOL:
-        raise Refused(f"the server speaks protocol {protocol}, this client {PROTOCOL}; install the same version of bayesfl on both")
+        raise Refused(
+            f"the server speaks protocol {protocol}, this client {PROTOCOL}; install the same "
+            "version of bayesfl on both"
+        )
     if records.setting(message.content, "algorithm", str) != agreed:
-        raise Refused("the server runs another method or calibration, or one with other options; ship the same app to both")
+        raise Refused(
+            "the server runs another method or calibration, or one with other options; ship the "
+            "same app to both"
+        )

@@ -39,19 +39,25 @@ class Deployed:
         algorithm: The method.
         settings: The run's settings.
         experiment: The experiment's name, under which clients keep their states.
-        sessions: Sessions of the servers that have run the experiment, in their order, the present one last.
+        sessions: Sessions of the servers that have run the experiment, in their order, the present
+            one last.
         round: Number of rounds done.
         server: The server's state.
         start: A client's private state at its start.
-        base: For each client the name of its last state that was taken, such as `000004-1f6f0c9a`; empty for the initial one.
-        history: One row for each round; rows of rounds that were evaluated, as the last, have the clients' mean measures, too.
+        base: For each client the name of its last state that was taken, such as `000004-1f6f0c9a`;
+            empty for the initial one.
+        history: One row for each round; rows of rounds that were evaluated, as the last, have the
+            clients' mean measures, too.
         dtype: The precision of the state.
-        measures: {client: {measure: number}} of the last evaluation on test data, of the clients that share theirs.
+        measures: {client: {measure: number}} of the last evaluation on test data, of the clients
+            that share theirs.
         before: The states from which the clients began; None for the method's own start.
-        names: The clients' names, as their nodes told them; empty text, or no names at all, where they are not known.
+        names: The clients' names, as their nodes told them; empty text, or no names at all, where
+            they are not known.
         began: What the run began from, in words that differ for other states.
         calibration: The steps of calibration that are fitted after training.
-        told: What they told the clients at last, by their places, `0` the first; empty until they are fitted.
+        told: What they told the clients at last, by their places, `0` the first; empty until they
+            are fitted.
     """
 
     algorithm: Algorithm
@@ -72,7 +78,10 @@ class Deployed:
     told: Mapping[str, Tensors] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"Deployed({self.clients} clients, round {self.round} of {self.settings.rounds}; {self.history})"
+        return (
+            f"Deployed({self.clients} clients, round {self.round} of {self.settings.rounds}; "
+            f"{self.history})"
+        )
 
     @property
     def clients(self) -> int:
@@ -81,26 +90,46 @@ class Deployed:
 
     @property
     def origin(self) -> str:
-        """Return words for this state, in which a run that begins from it keeps what it began from."""
+        """Return words for this state, in which a run that begins from it keeps what it
+        began from.
+        """
         state = {"server": self.server, "start": self.start}
-        return warm.told(f"round {self.round} of experiment {self.experiment}", (*self.names, *self.base), state)
+        return warm.told(
+            f"round {self.round} of experiment {self.experiment}", (*self.names, *self.base), state
+        )
 
     @property
     def steps(self) -> tuple[Fitted, ...]:
-        """Return the steps of calibration as the server knows them, without the clients' own parameters; none until they are fitted."""
-        return tuple(Fitted(step, self.told.get(str(place), {}), {}) for place, step in enumerate(self.calibration)) if self.told else ()
+        """Return the steps of calibration as the server knows them, without the clients' own
+        parameters; none until they are fitted.
+        """
+        return (
+            tuple(
+                Fitted(step, self.told.get(str(place), {}), {})
+                for place, step in enumerate(self.calibration)
+            )
+            if self.told
+            else ()
+        )
 
     def place(self, client: int) -> Place:
-        """Return the place of a client's last state that was taken, in this run or in one before."""
+        """Return the place of a client's last state that was taken, in this run or in one
+        before.
+        """
         past = None if self.before is None or self.base[client] else self.before.places[client]
         return past or Place(self.experiment, client, self.base[client])
 
     def initial(self, experiment: str) -> View:
         """Return a client's private state at the start of this experiment, or of one before."""
-        return self.start if self.before is None or experiment == self.experiment else self.before.starts.get(experiment, {})
+        return (
+            self.start
+            if self.before is None or experiment == self.experiment
+            else self.before.starts.get(experiment, {})
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state into the folder `path`, completely or not at all, for `bayesfl.flower.load` and `serve(start=)`.
+        """Write the state into the folder `path`, completely or not at all, for
+        `bayesfl.flower.load` and `serve(start=)`.
 
         Raises:
             ValueError: `path` is a file, or lies under one.
@@ -108,14 +137,17 @@ class Deployed:
         files.write(path, DEPLOYMENT, {**vars(self), "keys": {}, "counts": {}})
 
     def model(self) -> nn.Module:
-        """Return the server's network at the means of its beliefs: a module of its own, in evaluation mode.
+        """Return the server's network at the means of its beliefs: a module of its own, in
+        evaluation mode.
 
         Each client's own model is on its node, where `bayesfl.load_client` reads it.
 
         Raises:
             ValueError: The server holds no whole network, or several.
         """
-        return server_module(self.algorithm, self.server, self.clients, torch.ones((), dtype=self.dtype))
+        return server_module(
+            self.algorithm, self.server, self.clients, torch.ones((), dtype=self.dtype)
+        )
 
 
 def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
@@ -127,7 +159,8 @@ def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`.
-        CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
+        CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made
+            with another method.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     return read(folder, algorithm)[0]
@@ -135,10 +168,12 @@ def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a folder of checkpoints against other servers; the system releases the lock when the process ends, however it ends.
+    """Lock a folder of checkpoints against other servers; the system releases the lock when the
+    process ends, however it ends.
 
     Raises:
-        ValueError: Another server holds the lock, the folder holds a saved result, or `folder` is a file or lies under one.
+        ValueError: Another server holds the lock, the folder holds a saved result, or `folder` is a
+            file or lies under one.
     """
     files.claim(folder)
     try:
@@ -151,7 +186,8 @@ def alone(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValueError(
-                f"checkpoint folder {str(folder)!r} is in use by another server; stop that one first, or take another folder"
+                f"checkpoint folder {str(folder)!r} is in use by another server; stop that one "
+                "first, or take another folder"
             ) from error
         yield
 
@@ -164,8 +200,8 @@ def _(run: Deployed, path: str | os.PathLike[str]) -> Deployed:
 DEPLOYMENT = files.Kind(
     "deployment",
     "the checkpoints of a deployment over Flower",
-    "bayesfl.flower.load(path, algorithm) reads them, and bayesfl.flower.serve(start=path) begins from them; its clients' states are on "
-    "their nodes",
+    "bayesfl.flower.load(path, algorithm) reads them, and bayesfl.flower.serve(start=path) begins "
+    "from them; its clients' states are on their nodes",
     {
         "algorithm": files.METHOD,
         "settings": files.SETTINGS,
@@ -174,7 +210,9 @@ DEPLOYMENT = files.Kind(
         **dict.fromkeys(("server", "start", "told"), files.PLAIN),
         **dict.fromkeys(("experiment", "began"), files.Entry(read=str)),
         "round": files.WHOLE,
-        **dict.fromkeys(("sessions", "names"), files.Entry(read=lambda found: tuple(map(str, found)))),
+        **dict.fromkeys(
+            ("sessions", "names"), files.Entry(read=lambda found: tuple(map(str, found)))
+        ),
         "base": files.Entry(read=state_names),
         # JSON makes text of clients' numbers.
         "measures": files.Entry(dict, lambda found: {int(j): dict(of) for j, of in found.items()}),
@@ -187,49 +225,84 @@ DEPLOYMENT = files.Kind(
 files.KINDS.append(DEPLOYMENT)
 
 
-def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> None:
-    """Write a checkpoint of a state, with the keys of its clients' nodes and their numbers of examples."""
+def write(
+    folder: str | os.PathLike[str],
+    state: Deployed,
+    keys: Mapping[int, str],
+    counts: Mapping[int, int],
+) -> None:
+    """Write a checkpoint of a state, with the keys of its clients' nodes and their numbers of
+    examples.
+    """
     files.write_round(folder, DEPLOYMENT, {**vars(state), "keys": keys, "counts": counts})
 
 
-def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True) -> tuple[Deployed, dict[int, str], dict[int, int]]:
-    """Return the state in the newest checkpoint, the keys of its clients' nodes, and their numbers of examples.
+def read(
+    folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True
+) -> tuple[Deployed, dict[int, str], dict[int, int]]:
+    """Return the state in the newest checkpoint, the keys of its clients' nodes, and their numbers
+    of examples.
 
     Args:
         folder: The folder of checkpoints.
         algorithm: The method.
-        same: Whether the method must be the one that made them; otherwise it must have their network, and keep tensors of the same shapes.
+        same: Whether the method must be the one that made them; otherwise it must have their
+            network, and keep tensors of the same shapes.
 
     Raises:
-        CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
+        CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made
+            with another method.
     """
     found = files.read(folder, DEPLOYMENT)
     keys, counts = found.pop("keys"), found.pop("counts")
     (same_method if same else same_network)(repr(str(folder)), found["algorithm"], algorithm)
     state = Deployed(**{**found, "algorithm": algorithm})
-    check_state(repr(str(folder)), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, stacked=False)
+    check_state(
+        repr(str(folder)),
+        algorithm,
+        state.server,
+        state.start,
+        clients=state.clients,
+        dtype=state.dtype,
+        stacked=False,
+    )
     return state, keys, counts
 
 
-def opened(start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, *, dtype: torch.dtype) -> Deployed | None:
+def opened(
+    start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, *, dtype: torch.dtype
+) -> Deployed | None:
     """Return the run from whose state another begins; None for the method's own start.
 
     Raises:
         TypeError: `start` is neither.
         ValueError: It is in another precision.
-        CheckpointError: The folder holds no deployed federation whose state this method could have reached.
+        CheckpointError: The folder holds no deployed federation whose state this method could have
+            reached.
     """
     if start is None:
         return None
     if not isinstance(start, Deployed | str | os.PathLike):
         raise TypeError(
-            f"start must be a Deployed or the folder of its checkpoints, got {type(start).__name__}; bf.simulate(start=) takes a Result"
+            "start must be a Deployed or the folder of its checkpoints, got "
+            f"{type(start).__name__}; bf.simulate(start=) takes a Result"
         )
     found = start if isinstance(start, Deployed) else read(start, algorithm, same=False)[0]
     same_network("start", identity(found.algorithm), algorithm)
-    check_state("start", algorithm, found.server, found.start, clients=found.clients, dtype=found.dtype, stacked=False)
+    check_state(
+        "start",
+        algorithm,
+        found.server,
+        found.start,
+        clients=found.clients,
+        dtype=found.dtype,
+        stacked=False,
+    )
     if found.dtype != dtype:
-        raise ValueError(f"start is in {found.dtype}, as are the states that its clients keep; pass dtype={found.dtype}, got {dtype}")
+        raise ValueError(
+            f"start is in {found.dtype}, as are the states that its clients keep; pass "
+            f"dtype={found.dtype}, got {dtype}"
+        )
     return found
 
 
@@ -244,7 +317,8 @@ def begun(
     session: str,
     calibration: tuple[Step, ...] = (),
 ) -> Deployed:
-    """Return the state with which an experiment of the clients `names` begins, by whose names they are matched with those `before`.
+    """Return the state with which an experiment of the clients `names` begins, by whose names they
+    are matched with those `before`.
 
     Raises:
         ValueError: The experiment begins from another run, and clients have the same name.
@@ -253,21 +327,42 @@ def begun(
     if before is None:
         server = algorithm.init(clients, seed=settings.seed, dtype=dtype)
         if twice := warm.repeated(names):
-            log.warning("%s: a run that starts from this one could not tell them apart; let load_data name its client", twice)
+            log.warning(
+                "%s: a run that starts from this one could not tell them apart; let load_data "
+                "name its client",
+                twice,
+            )
     else:
         new, old = warm.matched(names, before.names or ("",) * before.clients)
-        server = warm.carried(before.server, algorithm, clients, new, old, dtype=dtype, device=torch.device("cpu"))
+        server = warm.carried(
+            before.server, algorithm, clients, new, old, dtype=dtype, device=torch.device("cpu")
+        )
         known = dict(zip(new.tolist(), map(before.place, old.tolist()), strict=True))
         initial = {place.experiment for place in known.values() if not place.base}
-        past = Before(tuple(map(known.get, range(clients))), {name: before.initial(name) for name in sorted(initial)})
+        past = Before(
+            tuple(map(known.get, range(clients))),
+            {name: before.initial(name) for name in sorted(initial)},
+        )
     start, base = algorithm.rows(server), ("",) * clients
     began = OWN if before is None else before.origin
-    about: dict[str, Any] = {"dtype": dtype, "before": past, "began": began, "calibration": calibration}
+    about: dict[str, Any] = {
+        "dtype": dtype,
+        "before": past,
+        "began": began,
+        "calibration": calibration,
+    }
     return Deployed(algorithm, settings, experiment, (session,), 0, server, start, base, **about)
 
 
-def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype, calibration: tuple[Step, ...]) -> Deployed:
-    """Return a saved state under new settings; `rounds` and `evaluate_every` may change, any other change would make it another experiment.
+def resumed(
+    saved: Deployed,
+    settings: Settings,
+    clients: int,
+    dtype: torch.dtype,
+    calibration: tuple[Step, ...],
+) -> Deployed:
+    """Return a saved state under new settings; `rounds` and `evaluate_every` may change, any other
+    change would make it another experiment.
 
     What steps of calibration told is kept where they are the same.
 
@@ -275,12 +370,19 @@ def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtyp
         ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
     """
     if settings.rounds < saved.round:
-        raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
-    then = {**vars(saved.settings), "rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
+        raise ValueError(
+            f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}"
+        )
+    then = {
+        **vars(saved.settings),
+        "rounds": settings.rounds,
+        "evaluate_every": settings.evaluate_every,
+    }
     then |= {"clients": saved.clients, "dtype": saved.dtype}
     if apart := differences(then, {**vars(settings), "clients": clients, "dtype": dtype}):
         raise ValueError(
-            f"a run that goes on keeps its settings, {in_words(apart)}; another experiment takes another folder of checkpoints"
+            f"a run that goes on keeps its settings, {in_words(apart)}; another experiment takes "
+            "another folder of checkpoints"
         )
     told = saved.told if calibration == saved.calibration else {}
     return replace(saved, settings=settings, calibration=calibration, told=told)

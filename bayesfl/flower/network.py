@@ -40,21 +40,32 @@ class Network:
         self._lost: set[int] = set()
 
     def counts(self) -> np.ndarray:
-        """Return the numbers of training examples of all clients, [J], 0 where unknown; log clients that claim very many."""
+        """Return the numbers of training examples of all clients, [J], 0 where unknown; log clients
+        that claim very many.
+        """
         counts = self.roster.sizes()
         for client in np.flatnonzero(shares(counts) >= LARGEST).tolist():
             if client not in self._named:
                 self._named.add(client)
                 median = np.median(counts[counts > 0])
                 who = self.roster.called(client)
-                log.warning("%s says that it has %d training examples, the median client %g", who, counts[client], median)
+                log.warning(
+                    "%s says that it has %d training examples, the median client %g",
+                    who,
+                    counts[client],
+                    median,
+                )
         return counts
 
-    def ask(self, kind: str, orders: Mapping[int, RecordDict], *, group: str) -> Iterator[tuple[int, RecordDict | Failure]]:
-        """Send each client its request, and yield each client with its reply, or a `Failure`, as they arrive.
+    def ask(
+        self, kind: str, orders: Mapping[int, RecordDict], *, group: str
+    ) -> Iterator[tuple[int, RecordDict | Failure]]:
+        """Send each client its request, and yield each client with its reply, or a `Failure`, as
+        they arrive.
 
         Raises:
-            CheckpointError: All clients have said that they have lost their states of the run from which this one began.
+            CheckpointError: All clients have said that they have lost their states of the run from
+                which this one began.
         """
         nodes = {client: node for client in orders if (node := self.roster.nodes.get(client, 0))}
         there = {client: (nodes[client], orders[client]) for client in nodes}
@@ -68,8 +79,9 @@ class Network:
             yield client, Failure("its node has not come")
         if len(self._lost) == self.roster.clients:
             raise CheckpointError(
-                "no client has kept its state of the run from which this one begins: if that run went on after the state that start= is, "
-                "nodes keep its newest states alone, so pass start= its folder of checkpoints; otherwise bring back the folders of the "
+                "no client has kept its state of the run from which this one begins: if that run "
+                "went on after the state that start= is, nodes keep its newest states alone, so "
+                "pass start= its folder of checkpoints; otherwise bring back the folders of the "
                 "nodes' states, or leave start= out to begin anew"
             )
 
@@ -77,22 +89,27 @@ class Network:
 class Journey:
     """A `Transport` of one attempt at a round over a network.
 
-    Clients store a round's new state under another name than the one they started from, so nothing needs to be restored: the server decides
-    which state counts by the name that it sends next.
+    Clients store a round's new state under another name than the one they started from, so nothing
+    needs to be restored: the server decides which state counts by the name that it sends next.
 
     Args:
         network: The connection to the clients.
         state: The federation before the round.
-        kept: For each checkpoint that is kept, its `base`: the names of states that may be asked for again, a tuple of J.
+        kept: For each checkpoint that is kept, its `base`: the names of states that may be asked
+            for again, a tuple of J.
     """
 
     trusted = False
     apart = 0.0
 
-    def __init__(self, network: Network, state: Deployed, kept: Collection[tuple[str, ...]]) -> None:
+    def __init__(
+        self, network: Network, state: Deployed, kept: Collection[tuple[str, ...]]
+    ) -> None:
         self._network, self._state, self._kept = network, state, kept
         self.base = state.base
-        """For each client the name of its last state that was taken; those of this round after `commit`."""
+        """For each client the name of its last state that was taken; those of this round after
+        `commit`.
+        """
         self.counts = np.zeros(state.clients, np.int64)
         self.seconds: dict[str, float] = {}
         self.traffic: dict[str, float] = {"bytes_up": 0, "bytes_down": 0}
@@ -107,15 +124,24 @@ class Journey:
 
     def commit(self, dropped: Collection[int]) -> None:
         """Name the new states of the clients that were taken; see `Transport.commit`."""
-        made, known = state_name(self._state.round + 1, self._state.sessions[-1]), self._acknowledged.difference(dropped)
-        self.base = tuple(made if client in known else name for client, name in enumerate(self._state.base))
+        made, known = (
+            state_name(self._state.round + 1, self._state.sessions[-1]),
+            self._acknowledged.difference(dropped),
+        )
+        self.base = tuple(
+            made if client in known else name for client, name in enumerate(self._state.base)
+        )
 
     def _answers(self, round: Round) -> Iterator[Replies | Absence]:
         senders = set(round.cohort.tolist())
         found = orders(self._state, np.union1d(round.cohort, round.rest), senders, self._kept)
-        self.traffic["bytes_down"] = sum(_size(order) for client, order in found.items() if client in self._network.roster.nodes)
+        self.traffic["bytes_down"] = sum(
+            _size(order) for client, order in found.items() if client in self._network.roster.nodes
+        )
         most = records.most_bytes(round.declared)
-        for client, reply in self._network.ask("train", found, group=f"{round.number}.{round.attempt}"):
+        for client, reply in self._network.ask(
+            "train", found, group=f"{round.number}.{round.attempt}"
+        ):
             if isinstance(reply, Failure):
                 yield Absence(client, reply.reason, reply.lost)
                 continue
@@ -137,23 +163,41 @@ class Journey:
     def _replies(self, client: int, message: Message, loss: float | None) -> Replies:
         state = self._state
         reported = nest({name: t.unsqueeze(0) for name, t in message.tensors.items()})
-        sent = {name: reported.pop(name) for name, block in state.algorithm.blocks.items() if block.pool}
+        sent = {
+            name: reported.pop(name) for name, block in state.algorithm.blocks.items() if block.pool
+        }
         ids = np.array([client])
         return Replies(
-            ids, torch.from_numpy(self.counts[ids]).to(state.dtype), sent, reported, np.array([np.nan if loss is None else loss])
+            ids,
+            torch.from_numpy(self.counts[ids]).to(state.dtype),
+            sent,
+            reported,
+            np.array([np.nan if loss is None else loss]),
         )
 
 
 def _message(reply: RecordDict, most: int | None) -> Message:
-    """Return a client's reply as a `Message`; `most` is None for a client outside the cohort, which only reports that it trained.
+    """Return a client's reply as a `Message`; `most` is None for a client outside the cohort, which
+    only reports that it trained.
 
     Raises:
         RecordError: The reply is malformed, or has more than `most` bytes.
     """
-    tensors = {} if most is None else records.unpack(reply, "up", records.setting(reply, "digest", str), most=most)
-    return Message(tensors, records.setting(reply, "round", int), records.setting(reply, "protocol", int))
+    tensors = (
+        {}
+        if most is None
+        else records.unpack(reply, "up", records.setting(reply, "digest", str), most=most)
+    )
+    return Message(
+        tensors, records.setting(reply, "round", int), records.setting(reply, "protocol", int)
+    )
 
 
 def _size(content: RecordDict) -> int:
     """Return the number of bytes of a message's tensors."""
-    return sum(len(array.data) for record in content.values() if isinstance(record, ArrayRecord) for array in record.values())
+    return sum(
+        len(array.data)
+        for record in content.values()
+        if isinstance(record, ArrayRecord)
+        for array in record.values()
+    )

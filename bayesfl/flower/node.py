@@ -1,4 +1,6 @@
-"""One client on its node: an algorithm's local work, its predictions, and what it keeps in its folder."""
+"""One client on its node: an algorithm's local work, its predictions, and what it keeps in its
+folder.
+"""
 
 import logging
 import os
@@ -86,23 +88,31 @@ class Node:
         """Make the client that a node's configuration names.
 
         Raises:
-            Refused: The configuration has no valid `client-id` or no folder for states, or the data are not those of one client.
+            Refused: The configuration has no valid `client-id` or no folder for states, or the data
+                are not those of one client.
             TypeError: `load_data` returns no `FederatedData`.
         """
         node = context.node_config
         id = node.get("client-id")
         if type(id) is not int or id < 0:
             raise Refused(
-                f"this node does not say which client it is: client-id must be a whole number >= 0, got {id!r}; start it with "
+                "this node does not say which client it is: client-id must be a whole number >= "
+                f"0, got {id!r}; start it with "
                 "--node-config 'client-id=0'"
             )
         folder = node.get("state-dir") if state_dir is None else state_dir
         if not isinstance(folder, str | os.PathLike):
-            raise Refused("the client has no folder for its state: give client_app a state_dir, or the node state-dir in --node-config")
+            raise Refused(
+                "the client has no folder for its state: give client_app a state_dir, or the node "
+                "state-dir in --node-config"
+            )
         data = load_data(context)
         instance("what load_data returns", data, FederatedData, FEDERATION)
         if data.clients != 1:
-            raise Refused(f"load_data must return the data of one client, got {data.clients}; data.select([{id}]) takes one of many")
+            raise Refused(
+                f"load_data must return the data of one client, got {data.clients}; "
+                f"data.select([{id}]) takes one of many"
+            )
         shares = shares or node.get("share-measures") is True
         return cls(id, algorithm, data, folder, engine, device, shares, measures, calibration)
 
@@ -119,21 +129,29 @@ class Node:
         order = Order.of(message, self.device)
         if order.client != self.id:
             raise Refused(
-                f"the server takes this node for client {order.client}, and it says now that it is {called(self.id, self._names)}; start "
+                f"the server takes this node for client {order.client}, and it says now that it is "
+                f"{called(self.id, self._names)}; start "
                 "each node with the client-id that it had, or start a new experiment"
             )
         return order
 
     def train(self, order: Order) -> RecordDict:
-        """Do a round's local work, and return the reply; the new state is on disk before the reply is sent."""
+        """Do a round's local work, and return the reply; the new state is on disk before the reply
+        is sent.
+        """
         received, local = self._received(order), self._local(order)
         phases = None if order.sends else kept_phases(self.algorithm)
         with self.engine.crew(self.device) as crew:
-            (done,) = crew.over([received], lambda got: local.run(Stage.TRAIN, self._ids, got, order.round, phases=phases))
+            (done,) = crew.over(
+                [received],
+                lambda got: local.run(Stage.TRAIN, self._ids, got, order.round, phases=phases),
+            )
         views = done.views
         if order.keeps:
             states = self._states(order.experiment)
-            states.write(order.round + 1, order.sessions[-1], {key: views[key] for key in received.rows})
+            states.write(
+                order.round + 1, order.sessions[-1], {key: views[key] for key in received.rows}
+            )
             states.forget(order.round, named=order.named, sessions=order.sessions)
         metrics = MetricRecord()
         if order.sends and "nll" in done.info:
@@ -141,30 +159,46 @@ class Node:
         config: dict[str, Any] = {"protocol": PROTOCOL, "round": order.round}
         out: dict[str, Any] = {"metrics": metrics}
         if order.sends:
-            sent = tree_map(lambda t: t[0], {**self.algorithm.sent(views), **self.algorithm.reported(views)})
+            sent = tree_map(
+                lambda t: t[0], {**self.algorithm.sent(views), **self.algorithm.reported(views)}
+            )
             out["up"], config["digest"] = records.pack(sent)
         return RecordDict({**out, "config": ConfigRecord(config)})
 
     def adapt(self, order: Order) -> RecordDict:
-        """Run the adaptation of a client that joins a federation trained without it; its state is then on disk."""
+        """Run the adaptation of a client that joins a federation trained without it; its state is
+        then on disk.
+        """
         local, received = self._local(order), self._received(order)
         with self.engine.crew(self.device) as crew:
-            (done,) = crew.over([received], lambda got: local.run(Stage.ADAPT, self._ids, got, order.round))
-        self._states(order.experiment).write(order.round, order.sessions[-1], {key: done.views[key] for key in received.rows})
+            (done,) = crew.over(
+                [received], lambda got: local.run(Stage.ADAPT, self._ids, got, order.round)
+            )
+        self._states(order.experiment).write(
+            order.round, order.sessions[-1], {key: done.views[key] for key in received.rows}
+        )
         return RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, "round": order.round})})
 
     def survey(self, order: Order) -> RecordDict:
-        """Answer a question of a survey by sums over this client's rows; zeros where it has none."""
+        """Answer a question of a survey by sums over this client's rows; zeros where it
+        has none.
+        """
         survey = self._surveying(order.survey)
         told = order.told.get(order.survey, {})
         shapes = survey.shapes(told)
         if not self.examples(survey.split):
             found: Tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
         else:
-            mine = self._candidates(order) if order.survey == TUNING else self._calibrated(order, survey.split, int(order.survey))
+            mine = (
+                self._candidates(order)
+                if order.survey == TUNING
+                else self._calibrated(order, survey.split, int(order.survey))
+            )
             found = {name: t[0] for name, t in answers(survey, told, mine, shapes).items()}
         record, digest = records.pack(found)
-        return RecordDict({"answer": record, "config": ConfigRecord({"protocol": PROTOCOL, "digest": digest})})
+        return RecordDict(
+            {"answer": record, "config": ConfigRecord({"protocol": PROTOCOL, "digest": digest})}
+        )
 
     def _surveying(self, name: str) -> Any:
         """Return the survey of that name.
@@ -176,7 +210,10 @@ class Node:
             return Tuning(self.algorithm.predictor)
         if name.isdecimal() and int(name) < len(self.calibration):
             return self.calibration[int(name)]
-        raise Refused(f"the server asks for survey {name!r}, which this client does not have; ship the same app to both")
+        raise Refused(
+            f"the server asks for survey {name!r}, which this client does not have; ship the same "
+            "app to both"
+        )
 
     def _candidates(self, order: Order) -> Any:
         local = self._local(order)
@@ -184,46 +221,81 @@ class Node:
         return candidates(local, done, self._split("validation", order), round=order.round)
 
     def _calibrated(self, order: Order, split: str, steps: int) -> Mine:
-        """Return what this client knows of itself on a split, as the first steps of calibration change it."""
+        """Return what this client knows of itself on a split, as the first steps of calibration
+        change it.
+        """
         return applied(self._steps(order, steps), self._predicted(order, split))
 
     def _steps(self, order: Order, steps: int) -> tuple[Fitted, ...]:
-        """Return the first steps of calibration by what was told of them, with this client's own parameters."""
-        told = [Fitted(step, order.told.get(str(place), {}), {}) for place, step in enumerate(self.calibration[:steps])]
-        return surveying.settled(told, {one.step.split: self._predicted(order, one.step.split) for one in told})
+        """Return the first steps of calibration by what was told of them, with this client's own
+        parameters.
+        """
+        told = [
+            Fitted(step, order.told.get(str(place), {}), {})
+            for place, step in enumerate(self.calibration[:steps])
+        ]
+        return surveying.settled(
+            told, {one.step.split: self._predicted(order, one.step.split) for one in told}
+        )
 
     def _predicted(self, order: Order, split: str) -> Mine:
-        """Return what this client knows of itself on a split; predictions are made once, and kept in its folder.
+        """Return what this client knows of itself on a split; predictions are made once, and kept
+        in its folder.
 
         Raises:
-            Refused: They are no longer in the folder, and the request has no model by which to make them.
+            Refused: They are no longer in the folder, and the request has no model by which to make
+                them.
         """
         if not self.examples(split):
-            smallest = min((name for name in self.data.splits if self.examples(name)), key=self.examples)
+            smallest = min(
+                (name for name in self.data.splits if self.examples(name)), key=self.examples
+            )
             return surveying.without_rows(self._predicted(order, smallest))
         labels, mask = (t.cpu() for t in self._of_one(split, order).padded_labels())
         rows = self._hashed(split, order)
         made_by = {
             "model": list(order.model),
             "state": [order.kept_in, order.base],
-            "run": [order.round, order.seed, str(order.dtype), order.tolerant, None if np.isnan(order.value) else order.value],
+            "run": [
+                order.round,
+                order.seed,
+                str(order.dtype),
+                order.tolerant,
+                None if np.isnan(order.value) else order.value,
+            ],
             "rows": [int(np.bitwise_xor.reduce(mixed(rows))), records.pack({"labels": labels})[1]],
         }
         states = self._states(order.experiment)
         if (found := states.read_kept(split, made_by)) is None:
             if not order.whole:
-                raise Refused(f"this client's predictions for its split {split!r} are no longer in its folder")
+                raise Refused(
+                    f"this client's predictions for its split {split!r} are no longer in its folder"
+                )
             local, value = self._local(order), None if np.isnan(order.value) else order.value
             done = local.finetuned(self._ids, self._received(order), order.round)
-            [[(_, computed)]] = of_chunk(local, done, [self._split(split, order)], round=order.round, draws=None, value=value)
-            found = {"own": {name: t.cpu() for name, t in computed.items()}, "shared": self._by_all(order, split)}
+            [[(_, computed)]] = of_chunk(
+                local, done, [self._split(split, order)], round=order.round, draws=None, value=value
+            )
+            found = {
+                "own": {name: t.cpu() for name, t in computed.items()},
+                "shared": self._by_all(order, split),
+            }
             states.write_kept(split, made_by, found)
-        return self._mine(order, {"mask": mask, "labels": labels}, found["own"], found.get("shared"), rows)
+        return self._mine(
+            order, {"mask": mask, "labels": labels}, found["own"], found.get("shared"), rows
+        )
 
-    def _mine(self, order: Order, split: dict[str, Tensor], own: Any, shared: Any, rows: np.ndarray | None) -> Mine:
-        """Return predictions of this client's rows, [1, n, ...], with what steps of calibration need beside them."""
+    def _mine(
+        self, order: Order, split: dict[str, Tensor], own: Any, shared: Any, rows: np.ndarray | None
+    ) -> Mine:
+        """Return predictions of this client's rows, [1, n, ...], with what steps of calibration
+        need beside them.
+        """
         first, other = (
-            Predictions(likelihood=self.algorithm.likelihood, **split, **tensors) if tensors else None for tensors in (own, shared)
+            Predictions(likelihood=self.algorithm.likelihood, **split, **tensors)
+            if tensors
+            else None
+            for tensors in (own, shared)
         )
         assert first is not None  # the client's own, which are always there
         drawn = None if rows is None or not draws(self.calibration) else rows[None]
@@ -234,43 +306,72 @@ class Node:
         return hashed(words(self._of_one(split, order).client(0)[0]))
 
     def _by_all(self, order: Order, split: str) -> dict[str, Any]:
-        """Return the predictions of the server's model, [1, n, ...], where a step of calibration compares it with this client's."""
+        """Return the predictions of the server's model, [1, n, ...], where a step of calibration
+        compares it with this client's.
+        """
         common = common_view(self.algorithm, order.common) if compares(self.calibration) else None
         if common is None:
             return {}
-        return {name: t.cpu() for name, t in by_all(self.engine, self.algorithm, common, self._of_one(split, order)).items()}
+        return {
+            name: t.cpu()
+            for name, t in by_all(
+                self.engine, self.algorithm, common, self._of_one(split, order)
+            ).items()
+        }
 
     def evaluate(self, order: Order) -> RecordDict:
-        """Store the client's own model in its folder, and the predictions of its test data; the reply has the measures alone."""
+        """Store the client's own model in its folder, and the predictions of its test data; the
+        reply has the measures alone.
+        """
         local, value = self._local(order), None if np.isnan(order.value) else order.value
         done = local.finetuned(self._ids, self._received(order), order.round)
         steps = self._settled(order)
         self._keep_model(order, local, done, value, steps)
         names = [name for name in PREFIXES if self.examples(name)]
-        parts = of_chunk(local, done, [self._split(name, order) for name in names], round=order.round, draws=None, value=value)
+        parts = of_chunk(
+            local,
+            done,
+            [self._split(name, order) for name in names],
+            round=order.round,
+            draws=None,
+            value=value,
+        )
         reply: dict[str, Any] = {}
         for name, ((_, computed),) in zip(names, parts, strict=True):
             found: dict[str, Any] = {key: t.cpu() for key, t in computed.items()}
-            mask, read = torch.ones(1, self.examples(name), dtype=torch.bool), bool(steps) and name == "test"
+            mask, read = (
+                torch.ones(1, self.examples(name), dtype=torch.bool),
+                bool(steps) and name == "test",
+            )
             rows = self._hashed(name, order) if read and draws(self.calibration) else None
-            mine = self._mine(order, {"mask": mask}, found, self._by_all(order, name) if read else None, rows)
+            mine = self._mine(
+                order, {"mask": mask}, found, self._by_all(order, name) if read else None, rows
+            )
             predictions, split = mine.predictions, self._of_one(name, order).to("cpu")
             reply[name] = MetricRecord(dict(self._measures(predictions, split)))
             if read:
                 predictions = applied(steps, mine).predictions
                 reply[CALIBRATED] = MetricRecord(dict(self._measures(predictions, split)))
             if name == "test":
-                kept = {key: t[0] for key, t in vars(predictions).items() if isinstance(t, Tensor) and key != "mask"}
+                kept = {
+                    key: t[0]
+                    for key, t in vars(predictions).items()
+                    if isinstance(t, Tensor) and key != "mask"
+                }
                 self._states(order.experiment).write_predictions(order.round, kept)
         if order.calibrated:
             self._states(order.experiment).forget_kept()
         return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
 
     def _settled(self, order: Order) -> tuple[Fitted, ...]:
-        """Return the steps of calibration with this client's own parameters; none before they are told, or where they fail here."""
+        """Return the steps of calibration with this client's own parameters; none before they are
+        told, or where they fail here.
+        """
         try:
             return self._steps(order, len(self.calibration)) if order.calibrated else ()
-        except ValueError as error:  # the model and its measures without calibration are worth more than nothing
+        except (
+            ValueError
+        ) as error:  # the model and its measures without calibration are worth more than nothing
             log.error("this client predicts without calibration: %s", error)
             return ()
 
@@ -282,20 +383,43 @@ class Node:
             known |= measured(self.measures, predictions, split, summary)
         except Exception:  # of a user's own function; the library's measures are sent all the same
             log.exception("the measures of one's own are left out")
-        return {name: value for name, value in known.items() if np.isfinite(value) or (name in records.ENDLESS and value == np.inf)}
+        return {
+            name: value
+            for name, value in known.items()
+            if np.isfinite(value) or (name in records.ENDLESS and value == np.inf)
+        }
 
-    def _keep_model(self, order: Order, local: Local, done: Done, value: float | None, steps: tuple[Fitted, ...]) -> None:
-        """Store the client's own model, which `bayesfl.load_client` reads; at its means where its covariance would take too much."""
-        view, train = tree_map(lambda t: t[0].clone(), done.views), dict(zip("xy", local.train.client(self.id), strict=True))
-        about: dict[str, Any] = {"name": self.name, "client": self.id, "data": self.data, "round": order.round, "steps": steps}
-        made = of_client(self.algorithm, done.given, view, train, seed=order.seed, value=value, **about)
+    def _keep_model(
+        self, order: Order, local: Local, done: Done, value: float | None, steps: tuple[Fitted, ...]
+    ) -> None:
+        """Store the client's own model, which `bayesfl.load_client` reads; at its means where its
+        covariance would take too much.
+        """
+        view, train = (
+            tree_map(lambda t: t[0].clone(), done.views),
+            dict(zip("xy", local.train.client(self.id), strict=True)),
+        )
+        about: dict[str, Any] = {
+            "name": self.name,
+            "client": self.id,
+            "data": self.data,
+            "round": order.round,
+            "steps": steps,
+        }
+        made = of_client(
+            self.algorithm, done.given, view, train, seed=order.seed, value=value, **about
+        )
         folder = self._states(order.experiment).folder
         try:
             made.save(folder)
         except ValueError as error:
-            log.warning("the model of this client is stored at the means of its beliefs alone: %s", error)
+            log.warning(
+                "the model of this client is stored at the means of its beliefs alone: %s", error
+            )
             if steps:
-                log.warning("it is stored without its calibration, which was fitted to its full predictions")
+                log.warning(
+                    "it is stored without its calibration, which was fitted to its full predictions"
+                )
             replace(made, steps=()).save(folder, plug_in=True)
 
     @property
@@ -316,7 +440,9 @@ class Node:
         return self.data.splits[name].to(self.device, order.dtype)
 
     def _split(self, name: str, order: Order) -> ClientData:
-        """Return a split in which this client has its own id, which selects its random draws, and all other clients have no examples."""
+        """Return a split in which this client has its own id, which selects its random draws, and
+        all other clients have no examples.
+        """
         split = self._of_one(name, order)
         return replace(split, counts=np.append(np.zeros(self.id, np.int64), split.counts))
 
@@ -329,11 +455,21 @@ class Node:
 
     def _local(self, order: Order) -> Local:
         train = self._split("train", order)
-        return Local(self.algorithm, self.engine, train, order.seed, order.rounds, order.tolerant, self._names)
+        return Local(
+            self.algorithm,
+            self.engine,
+            train,
+            order.seed,
+            order.rounds,
+            order.tolerant,
+            self._names,
+        )
 
     def _received(self, order: Order) -> Received:
         """Return what the server sent, with the private state that it names, [1, ...]."""
         own = order.start
         if order.base and order.keeps:
-            own = States(self.folder, order.kept_in, order.kept_as, self.name).read(order.base, now=order.experiment)
+            own = States(self.folder, order.kept_in, order.kept_as, self.name).read(
+                order.base, now=order.experiment
+            )
         return Received(order.common, order.addressed, tree_map(lambda t: t.to(self.device), own))

@@ -18,7 +18,9 @@ from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 
 TUNING = "tuning"
-"""The survey of the number that the method's predictor tunes; the steps of calibration are named by their places, `0` the first."""
+"""The survey of the number that the method's predictor tunes; the steps of calibration are named by
+their places, `0` the first.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,11 @@ class Order:
         keeps: Whether the method's clients have a private state.
         sends: Whether the reply is gathered.
         value: The number that was tuned; NaN for none.
-        tolerant: Whether the client predicts without its fine-tuning if that is not finite; always False for training.
+        tolerant: Whether the client predicts without its fine-tuning if that is not finite; always
+            False for training.
         survey: The survey that asks: `TUNING`, or a step's place; empty for another request.
-        model: Digests of the tensors for all clients and for this one, by which a client knows the predictions that it has kept.
+        model: Digests of the tensors for all clients and for this one, by which a client knows the
+            predictions that it has kept.
         common: What the server sends to every client.
         addressed: What the server sends to this client alone, [1, ...].
         start: The initial state, [1, ...], if the client starts from it; empty otherwise.
@@ -83,18 +87,48 @@ class Order:
             RecordError: A setting or a tensor is missing, or damaged on its way.
         """
         content = message.content
-        asked: dict[str, Any] = {key: records.setting(content, key, str) for key in ("experiment", "base", "kept_in", "survey")}
-        asked |= {key: records.setting(content, key, bool) for key in ("keeps", "sends", "tolerant", "whole", "calibrated")}
-        asked |= {key: records.setting(content, key, int) for key in ("client", "round", "rounds", "seed", "kept_as")}
-        asked |= {key: [str(name) for name in records.setting(content, key, list)] for key in ("sessions", "named")}
+        asked: dict[str, Any] = {
+            key: records.setting(content, key, str)
+            for key in ("experiment", "base", "kept_in", "survey")
+        }
+        asked |= {
+            key: records.setting(content, key, bool)
+            for key in ("keeps", "sends", "tolerant", "whole", "calibrated")
+        }
+        asked |= {
+            key: records.setting(content, key, int)
+            for key in ("client", "round", "rounds", "seed", "kept_as")
+        }
+        asked |= {
+            key: [str(name) for name in records.setting(content, key, list)]
+            for key in ("sessions", "named")
+        }
         asked["value"] = records.setting(content, "value", float)
         asked["dtype"] = DTYPES[records.setting(content, "dtype", str)]
-        digests = {part: records.setting(content, f"{part}_digest", str) for part in ("common", "own", "told")}
-        there = {part: bool(digest) if part == "told" else asked["whole"] for part, digest in digests.items()}
-        parts = {part: nest(records.unpack(content, part, digests[part])) for part in digests if there[part]}
-        common, own = (tree_map(lambda t: t.to(device), parts.get(part, {})) for part in ("common", "own"))
+        digests = {
+            part: records.setting(content, f"{part}_digest", str)
+            for part in ("common", "own", "told")
+        }
+        there = {
+            part: bool(digest) if part == "told" else asked["whole"]
+            for part, digest in digests.items()
+        }
+        parts = {
+            part: nest(records.unpack(content, part, digests[part]))
+            for part in digests
+            if there[part]
+        }
+        common, own = (
+            tree_map(lambda t: t.to(device), parts.get(part, {})) for part in ("common", "own")
+        )
         model = digests["common"], digests["own"]
-        return cls(model=model, common=common, told=parts.get("told", {}), **{"addressed": {}, "start": {}, **own}, **asked)
+        return cls(
+            model=model,
+            common=common,
+            told=parts.get("told", {}),
+            **{"addressed": {}, "start": {}, **own},
+            **asked,
+        )
 
 
 def orders(
@@ -109,13 +143,15 @@ def orders(
     told: Mapping[str, Tensors] = {},
     whole: bool = True,
 ) -> dict[int, RecordDict]:
-    """Make the server's request to each of some clients; the tensors that all receive are the same bytes.
+    """Make the server's request to each of some clients; the tensors that all receive are the same
+    bytes.
 
     Args:
         state: The federation.
         ids: The clients [C].
         senders: The clients whose replies are gathered.
-        kept: For each state of the server that may be asked for again its `base`: the names of the clients' states, a tuple of J.
+        kept: For each state of the server that may be asked for again its `base`: the names of the
+            clients' states, a tuple of J.
         value: The number that was tuned; NaN for none.
         tolerant: Whether a client whose fine-tuning is not finite predicts without it.
         survey: As of `Order`.
@@ -149,11 +185,24 @@ def orders(
     found: dict[int, RecordDict] = {}
     for place, client in enumerate(ids.tolist()):
         kept_at = state.place(client)
-        start = {} if kept_at.base else tree_map(lambda t: t[None], state.initial(kept_at.experiment))
-        own, digest = records.pack({"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start})
+        start = (
+            {} if kept_at.base else tree_map(lambda t: t[None], state.initial(kept_at.experiment))
+        )
+        own, digest = records.pack(
+            {"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start}
+        )
         named = sorted({state.base[client], *(names[client] for names in kept)} - {""})
-        config = {**everyone, "client": client, "named": named, "sends": client in senders, "own_digest": digest}
+        config = {
+            **everyone,
+            "client": client,
+            "named": named,
+            "sends": client in senders,
+            "own_digest": digest,
+        }
         config |= {"base": kept_at.base, "kept_in": kept_at.experiment, "kept_as": kept_at.client}
-        content = {"config": ConfigRecord(config), **({"common": shared, "own": own} if whole else {})}
+        content = {
+            "config": ConfigRecord(config),
+            **({"common": shared, "own": own} if whole else {}),
+        }
         found[client] = RecordDict(content if telling is None else {**content, "told": telling})
     return found

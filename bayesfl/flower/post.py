@@ -13,7 +13,9 @@ FIRST, LONGEST = 0.1, 1.0
 
 
 RAISED, GONE = 2, 3
-"""Flower's error codes for a ClientApp that raised, and for a message that has expired or whose node was removed."""
+"""Flower's error codes for a ClientApp that raised, and for a message that has expired or whose
+node was removed.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,11 @@ class Failure:
     code: int | None = None
 
 
-def push(grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: float, group: str) -> str | None:
-    """Send one message, and return its id, with which the reply is fetched, or None if the node cannot be reached.
+def push(
+    grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: float, group: str
+) -> str | None:
+    """Send one message, and return its id, with which the reply is fetched, or None if the node
+    cannot be reached.
 
     Args:
         grid: Flower's grid.
@@ -49,8 +54,8 @@ def push(grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: floa
 def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
     """Fetch the reply to a message: its records, a `Failure`, or None if there is no reply yet.
 
-    Replies are fetched one at a time: Flower hands a reply out once, and one that cannot be read would take with it the others of the same
-    answer.
+    Replies are fetched one at a time: Flower hands a reply out once, and one that cannot be read
+    would take with it the others of the same answer.
 
     Raises:
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
@@ -64,20 +69,29 @@ def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
     except (httpx.HTTPError, OSError):
         raise
     except Exception as error:  # malformed bytes may raise anything
-        return Failure(f"its reply cannot be read: {type(error).__name__} {_short(error)}", lost=False)
+        return Failure(
+            f"its reply cannot be read: {type(error).__name__} {_short(error)}", lost=False
+        )
     return None
 
 
 def ask(
-    grid: Grid, kind: str, contents: Mapping[int, tuple[int, RecordDict]], *, timeout: float, group: str
+    grid: Grid,
+    kind: str,
+    contents: Mapping[int, tuple[int, RecordDict]],
+    *,
+    timeout: float,
+    group: str,
 ) -> Iterator[tuple[int, RecordDict | Failure]]:
-    """Send a message to each of some clients, and yield each client with its reply, or a `Failure`, as they arrive.
+    """Send a message to each of some clients, and yield each client with its reply, or a `Failure`,
+    as they arrive.
 
     Args:
         grid: Flower's grid.
         kind: Type of the messages, such as `train`.
         contents: For each client its node and the message's records, {client: (node, content)}.
-        timeout: Seconds until a client that has not replied is given up; its node drops the message then, too.
+        timeout: Seconds until a client that has not replied is given up; its node drops the message
+            then, too.
         group: Name of these messages in Flower's own records.
 
     Raises:
@@ -97,7 +111,11 @@ def ask(
             if (reply := pull(grid, id)) is not None:
                 del waiting[client]
                 came = True
-                gone = isinstance(reply, Failure) and reply.code == GONE and time.monotonic() >= end - LONGEST
+                gone = (
+                    isinstance(reply, Failure)
+                    and reply.code == GONE
+                    and time.monotonic() >= end - LONGEST
+                )
                 yield client, late if gone else reply
         pause = FIRST if came else min(LONGEST, 1.5 * pause)
         if time.monotonic() >= end:

@@ -1,4 +1,6 @@
-"""Surveys over a network: questions to the nodes, with one cohort for each survey, which begins again where a client of it is lost."""
+"""Surveys over a network: questions to the nodes, with one cohort for each survey, which begins
+again where a client of it is lost.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -30,12 +32,13 @@ class LostClients(RuntimeError):
 class Questions:
     """The questions of one server after training.
 
-    The first question of a survey brings the model, by which a client predicts once; those that answer are the survey's cohort. Further
-    questions go to them alone, without the model.
+    The first question of a survey brings the model, by which a client predicts once; those that
+    answer are the survey's cohort. Further questions go to them alone, without the model.
 
     Args:
         network: The connection to the clients.
-        admission: Whether a client that does not answer stops the run, and how many answers are needed.
+        admission: Whether a client that does not answer stops the run, and how many answers are
+            needed.
         request: Makes the messages to some clients, as `orders` does of a state.
     """
 
@@ -43,8 +46,11 @@ class Questions:
     admission: Admission
     request: Callable[..., Mapping[int, RecordDict]]
 
-    def conduct(self, survey: Survey[Any], name: str, outputs: Outputs, before: Mapping[str, Tensors]) -> Tensors:
-        """Conduct a survey among the clients that have rows in its split, and return what was told at last.
+    def conduct(
+        self, survey: Survey[Any], name: str, outputs: Outputs, before: Mapping[str, Tensors]
+    ) -> Tensors:
+        """Conduct a survey among the clients that have rows in its split, and return what was told
+        at last.
 
         Args:
             survey: The survey.
@@ -63,7 +69,8 @@ class Questions:
             except LostClients as error:
                 if not left:
                     raise FailedSurvey(
-                        f"{type(survey).__name__} is given up after it began {1 + RESTARTS} times: {error}; start the server again, with "
+                        f"{type(survey).__name__} is given up after it began {1 + RESTARTS} times: "
+                        f"{error}; start the server again, with "
                         "its folder of checkpoints, when the clients are back"
                     ) from error
                 log.warning("%s begins again: %s", type(survey).__name__, error)
@@ -73,7 +80,9 @@ class Questions:
 class _Asked:
     """How the questions of a survey that has begun are put."""
 
-    def __init__(self, questions: Questions, survey: Survey[Any], name: str, before: Mapping[str, Tensors]) -> None:
+    def __init__(
+        self, questions: Questions, survey: Survey[Any], name: str, before: Mapping[str, Tensors]
+    ) -> None:
         self._questions, self._survey, self._name, self._before = questions, survey, name, before
         self._cohort: list[int] | None = None
 
@@ -81,19 +90,33 @@ class _Asked:
         network, first = self._questions.network, self._cohort is None
         if first:
             network.roster.look(network.grid)
-        asked = self._cohort if self._cohort is not None else network.roster.having(self._survey.split)
+        asked = (
+            self._cohort if self._cohort is not None else network.roster.having(self._survey.split)
+        )
         telling = {**self._before, self._name: told}
-        messages = self._questions.request(np.array(asked, np.int64), survey=self._name, told=telling, whole=first)
+        messages = self._questions.request(
+            np.array(asked, np.int64), survey=self._name, told=telling, whole=first
+        )
         found = self._answers(messages, shapes)
         least = self._questions.admission.min_clients
         if first and len(found) < least:
             raise LostClients(f"{len(found)} clients answered and {least} are needed (min_clients)")
-        if missing := [network.roster.called(client) for client in self._cohort or () if client not in found]:
+        if missing := [
+            network.roster.called(client) for client in self._cohort or () if client not in found
+        ]:
             raise LostClients(f"{', '.join(missing)} did not answer a further question")
         self._cohort = sorted(found)
-        return summed(np.array(self._cohort), {name: torch.stack([found[client][name] for client in self._cohort]) for name in shapes})
+        return summed(
+            np.array(self._cohort),
+            {
+                name: torch.stack([found[client][name] for client in self._cohort])
+                for name in shapes
+            },
+        )
 
-    def _answers(self, messages: Mapping[int, RecordDict], shapes: Mapping[str, tuple[int, ...]]) -> dict[int, Tensors]:
+    def _answers(
+        self, messages: Mapping[int, RecordDict], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[int, Tensors]:
         """Return the answers by client; of clients without one say why."""
         out, network = {}, self._questions.network
         most = records.most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
@@ -101,10 +124,19 @@ class _Asked:
             try:
                 if isinstance(reply, Failure):
                     raise records.RecordError(reply.reason)
-                tensors = records.unpack(reply, "answer", records.setting(reply, "digest", str), most=most)
+                tensors = records.unpack(
+                    reply, "answer", records.setting(reply, "digest", str), most=most
+                )
                 out[client] = checked(tensors, shapes, "its answer")
             except ValueError as error:
                 if not self._questions.admission.skips:
-                    raise BadClients(f"{network.roster.called(client)} has no part in a survey: {error}") from error
-                log.warning("%s has no part in %s: %s", network.roster.called(client), type(self._survey).__name__, error)
+                    raise BadClients(
+                        f"{network.roster.called(client)} has no part in a survey: {error}"
+                    ) from error
+                log.warning(
+                    "%s has no part in %s: %s",
+                    network.roster.called(client),
+                    type(self._survey).__name__,
+                    error,
+                )
         return out

@@ -1,7 +1,9 @@
-"""Conversion of tensors and settings to Flower's records, and back from records that others have sent.
+"""Conversion of tensors and settings to Flower's records, and back from records that others have
+sent.
 
-All tensors of a message are one safetensors blob, sent with its SHA-256. Flower's own arrays are never parsed: their headers can ask for
-any amount of memory. A record is checked in the order of cost: number of bytes, digest, names and shapes.
+All tensors of a message are one safetensors blob, sent with its SHA-256. Flower's own arrays are
+never parsed: their headers can ask for any amount of memory. A record is checked in the order of
+cost: number of bytes, digest, names and shapes.
 """
 
 import hashlib
@@ -19,9 +21,31 @@ from bayesfl.federation.rounds.admission import Declared
 
 BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16
-"""Least number of bytes that a blob may have beyond its tensors; it may have twice those of names and shapes if that is more."""
-_OF_CLASSES = ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc", "set_size", "answered", "answered_accuracy")
-_OF_NUMBERS = ("rmse", "crps", "coverage_50", "coverage_90", "pinball", "coverage", "width", "interval_score")
+"""Least number of bytes that a blob may have beyond its tensors; it may have twice those of names
+and shapes if that is more.
+"""
+_OF_CLASSES = (
+    "accuracy",
+    "nll",
+    "ece",
+    "mce",
+    "brier",
+    "macro_f1",
+    "auroc",
+    "set_size",
+    "answered",
+    "answered_accuracy",
+)
+_OF_NUMBERS = (
+    "rmse",
+    "crps",
+    "coverage_50",
+    "coverage_90",
+    "pinball",
+    "coverage",
+    "width",
+    "interval_score",
+)
 ENDLESS = ("width", "pinball", "interval_score")
 """Measures that may be infinite, as those of conformal intervals where a client has few rows."""
 MEASURES = (*_OF_CLASSES, *_OF_NUMBERS)
@@ -43,7 +67,9 @@ def pack(tensors: Mapping[str, Any]) -> tuple[ArrayRecord, str]:
     return record, hashlib.sha256(blob).hexdigest()
 
 
-def unpack(content: RecordDict, name: str, digest: str, *, most: int | None = None) -> dict[str, Tensor]:
+def unpack(
+    content: RecordDict, name: str, digest: str, *, most: int | None = None
+) -> dict[str, Tensor]:
     """Return the tensors of the record `name` by their dotted names.
 
     Args:
@@ -53,7 +79,8 @@ def unpack(content: RecordDict, name: str, digest: str, *, most: int | None = No
         most: Largest number of bytes that it may have; None for any number.
 
     Raises:
-        RecordError: The record is absent, has too many bytes, does not match its digest, or holds no tensors.
+        RecordError: The record is absent, has too many bytes, does not match its digest, or holds
+            no tensors.
     """
     from safetensors.torch import load
 
@@ -62,7 +89,9 @@ def unpack(content: RecordDict, name: str, digest: str, *, most: int | None = No
         raise RecordError(f"record {name!r} is not one blob of tensors")
     blob = record[BLOB].data
     if most is not None and len(blob) > most:
-        raise RecordError(f"record {name!r} has {len(blob)} bytes, more than the {most} that were declared")
+        raise RecordError(
+            f"record {name!r} has {len(blob)} bytes, more than the {most} that were declared"
+        )
     if hashlib.sha256(blob).hexdigest() != digest:
         raise RecordError(f"record {name!r} was damaged on its way: its digest does not match")
     try:
@@ -74,7 +103,9 @@ def unpack(content: RecordDict, name: str, digest: str, *, most: int | None = No
 def most_bytes(declared: Declared) -> int:
     """Return how many bytes a record of declared tensors may have."""
     tensors = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in declared.values())
-    return tensors + max(HEADER, 2 * sum(len(name) + 8 * (len(shape) + 8) for name, (shape, _) in declared.items()))
+    return tensors + max(
+        HEADER, 2 * sum(len(name) + 8 * (len(shape) + 8) for name, (shape, _) in declared.items())
+    )
 
 
 def config(content: RecordDict) -> ConfigRecord:
@@ -92,15 +123,30 @@ def config(content: RecordDict) -> ConfigRecord:
 def measures(content: RecordDict, split: str) -> dict[str, float]:
     """Return a client's measures on a split: the library's own, and at most `OWN` others."""
     found = content.get(split)
-    other = sorted(name for name in found if name not in MEASURES and NAME.fullmatch(name)) if isinstance(found, MetricRecord) else []
-    return {name: value for name in (*MEASURES, *other[:OWN]) if (value := measure(content, split, name)) is not None}
+    other = (
+        sorted(name for name in found if name not in MEASURES and NAME.fullmatch(name))
+        if isinstance(found, MetricRecord)
+        else []
+    )
+    return {
+        name: value
+        for name in (*MEASURES, *other[:OWN])
+        if (value := measure(content, split, name)) is not None
+    }
 
 
 def measure(content: RecordDict, record: str, name: str) -> float | None:
-    """Return a number that a client measured; None if it is absent, or not finite but for `ENDLESS`."""
+    """Return a number that a client measured; None if it is absent, or not finite but for
+    `ENDLESS`.
+    """
     found = content.get(record)
     value = found.get(name) if isinstance(found, MetricRecord) else None
-    return float(value) if isinstance(value, float) and (math.isfinite(value) or (name in ENDLESS and value == math.inf)) else None
+    return (
+        float(value)
+        if isinstance(value, float)
+        and (math.isfinite(value) or (name in ENDLESS and value == math.inf))
+        else None
+    )
 
 
 def setting(content: RecordDict, key: str, kind: type[T]) -> T:

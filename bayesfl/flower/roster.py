@@ -18,7 +18,9 @@ from bayesfl.flower.post import Failure, pull, push
 
 log = logging.getLogger(__name__)
 REMIND = 30.0
-"""Seconds between two log lines on missing clients, and after which a node that failed is asked again."""
+"""Seconds between two log lines on missing clients, and after which a node that failed is asked
+again.
+"""
 LONGEST = 200
 """Most characters of a client's name."""
 
@@ -27,13 +29,15 @@ LONGEST = 200
 class Roster:
     """The clients of an experiment and their nodes.
 
-    A client is bound to the public key of the node that was first taken for it; the binding is in the server's checkpoint. If nodes have no
-    keys, anyone who reaches the SuperLink can act as any client.
+    A client is bound to the public key of the node that was first taken for it; the binding is in
+    the server's checkpoint. If nodes have no keys, anyone who reaches the SuperLink can act as any
+    client.
 
     Args:
         clients: Number of clients J.
         hello: Settings of the message that asks a node which client it is.
-        patience: Seconds that a node has to answer before it is asked again; it loads its data in this time.
+        patience: Seconds that a node has to answer before it is asked again; it loads its data in
+            this time.
         keys: Public keys of the clients that are bound, {client: hexadecimal digits}.
         nodes: Nodes of the clients, {client: node}.
         counts: Numbers of training examples, {client: n}.
@@ -61,13 +65,15 @@ class Roster:
         Args:
             grid: Flower's grid.
             least: Number of clients that must have answered in any case.
-            patience: Seconds after which the other clients are no longer waited for; None to wait for all.
+            patience: Seconds after which the other clients are no longer waited for; None to wait
+                for all.
         """
         start, said = time.monotonic(), -REMIND
         while missing := [client for client in range(self.clients) if client not in self.nodes]:
             now, names = (
                 time.monotonic(),
-                ", ".join(map(self.called, missing[:10])) + f" and {len(missing) - 10} more" * (len(missing) > 10),
+                ", ".join(map(self.called, missing[:10]))
+                + f" and {len(missing) - 10} more" * (len(missing) > 10),
             )
             if patience is not None and now - start > patience and len(self.nodes) >= least:
                 log.warning("going on without %s", names)
@@ -87,7 +93,9 @@ class Roster:
         return called(client, self.everyone())
 
     def sizes(self) -> np.ndarray:
-        """Return the numbers of training examples of all clients, [J]; 0 for clients that have not answered."""
+        """Return the numbers of training examples of all clients, [J]; 0 for clients that have not
+        answered.
+        """
         return np.array([self.counts.get(client, 0) for client in range(self.clients)])
 
     def having(self, split: str) -> list[int]:
@@ -95,11 +103,20 @@ class Roster:
         return sorted(client for client, names in self.splits.items() if split in names)
 
     def look(self, grid: Grid) -> bool:
-        """Ask new nodes which client they are, take answers that have arrived, and return whether the roster changed; do not wait."""
+        """Ask new nodes which client they are, take answers that have arrived, and return whether
+        the roster changed; do not wait.
+        """
         now, before = time.monotonic(), dict(self.nodes)
         there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
-        self._hear(grid, there)  # before nodes are asked again: a new question replaces the old one, whose answer would be lost
-        for node in [node for node, again in self._again.items() if node not in there and now >= again]:
+        self._hear(
+            grid,
+            there,
+            # before nodes are asked again: a new question replaces the old one, whose answer would
+            # be lost
+        )
+        for node in [
+            node for node, again in self._again.items() if node not in there and now >= again
+        ]:
             del self._again[node]
             self._pending.pop(node, None)
         for node in sorted(there):
@@ -123,7 +140,9 @@ class Roster:
             except records.RecordError as error:
                 log.warning("node %d is not taken: %s", node, error)
 
-    def _bind(self, node: int, key: str, reply: RecordDict | Failure, there: Mapping[int, str]) -> None:
+    def _bind(
+        self, node: int, key: str, reply: RecordDict | Failure, there: Mapping[int, str]
+    ) -> None:
         """Bind a node to the client that it says it is.
 
         Raises:
@@ -133,46 +152,75 @@ class Roster:
             raise records.RecordError(reply.reason)
         if (protocol := records.setting(reply, "protocol", int)) != PROTOCOL:
             raise records.RecordError(f"it speaks protocol {protocol}, the server {PROTOCOL}")
-        client, n, outputs = (records.setting(reply, key, int) for key in ("client", "n", "outputs"))
+        client, n, outputs = (
+            records.setting(reply, key, int) for key in ("client", "n", "outputs")
+        )
         name, task = (records.setting(reply, key, str) for key in ("name", "task"))
         splits = frozenset(map(str, records.setting(reply, "splits", list)))
         if not 0 <= client < self.clients:
-            raise records.RecordError(f"it says that it is client {client}, and clients are 0 to {self.clients - 1}")
+            raise records.RecordError(
+                f"it says that it is client {client}, and clients are 0 to {self.clients - 1}"
+            )
         if not 1 <= len(name) <= LONGEST:
-            raise records.RecordError(f"client {client} must have a name of 1 to {LONGEST} characters, got {len(name)}")
+            raise records.RecordError(
+                f"client {client} must have a name of 1 to {LONGEST} characters, got {len(name)}"
+            )
         if (known := self.names.get(client, name)) != name:
             raise records.RecordError(
-                f"client {client} was called {known!r}, and its data call it {name!r} now; start each node with the client-id and the data "
+                f"client {client} was called {known!r}, and its data call it {name!r} now; start "
+                "each node with the client-id and the data "
                 "that it had, or start a new experiment"
             )
         if task not in get_args(Task):
-            raise records.RecordError(f"client {client} says that its task is {task!r}, which is none of {get_args(Task)}")
+            raise records.RecordError(
+                f"client {client} says that its task is {task!r}, which is none of {get_args(Task)}"
+            )
         if n < 1:
             raise records.RecordError(f"client {client} says that it has {n} training examples")
         if client in self.nodes and self.nodes[client] in there and self.nodes[client] != node:
             raise records.RecordError(
-                f"{self.called(client)} is node {self.nodes[client]} already; give every node a client-id of its own, got {name!r}"
+                f"{self.called(client)} is node {self.nodes[client]} already; give every node a "
+                f"client-id of its own, got {name!r}"
             )
         if client in self.keys and self.keys[client] != key:
             raise records.RecordError(
-                f"{self.called(client)} is bound to another node's key; start the node with the key file that it had (without one it makes "
+                f"{self.called(client)} is bound to another node's key; start the node with the "
+                "key file that it had (without one it makes "
                 "a new key at each start), or start a new experiment"
             )
-        if key and (other := next((c for c, known in self.keys.items() if known == key and c != client), None)) is not None:
-            raise records.RecordError(f"its key is that of {self.called(other)}; give every node a key of its own")
+        if (
+            key
+            and (
+                other := next(
+                    (c for c, known in self.keys.items() if known == key and c != client), None
+                )
+            )
+            is not None
+        ):
+            raise records.RecordError(
+                f"its key is that of {self.called(other)}; give every node a key of its own"
+            )
         self.names[client] = name
         for kind in ("transform", "augment", "columns"):
             digest = records.setting(reply, kind, str)
             if self._changes.setdefault(kind, digest) != digest:
                 log.warning(
-                    "%s has another %s of its inputs than the first client that answered, or none: the model "
-                    "would read its rows as something else; make every node's data by the same function or columns, unless that is meant",
+                    "%s has another %s of its inputs than the first client that answered, or "
+                    "none: the model would read its rows as something else; make every node's "
+                    "data by the same function or columns, unless that is meant",
                     self.called(client),
                     kind,
                 )
         if self.counts.get(client, n) != n:
-            log.warning("%s has %d training examples now, %d before", self.called(client), n, self.counts[client])
+            log.warning(
+                "%s has %d training examples now, %d before",
+                self.called(client),
+                n,
+                self.counts[client],
+            )
         if not key:
-            log.warning("node %d of %s has no key: anyone could be this client", node, self.called(client))
+            log.warning(
+                "node %d of %s has no key: anyone could be this client", node, self.called(client)
+            )
         self.keys[client], self.nodes[client], self.counts[client] = key, node, n
         self.splits[client], self.predicted[client] = splits, (task, outputs)

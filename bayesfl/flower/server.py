@@ -1,4 +1,6 @@
-"""The server's side of a federation over Flower: rounds with the simulation's cohorts, draws and sums."""
+"""The server's side of a federation over Flower: rounds with the simulation's cohorts, draws and
+sums.
+"""
 
 import contextlib
 import inspect
@@ -84,11 +86,13 @@ def serve(
     on_round: Annotated[Sequence[Callback], check_callbacks] = (),
     calibration: Sequence[Step] = (),
 ) -> Deployed:
-    """Train a federation over Flower's grid; the results equal those of `simulate` with the same seed, up to rounding.
+    """Train a federation over Flower's grid; the results equal those of `simulate` with the same
+    seed, up to rounding.
 
-    The server waits until all clients have answered, runs the rounds, and finally has every client predict its test data with the final
-    model. If the folder of checkpoints holds this experiment, it continues from the newest checkpoint; it then waits for missing clients
-    for `timeout` seconds at most, provided that `admission.min_clients` have answered.
+    The server waits until all clients have answered, runs the rounds, and finally has every client
+    predict its test data with the final model. If the folder of checkpoints holds this experiment,
+    it continues from the newest checkpoint; it then waits for missing clients for `timeout` seconds
+    at most, provided that `admission.min_clients` have answered.
 
     Args:
         grid: Flower's grid, as a ServerApp receives it.
@@ -101,38 +105,53 @@ def serve(
         seed: Seed of all random draws, also of the clients', below 2^63.
         dtype: The floating-point type of data and state.
         timeout: Seconds that a client has for its reply, > 0.
-        admission: Which replies are taken, and what becomes of a round with too few. A client that is skipped starts its next round from
-            its last state that was taken.
-        checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
+        admission: Which replies are taken, and what becomes of a round with too few. A client that
+            is skipped starts its next round from its last state that was taken.
+        checkpoint: A folder for checkpoints of the server; without one a server that was killed
+            starts anew.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
-        start: A deployed federation, or the folder of its checkpoints, from whose state this one begins, as by `simulate(start=)`. Clients
-            are matched by name and go on with the states that they kept; new ones adapt first. A run that goes on from its own checkpoints
-            must have begun from the same state. None for the method's own start.
-        evaluate_every: Rounds between evaluations on the clients' test and validation data, as of `simulate`. None: the final model alone,
-            after the last callback.
-        on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
-            ends the run, after which every client predicts; between evaluations it is measured first, as by `simulate`. A run that goes
-            on calls them first for the round that it goes on from. The state that is returned, and by which clients predict, is the one
-            that they choose, as `EarlyStopping(keep="best")` does; checkpoints are of the last one.
-        calibration: Steps of calibration, as of `Result.calibrate`, which are fitted to the returned state by surveys of the clients before
-            they predict; with the same options as the clients'. A survey's cohort is the clients that answer its first question; where one
-            of them is lost it begins again, three times at most, and is then given up: the clients predict without calibration, which the
-            log says. Columns `calibrated_...` of the history measure the calibrated predictions of test data.
+        start: A deployed federation, or the folder of its checkpoints, from whose state this one
+            begins, as by `simulate(start=)`. Clients are matched by name and go on with the states
+            that they kept; new ones adapt first. A run that goes on from its own checkpoints must
+            have begun from the same state. None for the method's own start.
+        evaluate_every: Rounds between evaluations on the clients' test and validation data, as of
+            `simulate`. None: the final model alone, after the last callback.
+        on_round: Callbacks, called one after another after every round with the run so far, see
+            `bayesfl.callbacks`; one that returns True ends the run, after which every client
+            predicts; between evaluations it is measured first, as by `simulate`. A run that goes on
+            calls them first for the round that it goes on from. The state that is returned, and by
+            which clients predict, is the one that they choose, as `EarlyStopping(keep="best")`
+            does; checkpoints are of the last one.
+        calibration: Steps of calibration, as of `Result.calibrate`, which are fitted to the
+            returned state by surveys of the clients before they predict; with the same options as
+            the clients'. A survey's cohort is the clients that answer its first question; where one
+            of them is lost it begins again, three times at most, and is then given up: the clients
+            predict without calibration, which the log says. Columns `calibrated_...` of the history
+            measure the calibrated predictions of test data.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, `on_round` no list of callbacks, or a step is none.
-        ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, the method tunes
-            a number and no client has validation data, or a step of calibration does not fit, or no client has rows in its split; `start`
-            is given and clients have the same name, or it names the folder of checkpoints, or the run in that folder began from another
-            state.
-        CheckpointError: The folder's checkpoints are damaged, or were made with another method; or no client has kept its state of the
-            run that `start` is.
+        TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, `on_round` no list of
+            callbacks, or a step is none.
+        ValueError: An option is outside its range, another server uses the folder, it holds a run
+            of other settings, the method tunes a number and no client has validation data, or a
+            step of calibration does not fit, or no client has rows in its split; `start` is given
+            and clients have the same name, or it names the folder of checkpoints, or the run in
+            that folder began from another state.
+        CheckpointError: The folder's checkpoints are damaged, or were made with another method; or
+            no client has kept its state of the run that `start` is.
         BadClients: A reply is missing or bad, and bad clients stop the run.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
         DivergenceError: The server's state is no longer finite.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
     """
-    settings = Settings(rounds, participation, sampling or algorithm.sampling, train or algorithm.train, seed, evaluate_every)
+    settings = Settings(
+        rounds,
+        participation,
+        sampling or algorithm.sampling,
+        train or algorithm.train,
+        seed,
+        evaluate_every,
+    )
     admission.check(settings.largest(clients))
     if settings.seed >= 2**63:
         raise ValueError(f"seed must be below 2**63, which a message can hold, got {seed}")
@@ -147,7 +166,9 @@ def serve(
             state = run.round(state)
             stopped = ended(on_round, state)
         run.save(state)
-        if stopped and settings.evaluate_every is not None and "evaluated" not in state.history[-1]:  # ended between evaluations
+        if (
+            stopped and settings.evaluate_every is not None and "evaluated" not in state.history[-1]
+        ):  # ended between evaluations
             state = run.evaluate(state)
             run.save(state)
             ended(on_round, state)  # once more, with the measures, as in a simulation
@@ -189,7 +210,9 @@ class _Run:
     evaluated: int = -1
     """Number of rounds that were done at the last evaluation of this server."""
     values: dict[int, float] = field(default_factory=dict)
-    """The number that the method's predictor tunes, by the number of rounds done when this server chose it."""
+    """The number that the method's predictor tunes, by the number of rounds done when this server
+    chose it.
+    """
 
     def begin(
         self,
@@ -199,7 +222,9 @@ class _Run:
         dtype: torch.dtype,
         begins: Deployed | str | os.PathLike[str] | None,
     ) -> Deployed:
-        """Return the state from which the run starts or continues, once the clients have answered."""
+        """Return the state from which the run starts or continues, once the clients have
+        answered.
+        """
         keys: dict[int, str] = {}
         counts: dict[int, int] = {}
         state, session = None, secrets.token_hex(4)
@@ -215,40 +240,81 @@ class _Run:
         elif before is not None:
             warm.warn_of_seed(before.settings.seed, settings.seed)
         experiment = secrets.token_hex(8) if state is None else state.experiment
-        known = {} if state is None else {client: name for client, name in enumerate(state.names) if name}
-        hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm, self.calibration), "experiment": experiment}
-        patience = 2 * self.timeout + REMIND  # answers are read between rounds, and a round may last `timeout` seconds
+        known = (
+            {}
+            if state is None
+            else {client: name for client, name in enumerate(state.names) if name}
+        )
+        hello = {
+            "protocol": PROTOCOL,
+            "algorithm": fingerprint(algorithm, self.calibration),
+            "experiment": experiment,
+        }
+        patience = (
+            2 * self.timeout + REMIND
+        )  # answers are read between rounds, and a round may last `timeout` seconds
         roster = Roster(clients, hello, patience, keys, counts=counts, names=known)
         self.network = Network(self.grid, roster, self.timeout)
-        roster.wait(self.grid, least=self.admission.min_clients, patience=None if state is None else self.timeout)
+        roster.wait(
+            self.grid,
+            least=self.admission.min_clients,
+            patience=None if state is None else self.timeout,
+        )
         names = roster.everyone()
         if state is None:
-            about: dict[str, Any] = {"dtype": dtype, "experiment": experiment, "session": session, "calibration": self.calibration}
+            about: dict[str, Any] = {
+                "dtype": dtype,
+                "experiment": experiment,
+                "session": session,
+                "calibration": self.calibration,
+            }
             state = deployed.begun(before, algorithm, settings, names, **about)
         state = replace(state, names=names)
         run = OpenRun(algorithm, settings, clients, self.admission.min_clients)
-        self.rules = Rules(algorithm, settings, clients, algorithm.uplink(dtype), self.admission, run, names)
+        self.rules = Rules(
+            algorithm, settings, clients, algorithm.uplink(dtype), self.admission, run, names
+        )
         if needs_validation(algorithm) and not roster.having("validation"):
             raise ValueError(no_validation(algorithm, "no client has any: give them some"))
         self._check_calibration(state)
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
-            state = self._adapted(state, [j for j, place in enumerate(state.before.places) if place is None and not state.base[j]])
+            state = self._adapted(
+                state,
+                [
+                    j
+                    for j, place in enumerate(state.before.places)
+                    if place is None and not state.base[j]
+                ],
+            )
             self.save(state)
         return state
 
     def _named(self, state: Deployed) -> list[tuple[str, ...]]:
-        """Return the `base` of each state that may be asked for again: of checkpoints, and of the best states that callbacks keep."""
-        best = [found for callback in self.callbacks if isinstance(found := getattr(callback, "best", None), Deployed)]
-        return [*self.kept.values(), *(one.base for one in best if one.experiment == state.experiment)]
+        """Return the `base` of each state that may be asked for again: of checkpoints, and of the
+        best states that callbacks keep.
+        """
+        best = [
+            found
+            for callback in self.callbacks
+            if isinstance(found := getattr(callback, "best", None), Deployed)
+        ]
+        return [
+            *self.kept.values(),
+            *(one.base for one in best if one.experiment == state.experiment),
+        ]
 
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
-        """Let new clients adapt to the server's state, from which they then begin; one that does not begins from the method's own start."""
+        """Let new clients adapt to the server's state, from which they then begin; one that does
+        not begins from the method's own start.
+        """
         base = list(state.base)
         messages = orders(state, np.array(ids, np.int64), set(), self._named(state))
         for client, reply in self.network.ask("train.adapt", messages, group="adapt"):
             if isinstance(reply, Failure):
-                log.warning("%s did not adapt: %s", self.network.roster.called(client), reply.reason)
+                log.warning(
+                    "%s did not adapt: %s", self.network.roster.called(client), reply.reason
+                )
             else:
                 base[client] = state_name(0, state.sessions[-1])
         return replace(state, base=tuple(base))
@@ -258,16 +324,28 @@ class _Run:
 
         def once(attempt: int) -> tuple[Deployed, dict[str, Any]]:
             journey = Journey(self.network, state, self._named(state))
-            server, row = run_round(self.rules, state.server, state.round, state.history, journey, attempt=attempt)
-            return replace(state, round=state.round + 1, server=server, base=journey.base, told={}), row
+            server, row = run_round(
+                self.rules, state.server, state.round, state.history, journey, attempt=attempt
+            )
+            return replace(
+                state, round=state.round + 1, server=server, base=journey.base, told={}
+            ), row
 
         tried = attempts(self.admission, once)
         if isinstance(tried, FailedRound):
-            tried = replace(state, round=state.round + 1, told={}), {"round": state.round + 1, "cohort": 0, **tried.row}
+            tried = (
+                replace(state, round=state.round + 1, told={}),
+                {"round": state.round + 1, "cohort": 0, **tried.row},
+            )
         made, row = tried
         made = replace(made, names=self.network.roster.everyone())
         made.history.append(row)
-        log.info("round %d of %d: %s", made.round, made.settings.rounds, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
+        log.info(
+            "round %d of %d: %s",
+            made.round,
+            made.settings.rounds,
+            ", ".join(f"{k} {v:.4g}" for k, v in row.items()),
+        )
         if made.settings.evaluates(state.round):
             made = self.evaluate(made)
         if made.round % self.every == 0 or made.round == made.settings.rounds:
@@ -275,7 +353,8 @@ class _Run:
         return made
 
     def _check_calibration(self, state: Deployed) -> None:
-        """Check, before anything is trained, that the steps of calibration fit what the clients predict, and their splits.
+        """Check, before anything is trained, that the steps of calibration fit what the clients
+        predict, and their splits.
 
         Raises:
             ValueError: A step does not fit, or no client has rows in its split.
@@ -285,8 +364,8 @@ class _Run:
             step.start(self._outputs(state))
             if not roster.having(step.split):
                 raise ValueError(
-                    f"{type(step).__name__} reads the split {step.split!r}, and no client has rows in it: let load_data make them with "
-                    f"{step.split}=0.1, or pass split="
+                    f"{type(step).__name__} reads the split {step.split!r}, and no client has rows "
+                    f"in it: let load_data make them with {step.split}=0.1, or pass split="
                 )
 
     def _outputs(self, state: Deployed) -> Outputs:
@@ -296,21 +375,38 @@ class _Run:
             ValueError: They do not agree.
         """
         roster = self.network.roster
-        kinds = {roster.predicted[client]: client for client in sorted(roster.predicted, reverse=True)}
+        kinds = {
+            roster.predicted[client]: client for client in sorted(roster.predicted, reverse=True)
+        }
         if len(kinds) > 1:
-            told = "; ".join(f"{roster.called(client)} predicts {task} with {count} outputs" for (task, count), client in kinds.items())
-            raise ValueError(f"the clients do not predict the same, so their answers cannot be added: {told}")
+            told = "; ".join(
+                f"{roster.called(client)} predicts {task} with {count} outputs"
+                for (task, count), client in kinds.items()
+            )
+            raise ValueError(
+                f"the clients do not predict the same, so their answers cannot be added: {told}"
+            )
         ((task, count),) = kinds
         return Outputs("classification" if task == "classification" else "regression", count)
 
     def _questions(self, state: Deployed, **told: Any) -> Questions:
         def request(ids: np.ndarray, **asked: Any) -> dict[int, RecordDict]:
-            return orders(state, ids, set(), self._named(state), tolerant=self.admission.skips, **told, **asked)
+            return orders(
+                state,
+                ids,
+                set(),
+                self._named(state),
+                tolerant=self.admission.skips,
+                **told,
+                **asked,
+            )
 
         return Questions(self.network, self.admission, request)
 
     def calibrate(self, state: Deployed) -> Deployed:
-        """Fit the steps of calibration by surveys of the clients; if one is given up, none is fitted, and the log says so."""
+        """Fit the steps of calibration by surveys of the clients; if one is given up, none is
+        fitted, and the log says so.
+        """
         told: dict[str, Tensors] = {}
         try:
             questions = self._questions(state, value=self._value(state))
@@ -322,7 +418,8 @@ class _Run:
         return replace(state, told=told)
 
     def _value(self, state: Deployed) -> float:
-        """Return the number that the method's predictor tunes, chosen once for a state by a survey; NaN where there is none.
+        """Return the number that the method's predictor tunes, chosen once for a state by a survey;
+        NaN where there is none.
 
         Raises:
             ValueError: No client has validation data, or no candidate gives finite predictions.
@@ -332,12 +429,16 @@ class _Run:
         if predictor is None or not needs_validation(state.algorithm):
             return float("nan") if (value := without_data(state.algorithm)) is None else value
         if state.round not in self.values:
-            found = self._questions(state).conduct(Tuning(predictor), TUNING, self._outputs(state), {})
+            found = self._questions(state).conduct(
+                Tuning(predictor), TUNING, self._outputs(state), {}
+            )
             self.values[state.round] = float(found["value"])
         return self.values[state.round]
 
     def evaluate(self, state: Deployed) -> Deployed:
-        """Send the model to every client, which stores its own and predicts; the means of the clients' measures go into the history."""
+        """Send the model to every client, which stores its own and predicts; the means of the
+        clients' measures go into the history.
+        """
         self.evaluated = state.round
         self.network.roster.look(self.grid)
         try:
@@ -347,22 +448,34 @@ class _Run:
             return state
         found: dict[str, list[float]] = {}
         each: dict[int, dict[str, float]] = {}
-        about: dict[str, Any] = {"value": value, "tolerant": self.admission.skips, "told": state.told}
+        about: dict[str, Any] = {
+            "value": value,
+            "tolerant": self.admission.skips,
+            "told": state.told,
+        }
         messages = orders(state, np.arange(state.clients), set(), self._named(state), **about)
         for client, reply in self.network.ask("evaluate", messages, group="evaluate"):
             if isinstance(reply, Failure):
-                log.warning("%s did not predict: %s", self.network.roster.called(client), reply.reason)
+                log.warning(
+                    "%s did not predict: %s", self.network.roster.called(client), reply.reason
+                )
                 continue
             for split, prefix in (*PREFIXES.items(), (CALIBRATED, CALIBRATED)):
                 for name, measured in records.measures(reply, split).items():
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
-            if _shares(reply) and (own := records.measures(reply, CALIBRATED if state.told else "test")):
+            if _shares(reply) and (
+                own := records.measures(reply, CALIBRATED if state.told else "test")
+            ):
                 each[client] = own
         if found:
             last = state.history.rows[-1]
-            last |= {name: float(np.mean(values)) for name, values in found.items()} | {"evaluated": max(map(len, found.values()))}
+            last |= {name: float(np.mean(values)) for name, values in found.items()} | {
+                "evaluated": max(map(len, found.values()))
+            }
             last |= {} if np.isnan(value) else {"tuned": value}
-            log.info("evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k in found))
+            log.info(
+                "evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k in found)
+            )
             state = replace(state, measures=dict(sorted(each.items())))
         return state
 

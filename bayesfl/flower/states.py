@@ -1,11 +1,13 @@
 """A client's private states on its own disk, one file for each round.
 
-The server names the state from which a client starts a round: that of its last reply that was taken, or the initial one. The client
-writes its new state under another name. So after a repeated message, a lost or rejected reply, or a restart of the server from a
-checkpoint, the client finds the state that the server names, and never a later one.
+The server names the state from which a client starts a round: that of its last reply that was
+taken, or the initial one. The client writes its new state under another name. So after a repeated
+message, a lost or rejected reply, or a restart of the server from a checkpoint, the client finds
+the state that the server names, and never a later one.
 
-A name is the number of rounds and the server's session, `000004-1f6f0c9a`. A server that was restarted has another session, so that work
-which a client still does for the session before is never mistaken for work of the present one.
+A name is the number of rounds and the server's session, `000004-1f6f0c9a`. A server that was
+restarted has another session, so that work which a client still does for the session before is
+never mistaken for work of the present one.
 """
 
 import contextlib
@@ -24,10 +26,13 @@ from bayesfl.federation.store import files
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 STATE = re.compile(r"\d{6,}-[0-9a-f]{8}")
 FORGOTTEN = "of the run from which this one began"
-"""What a node says of a state that it has not kept until another run began from it; the server knows the case by these words."""
+"""What a node says of a state that it has not kept until another run began from it; the server
+knows the case by these words.
+"""
 ANEW = (
-    "let the client begin anew: on the server, pass start=dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=[...]) with "
-    "another name in this client's place"
+    "let the client begin anew: on the server, pass "
+    "start=dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=[...]) with another "
+    "name in this client's place"
 )
 """What to do where a state of the run before is lost."""
 
@@ -36,15 +41,20 @@ def name_of(round: int, session: str) -> str:
     """Return a state's name.
 
     Raises:
-        ValueError: `session` is not eight hexadecimal digits, so that the name could lead out of the folder.
+        ValueError: `session` is not eight hexadecimal digits, so that the name could lead out of
+            the folder.
     """
     if not STATE.fullmatch(name := f"{round:06d}-{session}"):
-        raise ValueError(f"a state's name must be a round and eight hexadecimal digits, as 000004-1f6f0c9a, got {name!r}")
+        raise ValueError(
+            "a state's name must be a round and eight hexadecimal digits, as 000004-1f6f0c9a, got "
+            f"{name!r}"
+        )
     return name
 
 
 def state_names(found: Iterable[str]) -> tuple[str, ...]:
-    """Return names of states that a file has, which name files on nodes; empty text for the initial one.
+    """Return names of states that a file has, which name files on nodes; empty text for the initial
+    one.
 
     Raises:
         ValueError: One is no such name.
@@ -64,19 +74,27 @@ class States:
         name: The client's name, by which a state that is another client's is recognised.
 
     Raises:
-        ValueError: `experiment` has other characters than a name may have, so that it could lead out of the folder.
+        ValueError: `experiment` has other characters than a name may have, so that it could lead
+            out of the folder.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], experiment: str, client: int, name: str = "") -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], experiment: str, client: int, name: str = ""
+    ) -> None:
         self._name = name
         if not EXPERIMENT.fullmatch(experiment):
-            raise ValueError(f"the experiment's name must be letters, digits, _ and -, at most 64, got {experiment!r}")
+            raise ValueError(
+                "the experiment's name must be letters, digits, _ and -, at most 64, got "
+                f"{experiment!r}"
+            )
         self.folder = Path(folder) / experiment / f"client-{client}"
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)  # readable by its owner alone: personal models
 
     def clean(self) -> None:
-        """Remove temporary files that a killed process has left, and predictions that were kept for surveys."""
+        """Remove temporary files that a killed process has left, and predictions that were kept for
+        surveys.
+        """
         remove_leftovers(self.folder, ".safetensors")
         self.forget_kept()
 
@@ -94,7 +112,8 @@ class States:
 
         Args:
             name: The state's name.
-            now: The experiment that asks for it, which may have begun from this one; the remedy depends on it.
+            now: The experiment that asks for it, which may have begun from this one; the remedy
+                depends on it.
 
         Raises:
             CheckpointError: The state is absent or damaged.
@@ -105,11 +124,15 @@ class States:
         if not file.is_file():
             before = now != self.folder.parent.name
             what, remedy = (f" {FORGOTTEN}", ANEW) if before else ("", "start another experiment")
-            raise CheckpointError(f"{str(self.folder)!r} holds no state {name}{what}; bring the folder back, or {remedy}")
+            raise CheckpointError(
+                f"{str(self.folder)!r} holds no state {name}{what}; bring the folder back, or "
+                f"{remedy}"
+            )
         found = files.read_file(file, files.NODE)
         if found["client"] != self._name:
             raise CheckpointError(
-                f"the client's state {name} is of {found['client']!r}, and this node's data are of {self._name!r}: start each node with "
+                f"the client's state {name} is of {found['client']!r}, and this node's data are of "
+                f"{self._name!r}: start each node with "
                 "the client-id that it had"
             )
         return found["rows"]
@@ -120,8 +143,8 @@ class States:
         Args:
             round: The current round; states written in it are kept.
             named: States that the server or one of its checkpoints names, which are kept.
-            sessions: The server's sessions, the present one last. States of other sessions are kept, since a message that arrives late does
-                not know of later sessions.
+            sessions: The server's sessions, the present one last. States of other sessions are
+                kept, since a message that arrives late does not know of later sessions.
         """
         *ended, present = sessions
         for file in self.folder.glob("state-*.safetensors"):
@@ -136,12 +159,16 @@ class States:
         """Store the predictions of the personal model after `round` rounds."""
         self._keep("predictions", {"round": round, "predictions": tensors})
 
-    def write_kept(self, split: str, made_by: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    def write_kept(
+        self, split: str, made_by: Mapping[str, Any], tensors: Mapping[str, Any]
+    ) -> None:
         """Store predictions of a split, by which the client answers surveys, and what made them."""
         self._keep(f"survey-{split}", {"made_by": made_by, "predictions": tensors})
 
     def read_kept(self, split: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the stored predictions of a split; None where there are none, or where something else made them."""
+        """Return the stored predictions of a split; None where there are none, or where something
+        else made them.
+        """
         if not (file := self.folder / f"survey-{split}.safetensors").is_file():
             return None
         with contextlib.suppress(CheckpointError):

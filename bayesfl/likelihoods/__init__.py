@@ -7,4 +7,13 @@ from bayesfl.likelihoods.classes import Bernoulli, Categorical, Ordinal
 from bayesfl.likelihoods.labels import MultiLabel, Tokens
 from bayesfl.likelihoods.numbers import Gaussian, Poisson, Quantiles
 
-__all__ = ["Bernoulli", "Categorical", "Gaussian", "MultiLabel", "Ordinal", "Poisson", "Quantiles", "Tokens"]
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "MultiLabel",
+    "Ordinal",
+    "Poisson",
+    "Quantiles",
+    "Tokens",
+]

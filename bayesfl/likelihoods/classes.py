@@ -1,4 +1,6 @@
-"""Likelihoods of one label for each example: a class of several, one of two, or one of several in an order."""
+"""Likelihoods of one label for each example: a class of several, one of two, or one of several in
+an order.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,11 +18,13 @@ from bayesfl.base.targets import Targets
 
 
 def class_predictive(log_probs: Tensor, draws: int = -3) -> Tensors:
-    """Return mean probabilities over draws, and the mutual information of label and weights in nats.
+    """Return mean probabilities over draws, and the mutual information of label and weights in
+    nats.
 
     Args:
         log_probs: Logarithms of probabilities, [..., S, N, O].
-        draws: Axis of the draws S; further axes stand between N and O where an example has several labels.
+        draws: Axis of the draws S; further axes stand between N and O where an example has several
+            labels.
     """
     probs = log_probs.exp()
     mean = probs.mean(draws)
@@ -33,20 +37,26 @@ def _one_label(likelihood: object, targets: Targets, least: int, most: float = m
     """Check that each example has one label, of `least` to `most` classes.
 
     Raises:
-        ValueError: The targets are numbers, or each example has several labels, or there are fewer or more classes.
+        ValueError: The targets are numbers, or each example has several labels, or there are fewer
+            or more classes.
     """
     targets.check(likelihood, "classification")
     if targets.shape:
         raise ValueError(
-            f"likelihood {type(likelihood).__name__} is for one label an example, the data have labels {list(targets.shape)} of each; take "
+            f"likelihood {type(likelihood).__name__} is for one label an example, the data have "
+            f"labels {list(targets.shape)} of each; take "
             "Tokens() for a class at each place, or MultiLabel() for labels that are 0 or 1"
         )
     if targets.count > most:
-        raise ValueError(f"likelihood {type(likelihood).__name__} is for two classes, the data have {targets.count}; use Categorical()")
+        raise ValueError(
+            f"likelihood {type(likelihood).__name__} is for two classes, the data have "
+            f"{targets.count}; use Categorical()"
+        )
     if targets.count < least:
         few = "two classes" if most == 2 else "two classes or more"
         raise ValueError(
-            f"likelihood {type(likelihood).__name__} is for {few}, the data have {targets.count}; if class 1 does not occur in them, make "
+            f"likelihood {type(likelihood).__name__} is for {few}, the data have {targets.count}; "
+            "if class 1 does not occur in them, make "
             "them with outputs=2"
         )
 
@@ -54,17 +64,21 @@ def _one_label(likelihood: object, targets: Targets, least: int, most: float = m
 @dataclass(frozen=True)
 @declared
 class Categorical:
-    """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs), or a training loss with class weights or label smoothing.
+    """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs), or a training loss
+    with class weights or label smoothing.
 
-    With weights w and smoothing s the loss of an example of class y is, as in `torch.nn.functional.cross_entropy`,
+    With weights w and smoothing s the loss of an example of class y is, as in
+    `torch.nn.functional.cross_entropy`,
 
         (1 - s) w_y nll_y + s / O sum_o w_o nll_o,   nll_o = -log softmax(outputs)_o,
 
-    which is no negative log likelihood of a distribution. Measures are not affected: they compare probabilities with labels. A mean loss
-    is the sum of these over n, as of torch's `reduction="none"`, and not torch's weighted mean, which divides by the sum of the weights.
+    which is no negative log likelihood of a distribution. Measures are not affected: they compare
+    probabilities with labels. A mean loss is the sum of these over n, as of torch's
+    `reduction="none"`, and not torch's weighted mean, which divides by the sum of the weights.
 
     Args:
-        weights: Weight of each class in the loss, O numbers >= 0, also as an array or a tensor; None for 1.
+        weights: Weight of each class in the loss, O numbers >= 0, also as an array or a tensor;
+            None for 1.
         smoothing: Share s of the loss that all classes have alike, in [0, 1).
 
     Raises:
@@ -79,10 +93,19 @@ class Categorical:
         if self.weights is not None:
             weights = listed(self.weights)
             if not isinstance(weights, Iterable) or isinstance(weights, str | Mapping):
-                raise ValueError(f"weights must be one number for each class, as (1.0, 2.0), got {weights!r}")
+                raise ValueError(
+                    f"weights must be one number for each class, as (1.0, 2.0), got {weights!r}"
+                )
             object.__setattr__(self, "weights", tuple(number("weights", w) for w in weights))
-            if not self.weights or not all(0 <= w < math.inf for w in self.weights) or not any(self.weights):
-                raise ValueError(f"weights must be numbers >= 0, one for each class and not all 0, got {self.weights}")
+            if (
+                not self.weights
+                or not all(0 <= w < math.inf for w in self.weights)
+                or not any(self.weights)
+            ):
+                raise ValueError(
+                    "weights must be numbers >= 0, one for each class and not all 0, got "
+                    f"{self.weights}"
+                )
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (O,), one output for each class.
@@ -102,28 +125,45 @@ class Categorical:
         if self.weights is None:
             return outputs.new_ones(outputs.shape[-1])
         if len(self.weights) != outputs.shape[-1]:
-            raise ValueError(f"weights must be one for each of the {outputs.shape[-1]} classes, got {len(self.weights)}")
+            raise ValueError(
+                f"weights must be one for each of the {outputs.shape[-1]} classes, got "
+                f"{len(self.weights)}"
+            )
         return torch.tensor(self.weights, dtype=outputs.dtype, device=outputs.device)
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the loss [..., B] in nats of `outputs` [..., B, O] at labels `y` [..., B], which broadcast: the cross-entropy if plain."""
+        """Return the loss [..., B] in nats of `outputs` [..., B, O] at labels `y` [..., B], which
+        broadcast: the cross-entropy if plain.
+        """
         labels = y.expand(outputs.shape[:-1]).flatten()
-        options = {} if self.plain else {"weight": self._weights(outputs), "label_smoothing": self.smoothing}
-        return F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none", **options).view(outputs.shape[:-1])
+        options = (
+            {}
+            if self.plain
+            else {"weight": self._weights(outputs), "label_smoothing": self.smoothing}
+        )
+        return F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none", **options).view(
+            outputs.shape[:-1]
+        )
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, O]: softmax(outputs) - onehot(y) if plain."""
-        # For few classes torch's softmax is several times slower along the last axis than along the one before.
+        """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, O]:
+        softmax(outputs) - onehot(y) if plain.
+        """
+        # For few classes torch's softmax is several times slower along the last axis than along the
+        # one before.
         log_probs = outputs.mT.contiguous().log_softmax(-2).mT
         places = y.expand(outputs.shape[:-1]).unsqueeze(-1)
         if self.plain:
             nll = -log_probs.gather(-1, places).squeeze(-1)
             return nll, log_probs.exp_().scatter_(-1, places, -1.0, reduce="add")
         target = self.targets(outputs, y)
-        return -(target * log_probs).sum(-1), target.sum(-1, keepdim=True) * log_probs.exp() - target
+        return -(target * log_probs).sum(-1), target.sum(
+            -1, keepdim=True
+        ) * log_probs.exp() - target
 
     def targets(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the weighted and smoothed labels t [..., B, O], by which `nll` is -sum_o t_o log softmax(outputs)_o; onehot(y) if plain.
+        """Return the weighted and smoothed labels t [..., B, O], by which `nll` is -sum_o t_o log
+        softmax(outputs)_o; onehot(y) if plain.
 
         The Hessian of `nll` in `outputs` is that of the plain loss times sum_o t_o.
         """
@@ -132,7 +172,9 @@ class Categorical:
         return target.scatter_add(-1, places, (1 - self.smoothing) * weights[places])
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Return `probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, O]."""
+        """Return `probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws
+        `outputs` [..., S, N, O].
+        """
         return class_predictive(outputs.log_softmax(-1))
 
 
@@ -152,25 +194,33 @@ class Bernoulli:
         return (1,)
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the binary cross-entropy [..., B] in nats of `outputs` [..., B, 1] at labels `y` [..., B] in {0, 1}, which broadcast."""
+        """Return the binary cross-entropy [..., B] in nats of `outputs` [..., B, 1] at labels `y`
+        [..., B] in {0, 1}, which broadcast.
+        """
         logit = outputs.squeeze(-1)
         return F.softplus(logit) - y * logit
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `nll` [..., B] and its derivative with respect to `outputs`, sigmoid(outputs) - y [..., B, 1]."""
+        """Return `nll` [..., B] and its derivative with respect to `outputs`, sigmoid(outputs) - y
+        [..., B, 1].
+        """
         return self.nll(outputs, y), outputs.sigmoid() - y.unsqueeze(-1)
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Return `probs` [..., N, 2] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, 1]."""
+        """Return `probs` [..., N, 2] and `epistemic` [..., N] (mutual information, nats) from draws
+        `outputs` [..., S, N, 1].
+        """
         return class_predictive(torch.cat([F.logsigmoid(-outputs), F.logsigmoid(outputs)], -1))
 
 
 @dataclass(frozen=True)
 class Ordinal:
-    """The likelihood of classes 0 to K - 1 in an order, by cumulative logits: p(y <= k) = sigmoid(c_k).
+    """The likelihood of classes 0 to K - 1 in an order, by cumulative logits: p(y <= k) =
+    sigmoid(c_k).
 
-    The network has K - 1 outputs f. The cut points c_0 = f_0 and c_k = c_(k-1) + softplus(f_k) ascend, so no probability is negative. The
-    proportional-odds model is the network in which the inputs change the first output alone: the others are biases.
+    The network has K - 1 outputs f. The cut points c_0 = f_0 and c_k = c_(k-1) + softplus(f_k)
+    ascend, so no probability is negative. The proportional-odds model is the network in which the
+    inputs change the first output alone: the others are biases.
 
     References:
         McCullagh, "Regression models for ordinal data", JRSS B 42(2), 1980, eq. 2.3.
@@ -182,35 +232,57 @@ class Ordinal:
         """Return (K - 1,), a cut point between each two neighbouring classes.
 
         Raises:
-            ValueError: The targets are no classes, or fewer than two, or each example has several labels.
+            ValueError: The targets are no classes, or fewer than two, or each example has several
+                labels.
         """
         _one_label(self, targets, least=2)
         return (targets.count - 1,)
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return -log p(y) [..., B] in nats of `outputs` [..., B, K - 1] at labels `y` [..., B], which broadcast."""
-        return -self._log_probs(outputs).gather(-1, y.expand(outputs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+        """Return -log p(y) [..., B] in nats of `outputs` [..., B, K - 1] at labels `y` [..., B],
+        which broadcast.
+        """
+        return (
+            -self._log_probs(outputs)
+            .gather(-1, y.expand(outputs.shape[:-1]).unsqueeze(-1))
+            .squeeze(-1)
+        )
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, K - 1]."""
         cuts, places = _cuts(outputs), y.expand(outputs.shape[:-1]).unsqueeze(-1)
         at = torch.arange(outputs.shape[-1], device=outputs.device)
-        above, below = at == places, at == places - 1  # the cut points at either end of the label's interval
-        of_cut = torch.where(below, cuts.sigmoid(), 0.0) - torch.where(above, (-cuts).sigmoid(), 0.0)
-        later = of_cut.flip(-1).cumsum(-1).flip(-1)  # an output moves its own cut point and all that follow
+        above, below = (
+            at == places,
+            at == places - 1,
+        )  # the cut points at either end of the label's interval
+        of_cut = torch.where(below, cuts.sigmoid(), 0.0) - torch.where(
+            above, (-cuts).sigmoid(), 0.0
+        )
+        later = (
+            of_cut.flip(-1).cumsum(-1).flip(-1)
+        )  # an output moves its own cut point and all that follow
         first = at == 0
         through = torch.where(first, 1.0, outputs.sigmoid()) * later
-        return self.nll(outputs, y), through - torch.where(above & ~first, (-outputs).sigmoid(), 0.0)
+        return self.nll(outputs, y), through - torch.where(
+            above & ~first, (-outputs).sigmoid(), 0.0
+        )
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Return `probs` [..., N, K] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, K - 1]."""
+        """Return `probs` [..., N, K] and `epistemic` [..., N] (mutual information, nats) from draws
+        `outputs` [..., S, N, K - 1].
+        """
         return class_predictive(self._log_probs(outputs))
 
     def _log_probs(self, outputs: Tensor) -> Tensor:
-        # sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)), and 1 - exp(-softplus(f)) = sigmoid(f): nothing cancels.
+        # sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)), and 1 -
+        # exp(-softplus(f)) = sigmoid(f): nothing cancels.
         cuts = _cuts(outputs)
         none = torch.zeros_like(cuts[..., :1])
-        upper, lower = torch.cat([F.logsigmoid(cuts), none], -1), torch.cat([none, F.logsigmoid(-cuts)], -1)
+        upper, lower = (
+            torch.cat([F.logsigmoid(cuts), none], -1),
+            torch.cat([none, F.logsigmoid(-cuts)], -1),
+        )
         return upper + lower + torch.cat([none, F.logsigmoid(outputs[..., 1:]), none], -1)
 
 

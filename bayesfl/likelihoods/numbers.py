@@ -1,4 +1,6 @@
-"""Likelihoods of numbers: with noise of a known or a learned scale, of counts, and intervals by two quantiles."""
+"""Likelihoods of numbers: with noise of a known or a learned scale, of counts, and intervals by two
+quantiles.
+"""
 
 import math
 from dataclasses import dataclass
@@ -16,27 +18,35 @@ from bayesfl.base.targets import Targets
 
 
 def _rows(y: Tensor, outputs: Tensor) -> Tensor:
-    """Return targets [..., B] of one number as [..., B, 1], and others [..., B, O] as they are, for means `outputs` [..., B, O]."""
+    """Return targets [..., B] of one number as [..., B, 1], and others [..., B, O] as they are, for
+    means `outputs` [..., B, O].
+    """
     return y.unsqueeze(-1) if y.dim() < outputs.dim() and outputs.shape[-1] == 1 else y
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """The likelihood of targets [..., O] with a normal distribution: of one known standard deviation, or of one that the network tells.
+    """The likelihood of targets [..., O] with a normal distribution: of one known standard
+    deviation, or of one that the network tells.
 
-    With a learned scale the network has 2 O outputs, first the O means m, then the O numbers r of which the standard deviations are
-    floor + softplus(r). Without a floor the density of examples that are met exactly grows without bound, and training diverges.
+    With a learned scale the network has 2 O outputs, first the O means m, then the O numbers r of
+    which the standard deviations are floor + softplus(r). Without a floor the density of examples
+    that are met exactly grows without bound, and training diverges.
 
     Args:
-        scale: Standard deviation of the noise, in the targets' unit, > 0 and finite, one for all targets; or `learned`.
-        floor: Least standard deviation that is learned, in the targets' unit, > 0; None for 0.2, a fifth of the spread of standardised
-            targets. Steps of gradient descent are stable below a rate in proportion to its square. Only for `scale="learned"`.
+        scale: Standard deviation of the noise, in the targets' unit, > 0 and finite, one for all
+            targets; or `learned`.
+        floor: Least standard deviation that is learned, in the targets' unit, > 0; None for 0.2, a
+            fifth of the spread of standardised targets. Steps of gradient descent are stable below
+            a rate in proportion to its square. Only for `scale="learned"`.
 
     Raises:
-        ValueError: `scale` or `floor` is no number, or out of range; or `floor` is given for a scale that is known.
+        ValueError: `scale` or `floor` is no number, or out of range; or `floor` is given for a
+            scale that is known.
 
     References:
-        Nix and Weigend, "Estimating the mean and variance of the target probability distribution", ICNN 1994.
+        Nix and Weigend, "Estimating the mean and variance of the target probability distribution",
+        ICNN 1994.
     """
 
     scale: float | Literal["learned"] = 1.0
@@ -49,17 +59,25 @@ class Gaussian:
         if scale == "learned":
             floor = 0.2 if self.floor is None else number("floor", self.floor)
             if not 0 < floor < math.inf:
-                raise ValueError(f"floor is a standard deviation and must be > 0 and finite, got {floor}")
+                raise ValueError(
+                    f"floor is a standard deviation and must be > 0 and finite, got {floor}"
+                )
             object.__setattr__(self, "floor", floor)
             return
         if self.floor is not None:
-            raise ValueError(f"floor is for scale='learned', got floor={self.floor} beside scale={scale!r}; leave it out")
+            raise ValueError(
+                f"floor is for scale='learned', got floor={self.floor} beside scale={scale!r}; "
+                "leave it out"
+            )
         if isinstance(scale, bool) or not isinstance(scale, Real):
             raise ValueError(
-                f"scale is one standard deviation for all targets, a number, or 'learned', got {scale!r}; standardise targets that differ"
+                "scale is one standard deviation for all targets, a number, or 'learned', got "
+                f"{scale!r}; standardise targets that differ"
             )
         if not 0 < float(scale) < math.inf:
-            raise ValueError(f"scale is a standard deviation and must be > 0 and finite, got {scale}")
+            raise ValueError(
+                f"scale is a standard deviation and must be > 0 and finite, got {scale}"
+            )
         object.__setattr__(self, "scale", float(scale))
 
     @property
@@ -90,26 +108,35 @@ class Gaussian:
         return mean, self.floor + F.softplus(raw)
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the negative log density [..., B] in nats, summed over the targets; `y` is [..., B] where O is 1, else [..., B, O]."""
+        """Return the negative log density [..., B] in nats, summed over the targets; `y` is [...,
+        B] where O is 1, else [..., B, O].
+        """
         mean, scale = self._parts(outputs)
         squares = ((mean - _rows(y, mean)) / scale).square().sum(-1)
-        logs = scale.log().sum(-1) if isinstance(scale, Tensor) else mean.shape[-1] * math.log(scale)
+        logs = (
+            scale.log().sum(-1) if isinstance(scale, Tensor) else mean.shape[-1] * math.log(scale)
+        )
         return 0.5 * squares + mean.shape[-1] * 0.5 * math.log(2 * math.pi) + logs
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, O]: (m - y) / scale^2 of a mean."""
+        """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, O]: (m - y) /
+        scale^2 of a mean.
+        """
         mean, scale = self._parts(outputs)
         slope = (mean - _rows(y, mean)) / scale**2
         if not isinstance(scale, Tensor):
             return self.nll(outputs, y), slope
         squares = slope * (mean - _rows(y, mean))
-        return self.nll(outputs, y), torch.cat([slope, (1 - squares) / scale * outputs.chunk(2, -1)[1].sigmoid()], -1)
+        return self.nll(outputs, y), torch.cat(
+            [slope, (1 - squares) / scale * outputs.chunk(2, -1)[1].sigmoid()], -1
+        )
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Return moments of the mixture over draws [..., S, N, O]: `mean` and `variance` [..., N, O], and `epistemic` [..., N].
+        """Return moments of the mixture over draws [..., S, N, O]: `mean` and `variance` [..., N,
+        O], and `epistemic` [..., N].
 
-        The variance includes the noise, its mean over draws where it is learned; `epistemic` is the variance of the draws' means, summed
-        over O.
+        The variance includes the noise, its mean over draws where it is learned; `epistemic` is the
+        variance of the draws' means, summed over O.
         """
         means, scale = self._parts(outputs)
         return _moments(means, scale**2)
@@ -136,24 +163,31 @@ class Poisson:
         wrong = targets.y[(targets.y < 0) | (targets.y != targets.y.round())]
         if len(wrong):
             raise ValueError(
-                f"likelihood Poisson is of counts, whole numbers >= 0, the targets hold {wrong[0].item():g}; leave out scaling and "
+                "likelihood Poisson is of counts, whole numbers >= 0, the targets hold "
+                f"{wrong[0].item():g}; leave out scaling and "
                 "standardising of the targets, or take Gaussian(scale=...)"
             )
         return (targets.count,)
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return -log p(y) [..., B] in nats, summed over the counts, with all constants; `y` is [..., B] where O is 1, else [..., B, O]."""
+        """Return -log p(y) [..., B] in nats, summed over the counts, with all constants; `y` is
+        [..., B] where O is 1, else [..., B, O].
+        """
         y = _rows(y, outputs)
         return (outputs.exp() - y * outputs + (y + 1).lgamma()).sum(-1)
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `nll` [..., B] and its derivative with respect to `outputs`, exp(outputs) - y [..., B, O]."""
+        """Return `nll` [..., B] and its derivative with respect to `outputs`, exp(outputs) - y
+        [..., B, O].
+        """
         return self.nll(outputs, y), outputs.exp() - _rows(y, outputs)
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Return moments of the mixture over draws [..., S, N, O]: `mean` and `variance` [..., N, O], and `epistemic` [..., N].
+        """Return moments of the mixture over draws [..., S, N, O]: `mean` and `variance` [..., N,
+        O], and `epistemic` [..., N].
 
-        The variance is the mean rate and the variance of the rates over draws, which, summed over O, is `epistemic`.
+        The variance is the mean rate and the variance of the rates over draws, which, summed over
+        O, is `epistemic`.
         """
         rates = outputs.exp().clamp_min(torch.finfo(outputs.dtype).tiny)  # so that no variance is 0
         return _moments(rates, rates)
@@ -162,10 +196,12 @@ class Poisson:
 @dataclass(frozen=True)
 @declared
 class Quantiles:
-    """The loss of an interval for targets [..., O] by two quantiles, which is no negative log likelihood of a distribution.
+    """The loss of an interval for targets [..., O] by two quantiles, which is no negative log
+    likelihood of a distribution.
 
-    The network has 2 O outputs, first the O lower ends, then the O numbers r by whose softplus(r) the upper ends lie above them. With
-    the levels a = (1 - level) / 2 and 1 - a of the two ends q the loss is the sum of (y - q) (a - 1[y < q]) over both.
+    The network has 2 O outputs, first the O lower ends, then the O numbers r by whose softplus(r)
+    the upper ends lie above them. With the levels a = (1 - level) / 2 and 1 - a of the two ends q
+    the loss is the sum of (y - q) (a - 1[y < q]) over both.
 
     Args:
         level: Probability of the interval, in (0, 1).
@@ -193,7 +229,9 @@ class Quantiles:
         return (1 - self.level) / 2, (1 + self.level) / 2
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the loss [..., B] in the targets' unit, summed over ends and targets; `y` is [..., B] where O is 1, else [..., B, O]."""
+        """Return the loss [..., B] in the targets' unit, summed over ends and targets; `y` is [...,
+        B] where O is 1, else [..., B, O].
+        """
         return self.nll_and_slope(outputs, y)[0]
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,14 +240,17 @@ class Quantiles:
         y = _rows(y, ends[0])
         away = [y - q for q in ends]
         low, high = (-_under(r, a) for r, a in zip(away, self._shares(), strict=True))
-        return -(low * away[0] + high * away[1]).sum(-1), torch.cat([low + high, high * outputs.chunk(2, -1)[1].sigmoid()], -1)
+        return -(low * away[0] + high * away[1]).sum(-1), torch.cat(
+            [low + high, high * outputs.chunk(2, -1)[1].sigmoid()], -1
+        )
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Return the interval from draws `outputs` [..., S, N, 2 O]: its ends, averaged over draws, and the spread of its middle.
+        """Return the interval from draws `outputs` [..., S, N, 2 O]: its ends, averaged over draws,
+        and the spread of its middle.
 
         Returns:
-            `lower` and `upper` [..., N, O]; `mean` [..., N, O], the middle, which is no mean; and `epistemic` [..., N], the variance over
-            draws of the middle, summed over O.
+            `lower` and `upper` [..., N, O]; `mean` [..., N, O], the middle, which is no mean; and
+            `epistemic` [..., N], the variance over draws of the middle, summed over O.
         """
         lower, upper = _ends(outputs)
         middle = (lower + upper) / 2
@@ -229,7 +270,9 @@ def _under(residual: Tensor, share: float) -> Tensor:
 
 
 def _moments(means: Tensor, variances: Tensor | float) -> Tensors:
-    """Return mean and variance of a mixture over draws [..., S, N, O], and the variance of the means, summed over O."""
+    """Return mean and variance of a mixture over draws [..., S, N, O], and the variance of the
+    means, summed over O.
+    """
     spread = means.var(-3, correction=0)
     noise = variances.mean(-3) if isinstance(variances, Tensor) else variances
     return {"mean": means.mean(-3), "variance": noise + spread, "epistemic": spread.sum(-1)}

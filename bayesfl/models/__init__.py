@@ -1,7 +1,7 @@
 """Networks with a body and a head, which personal federated learning treats differently.
 
-Every network here has parameters named `body.*` and `head.*`, draws its start from its own seed and does not use torch's global
-generator. `split` gives any other module the same two names.
+Every network here has parameters named `body.*` and `head.*`, draws its start from its own seed and
+does not use torch's global generator. `split` gives any other module the same two names.
 """
 
 from bayesfl.base.torchvision import torchvision

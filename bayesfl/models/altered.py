@@ -1,4 +1,6 @@
-"""What makes a module compute something else than its layers do one after another: hooks, replaced methods, shared parameters."""
+"""What makes a module compute something else than its layers do one after another: hooks, replaced
+methods, shared parameters.
+"""
 
 from collections.abc import Iterator
 from typing import TypeGuard
@@ -12,27 +14,45 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.LayerNor
 
 
 def altered(module: nn.Module) -> list[str]:
-    """Name what rules for single layers would miss; empty if a stack computes what its layers do, one after another.
+    """Name what rules for single layers would miss; empty if a stack computes what its layers do,
+    one after another.
 
-    That are hooks, a `forward` replaced on an instance, parameters used in two places, and weights or biases of layers that are no
-    parameters.
+    That are hooks, a `forward` replaced on an instance, parameters used in two places, and weights
+    or biases of layers that are no parameters.
     """
-    out = [f"{type(part).__name__} {name!r} with {what}" for name, part in module.named_modules() for what in _marks(part)]
+    out = [
+        f"{type(part).__name__} {name!r} with {what}"
+        for name, part in module.named_modules()
+        for what in _marks(part)
+    ]
     if shared := aliases(module):
         out.append(f"parameters used in two places, {sorted(next(iter(shared.values())))}")
     return out
 
 
 def cut(module: nn.Module) -> TypeGuard[SplitModel]:
-    """Say whether a module is computed as `head(body(x))`: a `SplitModel` with the forward of its class, whose parts share no parameter."""
-    if not isinstance(module, SplitModel) or type(module).forward is not SplitModel.forward or any(_marks(module)):
+    """Say whether a module is computed as `head(body(x))`: a `SplitModel` with the forward of its
+    class, whose parts share no parameter.
+    """
+    if (
+        not isinstance(module, SplitModel)
+        or type(module).forward is not SplitModel.forward
+        or any(_marks(module))
+    ):
         return False
     return not {id(p) for p in module.body.parameters()} & {id(p) for p in module.head.parameters()}
 
 
 def _marks(module: nn.Module) -> Iterator[str]:
     """Name what alters a module itself, its children left aside."""
-    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+    if any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    ):
         yield "hooks"
     if "forward" in vars(module):
         yield "a forward of its own"

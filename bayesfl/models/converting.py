@@ -1,4 +1,6 @@
-"""Converting a network's batch norms to norms without statistics, which leave clients nothing to average."""
+"""Converting a network's batch norms to norms without statistics, which leave clients nothing to
+average.
+"""
 
 import copy
 from typing import Any
@@ -10,23 +12,29 @@ from bayesfl.base.options import Count, declared
 from bayesfl.models.altered import altered
 
 LEAST, OF_VECTORS = 2, 16
-"""Least number of channels in a group, and in one that may see vectors: of one number alone nothing is left, and of two only the order."""
+"""Least number of channels in a group, and in one that may see vectors: of one number alone nothing
+is left, and of two only the order.
+"""
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @declared
 def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
-    """Return a copy of a module with a group norm in the place of each batch norm, whatever mode that is in; the module is not changed.
+    """Return a copy of a module with a group norm in the place of each batch norm, whatever mode
+    that is in; the module is not changed.
 
-    A group norm looks at each example alone: there are no statistics to average, and every kernel and every method takes the network.
-    Weights, biases, `eps` and what is frozen stay. The statistics are dropped, so a network that was trained with them computes something
-    else and has to be trained on. A norm has the largest number of groups that divides its channels and is at most `groups`, where a group
-    has at least 2 channels, or all; and at least 16, or all, in the place of an `nn.BatchNorm1d`, which may see vectors. Maps of a single
-    pixel are vectors, too, of which small groups leave little: give fewer `groups`.
-    `nn.SyncBatchNorm`, `nn.InstanceNorm1d` and so on stay as they are.
+    A group norm looks at each example alone: there are no statistics to average, and every kernel
+    and every method takes the network. Weights, biases, `eps` and what is frozen stay. The
+    statistics are dropped, so a network that was trained with them computes something else and has
+    to be trained on. A norm has the largest number of groups that divides its channels and is at
+    most `groups`, where a group has at least 2 channels, or all; and at least 16, or all, in the
+    place of an `nn.BatchNorm1d`, which may see vectors. Maps of a single pixel are vectors, too, of
+    which small groups leave little: give fewer `groups`. `nn.SyncBatchNorm`, `nn.InstanceNorm1d`
+    and so on stay as they are.
 
     Args:
-        module: Any module with `nn.BatchNorm1d`, `2d` or `3d` among its parts, or one of these itself.
+        module: Any module with `nn.BatchNorm1d`, `2d` or `3d` among its parts, or one of these
+            itself.
         groups: Largest number of groups of a norm, >= 1; 1 normalises all channels together.
 
     Raises:
@@ -37,8 +45,9 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
         UserWarning: A norm of vectors has few channels, of which a group norm leaves little.
 
     References:
-        Wu and He, "Group normalization", ECCV 2018: 32 groups, or 16 channels in each. Hsieh, Phanishayee, Mutlu, Gibbons, "The non-IID
-        data quagmire of decentralized machine learning", ICML 2020, who take group norm where clients' labels differ.
+        Wu and He, "Group normalization", ECCV 2018: 32 groups, or 16 channels in each. Hsieh,
+        Phanishayee, Mutlu, Gibbons, "The non-IID data quagmire of decentralized machine learning",
+        ICML 2020, who take group norm where clients' labels differ.
     """
     instance("module", module, nn.Module, "build one, as torchvision.models.resnet18()")
     _check(module)
@@ -46,11 +55,23 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
     if isinstance(made, _BATCH):
         return _converted(made, groups)
     # `named_children` would leave out a norm that stands in two places of one part.
-    places = [(part, key) for part in made.modules() for key, child in part._modules.items() if isinstance(child, _BATCH)]
+    places = [
+        (part, key)
+        for part in made.modules()
+        for key, child in part._modules.items()
+        if isinstance(child, _BATCH)
+    ]
     if not places:
-        other = sorted({type(part).__name__ for part in made.modules() if isinstance(part, nn.modules.batchnorm._NormBase)})
+        other = sorted(
+            {
+                type(part).__name__
+                for part in made.modules()
+                if isinstance(part, nn.modules.batchnorm._NormBase)
+            }
+        )
         raise ValueError(
-            f"module {type(module).__name__} has no nn.BatchNorm1d, 2d or 3d to convert{f', but {other}, which stay' if other else ''}; "
+            f"module {type(module).__name__} has no nn.BatchNorm1d, 2d or 3d to "
+            f"convert{f', but {other}, which stay' if other else ''}; "
             "pass the module itself to the method"
         )
     new: dict[nn.Module, nn.Module] = {}
@@ -62,23 +83,29 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
 
 
 def _check(module: nn.Module) -> None:
-    """Check that batch norms do what those of torch do and no more, and warn of those whose converted norm would leave little.
+    """Check that batch norms do what those of torch do and no more, and warn of those whose
+    converted norm would leave little.
 
     Raises:
-        ValueError: One is of a subclass, has hooks or a forward of its own, or has a weight or a bias that is computed.
+        ValueError: One is of a subclass, has hooks or a forward of its own, or has a weight or a
+            bias that is computed.
     """
     for name, part in module.named_modules():
         if not isinstance(part, _BATCH):
             continue
-        computed = not {"weight", "bias"} <= part._parameters.keys()  # where there is none, the name is there all the same
+        computed = (
+            not {"weight", "bias"} <= part._parameters.keys()
+        )  # where there is none, the name is there all the same
         if type(part) not in _BATCH or computed or altered(part):
             raise ValueError(
-                f"batch norm {name!r} ({type(part).__name__}) does more than torch's: it is of a subclass, or has hooks or weights that "
+                f"batch norm {name!r} ({type(part).__name__}) does more than torch's: it is of a "
+                "subclass, or has hooks or weights that "
                 "are computed, which a group norm in its place would lose; replace it by hand"
             )
         if isinstance(part, nn.BatchNorm1d) and part.num_features < OF_VECTORS:
             warn(
-                f"batch norm {name!r} has {part.num_features} channels, and of vectors with so few a group norm leaves little, of two "
+                f"batch norm {name!r} has {part.num_features} channels, and of vectors with so few "
+                "a group norm leaves little, of two "
                 "their order alone; for inputs, standardise with fixed numbers in its place",
             )
 
@@ -87,6 +114,11 @@ def _converted(norm: Any, groups: int) -> nn.GroupNorm:
     """Return a group norm with a batch norm's own parameters, in its mode."""
     channels = norm.num_features
     most = min(groups, channels // (OF_VECTORS if isinstance(norm, nn.BatchNorm1d) else LEAST))
-    made = nn.GroupNorm(max(d for d in range(1, max(most, 1) + 1) if channels % d == 0), channels, eps=norm.eps, affine=False)
+    made = nn.GroupNorm(
+        max(d for d in range(1, max(most, 1) + 1) if channels % d == 0),
+        channels,
+        eps=norm.eps,
+        affine=False,
+    )
     made.affine, made.weight, made.bias = norm.affine, norm.weight, norm.bias
     return made.train(norm.training)

@@ -1,4 +1,6 @@
-"""Copies of a user's module, which share the memory of its frozen parameters, and checks that the original is still what it was."""
+"""Copies of a user's module, which share the memory of its frozen parameters, and checks that the
+original is still what it was.
+"""
 
 import copy
 import weakref
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 from bayesfl.base.checks import warn
 
 COMPARED = 1000
-"""Numbers of each tensor that are compared to notice a change, evenly spaced; of a smaller one all."""
+"""Numbers of each tensor that are compared to notice a change, evenly spaced; of a smaller
+one all.
+"""
 
 
 class _Mark(NamedTuple):
@@ -50,39 +54,61 @@ _ORIGINS: "weakref.WeakKeyDictionary[nn.Module, _Origin]" = weakref.WeakKeyDicti
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose frozen parameters share the original's storage; they are never written.
+    """Return a copy of a module whose frozen parameters share the original's storage; they are
+    never written.
 
     An `nn.TransformerEncoder` in it computes the same with gradients and without.
 
-    Embeddings with `max_norm` are an exception, since torch rescales their rows in place whenever they are read.
+    Embeddings with `max_norm` are an exception, since torch rescales their rows in place whenever
+    they are read.
 
     Raises:
         ValueError: The module cannot be copied.
     """
     written = rescaled(module)
-    frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in written]
+    frozen = [
+        p for name, p in module.named_parameters() if not p.requires_grad and name not in written
+    ]
     try:
-        made = copy.deepcopy(module, {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen})
+        made = copy.deepcopy(
+            module, {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen}
+        )
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"model {type(module).__name__} cannot be copied: {error} Weights that are computed from others are a usual reason: take "
-            "torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm, and call prune.remove after pruning"
+            f"model {type(module).__name__} cannot be copied: {error} Weights that are computed "
+            "from others are a usual reason: take "
+            "torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm, "
+            "and call prune.remove after pruning"
         ) from error
     for part in made.modules():
         if isinstance(part, nn.TransformerEncoder):
-            part.use_nested_tensor = False  # else torch puts 0 at masked places where no gradient is computed, and only there
-    _ORIGINS[made] = _ORIGINS.get(module) or _Origin(weakref.ref(module), _marks(module), _frozen(module), _hooks(module))
+            # else torch puts 0 at masked places where no gradient is computed, and only there
+            part.use_nested_tensor = False
+    _ORIGINS[made] = _ORIGINS.get(module) or _Origin(
+        weakref.ref(module), _marks(module), _frozen(module), _hooks(module)
+    )
     return made
 
 
 def rescaled(module: nn.Module) -> set[str]:
-    """Return the names of the parameters that torch rescales whenever they are read, as embeddings with `max_norm` do."""
-    owners = [(name, part) for name, part in module.named_modules() if getattr(part, "max_norm", None) is not None]
-    return {f"{name}.{leaf}".removeprefix(".") for name, part in owners for leaf, _ in part.named_parameters(recurse=False)}
+    """Return the names of the parameters that torch rescales whenever they are read, as embeddings
+    with `max_norm` do.
+    """
+    owners = [
+        (name, part)
+        for name, part in module.named_modules()
+        if getattr(part, "max_norm", None) is not None
+    ]
+    return {
+        f"{name}.{leaf}".removeprefix(".")
+        for name, part in owners
+        for leaf, _ in part.named_parameters(recurse=False)
+    }
 
 
 def refuse_changed(made: nn.Module) -> None:
-    """Check that the frozen parameters of a copy by `copied` are as they were then, since they share memory with the original's.
+    """Check that the frozen parameters of a copy by `copied` are as they were then, since they
+    share memory with the original's.
 
     Changes by way of `p.data` are noticed if one of the `COMPARED` numbers of a tensor changes.
 
@@ -93,20 +119,25 @@ def refuse_changed(made: nn.Module) -> None:
     if origin is None:
         return
     shared = origin.frozen - rescaled(made)
-    if changed := [name for name, mark in _marks(made, shared).items() if not mark.same(origin.marks[name])]:
+    if changed := [
+        name for name, mark in _marks(made, shared).items() if not mark.same(origin.marks[name])
+    ]:
         raise ValueError(
-            f"frozen parameters {changed[:3]} were changed after the method was made, which shares their memory, so that its results would "
+            f"frozen parameters {changed[:3]} were changed after the method was made, which shares "
+            "their memory, so that its results would "
             "change, too; make the method anew, or make it of a copy: copy.deepcopy(model)"
         )
 
 
 def check_original(made: nn.Module) -> None:
-    """Check that a copy by `copied` has not been left behind by its original: a method trains the copy, whatever is done to the original.
+    """Check that a copy by `copied` has not been left behind by its original: a method trains the
+    copy, whatever is done to the original.
 
     A warning names weights of the original that have changed since.
 
     Raises:
-        ValueError: Parameters of the original were frozen or unfrozen since, parts were replaced, or hooks were added or removed.
+        ValueError: Parameters of the original were frozen or unfrozen since, parts were replaced,
+            or hooks were added or removed.
     """
     origin = _ORIGINS.get(made)
     module = origin and origin.module()
@@ -114,35 +145,48 @@ def check_original(made: nn.Module) -> None:
         return
     now = _marks(module)
     what: dict[str, Any] = {
-        "frozen or unfrozen": sorted((_frozen(module) ^ origin.frozen) & now.keys() & origin.marks.keys()),
+        "frozen or unfrozen": sorted(
+            (_frozen(module) ^ origin.frozen) & now.keys() & origin.marks.keys()
+        ),
         "replaced": sorted(now.keys() ^ origin.marks.keys()),
         "given other hooks": sorted(dict(_hooks(module).items() ^ origin.hooks.items())),
     }
     for how, names in what.items():
         if names:
             raise ValueError(
-                f"{names[:3]} of the model {type(module).__name__} were {how} after the method was made, which trains a copy made before; "
+                f"{names[:3]} of the model {type(module).__name__} were {how} after the method was "
+                "made, which trains a copy made before; "
                 "make the method anew, or make it of a copy: copy.deepcopy(model)"
             )
     if changed := [
-        name for name, mark in now.items() if name not in origin.frozen and not torch.equal(mark.sample, origin.marks[name].sample)
+        name
+        for name, mark in now.items()
+        if name not in origin.frozen and not torch.equal(mark.sample, origin.marks[name].sample)
     ]:
         warn(
-            f"{changed[:3]} of the model {type(module).__name__} have changed since the method was made, which begins with the numbers "
+            f"{changed[:3]} of the model {type(module).__name__} have changed since the method was "
+            "made, which begins with the numbers "
             "they had then; make the method anew to begin with the present ones",
         )
 
 
 def _marks(module: nn.Module, names: set[str] | None = None) -> dict[str, _Mark]:
-    """Return a mark for each of a module's parameters and buffers, or of those with the given names."""
+    """Return a mark for each of a module's parameters and buffers, or of those with the given
+    names.
+    """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: _mark(t.detach()) for name, t in tensors.items() if names is None or name in names}
+    return {
+        name: _mark(t.detach()) for name, t in tensors.items() if names is None or name in names
+    }
 
 
 def _mark(tensor: Tensor) -> _Mark:
     flat = tensor.reshape(-1)
     sample = flat[:: max(1, len(flat) // COMPARED)].clone().cpu()
-    return _Mark(0 if tensor.is_inference() else tensor._version, sample.view(torch.uint8) if len(sample) else sample)
+    return _Mark(
+        0 if tensor.is_inference() else tensor._version,
+        sample.view(torch.uint8) if len(sample) else sample,
+    )
 
 
 def _frozen(module: nn.Module) -> set[str]:
@@ -152,4 +196,7 @@ def _frozen(module: nn.Module) -> set[str]:
 def _hooks(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the numbers of a module's hooks by the name of its part."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return {name: tuple(key for kind in kinds for key in getattr(part, kind)) for name, part in module.named_modules()}
+    return {
+        name: tuple(key for kind in kinds for key in getattr(part, kind))
+        for name, part in module.named_modules()
+    }

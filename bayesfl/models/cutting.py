@@ -1,4 +1,6 @@
-"""Cutting a network into a body and a head, which personal federated learning treats differently."""
+"""Cutting a network into a body and a head, which personal federated learning treats
+differently.
+"""
 
 import copy
 from typing import Any
@@ -28,67 +30,101 @@ class SplitModel(nn.Module):
 
 
 def has_body(module: nn.Module) -> bool:
-    """Say whether any parameter named `body.*` is trained; if not, the model is all head, as for logistic regression."""
+    """Say whether any parameter named `body.*` is trained; if not, the model is all head, as for
+    logistic regression.
+    """
     if not isinstance(module, nn.Module):  # refused elsewhere, with a remedy
         return True
     return any(name.startswith("body.") for name, p in module.named_parameters() if p.requires_grad)
 
 
 def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None) -> SplitModel:
-    """Cut any module whose last step is the submodule `head` into a body and that head; the module itself is not changed.
+    """Cut any module whose last step is the submodule `head` into a body and that head; the module
+    itself is not changed.
 
     Args:
         module: Any module.
         head: Name of its last submodule, as `named_modules()` gives it: `fc`, `classifier.6`.
-        example: Inputs [B, ...], a tensor or a tuple or mapping of several, on which to check that the cut network computes what the
-            module did. Without them only a step that an `nn.Sequential` takes after `head` is seen; one that a `forward` takes after it is
-            left in the body, before the head.
+        example: Inputs [B, ...], a tensor or a tuple or mapping of several, on which to check that
+            the cut network computes what the module did. Without them only a step that an
+            `nn.Sequential` takes after `head` is seen; one that a `forward` takes after it is left
+            in the body, before the head.
 
     Raises:
-        ValueError: There is no submodule `head`, it has no parameters or shares them with the rest, an `nn.Sequential` has modules after
-            it (without `example`), or the cut network computes something else on `example`.
+        ValueError: There is no submodule `head`, it has no parameters or shares them with the rest,
+            an `nn.Sequential` has modules after it (without `example`), or the cut network computes
+            something else on `example`.
     """
     names = [name for name, _ in module.named_modules() if name]
     if head not in names:
-        raise ValueError(f"the module has no submodule {head!r}; it has {names or 'none at all'}. Pass the name of the last one as head=")
+        raise ValueError(
+            f"the module has no submodule {head!r}; it has {names or 'none at all'}. Pass the name "
+            "of the last one as head="
+        )
     if example is None and (after := _after(module, head)):
         raise ValueError(
-            f"submodule {head!r} is not the last step of the module, {after} come after it: cut at the last one that has parameters, and "
+            f"submodule {head!r} is not the last step of the module, {after} come after it: cut at "
+            "the last one that has parameters, and "
             "leave out steps after it, such as a softmax"
         )
     body = copy.deepcopy(module)
     last = body.get_submodule(head)
     if not any(True for _ in last.parameters()):
-        with_some = [name for name in names if any(True for _ in module.get_submodule(name).parameters())]
-        raise ValueError(f"submodule {head!r} has no parameters, so it cannot be a head; those with parameters are {with_some}")
+        with_some = [
+            name for name in names if any(True for _ in module.get_submodule(name).parameters())
+        ]
+        raise ValueError(
+            f"submodule {head!r} has no parameters, so it cannot be a head; those with parameters "
+            f"are {with_some}"
+        )
     parent, _, child = head.rpartition(".")
     setattr(body.get_submodule(parent), child, nn.Identity())
     shared = {id(p) for p in last.parameters()} & {id(p) for p in body.parameters()}
     if shared:
         raise ValueError(
-            f"submodule {head!r} shares parameters with the rest of the module, so the two cannot be told apart: untie them first"
+            f"submodule {head!r} shares parameters with the rest of the module, so the two cannot "
+            "be told apart: untie them first"
         )
     cut = SplitModel(body, last)
     if example is not None:
         before = _outputs(module, example)
         try:
             now = _outputs(cut, example)
-        except (RuntimeError, ValueError, IndexError):  # what comes after the head takes no inputs of the head
+        except (
+            RuntimeError,
+            ValueError,
+            IndexError,
+        ):  # what comes after the head takes no inputs of the head
             now = None
-        if now is None or before.shape != now.shape or not torch.allclose(before, now, equal_nan=True):
-            raise ValueError(f"submodule {head!r} is not the last step of the module: cut there, it computes something else")
+        if (
+            now is None
+            or before.shape != now.shape
+            or not torch.allclose(before, now, equal_nan=True)
+        ):
+            raise ValueError(
+                f"submodule {head!r} is not the last step of the module: cut there, it computes "
+                "something else"
+            )
     return cut
 
 
 def _after(module: nn.Module, head: str) -> list[str]:
-    """Return the names of the modules that an `nn.Sequential` on the way to `head` runs after it, those left out that do nothing."""
+    """Return the names of the modules that an `nn.Sequential` on the way to `head` runs after it,
+    those left out that do nothing.
+    """
     found, at = [], []
     for child in head.split("."):
         parent = module.get_submodule(".".join(at))
         if type(parent).forward is nn.Sequential.forward:
-            names = list(parent._modules)  # named_children leaves out a module that stands there twice
+            names = list(
+                parent._modules
+            )  # named_children leaves out a module that stands there twice
             later = names[names.index(child) + 1 :]
-            found += [".".join([*at, name]) for name in later if not isinstance(parent.get_submodule(name), nn.Identity)]
+            found += [
+                ".".join([*at, name])
+                for name in later
+                if not isinstance(parent.get_submodule(name), nn.Identity)
+            ]
         at.append(child)
     return found
 

@@ -15,10 +15,12 @@ from bayesfl.models.modes import STATISTICS, norms
 
 
 def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
-    """Return a module's outputs, and the first thing that its forward does and may not do here, as text; empty if there is none.
+    """Return a module's outputs, and the first thing that its forward does and may not do here, as
+    text; empty if there is none.
 
-    The examples and the module's buffers are left as they were. Draws by other means than torch's operations are noticed where outputs
-    differ when the module is called again; the generators of NumPy and Python, which other threads may use, are neither read nor set.
+    The examples and the module's buffers are left as they were. Draws by other means than torch's
+    operations are noticed where outputs differ when the module is called again; the generators of
+    NumPy and Python, which other threads may use, are neither read nor set.
 
     Args:
         module: The module, in evaluation mode; without gradients of its own.
@@ -29,16 +31,25 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
         with Addressed(0) as drawing:
             outputs = call(module, seen)
         if drawing.drawn:
-            fault = "draws random numbers in evaluation mode, too; remove that, or let it depend on self.training, as "
+            fault = (
+                "draws random numbers in evaluation mode, too; remove that, or let it depend "
+                "on self.training, as "
+            )
             return outputs, fault + "F.dropout(x, p, self.training)"
         if wrote := _wrote(seen, x):
             return outputs, wrote
-        if changed := [name for name, t in module.named_buffers() if not torch.equal(t, before.buffers[name])]:
+        if changed := [
+            name for name, t in module.named_buffers() if not torch.equal(t, before.buffers[name])
+        ]:
             return (
                 outputs,
-                f"changes the buffers {changed[:3]} in evaluation mode, too; let it do that under `if self.training` or never",
+                f"changes the buffers {changed[:3]} in evaluation mode, too; let it do that under "
+                "`if self.training` or never",
             )
-        faults = itertools.chain(_effects(module, before), _unlike(module, x, outputs) if one_row_each(outputs, x) else ())
+        faults = itertools.chain(
+            _effects(module, before),
+            _unlike(module, x, outputs) if one_row_each(outputs, x) else (),
+        )
         return outputs, next(faults, "")
 
 
@@ -56,8 +67,11 @@ class Training(NamedTuple):
     other: bool
 
 
-def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor, trainable: Collection[str]) -> Training:
-    """Look at a step of training, forward and backward; the examples and the module are left as they were.
+def looked_at_training(
+    module: nn.Module, x: Inputs, outputs: Tensor, trainable: Collection[str]
+) -> Training:
+    """Look at a step of training, forward and backward; the examples and the module are left as
+    they were.
 
     Args:
         module: A copy as `own_copy(train=True)` makes it.
@@ -67,64 +81,107 @@ def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor, trainable:
     """
     with _untouched(module) as before, torch.enable_grad():
         seen = each(Tensor.clone, x)
-        leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters() if name in trainable}
+        leaves = {
+            name: p.detach().requires_grad_()
+            for name, p in module.named_parameters()
+            if name in trainable
+        }
         with Addressed(0) as forward:
             found = call_at(module, leaves, seen)
         drew = forward.drawn > 0
         fault = _wrote(seen, x) or next(_effects(module, before), "")
         if fault or not one_row_each(found, x):
-            return Training(fault or "returns outputs of another form in training mode than in evaluation mode", drew, True)
-        followed = {f"{norm}.{name}".removeprefix(".") for norm in norms(module) for name in (*STATISTICS, "num_batches_tracked")}
-        if changed := [name for name, t in module.named_buffers() if name not in followed and not torch.equal(t, before.buffers[name])]:
             return Training(
-                f"changes the buffers {changed[:3]} in training, which are no statistics of a norm and would be lost; put that part "
+                fault or "returns outputs of another form in training mode than in evaluation mode",
+                drew,
+                True,
+            )
+        followed = {
+            f"{norm}.{name}".removeprefix(".")
+            for norm in norms(module)
+            for name in (*STATISTICS, "num_batches_tracked")
+        }
+        if changed := [
+            name
+            for name, t in module.named_buffers()
+            if name not in followed and not torch.equal(t, before.buffers[name])
+        ]:
+            return Training(
+                f"changes the buffers {changed[:3]} in training, which are no statistics of a norm "
+                "and would be lost; put that part "
                 "in eval mode, or make them parameters",
                 drew,
                 True,
             )
         if not found.requires_grad:
-            fault = "gives outputs without gradients in training, as under torch.no_grad() or after .detach(); leave that out"
+            fault = (
+                "gives outputs without gradients in training, as under torch.no_grad() or "
+                "after .detach(); leave that out"
+            )
             return Training(fault, drew, True)
         if fault := _backward(module, found, leaves) or next(_effects(module, before), ""):
             return Training(fault, drew, True)
         with Addressed(0):
             again = call_at(module, leaves, each(Tensor.clone, x))
         if _apart(found, again, 100):
-            fault = "gives other outputs in training when its draws are repeated: it counts, or draws by other means than torch's "
-            return Training(fault + "operations, which no seed could repeat; remove that", drew, True)
+            fault = (
+                "gives other outputs in training when its draws are repeated: it counts, or "
+                "draws by other means than torch's "
+            )
+            return Training(
+                fault + "operations, which no seed could repeat; remove that", drew, True
+            )
         return Training("", drew, _apart(found, outputs, 100))
 
 
 def _backward(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> str:
-    """Compute gradients and return what stands against them, with the part of the module that draws if it is called again for them."""
+    """Compute gradients and return what stands against them, with the part of the module that draws
+    if it is called again for them.
+    """
     called: list[tuple[str, int]] = []
     with Addressed(1) as drawing, contextlib.ExitStack() as stack:
         for name, part in module.named_modules():
-            handle = part.register_forward_hook(lambda *_, name=name: called.append((name, drawing.drawn)), always_call=True)
+            handle = part.register_forward_hook(
+                lambda *_, name=name: called.append((name, drawing.drawn)), always_call=True
+            )
             stack.callback(handle.remove)
         try:
             torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
         except RuntimeError as error:
             said = str(error).splitlines()[0]
-            return f"has no gradients by torch.autograd.grad ({said}); where it checkpoints activations, leave that out"
+            return (
+                f"has no gradients by torch.autograd.grad ({said}); where it checkpoints "
+                "activations, leave that out"
+            )
         if not drawing.drawn:
             return ""
     of = next((f" of {name!r}" for name, drawn in called if name and drawn), "")
     return (
-        f"draws random numbers in its backward pass{of}, as checkpointing of a part with dropout does, which have no address; leave "
+        f"draws random numbers in its backward pass{of}, as checkpointing of a part with dropout "
+        "does, which have no address; leave "
         "checkpointing out"
     )
 
 
 def _wrote(seen: Inputs, x: Inputs) -> str:
     """Return which of the inputs `seen` by a forward it changed."""
-    wrote = [name for (name, one), (_, other) in zip(named(seen), named(x), strict=True) if not torch.equal(one, other)]
-    return f"changes its inputs in place; let it begin with {wrote[0]} = {wrote[0]}.clone()" if wrote else ""
+    wrote = [
+        name
+        for (name, one), (_, other) in zip(named(seen), named(x), strict=True)
+        if not torch.equal(one, other)
+    ]
+    return (
+        f"changes its inputs in place; let it begin with {wrote[0]} = {wrote[0]}.clone()"
+        if wrote
+        else ""
+    )
 
 
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator["_State"]:
-    """Enter a context that gives the state of a module, and after which its buffers are as they were."""
+    """Enter a context that gives the state of a module, and after which its buffers are as they
+    were.
+    """
     buffers = {name: t.clone() for name, t in module.named_buffers()}
     try:
         yield _State(buffers, _written(module), _numbers(module))
@@ -135,8 +192,15 @@ def _untouched(module: nn.Module) -> Iterator["_State"]:
 
 
 def one_row_each(outputs: Any, x: Inputs) -> bool:
-    """Say whether outputs are floats [N, ..., O] with a row for each of the examples `x` [N, ...]."""
-    return isinstance(outputs, Tensor) and outputs.dim() >= 2 and len(outputs) == count(x) and outputs.is_floating_point()
+    """Say whether outputs are floats [N, ..., O] with a row for each of the examples `x`
+    [N, ...].
+    """
+    return (
+        isinstance(outputs, Tensor)
+        and outputs.dim() >= 2
+        and len(outputs) == count(x)
+        and outputs.is_floating_point()
+    )
 
 
 class _State(NamedTuple):
@@ -155,20 +219,35 @@ class _State(NamedTuple):
 
 def _written(module: nn.Module) -> dict[str, int]:
     excused = rescaled(module)
-    return {name: p._version for name, p in module.named_parameters() if name not in excused and not p.is_inference()}
+    return {
+        name: p._version
+        for name, p in module.named_parameters()
+        if name not in excused and not p.is_inference()
+    }
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    held = [(f"{name}.{key}".lstrip("."), value) for name, part in module.named_modules() for key, value in vars(part).items()]
+    held = [
+        (f"{name}.{key}".lstrip("."), value)
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+    ]
     return {name: value for name, value in held if type(value) in (bool, int, float)}
 
 
 def _effects(module: nn.Module, before: _State) -> Iterator[str]:
     """Yield what a forward has done besides returning outputs and drawing by torch's operations."""
     if wrote := [name for name, count in _written(module).items() if count != before.written[name]]:
-        yield f"writes to the parameters {wrote[:3]}, as F.embedding with max_norm does; remove that"
-    if counted := [name for name, value in _numbers(module).items() if value != before.numbers.get(name)]:
-        yield f"changes the numbers {counted[:3]}, so that later calls may differ, which no seed could repeat; remove that"
+        yield (
+            f"writes to the parameters {wrote[:3]}, as F.embedding with max_norm does; remove that"
+        )
+    if counted := [
+        name for name, value in _numbers(module).items() if value != before.numbers.get(name)
+    ]:
+        yield (
+            f"changes the numbers {counted[:3]}, so that later calls may differ, which no seed "
+            "could repeat; remove that"
+        )
 
 
 def _unlike(module: nn.Module, x: Inputs, outputs: Tensor) -> Iterator[str]:
@@ -179,25 +258,41 @@ def _unlike(module: nn.Module, x: Inputs, outputs: Tensor) -> Iterator[str]:
 
     if _apart(outputs, again(Tensor.clone), 100):
         yield (
-            "gives other outputs when it sees the same examples again: it draws its own randomness or counts, which no seed could repeat; "
-            "remove that"
+            "gives other outputs when it sees the same examples again: it draws its own randomness "
+            "or counts, which no seed could repeat; remove that"
         )
-    leaves = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in module.named_parameters()}
+    leaves = {
+        name: p.detach().requires_grad_(p.is_floating_point())
+        for name, p in module.named_parameters()
+    }
     with torch.enable_grad():
         graded = call_at(module, leaves, each(Tensor.clone, x)).detach()
     if _apart(outputs, graded, 100):
-        yield "gives other outputs where gradients are computed (torch.is_grad_enabled()), and would train another model; remove that"
+        yield (
+            "gives other outputs where gradients are computed (torch.is_grad_enabled()), and "
+            "would train another model; remove that"
+        )
     mixes = (
-        "gives an example other outputs beside other examples: it mixes the rows of a batch, as x - x.mean(0) or batch norm do, and "
-        "batches are filled up with rows of padding here; normalise each example alone, as nn.GroupNorm does"
+        "gives an example other outputs beside other examples: it mixes the rows of a batch, as x "
+        "- x.mean(0) or batch norm do, and batches are filled up with rows of padding here; "
+        "normalise each example alone, as nn.GroupNorm does"
     )
     half = count(x) // 2
-    if _apart(outputs[half:], again(lambda t: t[half:]), 1e4) or _apart(outputs, again(lambda t: t.flip(0)).flip(0), 1e4):
+    if _apart(outputs[half:], again(lambda t: t[half:]), 1e4) or _apart(
+        outputs, again(lambda t: t.flip(0)).flip(0), 1e4
+    ):
         yield mixes
     if _apart(outputs[:1], again(lambda t: t[:1]), 1e4):
-        yield "gives other outputs, or another shape, for an example alone; leave out a squeeze that takes the axis of examples away"
+        yield (
+            "gives other outputs, or another shape, for an example alone; leave out a squeeze "
+            "that takes the axis of examples away"
+        )
 
 
 def _apart(one: Tensor, other: Tensor, times: float) -> bool:
-    """Say whether two outputs differ in shape, or by more than so many times the rounding of the largest."""
-    return one.shape != other.shape or bool((one - other).abs().max() > times * torch.finfo(one.dtype).eps * other.abs().max())
+    """Say whether two outputs differ in shape, or by more than so many times the rounding of the
+    largest.
+    """
+    return one.shape != other.shape or bool(
+        (one - other).abs().max() > times * torch.finfo(one.dtype).eps * other.abs().max()
+    )

@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 
 class _Logits(nn.Module):
-    """A network that calls a model of `transformers` on one tensor, or on several by name, and returns its logits."""
+    """A network that calls a model of `transformers` on one tensor, or on several by name, and
+    returns its logits.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -15,7 +17,8 @@ class _Logits(nn.Module):
         self._pad = getattr(getattr(model, "config", None), "pad_token_id", None)
 
     def forward(self, x: Tensor | None = None, **named: Tensor) -> Tensor:
-        """Compute logits [B, O] of T tokens by number, [B, T], whole numbers of any dtype, or of the model's own input, such as images.
+        """Compute logits [B, O] of T tokens by number, [B, T], whole numbers of any dtype, or of
+        the model's own input, such as images.
 
         Inputs by name are passed on as they are.
         """
@@ -24,20 +27,24 @@ class _Logits(nn.Module):
         if self._input != "input_ids":
             return self.model(**{self._input: x}).logits
         tokens = x.long()
-        options: dict[str, Any] = {} if self._pad is None else {"attention_mask": (tokens != self._pad).long()}
+        options: dict[str, Any] = (
+            {} if self._pad is None else {"attention_mask": (tokens != self._pad).long()}
+        )
         return self.model(input_ids=tokens, **options).logits
 
 
 def logits(model: nn.Module) -> nn.Module:
-    """Wrap a model of Hugging Face's `transformers`, such as a sequence or an image classifier, so that it returns its logits.
+    """Wrap a model of Hugging Face's `transformers`, such as a sequence or an image classifier, so
+    that it returns its logits.
 
-    Inputs are a mapping, as a tokenizer gives it, or one tensor. Models of text take the tokens' numbers then, [B, T]; rows are filled up
-    to one length, T tokens, with the token `model.config.pad_token_id`, which the attention then leaves out. Where the model has no such
-    token, every position counts. Other models take their `main_input_name`, such as `pixel_values` [B, 3, height, width]. The parameters
-    keep their names, with `model.` before them.
+    Inputs are a mapping, as a tokenizer gives it, or one tensor. Models of text take the tokens'
+    numbers then, [B, T]; rows are filled up to one length, T tokens, with the token
+    `model.config.pad_token_id`, which the attention then leaves out. Where the model has no such
+    token, every position counts. Other models take their `main_input_name`, such as `pixel_values`
+    [B, 3, height, width]. The parameters keep their names, with `model.` before them.
 
-    A model from `from_pretrained` is in evaluation mode, and trains without dropout until `model.train()` is called. One built from a
-    configuration is in training mode.
+    A model from `from_pretrained` is in evaluation mode, and trains without dropout until
+    `model.train()` is called. One built from a configuration is in training mode.
 
     Args:
         model: The model; its outputs have an attribute `logits`, [B, O].
@@ -46,5 +53,8 @@ def logits(model: nn.Module) -> nn.Module:
         TypeError: `model` is not an `nn.Module`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a network such as AutoModelForSequenceClassification.from_pretrained(...), got {model!r}")
+        raise TypeError(
+            "model must be a network such as "
+            f"AutoModelForSequenceClassification.from_pretrained(...), got {model!r}"
+        )
     return _Logits(model)

@@ -1,4 +1,6 @@
-"""What a module does in training and not in evaluation: norms that follow the statistics of batches, and random draws."""
+"""What a module does in training and not in evaluation: norms that follow the statistics of
+batches, and random draws.
+"""
 
 import threading
 import weakref
@@ -18,25 +20,39 @@ _NOTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def norms(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the norms, by name, that follow the statistics of batches, which those in evaluation mode do not."""
+    """Return the norms, by name, that follow the statistics of batches, which those in evaluation
+    mode do not.
+    """
     kind = nn.modules.batchnorm._NormBase
     return {
-        name: part for name, part in module.named_modules() if isinstance(part, kind) and part.training and part.running_mean is not None
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, kind) and part.training and part.running_mean is not None
     }
 
 
 def trainable(name: str, part: nn.Module) -> list[str]:
-    """Return the names, in the whole module, of the trainable parameters that its part `name` has itself."""
-    return [f"{name}.{leaf}".removeprefix(".") for leaf, p in part.named_parameters(recurse=False) if p.requires_grad]
+    """Return the names, in the whole module, of the trainable parameters that its part `name` has
+    itself.
+    """
+    return [
+        f"{name}.{leaf}".removeprefix(".")
+        for leaf, p in part.named_parameters(recurse=False)
+        if p.requires_grad
+    ]
 
 
 def draws(module: nn.Module) -> bool:
-    """Say whether a module draws random numbers in training: it has a layer that does, or was seen to, see `note`."""
+    """Say whether a module draws random numbers in training: it has a layer that does, or was seen
+    to, see `note`.
+    """
     return module in _DRAWING or any(rate(part) > 0 for part in module.modules() if part.training)
 
 
 def note(module: nn.Module, *, draws: bool, other: bool) -> None:
-    """Remember what a module was seen to do in training: to draw random numbers, as by F.dropout, or something else than in evaluation."""
+    """Remember what a module was seen to do in training: to draw random numbers, as by F.dropout,
+    or something else than in evaluation.
+    """
     _NOTED.add(module)
     if draws:
         _DRAWING.add(module)
@@ -53,16 +69,24 @@ def rate(part: nn.Module) -> float:
     """Return a layer's own rate of dropout; 1 for a layer that always draws."""
     if isinstance(part, nn.RReLU):
         return 1.0
-    rate = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
+    rate = (
+        part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
+    )
     return float(rate) if isinstance(rate, float | int) and not isinstance(rate, bool) else 0.0
 
 
 def asleep(module: nn.Module) -> list[str]:
-    """Return the parts that training mode may change, by name, of a module of which no part is in it, as `eval()` leaves it.
+    """Return the parts that training mode may change, by name, of a module of which no part is in
+    it, as `eval()` leaves it.
 
-    They are norms with statistics, layers with draws, and modules of the user's own classes, whose forward may ask for the mode.
+    They are norms with statistics, layers with draws, and modules of the user's own classes, whose
+    forward may ask for the mode.
     """
-    parts = {name: part for name, part in module.named_modules() if not type(part).__module__.startswith("bayesfl.")}
+    parts = {
+        name: part
+        for name, part in module.named_modules()
+        if not type(part).__module__.startswith("bayesfl.")
+    }
     if any(part.training for part in parts.values()):
         return []
     follows = nn.modules.batchnorm._NormBase
@@ -81,7 +105,8 @@ def lively(module: nn.Module) -> bool:
 
 
 def in_training(module: nn.Module) -> nn.Module:
-    """Return a copy for training, in the module's own modes; norms use their statistics where a batch has one value for each channel.
+    """Return a copy for training, in the module's own modes; norms use their statistics where a
+    batch has one value for each channel.
 
     torch refuses such batches, as the last one of a pass may be.
     """
@@ -107,11 +132,14 @@ def _restored(norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
 
 
 def own_copy(module: nn.Module, like: Tensor, *, train: bool = False) -> nn.Module:
-    """Return this thread's own copy of a module, in the precision and on the device of `like`, without gradients of its own.
+    """Return this thread's own copy of a module, in the precision and on the device of `like`,
+    without gradients of its own.
 
     It is in evaluation mode, or, to `train`, as `in_training` makes it.
     """
-    copies = _LOCAL.__dict__.setdefault("modules", weakref.WeakKeyDictionary()).setdefault(module, {})
+    copies = _LOCAL.__dict__.setdefault("modules", weakref.WeakKeyDictionary()).setdefault(
+        module, {}
+    )
     key = (like.dtype, like.device, train)
     if key not in copies:
         made = in_training(module) if train else copied(module).eval()
@@ -123,19 +151,22 @@ def check_norms(module: nn.Module) -> None:
     """Check that norms in training mode keep statistics that a federation can average.
 
     Raises:
-        ValueError: One keeps none, so that it mixes the rows of every batch, or has a cumulative average, whose weight depends on the
-            number of batches that all clients have seen.
+        ValueError: One keeps none, so that it mixes the rows of every batch, or has a cumulative
+            average, whose weight depends on the number of batches that all clients have seen.
     """
     for name, part in module.named_modules():
         if not isinstance(part, nn.modules.batchnorm._NormBase) or not part.training:
             continue
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
             raise ValueError(
-                f"module {name!r} ({type(part).__name__}) tracks no statistics, so that an example's outputs depend on the others of its "
+                f"module {name!r} ({type(part).__name__}) tracks no statistics, so that an "
+                "example's outputs depend on the others of its "
                 "batch, also to predict; pass track_running_stats=True, or take nn.GroupNorm"
             )
         if part.running_mean is not None and part.momentum is None:
             raise ValueError(
-                f"module {name!r} ({type(part).__name__}) has momentum=None, a cumulative average over the batches that it has seen, which "
-                "clients that average their statistics do not have in common; pass a number, as momentum=0.1"
+                f"module {name!r} ({type(part).__name__}) has momentum=None, a cumulative average "
+                "over the batches that it has seen, which "
+                "clients that average their statistics do not have in common; pass a number, as "
+                "momentum=0.1"
             )

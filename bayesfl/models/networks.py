@@ -1,6 +1,8 @@
-"""Networks of published architectures with a body and a head; sizes are checked, weights are drawn from a seed.
+"""Networks of published architectures with a body and a head; sizes are checked, weights are drawn
+from a seed.
 
-The head is the output layer in each of them, and the body is what comes before it; `|` marks the cut.
+The head is the output layer in each of them, and the body is what comes before it; `|` marks the
+cut.
 """
 
 import math
@@ -20,10 +22,13 @@ def _sizes(name: str, value: Any, what: str, count: int | None = None) -> tuple[
     """Check one size or several, `count` of them if it is given.
 
     Raises:
-        ValueError: There are none or another number of sizes, or one is no whole number >= 1; the message says that they must be `what`.
+        ValueError: There are none or another number of sizes, or one is no whole number >= 1; the
+            message says that they must be `what`.
     """
     try:
-        sizes = tuple(whole(name, n, least=1) for n in (value if isinstance(value, Iterable) else (value,)))
+        sizes = tuple(
+            whole(name, n, least=1) for n in (value if isinstance(value, Iterable) else (value,))
+        )
     except ValueError:
         sizes = ()
     if not sizes or len(sizes) != (count or len(sizes)):
@@ -33,7 +38,9 @@ def _sizes(name: str, value: Any, what: str, count: int | None = None) -> tuple[
 
 def check_shape(inputs: int | Sequence[int], outputs: int) -> tuple[int, ...]:
     """Check the shape of an example and the number of outputs."""
-    shape = _sizes("inputs", inputs, "a number of features or the shape of one example, such as data.inputs")
+    shape = _sizes(
+        "inputs", inputs, "a number of features or the shape of one example, such as data.inputs"
+    )
     whole("outputs (such as data.outputs)", outputs, least=1)
     return shape
 
@@ -43,7 +50,8 @@ def _image(inputs: Sequence[int] | int, outputs: int, smallest: int) -> tuple[in
     shape = check_shape(inputs, outputs)
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise ValueError(
-            f"inputs must be (channels, height, width) of at least {smallest} x {smallest}, got {shape}; for others there is mlp"
+            f"inputs must be (channels, height, width) of at least {smallest} x {smallest}, got "
+            f"{shape}; for others there is mlp"
         )
     return shape[0], shape[1], shape[2]
 
@@ -58,14 +66,16 @@ def mlp(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> SplitModel:
-    """Build a fully connected network with ReLUs, cut before its last layer: the hidden layers are the body, the output layer is the head.
+    """Build a fully connected network with ReLUs, cut before its last layer: the hidden layers are
+    the body, the output layer is the head.
 
     Args:
         inputs: Number of features, or the shape of one example, which is flattened.
         outputs: Number of outputs.
-        hidden: Width of the hidden layer, or of each of several; () for none: a linear model that is all head, as for logistic regression.
-        start: Rule by which weights are drawn: `torch` for torch's default, or `xavier`, uniformly by Glorot and Bengio's rule with biases
-            of 0.
+        hidden: Width of the hidden layer, or of each of several; () for none: a linear model that
+            is all head, as for logistic regression.
+        start: Rule by which weights are drawn: `torch` for torch's default, or `xavier`, uniformly
+            by Glorot and Bengio's rule with biases of 0.
         head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead; None not to.
         seed: Seed of the start.
 
@@ -74,13 +84,17 @@ def mlp(
     """
     shape = check_shape(inputs, outputs)
     what = "one width, several, or () for none, each a whole number of at least 1"
-    widths = () if isinstance(hidden, tuple | list) and not hidden else _sizes("hidden", hidden, what)
+    widths = (
+        () if isinstance(hidden, tuple | list) and not hidden else _sizes("hidden", hidden, what)
+    )
 
     def make() -> SplitModel:
         layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
         for before, after in zip((math.prod(shape), *widths), widths, strict=False):
             layers += [nn.Linear(before, after), nn.ReLU()]
-        made = SplitModel(nn.Sequential(*layers), nn.Linear((math.prod(shape), *widths)[-1], outputs))
+        made = SplitModel(
+            nn.Sequential(*layers), nn.Linear((math.prod(shape), *widths)[-1], outputs)
+        )
         for layer in made.modules() if start == "xavier" else ():
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight)
@@ -108,14 +122,17 @@ def lenet(
         outputs: Number of outputs.
         channels: Channels of the two convolutions; (16, 32) is pFedVEM's network for CIFAR-10.
         hidden: Widths of the two fully connected layers.
-        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's
+            default.
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small; or `channels` or `hidden` are not two whole numbers >= 1.
+        ValueError: `inputs` is not the shape of an image, or too small; or `channels` or `hidden`
+            are not two whole numbers >= 1.
 
     References:
-        LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the IEEE 86(11), 1998.
+        LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the
+        IEEE 86(11), 1998.
     """
     depth, height, width = _image(inputs, outputs, 12)
     first, second = _sizes("channels", channels, "two numbers of channels, such as (6, 16)", 2)
@@ -142,24 +159,30 @@ def lenet(
     return seeded(make, seed, head_scale)
 
 
-def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None = None, seed: int = 0) -> SplitModel:
-    """Build the networks of FedPAC, with leaky ReLUs of slope 0.01 and max-pooling: conv 5x5, pool, conv 5x5, pool, 128 | outputs.
+def leaky_cnn(
+    inputs: Sequence[int], *, outputs: int, head_scale: float | None = None, seed: int = 0
+) -> SplitModel:
+    """Build the networks of FedPAC, with leaky ReLUs of slope 0.01 and max-pooling: conv 5x5, pool,
+    conv 5x5, pool, 128 | outputs.
 
-    The convolutions have 16 and 32 channels, the second is padded by 1. For images of several channels, as CIFAR-10's, one more convolution
-    follows, 3x3 of 64 channels, padded by 1, and a pooling.
+    The convolutions have 16 and 32 channels, the second is padded by 1. For images of several
+    channels, as CIFAR-10's, one more convolution follows, 3x3 of 64 channels, padded by 1, and a
+    pooling.
 
     Args:
         inputs: (channels, height, width) of an image.
         outputs: Number of outputs.
-        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's
+            default.
         seed: Seed of the start.
 
     Raises:
         ValueError: `inputs` is not the shape of an image, or too small.
 
     References:
-        Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023,
-        arXiv:2306.11867, experiments; details from the authors' code, github.com/JianXu95/FedPAC.
+        Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier
+        collaboration", ICLR 2023, arXiv:2306.11867, experiments; details from the authors' code,
+        github.com/JianXu95/FedPAC.
     """
     deep = _image(inputs, outputs, 12)[0] > 1
     depth, height, width = _image(inputs, outputs, 16 if deep else 12)
@@ -171,29 +194,40 @@ def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None =
         if deep:
             layers += [nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
         features = (64 if deep else 32) * size[0] * size[1]
-        return SplitModel(nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.LeakyReLU()), nn.Linear(128, outputs))
+        return SplitModel(
+            nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.LeakyReLU()),
+            nn.Linear(128, outputs),
+        )
 
     return seeded(make, seed, head_scale)
 
 
-def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head_scale: float | None = None, seed: int = 0) -> SplitModel:
+def cifar100_cnn(
+    inputs: Sequence[int] = (3, 32, 32),
+    *,
+    outputs: int = 20,
+    head_scale: float | None = None,
+    seed: int = 0,
+) -> SplitModel:
     """Build the network of pFedVEM for CIFAR-100: five 3x3 convolutions, averaged | outputs.
 
-    The convolutions have 32, 64, 128, 256 and 100 channels, each with a ReLU; a 2x2 max-pooling with padding 1 follows each of the first
-    four, and the average over all places the last.
+    The convolutions have 32, 64, 128, 256 and 100 channels, each with a ReLU; a 2x2 max-pooling
+    with padding 1 follows each of the first four, and the average over all places the last.
 
     Args:
         inputs: (channels, height, width) of an image.
         outputs: Number of outputs; 20 superclasses in the paper.
-        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default; 1 in the paper's code.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's
+            default; 1 in the paper's code.
         seed: Seed of the start.
 
     Raises:
         ValueError: `inputs` is not the shape of an image.
 
     References:
-        Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
-        FL-NeurIPS 2022, experiments; details from the authors' code, github.com/JunyiZhu-AI/confidence_aware_PFL.
+        Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
+        hierarchical Bayesian modeling", FL-NeurIPS 2022, experiments; details from the authors'
+        code, github.com/JunyiZhu-AI/confidence_aware_PFL.
     """
     depth = _image(inputs, outputs, 1)[0]
     widths = (32, 64, 128, 256, 100)
@@ -201,7 +235,11 @@ def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head
     def make() -> SplitModel:
         layers: list[nn.Module] = []
         for before, after in zip((depth, *widths), widths, strict=False):
-            layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, padding=1)]
+            layers += [
+                nn.Conv2d(before, after, 3, padding=1),
+                nn.ReLU(),
+                nn.MaxPool2d(2, padding=1),
+            ]
         layers[-1] = nn.AdaptiveAvgPool2d(1)
         return SplitModel(nn.Sequential(*layers, nn.Flatten()), nn.Linear(widths[-1], outputs))
 
@@ -222,7 +260,11 @@ class _Residual(nn.Module):
         )
         same = before == after and stride == 1
         self.shortcut = (
-            nn.Identity() if same else nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.GroupNorm(groups, after))
+            nn.Identity()
+            if same
+            else nn.Sequential(
+                nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.GroupNorm(groups, after)
+            )
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,46 +273,69 @@ class _Residual(nn.Module):
 
 @declared
 def resnet18(
-    inputs: Sequence[int], *, outputs: int, groups: Count = 2, width: Count = 64, head_scale: float | None = None, seed: int = 0
+    inputs: Sequence[int],
+    *,
+    outputs: int,
+    groups: Count = 2,
+    width: Count = 64,
+    head_scale: float | None = None,
+    seed: int = 0,
 ) -> SplitModel:
-    """Build ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four stages, averaged | outputs.
+    """Build ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four
+    stages, averaged | outputs.
 
-    Batch norm's running averages are misleading in a federation with label skew, and vmap does not support them.
+    Batch norm's running averages are misleading in a federation with label skew, and vmap does not
+    support them.
 
     Args:
         inputs: (channels, height, width) of an image.
         outputs: Number of outputs.
         groups: Number of groups of each norm.
         width: Number of channels of the first stage, a multiple of `groups`.
-        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's
+            default.
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small, or `groups` does not divide `width`.
+        ValueError: `inputs` is not the shape of an image, or too small, or `groups` does not divide
+            `width`.
 
     References:
-        He et al., "Deep residual learning for image recognition", CVPR 2016. Group norm in federated learning: Hsieh et al., "The
-        non-IID data quagmire of decentralized machine learning", ICML 2020; two groups: Reddi et al., "Adaptive federated
-        optimization", ICLR 2021.
+        He et al., "Deep residual learning for image recognition", CVPR 2016. Group norm in
+        federated learning: Hsieh et al., "The non-IID data quagmire of decentralized machine
+        learning", ICML 2020; two groups: Reddi et al., "Adaptive federated optimization", ICLR
+        2021.
     """
     depth = _image(inputs, outputs, 8)[0]
     if width % groups:
         raise ValueError(f"groups must divide width, got {groups} groups and a width of {width}")
 
     def make() -> SplitModel:
-        layers: list[nn.Module] = [nn.Conv2d(depth, width, 3, padding=1, bias=False), nn.GroupNorm(groups, width), nn.ReLU()]
+        layers: list[nn.Module] = [
+            nn.Conv2d(depth, width, 3, padding=1, bias=False),
+            nn.GroupNorm(groups, width),
+            nn.ReLU(),
+        ]
         before = width
         for stage in range(4):
             after = width * 2**stage
-            layers += [_Residual(before, after, 1 if stage == 0 else 2, groups), _Residual(after, after, 1, groups)]
+            layers += [
+                _Residual(before, after, 1 if stage == 0 else 2, groups),
+                _Residual(after, after, 1, groups),
+            ]
             before = after
-        return SplitModel(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(before, outputs))
+        return SplitModel(
+            nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            nn.Linear(before, outputs),
+        )
 
     return seeded(make, seed, head_scale)
 
 
 class _Reader(nn.Module):
-    """A reader of text: L characters by number, [B, L] -> the state of its last LSTM layer after the last character, [B, hidden]."""
+    """A reader of text: L characters by number, [B, L] -> the state of its last LSTM layer after
+    the last character, [B, hidden].
+    """
 
     def __init__(self, characters: int, embedding: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -292,27 +357,36 @@ def char_lstm(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> SplitModel:
-    """Build a next-character network: embedding, LSTM, its state after the last character | outputs.
+    """Build a next-character network: embedding, LSTM, its state after the last character |
+    outputs.
 
-    Inputs are L characters by number, [B, L], each a whole number within [0, outputs). `torch.func` cannot batch an LSTM, so the vmap
-    kernel refuses it, and clients are run one after another; the published size is slow on a CPU.
+    Inputs are L characters by number, [B, L], each a whole number within [0, outputs). `torch.func`
+    cannot batch an LSTM, so the vmap kernel refuses it, and clients are run one after another; the
+    published size is slow on a CPU.
 
     Args:
-        inputs: Number L of characters of one example, or its shape (L,); the weights do not depend on it.
+        inputs: Number L of characters of one example, or its shape (L,); the weights do not depend
+            on it.
         outputs: Number of different characters, in inputs and in outputs.
         embedding: Width of a character's embedding.
         hidden: Width of each LSTM layer.
         layers: Number of LSTM layers.
-        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's
+            default.
         seed: Seed of the start.
 
     Raises:
         ValueError: A size is no whole number >= 1, or `inputs` is not the shape of a text.
 
     References:
-        McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3; 100 characters
-        in Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021.
+        McMahan et al., "Communication-efficient learning of deep networks from decentralized data",
+        AISTATS 2017, section 3; 100 characters in Marfoq et al., "Federated multi-task learning
+        under a mixture of distributions", NeurIPS 2021.
     """
     if len(check_shape(inputs, outputs)) != 1:
         raise ValueError(f"inputs must be texts of L characters, (L,), got {inputs}")
-    return seeded(lambda: SplitModel(_Reader(outputs, embedding, hidden, layers), nn.Linear(hidden, outputs)), seed, head_scale)
+    return seeded(
+        lambda: SplitModel(_Reader(outputs, embedding, hidden, layers), nn.Linear(hidden, outputs)),
+        seed,
+        head_scale,
+    )

@@ -9,51 +9,83 @@ from torch import Tensor
 
 from bayesfl.base.inputs import Inputs, named
 
-BEYOND = re.compile(r"index out of range in self|is out of bounds for dimension|not in the valid range|Class values must be")
+BEYOND = re.compile(
+    r"index out of range in self|is out of bounds for dimension|not in the valid range|Class "
+    r"values must be"
+)
 """What torch says of a number beyond the rows of an embedding, or of any table."""
-BOOLEAN = re.compile(r"boolean masks|boolean tensor|BoolTensor for mask|only bool and floating types|dtype to be bool")
+BOOLEAN = re.compile(
+    r"boolean masks|boolean tensor|BoolTensor for mask|only bool and floating types|dtype to be "
+    r"bool"
+)
 """What torch says where a mask holds other numbers than truth values."""
-TYPES = re.compile(r"dtype|datatype|scalar type|type .* should be the same|not implemented for|not supported")
+TYPES = re.compile(
+    r"dtype|datatype|scalar type|type .* should be the same|not implemented for|not supported"
+)
 """What torch says where the numbers of a layer's inputs are of another type than its weights."""
 
 
 @contextlib.contextmanager
 def explained(x: Inputs) -> Iterator[None]:
-    """Enter a context in which a whole number beyond an embedding's rows is a ValueError that says so, of inputs `x`."""
+    """Enter a context in which a whole number beyond an embedding's rows is a ValueError that says
+    so, of inputs `x`.
+    """
     try:
         yield
     except (IndexError, RuntimeError) as error:
         if not BEYOND.search(str(error)):
             raise
-        raise ValueError(f"the model does not take these inputs ({error}); {remedy(error, x)}") from error
+        raise ValueError(
+            f"the model does not take these inputs ({error}); {remedy(error, x)}"
+        ) from error
 
 
 def remedy(error: Exception, x: Inputs) -> str:
-    """Return what to do about an error of a model's forward on inputs `x`, by its kind and its message."""
+    """Return what to do about an error of a model's forward on inputs `x`, by its kind and its
+    message.
+    """
     said = str(error)
     whole = [(name, t) for name, t in named(x) if not t.is_floating_point()]
     numbers = [(name, t.long()) for name, t in whole if t.dtype != torch.bool and t.numel()]
     if BEYOND.search(said) and numbers:
         ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in numbers]
         return (
-            f"whole numbers choose an embedding's rows, from 0 to below its num_embeddings; here are {', '.join(ranges)}: build it with "
-            "more rows, or give all that are rare one number; if these fit, forward looks up something else that is too large, as a place"
+            "whole numbers choose an embedding's rows, from 0 to below its num_embeddings; here "
+            f"are {', '.join(ranges)}: build it with "
+            "more rows, or give all that are rare one number; if these fit, forward looks up "
+            "something else that is too large, as a place"
         )
     if "embedding" in said or "argument 'indices'" in said or "used as indices" in said:
-        return "an embedding takes whole numbers, and they stay such: pass an array of integers, as x.astype('int64')"
+        return (
+            "an embedding takes whole numbers, and they stay such: pass an array of integers, "
+            "as x.astype('int64')"
+        )
     if numbers and BOOLEAN.search(said):
         masks = [name for name, _ in numbers if "mask" in name] or [name for name, _ in numbers]
-        return f"a mask holds truth values, and whole numbers stay such: pass {' or '.join(f'{name}.astype(bool)' for name in masks)}"
+        return (
+            "a mask holds truth values, and whole numbers stay such: pass "
+            f"{' or '.join(f'{name}.astype(bool)' for name in masks)}"
+        )
     if whole and TYPES.search(said):
         kinds = ", ".join(f"{name} holds {t.dtype}" for name, t in whole)
         floats = " or ".join(f"{name}.astype('float32')" for name, _ in whole)
-        read = ", or make them where they are read, as clients.transformed(lambda x: x / 255) does" if isinstance(x, Tensor) else ""
-        return f"{kinds}, and such numbers stay as they are: where the model wants floats, pass {floats}{read}"
+        read = (
+            ", or make them where they are read, as clients.transformed(lambda x: x / 255) does"
+            if isinstance(x, Tensor)
+            else ""
+        )
+        return (
+            f"{kinds}, and such numbers stay as they are: where the model wants floats, pass "
+            f"{floats}{read}"
+        )
     if "padding token" in said:
         return "set model.config.pad_token_id, the token that fills rows up"
     if isinstance(error, TypeError) and "argument" in said:
         return (
-            "inputs that are one array are passed as model(x), a tuple of arrays as model(*x), a mapping as model(**x): make the data in "
-            "the form that forward takes"
+            "inputs that are one array are passed as model(x), a tuple of arrays as model(*x), a "
+            "mapping as model(**x): make the data in the form that forward takes"
         )
-    return "build it for inputs of this shape, [N, ...] with the axis of examples, as bf.models does with inputs=clients.inputs"
+    return (
+        "build it for inputs of this shape, [N, ...] with the axis of examples, as bf.models "
+        "does with inputs=clients.inputs"
+    )

@@ -16,7 +16,9 @@ _BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
 
 
 def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) -> SplitModel:
-    """Build the model that `make` makes, on the CPU and from `seed` alone; its head is drawn from N(0, head_scale^2) if that is given."""
+    """Build the model that `make` makes, on the CPU and from `seed` alone; its head is drawn from
+    N(0, head_scale^2) if that is given.
+    """
     if head_scale is not None and not number("head_scale", head_scale) > 0:
         raise ValueError(f"head_scale is a standard deviation and must be > 0, got {head_scale}")
     word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
@@ -35,11 +37,16 @@ def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) 
 def _listed(layers: list[str]) -> str:
     """Name layers, of which '' is the whole module."""
     inner = [name for name in layers if name]
-    return " and ".join(["the module itself"] * ("" in layers) + [f"its layers {inner}"] * bool(inner))
+    return " and ".join(
+        ["the module itself"] * ("" in layers) + [f"its layers {inner}"] * bool(inner)
+    )
 
 
-def anew(module: nn.Module, *, pattern: Pattern = "*") -> Callable[[np.random.Generator, int], Tensor]:
-    """Return a start for a block that draws weights as the module's layers do when they are made: (generator, D) -> [D], float32.
+def anew(
+    module: nn.Module, *, pattern: Pattern = "*"
+) -> Callable[[np.random.Generator, int], Tensor]:
+    """Return a start for a block that draws weights as the module's layers do when they are made:
+    (generator, D) -> [D], float32.
 
     Args:
         module: The model; it is not changed.
@@ -47,17 +54,25 @@ def anew(module: nn.Module, *, pattern: Pattern = "*") -> Callable[[np.random.Ge
 
     Raises:
         TypeError: `module` is not an `nn.Module`.
-        ValueError: A layer has parameters but no method `reset_parameters`, or no parameter fits `pattern`.
+        ValueError: A layer has parameters but no method `reset_parameters`, or no parameter fits
+            `pattern`.
     """
-    instance("model", module, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
+    instance(
+        "model",
+        module,
+        nn.Module,
+        "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)",
+    )
     stuck = [
         name
         for name, layer in module.named_modules()
-        if any(True for _ in layer.parameters(recurse=False)) and not hasattr(layer, "reset_parameters")
+        if any(True for _ in layer.parameters(recurse=False))
+        and not hasattr(layer, "reset_parameters")
     ]
     if stuck:
         raise ValueError(
-            f"parameters of {_listed(stuck)} have no reset_parameters(), by which fedem, d_fedem and ifca draw the weights of each copy "
+            f"parameters of {_listed(stuck)} have no reset_parameters(), by which fedem, d_fedem "
+            "and ifca draw the weights of each copy "
             "anew: write that method in their class, as torch's layers have it"
         )
     layout = Layout(module, pattern)
@@ -69,6 +84,12 @@ def anew(module: nn.Module, *, pattern: Pattern = "*") -> Callable[[np.random.Ge
             for layer in fresh.modules():
                 if callable(reset := getattr(layer, "reset_parameters", None)):
                     reset()
-        return layout.ravel({name: p.detach().float() for name, p in fresh.named_parameters() if name in layout.shapes})
+        return layout.ravel(
+            {
+                name: p.detach().float()
+                for name, p in fresh.named_parameters()
+                if name in layout.shapes
+            }
+        )
 
     return start

@@ -13,7 +13,9 @@ from bayesfl.models.starts import seeded
 
 
 class _Layer(nn.Module):
-    """Attention between the tokens of a text, then two linear layers for each token, [B, T, d] -> [B, T, d]."""
+    """Attention between the tokens of a text, then two linear layers for each token, [B, T, d] ->
+    [B, T, d].
+    """
 
     def __init__(self, d: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -32,9 +34,13 @@ class _Layer(nn.Module):
 
 
 class _Encoder(nn.Module):
-    """A reader of text: T tokens by number, [B, T] -> what the last of them has gathered, [B, d]."""
+    """A reader of text: T tokens by number, [B, T] -> what the last of them has gathered,
+    [B, d].
+    """
 
-    def __init__(self, length: int, tokens: int, d: int, layers: int, heads: int, dropout: float) -> None:
+    def __init__(
+        self, length: int, tokens: int, d: int, layers: int, heads: int, dropout: float
+    ) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(tokens, d), nn.Embedding(length, d)
         self.dropout = nn.Dropout(dropout)
@@ -59,35 +65,42 @@ def transformer(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> SplitModel:
-    """Build a small transformer that classifies texts: embedding, encoder layers, the last token | outputs.
+    """Build a small transformer that classifies texts: embedding, encoder layers, the last token |
+    outputs.
 
-    Inputs are T tokens by number, [B, T] int64 (or floats that are whole numbers), each within [0, tokens); outputs are [B, O]. Every
-    token attends to every other, later ones included, and the head reads what the last of them has gathered: to predict the next
-    character, or a class of a text. All texts have T tokens; there is no padding. Tokens and places have an embedding each, which are
-    added; places are learned, as in one of the paper's variants. A layer has attention by `heads` heads and a network of 4 d ReLUs, both
-    added to what they read, with a layer norm *before* each and one after the last layer, by which plain SGD needs no warm-up.
+    Inputs are T tokens by number, [B, T] int64 (or floats that are whole numbers), each within [0,
+    tokens); outputs are [B, O]. Every token attends to every other, later ones included, and the
+    head reads what the last of them has gathered: to predict the next character, or a class of a
+    text. All texts have T tokens; there is no padding. Tokens and places have an embedding each,
+    which are added; places are learned, as in one of the paper's variants. A layer has attention by
+    `heads` heads and a network of 4 d ReLUs, both added to what they read, with a layer norm
+    *before* each and one after the last layer, by which plain SGD needs no warm-up.
 
-    It is made of plain operations, so that every kernel, `torch.func` and curvature know it, and an example's outputs do not depend on
-    its batch. Dropout, in the places of the paper and of torch's own layer, is for training alone; with `dropout=0` every kernel and
-    method take the network.
+    It is made of plain operations, so that every kernel, `torch.func` and curvature know it, and an
+    example's outputs do not depend on its batch. Dropout, in the places of the paper and of torch's
+    own layer, is for training alone; with `dropout=0` every kernel and method take the network.
 
     Args:
         inputs: Number T of tokens of a text, or its shape (T,).
         outputs: Number of outputs O.
-        tokens: Number of different tokens; None for `outputs`, as of networks that predict the next token.
+        tokens: Number of different tokens; None for `outputs`, as of networks that predict the next
+            token.
         d: Width of a token, a multiple of `heads`.
         layers: Number of encoder layers.
         heads: Number of heads of each attention.
         dropout: Share of what is dropped in training, in [0, 1).
-        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's
+            default.
         seed: Seed of the start.
 
     Raises:
-        ValueError: A size is no whole number >= 1, `inputs` is not the shape of a text, or `heads` does not divide `d`.
+        ValueError: A size is no whole number >= 1, `inputs` is not the shape of a text, or `heads`
+            does not divide `d`.
 
     References:
-        Vaswani et al., "Attention is all you need", NeurIPS 2017, sections 3.1 to 3.4, and table 3, row (E), on learned places. Norms
-        before the layers: Xiong et al., "On layer normalization in the transformer architecture", ICML 2020.
+        Vaswani et al., "Attention is all you need", NeurIPS 2017, sections 3.1 to 3.4, and table 3,
+        row (E), on learned places. Norms before the layers: Xiong et al., "On layer normalization
+        in the transformer architecture", ICML 2020.
     """
     shape = check_shape(inputs, outputs)
     if len(shape) != 1:
@@ -95,4 +108,10 @@ def transformer(
     different = outputs if tokens is None else tokens
     if d % heads:
         raise ValueError(f"heads must divide d, got {heads} heads and d={d}")
-    return seeded(lambda: SplitModel(_Encoder(shape[0], different, d, layers, heads, dropout), nn.Linear(d, outputs)), seed, head_scale)
+    return seeded(
+        lambda: SplitModel(
+            _Encoder(shape[0], different, d, layers, heads, dropout), nn.Linear(d, outputs)
+        ),
+        seed,
+        head_scale,
+    )

@@ -1,17 +1,22 @@
-"""Laplace's approximation: a Gaussian around trained weights, its precision the curvature of the data plus that of the prior.
+"""Laplace's approximation: a Gaussian around trained weights, its precision the curvature of the
+data plus that of the prior.
 
-    q(w_S) = N(loc_S, H_S^-1),    H = GGN(x) + diag(precision),    the other weights stay at loc (a Dirac),
+    q(w_S) = N(loc_S, H_S^-1),    H = GGN(x) + diag(precision),
+    the other weights stay at loc (a Dirac),
 
-where the subscript S restricts to P selected weights of D: all of them (`full`), some (`subnetwork`), or all with simpler covariances: none
-(`diagonal`), or a product of two factors for each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions
-use the linearised network f(x) + J(x) (w - loc).
+where the subscript S restricts to P selected weights of D: all of them (`full`), some
+(`subnetwork`), or all with simpler covariances: none (`diagonal`), or a product of two factors for
+each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions use the
+linearised network f(x) + J(x) (w - loc).
 
-The last-layer approximation is any of these over the last layer's parameters alone: `Laplace.fit(model, x, pattern="head.*")`.
+The last-layer approximation is any of these over the last layer's parameters alone:
+`Laplace.fit(model, x, pattern="head.*")`.
 
-Sources: MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer, Korzepa, Bauer,
-"Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021; Daxberger et al., "Bayesian deep learning via
-subnetwork inference", ICML 2021; for one layer: Kristiadi, Hein, Hennig, "Being Bayesian, even just a bit, fixes overconfidence in ReLU
-networks", ICML 2020; for `kfac` see `bayesfl.curvature.kronecker`.
+Sources: MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation
+4(3), 1992; Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local
+linearization", AISTATS 2021; Daxberger et al., "Bayesian deep learning via subnetwork inference",
+ICML 2021; for one layer: Kristiadi, Hein, Hennig, "Being Bayesian, even just a bit, fixes
+overconfidence in ReLU networks", ICML 2020; for `kfac` see `bayesfl.curvature.kronecker`.
 """
 
 import json
@@ -35,7 +40,13 @@ from bayesfl.curvature.batches import Data, alone, batches, of_batch
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesfl.posteriors.linearised import Link, as_labels, as_targets, predictive, refuse_idle_centre
+from bayesfl.posteriors.linearised import (
+    Link,
+    as_labels,
+    as_targets,
+    predictive,
+    refuse_idle_centre,
+)
 
 Structure = Literal["full", "subnetwork", "diagonal", "kfac"]
 
@@ -51,7 +62,8 @@ class Laplace:
         diagonal: Diagonal of the GGN, a sum over the data in nats, [D].
         structure: Which covariances between weights are kept, see `fit`.
         examples: Number N of examples that it was fitted to.
-        inverse: H_S^-1, the covariance of the P selected weights; its `form` and `reason` say which form was chosen and why.
+        inverse: H_S^-1, the covariance of the P selected weights; its `form` and `reason` say which
+            form was chosen and why.
         weight: How many times each example counts, [N]; None for once.
     """
 
@@ -83,28 +95,33 @@ class Laplace:
 
         Args:
             model: Any trained module.
-            x: Training inputs [N, ...], or batches of them that can be read twice; several inputs, a tuple or a mapping, as
-                `{"x": inputs}`, see `bayesfl.curvature.batches`.
-            precision: Prior precision, for a likelihood that is a sum over the data: one number, or one for each covered weight [D]; for
-                `kfac` the same within each weight matrix and each bias.
-            structure: `full`: all weights with all covariances, by the smaller of primal and dual form, never a D x D matrix where
-                N O < D; `subnetwork`: the weights of `indices` with all covariances; `diagonal`: all weights without covariances; `kfac`: a
-                Kronecker-factored GGN of whole linear layers and convolutions, which laplace-torch computes.
-            indices: Indices of the subnetwork's P selected weights into the flat vector of covered weights, [P]; see `bayesfl.selection`.
+            x: Training inputs [N, ...], or batches of them that can be read twice; several inputs,
+                a tuple or a mapping, as `{"x": inputs}`, see `bayesfl.curvature.batches`.
+            precision: Prior precision, for a likelihood that is a sum over the data: one number, or
+                one for each covered weight [D]; for `kfac` the same within each weight matrix and
+                each bias.
+            structure: `full`: all weights with all covariances, by the smaller of primal and dual
+                form, never a D x D matrix where N O < D; `subnetwork`: the weights of `indices`
+                with all covariances; `diagonal`: all weights without covariances; `kfac`: a
+                Kronecker-factored GGN of whole linear layers and convolutions, which laplace-torch
+                computes.
+            indices: Indices of the subnetwork's P selected weights into the flat vector of covered
+                weights, [P]; see `bayesfl.selection`.
             likelihood: Distribution of y given the outputs; categorical by default.
-            pattern: Which parameters are covered, a pattern over names such as `body.*`; the others are constants. `head.*`, the last
-                layer's, gives the last-layer approximation.
-            weight: How many times each example counts, [N] numbers >= 0, such as its responsibility in a mixture; None for once. `kfac`
-                has none.
+            pattern: Which parameters are covered, a pattern over names such as `body.*`; the others
+                are constants. `head.*`, the last layer's, gives the last-layer approximation.
+            weight: How many times each example counts, [N] numbers >= 0, such as its responsibility
+                in a mixture; None for once. `kfac` has none.
             backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
             memory: Bytes that one matrix may take; by default all free memory.
 
         Raises:
-            TypeError: `model` is not an `nn.Module`, `x` is neither inputs nor batches, `weight` is no tensor, or the likelihood's
-                curvature is not known.
-            ValueError: `precision` lies outside 1e-30 to 1e30, `indices` or `weight` do not fit the structure or the data, the curvature
-                is not finite, the likelihood needs another number of outputs, or `memory` is no number of bytes; for `kfac`, `pattern`
-                covers other layers, or a layer in part.
+            TypeError: `model` is not an `nn.Module`, `x` is neither inputs nor batches, `weight` is
+                no tensor, or the likelihood's curvature is not known.
+            ValueError: `precision` lies outside 1e-30 to 1e30, `indices` or `weight` do not fit the
+                structure or the data, the curvature is not finite, the likelihood needs another
+                number of outputs, or `memory` is no number of bytes; for `kfac`, `pattern` covers
+                other layers, or a layer in part.
             MemoryError: A factor needs more bytes than `memory`; the message says how many.
             torch.linalg.LinAlgError: A matrix has no Cholesky factor.
         """
@@ -112,7 +129,17 @@ class Laplace:
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend, memory=memory)
         counts: list[int] = []
         diagonal = curvature.diagonal(_counted(x, counts, curvature.device), weight=weight)
-        return cls._of(curvature, x, _weights(model, curvature), precision, structure, indices, diagonal, sum(counts), weight)
+        return cls._of(
+            curvature,
+            x,
+            _weights(model, curvature),
+            precision,
+            structure,
+            indices,
+            diagonal,
+            sum(counts),
+            weight,
+        )
 
     @classmethod
     def load(
@@ -124,19 +151,23 @@ class Laplace:
         pattern: Pattern | Layout = "*",
         backend: Name = "auto",
     ) -> "Laplace":
-        """Load a posterior that `Laplace.save` wrote, for the model at the weights it was fitted at, on that model's device.
+        """Load a posterior that `Laplace.save` wrote, for the model at the weights it was fitted
+        at, on that model's device.
 
-        Its results equal those of the saved posterior to rounding: rows of the dual form are computed anew, in other batches.
+        Its results equal those of the saved posterior to rounding: rows of the dual form are
+        computed anew, in other batches.
 
         Args:
             path: Path of the file.
             model: The model that the posterior was fitted to.
-            likelihood: Likelihood that it was fitted with; needed only if its class is none of `bayesfl.likelihoods`.
+            likelihood: Likelihood that it was fitted with; needed only if its class is none of
+                `bayesfl.likelihoods`.
             pattern: Which parameters the posterior covers, as in `fit`.
             backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
 
         Raises:
-            ValueError: The file is no such posterior or has another likelihood, or the model has other parameters or other weights.
+            ValueError: The file is no such posterior or has another likelihood, or the model has
+                other parameters or other weights.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -145,7 +176,9 @@ class Laplace:
                 meta = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except SafetensorError as error:
-            raise ValueError(f"{str(path)!r} is no file that Laplace.save wrote, or is damaged: {error}") from error
+            raise ValueError(
+                f"{str(path)!r} is no file that Laplace.save wrote, or is damaged: {error}"
+            ) from error
         if (
             not {"parameters", "structure", "likelihood", "examples"} <= meta.keys()
             or not {"loc", "precision", "diagonal"} <= tensors.keys()
@@ -153,17 +186,36 @@ class Laplace:
             raise ValueError(f"{str(path)!r} is no posterior that Laplace.save wrote")
         likelihood = _likelihood(path, meta["likelihood"], likelihood)
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend)
-        tensors = {name: t.to(curvature.device, copy=True) for name, t in tensors.items()}  # aligned, as when they were saved
+        tensors = {
+            name: t.to(curvature.device, copy=True) for name, t in tensors.items()
+        }  # aligned, as when they were saved
         names, structure = meta["parameters"].split("\n"), cast(Structure, meta["structure"])
         if names != list(curvature.layout.names):
-            raise ValueError(f"{str(path)!r} covers the parameters {names}, the model has {list(curvature.layout.names)} under {pattern!r}")
+            raise ValueError(
+                f"{str(path)!r} covers the parameters {names}, the model has "
+                f"{list(curvature.layout.names)} under {pattern!r}"
+            )
         loc = _weights(model, curvature)
-        if loc.shape != tensors["loc"].shape or not torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8):
-            raise ValueError(f"{str(path)!r} was fitted at other weights; load those into the model first")
-        parts = {name.removeprefix("inverse."): t for name, t in tensors.items() if name.startswith("inverse.")}
-        inverse = kronecker.restore(curvature, parts) if structure == "kfac" else restore(curvature, parts)
+        if loc.shape != tensors["loc"].shape or not torch.allclose(
+            loc, tensors["loc"], rtol=1e-6, atol=1e-8
+        ):
+            raise ValueError(
+                f"{str(path)!r} was fitted at other weights; load those into the model first"
+            )
+        parts = {
+            name.removeprefix("inverse."): t
+            for name, t in tensors.items()
+            if name.startswith("inverse.")
+        }
+        inverse = (
+            kronecker.restore(curvature, parts)
+            if structure == "kfac"
+            else restore(curvature, parts)
+        )
         own = tensors["loc"], tensors["precision"], tensors["diagonal"]
-        return cls(curvature, *own, structure, int(meta["examples"]), inverse, tensors.get("weight"))
+        return cls(
+            curvature, *own, structure, int(meta["examples"]), inverse, tensors.get("weight")
+        )
 
     @classmethod
     def _of(
@@ -193,7 +245,9 @@ class Laplace:
         return self.inverse.indices
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of each weight, [D] each; outside a subnetwork the variance is 0."""
+        """Return mean and variance of each weight, [D] each; outside a subnetwork the variance is
+        0.
+        """
         return self.loc, self._everywhere(self.inverse.marginals())
 
     @property
@@ -209,33 +263,45 @@ class Laplace:
         """
         if not isinstance(noise, Tensor) or noise.dim() != 2 or noise.shape[1] != self.noise_size:
             got = list(noise.shape) if isinstance(noise, Tensor) else repr(noise)
-            raise ValueError(f"noise must be [S, {self.noise_size}], `noise_size` standard normals for each draw, got {got}")
+            raise ValueError(
+                f"noise must be [S, {self.noise_size}], `noise_size` standard normals for each "
+                f"draw, got {got}"
+            )
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
     def _everywhere(self, values: Tensor) -> Tensor:
-        """Place values [..., P] of the selected weights among all weights [..., D], with 0 for the others."""
+        """Place values [..., P] of the selected weights among all weights [..., D], with 0 for the
+        others.
+        """
         if self.indices is None:
             return values
-        return values.new_zeros(*values.shape[:-1], len(self.loc)).index_copy_(-1, self.indices, values)
+        return values.new_zeros(*values.shape[:-1], len(self.loc)).index_copy_(
+            -1, self.indices, values
+        )
 
     def log_det(self) -> Tensor:
         """Compute the log determinant of the posterior precision H_S, in nats."""
         return self.inverse.log_det()
 
     def entropy(self) -> Tensor:
-        """Compute the differential entropy of the selected weights, in nats; the other weights are constants and add nothing."""
+        """Compute the differential entropy of the selected weights, in nats; the other weights are
+        constants and add nothing.
+        """
         return 0.5 * (self.inverse.size * (1 + math.log(2 * math.pi)) - self.log_det())
 
-    def log_marginal_likelihood(self, x: Data, y: Tensor, *, centre: float | Tensor = 0.0) -> Tensor:
+    def log_marginal_likelihood(
+        self, x: Data, y: Tensor, *, centre: float | Tensor = 0.0
+    ) -> Tensor:
         """Compute the log evidence of the data by Laplace's method, in nats, a sum over the data.
 
-            log p(y | x) = log p(y | x, loc) - 1/2 sum_S precision (loc - centre)^2 - 1/2 (log |H_S| - sum_S log precision).
+            log p(y | x) = log p(y | x, loc) - 1/2 sum_S precision (loc - centre)^2
+                - 1/2 (log |H_S| - sum_S log precision).
 
         Args:
             x: The inputs that the posterior was fitted to, [N, ...].
             y: Labels or targets of `x`.
-            centre: Mean of the prior, one number or one for each weight [D]. With loc itself as centre, the evidence has no maximum in the
-                precision.
+            centre: Mean of the prior, one number or one for each weight [D]. With loc itself as
+                centre, the evidence has no maximum in the precision.
 
         Raises:
             ValueError: `x`, `y` or `centre` does not fit the posterior.
@@ -246,55 +312,90 @@ class Laplace:
         precision = self.precision[chosen]
         outputs = self.curvature.outputs(x)
         regression = isinstance(self.curvature.likelihood, Gaussian)
-        y = as_targets(y, outputs) if regression else as_labels(y, len(outputs), max(2, outputs.shape[1])).to(outputs.device)
+        y = (
+            as_targets(y, outputs)
+            if regression
+            else as_labels(y, len(outputs), max(2, outputs.shape[1])).to(outputs.device)
+        )
         nll = self.curvature.likelihood.nll(outputs, y)
         nll = nll.sum() if self.weight is None else nll @ self.weight.to(nll)
-        return -nll - 0.5 * (precision * away.square()).sum() - 0.5 * (self.log_det() - precision.log().sum())
+        return (
+            -nll
+            - 0.5 * (precision * away.square()).sum()
+            - 0.5 * (self.log_det() - precision.log().sum())
+        )
 
     def linearised(self, x: Data, *, centre: bool = True) -> tuple[Tensor, Tensor]:
-        """Compute the outputs of the linearised network: mean [N, O] and covariance [N, O, O], without noise of the data.
+        """Compute the outputs of the linearised network: mean [N, O] and covariance [N, O, O],
+        without noise of the data.
 
         Args:
             x: Inputs [N, ...], or batches of them, in the form in which `fit` takes them.
-            centre: Whether to remove, for classes, the part of the logits that is the same for all classes. It changes no probability, but
-                softmax(kappa f) would depend on it. Daxberger et al. and laplace-torch keep it.
+            centre: Whether to remove, for classes, the part of the logits that is the same for all
+                classes. It changes no probability, but softmax(kappa f) would depend on it.
+                Daxberger et al. and laplace-torch keep it.
         """
         centre = centre and isinstance(self.curvature.likelihood, Categorical)
         return self.inverse.predict(x, centre=centre)
 
-    def predict(self, x: Data, *, link: Link = "contrasts", centre: bool = True, noise: Tensor | None = None) -> Tensors:
-        """Compute the predictive distribution at `x`; for its entries see `bayesfl.posteriors.linearised.predictive`.
+    def predict(
+        self, x: Data, *, link: Link = "contrasts", centre: bool = True, noise: Tensor | None = None
+    ) -> Tensors:
+        """Compute the predictive distribution at `x`; for its entries see
+        `bayesfl.posteriors.linearised.predictive`.
 
         Args:
             x: Inputs [N, ...], or batches of them, in the form in which `fit` takes them.
             link: The closed form for classes, `contrasts` or the papers' `per_class`.
-            centre: Whether logits are centred over classes, see `linearised`; of the links only `per_class` depends on it.
+            centre: Whether logits are centred over classes, see `linearised`; of the links only
+                `per_class` depends on it.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
 
         Raises:
-            ValueError: `noise` has another shape, or S is 0; or `link` is unknown, or not `per_class` while `centre` is False.
+            ValueError: `noise` has another shape, or S is 0; or `link` is unknown, or not
+                `per_class` while `centre` is False.
         """
         refuse_idle_centre(link, centre=centre)
-        return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise, link=link)
+        return predictive(
+            self.curvature.likelihood, *self.linearised(x, centre=centre), noise, link=link
+        )
 
     def with_precision(self, x: Data, precision: float | Tensor) -> "Laplace":
-        """Return the approximation under another prior precision, for the same `x`; the GGN's diagonal and Kronecker factors are reused.
+        """Return the approximation under another prior precision, for the same `x`; the GGN's
+        diagonal and Kronecker factors are reused.
 
         Raises:
-            ValueError: As in `fit`, or `x` is one batch of another number of examples than the posterior was fitted to.
+            ValueError: As in `fit`, or `x` is one batch of another number of examples than the
+                posterior was fitted to.
             MemoryError: As in `fit`.
             torch.linalg.LinAlgError: As in `fit`.
         """
         self._check_fitted_to(x)
         if isinstance(self.inverse, Kronecker):
             prior = self.curvature.vector(precision)
-            return replace(self, precision=prior, inverse=self.inverse.with_precision(prior, self.diagonal))
-        return self._of(self.curvature, x, self.loc, precision, self.structure, self.indices, self.diagonal, self.examples, self.weight)
+            return replace(
+                self, precision=prior, inverse=self.inverse.with_precision(prior, self.diagonal)
+            )
+        return self._of(
+            self.curvature,
+            x,
+            self.loc,
+            precision,
+            self.structure,
+            self.indices,
+            self.diagonal,
+            self.examples,
+            self.weight,
+        )
 
-    def with_structure(self, x: Data, structure: Structure, *, indices: Tensor | None = None) -> "Laplace":
-        """Return the approximation under another structure, for the same `x`, weights and precision; the GGN's diagonal is reused.
+    def with_structure(
+        self, x: Data, structure: Structure, *, indices: Tensor | None = None
+    ) -> "Laplace":
+        """Return the approximation under another structure, for the same `x`, weights and
+        precision; the GGN's diagonal is reused.
 
-        A subnetwork is thus fitted after it was chosen from a diagonal fit, see `bayesfl.selection`.
+        A subnetwork is thus fitted after it was chosen from a diagonal fit, see
+        `bayesfl.selection`.
 
         Args:
             x: The inputs that the posterior was fitted to.
@@ -307,33 +408,56 @@ class Laplace:
             torch.linalg.LinAlgError: As in `fit`.
         """
         _check_structure(structure, indices, self.weight)
-        return self._of(self.curvature, x, self.loc, self.precision, structure, indices, self.diagonal, self.examples, self.weight)
+        return self._of(
+            self.curvature,
+            x,
+            self.loc,
+            self.precision,
+            structure,
+            indices,
+            self.diagonal,
+            self.examples,
+            self.weight,
+        )
 
     def _check_fitted_to(self, x: Data) -> None:
         if alone(x) and (found := count(of_batch(x))) != self.examples:
             raise ValueError(
-                f"x must be the {self.examples} examples that it was fitted to, got {found}; fit other data anew by Laplace.fit"
+                f"x must be the {self.examples} examples that it was fitted to, got {found}; fit "
+                "other data anew by Laplace.fit"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the posterior, whole or not at all, as one safetensors file; `Laplace.load` reads it on any device.
+        """Write the posterior, whole or not at all, as one safetensors file; `Laplace.load` reads
+        it on any device.
 
-        A dual form keeps the inputs that it was fitted to, which its predictions need: such a file contains training data.
+        A dual form keeps the inputs that it was fitted to, which its predictions need: such a file
+        contains training data.
         """
         from safetensors.torch import save_file
 
         own = {"loc": self.loc, "precision": self.precision, "diagonal": self.diagonal}
         own |= {} if self.weight is None else {"weight": self.weight}
         tensors = own | {f"inverse.{name}": t for name, t in self.inverse.tensors().items()}
-        meta = {"structure": self.structure, "parameters": "\n".join(self.curvature.layout.names), "examples": str(self.examples)}
+        meta = {
+            "structure": self.structure,
+            "parameters": "\n".join(self.curvature.layout.names),
+            "examples": str(self.examples),
+        }
         meta["likelihood"] = _described(self.curvature.likelihood)
         with atomic_path(path) as temporary:
-            save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary, meta)
+            save_file(
+                {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()},
+                temporary,
+                meta,
+            )
 
 
 def _described(likelihood: Likelihood) -> str:
     """Return a likelihood's class and options as JSON."""
-    said = asdict(likelihood) if is_dataclass(likelihood) and not isinstance(likelihood, type) else {}
+    said = (
+        asdict(likelihood) if is_dataclass(likelihood) and not isinstance(likelihood, type) else {}
+    )
     return json.dumps({"class": type(likelihood).__name__, **said}, default=float)
 
 
@@ -341,17 +465,23 @@ def _likelihood(path: str | os.PathLike[str], stored: str, given: Likelihood | N
     """Return the likelihood that a file describes.
 
     Raises:
-        ValueError: `given` is another likelihood, or is None while the stored class is not known here.
+        ValueError: `given` is another likelihood, or is None while the stored class is not known
+            here.
     """
     if given is not None:
         if _described(given) != stored:
-            raise ValueError(f"{str(path)!r} was fitted with the likelihood {stored}, got {_described(given)}; leave out likelihood=")
+            raise ValueError(
+                f"{str(path)!r} was fitted with the likelihood {stored}, got {_described(given)}; "
+                "leave out likelihood="
+            )
         return given
     found = json.loads(stored)
     name = found.pop("class")
     known = {kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian)}
     if name not in known:
-        raise ValueError(f"{str(path)!r} was fitted with a likelihood of class {name}: pass it as likelihood=")
+        raise ValueError(
+            f"{str(path)!r} was fitted with a likelihood of class {name}: pass it as likelihood="
+        )
     return known[name](**found)
 
 
@@ -364,14 +494,21 @@ def _counted(x: Data, counts: list[int], device: torch.device) -> Iterator[Data]
 
 def _check_structure(structure: Structure, indices: Tensor | None, weight: Tensor | None) -> None:
     if structure not in ("full", "subnetwork", "diagonal", "kfac"):
-        raise ValueError(f"structure must be 'full', 'subnetwork', 'diagonal' or 'kfac', got {structure!r}")
+        raise ValueError(
+            f"structure must be 'full', 'subnetwork', 'diagonal' or 'kfac', got {structure!r}"
+        )
     if (indices is None) == (structure == "subnetwork"):
         needs = "needs" if indices is None else "has no"
-        raise ValueError(f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices")
+        raise ValueError(
+            f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices"
+        )
     if weight is not None:
         instance("weight", weight, Tensor, "pass how often each example counts, [N]")
     if structure == "kfac" and weight is not None:
-        raise ValueError("structure 'kfac' counts each example once, but weight is given; take another structure, or leave weight out")
+        raise ValueError(
+            "structure 'kfac' counts each example once, but weight is given; take another "
+            "structure, or leave weight out"
+        )
 
 
 def _weights(model: nn.Module, curvature: Curvature) -> Tensor:

@@ -1,4 +1,6 @@
-"""Predictions of a linearised network: from a Gaussian over its outputs to the predictive distribution, in closed form or by draws."""
+"""Predictions of a linearised network: from a Gaussian over its outputs to the predictive
+distribution, in closed form or by draws.
+"""
 
 import math
 from typing import Literal, get_args
@@ -20,7 +22,10 @@ LINKS = get_args(Link)
 def refuse_idle_centre(link: str, *, centre: bool) -> None:
     """Raise ValueError if logits are not to be centred under a link that does not depend on it."""
     if not centre and link != "per_class":
-        raise ValueError(f"centre=False changes nothing under link={link!r}; leave it out, or take link='per_class'")
+        raise ValueError(
+            f"centre=False changes nothing under link={link!r}; leave it out, or take "
+            "link='per_class'"
+        )
 
 
 def kappa(variance: Tensor) -> Tensor:
@@ -34,68 +39,92 @@ def kappa(variance: Tensor) -> Tensor:
 def root(covariance: Tensor) -> Tensor:
     """Return the symmetric root R [..., O, O] of a covariance, R R.
 
-    Eigenvalues that rounding made negative count as 0, as of centred logits. Unlike a triangular factor, or eigenvectors alone, it hardly
-    changes where the covariance changes by rounding.
+    Eigenvalues that rounding made negative count as 0, as of centred logits. Unlike a triangular
+    factor, or eigenvectors alone, it hardly changes where the covariance changes by rounding.
     """
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
 
 
 def draws(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
-    """Draw outputs [S, N, O] of N(mean [N, O], covariance [N, O, O]) from standard normals [S, N, O]."""
+    """Draw outputs [S, N, O] of N(mean [N, O], covariance [N, O, O]) from standard normals [S, N,
+    O].
+    """
     return mean + torch.einsum("nop,snp->sno", root(covariance), noise.to(mean))
 
 
 def contrasts(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how far each logit lies below the largest one, f_w - f_o [N, O], and the variance of this difference [N, O].
+    """Return how far each logit lies below the largest one, f_w - f_o [N, O], and the variance of
+    this difference [N, O].
 
     They do not change if one number is added to all logits of an input, or one random variable.
     """
     most = mean.argmax(-1, keepdim=True)
     own = covariance.diagonal(dim1=-2, dim2=-1)
-    across = covariance.gather(-2, most.unsqueeze(-1).expand(*most.shape, covariance.shape[-1])).squeeze(-2)
+    across = covariance.gather(
+        -2, most.unsqueeze(-1).expand(*most.shape, covariance.shape[-1])
+    ).squeeze(-2)
     return mean.gather(-1, most) - mean, (own.gather(-1, most) + own - 2 * across).clamp_min(0)
 
 
 def predictive(
-    likelihood: Likelihood, mean: Tensor, covariance: Tensor, noise: Tensor | None = None, *, link: Link = "contrasts"
+    likelihood: Likelihood,
+    mean: Tensor,
+    covariance: Tensor,
+    noise: Tensor | None = None,
+    *,
+    link: Link = "contrasts",
 ) -> Tensors:
-    """Compute the predictive distribution where the outputs are N(mean [N, O], covariance [N, O, O]).
+    """Compute the predictive distribution where the outputs are N(mean [N, O], covariance [N, O,
+    O]).
 
     For classes, without noise, `probs` [N, O] by one of two links:
 
-    - `contrasts`: proportional to exp(-kappa(s_o^2) (f_w - f_o)), where w is the class of the largest logit and s_o^2 the variance of
-      f_w - f_o. That class stays the most probable one, and for two classes the probabilities are the Bernoulli probit's. With p_0 =
-      softmax(f), `aleatoric` [N] is the entropy of p_0, and `epistemic` [N] is what the entropy of `probs` has more than that, at least 0;
-      both in nats.
-    - `per_class`: softmax(kappa f), each logit shrunk by its own variance, as in the papers on linearised networks. The most probable class
-      may be another one than without uncertainty. `epistemic` is NaN, as this form does not split the uncertainty.
+    - `contrasts`: proportional to exp(-kappa(s_o^2) (f_w - f_o)), where w is the class of the
+      largest logit and s_o^2 the variance of f_w - f_o. That class stays the most probable one, and
+      for two classes the probabilities are the Bernoulli probit's. With p_0 = softmax(f),
+      `aleatoric` [N] is the entropy of p_0, and `epistemic` [N] is what the entropy of `probs` has
+      more than that, at least 0; both in nats.
+    - `per_class`: softmax(kappa f), each logit shrunk by its own variance, as in the papers on
+      linearised networks. The most probable class may be another one than without uncertainty.
+      `epistemic` is NaN, as this form does not split the uncertainty.
 
-    With standard normals `noise` [S, N, O]: `probs`, the mean of the probabilities over draws of the outputs; `epistemic` [N], the mutual
-    information of label and weights in nats; and `aleatoric` [N], the mean entropy of the draws in nats.
+    With standard normals `noise` [S, N, O]: `probs`, the mean of the probabilities over draws of
+    the outputs; `epistemic` [N], the mutual information of label and weights in nats; and
+    `aleatoric` [N], the mean entropy of the draws in nats.
 
-    For targets, exactly: `mean` and `variance` [N, O], noise of the data included, and `epistemic` [N], the variance of the outputs summed
-    over O.
+    For targets, exactly: `mean` and `variance` [N, O], noise of the data included, and `epistemic`
+    [N], the variance of the outputs summed over O.
 
     Raises:
         ValueError: `noise` has another shape, or S is 0; or `link` is unknown.
-        TypeError: `noise` is no tensor, or the predictive distribution of `likelihood` is not known here.
+        TypeError: `noise` is no tensor, or the predictive distribution of `likelihood` is not known
+            here.
     """
     if link not in LINKS:
         raise ValueError(f"link must be one of {LINKS}, got {link!r}")
     check_known(likelihood)
     if noise is not None:
-        instance("noise", noise, Tensor, "pass standard normals [S, N, O], as torch.randn makes them")
+        instance(
+            "noise", noise, Tensor, "pass standard normals [S, N, O], as torch.randn makes them"
+        )
     if noise is not None and (noise.dim() != 3 or not len(noise) or noise.shape[1:] != mean.shape):
         wanted = ", ".join(map(str, mean.shape))
-        raise ValueError(f"noise must be [S, {wanted}], standard normals for one draw or more of the outputs, got {list(noise.shape)}")
+        raise ValueError(
+            f"noise must be [S, {wanted}], standard normals for one draw or more of the outputs, "
+            f"got {list(noise.shape)}"
+        )
     spread = covariance.diagonal(dim1=-2, dim2=-1)
     if isinstance(likelihood, Gaussian):
         return {"mean": mean, "variance": spread + likelihood.known**2, "epistemic": spread.sum(-1)}
     if noise is not None:
         found = likelihood.predictive(draws(mean, covariance, noise))
-        return found | {"aleatoric": torch.special.entr(found["probs"]).sum(-1) - found["epistemic"]}
-    two = isinstance(likelihood, Bernoulli)  # of whose logits 0 and f the second is shrunk in either link
+        return found | {
+            "aleatoric": torch.special.entr(found["probs"]).sum(-1) - found["epistemic"]
+        }
+    two = isinstance(
+        likelihood, Bernoulli
+    )  # of whose logits 0 and f the second is shrunk in either link
     if two or link == "per_class":
         shrunk = mean * kappa(spread)
     else:
@@ -105,7 +134,11 @@ def predictive(
     if link == "per_class":
         return {"probs": probs, "epistemic": torch.full_like(probs[..., 0], torch.nan)}
     aleatoric = torch.special.entr(_of_logits(mean, two=two)).sum(-1)
-    return {"probs": probs, "epistemic": (torch.special.entr(probs).sum(-1) - aleatoric).clamp_min(0), "aleatoric": aleatoric}
+    return {
+        "probs": probs,
+        "epistemic": (torch.special.entr(probs).sum(-1) - aleatoric).clamp_min(0),
+        "aleatoric": aleatoric,
+    }
 
 
 def _of_logits(logits: Tensor, *, two: bool) -> Tensor:
@@ -113,14 +146,17 @@ def _of_logits(logits: Tensor, *, two: bool) -> Tensor:
 
 
 def nll(found: Tensors, y: Tensor) -> Tensor:
-    """Compute the negative log density [N] in nats of labels or targets `y` [N] (or [N, O]) under the result of `predictive`.
+    """Compute the negative log density [N] in nats of labels or targets `y` [N] (or [N, O]) under
+    the result of `predictive`.
 
     Raises:
         ValueError: `y` has another length than the predictions, or a label is no class.
     """
     if "mean" in found:
         residual = as_targets(y, found["mean"]) - found["mean"]
-        return 0.5 * (residual.square() / found["variance"] + (2 * math.pi * found["variance"]).log()).sum(-1)
+        return 0.5 * (
+            residual.square() / found["variance"] + (2 * math.pi * found["variance"]).log()
+        ).sum(-1)
     probs = found["probs"]
     probs = probs.gather(-1, as_labels(y, *probs.shape).to(probs.device)[:, None]).squeeze(-1)
     return -probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
@@ -132,8 +168,13 @@ def as_targets(y: Tensor, like: Tensor) -> Tensor:
     Raises:
         ValueError: `y` has another shape.
     """
-    if y.shape != like.shape and y.shape != like.shape[:1] + (() if like.shape[1] == 1 else like.shape[1:]):
-        raise ValueError(f"targets must be one for each of the {len(like)} inputs, of shape {list(like.shape)}, got {list(y.shape)}")
+    if y.shape != like.shape and y.shape != like.shape[:1] + (
+        () if like.shape[1] == 1 else like.shape[1:]
+    ):
+        raise ValueError(
+            f"targets must be one for each of the {len(like)} inputs, of shape {list(like.shape)}, "
+            f"got {list(y.shape)}"
+        )
     return y.reshape(like.shape).to(like)
 
 
@@ -144,9 +185,14 @@ def as_labels(y: Tensor, count: int, classes: int) -> Tensor:
         ValueError: `y` does not have `count` labels, or one is not a class from 0 to `classes` - 1.
     """
     if y.shape not in ((count,), (count, 1)):
-        raise ValueError(f"labels must be one for each of the {count} inputs, got shape {list(y.shape)}")
+        raise ValueError(
+            f"labels must be one for each of the {count} inputs, got shape {list(y.shape)}"
+        )
     labels = y.reshape(-1).long()
     bad = y.reshape(-1)[(labels != y.reshape(-1)) | (labels < 0) | (labels >= classes)]
     if len(bad):
-        raise ValueError(f"labels must be classes from 0 to {classes - 1}, got {bad[0].item()} ({len(bad)} of {count})")
+        raise ValueError(
+            f"labels must be classes from 0 to {classes - 1}, got {bad[0].item()} ({len(bad)} of "
+            f"{count})"
+        )
     return labels

@@ -1,4 +1,6 @@
-"""The mean-field Gaussian posterior, in which every weight has its own mean and standard deviation."""
+"""The mean-field Gaussian posterior, in which every weight has its own mean and standard
+deviation.
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,19 +19,23 @@ from bayesfl.base.protocols import Tensors
 class MeanField:
     """The mean-field Gaussian q(w) = N(loc, diag(softplus(rho)^2)).
 
-    The parametrisation of Blundell et al., "Weight uncertainty in neural networks", ICML 2015, section 3.2.
+    The parametrisation of Blundell et al., "Weight uncertainty in neural networks", ICML 2015,
+    section 3.2.
 
     Args:
         init_scale: Standard deviation of every weight at the start, > 0.
-        scale_rate: How fast gradient steps move rho, as a multiple of the optimiser's rate, >= 0; 0 holds the standard deviations. Adam
-            heeds only whether it is 0, as its steps do not depend on the size of gradients.
+        scale_rate: How fast gradient steps move rho, as a multiple of the optimiser's rate, >= 0; 0
+            holds the standard deviations. Adam heeds only whether it is 0, as its steps do not
+            depend on the size of gradients.
     """
 
     init_scale: Positive = 0.1
     scale_rate: NotNegative = 1.0
 
     def init(self, loc: Tensor) -> Tensors:
-        """Return the belief with centre `loc` [..., D], which it aliases, and standard deviation `init_scale` everywhere."""
+        """Return the belief with centre `loc` [..., D], which it aliases, and standard deviation
+        `init_scale` everywhere.
+        """
         rho = inverse_softplus(torch.tensor(self.init_scale, dtype=torch.float64)).to(loc)
         return {"loc": loc, "rho": rho.expand_as(loc).clone()}
 
@@ -38,7 +44,9 @@ class MeanField:
         return size
 
     def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:
-        """Return one reparameterised draw [..., D] from standard normal `noise` [..., D]; the mean if `noise` is None."""
+        """Return one reparameterised draw [..., D] from standard normal `noise` [..., D]; the mean
+        if `noise` is None.
+        """
         if noise is None:
             return q["loc"]
         return q["loc"] + F.softplus(self._slowed(q["rho"])) * noise
@@ -53,4 +61,6 @@ class MeanField:
 
     def _slowed(self, rho: Tensor) -> Tensor:
         """Return rho itself, whose gradient is `scale_rate` times as long."""
-        return rho if self.scale_rate == 1 else rho.detach() + self.scale_rate * (rho - rho.detach())
+        return (
+            rho if self.scale_rate == 1 else rho.detach() + self.scale_rate * (rho - rho.detach())
+        )

@@ -1,11 +1,15 @@
-"""Mixtures of M components with latent membership: responsibilities, mixture weights, and the bound that EM maximises.
+"""Mixtures of M components with latent membership: responsibilities, mixture weights, and the bound
+that EM maximises.
 
-    p(y | x) = sum_m pi_m p_m(y | x),    log p(y | x) >= sum_m q_m (log pi_m + log p_m(y | x) - log q_m),
+    p(y | x) = sum_m pi_m p_m(y | x),
+    log p(y | x) >= sum_m q_m (log pi_m + log p_m(y | x) - log q_m),
 
-with equality where q_m is the posterior probability that component m made the example. All in log space: no density underflows.
+with equality where q_m is the posterior probability that component m made the example. All in log
+space: no density underflows.
 
-Source: Dempster, Laird, Rubin, "Maximum likelihood from incomplete data via the EM algorithm", JRSS B 39(1), 1977; for personal federated
-models Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of distributions", NeurIPS 2021.
+Source: Dempster, Laird, Rubin, "Maximum likelihood from incomplete data via the EM algorithm", JRSS
+B 39(1), 1977; for personal federated models Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated
+multi-task learning under a mixture of distributions", NeurIPS 2021.
 """
 
 import torch
@@ -18,7 +22,8 @@ LEAST = 1e-12
 
 
 def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the posterior of each example's component, q [..., N, M], and the log evidence of each example [..., N] in nats.
+    """Compute the posterior of each example's component, q [..., N, M], and the log evidence of
+    each example [..., N] in nats.
 
     Args:
         weights: Mixture weights pi [..., M], on the simplex.
@@ -33,7 +38,8 @@ def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
-    """Compute the weights pi [..., M] that maximise the bound: the mean of the responsibilities over examples that count.
+    """Compute the weights pi [..., M] that maximise the bound: the mean of the responsibilities
+    over examples that count.
 
     Args:
         q: Responsibilities, [..., N, M].
@@ -47,7 +53,8 @@ def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
 def bound(weights: Tensor, losses: Tensor, q: Tensor) -> Tensor:
     """Compute a lower bound of each example's log density under the mixture, [..., N], in nats.
 
-    EM maximises this bound. It equals the log density if `q` are the responsibilities, and is smaller for any other `q`.
+    EM maximises this bound. It equals the log density if `q` are the responsibilities, and is
+    smaller for any other `q`.
 
     Args:
         weights: Mixture weights pi [..., M].
@@ -62,7 +69,8 @@ def bound(weights: Tensor, losses: Tensor, q: Tensor) -> Tensor:
 
 @declared
 def fit_weights(losses: Tensor, counts: Tensor, *, iterations: Count = 20) -> Tensor:
-    """Fit the mixture weights pi [..., M] alone by EM, from equal ones: a concave problem, in which the likelihood never falls.
+    """Fit the mixture weights pi [..., M] alone by EM, from equal ones: a concave problem, in which
+    the likelihood never falls.
 
     Args:
         losses: Negative log densities of each component, [..., M, N], in nats.
@@ -78,5 +86,8 @@ def fit_weights(losses: Tensor, counts: Tensor, *, iterations: Count = 20) -> Te
 def _joint(weights: Tensor, losses: Tensor) -> Tensor:
     """Compute log pi_m + log p_m(y | x) of each example and component, [..., N, M] in nats."""
     if losses.dim() < 2 or losses.shape[-2] != weights.shape[-1]:
-        raise ValueError(f"losses must be [..., M, N] for weights [..., M], got {list(losses.shape)} for {list(weights.shape)}")
+        raise ValueError(
+            f"losses must be [..., M, N] for weights [..., M], got {list(losses.shape)} for "
+            f"{list(weights.shape)}"
+        )
     return (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT

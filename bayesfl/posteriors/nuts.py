@@ -1,4 +1,6 @@
-"""Draws from the exact posterior of a small model by the No-U-Turn sampler, as a reference for approximations."""
+"""Draws from the exact posterior of a small model by the No-U-Turn sampler, as a reference for
+approximations.
+"""
 
 import logging
 import math
@@ -19,22 +21,35 @@ from bayesfl.base.options import PROBABILITY, Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE, Targets
 from bayesfl.curvature.ggn import check_outputs
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, MultiLabel, Ordinal, Poisson, Quantiles, Tokens
+from bayesfl.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    MultiLabel,
+    Ordinal,
+    Poisson,
+    Quantiles,
+    Tokens,
+)
 from bayesfl.posteriors.linearised import as_labels
 
 LIMIT = 5000
-"""Largest number of weights that can be sampled; one trajectory takes up to 1023 gradients of the whole data."""
+"""Largest number of weights that can be sampled; one trajectory takes up to 1023 gradients of the
+whole data.
+"""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Draws from a posterior, made by `nuts`; K is the number of chains, and S the number of draws of each.
+    """Draws from a posterior, made by `nuts`; K is the number of chains, and S the number of draws
+    of each.
 
     Args:
         draws: Weights [K, S, D] in float64.
-        diverging: Which transitions diverged, [K, S] bool; if more than a few did, the draws miss part of the posterior.
+        diverging: Which transitions diverged, [K, S] bool; if more than a few did, the draws miss
+            part of the posterior.
         layout: Which parameter each weight belongs to.
         model: A copy of the model, in float64 on the CPU.
         likelihood: Distribution of y given the model's outputs.
@@ -48,7 +63,10 @@ class Samples:
 
     def __repr__(self) -> str:
         chains, draws, weights = self.draws.shape
-        return f"Samples({chains} chains of {draws} draws of {weights} weights; {int(self.diverging.sum())} transitions diverged)"
+        return (
+            f"Samples({chains} chains of {draws} draws of {weights} weights; "
+            f"{int(self.diverging.sum())} transitions diverged)"
+        )
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each weight over all draws, [D] each."""
@@ -60,43 +78,65 @@ class Samples:
         return self.draws.flatten(0, 1).T.cov().reshape(self.layout.size, self.layout.size)
 
     def outputs(self, x: Inputs) -> Tensor:
-        """Compute the network's outputs at every draw of all chains, [K S, N, O], for inputs [N, *]."""
+        """Compute the network's outputs at every draw of all chains, [K S, N, O], for inputs [N,
+        *].
+        """
         x = _own(x)
         with torch.no_grad():
-            return torch.stack([_outputs(self.model, self.layout, w, x) for w in self.draws.flatten(0, 1)])
+            return torch.stack(
+                [_outputs(self.model, self.layout, w, x) for w in self.draws.flatten(0, 1)]
+            )
 
     def predict(self, x: Inputs) -> Tensors:
-        """Compute the predictive distribution over all draws for inputs [N, *], as the likelihood gives it.
+        """Compute the predictive distribution over all draws for inputs [N, *], as the likelihood
+        gives it.
 
-        For classes it has `probs` [N, O] and `epistemic` [N] (mutual information of label and weights, nats); for targets `mean` and
-        `variance` [N, O] and `epistemic` [N], the variance of the draws' means summed over O.
+        For classes it has `probs` [N, O] and `epistemic` [N] (mutual information of label and
+        weights, nats); for targets `mean` and `variance` [N, O] and `epistemic` [N], the variance
+        of the draws' means summed over O.
         """
         return self.likelihood.predictive(self.outputs(x))
 
     def to_arviz(self) -> Any:
-        """Return the draws as ArviZ's InferenceData: one variable for each parameter, `diverging` among the sample statistics."""
+        """Return the draws as ArviZ's InferenceData: one variable for each parameter, `diverging`
+        among the sample statistics.
+        """
         import arviz
 
         posterior = {name: leaf.numpy() for name, leaf in self.layout.leaves(self.draws).items()}
-        groups: dict[str, Any] = {"posterior": posterior, "sample_stats": {"diverging": self.diverging.numpy()}}
-        if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 on, it takes the groups as one mapping
+        groups: dict[str, Any] = {
+            "posterior": posterior,
+            "sample_stats": {"diverging": self.diverging.numpy()},
+        }
+        if (
+            int(arviz.__version__.split(".")[0]) > 0
+        ):  # from version 1 on, it takes the groups as one mapping
             return arviz.from_dict(groups)
         return arviz.from_dict(**groups)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Compute ArviZ's convergence diagnostics of each weight, [D] each.
 
-        Vehtari et al., "Rank-normalization, folding, and localization: an improved R-hat", Bayesian Analysis 16(2), 2021.
+        Vehtari et al., "Rank-normalization, folding, and localization: an improved R-hat", Bayesian
+        Analysis 16(2), 2021.
 
         Returns:
             `r_hat`: near 1 where the chains agree; above 1.01, run longer. NaN with a single chain.
-            `ess`: effective number of draws for the mean. `ess_tail`: for the 0.05 and 0.95 quantiles. All NaN with fewer than 4 draws.
+            `ess`: effective number of draws for the mean. `ess_tail`: for the 0.05 and 0.95
+            quantiles. All NaN with fewer than 4 draws.
         """
         import arviz
 
         data = self.to_arviz()
-        found = {"r_hat": arviz.rhat(data), "ess": arviz.ess(data), "ess_tail": arviz.ess(data, method="tail")}
-        leaves = {key: {name: torch.from_numpy(np.array(table[name])) for name in self.layout.names} for key, table in found.items()}
+        found = {
+            "r_hat": arviz.rhat(data),
+            "ess": arviz.ess(data),
+            "ess_tail": arviz.ess(data, method="tail"),
+        }
+        leaves = {
+            key: {name: torch.from_numpy(np.array(table[name])) for name in self.layout.names}
+            for key, table in found.items()
+        }
         return {key: self.layout.ravel(leaf) for key, leaf in leaves.items()}
 
 
@@ -118,13 +158,16 @@ def nuts(
     target_accept: Annotated[float, PROBABILITY] = 0.8,
     progress: bool = False,
 ) -> Samples:
-    """Draw from p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision), by Pyro's No-U-Turn sampler.
+    """Draw from p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision), by Pyro's
+    No-U-Turn sampler.
 
-    Hoffman and Gelman, "The No-U-Turn sampler: adaptively setting path lengths in Hamiltonian Monte Carlo", JMLR 15, 2014. The
-    likelihood is the sum over the data. Everything is computed in float64 on the CPU, on a copy of the model in evaluation mode; chains
-    run one after another, each from the model's own weights plus a standard normal (times the prior's standard deviation where that is
-    below 1), so that `r_hat` compares starts that differ. Equal seeds give equal draws, and no shared random generator is used. The
-    posterior of a network's weights has thousands of equivalent modes (hidden units can be permuted): compare predictions there, not
+    Hoffman and Gelman, "The No-U-Turn sampler: adaptively setting path lengths in Hamiltonian Monte
+    Carlo", JMLR 15, 2014. The likelihood is the sum over the data. Everything is computed in
+    float64 on the CPU, on a copy of the model in evaluation mode; chains run one after another,
+    each from the model's own weights plus a standard normal (times the prior's standard deviation
+    where that is below 1), so that `r_hat` compares starts that differ. Equal seeds give equal
+    draws, and no shared random generator is used. The posterior of a network's weights has
+    thousands of equivalent modes (hidden units can be permuted): compare predictions there, not
     weights.
 
     Args:
@@ -132,44 +175,69 @@ def nuts(
         likelihood: Distribution of y given the outputs.
         x: Inputs [N, *]: a tensor, or a tuple or a mapping of several.
         y: Labels or targets, as the likelihood takes them.
-        precision: Precision of the Gaussian prior, 1 / variance, > 0: one number or one for each weight, [D].
+        precision: Precision of the Gaussian prior, 1 / variance, > 0: one number or one for each
+            weight, [D].
         centre: Mean of the prior: one number or one for each weight, [D].
-        pattern: A shell-style pattern over the names of the parameters that are sampled, such as `head.*`.
+        pattern: A shell-style pattern over the names of the parameters that are sampled, such as
+            `head.*`.
         draws: Number of draws of each chain that are kept.
-        warmup: Number of draws of each chain before these, in which step size and mass matrix are adapted; they are dropped.
+        warmup: Number of draws of each chain before these, in which step size and mass matrix are
+            adapted; they are dropped.
         chains: Number of chains.
         seed: Seed of the starts and the draws, >= 0.
-        full_mass: Whether the mass matrix is full, [D, D], for posteriors with strong correlations, rather than diagonal.
-        target_accept: Acceptance probability that the step size is adapted to, in (0, 1); closer to 1 where transitions diverge.
+        full_mass: Whether the mass matrix is full, [D, D], for posteriors with strong correlations,
+            rather than diagonal.
+        target_accept: Acceptance probability that the step size is adapted to, in (0, 1); closer to
+            1 where transitions diverge.
         progress: Whether to show Pyro's progress bar.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, `likelihood` is no likelihood, or `x` or `y` is not a tensor.
-        ValueError: There are more than `LIMIT` weights, `pattern` matches no parameter, there are no data, sizes, labels or outputs do not
-            fit, or the posterior's density at a start is not finite.
+        TypeError: `model` is not an `nn.Module`, `likelihood` is no likelihood, or `x` or `y` is
+            not a tensor.
+        ValueError: There are more than `LIMIT` weights, `pattern` matches no parameter, there are
+            no data, sizes, labels or outputs do not fit, or the posterior's density at a start is
+            not finite.
     """
     from pyro.infer import mcmc
 
     instance("model", model, nn.Module, "pass an nn.Module from inputs to outputs")
     if isinstance(likelihood, type) or not callable(getattr(likelihood, "nll", None)):
-        raise TypeError(f"likelihood must have a method `nll`, got {likelihood!r}; pass Categorical(), Bernoulli() or Gaussian(scale=0.1)")
-    for name, values in {"x": tree_leaves(x) if isinstance(x, tuple | Mapping) else [x], "y": [y]}.items():
+        raise TypeError(
+            f"likelihood must have a method `nll`, got {likelihood!r}; pass Categorical(), "
+            "Bernoulli() or Gaussian(scale=0.1)"
+        )
+    for name, values in {
+        "x": tree_leaves(x) if isinstance(x, tuple | Mapping) else [x],
+        "y": [y],
+    }.items():
         for value in values:
             instance(name, value, Tensor, "turn arrays into tensors by torch.as_tensor")
     layout = Layout(model, pattern)
     if layout.size > LIMIT:
         raise ValueError(
-            f"{layout.size} weights are more than the {LIMIT} that sampling can serve; take a smaller model, or sample part of it, as in "
+            f"{layout.size} weights are more than the {LIMIT} that sampling can serve; take a "
+            "smaller model, or sample part of it, as in "
             "pattern='head.*'"
         )
     for name, value in named(x):
         if len(value) != len(y):
-            raise ValueError(f"{name} and y must have one row for each example; got {len(value)} and {len(y)}")
+            raise ValueError(
+                f"{name} and y must have one row for each example; got {len(value)} and {len(y)}"
+            )
     if not len(y):
-        raise ValueError("x has no rows: at least one example is needed, without data the draws would be the prior's")
-    prior = {name: _weights(name, value, layout.size) for name, value in {"precision": precision, "centre": centre}.items()}
+        raise ValueError(
+            "x has no rows: at least one example is needed, without data the draws would be the "
+            "prior's"
+        )
+    prior = {
+        name: _weights(name, value, layout.size)
+        for name, value in {"precision": precision, "centre": centre}.items()
+    }
     if not bool((prior["precision"] > 0).all()):
-        raise ValueError(f"precision is 1 / variance of the prior and must be > 0, got {float(prior['precision'].min())}")
+        raise ValueError(
+            "precision is 1 / variance of the prior and must be > 0, got "
+            f"{float(prior['precision'].min())}"
+        )
     model = deepcopy(model).to("cpu", torch.float64).eval().requires_grad_(False)
     x, y = _own((x, y))
     loc = layout.ravel(dict(model.named_parameters()))
@@ -181,11 +249,19 @@ def nuts(
     for chain, word in enumerate(words):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(word))
-            start = loc + prior["precision"].rsqrt().clamp_max(1) * torch.randn(layout.size, dtype=torch.float64)
+            start = loc + prior["precision"].rsqrt().clamp_max(1) * torch.randn(
+                layout.size, dtype=torch.float64
+            )
             if not math.isfinite(potential({"w": start})):
-                raise ValueError("the posterior's density is not finite at the start; check that x and y are finite, and the likelihood")
-            kernel = mcmc.NUTS(potential_fn=potential, full_mass=full_mass, target_accept_prob=target_accept)
-            # Divergences are read after each draw: Pyro's summary needs four draws, and the kernel drops them when the run ends.
+                raise ValueError(
+                    "the posterior's density is not finite at the start; check that x and y are "
+                    "finite, and the likelihood"
+                )
+            kernel = mcmc.NUTS(
+                potential_fn=potential, full_mass=full_mass, target_accept_prob=target_accept
+            )
+            # Divergences are read after each draw: Pyro's summary needs four draws, and the kernel
+            # drops them when the run ends.
             places: list[int] = []
 
             def note(kernel: Any, _: Any, stage: str, __: int, places: list[int] = places) -> None:
@@ -202,12 +278,17 @@ def nuts(
             )
             run.run()
         kept.append(run.get_samples()["w"].detach())
-        diverging.append(torch.zeros(draws, dtype=torch.bool).index_fill_(0, torch.tensor(places, dtype=torch.long), True))
+        diverging.append(
+            torch.zeros(draws, dtype=torch.bool).index_fill_(
+                0, torch.tensor(places, dtype=torch.long), True
+            )
+        )
         log.info("chain %d of %d: %d draws, %d diverged", chain + 1, chains, draws, len(places))
     samples = Samples(torch.stack(kept), torch.stack(diverging), layout, model, likelihood)
     if samples.diverging.any():
         log.warning(
-            "%d of %d transitions diverged: the draws may miss part of the posterior; raise target_accept, or the prior precision",
+            "%d of %d transitions diverged: the draws may miss part of the posterior; raise "
+            "target_accept, or the prior precision",
             int(samples.diverging.sum()),
             samples.diverging.numel(),
         )
@@ -215,24 +296,30 @@ def nuts(
 
 
 def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """Convert labels or targets to the form that the likelihood takes with outputs `f`; keep them for a user's own likelihood.
+    """Convert labels or targets to the form that the likelihood takes with outputs `f`; keep them
+    for a user's own likelihood.
 
     Raises:
         ValueError: The outputs `f` or `y` do not fit the likelihood.
     """
     if isinstance(likelihood, Quantiles):
         raise ValueError(
-            f"{likelihood} is a loss and no density, so that there is nothing to sample; take Gaussian() or another likelihood"
+            f"{likelihood} is a loss and no density, so that there is nothing to sample; take "
+            "Gaussian() or another likelihood"
         )
-    if isinstance(likelihood, Categorical | Bernoulli | Ordinal | Gaussian | Poisson | MultiLabel) and f.dim() != 2:
+    if (
+        isinstance(likelihood, Categorical | Bernoulli | Ordinal | Gaussian | Poisson | MultiLabel)
+        and f.dim() != 2
+    ):
         raise ValueError(f"the model must give outputs [N, O], got shape {list(f.shape)}")
     if isinstance(likelihood, Gaussian | Poisson):
         numbers = y.double().reshape(len(y), -1)
         wanted = likelihood.width(Targets("regression", numbers.shape[1], numbers))
         if len(y) != len(f) or tuple(f.shape[1:]) != wanted:
             raise ValueError(
-                f"targets must be one row for each of the {len(f)} inputs, and the model's outputs for them {['N', *wanted]} under "
-                f"{likelihood}; got {list(y.shape)} and {list(f.shape)}"
+                f"targets must be one row for each of the {len(f)} inputs, and the model's outputs "
+                f"for them {['N', *wanted]} under {likelihood}; got {list(y.shape)} and "
+                f"{list(f.shape)}"
             )
         return numbers
     if isinstance(likelihood, Tokens | MultiLabel):
@@ -241,22 +328,37 @@ def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
             raise ValueError(f"labels must be whole numbers under {likelihood}, y holds fractions")
         classes = f.shape[-1] if isinstance(likelihood, Tokens) else 2
         wanted = likelihood.width(Targets("classification", classes, labels))
-        if len(y) != len(f) or tuple(f.shape[1:]) != wanted or bool(((labels < 0) & (labels != IGNORE) | (labels >= classes)).any()):
+        if (
+            len(y) != len(f)
+            or tuple(f.shape[1:]) != wanted
+            or bool(((labels < 0) & (labels != IGNORE) | (labels >= classes)).any())
+        ):
             raise ValueError(
-                f"labels must be from 0 to {classes - 1}, or {IGNORE}, for each of the {len(f)} inputs and outputs {list(f.shape)}; got "
-                f"{list(y.shape)} from {int(labels.min())} to {int(labels.max())}"
+                f"labels must be from 0 to {classes - 1}, or {IGNORE}, for each of the {len(f)} "
+                f"inputs and outputs {list(f.shape)}; got {list(y.shape)} from {int(labels.min())} "
+                f"to {int(labels.max())}"
             )
         return labels
     if not isinstance(likelihood, Categorical | Bernoulli | Ordinal):
         return y
     check_outputs(likelihood, f.shape[1])
-    return as_labels(y, len(f), f.shape[1] + 1 if isinstance(likelihood, Ordinal) else max(2, f.shape[1]))
+    return as_labels(
+        y, len(f), f.shape[1] + 1 if isinstance(likelihood, Ordinal) else max(2, f.shape[1])
+    )
 
 
 def _potential(
-    model: nn.Module, likelihood: Likelihood, layout: Layout, x: Inputs, y: Tensor, precision: Tensor, centre: Tensor
+    model: nn.Module,
+    likelihood: Likelihood,
+    layout: Layout,
+    x: Inputs,
+    y: Tensor,
+    precision: Tensor,
+    centre: Tensor,
 ) -> Callable[[Tensors], Tensor]:
-    """Return -log p(y | x, w) - log N(w; centre, 1 / precision) in nats, up to a constant, as a function of {"w": [D]}."""
+    """Return -log p(y | x, w) - log N(w; centre, 1 / precision) in nats, up to a constant, as a
+    function of {"w": [D]}.
+    """
 
     def potential(z: Tensors) -> Tensor:
         nll = likelihood.nll(_outputs(model, layout, z["w"], x), y).sum()
@@ -280,11 +382,18 @@ def _weights(name: str, value: float | Tensor, size: int) -> Tensor:
     try:
         tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be one number or one for each of the {size} weights; got {value!r}") from error
+        raise ValueError(
+            f"{name} must be one number or one for each of the {size} weights; got {value!r}"
+        ) from error
     if tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"{name} must be of real numbers, got {str(tensor.dtype).removeprefix('torch.')}")
+        raise ValueError(
+            f"{name} must be of real numbers, got {str(tensor.dtype).removeprefix('torch.')}"
+        )
     if tensor.shape not in ((), (1,), (size,)):
-        raise ValueError(f"{name} must be one number or one for each of the {size} weights; got shape {list(tensor.shape)}")
+        raise ValueError(
+            f"{name} must be one number or one for each of the {size} weights; got shape "
+            f"{list(tensor.shape)}"
+        )
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} must be finite, got {value}")
     return tensor.double().expand(size)

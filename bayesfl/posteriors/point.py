@@ -10,11 +10,13 @@ from bayesfl.base.protocols import Tensors
 
 @dataclass(frozen=True)
 class Point:
-    """A posterior that is one value of the weights, without uncertainty; trained under a prior, it is the maximum a posteriori estimate.
+    """A posterior that is one value of the weights, without uncertainty; trained under a prior, it
+    is the maximum a posteriori estimate.
 
     It is a unit mass q(w) at `loc`.
 
-    Its entropy is 0 by convention, so energy minus entropy is -log p(w), which must not be reported as a KL divergence or an ELBO.
+    Its entropy is 0 by convention, so energy minus entropy is -log p(w), which must not be reported
+    as a KL divergence or an ELBO.
     """
 
     def init(self, loc: Tensor) -> Tensors:

@@ -1,4 +1,6 @@
-"""The choice of a Laplace approximation's prior precision after training, by the evidence of the training data or on validation data."""
+"""The choice of a Laplace approximation's prior precision after training, by the evidence of the
+training data or on validation data.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -14,11 +16,19 @@ GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 """Prior precisions from 1e-4 to 1e4, by half decades."""
 
 
-def by_evidence(fitted: Laplace, x: Data, y: Tensor, *, centre: float | Tensor = 0.0, grid: Sequence[float] = GRID) -> Laplace:
+def by_evidence(
+    fitted: Laplace,
+    x: Data,
+    y: Tensor,
+    *,
+    centre: float | Tensor = 0.0,
+    grid: Sequence[float] = GRID,
+) -> Laplace:
     """Return the approximation under the precision of largest log marginal likelihood.
 
-    An optimum at an edge of the grid means that the data say nothing about the precision (for the whole network the evidence often
-    rises without bound): then `fitted` is returned unchanged, with a warning.
+    An optimum at an edge of the grid means that the data say nothing about the precision (for the
+    whole network the evidence often rises without bound): then `fitted` is returned unchanged, with
+    a warning.
 
     Args:
         fitted: The approximation, under any precision.
@@ -31,15 +41,19 @@ def by_evidence(fitted: Laplace, x: Data, y: Tensor, *, centre: float | Tensor =
         ValueError: `grid` is empty, no precision of it works, or labels or targets do not fit.
 
     References:
-        MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer et al., "Scalable
-        marginal likelihood estimation for model selection in deep learning", ICML 2021.
+        MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation
+        4(3), 1992; Immer et al., "Scalable marginal likelihood estimation for model selection in
+        deep learning", ICML 2021.
     """
-    scores = _scores(fitted, x, grid, lambda candidate: candidate.log_marginal_likelihood(x, y, centre=centre))
+    scores = _scores(
+        fitted, x, grid, lambda candidate: candidate.log_marginal_likelihood(x, y, centre=centre)
+    )
     precision = max(scores, key=lambda one: float(scores[one]))
     if precision in (min(scores), max(scores)):
         warn(
-            f"the log marginal likelihood is largest at {precision:g}, an edge of the grid: it carries no information about the prior "
-            f"precision, which stays at {float(fitted.precision.mean()):g}; by_validation needs none",
+            f"the log marginal likelihood is largest at {precision:g}, an edge of the grid: it "
+            "carries no information about the prior precision, which stays at "
+            f"{float(fitted.precision.mean()):g}; by_validation needs none",
         )
         return fitted
     return fitted.with_precision(x, precision)
@@ -55,7 +69,8 @@ def by_validation(
     centre: bool = True,
     grid: Sequence[float] = GRID,
 ) -> Laplace:
-    """Return the approximation under the largest precision whose predictions fit held-out data as well as the best, see `largest_alike`.
+    """Return the approximation under the largest precision whose predictions fit held-out data as
+    well as the best, see `largest_alike`.
 
     Of candidates that the data do not tell apart, the largest changes the predictions least.
 
@@ -71,20 +86,29 @@ def by_validation(
     Raises:
         ValueError: `grid` is empty, no precision of it works, or labels or targets do not fit.
     """
-    losses = _scores(fitted, x, sorted(grid), lambda candidate: nll(candidate.predict(held, link=link, centre=centre), labels))
+    losses = _scores(
+        fitted,
+        x,
+        sorted(grid),
+        lambda candidate: nll(candidate.predict(held, link=link, centre=centre), labels),
+    )
     each = torch.stack(list(losses.values()))
-    return fitted.with_precision(x, tuple(losses)[largest_alike(each.sum(1), each @ each.T, each.shape[1])])
+    return fitted.with_precision(
+        x, tuple(losses)[largest_alike(each.sum(1), each @ each.T, each.shape[1])]
+    )
 
 
 def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
-    """Return the place of the largest candidate that fits as well as the best, to one standard error of their difference.
+    """Return the place of the largest candidate that fits as well as the best, to one standard
+    error of their difference.
 
-    The difference is paired by example: d_i = nll_i(candidate) - nll_i(best), whose sum has the standard error sqrt(n var d). Two
-    candidates may differ by far less than the standard error of either.
+    The difference is paired by example: d_i = nll_i(candidate) - nll_i(best), whose sum has the
+    standard error sqrt(n var d). Two candidates may differ by far less than the standard error of
+    either.
 
     Args:
-        total: Negative log likelihood under each candidate, [K], ascending candidates, summed over examples, in nats; infinite where a
-            candidate does not work.
+        total: Negative log likelihood under each candidate, [K], ascending candidates, summed over
+            examples, in nats; infinite where a candidate does not work.
         products: Sum over examples of nll_i(k) nll_i(l), [K, K], in nats squared.
         examples: Number n of examples.
 
@@ -93,16 +117,23 @@ def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
     """
     total = torch.where(total.isnan(), torch.inf, total)
     if not bool(total.isfinite().any()):
-        raise ValueError("no candidate gives finite predictions; look at the scale of inputs and weights")
+        raise ValueError(
+            "no candidate gives finite predictions; look at the scale of inputs and weights"
+        )
     best = int(total.argmin())
     apart = total - total[best]
     squares = products.diagonal() + products[best, best] - 2 * products[best]
-    error = (examples * (squares - apart.square() / examples).clamp_min(0) / max(1, examples - 1)).sqrt()
+    error = (
+        examples * (squares - apart.square() / examples).clamp_min(0) / max(1, examples - 1)
+    ).sqrt()
     return int((total.isfinite() & (apart <= error)).nonzero().max())
 
 
-def predictive_nll(fitted: Laplace, x: Data, y: Tensor, *, link: Link = "contrasts", centre: bool = True) -> float:
-    """Compute the mean negative log density of `y` under the predictive distribution in closed form, in nats.
+def predictive_nll(
+    fitted: Laplace, x: Data, y: Tensor, *, link: Link = "contrasts", centre: bool = True
+) -> float:
+    """Compute the mean negative log density of `y` under the predictive distribution in closed
+    form, in nats.
 
     Raises:
         ValueError: Labels or targets do not fit the inputs or the classes.
@@ -110,8 +141,11 @@ def predictive_nll(fitted: Laplace, x: Data, y: Tensor, *, link: Link = "contras
     return float(nll(fitted.predict(x, link=link, centre=centre), y).mean())
 
 
-def _scores(fitted: Laplace, x: Data, grid: Sequence[float], score: Callable[[Laplace], Tensor]) -> dict[float, Tensor]:
-    """Compute the score, or scores, of each precision; those without Cholesky factor or finite scores are left out.
+def _scores(
+    fitted: Laplace, x: Data, grid: Sequence[float], score: Callable[[Laplace], Tensor]
+) -> dict[float, Tensor]:
+    """Compute the score, or scores, of each precision; those without Cholesky factor or finite
+    scores are left out.
 
     Raises:
         ValueError: `grid` is empty, or no precision of it works.
@@ -127,5 +161,8 @@ def _scores(fitted: Laplace, x: Data, grid: Sequence[float], score: Callable[[La
         if bool(value.isfinite().all()):
             found[precision] = value
     if not found:
-        raise ValueError(f"no precision of the grid {tuple(grid)} gives finite predictions; look at the scale of the inputs and weights")
+        raise ValueError(
+            f"no precision of the grid {tuple(grid)} gives finite predictions; look at the scale "
+            "of the inputs and weights"
+        )
     return found

@@ -2,8 +2,8 @@
 
 A rule scores every weight; the highest scores are taken, exact ties by the smaller index.
 
-Source of `wasserstein`: Daxberger, Nalisnick, Allingham, Antoran, Hernandez-Lobato, "Bayesian deep learning via subnetwork inference",
-ICML 2021, eq. 15; used over clients in FedSI.
+Source of `wasserstein`: Daxberger, Nalisnick, Allingham, Antoran, Hernandez-Lobato, "Bayesian deep
+learning via subnetwork inference", ICML 2021, eq. 15; used over clients in FedSI.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from bayesfl.curvature.dual import NO_CURVATURE
 
 @dataclass(frozen=True)
 class Evidence:
-    """The facts about a network's weights from which a rule scores them: their values, curvature and prior variances.
+    """The facts about a network's weights from which a rule scores them: their values, curvature
+    and prior variances.
 
     Args:
         loc: Weights, [D].
@@ -32,7 +33,8 @@ class Evidence:
         layout: Which parameters the weights belong to, for rules that go by name.
 
     Raises:
-        ValueError: `loc`, `curvature` and `variance` differ in length, an entry of `curvature` is < 0, or one of `variance` is not > 0.
+        ValueError: `loc`, `curvature` and `variance` differ in length, an entry of `curvature` is <
+            0, or one of `variance` is not > 0.
     """
 
     loc: Tensor
@@ -42,23 +44,37 @@ class Evidence:
     layout: Layout | None = None
 
     def __post_init__(self) -> None:
-        sizes = {name: tuple(getattr(self, name).shape) for name in ("loc", "curvature", "variance")}
-        if len(set(sizes.values())) > 1 or self.loc.dim() != 1 or (self.layout is not None and self.layout.size != len(self.loc)):
+        sizes = {
+            name: tuple(getattr(self, name).shape) for name in ("loc", "curvature", "variance")
+        }
+        if (
+            len(set(sizes.values())) > 1
+            or self.loc.dim() != 1
+            or (self.layout is not None and self.layout.size != len(self.loc))
+        ):
             named = "" if self.layout is None else f", and a layout of {self.layout.size}"
-            raise ValueError(f"loc, curvature and variance must be vectors with one entry for each weight, got {sizes}{named}")
+            raise ValueError(
+                "loc, curvature and variance must be vectors with one entry for each weight, got "
+                f"{sizes}{named}"
+            )
         if not (bool((self.curvature >= 0).all()) and bool((self.variance > 0).all())):
             raise ValueError(
-                f"curvature must be >= 0 and variance > 0, got {float(self.curvature.min()):g} and {float(self.variance.min()):g} at least"
+                f"curvature must be >= 0 and variance > 0, got {float(self.curvature.min()):g} and "
+                f"{float(self.variance.min()):g} at least"
             )
 
     @property
     def posterior_variance(self) -> Tensor:
-        """Compute the posterior variance of each weight on its own, 1 / (GGN_rr + 1 / variance_r), [D]."""
+        """Compute the posterior variance of each weight on its own, 1 / (GGN_rr + 1 / variance_r),
+        [D].
+        """
         return self.variance / (1 + self.curvature * self.variance)
 
     @property
     def curved(self) -> Tensor:
-        """Return which weights the data determine at all, [D] bool; the posterior of the others is the prior."""
+        """Return which weights the data determine at all, [D] bool; the posterior of the others is
+        the prior.
+        """
         return self.curvature * self.variance >= NO_CURVATURE
 
 
@@ -67,18 +83,22 @@ Rule: TypeAlias = Callable[[Evidence], Tensor]
 
 
 def wasserstein(evidence: Evidence) -> Tensor:
-    """Score weights by posterior variance, so that the subnetwork's posterior is nearest to the full diagonal one in Wasserstein distance.
+    """Score weights by posterior variance, so that the subnetwork's posterior is nearest to the
+    full diagonal one in Wasserstein distance.
 
-    The squared 2-Wasserstein distance to it is the sum of the variances of the weights that are left out.
+    The squared 2-Wasserstein distance to it is the sum of the variances of the weights that are
+    left out.
 
-    Weights without curvature have the largest variances of all, so they come first; their posterior is the prior, and on inputs like
-    the training data they change no prediction.
+    Weights without curvature have the largest variances of all, so they come first; their posterior
+    is the prior, and on inputs like the training data they change no prediction.
     """
     return evidence.posterior_variance
 
 
 def curved_wasserstein(evidence: Evidence) -> Tensor:
-    """Score by `wasserstein`, but select only weights with non-zero curvature; the subnetwork is smaller if there are too few."""
+    """Score by `wasserstein`, but select only weights with non-zero curvature; the subnetwork is
+    smaller if there are too few.
+    """
     return wasserstein(evidence).masked_fill(~evidence.curved, -torch.inf)
 
 
@@ -88,19 +108,24 @@ def magnitude(evidence: Evidence) -> Tensor:
 
 
 def random(evidence: Evidence) -> Tensor:
-    """Score at random, so that all subnetworks are equally likely; equal seeds choose equal ones, so the indices need not be sent."""
+    """Score at random, so that all subnetworks are equally likely; equal seeds choose equal ones,
+    so the indices need not be sent.
+    """
     scores = generator(evidence.seed, Purpose.SELECTION).standard_normal(len(evidence.loc))
     return torch.as_tensor(scores).to(evidence.loc)
 
 
 def predictive_variance(evidence: Evidence) -> Tensor:
-    """Score by each weight's share in the predictions' variance on the training data: GGN_rr times its posterior variance on its own."""
+    """Score by each weight's share in the predictions' variance on the training data: GGN_rr times
+    its posterior variance on its own.
+    """
     return evidence.curvature * evidence.posterior_variance
 
 
 @dataclass(frozen=True)
 class ByName:
-    """A rule that takes the weights of parameters whose names fit a pattern, such as `body.0.*`; the first ones if there are too many.
+    """A rule that takes the weights of parameters whose names fit a pattern, such as `body.0.*`;
+    the first ones if there are too many.
 
     Args:
         pattern: Shell-style pattern over parameter names.
@@ -115,48 +140,81 @@ class ByName:
             ValueError: The evidence has no layout, or no parameter fits the pattern.
         """
         if evidence.layout is None:
-            raise ValueError("a rule that goes by name needs the evidence's layout, as Evidence(..., layout=curvature.layout)")
+            raise ValueError(
+                "a rule that goes by name needs the evidence's layout, as Evidence(..., "
+                "layout=curvature.layout)"
+            )
         scores = torch.full_like(evidence.loc, -torch.inf)
-        found = [leaf.zero_() for name, leaf in evidence.layout.leaves(scores).items() if fnmatchcase(name, self.pattern)]
+        found = [
+            leaf.zero_()
+            for name, leaf in evidence.layout.leaves(scores).items()
+            if fnmatchcase(name, self.pattern)
+        ]
         if not found:
-            raise ValueError(f"no parameter fits {self.pattern!r}; the names are {list(evidence.layout.names)}")
+            raise ValueError(
+                f"no parameter fits {self.pattern!r}; the names are {list(evidence.layout.names)}"
+            )
         return scores
 
 
-RULES: dict[str, Rule] = {rule.__name__: rule for rule in (wasserstein, curved_wasserstein, magnitude, random, predictive_variance)}
+RULES: dict[str, Rule] = {
+    rule.__name__: rule
+    for rule in (wasserstein, curved_wasserstein, magnitude, random, predictive_variance)
+}
 
 
 def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
-    """Choose the subnetwork of `count` weights by a rule, as increasing indices [count]; fewer where the rule allows no more.
+    """Choose the subnetwork of `count` weights by a rule, as increasing indices [count]; fewer
+    where the rule allows no more.
 
-    Warns where most of the chosen weights have no curvature: their posterior is then the prior, and the predictions are close to the MAP's,
-    or worse.
+    Warns where most of the chosen weights have no curvature: their posterior is then the prior, and
+    the predictions are close to the MAP's, or worse.
 
     Raises:
-        ValueError: `rule` is unknown, `count` lies outside 1 to D, or the scores have another shape, are NaN, or are all -inf.
+        ValueError: `rule` is unknown, `count` lies outside 1 to D, or the scores have another
+            shape, are NaN, or are all -inf.
     """
     size = len(evidence.loc)
     check_rule(rule)
     if not 1 <= whole("count", count, least=0) <= size:
         raise ValueError(f"a subnetwork must have 1 to {size} weights, got {count}")
     scores = (RULES[rule] if isinstance(rule, str) else rule)(evidence)
-    if not isinstance(scores, Tensor) or scores.shape != (size,) or scores.dtype == torch.bool or scores.is_complex():
-        got = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"a selection gives one score for each of the {size} weights, a tensor of real numbers [{size}], got {got}")
+    if (
+        not isinstance(scores, Tensor)
+        or scores.shape != (size,)
+        or scores.dtype == torch.bool
+        or scores.is_complex()
+    ):
+        got = (
+            f"{scores.dtype} {list(scores.shape)}"
+            if isinstance(scores, Tensor)
+            else type(scores).__name__
+        )
+        raise ValueError(
+            f"a selection gives one score for each of the {size} weights, a tensor of real numbers "
+            f"[{size}], got {got}"
+        )
     if scores.isnan().any():
-        raise ValueError(f"the selection's scores are NaN for {int(scores.isnan().sum())} weights; look at the curvature")
+        raise ValueError(
+            f"the selection's scores are NaN for {int(scores.isnan().sum())} weights; look at the "
+            "curvature"
+        )
     least = scores.kthvalue(size - count + 1).values  # far quicker than sorting all
     above = scores > least
-    ties = ((scores == least) & (scores > -torch.inf)).nonzero().squeeze(1)[: count - int(above.sum())]
+    ties = (
+        ((scores == least) & (scores > -torch.inf)).nonzero().squeeze(1)[: count - int(above.sum())]
+    )
     above[ties] = True
     chosen = above.nonzero().squeeze(1)
     if not len(chosen):
         raise ValueError("the selection allows no weight at all: every score is -inf")
     if uncurved_share(evidence, chosen) > 0.5:
-        # The text is always the same, so that Python shows it once for all rounds and clients of a federation.
+        # The text is always the same, so that Python shows it once for all rounds and clients of a
+        # federation.
         warn(
-            "most of the selected weights have no curvature (constant inputs, dead units; `uncurved_share` says how many): the data say "
-            "nothing about them and the predictions will be near the MAP's; selection='random' or 'predictive_variance' take others",
+            "most of the selected weights have no curvature (constant inputs, dead units; "
+            "`uncurved_share` says how many): the data say nothing about them and the predictions "
+            "will be near the MAP's; selection='random' or 'predictive_variance' take others",
         )
     return chosen
 
@@ -168,7 +226,9 @@ def check_rule(rule: object) -> None:
         ValueError: `rule` is neither.
     """
     if not (callable(rule) or (isinstance(rule, str) and rule in RULES)):
-        raise ValueError(f"selection must be one of {sorted(RULES)} or a function of the evidence, got {rule!r}")
+        raise ValueError(
+            f"selection must be one of {sorted(RULES)} or a function of the evidence, got {rule!r}"
+        )
 
 
 def uncurved_share(evidence: Evidence, indices: Tensor) -> float:

@@ -1,6 +1,7 @@
 """Looks before a run: whether a method, its model, its likelihood and the data fit together.
 
-What is refused here would give wrong numbers without a word, or fail in mid-run with an error that names none of these.
+What is refused here would give wrong numbers without a word, or fail in mid-run with an error that
+names none of these.
 """
 
 from bayesfl.composition.algorithm import Algorithm
@@ -10,16 +11,19 @@ from bayesfl.preflight import likelihoods, methods, models
 
 
 def check(algorithm: Algorithm, data: FederatedData) -> None:
-    """Check, before training, that a method fits the data, and that its model's outputs are reproducible.
+    """Check, before training, that a method fits the data, and that its model's outputs are
+    reproducible.
 
     Raises:
-        TypeError: The algorithm's likelihood is no `Likelihood`, or the model's outputs are no tensor.
-        ValueError: The likelihood, the model's inputs or its outputs do not fit the data, or the same inputs give other outputs when
-            repeated; a frozen parameter has changed since; or the likelihood's slope is not its derivative. The message names the remedy.
+        TypeError: The algorithm's likelihood is no `Likelihood`, or the model's outputs are no
+            tensor.
+        ValueError: The likelihood, the model's inputs or its outputs do not fit the data, or the
+            same inputs give other outputs when repeated; a frozen parameter has changed since; or
+            the likelihood's slope is not its derivative. The message names the remedy.
 
     Warns:
-        UserWarning: The model has changed since the method was made, or is in evaluation mode; something is learnt in vain, or not at
-            all; or targets are far from standardised.
+        UserWarning: The model has changed since the method was made, or is in evaluation mode;
+            something is learnt in vain, or not at all; or targets are far from standardised.
     """
     models.check_unchanged(algorithm)
     width = likelihoods.width(algorithm.likelihood, data)
@@ -27,7 +31,9 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     observe(algorithm, data.train, (x, outputs))
     models.check_numbers(algorithm, data)
     models.check_width(algorithm, data, outputs, width)
-    likelihoods.check_slope(algorithm.likelihood, outputs, data.train.y[data.train.index[: len(outputs)]].cpu())
+    likelihoods.check_slope(
+        algorithm.likelihood, outputs, data.train.y[data.train.index[: len(outputs)]].cpu()
+    )
     likelihoods.warn_of_targets(algorithm.likelihood, data)
     methods.check_followed(algorithm)
     models.warn_if_asleep(algorithm)

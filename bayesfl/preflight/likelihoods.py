@@ -1,4 +1,6 @@
-"""Looks at a likelihood: that it is one, that it fits the data, and that its slope is its derivative."""
+"""Looks at a likelihood: that it is one, that it fits the data, and that its slope is its
+derivative.
+"""
 
 from typing import Any
 
@@ -24,19 +26,32 @@ def width(likelihood: Any, data: FederatedData) -> tuple[int, ...]:
     """
     missing = [name for name in MEMBERS if not hasattr(likelihood, name)]
     if isinstance(likelihood, type) or missing:
-        came = f"the class {likelihood.__name__}" if isinstance(likelihood, type) else type(likelihood).__name__
-        lacks = "" if isinstance(likelihood, type) or len(missing) == len(MEMBERS) else f", which lacks {missing}"
+        came = (
+            f"the class {likelihood.__name__}"
+            if isinstance(likelihood, type)
+            else type(likelihood).__name__
+        )
+        lacks = (
+            ""
+            if isinstance(likelihood, type) or len(missing) == len(MEMBERS)
+            else f", which lacks {missing}"
+        )
         raise TypeError(
-            f"likelihood must be a Likelihood, got {came}{lacks}; build the algorithm with one of bayesfl.likelihoods, as "
+            f"likelihood must be a Likelihood, got {came}{lacks}; build the algorithm with one of "
+            "bayesfl.likelihoods, as "
             "likelihood=Categorical()"
         )
     if (kind := getattr(likelihood, "distribution", "normal")) not in KINDS:
         raise ValueError(
-            f"likelihood {type(likelihood).__name__} has distribution={kind!r}, by which measures are computed; take one of {list(KINDS)}"
+            f"likelihood {type(likelihood).__name__} has distribution={kind!r}, by which measures "
+            f"are computed; take one of {list(KINDS)}"
         )
     found = likelihood.width(data.targets)
     if not isinstance(found, tuple):
-        raise TypeError(f"likelihood {type(likelihood).__name__} must give its width as a tuple, as (1,), got {found!r}")
+        raise TypeError(
+            f"likelihood {type(likelihood).__name__} must give its width as a tuple, as (1,), got "
+            f"{found!r}"
+        )
     return found
 
 
@@ -47,14 +62,16 @@ def warn_of_targets(likelihood: Any, data: FederatedData) -> None:
     y = data.train.y[data.train.index].double()
     if float(y.square().mean().sqrt()) > FAR:
         warn(
-            f"the training targets have a mean of {float(y.mean()):.3g} and a standard deviation of {float(y.std()):.3g}, and a learned "
-            "scale begins near 1 around 0, from which it may not find back: standardise them, as (y - y.mean()) / y.std() of training "
-            "rows, and scale predictions back",
+            f"the training targets have a mean of {float(y.mean()):.3g} and a standard deviation "
+            f"of {float(y.std()):.3g}, and a learned "
+            "scale begins near 1 around 0, from which it may not find back: standardise them, as "
+            "(y - y.mean()) / y.std() of training rows, and scale predictions back",
         )
 
 
 def check_slope(likelihood: Any, outputs: Tensor, y: Tensor) -> None:
-    """Check on some examples that `nll_and_slope` is `nll` and its derivative, as it is not where a subclass overrides one of the two.
+    """Check on some examples that `nll_and_slope` is `nll` and its derivative, as it is not where a
+    subclass overrides one of the two.
 
     Raises:
         ValueError: The two differ.
@@ -65,19 +82,25 @@ def check_slope(likelihood: Any, outputs: Tensor, y: Tensor) -> None:
         apart = _slope_apart(likelihood, outputs, y, 1e-3)
     if apart is not None:
         raise ValueError(
-            f"likelihood {type(likelihood).__name__}: nll_and_slope is not nll and its derivative at the model's outputs (they differ by "
-            f"up to {apart:.3g}); override both in a subclass, or mend the slope"
+            f"likelihood {type(likelihood).__name__}: nll_and_slope is not nll and its derivative "
+            f"at the model's outputs (they differ by up to {apart:.3g}); override both in a "
+            "subclass, or mend the slope"
         )
 
 
 def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) -> float | None:
-    """Return how far a likelihood's slope is from its derivative, or None if it is no farther than rounding."""
+    """Return how far a likelihood's slope is from its derivative, or None if it is no farther than
+    rounding.
+    """
     y = y.to(outputs) if y.is_floating_point() else y
-    shapes = [list(t.shape) for t in (likelihood.nll(outputs, y), *likelihood.nll_and_slope(outputs, y))]
+    shapes = [
+        list(t.shape) for t in (likelihood.nll(outputs, y), *likelihood.nll_and_slope(outputs, y))
+    ]
     if shapes != [[len(outputs)], [len(outputs)], list(outputs.shape)]:
         raise ValueError(
-            f"likelihood {type(likelihood).__name__}: nll returns shape {shapes[0]}, nll_and_slope {shapes[1]} and {shapes[2]}, "
-            f"for outputs {list(outputs.shape)}; losses must be one for each example, as with reduction='none', and slopes must have the "
+            f"likelihood {type(likelihood).__name__}: nll returns shape {shapes[0]}, nll_and_slope "
+            f"{shapes[1]} and {shapes[2]}, for outputs {list(outputs.shape)}; losses must be one "
+            "for each example, as with reduction='none', and slopes must have the "
             "outputs' shape"
         )
     with torch.enable_grad():
@@ -88,5 +111,8 @@ def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) 
         (wanted,) = torch.autograd.grad(nll.sum(), at)
     losses, slope = likelihood.nll_and_slope(outputs.detach(), y)
     nll = nll.detach()
-    off = max(float((slope - wanted).abs().max() / (1 + wanted.abs().max())), float(((losses - nll).abs() / (1 + nll.abs())).max()))
+    off = max(
+        float((slope - wanted).abs().max() / (1 + wanted.abs().max())),
+        float(((losses - nll).abs() / (1 + nll.abs())).max()),
+    )
     return off if off > tolerance else None

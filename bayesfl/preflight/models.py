@@ -1,4 +1,6 @@
-"""Looks at a model: that it takes the data, gives each example its own outputs, and has not been changed."""
+"""Looks at a model: that it takes the data, gives each example its own outputs, and has not been
+changed.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,8 @@ COLUMNS = 64  # whole numbers of an example that may each choose rows of an embe
 
 
 def check_unchanged(algorithm: Algorithm) -> None:
-    """Check that a method's model, and the user's of which it is a copy, are what they were when the method was made.
+    """Check that a method's model, and the user's of which it is a copy, are what they were when
+    the method was made.
 
     Raises:
         ValueError: Frozen weights were changed, or parameters were frozen, unfrozen or replaced.
@@ -28,26 +31,34 @@ def check_unchanged(algorithm: Algorithm) -> None:
     check_original(algorithm.model)
 
 
-def outputs(algorithm: Algorithm, data: FederatedData, width: tuple[int, ...]) -> tuple[Inputs, Tensor]:
+def outputs(
+    algorithm: Algorithm, data: FederatedData, width: tuple[int, ...]
+) -> tuple[Inputs, Tensor]:
     """Return some inputs of the training data, and the model's outputs for them, [N, ...].
 
     Raises:
         TypeError: The outputs are no tensor.
-        ValueError: The model does not take the inputs, its outputs are not one row of floats for each example, or are not reproducible.
+        ValueError: The model does not take the inputs, its outputs are not one row of floats for
+            each example, or are not reproducible.
     """
     x, found, fault = outputs_at(algorithm, data.train, data.train.index[:ROWS])
     called = f"the model {type(algorithm.model).__name__}"
     if not isinstance(found, Tensor):
         raise TypeError(
-            f"{called} returns a {type(found).__name__}, not a tensor of outputs; let forward return "
+            f"{called} returns a {type(found).__name__}, not a tensor of outputs; let forward "
+            "return "
             "the logits, or wrap a model of Hugging Face by bf.models.logits(model)"
         )
     if not one_row_each(found, x) or found.dim() != 1 + len(width):
         axes = "[N, O]" if len(width) == 1 else f"[N, {', '.join(map(str, width))}]"
-        remedy = "leave out a squeeze at the end, or flatten further axes" if len(width) == 1 else "let it give outputs for each place"
+        remedy = (
+            "leave out a squeeze at the end, or flatten further axes"
+            if len(width) == 1
+            else "let it give outputs for each place"
+        )
         raise ValueError(
-            f"{called} returns {found.dtype} outputs of shape {list(found.shape)} for {count(x)} examples; they must be floats {axes}, one "
-            f"row for each example: {remedy}"
+            f"{called} returns {found.dtype} outputs of shape {list(found.shape)} for {count(x)} "
+            f"examples; they must be floats {axes}, one row for each example: {remedy}"
         )
     if fault:
         raise ValueError(f"{called} is refused: its forward {fault}")
@@ -55,19 +66,24 @@ def outputs(algorithm: Algorithm, data: FederatedData, width: tuple[int, ...]) -
 
 
 def check_numbers(algorithm: Algorithm, data: FederatedData) -> None:
-    """Check that no whole number, in whatever row, is beyond the rows of an embedding, also of `F.embedding`.
+    """Check that no whole number, in whatever row, is beyond the rows of an embedding, also of
+    `F.embedding`.
 
     Raises:
         ValueError: One is.
     """
-    looks_up = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in algorithm.model.modules())
+    looks_up = any(
+        isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in algorithm.model.modules()
+    )
     if looks_up or any(t.dtype in NUMBERS for _, t in named(data.train.x)):
         for split in filter(lambda one: len(one.index), data.splits.values()):
             for some in _extremes(split).split(ROWS):
                 outputs_at(algorithm, split, some)
 
 
-def check_width(algorithm: Algorithm, data: FederatedData, outputs: Tensor, width: tuple[int, ...]) -> None:
+def check_width(
+    algorithm: Algorithm, data: FederatedData, outputs: Tensor, width: tuple[int, ...]
+) -> None:
     """Check that a model has as many outputs as its likelihood reads.
 
     Raises:
@@ -76,12 +92,18 @@ def check_width(algorithm: Algorithm, data: FederatedData, outputs: Tensor, widt
     if tuple(outputs.shape[1:]) == width:
         return
     what = "targets" if data.task == "regression" else "classes"
-    had, needed = (str(shape[0]) if len(shape) == 1 else str(list(shape)) for shape in (outputs.shape[1:], width))
+    had, needed = (
+        str(shape[0]) if len(shape) == 1 else str(list(shape))
+        for shape in (outputs.shape[1:], width)
+    )
     remedy = f"build the model with outputs={needed}"
     if width != (data.outputs,):
         remedy += f", as likelihood {algorithm.likelihood} takes"
     elif data.task == "classification" and outputs.shape[1] < data.outputs:
-        remedy += ", or make the data with task='regression' if their integers are measurements and no classes"
+        remedy += (
+            ", or make the data with task='regression' if their integers are measurements "
+            "and no classes"
+        )
     elif data.task == "classification":
         remedy += f", or make the data with outputs={had} if some classes do not occur in them"
     raise ValueError(f"the model has {had} outputs, the data {data.outputs} {what}; {remedy}")
@@ -91,15 +113,18 @@ def warn_if_asleep(algorithm: Algorithm) -> None:
     """Warn if a model is in evaluation mode as a whole, where parts of it would train otherwise."""
     if still := asleep(algorithm.model):
         warn(
-            f"the model {type(algorithm.model).__name__} is in evaluation mode, so that its norms keep the statistics that they have and "
-            f"it trains without dropout: {still[:3]}; call model.train() before the method is made, or eval() on these parts alone",
+            f"the model {type(algorithm.model).__name__} is in evaluation mode, so that its norms "
+            f"keep the statistics that they have and it trains without dropout: {still[:3]}; call "
+            "model.train() before the method is made, or eval() on these parts alone",
         )
 
 
 def _extremes(split: ClientData) -> Tensor:
-    """Return rows [R] of the shared tensors that have, between them, the smallest and the largest whole number of each column.
+    """Return rows [R] of the shared tensors that have, between them, the smallest and the largest
+    whole number of each column.
 
-    Of inputs with many columns, which then are places in one text, the extremes of all columns together.
+    Of inputs with many columns, which then are places in one text, the extremes of all columns
+    together.
     """
     found = [split.index[:1]]
     for _, t in named(split.x):
@@ -108,9 +133,15 @@ def _extremes(split: ClientData) -> Tensor:
         best, where = None, split.index[:1]
         for rows in split.index.split(max(1, PIECE // (8 * t[:1].numel()))):
             values = t.index_select(0, rows.to(t.device)).flatten(1).long().to(rows.device)
-            low, high = (values, values) if values.shape[1] <= COLUMNS else (values.amin(1, True), values.amax(1, True))
+            low, high = (
+                (values, values)
+                if values.shape[1] <= COLUMNS
+                else (values.amin(1, True), values.amax(1, True))
+            )
             ends, places = torch.cat([low, -high], 1).min(0)
             at = rows[places]
-            best, where = (ends, at) if best is None else (best.minimum(ends), at.where(ends < best, where))
+            best, where = (
+                (ends, at) if best is None else (best.minimum(ends), at.where(ends < best, where))
+            )
         found.append(where)
     return torch.cat(found).unique()

@@ -1,12 +1,16 @@
-"""FedSI's Tables I and II: MNIST and Fashion-MNIST, small, in the reading of 20 mini-batches a round, each predicted under every rule.
+"""FedSI's Tables I and II: MNIST and Fashion-MNIST, small, in the reading of 20 mini-batches a
+round, each predicted under every rule.
 
-    python benchmarks/papers/fedsi.py [--quick] [--datasets ...] [--methods ...] [--seeds ...] [--workers N] [--work FOLDER]
+    python benchmarks/papers/fedsi.py [--quick] [--datasets ...] [--methods ...] [--seeds ...]
+    [--workers N] [--work FOLDER]
 
-Ten clients of five classes, 50 training and 950 test examples each; a tenth of the training data chooses the predictive precision, two
-tenths are held back for temperatures and conformal sets, for every method alike. Federation, methods and measures are those of
-examples/fedsi.py. A cell is trained once and predicted under each of its rules. Resumable: finished cells are in the results and are
-passed over, a cell cut short goes on from its last milestone in the work folder, and several commands may share results and folder if
-their cells differ. Results: benchmarks/results/papers/fedsi.json; `python docs/tables.py` writes the page from them.
+Ten clients of five classes, 50 training and 950 test examples each; a tenth of the training data
+chooses the predictive precision, two tenths are held back for temperatures and conformal sets, for
+every method alike. Federation, methods and measures are those of examples/fedsi.py. A cell is
+trained once and predicted under each of its rules. Resumable: finished cells are in the results and
+are passed over, a cell cut short goes on from its last milestone in the work folder, and several
+commands may share results and folder if their cells differ. Results:
+benchmarks/results/papers/fedsi.json; `python docs/tables.py` writes the page from them.
 """
 
 import argparse
@@ -31,7 +35,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "papers" / "fedsi.json"
 ROUNDS = 800
 MILESTONES = (100, 400, ROUNDS)
-# Table I (accuracy in %) and Table II (ECE, MCE, Brier score); a dash is what the paper does not give.
+# Table I (accuracy in %) and Table II (ECE, MCE, Brier score); a dash is what the paper does not
+# give.
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
     "mnist": {
         "Local": {"accuracy": 91.38},
@@ -57,7 +62,9 @@ def local(model: torch.nn.Module, preset: Any) -> bf.Algorithm:
     """Each client alone, by the same steps."""
     algorithm = bf.algorithms.local(model)
     (step,) = algorithm.phases
-    changed = replace(step, steps=preset.steps, batch_size=preset.batch_size, optimiser=example.SGD(preset.lr))
+    changed = replace(
+        step, steps=preset.steps, batch_size=preset.batch_size, optimiser=example.SGD(preset.lr)
+    )
     return replace(algorithm, phases=(changed,))
 
 
@@ -69,7 +76,11 @@ METHODS = {name: made for name, made in example.METHODS.items() if name != "feds
         model, prior_precision=1e4, prior="global", centre=False, **example._body(preset)
     ),
 }
-TITLES = example.TITLES | {"fedavg": "FedAvg", "local": "Local", "fedsi_literal": "FedSI, to the letter"}
+TITLES = example.TITLES | {
+    "fedavg": "FedAvg",
+    "local": "Local",
+    "fedsi_literal": "FedSI, to the letter",
+}
 
 
 def readings(name: str) -> dict[str, tuple[dict[str, Any], int | None]]:
@@ -97,23 +108,34 @@ def run(dataset: str, method: str, seed: int, arguments: argparse.Namespace) -> 
     clients = example.federation(dataset, preset, seed, arguments.data_root)
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
     algorithm = METHODS[method](model, preset)
-    options = {"train": "cohort", "sampling": "fixed", "seed": seed, "progress": False, "engine": bf.Engine(workers=arguments.workers)}
+    options = {
+        "train": "cohort",
+        "sampling": "fixed",
+        "seed": seed,
+        "progress": False,
+        "engine": bf.Engine(workers=arguments.workers),
+    }
     result, curve, before, start = None, {}, {}, time.perf_counter()
     for milestone in rounds:
         folder = arguments.work / dataset / f"{method}-{seed}-{milestone}"
         if folder.exists():
             result = bf.load(folder, algorithm, clients)
         else:
-            # What is looked at before pooling is measured in training alone, at the round of the milestone.
+            # What is looked at before pooling is measured in training alone, at the round of the
+            # milestone.
             every = milestone if method.startswith("pfedvem") else None
-            result = bf.simulate(algorithm, clients, rounds=milestone, resume=result, evaluate_every=every, **options)
+            result = bf.simulate(
+                algorithm, clients, rounds=milestone, resume=result, evaluate_every=every, **options
+            )
             result.save(folder)
         curve[milestone] = 100 * result.predict(draws=0).summary(clients.test)["accuracy"]
         before[milestone] = 100 * result.history[-1].get("before_pool_accuracy", float("nan"))
     assert result is not None
     trained = time.perf_counter() - start
     other = example.OTHER.get(dataset)
-    elsewhere = None if other is None else example.federation(other, preset, seed, arguments.data_root)
+    elsewhere = (
+        None if other is None else example.federation(other, preset, seed, arguments.data_root)
+    )
     outside = example.strangers(clients, seed, elsewhere)
     rows = {}
     for title, (rule, draws) in readings(method).items():
@@ -138,23 +160,55 @@ def run(dataset: str, method: str, seed: int, arguments: argparse.Namespace) -> 
 
 def main() -> None:
     """Runs the cells that are missing, writing each as it is done."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds on digits: shows that it runs; nothing is written")
-    parser.add_argument("--datasets", nargs="+", choices=list(example.PRESETS), default=list(PUBLISHED))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two rounds on digits: shows that it runs; nothing is written",
+    )
+    parser.add_argument(
+        "--datasets", nargs="+", choices=list(example.PRESETS), default=list(PUBLISHED)
+    )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the cores)")
-    parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
-    parser.add_argument("--work", type=Path, default=Path("runs/papers/fedsi"), help="folder of the milestones (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=None, help="threads that run clients (default: the cores)"
+    )
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        default=None,
+        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("runs/papers/fedsi"),
+        help="folder of the milestones (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="most of the selected weights")  # the share is in the results
+    warnings.filterwarnings(
+        "ignore", message="most of the selected weights"
+    )  # the share is in the results
     if arguments.quick:
         with tempfile.TemporaryDirectory() as folder:
             for method in arguments.methods:
-                show(f"digits/{method}", run("digits", method, 0, argparse.Namespace(**vars(arguments) | {"work": Path(folder)})))
+                show(
+                    f"digits/{method}",
+                    run(
+                        "digits",
+                        method,
+                        0,
+                        argparse.Namespace(**vars(arguments) | {"work": Path(folder)}),
+                    ),
+                )
         return
-    for seed, dataset, method in itertools.product(arguments.seeds, arguments.datasets, arguments.methods):
+    for seed, dataset, method in itertools.product(
+        arguments.seeds, arguments.datasets, arguments.methods
+    ):
         key = f"{dataset}/{method}/{seed}"
         if key in finished():
             continue
@@ -162,11 +216,15 @@ def main() -> None:
         show(key, cell)
         saved = {"command": "python benchmarks/papers/fedsi.py", "published": PUBLISHED}
         cells = finished() | {key: cell}
-        report.write_json(RESULTS, saved | {"cells": {key: cells[key] for key in sorted(cells, key=place)}})
+        report.write_json(
+            RESULTS, saved | {"cells": {key: cells[key] for key in sorted(cells, key=place)}}
+        )
 
 
 def place(key: str) -> tuple[int, int, int]:
-    """A cell's place in the results, and so its rows' place in the tables: by data set, seed and method."""
+    """A cell's place in the results, and so its rows' place in the tables: by data set, seed and
+    method.
+    """
     dataset, method, seed = key.split("/")
     return list(PUBLISHED).index(dataset), int(seed), list(METHODS).index(method)
 
@@ -179,7 +237,11 @@ def finished() -> dict[str, Any]:
 def show(key: str, cell: dict[str, Any]) -> None:
     """One line for each row of a finished cell."""
     for title, row in cell["rows"].items():
-        print(f"{key}: {title}: " + ", ".join(f"{name} {row[name]:.4f}" for name in ("accuracy", "nll", "ece", "brier")), flush=True)
+        print(
+            f"{key}: {title}: "
+            + ", ".join(f"{name} {row[name]:.4f}" for name in ("accuracy", "nll", "ece", "brier")),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""A Flower network on this machine: certificates, node keys, a SuperLink with TLS, SuperNodes; all of it stopped at the end.
+"""A Flower network on this machine: certificates, node keys, a SuperLink with TLS, SuperNodes; all
+of it stopped at the end.
 
-What stands here as a Python class an operator does by hand or by an orchestrator, on machines of their own; the commands are the same.
+What stands here as a Python class an operator does by hand or by an orchestrator, on machines of
+their own; the commands are the same.
 """
 
 import contextlib
@@ -30,11 +32,15 @@ DAY = datetime.timedelta(days=1)
 
 
 def make_certificates(folder: Path) -> None:
-    """A certificate authority of one's own, `ca.pem`, and the server's certificate and key, `server.pem` and `server.key`."""
+    """A certificate authority of one's own, `ca.pem`, and the server's certificate and key,
+    `server.pem` and `server.key`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     start = datetime.datetime.now(datetime.UTC) - DAY
 
-    def certificate(name: str, key: Any, issuer: str, signer: Any, extensions: list[tuple[Any, bool]]) -> x509.Certificate:
+    def certificate(
+        name: str, key: Any, issuer: str, signer: Any, extensions: list[tuple[Any, bool]]
+    ) -> x509.Certificate:
         builder = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
@@ -48,10 +54,21 @@ def make_certificates(folder: Path) -> None:
             builder = builder.add_extension(extension, critical)
         return builder.sign(signer, hashes.SHA384())
 
-    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    authority, server = (
+        ec.generate_private_key(ec.SECP384R1()),
+        ec.generate_private_key(ec.SECP384R1()),
+    )
     identifier = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
     usage = dict.fromkeys(
-        ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"), False
+        (
+            "digital_signature",
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+        ),
+        False,
     )
     signs = x509.KeyUsage(**usage, key_cert_sign=True, crl_sign=True, decipher_only=False)
     root = certificate(
@@ -61,14 +78,20 @@ def make_certificates(folder: Path) -> None:
         authority,
         [(x509.BasicConstraints(ca=True, path_length=0), True), (signs, True), (identifier, False)],
     )
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    names = x509.SubjectAlternativeName(
+        [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    )
     origin = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
     leaf = certificate(
         "localhost",
         server,
         "bayesfl example CA",
         authority,
-        [(x509.BasicConstraints(ca=False, path_length=None), True), (names, False), (origin, False)],
+        [
+            (x509.BasicConstraints(ca=False, path_length=None), True),
+            (names, False),
+            (origin, False),
+        ],
     )
     (folder / "ca.pem").write_bytes(root.public_bytes(serialization.Encoding.PEM))
     (folder / "server.pem").write_bytes(leaf.public_bytes(serialization.Encoding.PEM))
@@ -80,14 +103,20 @@ def make_node_key(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
     _write_key(path, key, serialization.PrivateFormat.OpenSSH)
-    path.with_suffix(".pub").write_bytes(key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH))
+    path.with_suffix(".pub").write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        )
+    )
 
 
 def _write_key(path: Path, key: Any, form: serialization.PrivateFormat) -> None:
     """Only its owner may read it."""
     path.touch(mode=0o600)
     path.chmod(0o600)
-    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    )
 
 
 def free_port() -> int:
@@ -98,7 +127,8 @@ def free_port() -> int:
 
 
 class Loopback:
-    """A SuperLink with TLS and node authentication, and what is started beside it; a context that stops everything.
+    """A SuperLink with TLS and node authentication, and what is started beside it; a context that
+    stops everything.
 
     Args:
         folder: For certificates, keys, states and logs.
@@ -120,7 +150,8 @@ class Loopback:
         home = self.folder / "flwr"
         home.mkdir(parents=True, exist_ok=True)
         (home / "config.toml").write_text(
-            f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{self.folder / "tls" / "ca.pem"}"\n'
+            f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = '
+            f'"{self.folder / "tls" / "ca.pem"}"\n'
         )
 
     def __enter__(self) -> "Loopback":
@@ -135,7 +166,9 @@ class Loopback:
         return self.folder / "tls" / "ca.pem"
 
     def start(self, name: str, *command: str) -> None:
-        """Starts a process with a log of its own, in a group of its own: what it starts in turn is stopped with it."""
+        """Starts a process with a log of its own, in a group of its own: what it starts in turn is
+        stopped with it.
+        """
         log = (self.folder / f"{name}.log").open("ab")
         self.processes[name] = subprocess.Popen(
             [str(BIN / command[0]), *command[1:]],
@@ -148,11 +181,21 @@ class Loopback:
         log.close()
 
     def start_superlink(self) -> None:
-        """The server's end of the network; it keeps its nodes and runs in a database, so that it can be started again."""
+        """The server's end of the network; it keeps its nodes and runs in a database, so that it
+        can be started again.
+        """
         tls = self.folder / "tls"
         self.start(
             "superlink",
-            *("flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), "--database", str(self.folder / "superlink.db")),
+            *(
+                "flower-superlink",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--database",
+                str(self.folder / "superlink.db"),
+            ),
             *(
                 "--ssl-ca-certfile",
                 str(tls / "ca.pem"),
@@ -167,7 +210,10 @@ class Loopback:
 
     def listens(self) -> bool:
         """Return whether somebody listens on the SuperLink's port."""
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1.0):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self.port), timeout=1.0),
+        ):
             return True
         return False
 
@@ -175,7 +221,9 @@ class Loopback:
         """Tells the SuperLink a node's public key."""
         self.flwr("supernode", "register", str(key.with_suffix(".pub")), CONNECTION)
 
-    def start_node(self, name: str, client: int, *, key: Path | None, authority: Path | None = None) -> None:
+    def start_node(
+        self, name: str, client: int, *, key: Path | None, authority: Path | None = None
+    ) -> None:
         """A client's end of the network.
 
         Args:
@@ -187,7 +235,13 @@ class Loopback:
         states = self.folder / "states" / name
         self.start(
             name,
-            *("flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", str(authority or self.authority)),
+            *(
+                "flower-supernode",
+                "--superlink",
+                f"127.0.0.1:{self.port}",
+                "--root-certificates",
+                str(authority or self.authority),
+            ),
             *(("--auth-supernode-private-key", str(key)) if key else ()),
             *("--host", "127.0.0.1", "--port", str(free_port())),
             *("--node-config", f'client-id={client} state-dir="{states}"'),
@@ -196,16 +250,29 @@ class Loopback:
     def flwr(self, *command: str) -> str:
         """Run `flwr` and return what it says; the CA's certificate is all it needs."""
         done = subprocess.run(
-            [str(BIN / "flwr"), *command], env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=120, check=False
+            [str(BIN / "flwr"), *command],
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"flwr {' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"flwr {' '.join(command)} ended with "
+                f"{done.returncode}:\n{done.stdout}{done.stderr}"
+            )
         return done.stdout
 
     def submit(self, app: Path, **config: Any) -> int:
         """Starts a run of an app; its id."""
         values = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        return int(self._asked("run", str(app), CONNECTION, *(("--run-config", values) if values else ()))["run-id"])
+        return int(
+            self._asked("run", str(app), CONNECTION, *(("--run-config", values) if values else ()))[
+                "run-id"
+            ]
+        )
 
     def status(self, run: int) -> str:
         """Return how far a run is, as `running` or `finished:completed`."""
@@ -225,7 +292,12 @@ class Loopback:
 
     def finish(self, run: int, *, seconds: float = 300.0) -> str:
         """Waits until a run has ended; how."""
-        self.until(lambda: self.status(run).startswith("finished"), f"run {run} to end", seconds=seconds, pause=5.0)
+        self.until(
+            lambda: self.status(run).startswith("finished"),
+            f"run {run} to end",
+            seconds=seconds,
+            pause=5.0,
+        )
         return self.status(run)
 
     def said(self, run: int) -> str:
@@ -245,7 +317,9 @@ class Loopback:
         end = time.monotonic() + seconds
         while not there():
             if time.monotonic() > end:
-                tails = "\n".join(f"--- {name}\n{self.log(name)[-2000:]}" for name in self.processes)
+                tails = "\n".join(
+                    f"--- {name}\n{self.log(name)[-2000:]}" for name in self.processes
+                )
                 raise TimeoutError(f"waited {seconds:g} seconds for {what}\n{tails}")
             time.sleep(pause)
 

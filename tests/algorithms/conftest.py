@@ -15,7 +15,9 @@ def regressions() -> FederatedData:
     """Linear regressions whose weights differ between clients."""
     rng = torch.Generator().manual_seed(5)
     xs = [torch.randn(n, DIM, generator=rng) for n in COUNTS]
-    ys = [x @ torch.randn(DIM, generator=rng) + 0.3 * torch.randn(len(x), generator=rng) for x in xs]
+    ys = [
+        x @ torch.randn(DIM, generator=rng) + 0.3 * torch.randn(len(x), generator=rng) for x in xs
+    ]
     return bf.data.from_arrays(xs, ys, test=([x + 1.0 for x in xs], [y + 1.0 for y in ys]))
 
 
@@ -43,4 +45,6 @@ def network() -> SplitModel:
     """Leaky, so that no feature is cut off."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return SplitModel(nn.Sequential(nn.Linear(6, WIDTH), nn.LeakyReLU()), nn.Linear(WIDTH, CLASSES))
+        return SplitModel(
+            nn.Sequential(nn.Linear(6, WIDTH), nn.LeakyReLU()), nn.Linear(WIDTH, CLASSES)
+        )

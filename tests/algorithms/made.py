@@ -19,7 +19,9 @@ FEDPAC = importlib.import_module("bayesfl.algorithms.fedpac")
 def moments(data: FederatedData) -> tuple[Tensor, Tensor]:
     """X'X [J, D, D] and X'y [J, D] of every client, in float64."""
     parts = [data.train.client(j) for j in range(data.clients)]
-    return torch.stack([x.double().T @ x.double() for x, _ in parts]), torch.stack([x.double().T @ y.double() for x, y in parts])
+    return torch.stack([x.double().T @ x.double() for x, _ in parts]), torch.stack(
+        [x.double().T @ y.double() for x, y in parts]
+    )
 
 
 def linear_only(weight: Tensor) -> nn.Module:
@@ -31,9 +33,13 @@ def linear_only(weight: Tensor) -> nn.Module:
 
 
 class ByHand:
-    """Clients' data, and what methods minimise on it, from formulas alone, for a linear layer of three classes."""
+    """Clients' data, and what methods minimise on it, from formulas alone, for a linear layer of
+    three classes.
+    """
 
-    def __init__(self, clients: FederatedData, algorithm: bf.Algorithm, estimator: str = "biased") -> None:
+    def __init__(
+        self, clients: FederatedData, algorithm: bf.Algorithm, estimator: str = "biased"
+    ) -> None:
         self.layout, self.estimator = algorithm.layout("w"), estimator
         self.data = []
         for j in range(clients.clients):
@@ -62,11 +68,15 @@ class ByHand:
             if self.estimator == "biased":
                 total = total + own.mean() ** 2
             else:
-                total = total + (torch.outer(own, own).sum() - (own * own).sum()) / (len(own) * (len(own) - 1))
+                total = total + (torch.outer(own, own).sum() - (own * own).sum()) / (
+                    len(own) * (len(own) - 1)
+                )
         return total
 
     def irm(self, w: Tensor, j: int, gamma: float, l2: float) -> Tensor:
-        return (self.losses(w, j).mean() + gamma * self.squares(w, j) + l2 * w.square().sum()) / max(1.0, gamma)
+        return (
+            self.losses(w, j).mean() + gamma * self.squares(w, j) + l2 * w.square().sum()
+        ) / max(1.0, gamma)
 
 
 class AdamByHand:
@@ -81,7 +91,9 @@ class AdamByHand:
         self.t += 1
         self.m = 0.9 * self.m + 0.1 * slope
         self.v = 0.999 * self.v + 0.001 * slope**2
-        return w - self.rate * (self.m / (1 - 0.9**self.t)) / ((self.v / (1 - 0.999**self.t)).sqrt() + 1e-8)
+        return w - self.rate * (self.m / (1 - 0.9**self.t)) / (
+            (self.v / (1 - 0.999**self.t)).sqrt() + 1e-8
+        )
 
 
 def in_turn(starts: Tensor) -> Any:
@@ -91,17 +103,29 @@ def in_turn(starts: Tensor) -> Any:
 
 
 def solved(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
-    """A program's weights [J] by trying every support: on it the minimum is linear algebra, and the best feasible one is the answer."""
+    """A program's weights [J] by trying every support: on it the minimum is linear algebra, and the
+    best feasible one is the answer.
+    """
     best, found = torch.inf, torch.zeros(len(h), dtype=torch.float64)
     for size in range(1, len(h) + 1):
         for support in combinations(range(len(h)), size):
             s = list(support)
             ones = torch.ones(size, 1, dtype=torch.float64)
             q = h[s] @ h[s].T + torch.diag(variance[s])
-            system = torch.cat([torch.cat([q, ones], 1), torch.cat([ones.T, torch.zeros(1, 1, dtype=torch.float64)], 1)])
-            a = torch.linalg.solve(system, torch.cat([h[s] @ own, torch.ones(1, dtype=torch.float64)]))[:-1]
+            system = torch.cat(
+                [
+                    torch.cat([q, ones], 1),
+                    torch.cat([ones.T, torch.zeros(1, 1, dtype=torch.float64)], 1),
+                ]
+            )
+            a = torch.linalg.solve(
+                system, torch.cat([h[s] @ own, torch.ones(1, dtype=torch.float64)])
+            )[:-1]
             value = float((a.square() * variance[s]).sum() + (own - a @ h[s]).square().sum())
             if bool((a >= 0).all()) and value < best:
-                best, found = value, torch.zeros(len(h), dtype=torch.float64).index_copy(0, torch.tensor(s), a)
+                best, found = (
+                    value,
+                    torch.zeros(len(h), dtype=torch.float64).index_copy(0, torch.tensor(s), a),
+                )
     found = torch.where(found < 1e-3, 0.0, found)
     return found / found.sum()

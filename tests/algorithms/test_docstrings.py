@@ -8,7 +8,11 @@ import pytest
 
 import bayesfl as bf
 
-FILES = sorted(path.stem for path in Path(bf.algorithms.__file__).parent.glob("*.py") if path.stem != "__init__")
+FILES = sorted(
+    path.stem
+    for path in Path(bf.algorithms.__file__).parent.glob("*.py")
+    if path.stem != "__init__"
+)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -11,14 +11,29 @@ from bayesfl.optim import SGD
 from tests.cases import SIZES, run
 
 
-def test_fedavg_of_one_full_step_is_a_gradient_step_on_everything(clients: FederatedData, model: nn.Module):
-    """With one full-batch step, the size-weighted mean of the clients is a step on the pooled data."""
-    result = run(bf.algorithms.fedavg(model, epochs=1, batch_size=None, optimiser=SGD(0.3)), clients, rounds=1)
+def test_fedavg_of_one_full_step_is_a_gradient_step_on_everything(
+    clients: FederatedData, model: nn.Module
+):
+    """With one full-batch step, the size-weighted mean of the clients is a step on the
+    pooled data.
+    """
+    result = run(
+        bf.algorithms.fedavg(model, epochs=1, batch_size=None, optimiser=SGD(0.3)),
+        clients,
+        rounds=1,
+    )
     copy = bf.models.mlp(8, hidden=16, outputs=3).double()
     copy.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
-    x, y = (torch.cat(parts) for parts in zip(*[clients.train.client(j) for j in range(len(SIZES))], strict=True))
-    grads = torch.autograd.grad(nn.functional.cross_entropy(copy(x.double()), y), list(copy.parameters()))
-    expected = torch.cat([(p - 0.3 * g).flatten() for p, g in zip(copy.parameters(), grads, strict=True)])
+    x, y = (
+        torch.cat(parts)
+        for parts in zip(*[clients.train.client(j) for j in range(len(SIZES))], strict=True)
+    )
+    grads = torch.autograd.grad(
+        nn.functional.cross_entropy(copy(x.double()), y), list(copy.parameters())
+    )
+    expected = torch.cat(
+        [(p - 0.3 * g).flatten() for p, g in zip(copy.parameters(), grads, strict=True)]
+    )
     assert_close(result.server["w"]["loc"], expected.detach(), atol=1e-12, rtol=0)
 
 
@@ -36,13 +51,25 @@ def test_fedavg_of_one_full_step_is_a_gradient_step_on_everything(clients: Feder
         ("pfedmap", "head", False),
     ],
 )
-def test_who_counts_for_how_much(clients: FederatedData, model: nn.Module, name: str, block: str, by_size: bool):
-    """The server's block is the mean of what each client makes of it alone, weighted by size, or every client counting the same."""
-    two = {"pfedme": ("batches",), "fedrep": ("head_epochs", "body_epochs"), "pfedmap": ("head_epochs", "body_epochs")}
-    made = getattr(bf.algorithms, name)(model, batch_size=None, **dict.fromkeys(two.get(name, ("epochs",)), 2))
+def test_who_counts_for_how_much(
+    clients: FederatedData, model: nn.Module, name: str, block: str, by_size: bool
+):
+    """The server's block is the mean of what each client makes of it alone, weighted by size, or
+    every client counting the same.
+    """
+    two = {
+        "pfedme": ("batches",),
+        "fedrep": ("head_epochs", "body_epochs"),
+        "pfedmap": ("head_epochs", "body_epochs"),
+    }
+    made = getattr(bf.algorithms, name)(
+        model, batch_size=None, **dict.fromkeys(two.get(name, ("epochs",)), 2)
+    )
     options = {"rounds": 1, "sampling": "fixed", "train": "all"}
     together = run(made, clients, **options).server[block]["loc"]
-    alone = torch.stack([run(made, clients.select([j]), **options).server[block]["loc"] for j in range(len(SIZES))])
+    alone = torch.stack(
+        [run(made, clients.select([j]), **options).server[block]["loc"] for j in range(len(SIZES))]
+    )
     weights = torch.tensor(SIZES if by_size else [1] * len(SIZES)).double()
     assert_close(together, weights @ alone / weights.sum(), atol=1e-12, rtol=0)
     other = torch.tensor([1] * len(SIZES) if by_size else SIZES).double()

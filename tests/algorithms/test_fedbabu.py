@@ -14,8 +14,12 @@ from bayesfl.optim import SGD
 from tests.cases import SIZES, run
 
 
-def test_fedbabu_trains_under_one_head_and_finetunes_to_predict(clients: FederatedData, model: nn.Module):
-    """The head that all share is the module's to the last round; predictions come from a fine-tuned copy."""
+def test_fedbabu_trains_under_one_head_and_finetunes_to_predict(
+    clients: FederatedData, model: nn.Module
+):
+    """The head that all share is the module's to the last round; predictions come from a fine-tuned
+    copy.
+    """
     algorithm = bf.algorithms.fedbabu(model, epochs=2, batch_size=10, finetune_epochs=2)
     result = run(algorithm, clients, rounds=3)
     head = torch.cat([p.detach().double().flatten() for p in model.head.parameters()])
@@ -31,7 +35,9 @@ def test_fedbabu_trains_under_one_head_and_finetunes_to_predict(clients: Federat
 
 
 def test_fedbabu_moves_the_body_alone(clients: FederatedData, model: nn.Module):
-    """Two full-batch steps of the body under the common head, which a client has unchanged until it fine-tunes."""
+    """Two full-batch steps of the body under the common head, which a client has unchanged until it
+    fine-tunes.
+    """
     heads: list[Tensor] = []
 
     def watch(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
@@ -47,7 +53,9 @@ def test_fedbabu_moves_the_body_alone(clients: FederatedData, model: nn.Module):
         net = bf.models.mlp(8, hidden=16, outputs=3).double()
         net.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
         for _ in range(2):
-            slopes = torch.autograd.grad(nn.functional.cross_entropy(net(x.double()), y), list(net.body.parameters()))
+            slopes = torch.autograd.grad(
+                nn.functional.cross_entropy(net(x.double()), y), list(net.body.parameters())
+            )
             with torch.no_grad():
                 for p, slope in zip(net.body.parameters(), slopes, strict=True):
                     p -= 0.3 * slope

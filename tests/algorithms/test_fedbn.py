@@ -17,7 +17,13 @@ ROUNDS, EPOCHS = 3, 2
 
 def flat(net: nn.Module, *, norm: bool) -> torch.Tensor:
     """Its norm's weight and bias, or all other parameters."""
-    return torch.cat([p.detach().flatten() for name, p in net.named_parameters() if name.startswith("body.1.") == norm])
+    return torch.cat(
+        [
+            p.detach().flatten()
+            for name, p in net.named_parameters()
+            if name.startswith("body.1.") == norm
+        ]
+    )
 
 
 def statistics(net: nn.Module) -> torch.Tensor:
@@ -26,9 +32,13 @@ def statistics(net: nn.Module) -> torch.Tensor:
 
 
 def test_a_bare_loop_that_averages_all_but_the_norms(clients: FederatedData):
-    """Two clients of unequal size, which weigh the same, over some rounds of full batches: their norms, statistics and all else."""
+    """Two clients of unequal size, which weigh the same, over some rounds of full batches: their
+    norms, statistics and all else.
+    """
     two, model = clients.select([1, 3]), with_batch_norm()
-    algorithm = bf.algorithms.fedbn(model, epochs=EPOCHS, batch_size=None, optimiser=SGD(0.3, momentum=0.9, weight_decay=1e-3))
+    algorithm = bf.algorithms.fedbn(
+        model, epochs=EPOCHS, batch_size=None, optimiser=SGD(0.3, momentum=0.9, weight_decay=1e-3)
+    )
     result = run(algorithm, two, rounds=ROUNDS)
     nets = [copy.deepcopy(model).double() for _ in range(2)]
     for _ in range(ROUNDS):
@@ -71,11 +81,15 @@ def test_norms_never_leave_a_client(clients: FederatedData):
 def test_a_client_that_joins_trains_norms_alone(clients: FederatedData):
     """From the start's, on the averaged weights; the federation stays as it is."""
     old, novel = clients.hold_out(2, seed=0)
-    algorithm = bf.algorithms.fedbn(with_batch_norm(), epochs=1, batch_size=None, adapt_epochs=3, optimiser=SGD(0.2))
+    algorithm = bf.algorithms.fedbn(
+        with_batch_norm(), epochs=1, batch_size=None, adapt_epochs=3, optimiser=SGD(0.2)
+    )
     result = run(algorithm, old)
     adapted = result.adapt(novel)
     for j in range(2):
-        net = result.algorithm.network(result.server | {"n": torch.zeros((), dtype=torch.float64)}, ("w",))
+        net = result.algorithm.network(
+            result.server | {"n": torch.zeros((), dtype=torch.float64)}, ("w",)
+        )
         net = copy.deepcopy(net).requires_grad_().train()
         norms = [net.get_parameter("body.1.weight"), net.get_parameter("body.1.bias")]
         x, y = novel.train.client(j)
@@ -85,32 +99,58 @@ def test_a_client_that_joins_trains_norms_alone(clients: FederatedData):
                 for p, slope in zip(norms, slopes, strict=True):
                     p -= 0.2 * slope
         assert_close(adapted.private["norms"]["loc"][j], flat(net, norm=True), atol=1e-12, rtol=0)
-        assert_close(adapted.private["norms_buffers"]["loc"][j], statistics(net), atol=1e-12, rtol=0)
+        assert_close(
+            adapted.private["norms_buffers"]["loc"][j], statistics(net), atol=1e-12, rtol=0
+        )
 
 
 @pytest.mark.parametrize(
-    "norm", [nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), nn.BatchNorm1d(6).eval()], ids=lambda n: type(n).__name__
+    "norm",
+    [nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), nn.BatchNorm1d(6).eval()],
+    ids=lambda n: type(n).__name__,
 )
 def test_norms_of_every_kind(norm: nn.Module, clients: FederatedData):
     """Their weights stay; one in evaluation mode keeps the statistics that it has."""
-    result = run(bf.algorithms.fedbn(nn.Sequential(nn.Linear(8, 6), norm, nn.Linear(6, 3)), epochs=1), clients)
+    result = run(
+        bf.algorithms.fedbn(nn.Sequential(nn.Linear(8, 6), norm, nn.Linear(6, 3)), epochs=1),
+        clients,
+    )
     assert set(result.private) == {"norms"}
-    assert result.algorithm.layout("norms").names == tuple(f"1.{name}" for name, _ in norm.named_parameters())
+    assert result.algorithm.layout("norms").names == tuple(
+        f"1.{name}" for name, _ in norm.named_parameters()
+    )
     assert result.private["norms"]["loc"].std(0).max() > 0
 
 
-@pytest.mark.parametrize("still", [nn.BatchNorm1d(8, affine=False), nn.BatchNorm1d(8).requires_grad_(False)], ids=["none", "frozen"])
-def test_norms_without_trainable_weights_keep_their_statistics(still: nn.Module, clients: FederatedData):
-    """They go by their modules' names; nothing of any norm is sent, and each client's statistics are those of its own rows."""
+@pytest.mark.parametrize(
+    "still",
+    [nn.BatchNorm1d(8, affine=False), nn.BatchNorm1d(8).requires_grad_(False)],
+    ids=["none", "frozen"],
+)
+def test_norms_without_trainable_weights_keep_their_statistics(
+    still: nn.Module, clients: FederatedData
+):
+    """They go by their modules' names; nothing of any norm is sent, and each client's statistics
+    are those of its own rows.
+    """
     model = nn.Sequential(copy.deepcopy(still), nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     algorithm = bf.algorithms.fedbn(model, epochs=1, batch_size=None)
     assert algorithm.layout("norms").names == ("2.weight", "2.bias")
-    assert set(algorithm.layout("norms_buffers").names) == {f"{i}.running_{name}" for i in (0, 2) for name in ("mean", "var")}
+    assert set(algorithm.layout("norms_buffers").names) == {
+        f"{i}.running_{name}" for i in (0, 2) for name in ("mean", "var")
+    }
     assert set(algorithm.uplink()) == {"w.loc"}
     result = run(algorithm, clients)
     for j in range(clients.clients):
-        found = algorithm.layout("norms_buffers").leaves(result.private["norms_buffers"]["loc"][j])["0.running_mean"]
-        assert_close(found, clients.train.client(j)[0].double().mean(0) * (1 - 0.9**result.round), atol=1e-12, rtol=0)
+        found = algorithm.layout("norms_buffers").leaves(result.private["norms_buffers"]["loc"][j])[
+            "0.running_mean"
+        ]
+        assert_close(
+            found,
+            clients.train.client(j)[0].double().mean(0) * (1 - 0.9**result.round),
+            atol=1e-12,
+            rtol=0,
+        )
 
 
 @pytest.mark.parametrize(("norm", "linear"), [("bn[0]", "bn0"), ("a*", "ab"), ("bn1", "bn10")])
@@ -120,7 +160,13 @@ def test_names_are_no_patterns(norm: str, linear: str):
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleDict({norm: nn.BatchNorm1d(8), linear: nn.Linear(8, 3), "still": nn.BatchNorm1d(8, affine=False)})
+            self.parts = nn.ModuleDict(
+                {
+                    norm: nn.BatchNorm1d(8),
+                    linear: nn.Linear(8, 3),
+                    "still": nn.BatchNorm1d(8, affine=False),
+                }
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.parts[linear](self.parts["still"](self.parts[norm](x)))
@@ -128,7 +174,10 @@ def test_names_are_no_patterns(norm: str, linear: str):
     algorithm = bf.algorithms.fedbn(Named())
     assert algorithm.layout("norms").names == (f"parts.{norm}.weight", f"parts.{norm}.bias")
     assert algorithm.layout("w").names == (f"parts.{linear}.weight", f"parts.{linear}.bias")
-    assert {name.split(".")[1] for name in algorithm.layout("norms_buffers").names} == {norm, "still"}
+    assert {name.split(".")[1] for name in algorithm.layout("norms_buffers").names} == {
+        norm,
+        "still",
+    }
 
 
 @pytest.mark.parametrize(
@@ -136,10 +185,15 @@ def test_names_are_no_patterns(norm: str, linear: str):
     [
         (nn.Linear(8, 3), r"model Linear has no norm .*fedavg"),
         (
-            nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 3)),
+            nn.Sequential(
+                nn.Linear(8, 6), nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 3)
+            ),
             r"model Sequential has no norm .*fedavg",
         ),
-        (nn.Sequential(nn.BatchNorm1d(8).requires_grad_(False), nn.Linear(8, 3)), r"model Sequential has no norm .*affine=True"),
+        (
+            nn.Sequential(nn.BatchNorm1d(8).requires_grad_(False), nn.Linear(8, 3)),
+            r"model Sequential has no norm .*affine=True",
+        ),
     ],
 )
 def test_models_that_do_not_fit(model: nn.Module, words: str):
@@ -156,5 +210,9 @@ def test_what_is_no_network():
 def test_a_norm_in_two_places_is_named():
     """Its weights would be a client's own under one name and averaged under the other."""
     norm = nn.BatchNorm1d(4)
-    with pytest.raises(ValueError, match=r"the norm '1' stands in the model under another name, too; give each place a norm of its own"):
+    with pytest.raises(
+        ValueError,
+        match=r"the norm '1' stands in the model under another name, too; give each place a norm "
+        r"of its own",
+    ):
         bf.algorithms.fedbn(nn.Sequential(norm, norm, nn.Linear(4, 2)))

@@ -25,12 +25,18 @@ from tests.cases import EM, run
 def losses(algorithm: bf.Algorithm, components: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """[M, N], each component by itself."""
     layout = algorithm.layout("components")
-    return torch.stack([algorithm.losses(layout.leaves(c), {"x": x.to(c), "y": y}) for c in components])
+    return torch.stack(
+        [algorithm.losses(layout.leaves(c), {"x": x.to(c), "y": y}) for c in components]
+    )
 
 
 def test_two_rounds_by_hand(clients: FederatedData):
-    """E step q_im ~ pi_jm p(y_i | x_i, theta_m), pi_j its mean; M step by the gradient of mean_i q_im times the loss; the mean by size."""
-    algorithm = bf.algorithms.fedem(nn.Linear(8, 3), components=2, epochs=1, batch_size=None, optimiser=SGD(0.2))
+    """E step q_im ~ pi_jm p(y_i | x_i, theta_m), pi_j its mean; M step by the gradient of mean_i
+    q_im times the loss; the mean by size.
+    """
+    algorithm = bf.algorithms.fedem(
+        nn.Linear(8, 3), components=2, epochs=1, batch_size=None, optimiser=SGD(0.2)
+    )
     theta = algorithm.init(7, seed=2, dtype=torch.float64)["components"]["loc"]
     pi = torch.full((7, 2), 0.5, dtype=torch.float64)
     n = torch.from_numpy(clients.train.counts).double()
@@ -52,8 +58,12 @@ def test_two_rounds_by_hand(clients: FederatedData):
 
 
 def test_full_batch_steps_never_lower_the_likelihood(clients: FederatedData):
-    """One gradient step a round, averaged by size, is a step on the mixture's likelihood: generalised EM."""
-    algorithm = bf.algorithms.fedem(nn.Linear(8, 3), components=3, epochs=1, batch_size=None, optimiser=SGD(0.3))
+    """One gradient step a round, averaged by size, is a step on the mixture's likelihood:
+    generalised EM.
+    """
+    algorithm = bf.algorithms.fedem(
+        nn.Linear(8, 3), components=3, epochs=1, batch_size=None, optimiser=SGD(0.3)
+    )
     result, before = run(algorithm, clients), -torch.inf
     for rounds in range(2, 25):
         total = 0.0
@@ -66,11 +76,23 @@ def test_full_batch_steps_never_lower_the_likelihood(clients: FederatedData):
 
 def test_one_component_is_fedavg(clients: FederatedData, model: nn.Module):
     """To rounding: q is 1 for every example."""
-    options: dict[str, Any] = {"epochs": 5, "batch_size": None, "optimiser": EM(0.1)}  # batches of a second phase have other addresses
-    em, avg = bf.algorithms.fedem(model, components=1, **options), bf.algorithms.fedavg(model, **options)
+    options: dict[str, Any] = {
+        "epochs": 5,
+        "batch_size": None,
+        "optimiser": EM(0.1),
+    }  # batches of a second phase have other addresses
+    em, avg = (
+        bf.algorithms.fedem(model, components=1, **options),
+        bf.algorithms.fedavg(model, **options),
+    )
     start = em.init(7, seed=2, dtype=torch.float64)["components"]["loc"][0]
     avg = replace(avg, blocks={"w": Block(start=lambda rng, size: start.float())})
-    assert_close(run(em, clients, 3).server["components"]["loc"][0], run(avg, clients, 3).server["w"]["loc"], atol=1e-9, rtol=0)
+    assert_close(
+        run(em, clients, 3).server["components"]["loc"][0],
+        run(avg, clients, 3).server["w"]["loc"],
+        atol=1e-9,
+        rtol=0,
+    )
 
 
 def test_components_may_swap_names(clients: FederatedData, model: nn.Module):
@@ -78,30 +100,51 @@ def test_components_may_swap_names(clients: FederatedData, model: nn.Module):
     order = [2, 0, 1]
     plain = bf.algorithms.fedem(model, components=3, batch_size=10, optimiser=EM(0.1))
     starts = plain.init(7, seed=2)["components"]["loc"]
-    swapped = replace(plain, blocks={"components": replace(plain.blocks["components"], start=in_turn(starts[order]))})
+    swapped = replace(
+        plain,
+        blocks={"components": replace(plain.blocks["components"], start=in_turn(starts[order]))},
+    )
     one, other = run(plain, clients, 3), run(swapped, clients, 3)
-    assert_close(other.server["components"]["loc"], one.server["components"]["loc"][order], atol=1e-9, rtol=0)
+    assert_close(
+        other.server["components"]["loc"], one.server["components"]["loc"][order], atol=1e-9, rtol=0
+    )
     assert_close(other.private["pi"], one.private["pi"][:, order], atol=1e-9, rtol=0)
     assert_close(other.predict().probs, one.predict().probs, atol=1e-9, rtol=0, equal_nan=True)
 
 
-def clustered(clusters: tuple[FederatedData, Tensor], by_responsibility: bool) -> tuple[Tensor, Tensor]:
-    """Displacement of both components in a round that starts near the rules, [2, 3], and FedAvg's inside each cluster."""
+def clustered(
+    clusters: tuple[FederatedData, Tensor], by_responsibility: bool
+) -> tuple[Tensor, Tensor]:
+    """Displacement of both components in a round that starts near the rules, [2, 3], and FedAvg's
+    inside each cluster.
+    """
     data, rules = clusters
     model, begin = nn.Linear(3, 1, bias=False), rules + 0.1
-    options: dict[str, Any] = {"epochs": 2, "batch_size": None, "optimiser": SGD(1e-4), "likelihood": Gaussian(0.1)}
+    options: dict[str, Any] = {
+        "epochs": 2,
+        "batch_size": None,
+        "optimiser": SGD(1e-4),
+        "likelihood": Gaussian(0.1),
+    }
     em = bf.algorithms.fedem(model, components=2, by_responsibility=by_responsibility, **options)
     em = replace(em, blocks={"components": replace(em.blocks["components"], start=in_turn(begin))})
     moved = run(em, data).server["components"]["loc"] - begin.double()
     inside = []
     for m in (0, 1):
-        avg = replace(bf.algorithms.fedavg(model, **options), blocks={"w": Block(start=lambda rng, size, m=m: begin[m])})
-        inside.append(run(avg, data.select([2 * m, 2 * m + 1])).server["w"]["loc"] - begin[m].double())
+        avg = replace(
+            bf.algorithms.fedavg(model, **options),
+            blocks={"w": Block(start=lambda rng, size, m=m: begin[m])},
+        )
+        inside.append(
+            run(avg, data.select([2 * m, 2 * m + 1])).server["w"]["loc"] - begin[m].double()
+        )
     return moved, torch.stack(inside)
 
 
 def test_clusters_slow_each_other_down(clusters: tuple[FederatedData, Tensor]):
-    """With one-hot responsibilities a component moves n_c / n of what FedAvg inside its cluster does: the others send it back unmoved."""
+    """With one-hot responsibilities a component moves n_c / n of what FedAvg inside its cluster
+    does: the others send it back unmoved.
+    """
     moved, inside = clustered(clusters, by_responsibility=False)
     assert_close(moved, inside * 0.5, atol=1e-6, rtol=0)
 
@@ -113,34 +156,59 @@ def test_weighed_by_responsibility_it_is_clustered_fedavg(clusters: tuple[Federa
 
 
 def test_predictions_mix_probabilities(clients: FederatedData, model: nn.Module):
-    """sum_m pi_m softmax of each component, not the softmax of a mean; pi from the client's own training data."""
+    """sum_m pi_m softmax of each component, not the softmax of a mean; pi from the client's own
+    training data.
+    """
     algorithm = bf.algorithms.fedem(model, components=3, batch_size=10, optimiser=EM(0.2))
     result = run(algorithm, clients, 2)
     x = clients.test.client(3)[0].double()
     layout, loc = algorithm.layout("components"), result.server["components"]["loc"]
     each = torch.stack([algorithm.outputs(layout.leaves(c), x).softmax(-1) for c in loc])
-    assert_close(result.predict().client(3).probs, torch.einsum("m,mno->no", result.private["pi"][3], each), atol=1e-12, rtol=0)
-    assert_close(result.predict(draws=0).client(3).probs, result.predict().client(3).probs, atol=0, rtol=0)
+    assert_close(
+        result.predict().client(3).probs,
+        torch.einsum("m,mno->no", result.private["pi"][3], each),
+        atol=1e-12,
+        rtol=0,
+    )
+    assert_close(
+        result.predict(draws=0).client(3).probs, result.predict().client(3).probs, atol=0, rtol=0
+    )
 
 
 def test_new_clients_fit_their_weights_alone(clients: FederatedData, model: nn.Module):
     """The weights of largest likelihood under the components as they are, which stay."""
     old, novel = clients.hold_out(2, seed=0)
-    result = run(bf.algorithms.fedem(model, components=3, batch_size=10, optimiser=EM(0.3), adapt_iterations=500), old, 3)
+    result = run(
+        bf.algorithms.fedem(
+            model, components=3, batch_size=10, optimiser=EM(0.3), adapt_iterations=500
+        ),
+        old,
+        3,
+    )
     adapted = result.adapt(novel)
     assert torch.equal(adapted.server["components"]["loc"], result.server["components"]["loc"])
     for j in range(2):
         table = losses(result.algorithm, result.server["components"]["loc"], *novel.train.client(j))
-        best = mixture.fit_weights(table, torch.ones(table.shape[1], dtype=torch.float64), iterations=500)
+        best = mixture.fit_weights(
+            table, torch.ones(table.shape[1], dtype=torch.float64), iterations=500
+        )
         assert_close(adapted.private["pi"][j], best, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("kernel", ["live", "layers", "vmap"])
 @pytest.mark.parametrize("draws", [1, 3])
-def test_components_may_be_beliefs(clients: FederatedData, model: nn.Module, kernel: Any, draws: int):
+def test_components_may_be_beliefs(
+    clients: FederatedData, model: nn.Module, kernel: Any, draws: int
+):
     """Mean-field components, each with draws of its own, in every kernel as in the reference."""
     algorithm = bf.algorithms.fedem(
-        model, components=2, posterior=MeanField(init_scale=0.1), prior_variance=0.5, draws=draws, batch_size=10, optimiser=EM(0.1)
+        model,
+        components=2,
+        posterior=MeanField(init_scale=0.1),
+        prior_variance=0.5,
+        draws=draws,
+        batch_size=10,
+        optimiser=EM(0.1),
     )
     got, reference = (run(algorithm, clients, 2, k) for k in (kernel, "reference"))
     assert_close(got.server, reference.server, atol=1e-9, rtol=0)
@@ -148,9 +216,13 @@ def test_components_may_be_beliefs(clients: FederatedData, model: nn.Module, ker
 
 
 def test_a_gaussian_prior_holds_every_copy(clients: FederatedData, model: nn.Module):
-    """Point components under a Normal prior: the kernels add its pull to each copy as the reference does."""
+    """Point components under a Normal prior: the kernels add its pull to each copy as the reference
+    does.
+    """
     plain = bf.algorithms.fedem(model, components=2, batch_size=10)
-    prior = Normal(centre=server_mean("components"), variance=lambda given, view: view["n"][..., None, None])
+    prior = Normal(
+        centre=server_mean("components"), variance=lambda given, view: view["n"][..., None, None]
+    )
     tied = replace(plain, blocks={"components": replace(plain.blocks["components"], prior=prior)})
     for prox in (False, True):
         (expect, descend) = tied.phases
@@ -169,55 +241,98 @@ def test_copies_that_start_alike_are_refused(model: nn.Module):
         bf.algorithms.fedem(model, components=0)
 
 
-def test_everyone_beside_everyone_is_fedem_with_equal_weights(clients: FederatedData, model: nn.Module):
-    """D-FedEM on a complete graph with weights 1 / J: every client has the mean of all, as if a server had made it."""
+def test_everyone_beside_everyone_is_fedem_with_equal_weights(
+    clients: FederatedData, model: nn.Module
+):
+    """D-FedEM on a complete graph with weights 1 / J: every client has the mean of all, as if a
+    server had made it.
+    """
     options: dict[str, Any] = {"components": 2, "batch_size": 10, "optimiser": EM(0.1)}
     central = bf.algorithms.fedem(model, **options)
-    central = replace(central, blocks={"components": replace(central.blocks["components"], pool=Mean(equal))})
-    gossip = run(bf.algorithms.d_fedem(model, mixing=torch.full((7, 7), 1 / 7, dtype=torch.float64), **options), clients, 3)
+    central = replace(
+        central, blocks={"components": replace(central.blocks["components"], pool=Mean(equal))}
+    )
+    gossip = run(
+        bf.algorithms.d_fedem(
+            model, mixing=torch.full((7, 7), 1 / 7, dtype=torch.float64), **options
+        ),
+        clients,
+        3,
+    )
     mean = run(central, clients, 3).server["components"]["loc"]
-    assert_close(gossip.server["components"]["each"], mean.expand(7, *mean.shape), atol=1e-9, rtol=0)
+    assert_close(
+        gossip.server["components"]["each"], mean.expand(7, *mean.shape), atol=1e-9, rtol=0
+    )
     assert_close(gossip.server["components"]["loc"], mean, atol=1e-9, rtol=0)
 
 
 def test_two_rounds_between_neighbours_by_hand(clients: FederatedData, model: nn.Module):
-    """Each client alone goes on from its own mixture; row j of an asymmetric matrix says what j takes from whom."""
-    options: dict[str, Any] = {"components": 2, "batch_size": None, "optimiser": EM(0.1)}  # full batches draw nothing
+    """Each client alone goes on from its own mixture; row j of an asymmetric matrix says what j
+    takes from whom.
+    """
+    options: dict[str, Any] = {
+        "components": 2,
+        "batch_size": None,
+        "optimiser": EM(0.1),
+    }  # full batches draw nothing
     shift = torch.eye(7, dtype=torch.float64).roll(1, 0)
     w = 0.5 * torch.eye(7, dtype=torch.float64) + 0.3 * shift + 0.2 * shift @ shift @ shift
     one = bf.algorithms.fedem(model, **options)
     alone = [run(one, clients.select([j])) for j in range(7)]
-    models = torch.einsum("jk,kmd->jmd", w, torch.stack([result.server["components"]["loc"] for result in alone]))
-    started = [replace(r, server={**r.server, "components": {"loc": m}}) for r, m in zip(alone, models, strict=True)]
+    models = torch.einsum(
+        "jk,kmd->jmd", w, torch.stack([result.server["components"]["loc"] for result in alone])
+    )
+    started = [
+        replace(r, server={**r.server, "components": {"loc": m}})
+        for r, m in zip(alone, models, strict=True)
+    ]
     further = [run(one, clients.select([j]), 2, resume=started[j]) for j in range(7)]
-    wanted = torch.einsum("jk,kmd->jmd", w, torch.stack([result.server["components"]["loc"] for result in further]))
+    wanted = torch.einsum(
+        "jk,kmd->jmd", w, torch.stack([result.server["components"]["loc"] for result in further])
+    )
     found = run(bf.algorithms.d_fedem(model, mixing=w, **options), clients, 2).server
     assert_close(found["components"]["each"], wanted, atol=1e-10, rtol=0)
     assert_close(found["components"]["loc"], wanted.mean(0), atol=1e-10, rtol=0)
 
 
 def test_mixing_is_the_matrix_times_what_clients_made(clients: FederatedData, model: nn.Module):
-    """W times the locally trained components; their mean stays; who is absent keeps its own, and who is present what it would have got."""
+    """W times the locally trained components; their mean stays; who is absent keeps its own, and
+    who is present what it would have got.
+    """
     w = metropolis(ring(7))
-    algorithm = bf.algorithms.d_fedem(model, mixing=w, components=2, batch_size=10, optimiser=EM(0.1))
+    algorithm = bf.algorithms.d_fedem(
+        model, mixing=w, components=2, batch_size=10, optimiser=EM(0.1)
+    )
     made: list[Tensor] = []
 
     def combine(server: Any, ids: Tensor, uplink: Any) -> Any:
         made.append(
-            torch.zeros(7, *uplink["components"]["loc"].shape[1:], dtype=torch.float64).index_copy(0, ids, uplink["components"]["loc"])
+            torch.zeros(7, *uplink["components"]["loc"].shape[1:], dtype=torch.float64).index_copy(
+                0, ids, uplink["components"]["loc"]
+            )
         )
         return algorithm.combine(server, ids, uplink)
 
     watched = replace(algorithm, combine=combine)
     result = run(watched, clients, 1)
-    assert_close(result.server["components"]["each"], torch.einsum("jk,kmd->jmd", w, made[0]), atol=1e-12, rtol=0)
+    assert_close(
+        result.server["components"]["each"],
+        torch.einsum("jk,kmd->jmd", w, made[0]),
+        atol=1e-12,
+        rtol=0,
+    )
     assert_close(result.server["components"]["each"].mean(0), made[0].mean(0), atol=1e-12, rtol=0)
     part = run(watched, clients, 1, participation=0.5)
     present = part.settings.cohort(7, 0)
     absent = [j for j in range(7) if j not in present]
     start = algorithm.init(7, seed=2, dtype=torch.float64)["components"]["each"]
     assert_close(part.server["components"]["each"][absent], start[absent], atol=0, rtol=0)
-    assert_close(part.server["components"]["each"][present].sum(0), made[1][present].sum(0), atol=1e-12, rtol=0)
+    assert_close(
+        part.server["components"]["each"][present].sum(0),
+        made[1][present].sum(0),
+        atol=1e-12,
+        rtol=0,
+    )
 
 
 def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module):
@@ -232,24 +347,40 @@ def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module
 
 
 def test_one_way_mixing_needs_everyone(clients: FederatedData, model: nn.Module):
-    """A part of an asymmetric matrix does not keep the cohort's mean, so it is refused; one that is symmetric in float32 is not."""
+    """A part of an asymmetric matrix does not keep the cohort's mean, so it is refused; one that is
+    symmetric in float32 is not.
+    """
     w = (torch.eye(7) + torch.eye(7).roll(1, 0)) / 2
     algorithm = bf.algorithms.d_fedem(model, mixing=w, components=2, batch_size=None)
     run(algorithm, clients)
     with pytest.raises(ValueError, match=r"mixing .*3 of 7 clients.*topology\.metropolis"):
         run(algorithm, clients, participation=0.5)
-    run(bf.algorithms.d_fedem(model, mixing=metropolis(ring(7)).float(), components=2, batch_size=None), clients, participation=0.5)
+    run(
+        bf.algorithms.d_fedem(
+            model, mixing=metropolis(ring(7)).float(), components=2, batch_size=None
+        ),
+        clients,
+        participation=0.5,
+    )
 
 
 @pytest.mark.parametrize("method", ["fedem", "d_fedem"])
-def test_a_component_that_dies_is_named(method: str, clients: FederatedData, caplog: pytest.LogCaptureFixture):
+def test_a_component_that_dies_is_named(
+    method: str, clients: FederatedData, caplog: pytest.LogCaptureFixture
+):
     """Once, with its share, and left as it is; the usage is the mean of pi by size."""
-    made = getattr(bf.algorithms, method)(nn.Linear(8, 3), components=3, optimiser=EM(0.1), batch_size=None)
+    made = getattr(bf.algorithms, method)(
+        nn.Linear(8, 3), components=3, optimiser=EM(0.1), batch_size=None
+    )
     parts = [clients.train.client(j) for j in range(7)]
-    clients = bf.data.from_arrays([x for x, _ in parts], [y.clamp(max=1) for _, y in parts], outputs=3, task="classification")
+    clients = bf.data.from_arrays(
+        [x for x, _ in parts], [y.clamp(max=1) for _, y in parts], outputs=3, task="classification"
+    )
     wrong = torch.zeros(27)
     wrong[-1] = 300.0  # sure of a class that nobody has
-    start = cycle([torch.zeros(27), 0.1 * torch.randn(27, generator=torch.Generator().manual_seed(0)), wrong])
+    start = cycle(
+        [torch.zeros(27), 0.1 * torch.randn(27, generator=torch.Generator().manual_seed(0)), wrong]
+    )
     hopeless = replace(made.blocks["components"], start=lambda rng, size: next(start))
     algorithm = replace(made, blocks={"components": hopeless})
     with caplog.at_level("WARNING", logger="bayesfl"):
@@ -262,18 +393,36 @@ def test_a_component_that_dies_is_named(method: str, clients: FederatedData, cap
     assert_close(result.server["usage"].sum(), torch.tensor(1.0, dtype=torch.float64))
 
 
-def test_a_component_that_the_cohort_does_not_use_is_alive(clients: FederatedData, caplog: pytest.LogCaptureFixture):
+def test_a_component_that_the_cohort_does_not_use_is_alive(
+    clients: FederatedData, caplog: pytest.LogCaptureFixture
+):
     """Two kinds of clients, one of them in a round: what the others sent last still counts."""
     x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
     kinds = [(x @ torch.ones(8) > 0).long(), (x @ torch.ones(8) <= 0).long()]  # opposite rules
-    federation = bf.data.from_arrays([x] * 4, [kinds[j % 2] for j in range(4)], outputs=2, task="classification")
-    start = cycle([torch.cat([torch.full((8,), -5.0), torch.full((8,), 5.0), torch.zeros(2)]) * sign for sign in (1.0, -1.0)])
-    made = bf.algorithms.fedem(nn.Linear(8, 2), components=2, optimiser=EM(0.1), by_responsibility=True)
-    algorithm = replace(made, blocks={"components": replace(made.blocks["components"], start=lambda rng, size: next(start))})
+    federation = bf.data.from_arrays(
+        [x] * 4, [kinds[j % 2] for j in range(4)], outputs=2, task="classification"
+    )
+    start = cycle(
+        [
+            torch.cat([torch.full((8,), -5.0), torch.full((8,), 5.0), torch.zeros(2)]) * sign
+            for sign in (1.0, -1.0)
+        ]
+    )
+    made = bf.algorithms.fedem(
+        nn.Linear(8, 2), components=2, optimiser=EM(0.1), by_responsibility=True
+    )
+    algorithm = replace(
+        made,
+        blocks={
+            "components": replace(made.blocks["components"], start=lambda rng, size: next(start))
+        },
+    )
     with caplog.at_level("WARNING", logger="bayesfl"):
         result = run(algorithm, federation, 12, participation=0.25, sampling="fixed")
     said = [record.getMessage() for record in caplog.records]
-    assert all("has died" in line for line in said[::2])  # until a client of the other kind has come, one is unused
+    assert all(
+        "has died" in line for line in said[::2]
+    )  # until a client of the other kind has come, one is unused
     assert all("is back" in line for line in said[1::2])
     assert len(said) <= 2
     assert float(result.server["usage"].min()) > 0.2
@@ -281,7 +430,9 @@ def test_a_component_that_the_cohort_does_not_use_is_alive(clients: FederatedDat
 
 @pytest.mark.slow
 def test_beliefs_of_one_component_by_hand():
-    """M = 1, regression, all at once: mean-field VI of a linear model, whose optimum is known, pooled by moments."""
+    """M = 1, regression, all at once: mean-field VI of a linear model, whose optimum is known,
+    pooled by moments.
+    """
     rng = torch.Generator().manual_seed(0)
     xs = [torch.randn(n, 2, generator=rng) for n in (12, 7)]
     ys = [x @ torch.tensor([1.0, -0.5]) for x in xs]
@@ -308,7 +459,12 @@ def test_beliefs_of_one_component_by_hand():
     share = torch.tensor([12 / 19, 7 / 19], dtype=torch.float64)
     mean = share @ torch.stack(means)
     assert_close(loc, mean, atol=0.03, rtol=0)
-    assert_close(variance, share @ (torch.stack(variances) + (torch.stack(means) - mean).square()), atol=0, rtol=0.15)
+    assert_close(
+        variance,
+        share @ (torch.stack(variances) + (torch.stack(means) - mean).square()),
+        atol=0,
+        rtol=0.15,
+    )
 
 
 @pytest.mark.parametrize(
@@ -320,7 +476,11 @@ def test_beliefs_of_one_component_by_hand():
             ValueError,
             r"by_responsibility says nothing under a posterior of MeanField, got True",
         ),
-        ({"prior_variance": 2.0}, ValueError, r"prior_variance says nothing under a posterior of Point, got 2\.0"),
+        (
+            {"prior_variance": 2.0},
+            ValueError,
+            r"prior_variance says nothing under a posterior of Point, got 2\.0",
+        ),
         ({"draws": 3}, ValueError, r"draws says nothing under a posterior of Point, got 3"),
         ({"by_responsibility": "yes"}, TypeError, r"by_responsibility .*bool.* got str"),
         ({"components": 0}, ValueError, r"components .*1.* got 0"),

@@ -1,4 +1,6 @@
-"""FedPAC against algebra: its statistics, its programs, clients that join later, and what is refused."""
+"""FedPAC against algebra: its statistics, its programs, clients that join later, and what is
+refused.
+"""
 
 import inspect
 from dataclasses import replace
@@ -24,14 +26,18 @@ from tests.cases import keeping, run
 
 def features(algorithm: Algorithm, body: Tensor, x: Tensor) -> Tensor:
     """[N, d] at the weights of a body."""
-    leaves = algorithm.layout("body").leaves(body) | algorithm.layout("head").leaves(torch.zeros(algorithm.layout("head").size).to(body))
+    leaves = algorithm.layout("body").leaves(body) | algorithm.layout("head").leaves(
+        torch.zeros(algorithm.layout("head").size).to(body)
+    )
     z, _ = algorithm.features(leaves, x.to(body))
     assert z is not None
     return z
 
 
 def test_variance_is_the_trace_of_the_covariance(few: FederatedData, network: SplitModel):
-    """With Phi = onehot(y) z' of an example: h is its mean, n V the trace of its biased covariance, at the body received."""
+    """With Phi = onehot(y) z' of an example: h is its mean, n V the trace of its biased covariance,
+    at the body received.
+    """
     algorithm = bf.algorithms.fedpac(network)
     start = algorithm.init(4, seed=2, dtype=torch.float64)["body"]["loc"]
     private = run(keeping(algorithm), few).private
@@ -40,12 +46,16 @@ def test_variance_is_the_trace_of_the_covariance(few: FederatedData, network: Sp
         z = features(algorithm, start, x)
         phi = (F.one_hot(y, CLASSES).to(z)[:, :, None] * z[:, None]).flatten(1)
         assert_close(private["h"][j].flatten(), phi.mean(0), atol=1e-12, rtol=0)
-        assert_close(n * private["variance"][j], torch.cov(phi.T, correction=0).trace(), atol=1e-12, rtol=0)
+        assert_close(
+            n * private["variance"][j], torch.cov(phi.T, correction=0).trace(), atol=1e-12, rtol=0
+        )
         assert private["counts"][j].tolist() == torch.bincount(y, minlength=CLASSES).tolist()
 
 
 def test_centroids_are_of_the_body_that_was_trained(few: FederatedData, network: SplitModel):
-    """A client's are means of features after training, the server's their means by the number of examples of the class."""
+    """A client's are means of features after training, the server's their means by the number of
+    examples of the class.
+    """
     algorithm = bf.algorithms.fedpac(network, batch_size=None)
     result = run(keeping(algorithm), few)
     total, count = torch.zeros(CLASSES, WIDTH, dtype=torch.float64), torch.zeros(CLASSES)
@@ -54,7 +64,9 @@ def test_centroids_are_of_the_body_that_was_trained(few: FederatedData, network:
         z = features(algorithm, trained_body(algorithm, few, j), x)
         for k in range(CLASSES):
             if (y == k).any():
-                assert_close(result.private["centroids"][j, k], z[y == k].mean(0), atol=1e-12, rtol=0)
+                assert_close(
+                    result.private["centroids"][j, k], z[y == k].mean(0), atol=1e-12, rtol=0
+                )
                 total[k] += z[y == k].sum(0)
                 count[k] += int((y == k).sum())
     assert_close(result.server["centroids"][:3], total[:3] / count[:3, None], atol=1e-12, rtol=0)
@@ -63,11 +75,15 @@ def test_centroids_are_of_the_body_that_was_trained(few: FederatedData, network:
 
 
 def trained_body(algorithm: Algorithm, clients: FederatedData, j: int) -> Tensor:
-    """The body of a client after its first round; full batches, so that who it is does not matter."""
+    """The body of a client after its first round; full batches, so that who it is does not
+    matter.
+    """
     return run(algorithm, clients.select([j])).server["body"]["loc"]
 
 
-def test_pieces_of_the_pass_add_up(few: FederatedData, network: SplitModel, monkeypatch: pytest.MonkeyPatch):
+def test_pieces_of_the_pass_add_up(
+    few: FederatedData, network: SplitModel, monkeypatch: pytest.MonkeyPatch
+):
     """Statistics do not depend on how many examples are looked at together."""
     whole = run(keeping(bf.algorithms.fedpac(network)), few, 2)
     monkeypatch.setattr(FEDPAC, "ROWS", 4)
@@ -79,30 +95,43 @@ def test_pieces_of_the_pass_add_up(few: FederatedData, network: SplitModel, monk
 def test_padding_is_no_example(few: FederatedData, network: SplitModel):
     """Clients of unequal size may be measured together, the short ones padded."""
     alone = keeping(bf.algorithms.fedpac(network))
-    together = replace(alone, phases=tuple(replace(p, batched=True) if isinstance(p, Once) else p for p in alone.phases))
+    together = replace(
+        alone,
+        phases=tuple(replace(p, batched=True) if isinstance(p, Once) else p for p in alone.phases),
+    )
     one, other = run(alone, few, 2), run(together, few, 2, engine=bf.Engine(chunk=4))
     for name in ("counts", "h", "variance", "centroids"):
         assert_close(other.private[name], one.private[name], atol=1e-12, rtol=0)
 
 
 def test_closed_cases():
-    """Equal features: weights as 1 / V. Two at a squared distance: V_1 / (V_1 + V_2 + distance) on the other. Far apart: each its own."""
+    """Equal features: weights as 1 / V. Two at a squared distance: V_1 / (V_1 + V_2 + distance) on
+    the other. Far apart: each its own.
+    """
     v = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
     h = torch.ones(3, 6)
     assert_close(mixing(h, v, h), (1 / v / (1 / v).sum()).expand(3, 3), atol=1e-12, rtol=0)
     for distance in (0.0, 0.7, 3.0):
         h = torch.tensor([[0.0, 1.0], [distance**0.5, 1.0]], dtype=torch.float64)
         a = mixing(h, v[:2], h)
-        assert_close(a[0, 1], torch.tensor(1 / (3 + distance), dtype=torch.float64), atol=1e-12, rtol=0)
-        assert_close(a[1, 0], torch.tensor(2 / (3 + distance), dtype=torch.float64), atol=1e-12, rtol=0)
-    assert torch.equal(mixing(1e3 * torch.eye(3), v, 1e3 * torch.eye(3)), torch.eye(3, dtype=torch.float64))
+        assert_close(
+            a[0, 1], torch.tensor(1 / (3 + distance), dtype=torch.float64), atol=1e-12, rtol=0
+        )
+        assert_close(
+            a[1, 0], torch.tensor(2 / (3 + distance), dtype=torch.float64), atol=1e-12, rtol=0
+        )
+    assert torch.equal(
+        mixing(1e3 * torch.eye(3), v, 1e3 * torch.eye(3)), torch.eye(3, dtype=torch.float64)
+    )
 
 
 def test_small_weights_are_none():
     """1 / V of (1, 3, 2000) would give the last 3.7e-4: it gets 0, the others the rest."""
     h = torch.ones(3, 2)
     a = mixing(h, torch.tensor([1.0, 3.0, 2000.0]), h)
-    assert_close(a, torch.tensor([[0.75, 0.25, 0.0]], dtype=torch.float64).expand(3, 3), atol=1e-12, rtol=0)
+    assert_close(
+        a, torch.tensor([[0.75, 0.25, 0.0]], dtype=torch.float64).expand(3, 3), atol=1e-12, rtol=0
+    )
     assert not a[:, 2].any()
     kept = mixing(h, torch.tensor([1.0, 1.0, 400.0]), h)[0, 2]  # 1.2e-3 is above the threshold
     assert_close(kept, torch.tensor(1 / 801, dtype=torch.float64), atol=1e-9, rtol=0)
@@ -111,7 +140,9 @@ def test_small_weights_are_none():
 def apart(clients: int = 7) -> tuple[Tensor, Tensor]:
     """Statistics whose programs have uneven answers."""
     rng = torch.Generator().manual_seed(0)
-    h = 0.1 * torch.rand(clients, 30, generator=rng, dtype=torch.float64) + 0.05 * torch.eye(clients, 30)
+    h = 0.1 * torch.rand(clients, 30, generator=rng, dtype=torch.float64) + 0.05 * torch.eye(
+        clients, 30
+    )
     return h, 0.1 * torch.rand(clients, generator=rng, dtype=torch.float64) + 0.01
 
 
@@ -136,16 +167,28 @@ def test_what_one_client_says_is_no_floor_for_the_rest(size: float, others: int)
 
 
 def test_statistics_of_any_size():
-    """No error, whatever is far, loud, dark or certain; heads that nothing tells apart count the same."""
+    """No error, whatever is far, loud, dark or certain; heads that nothing tells apart count the
+    same.
+    """
     far = torch.tensor([[1.0, 0.0], [0.0, 300.0]], dtype=torch.float64)
-    assert_close(mixing(far, torch.tensor([0.01, 900.0]), far)[1], torch.tensor([0.01, 0.99], dtype=torch.float64), atol=1e-4, rtol=0)
+    assert_close(
+        mixing(far, torch.tensor([0.01, 900.0]), far)[1],
+        torch.tensor([0.01, 0.99], dtype=torch.float64),
+        atol=1e-4,
+        rtol=0,
+    )
     h, v = apart()
     loud = mixing(h, torch.cat([torch.tensor([1e3]).double(), v[1:]]), h)
     assert not loud[:, 0].any()
     assert_close(loud[1:, 1:], enumerated(h[1:], v[1:]), atol=0.01, rtol=0)
     here = (torch.arange(7) > 3).double()  # most have no features and no variance
     dark, quiet = h * here[:, None], v * here
-    assert_close(mixing(dark, quiet, dark)[4:, 4:], enumerated(dark, quiet + 1e-10)[4:, 4:], atol=1e-3, rtol=0)
+    assert_close(
+        mixing(dark, quiet, dark)[4:, 4:],
+        enumerated(dark, quiet + 1e-10)[4:, 4:],
+        atol=1e-3,
+        rtol=0,
+    )
     for scale in (1e3, 1e8, 1e15, 1e30):
         for variance in (v, v * torch.tensor([scale**2, *[1.0] * 6], dtype=torch.float64), 0 * v):
             stretched = torch.cat([scale * torch.ones(3, 30, dtype=torch.float64), h[3:]])
@@ -158,28 +201,45 @@ def test_statistics_of_any_size():
 
 @pytest.mark.parametrize("clients", [1, 2, 30])
 def test_clients_of_one_example(clients: int):
-    """V = 0 is no division by zero: alone they keep their heads, alike or without features they share them equally."""
+    """V = 0 is no division by zero: alone they keep their heads, alike or without features they
+    share them equally.
+    """
     h, none = torch.ones(clients, 3), torch.zeros(clients)
     equal = torch.full((clients, clients), 1 / clients, dtype=torch.float64)
     assert_close(mixing(h, none, h), equal, atol=1e-5, rtol=0)
     assert_close(mixing(0 * h, none, 0 * h), equal, atol=1e-9, rtol=0)
-    assert_close(mixing(torch.eye(clients), none, torch.eye(clients)), torch.eye(clients, dtype=torch.float64), atol=1e-9, rtol=0)
+    assert_close(
+        mixing(torch.eye(clients), none, torch.eye(clients)),
+        torch.eye(clients, dtype=torch.float64),
+        atol=1e-9,
+        rtol=0,
+    )
 
 
 def test_a_newcomer_gets_the_mixture_of_one_like_it(clients: FederatedData, model: nn.Module):
-    """With a body that stands still, one with the data of a client has that client's statistics, and gets its head."""
+    """With a body that stands still, one with the data of a client has that client's statistics,
+    and gets its head.
+    """
     head, still = (SGD(rate, momentum=0.5, weight_decay=5e-4) for rate in (0.5, 1e-30))
     result = run(bf.algorithms.fedpac(model, head_optimiser=head, body_optimiser=still), clients, 2)
     still = replace(result, algorithm=replace(result.algorithm, adapt=result.algorithm.adapt[:2]))
     joined = still.adapt(clients.select([5, 2]))
-    assert_close(joined.private["head"]["loc"], result.server["head"]["each"][[5, 2]], atol=1e-9, rtol=0)
+    assert_close(
+        joined.private["head"]["loc"], result.server["head"]["each"][[5, 2]], atol=1e-9, rtol=0
+    )
     assert_close(joined.predict().probs[0], result.predict().probs[5], atol=1e-9, rtol=0)
 
 
 def test_a_newcomer_trains_its_head_from_there(clients: FederatedData, model: nn.Module):
-    """The mixture, then `head_epochs` passes, here as one step of plain descent; the body is the server's."""
+    """The mixture, then `head_epochs` passes, here as one step of plain descent; the body is the
+    server's.
+    """
     old, novel = clients.hold_out(2, seed=0)
-    options: dict[str, Any] = {"batch_size": None, "head_optimiser": SGD(0.3), "body_optimiser": SGD(0.01)}
+    options: dict[str, Any] = {
+        "batch_size": None,
+        "head_optimiser": SGD(0.3),
+        "body_optimiser": SGD(0.01),
+    }
     result = run(bf.algorithms.fedpac(model, **options), old, 3)
     joined = result.adapt(novel)
     algorithm, known = result.algorithm, result.server["trained"]
@@ -192,11 +252,15 @@ def test_a_newcomer_trains_its_head_from_there(clients: FederatedData, model: nn
         weight, bias = algorithm.layout("head").leaves(head).values()
         F.cross_entropy(z @ weight.T + bias, y).backward()
         assert head.grad is not None
-        assert_close(joined.private["head"]["loc"][j], head.detach() - 0.3 * head.grad, atol=1e-9, rtol=0)
+        assert_close(
+            joined.private["head"]["loc"][j], head.detach() - 0.3 * head.grad, atol=1e-9, rtol=0
+        )
 
 
 def test_only_newcomers_are_sent_heads_of_others(clients: FederatedData, model: nn.Module):
-    """In training the heads that the server keeps for them stay there: a client receives one model and the centroids."""
+    """In training the heads that the server keeps for them stay there: a client receives one model
+    and the centroids.
+    """
     algorithm = bf.algorithms.fedpac(model)
     result = run(algorithm, clients, 2, dtype=torch.float32)
     size = sum(p.numel() for p in model.parameters())
@@ -208,9 +272,17 @@ def test_only_newcomers_are_sent_heads_of_others(clients: FederatedData, model: 
 
 def test_defaults_are_the_papers():
     """Of the authors' code; CIFAR-10 takes another learning rate."""
-    defaults = {name: p.default for name, p in inspect.signature(bf.algorithms.fedpac).parameters.items()}
+    defaults = {
+        name: p.default for name, p in inspect.signature(bf.algorithms.fedpac).parameters.items()
+    }
     head, body = (SGD(rate, momentum=0.5, weight_decay=5e-4) for rate in (0.1, 0.01))
-    steps = {"head_epochs": 1, "body_epochs": 5, "batch_size": 50, "head_optimiser": head, "body_optimiser": body}
+    steps = {
+        "head_epochs": 1,
+        "body_epochs": 5,
+        "batch_size": 50,
+        "head_optimiser": head,
+        "body_optimiser": body,
+    }
     assert {name: defaults[name] for name in (*steps, "lam")} == {**steps, "lam": 1.0}
 
 
@@ -219,7 +291,11 @@ def test_defaults_are_the_papers():
     [
         (bf.models.mlp(3, outputs=2), {"lam": -0.1}, r"lam .*got -0.1"),
         (bf.models.mlp(3, outputs=2), {"lam": float("nan")}, r"lam .*got nan"),
-        (bf.models.mlp(3, outputs=1), {"likelihood": Gaussian(1.0)}, r"likelihood Gaussian .*regression.*fedrep"),
+        (
+            bf.models.mlp(3, outputs=1),
+            {"likelihood": Gaussian(1.0)},
+            r"likelihood Gaussian .*regression.*fedrep",
+        ),
         (nn.Linear(3, 2), {}, r"model .*SplitModel.*nn\.Linear.* got Linear"),
         (SplitModel(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 2))), {}, "one nn.Linear"),
     ],
@@ -241,6 +317,8 @@ def test_two_classes_of_one_output(few: FederatedData):
 
 
 def test_many_heads_that_are_alike():
-    """Of more than a thousand every weight is below the paper's threshold: equal heads stay equal, and sum to 1."""
+    """Of more than a thousand every weight is below the paper's threshold: equal heads stay equal,
+    and sum to 1.
+    """
     weights = mixing(torch.ones(1001, 3), torch.ones(1001), torch.ones(1, 3))
     assert_close(weights, torch.full((1, 1001), 1 / 1001, dtype=torch.float64))

@@ -1,4 +1,6 @@
-"""Whole rounds of FedPAC: as a plain loop, at the limits that are other methods, and for those who are absent."""
+"""Whole rounds of FedPAC: as a plain loop, at the limits that are other methods, and for those who
+are absent.
+"""
 
 import copy
 from typing import Any
@@ -19,8 +21,12 @@ from tests.algorithms.made import CLASSES, FEDPAC, WIDTH, solved
 from tests.cases import run
 
 
-def reference(network: SplitModel, clients: FederatedData, cohorts: list[list[int]], lam: float) -> dict[str, Any]:
-    """The method as a plain loop with torch's own SGD: full batches, 2 head steps and 3 body steps."""
+def reference(
+    network: SplitModel, clients: FederatedData, cohorts: list[list[int]], lam: float
+) -> dict[str, Any]:
+    """The method as a plain loop with torch's own SGD: full batches, 2 head steps and 3
+    body steps.
+    """
     model = copy.deepcopy(network).double()
     body, sizes = copy.deepcopy(model.body.state_dict()), clients.train.counts
     heads = [copy.deepcopy(model.head.state_dict()) for _ in range(clients.clients)]
@@ -28,7 +34,14 @@ def reference(network: SplitModel, clients: FederatedData, cohorts: list[list[in
     centroids: dict[int, Tensor] = {}
     data = [(x.double(), y) for x, y in (clients.train.client(j) for j in range(clients.clients))]
     for t, cohort in enumerate(cohorts):
-        bodies, trained, h, v, sums, counts = [], [], [], [], torch.zeros(CLASSES, WIDTH).double(), torch.zeros(CLASSES).double()
+        bodies, trained, h, v, sums, counts = (
+            [],
+            [],
+            [],
+            [],
+            torch.zeros(CLASSES, WIDTH).double(),
+            torch.zeros(CLASSES).double(),
+        )
         for j in cohort:
             x, y = data[j]
             model.body.load_state_dict(body)
@@ -36,9 +49,15 @@ def reference(network: SplitModel, clients: FederatedData, cohorts: list[list[in
             with torch.no_grad():
                 z = model.body(x)
             p = [float((y == k).double().mean()) for k in range(CLASSES)]
-            means = [z[y == k].mean(0) if p[k] else torch.zeros(WIDTH).double() for k in range(CLASSES)]
+            means = [
+                z[y == k].mean(0) if p[k] else torch.zeros(WIDTH).double() for k in range(CLASSES)
+            ]
             h.append(torch.cat([p[k] * means[k] for k in range(CLASSES)]))
-            square = sum(p[k] * z[y == k].square().sum(1).mean() - p[k] ** 2 * means[k].square().sum() for k in range(CLASSES) if p[k])
+            square = sum(
+                p[k] * z[y == k].square().sum(1).mean() - p[k] ** 2 * means[k].square().sum()
+                for k in range(CLASSES)
+                if p[k]
+            )
             v.append(torch.as_tensor(square) / len(x))
             target = torch.stack([centroids.get(int(k), means[int(k)]) for k in y])
             sgd = torch.optim.SGD(model.head.parameters(), lr=0.2, momentum=0.5, weight_decay=0.01)
@@ -63,20 +82,37 @@ def reference(network: SplitModel, clients: FederatedData, cohorts: list[list[in
             for k, row in zip(y.tolist(), z, strict=True):
                 sums[k] += row
         n = float(sum(sizes[j] for j in cohort))
-        body = {key: sum(sizes[j] / n * b[key] for j, b in zip(cohort, bodies, strict=True)) for key in body}
+        body = {
+            key: sum(sizes[j] / n * b[key] for j, b in zip(cohort, bodies, strict=True))
+            for key in body
+        }
         for i, j in enumerate(cohort):
             a = solved(torch.stack(h), torch.stack(v), h[i])
-            heads[j] = {key: sum(w * head[key] for w, head in zip(a, trained, strict=True)) for key in heads[j]}
-            weights[j] = torch.zeros(clients.clients).double().index_copy(0, torch.tensor(cohort), a)
+            heads[j] = {
+                key: sum(w * head[key] for w, head in zip(a, trained, strict=True))
+                for key in heads[j]
+            }
+            weights[j] = (
+                torch.zeros(clients.clients).double().index_copy(0, torch.tensor(cohort), a)
+            )
         centroids |= {k: sums[k] / counts[k] for k in range(CLASSES) if counts[k]}
     return {"body": body, "heads": heads, "weights": weights, "centroids": centroids}
 
 
 @pytest.mark.parametrize(("participation", "seed"), [(1.0, 0), (0.75, 0), (0.5, 3)])
-def test_rounds_as_a_plain_loop(few: FederatedData, network: SplitModel, participation: float, seed: int):
-    """Four rounds, clients that stay away, a class of which the server hears late and one of which it never does."""
+def test_rounds_as_a_plain_loop(
+    few: FederatedData, network: SplitModel, participation: float, seed: int
+):
+    """Four rounds, clients that stay away, a class of which the server hears late and one of which
+    it never does.
+    """
     head, body = (SGD(rate, momentum=0.5, weight_decay=0.01) for rate in (0.2, 0.1))
-    options: dict[str, Any] = {"head_optimiser": head, "body_optimiser": body, "batch_size": None, "lam": 0.8}
+    options: dict[str, Any] = {
+        "head_optimiser": head,
+        "body_optimiser": body,
+        "batch_size": None,
+        "lam": 0.8,
+    }
     algorithm = bf.algorithms.fedpac(network, head_epochs=2, body_epochs=3, **options)
     result = run(algorithm, few, 4, participation=participation, sampling="fixed", seed=seed)
     cohorts = [result.settings.cohort(4, t).tolist() for t in range(4)]
@@ -89,7 +125,12 @@ def test_rounds_as_a_plain_loop(few: FederatedData, network: SplitModel, partici
         return torch.cat([state[key].flatten() for key in state])
 
     assert_close(result.server["body"]["loc"], flat(expected["body"]), atol=1e-10, rtol=0)
-    assert_close(result.server["head"]["each"], torch.stack([flat(head) for head in expected["heads"]]), atol=1e-10, rtol=0)
+    assert_close(
+        result.server["head"]["each"],
+        torch.stack([flat(head) for head in expected["heads"]]),
+        atol=1e-10,
+        rtol=0,
+    )
     assert_close(result.server["head"]["weights"], expected["weights"], atol=1e-9, rtol=0)
     for k, centroid in expected["centroids"].items():
         assert_close(result.server["centroids"][k], centroid, atol=1e-10, rtol=0)
@@ -97,54 +138,95 @@ def test_rounds_as_a_plain_loop(few: FederatedData, network: SplitModel, partici
 
 
 def test_the_programs_of_a_round_are_solved(clients: FederatedData, model: nn.Module):
-    """Weights of a round satisfy the optimality conditions to 1e-8, once those cut off are put back."""
+    """Weights of a round satisfy the optimality conditions to 1e-8, once those cut off are put
+    back.
+    """
     result = run(bf.algorithms.fedpac(model), clients, 2)
     known = result.server["trained"]
     h, v = known["h"].double(), known["variance"].double()
     exact = simplex.minimise(h @ h.T + torch.diag(v), h @ h.T)
     assert float(simplex.kkt(h @ h.T + torch.diag(v), h @ h.T, exact).max()) < 1e-8
-    assert_close(mixing(h, v, h), torch.where(exact < 1e-3, 0, exact) / torch.where(exact < 1e-3, 0, exact).sum(1, keepdim=True))
-    order = [int(n) for n in torch.tensor(clients.train.counts).argsort(descending=True, stable=True)]  # as uplinks come in
+    assert_close(
+        mixing(h, v, h),
+        torch.where(exact < 1e-3, 0, exact)
+        / torch.where(exact < 1e-3, 0, exact).sum(1, keepdim=True),
+    )
+    order = [
+        int(n) for n in torch.tensor(clients.train.counts).argsort(descending=True, stable=True)
+    ]  # as uplinks come in
     a = result.server["head"]["weights"][order][:, order]
     assert_close(a, mixing(h, v, h), atol=1e-12, rtol=0)
     assert_close(result.server["head"]["each"][order], a @ known["head"], atol=1e-12, rtol=0)
 
 
-def test_without_pull_and_mixing_it_is_fedrep(clients: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch):
-    """lambda = 0 and every client its own head; full batches, since phases at other places draw other ones."""
-    monkeypatch.setattr(FEDPAC, "mixing", lambda h, variance, own: torch.eye(len(own), dtype=torch.float64))
+def test_without_pull_and_mixing_it_is_fedrep(
+    clients: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+):
+    """lambda = 0 and every client its own head; full batches, since phases at other places draw
+    other ones.
+    """
+    monkeypatch.setattr(
+        FEDPAC, "mixing", lambda h, variance, own: torch.eye(len(own), dtype=torch.float64)
+    )
     options: dict[str, Any] = {"head_epochs": 2, "body_epochs": 3, "batch_size": None}
     sgd = SGD(0.1, momentum=0.5, weight_decay=0.01)
-    pac = run(bf.algorithms.fedpac(model, head_optimiser=sgd, body_optimiser=sgd, lam=0.0, **options), clients, 3)
+    pac = run(
+        bf.algorithms.fedpac(model, head_optimiser=sgd, body_optimiser=sgd, lam=0.0, **options),
+        clients,
+        3,
+    )
     rep = run(bf.algorithms.fedrep(model, optimiser=sgd, **options), clients, 3)
     assert_close(pac.server["body"]["loc"], rep.server["body"]["loc"], atol=1e-10, rtol=0)
     assert_close(pac.server["head"]["each"], rep.private["head"]["loc"], atol=1e-10, rtol=0)
     assert_close(pac.predict().probs, rep.predict().probs, atol=1e-10, rtol=0, equal_nan=True)
 
 
-def test_a_run_that_starts_from_another_goes_on_with_its_centroids(clients: FederatedData, model: nn.Module):
-    """Without chance, its first round is the next round of the run before: with the pull, which matters."""
+def test_a_run_that_starts_from_another_goes_on_with_its_centroids(
+    clients: FederatedData, model: nn.Module
+):
+    """Without chance, its first round is the next round of the run before: with the pull, which
+    matters.
+    """
     found = {}
     for lam in (0.0, 0.7):
         method = bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=lam)
         before = run(method, clients, 2)
-        found[lam], whole = run(method, clients, 1, seed=9, start=before).server, run(method, clients, 3).server
+        found[lam], whole = (
+            run(method, clients, 1, seed=9, start=before).server,
+            run(method, clients, 3).server,
+        )
         for block in ("body", "head"):
             assert_close(found[lam][block]["loc"], whole[block]["loc"], atol=1e-12, rtol=0)
-    before = run(bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=0.0), clients, 2)
-    pulled = run(bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=0.7), clients, 1, seed=9, start=before)
+    before = run(
+        bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=0.0),
+        clients,
+        2,
+    )
+    pulled = run(
+        bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=0.7),
+        clients,
+        1,
+        seed=9,
+        start=before,
+    )
     assert (pulled.server["body"]["loc"] - found[0.0]["body"]["loc"]).abs().max() > 1e-5
 
 
 def test_the_first_round_has_no_pull(clients: FederatedData, model: nn.Module):
     """Whatever lambda is; from the second round on it matters."""
     one, other = (bf.algorithms.fedpac(model, lam=lam) for lam in (0.0, 50.0))
-    assert torch.equal(run(one, clients).server["body"]["loc"], run(other, clients).server["body"]["loc"])
-    assert not torch.equal(run(one, clients, 2).server["body"]["loc"], run(other, clients, 2).server["body"]["loc"])
+    assert torch.equal(
+        run(one, clients).server["body"]["loc"], run(other, clients).server["body"]["loc"]
+    )
+    assert not torch.equal(
+        run(one, clients, 2).server["body"]["loc"], run(other, clients, 2).server["body"]["loc"]
+    )
 
 
 def test_the_absent_keep_their_heads_and_rows(clients: FederatedData, model: nn.Module):
-    """A client outside the cohort has the head and the row of its last round; before its first, the start's head and a row of 0."""
+    """A client outside the cohort has the head and the row of its last round; before its first, the
+    start's head and a row of 0.
+    """
     algorithm = bf.algorithms.fedpac(model)
     options: dict[str, Any] = {"participation": 0.5, "sampling": "fixed"}
     first, second = (run(algorithm, clients, rounds, **options).server for rounds in (1, 2))
@@ -170,9 +252,15 @@ def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: SplitModel):
     """Others become means by the number of examples, of those that have some."""
     algorithm = bf.algorithms.fedpac(network)
     size = algorithm.layout("head").size
-    before = algorithm.init(3, dtype=torch.float64) | {"seen": torch.tensor([True, True, False, False])}
+    before = algorithm.init(3, dtype=torch.float64) | {
+        "seen": torch.tensor([True, True, False, False])
+    }
     before["centroids"] = torch.arange(4.0).double()[:, None].expand(4, WIDTH).clone()
-    sent = torch.tensor([[10.0, 0.0, 30.0, 0.0], [20.0, 0.0, 0.0, 0.0]]).double()[..., None].expand(2, 4, WIDTH)
+    sent = (
+        torch.tensor([[10.0, 0.0, 30.0, 0.0], [20.0, 0.0, 0.0, 0.0]])
+        .double()[..., None]
+        .expand(2, 4, WIDTH)
+    )
     uplink = {
         "head": {"loc": torch.randn(2, size).double()},
         "counts": torch.tensor([[1.0, 0.0, 5.0, 0.0], [3.0, 0.0, 0.0, 0.0]]).double(),
@@ -190,7 +278,9 @@ def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: SplitModel):
 
 
 def test_the_two_evaluations_of_a_round(clients: FederatedData, model: nn.Module):
-    """`personal_` is the common body under the mixed head, `before_pool_` the client's own models after local training."""
+    """`personal_` is the common body under the mixed head, `before_pool_` the client's own models
+    after local training.
+    """
     body = SGD(0.2, momentum=0.5, weight_decay=5e-4)
     algorithm = bf.algorithms.fedpac(model, batch_size=None, head_epochs=3, body_optimiser=body)
     result = run(algorithm, clients, 2, evaluate_every=1)
@@ -201,5 +291,10 @@ def test_the_two_evaluations_of_a_round(clients: FederatedData, model: nn.Module
     assert_close(result.predict().client(4).probs, probs, atol=1e-12, rtol=0)
     # Of one client alone pooling changes nothing, and its head is mixed with no other.
     alone = run(algorithm, clients.select([4]), 2, evaluate_every=1).history
-    assert_close(torch.tensor(alone["before_pool_nll"]), torch.tensor(alone["personal_nll"]), atol=1e-12, rtol=0)
+    assert_close(
+        torch.tensor(alone["before_pool_nll"]),
+        torch.tensor(alone["personal_nll"]),
+        atol=1e-12,
+        rtol=0,
+    )
     assert result.history["before_pool_nll"][-1] != result.history["personal_nll"][-1]

@@ -12,18 +12,30 @@ from tests.cases import SIZES, run
 
 def test_fedper_trains_body_and_head_together(clients: FederatedData, model: nn.Module):
     """One full-batch step on both at once; bodies average by size, heads stay at home."""
-    result = run(bf.algorithms.fedper(model, epochs=1, batch_size=None, optimiser=SGD(0.3)), clients)
+    result = run(
+        bf.algorithms.fedper(model, epochs=1, batch_size=None, optimiser=SGD(0.3)), clients
+    )
     bodies = []
     for j in range(len(SIZES)):
         x, y = clients.train.client(j)
         net = bf.models.mlp(8, hidden=16, outputs=3).double()
         net.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
-        slopes = torch.autograd.grad(nn.functional.cross_entropy(net(x.double()), y), list(net.parameters()))
+        slopes = torch.autograd.grad(
+            nn.functional.cross_entropy(net(x.double()), y), list(net.parameters())
+        )
         with torch.no_grad():
             for p, slope in zip(net.parameters(), slopes, strict=True):
                 p -= 0.3 * slope
-        head, body = (torch.cat([p.detach().flatten() for p in part.parameters()]) for part in (net.head, net.body))
+        head, body = (
+            torch.cat([p.detach().flatten() for p in part.parameters()])
+            for part in (net.head, net.body)
+        )
         assert_close(result.private["head"]["loc"][j], head, atol=1e-12, rtol=0)
         bodies.append(body)
     weights = torch.tensor(SIZES).double()
-    assert_close(result.server["body"]["loc"], weights @ torch.stack(bodies) / weights.sum(), atol=1e-12, rtol=0)
+    assert_close(
+        result.server["body"]["loc"],
+        weights @ torch.stack(bodies) / weights.sum(),
+        atol=1e-12,
+        rtol=0,
+    )

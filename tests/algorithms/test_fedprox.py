@@ -21,11 +21,24 @@ def test_fedprox_without_pull_is_fedavg(clients: FederatedData, model: nn.Module
 
 
 def test_fedprox_solves_its_proximal_problem(regressions: FederatedData):
-    """A converged client is argmin |y - Xv|^2 / (2n) + mu/2 |v - w|^2, so the pull is by a mean loss: (A/n + mu)^-1 (b/n + mu w)."""
+    """A converged client is argmin |y - Xv|^2 / (2n) + mu/2 |v - w|^2, so the pull is by a mean
+    loss: (A/n + mu)^-1 (b/n + mu w).
+    """
     w0, mu = torch.full((1, DIM), 0.7), 0.4
-    algorithm = bf.algorithms.fedprox(linear_only(w0), mu=mu, epochs=3000, batch_size=None, optimiser=SGD(0.2), likelihood=Gaussian())
+    algorithm = bf.algorithms.fedprox(
+        linear_only(w0),
+        mu=mu,
+        epochs=3000,
+        batch_size=None,
+        optimiser=SGD(0.2),
+        likelihood=Gaussian(),
+    )
     result = run(algorithm, regressions, rounds=1)
     a, b = moments(regressions)
     n = torch.tensor(COUNTS).double()
-    solved = torch.linalg.solve(a / n[:, None, None] + mu * torch.eye(DIM).double(), b / n[:, None] + mu * w0.double())
-    assert_close(result.server["w"]["loc"], (n[:, None] * solved).sum(0) / n.sum(), atol=1e-10, rtol=0)
+    solved = torch.linalg.solve(
+        a / n[:, None, None] + mu * torch.eye(DIM).double(), b / n[:, None] + mu * w0.double()
+    )
+    assert_close(
+        result.server["w"]["loc"], (n[:, None] * solved).sum(0) / n.sum(), atol=1e-10, rtol=0
+    )

@@ -1,4 +1,6 @@
-"""FedSI against algebra: conditional posteriors of linear-Gaussian clients, centralised Laplace, every aggregation rule by hand."""
+"""FedSI against algebra: conditional posteriors of linear-Gaussian clients, centralised Laplace,
+every aggregation rule by hand.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +29,9 @@ def regressions() -> FederatedData:
     """Linear regressions whose weights differ between clients."""
     rng = torch.Generator().manual_seed(5)
     xs = [torch.randn(n, DIM, generator=rng) for n in COUNTS]
-    ys = [x @ torch.randn(DIM, generator=rng) + NOISE * torch.randn(len(x), generator=rng) for x in xs]
+    ys = [
+        x @ torch.randn(DIM, generator=rng) + NOISE * torch.randn(len(x), generator=rng) for x in xs
+    ]
     return bf.data.from_arrays(xs, ys, test=([x + 1 for x in xs], [y + 1 for y in ys]))
 
 
@@ -56,7 +60,9 @@ EXACT: dict[str, Any] = {
 
 
 def posterior(data: FederatedData, j: int, mean: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and precision of client j's exact posterior under N(mean, diag g); the head makes the inputs 1.5 x."""
+    """Mean and precision of client j's exact posterior under N(mean, diag g); the head makes the
+    inputs 1.5 x.
+    """
     x, y = data.train.client(j)
     x = 1.5 * x.double()
     precision = x.T @ x / NOISE**2 + torch.diag(1 / g)
@@ -64,15 +70,21 @@ def posterior(data: FederatedData, j: int, mean: Tensor, g: Tensor) -> tuple[Ten
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_a_linear_client_sends_the_exact_conditional_posterior(regressions: FederatedData, share: float):
-    """The mean is the ridge solution; sigma on S is that of S given the rest, (H_SS)^-1, and S has the largest 1 / H_rr. Two rounds."""
+def test_a_linear_client_sends_the_exact_conditional_posterior(
+    regressions: FederatedData, share: float
+):
+    """The mean is the ridge solution; sigma on S is that of S given the rest, (H_SS)^-1, and S has
+    the largest 1 / H_rr. Two rounds.
+    """
     one = regressions.select([1])
     algorithm = bf.algorithms.fedsi(linear(), share=share, **EXACT)
     mean, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
     for rounds in (1, 2):
         result = run(keeping(algorithm), one, rounds)
         mean, precision = posterior(one, 0, mean, g)
-        chosen = (1 / precision.diagonal()).argsort(descending=True)[: int(share * DIM)].sort().values
+        chosen = (
+            (1 / precision.diagonal()).argsort(descending=True)[: int(share * DIM)].sort().values
+        )
         std = torch.zeros(DIM, dtype=torch.float64)
         std[chosen] = precision[chosen][:, chosen].inverse().diagonal().sqrt()
         assert_close(result.server["body"]["loc"], mean, atol=1e-9, rtol=0)
@@ -83,11 +95,18 @@ def test_a_linear_client_sends_the_exact_conditional_posterior(regressions: Fede
 
 @pytest.mark.slow
 def test_fac_keeps_every_weight_on_its_own(regressions: FederatedData):
-    """sigma_r = H_rr^(-1/2) for all weights: FedSI with all of them where inputs are orthogonal, and larger than nothing else."""
+    """sigma_r = H_rr^(-1/2) for all weights: FedSI with all of them where inputs are orthogonal,
+    and larger than nothing else.
+    """
     result = run(keeping(bf.algorithms.fedsi_fac(linear(), **EXACT)), regressions)
     start, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
     for j in range(len(COUNTS)):
-        assert_close(result.private["std"][j], posterior(regressions, j, start, g)[1].diagonal().rsqrt(), atol=1e-9, rtol=0)
+        assert_close(
+            result.private["std"][j],
+            posterior(regressions, j, start, g)[1].diagonal().rsqrt(),
+            atol=1e-9,
+            rtol=0,
+        )
     mean, one = result.server["body"]["loc"], torch.ones(DIM, dtype=torch.float64)
     for j in range(len(COUNTS)):
         x = 1.5 * regressions.test.client(j)[0].double()
@@ -95,16 +114,25 @@ def test_fac_keeps_every_weight_on_its_own(regressions: FederatedData):
         assert found.variance is not None
         expected = x.square() @ (1 / posterior(regressions, j, mean, one)[1].diagonal()) + NOISE**2
         assert_close(found.variance[:, 0], expected, atol=1e-9, rtol=0)
-    orthogonal = bf.data.from_arrays([2 * torch.eye(DIM)], [torch.ones(DIM)], outputs=1, task="regression")
+    orthogonal = bf.data.from_arrays(
+        [2 * torch.eye(DIM)], [torch.ones(DIM)], outputs=1, task="regression"
+    )
     fac, all_of_them = (
         run(keeping(algorithm), orthogonal)
-        for algorithm in (bf.algorithms.fedsi_fac(linear(), **EXACT), bf.algorithms.fedsi(linear(), share=1.0, **EXACT))
+        for algorithm in (
+            bf.algorithms.fedsi_fac(linear(), **EXACT),
+            bf.algorithms.fedsi(linear(), share=1.0, **EXACT),
+        )
     )
     assert_close(fac.server["g"], all_of_them.server["g"], atol=1e-12, rtol=0)
 
 
-def test_one_client_and_one_round_is_centralised_subnetwork_laplace(model: nn.Module, clients: FederatedData):
-    """On a classifier: the same subnetwork, the same variances, and after fine-tuning the same predictions, by `Laplace` alone."""
+def test_one_client_and_one_round_is_centralised_subnetwork_laplace(
+    model: nn.Module, clients: FederatedData
+):
+    """On a classifier: the same subnetwork, the same variances, and after fine-tuning the same
+    predictions, by `Laplace` alone.
+    """
     one = clients.select([0])
     options: dict[str, Any] = {
         "share": 0.3,
@@ -123,18 +151,33 @@ def test_one_client_and_one_round_is_centralised_subnetwork_laplace(model: nn.Mo
 
     def at(body: Tensor, head: Tensor | None = None) -> nn.Module:
         with torch.no_grad():
-            leaves = layout.leaves(body) | (algorithm.layout("head").leaves(head) if head is not None else {})
+            leaves = layout.leaves(body) | (
+                algorithm.layout("head").leaves(head) if head is not None else {}
+            )
             for name, leaf in leaves.items():
                 network.get_parameter(name).copy_(leaf)
         return network
 
     def subnetwork(precision: float) -> Laplace:
         whole = Laplace.fit(network, x, precision=precision, structure="diagonal", pattern="body.*")
-        chosen = select("wasserstein", Evidence(whole.loc, whole.diagonal, 1 / whole.precision), int(0.3 * layout.size))
-        return Laplace.fit(network, x, precision=precision, structure="subnetwork", indices=chosen, pattern="body.*")
+        chosen = select(
+            "wasserstein",
+            Evidence(whole.loc, whole.diagonal, 1 / whole.precision),
+            int(0.3 * layout.size),
+        )
+        return Laplace.fit(
+            network,
+            x,
+            precision=precision,
+            structure="subnetwork",
+            indices=chosen,
+            pattern="body.*",
+        )
 
     at(result.server["body"]["loc"])
-    assert_close(result.private["std"][0].square(), subnetwork(0.5).moments()[1], atol=1e-12, rtol=1e-9)
+    assert_close(
+        result.private["std"][0].square(), subnetwork(0.5).moments()[1], atol=1e-12, rtol=1e-9
+    )
     head = fine_tuned_head(algorithm, result, one)
     at(result.server["body"]["loc"], head)
     expected = subnetwork(3.0).predict(one.test.client(0)[0].double(), link="per_class")["probs"]
@@ -150,11 +193,22 @@ def test_one_client_and_one_round_is_centralised_subnetwork_laplace(model: nn.Mo
 
 
 @pytest.mark.parametrize("structure", ["subnetwork", "diagonal"])
-def test_the_papers_literal_reading_predicts_with_the_servers_variances(model: nn.Module, clients: FederatedData, structure: Any):
-    """Step 4 of its algorithm 1: H = GGN + diag(1 / g), the same g for the choice of the subnetwork; no validation data are needed."""
+def test_the_papers_literal_reading_predicts_with_the_servers_variances(
+    model: nn.Module, clients: FederatedData, structure: Any
+):
+    """Step 4 of its algorithm 1: H = GGN + diag(1 / g), the same g for the choice of the
+    subnetwork; no validation data are needed.
+    """
     share = {"share": 0.3} if structure == "subnetwork" else {}
     algorithm = bf.algorithms.fedsi(
-        model, structure=structure, prior="global", centre=False, prior_precision=2.0, epochs=2, finetune_steps=3, **share
+        model,
+        structure=structure,
+        prior="global",
+        centre=False,
+        prior_precision=2.0,
+        epochs=2,
+        finetune_steps=3,
+        **share,
     )
     result = run(algorithm, clients)
     assert result.tuned is None
@@ -164,7 +218,9 @@ def test_the_papers_literal_reading_predicts_with_the_servers_variances(model: n
     network = bf.models.mlp(8, hidden=16, outputs=3).double()
     own = result.client(2).model().double()
     network.load_state_dict(own.state_dict())
-    whole = Laplace.fit(network, x.double(), precision=1 / g, structure="diagonal", pattern="body.*")
+    whole = Laplace.fit(
+        network, x.double(), precision=1 / g, structure="diagonal", pattern="body.*"
+    )
     if structure == "subnetwork":
         chosen = select("wasserstein", Evidence(whole.loc, whole.diagonal, g), int(0.3 * len(g)))
         whole = whole.with_structure(x.double(), "subnetwork", indices=chosen)
@@ -174,7 +230,9 @@ def test_the_papers_literal_reading_predicts_with_the_servers_variances(model: n
 
 
 def test_what_predictions_do_not_read(model: nn.Module):
-    """A precision beside the server's, a learnt prior where nothing is learnt, centring that changes nothing; what only some read."""
+    """A precision beside the server's, a learnt prior where nothing is learnt, centring that
+    changes nothing; what only some read.
+    """
     with pytest.raises(ValueError, match=r"predictive_precision .*prior='global'.*got 2\.0"):
         bf.algorithms.fedsi(model, prior="global", predictive_precision=2.0)
     with pytest.raises(ValueError, match=r"prior .*structure='full'.*'global'"):
@@ -191,8 +249,16 @@ def test_what_predictions_do_not_read(model: nn.Module):
     assert bf.algorithms.fedsi(model, link="draws").draws == 100
     single = bf.models.mlp(8, hidden=4, outputs=1)
     for likelihood, options, message in (
-        (Gaussian(), {"link": "draws"}, r"link says nothing under a likelihood of Gaussian, got 'draws'"),
-        (Gaussian(), {"centre": False}, r"centre says nothing under a likelihood of Gaussian, got False"),
+        (
+            Gaussian(),
+            {"link": "draws"},
+            r"link says nothing under a likelihood of Gaussian, got 'draws'",
+        ),
+        (
+            Gaussian(),
+            {"centre": False},
+            r"centre says nothing under a likelihood of Gaussian, got False",
+        ),
         (Bernoulli(), {"centre": False}, r"centre=False .*Bernoulli"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -213,7 +279,10 @@ def fine_tuned_head(algorithm: bf.Algorithm, result: Any, data: FederatedData) -
         def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
             seen.append(view["head"]["loc"].clone())
             assert not torch.equal(view["head"]["loc"], given["head"]["loc"])
-            return lambda x, value=None, noise=None, plain=False: {"probs": x[:, :3].softmax(-1), "epistemic": x[:, 0]}
+            return lambda x, value=None, noise=None, plain=False: {
+                "probs": x[:, :3].softmax(-1),
+                "epistemic": x[:, 0],
+            }
 
     replace(result, algorithm=replace(algorithm, predictor=Watch())).predict()
     return seen[0]
@@ -232,17 +301,28 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_aggregation_by_hand(regressions: FederatedData, rule: Any):
-    """Never selected: alpha, whatever the means. By one of two, by both, below the floor, above the cap (alpha)."""
-    algorithm = bf.algorithms.fedsi(SplitModel(nn.Linear(5, 1, bias=False), nn.Linear(1, 1)), aggregation=rule, **EXACT)
+    """Never selected: alpha, whatever the means. By one of two, by both, below the floor, above the
+    cap (alpha).
+    """
+    algorithm = bf.algorithms.fedsi(
+        SplitModel(nn.Linear(5, 1, bias=False), nn.Linear(1, 1)), aggregation=rule, **EXACT
+    )
     server = algorithm.init(2, dtype=torch.float64)
-    uplink = {"std": STDS, "body": {"loc": LOCS}, "uncurved": torch.tensor([0.25, 0.75], dtype=torch.float64), "round": 0}
+    uplink = {
+        "std": STDS,
+        "body": {"loc": LOCS},
+        "uncurved": torch.tensor([0.25, 0.75], dtype=torch.float64),
+        "round": 0,
+    }
     new = algorithm.combine(server, torch.arange(2), uplink)
     assert_close(new["g"], torch.tensor(RULES[rule], dtype=torch.float64), atol=1e-12, rtol=1e-9)
     assert_close(new["uncurved_share"], torch.tensor(0.5, dtype=torch.float64))
 
 
 def test_the_product_weighs_means_by_precision():
-    """Among those that selected a weight; the plain mean where nobody did, and everywhere for the other rules."""
+    """Among those that selected a weight; the plain mean where nobody did, and everywhere for the
+    other rules.
+    """
     model = SplitModel(nn.Linear(5, 1, bias=False), nn.Linear(1, 1))
     uplink = {"std": STDS, "body": {"loc": LOCS}, "uncurved": torch.zeros(2), "round": 0}
     for rule, third in (("product", 2 * 4 / 104), ("moment_match", 1.0)):
@@ -250,7 +330,12 @@ def test_the_product_weighs_means_by_precision():
         server = algorithm.init(2, dtype=torch.float64)
         loc = algorithm.combine(server, torch.arange(2), uplink)["body"]["loc"]
         second = 1.0 if rule == "product" else 2.0
-        assert_close(loc, torch.tensor([2.0, second, third, 0.0, 1.0], dtype=torch.float64), atol=1e-12, rtol=0)
+        assert_close(
+            loc,
+            torch.tensor([2.0, second, third, 0.0, 1.0], dtype=torch.float64),
+            atol=1e-12,
+            rtol=0,
+        )
 
 
 def test_means_count_every_client_alike(regressions: FederatedData):
@@ -264,7 +349,10 @@ def test_means_count_every_client_alike(regressions: FederatedData):
 def test_curvature_every_other_round(regressions: FederatedData):
     """Between fits g stays, whoever is in the cohort, and the means move on."""
     algorithm = bf.algorithms.fedsi(linear(), share=0.5, curvature_every=2, **{**EXACT, "steps": 3})
-    one, two, three = (run(keeping(algorithm), regressions, rounds, participation=0.67, seed=3) for rounds in (1, 2, 3))
+    one, two, three = (
+        run(keeping(algorithm), regressions, rounds, participation=0.67, seed=3)
+        for rounds in (1, 2, 3)
+    )
     assert set(one.settings.cohort(3, 0)) != set(one.settings.cohort(3, 1))
     assert torch.equal(one.server["g"], two.server["g"])
     assert not torch.equal(one.server["body"]["loc"], two.server["body"]["loc"])
@@ -272,10 +360,20 @@ def test_curvature_every_other_round(regressions: FederatedData):
 
 
 def test_random_subnetworks_are_one_for_all(model: nn.Module, clients: FederatedData):
-    """Equal seeds choose equal weights on every client and in every round, so that indices need not travel; another seed others."""
-    options: dict[str, Any] = {"share": 0.2, "selection": "random", "epochs": 1, "predictive_precision": 1.0}
+    """Equal seeds choose equal weights on every client and in every round, so that indices need not
+    travel; another seed others.
+    """
+    options: dict[str, Any] = {
+        "share": 0.2,
+        "selection": "random",
+        "epochs": 1,
+        "predictive_precision": 1.0,
+    }
     chosen = [
-        run(keeping(bf.algorithms.fedsi(model, seed=seed, **options)), clients, rounds).private["std"] > 0
+        run(keeping(bf.algorithms.fedsi(model, seed=seed, **options)), clients, rounds).private[
+            "std"
+        ]
+        > 0
         for seed, rounds in ((0, 1), (0, 2), (1, 1))
     ]
     assert bool((chosen[0] == chosen[0][0]).all())
@@ -285,7 +383,9 @@ def test_random_subnetworks_are_one_for_all(model: nn.Module, clients: Federated
 
 
 def test_the_whole_body_trains_under_one_variance(regressions: FederatedData):
-    """Its mean is the average of ridge solutions under N(mu, alpha), its predictions those of the full Laplace approximation at it."""
+    """Its mean is the average of ridge solutions under N(mu, alpha), its predictions those of the
+    full Laplace approximation at it.
+    """
     result = run(keeping(bf.algorithms.fedsi_full(linear(), **EXACT)), regressions)
     start, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
     mean = torch.stack([posterior(regressions, j, start, g)[0] for j in range(len(COUNTS))]).mean(0)
@@ -305,22 +405,41 @@ def test_every_variant_fine_tunes_its_head(model: nn.Module, clients: FederatedD
     options: dict[str, Any] = {"epochs": 1, "predictive_precision": 1.0, "finetune_steps": 3}
     heads = [
         fine_tuned_head(algorithm, run(keeping(algorithm), clients), clients)
-        for algorithm in (make(model, **options) for make in (bf.algorithms.fedsi, bf.algorithms.fedsi_fac, bf.algorithms.fedsi_full))
+        for algorithm in (
+            make(model, **options)
+            for make in (bf.algorithms.fedsi, bf.algorithms.fedsi_fac, bf.algorithms.fedsi_full)
+        )
     ]
     start = bf.algorithms.fedsi(model).init(7, dtype=torch.float64)["head"]["loc"]
     assert not any(torch.equal(head, start) for head in heads)
 
 
 def test_the_product_weighs_clients_that_have_fitted(model: nn.Module, clients: FederatedData):
-    """By precision where somebody selected a weight; all alike where nobody did, as in a round without fits, whose reports are 0."""
-    algorithm = bf.algorithms.fedsi(model, aggregation="product", curvature_every=2, share=0.3, epochs=1, predictive_precision=1.0)
+    """By precision where somebody selected a weight; all alike where nobody did, as in a round
+    without fits, whose reports are 0.
+    """
+    algorithm = bf.algorithms.fedsi(
+        model,
+        aggregation="product",
+        curvature_every=2,
+        share=0.3,
+        epochs=1,
+        predictive_precision=1.0,
+    )
     sent = {"body": {"loc": torch.tensor([[0.0, 1.0], [3.0, 5.0]])}}
     fitted = pooled_mean({"std": torch.tensor([[1.0, 0.0], [0.5, 2.0]]), **sent}, weighted=True)
     assert_close(fitted, torch.tensor([3 * 4 / 5, 5.0]).double())
-    assert_close(pooled_mean({"std": torch.zeros(2, 2), **sent}, weighted=True), torch.tensor([1.5, 3.0]).double())
+    assert_close(
+        pooled_mean({"std": torch.zeros(2, 2), **sent}, weighted=True),
+        torch.tensor([1.5, 3.0]).double(),
+    )
     found: list[Tensor] = []
     watched = replace(
-        algorithm, combine=lambda server, ids, uplink: (found.append(uplink["std"]), algorithm.combine(server, ids, uplink))[1]
+        algorithm,
+        combine=lambda server, ids, uplink: (
+            found.append(uplink["std"]),
+            algorithm.combine(server, ids, uplink),
+        )[1],
     )
     run(watched, clients, rounds=2)
     assert bool((found[0] > 0).any())
@@ -328,11 +447,24 @@ def test_the_product_weighs_clients_that_have_fitted(model: nn.Module, clients: 
 
 
 def test_the_share_without_curvature_is_told(model: nn.Module, clients: FederatedData):
-    """Inputs that are constant 0 have weights without curvature: the server's mean of the clients' shares says how many were taken."""
+    """Inputs that are constant 0 have weights without curvature: the server's mean of the clients'
+    shares says how many were taken.
+    """
     data = replace(
-        clients, splits={k: replace(s, x=torch.cat([s.x[:, :6], torch.zeros_like(s.x[:, 6:])], 1)) for k, s in clients.splits.items()}
+        clients,
+        splits={
+            k: replace(s, x=torch.cat([s.x[:, :6], torch.zeros_like(s.x[:, 6:])], 1))
+            for k, s in clients.splits.items()
+        },
     )
-    result = run(keeping(bf.algorithms.fedsi(model, share=0.1, epochs=1, selection="random", predictive_precision=1.0)), data)
+    result = run(
+        keeping(
+            bf.algorithms.fedsi(
+                model, share=0.1, epochs=1, selection="random", predictive_precision=1.0
+            )
+        ),
+        data,
+    )
     layout = result.algorithm.layout("body")
     dead = torch.zeros(layout.size, dtype=torch.bool)
     layout.leaves(dead)["body.0.weight"][:, 6:] = True
@@ -340,29 +472,46 @@ def test_the_share_without_curvature_is_told(model: nn.Module, clients: Federate
     told, least = result.private["uncurved"], (chosen & dead).sum(1) / chosen.sum(1).double()
     assert bool((told >= least - 1e-12).all())  # units that a small client never lights come on top
     assert_close(told[:2], least[:2], atol=0.08, rtol=0)
-    assert float(result.server["uncurved_share"]) == pytest.approx(float(result.private["uncurved"].mean()))
+    assert float(result.server["uncurved_share"]) == pytest.approx(
+        float(result.private["uncurved"].mean())
+    )
     assert float(result.server["uncurved_share"]) > 0.1
 
 
 def test_heads_that_train_are_private(model: nn.Module, clients: FederatedData):
-    """As in the authors' code: every client has a head of its own, moved with the body; by default the common one stands still."""
+    """As in the authors' code: every client has a head of its own, moved with the body; by default
+    the common one stands still.
+    """
     options: dict[str, Any] = {"epochs": 2, "share": 0.3, "predictive_precision": 1.0}
-    still, own = (run(keeping(bf.algorithms.fedsi(model, train_head=train, **options)), clients) for train in (False, True))
+    still, own = (
+        run(keeping(bf.algorithms.fedsi(model, train_head=train, **options)), clients)
+        for train in (False, True)
+    )
     start = still.algorithm.init(7, dtype=torch.float64)["head"]["loc"]
     assert torch.equal(still.server["head"]["loc"], start)
     assert "head" not in still.private
     assert len(own.private["head"]["loc"].unique(dim=0)) == 7
     assert not any(key.startswith("head") for key in own.algorithm.uplink())
     for make in (bf.algorithms.fedsi_fac, bf.algorithms.fedsi_full):
-        moved = run(keeping(make(model, train_head=True, epochs=2, predictive_precision=1.0)), clients).private["head"]["loc"]
+        moved = run(
+            keeping(make(model, train_head=True, epochs=2, predictive_precision=1.0)), clients
+        ).private["head"]["loc"]
         assert len(moved.unique(dim=0)) == 7
 
 
 @pytest.mark.filterwarnings("ignore:most of the selected weights")
 def test_the_literal_prior_is_stable(model: nn.Module, clients: FederatedData):
-    """alpha = 1e-4 as a variance: after a round of averaging the pull is k = 1 / (g n) in the thousands, and training stays finite."""
+    """alpha = 1e-4 as a variance: after a round of averaging the pull is k = 1 / (g n) in the
+    thousands, and training stays finite.
+    """
     algorithm = bf.algorithms.fedsi(
-        model, prior_precision=1e4, predictive_precision=1e4, optimiser=SGD(0.1), share=0.1, epochs=3, batch_size=10
+        model,
+        prior_precision=1e4,
+        predictive_precision=1e4,
+        optimiser=SGD(0.1),
+        share=0.1,
+        epochs=3,
+        batch_size=10,
     )
     result = run(keeping(algorithm), clients, rounds=4)
     selected = result.server["g"] < 0.99e-4

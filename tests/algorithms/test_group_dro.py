@@ -20,11 +20,17 @@ from tests.cases import close, federation, keeping, run, weights
 def test_a_rare_environment_keeps_its_weight(name: str):
     """Three rows of 200, of which losses on 50 evenly spaced ones would have none."""
     rng = torch.Generator().manual_seed(0)
-    x, y, environment = torch.randn(200, 8, generator=rng), torch.arange(200) % 3, torch.zeros(200, dtype=torch.int64)
+    x, y, environment = (
+        torch.randn(200, 8, generator=rng),
+        torch.arange(200) % 3,
+        torch.zeros(200, dtype=torch.int64),
+    )
     environment[[31, 90, 177]] = 1
     clients = bf.data.from_arrays([x], [y], environments=[environment], outputs=3, test_share=0)
     options = {"lower": "group_dro"} if name == "perinvfl" else {}
-    algorithm = getattr(bf.algorithms, name)(nn.Linear(8, 3), environments=2, loss_examples=50, steps=1, **options)
+    algorithm = getattr(bf.algorithms, name)(
+        nn.Linear(8, 3), environments=2, loss_examples=50, steps=1, **options
+    )
     log_q = run(algorithm, clients, rounds=3).server["log_q"]
     assert bool((log_q.exp() > 0.3).all())
     close(log_q.exp().sum(), 1.0)
@@ -33,9 +39,13 @@ def test_a_rare_environment_keeps_its_weight(name: str):
 
 
 def test_rounds_of_group_dro_by_hand(clients: FederatedData):
-    """Fresh losses at the model received; a client trains on its environments' part of q, and counts what they do together."""
+    """Fresh losses at the model received; a client trains on its environments' part of q, and
+    counts what they do together.
+    """
     eta, rate, rounds = 0.8, 0.05, 3
-    algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=eta, environments=2, steps=2, batch_size=None, optimiser=SGD(rate))
+    algorithm = bf.algorithms.group_dro(
+        nn.Linear(8, 3), eta=eta, environments=2, steps=2, batch_size=None, optimiser=SGD(rate)
+    )
     hand, w = ByHand(clients, algorithm), weights(algorithm)
     groups = [(j, int(e)) for j in range(7) for e in hand.data[j][2].unique()]
     assert len(groups) == 10
@@ -68,13 +78,19 @@ def test_rounds_of_group_dro_by_hand(clients: FederatedData):
 
 @pytest.mark.parametrize("eta", [1e4, 1e6])
 def test_group_dro_beyond_the_range_of_exp(eta: float, clients: FederatedData):
-    """Weights over- and underflow, their logarithms don't, nor what stands for environments that a client lacks: small cohorts by hand."""
+    """Weights over- and underflow, their logarithms don't, nor what stands for environments that a
+    client lacks: small cohorts by hand.
+    """
     torch.manual_seed(0)
-    algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=eta, environments=2, steps=1, batch_size=None, optimiser=SGD(0.05))
+    algorithm = bf.algorithms.group_dro(
+        nn.Linear(8, 3), eta=eta, environments=2, steps=1, batch_size=None, optimiser=SGD(0.05)
+    )
     result = run(algorithm, clients, rounds=12, participation=0.3)
     hand, w = ByHand(clients, algorithm), weights(algorithm)
     groups = [(j, int(e)) for j in range(7) for e in hand.data[j][2].unique()]
-    log_q = {(j, e): torch.tensor(1 / 14, dtype=torch.float64).log() for j in range(7) for e in (0, 1)}
+    log_q = {
+        (j, e): torch.tensor(1 / 14, dtype=torch.float64).log() for j in range(7) for e in (0, 1)
+    }
 
     def risk(w: Tensor, j: int, e: int) -> Tensor:
         return hand.losses(w, j)[hand.data[j][2] == e].mean()
@@ -86,32 +102,46 @@ def test_group_dro_beyond_the_range_of_exp(eta: float, clients: FederatedData):
         raised = torch.stack([log_q[group] + eta * risk(w, *group) for group in mine])
         after = raised - raised.logsumexp(0) + mass
         log_q |= dict(zip(mine, after, strict=True))
-        log_q = {group: q for group, q in log_q.items() if group in groups or group[0] not in cohort}
+        log_q = {
+            group: q for group, q in log_q.items() if group in groups or group[0] not in cohort
+        }
         total = torch.stack(list(log_q.values())).logsumexp(0)
         log_q = {group: q - total for group, q in log_q.items()}
         models, sums = [], []
         for j in cohort:
             own = torch.stack([log_q[group] for group in mine if group[0] == j])
             at = [group for group in mine if group[0] == j]
-            slope = torch.func.grad(lambda w, at, own: torch.stack([risk(w, *group) for group in at]) @ own.softmax(0))
+            slope = torch.func.grad(
+                lambda w, at, own: torch.stack([risk(w, *group) for group in at]) @ own.softmax(0)
+            )
             models.append(w - 0.05 * slope(w, at, own))
             sums.append(own.logsumexp(0))
         w = torch.stack(sums).softmax(0) @ torch.stack(models)
     close(result.server["w"]["loc"], w, 1e-9)
-    close(torch.stack([result.server["log_q"][group] for group in groups]), torch.stack([log_q[group] for group in groups]), 1e-6)
+    close(
+        torch.stack([result.server["log_q"][group] for group in groups]),
+        torch.stack([log_q[group] for group in groups]),
+        1e-6,
+    )
     assert float(min(log_q.values())) < -1e3
 
 
 def test_one_step_of_group_dro_descends_the_weighted_risk(clients: FederatedData):
     """sum_e q_e R_e, at the weights of the round."""
-    algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=2.0, environments=2, steps=1, batch_size=None, optimiser=SGD(0.3))
+    algorithm = bf.algorithms.group_dro(
+        nn.Linear(8, 3), eta=2.0, environments=2, steps=1, batch_size=None, optimiser=SGD(0.3)
+    )
     hand, w = ByHand(clients, algorithm), weights(algorithm)
     result = run(algorithm, clients)
     q = result.server["log_q"].exp()
 
     def weighted(w: Tensor) -> Tensor:
         return sum(
-            (q[j, e] * hand.losses(w, j)[hand.data[j][2] == e].mean() for j in range(7) for e in hand.data[j][2].unique()),
+            (
+                q[j, e] * hand.losses(w, j)[hand.data[j][2] == e].mean()
+                for j in range(7)
+                for e in hand.data[j][2].unique()
+            ),
             torch.tensor(0.0),
         )
 
@@ -120,18 +150,27 @@ def test_one_step_of_group_dro_descends_the_weighted_risk(clients: FederatedData
 
 @pytest.mark.parametrize("most", [None, 7])
 def test_batches_of_group_dro_are_weighted_as_the_client(clients: FederatedData, most: int | None):
-    """One example a batch: the energy's mean over a pass is sum_e q_e R_e of a client, also where q is from losses on a few examples."""
-    algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=2.0, environments=2, loss_examples=most, steps=1, batch_size=1)
+    """One example a batch: the energy's mean over a pass is sum_e q_e R_e of a client, also where q
+    is from losses on a few examples.
+    """
+    algorithm = bf.algorithms.group_dro(
+        nn.Linear(8, 3), eta=2.0, environments=2, loss_examples=most, steps=1, batch_size=1
+    )
     measure, step = algorithm.phases
     hand, w, ids = ByHand(clients, algorithm), weights(algorithm), np.array([1])
     data = clients.to(dtype=torch.float64).train
     view = {"w": {"loc": w}, "n": hand.n[1], "log_q": torch.tensor([0.3, 0.7]).double().log()}
     given: dict[str, Any] = {"w": {"loc": w}, "round": 0, "rounds": 1}
-    everything = {key: t[0] for key, t in PhasePlan(measure, data, ids, dtype=torch.float64).batch(0, 1).items()}
+    everything = {
+        key: t[0]
+        for key, t in PhasePlan(measure, data, ids, dtype=torch.float64).batch(0, 1).items()
+    }
     view = measure.fn(algorithm, given, view, everything)
     plan = PhasePlan(replace(step, steps=40), data, ids, dtype=torch.float64)
     batches = [{key: t[0] for key, t in plan.batch(t, 1).items()} for t in range(40)]
-    found = torch.stack([step.energy(algorithm, {"w": {"loc": w}}, given, view, batch, {})[0] for batch in batches])
+    found = torch.stack(
+        [step.energy(algorithm, {"w": {"loc": w}}, given, view, batch, {})[0] for batch in batches]
+    )
     losses, environment = hand.losses(w, 1), hand.data[1][2]
     places = torch.arange(20) if most is None else torch.arange(most // 2) * 20 // (most // 2)
     measured = torch.stack([losses[environment == e][places].mean() for e in (0, 1)])
@@ -146,17 +185,23 @@ def test_one_client_has_all_the_weight():
     options = {"steps": 3, "batch_size": None, "optimiser": SGD(0.1)}
     result = run(bf.algorithms.group_dro(nn.Linear(8, 3), eta=5.0, **options), alone, rounds=3)
     assert result.server["log_q"].tolist() == [[0.0]]
-    same = bf.algorithms.fedavg(result.algorithm.model, epochs=3, batch_size=None, optimiser=SGD(0.1))
+    same = bf.algorithms.fedavg(
+        result.algorithm.model, epochs=3, batch_size=None, optimiser=SGD(0.1)
+    )
     close(result.server["w"]["loc"], run(same, alone, rounds=3).server["w"]["loc"])
 
 
 @pytest.mark.parametrize("environments", [2, 4])
 def test_without_a_step_all_environments_count_the_same(clients: FederatedData, environments: int):
     """Whoever came when, and however many places of a client are empty."""
-    algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=0.0, environments=environments, steps=1)
+    algorithm = bf.algorithms.group_dro(
+        nn.Linear(8, 3), eta=0.0, environments=environments, steps=1
+    )
     for participation in (1.0, 0.5):
         result = run(algorithm, clients, rounds=6, participation=participation)
-        assert set(np.concatenate([result.settings.cohort(7, t) for t in range(6)])) == set(range(7))
+        assert set(np.concatenate([result.settings.cohort(7, t) for t in range(6)])) == set(
+            range(7)
+        )
         there = torch.zeros(7, environments)
         for j in range(7):
             there[j, ByHand(clients, algorithm).data[j][2]] = 1
@@ -181,7 +226,9 @@ def test_weights_of_those_who_stay_away(clients: FederatedData):
 
 def test_losses_on_some_examples(clients: FederatedData):
     """They are measured on those alone, at the model received."""
-    algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=1.0, environments=2, loss_examples=10, steps=1)
+    algorithm = bf.algorithms.group_dro(
+        nn.Linear(8, 3), eta=1.0, environments=2, loss_examples=10, steps=1
+    )
     hand, w = ByHand(clients, algorithm), weights(algorithm)
     result = run(keeping(algorithm), clients)
     for j in range(7):
@@ -189,7 +236,9 @@ def test_losses_on_some_examples(clients: FederatedData):
         losses, environment = hand.losses(w, j), hand.data[j][2]
         for e in environment.unique():
             own, share = losses[environment == e], 10 // len(environment.unique())
-            places = [i * len(own) // share for i in range(share)] if n > 10 else list(range(len(own)))
+            places = (
+                [i * len(own) // share for i in range(share)] if n > 10 else list(range(len(own)))
+            )
             close(result.private["risk"][j, e], own[places].mean(), 1e-10)
 
 

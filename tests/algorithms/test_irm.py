@@ -1,4 +1,6 @@
-"""IRM: its limits, its gradient on the server, a linear model whose answer is known, what is refused."""
+"""IRM: its limits, its gradient on the server, a linear model whose answer is known, what is
+refused.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -28,42 +30,98 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def test_without_a_penalty_irm_is_fedavg(clients: FederatedData):
-    """gamma and l2 at 0, the same optimiser and steps; and by GroupDRO where eta is 0 and clients are one environment, but for sizes."""
+    """gamma and l2 at 0, the same optimiser and steps; and by GroupDRO where eta is 0 and clients
+    are one environment, but for sizes.
+    """
     model = nn.Linear(8, 3)
     options: dict[str, Any] = {"steps": 5, "batch_size": None, "optimiser": SGD(0.1)}
     average = bf.algorithms.fedavg(model, epochs=5, batch_size=None, optimiser=SGD(0.1))
     wanted = run(average, clients, rounds=3).server["w"]["loc"]
-    close(run(bf.algorithms.irm(model, gamma=0.0, l2=0.0, **options), clients, rounds=3).server["w"]["loc"], wanted)
-    assert not torch.allclose(run(bf.algorithms.irm(model, gamma=0.1, l2=0.0, **options), clients, rounds=3).server["w"]["loc"], wanted)
+    close(
+        run(bf.algorithms.irm(model, gamma=0.0, l2=0.0, **options), clients, rounds=3).server["w"][
+            "loc"
+        ],
+        wanted,
+    )
+    assert not torch.allclose(
+        run(bf.algorithms.irm(model, gamma=0.1, l2=0.0, **options), clients, rounds=3).server["w"][
+            "loc"
+        ],
+        wanted,
+    )
     alike = replace(average, blocks={"w": replace(average.blocks["w"], pool=Mean(equal))})
     wanted = run(alike, clients, rounds=3).server["w"]["loc"]
-    got = run(bf.algorithms.group_dro(model, eta=0.0, **options), clients.as_environments(), rounds=3).server["w"]["loc"]
+    got = run(
+        bf.algorithms.group_dro(model, eta=0.0, **options), clients.as_environments(), rounds=3
+    ).server["w"]["loc"]
     close(got, wanted, 1e-10)
 
 
 def test_irm_ft_without_a_penalty_is_fedavg_ft(clients: FederatedData):
-    """theta of a round is the model received, fine-tuned: what FedAvg-FT predicts by a round earlier."""
+    """theta of a round is the model received, fine-tuned: what FedAvg-FT predicts by a round
+    earlier.
+    """
     model = nn.Linear(8, 3)
-    options: dict[str, Any] = {"steps": 2, "batch_size": None, "optimiser": SGD(0.1), "personal_optimiser": Adam(0.05)}
-    tuned = bf.algorithms.fedavg_ft(model, epochs=2, batch_size=None, optimiser=SGD(0.1), finetune_epochs=6, finetune_optimiser=Adam(0.05))
+    options: dict[str, Any] = {
+        "steps": 2,
+        "batch_size": None,
+        "optimiser": SGD(0.1),
+        "personal_optimiser": Adam(0.05),
+    }
+    tuned = bf.algorithms.fedavg_ft(
+        model,
+        epochs=2,
+        batch_size=None,
+        optimiser=SGD(0.1),
+        finetune_epochs=6,
+        finetune_optimiser=Adam(0.05),
+    )
     before = run(tuned, clients, rounds=2).predict().probs
     for method in (bf.algorithms.irm_ft, bf.algorithms.irm_l2):
         more = {"lam": 0.0} if method is bf.algorithms.irm_l2 else {}
-        got = run(method(model, gamma=0.0, l2=0.0, personal_steps=3, **options, **more), clients, rounds=3).predict().probs
+        got = (
+            run(
+                method(model, gamma=0.0, l2=0.0, personal_steps=3, **options, **more),
+                clients,
+                rounds=3,
+            )
+            .predict()
+            .probs
+        )
         assert_close(got, before, atol=1e-10, rtol=0, equal_nan=True)
-    pulled = run(bf.algorithms.irm_l2(model, gamma=0.0, l2=0.0, personal_steps=3, lam=1.0, **options), clients, rounds=3).predict().probs
+    pulled = (
+        run(
+            bf.algorithms.irm_l2(model, gamma=0.0, l2=0.0, personal_steps=3, lam=1.0, **options),
+            clients,
+            rounds=3,
+        )
+        .predict()
+        .probs
+    )
     assert not torch.allclose(pulled, before, equal_nan=True)
 
 
 def test_one_gradient_a_round_is_central_irm(clients: FederatedData):
-    """Clients send one plain step, the server takes Adam's: the run is that of Adam on the clients' mean objective, to rounding."""
+    """Clients send one plain step, the server takes Adam's: the run is that of Adam on the clients'
+    mean objective, to rounding.
+    """
     gamma, l2, start, rate = 40.0, 0.03, 4, 0.05
-    options: dict[str, Any] = {"gamma": gamma, "l2": l2, "anneal": start, "steps": 1, "batch_size": None, "optimiser": SGD(1.0)}
+    options: dict[str, Any] = {
+        "gamma": gamma,
+        "l2": l2,
+        "anneal": start,
+        "steps": 1,
+        "batch_size": None,
+        "optimiser": SGD(1.0),
+    }
     algorithm = bf.with_server_optimiser(bf.algorithms.irm(nn.Linear(8, 3), **options), Adam(rate))
     hand, w, adam = ByHand(clients, algorithm), weights(algorithm), AdamByHand(rate)
 
     def pooled(w: Tensor, now: float) -> Tensor:
-        return sum((n * hand.irm(w, j, now, l2) for j, n in enumerate(hand.n)), torch.tensor(0.0)) / hand.n.sum()
+        return (
+            sum((n * hand.irm(w, j, now, l2) for j, n in enumerate(hand.n)), torch.tensor(0.0))
+            / hand.n.sum()
+        )
 
     for round in range(8):
         w = adam(w, torch.func.grad(pooled)(w, gamma if round >= start else 1.0))
@@ -75,18 +133,30 @@ def test_one_gradient_a_round_is_central_irm(clients: FederatedData):
 
 @pytest.mark.parametrize("server", [SGD, Adam])
 def test_one_gradient_a_round_is_irm_on_all_data_with_gamma_over_clients(server: Any):
-    """Four clients of 15: gamma = 40 is gamma = 10 with every environment on one client, and not gamma = 40 there."""
+    """Four clients of 15: gamma = 40 is gamma = 10 with every environment on one client, and not
+    gamma = 40 there.
+    """
     clients, gamma, rate = federation(sizes=(15,) * 4), 40.0, 0.02
     xs, ys = (list(part) for part in zip(*(clients.train.client(j) for j in range(4)), strict=True))
     own = [torch.arange(15) % 2, *[torch.zeros(15).long()] * 3]  # five environments
     apart = bf.data.from_arrays(xs, ys, environments=own, outputs=3, test_share=0)
     on_one = torch.cat([own[0], *(own[j] + 1 + j for j in range(1, 4))])
-    together = bf.data.from_arrays([torch.cat(xs)], [torch.cat(ys)], environments=[on_one], outputs=3, test_share=0)
+    together = bf.data.from_arrays(
+        [torch.cat(xs)], [torch.cat(ys)], environments=[on_one], outputs=3, test_share=0
+    )
     model = nn.Linear(8, 3)
-    options: dict[str, Any] = {"l2": 0.03, "anneal": 0, "steps": 1, "batch_size": None, "optimiser": SGD(1.0)}
+    options: dict[str, Any] = {
+        "l2": 0.03,
+        "anneal": 0,
+        "steps": 1,
+        "batch_size": None,
+        "optimiser": SGD(1.0),
+    }
 
     def trained(data: FederatedData, gamma: float, rate: float) -> Tensor:
-        made = bf.with_server_optimiser(bf.algorithms.irm(model, gamma=gamma, **options), server(rate))
+        made = bf.with_server_optimiser(
+            bf.algorithms.irm(model, gamma=gamma, **options), server(rate)
+        )
         return run(made, data, rounds=8).server["w"]["loc"]
 
     # The objectives are divided by their gammas, which Adam's steps do not see.
@@ -96,19 +166,31 @@ def test_one_gradient_a_round_is_irm_on_all_data_with_gamma_over_clients(server:
 
 
 def moments(s: float, n: float, c: float) -> tuple[Tensor, Tensor]:
-    """Four points with the exact second moments of  x1 ~ N(0, s), x3 ~ N(0, 1), y = x1 + c x3 + N(0, s), x2 = y + N(0, n)."""
-    mix = torch.tensor([[1.0, 0, 0, 0], [1, c, 1, 1], [0, 1, 0, 0], [1, c, 1, 0]], dtype=torch.float64)  # of x1, x3, both noises
+    """Four points with the exact second moments of  x1 ~ N(0, s), x3 ~ N(0, 1), y = x1 + c x3 +
+    N(0, s), x2 = y + N(0, n).
+    """
+    mix = torch.tensor(
+        [[1.0, 0, 0, 0], [1, c, 1, 1], [0, 1, 0, 0], [1, c, 1, 0]], dtype=torch.float64
+    )  # of x1, x3, both noises
     root = mix * torch.tensor([s, 1.0, s, n], dtype=torch.float64).sqrt()
     points = 2 * root.T  # [4, 4]: their mean square is root root'
     return points[:, :3], points[:, 3]
 
 
-ENVIRONMENTS = (((0.5, 1), (2, 0.3), (1, 3)), ((0.7, 0.5), (1.5, 2), (3, 1)), ((1, 1),), ((3, 0.5),))
+ENVIRONMENTS = (
+    ((0.5, 1), (2, 0.3), (1, 3)),
+    ((0.7, 0.5), (1.5, 2), (3, 1)),
+    ((1, 1),),
+    ((3, 0.5),),
+)
 
 
 def linear_clients() -> FederatedData:
     """Four clients, y = x1 for all of them, and +-x3 for each; x2 is what y causes."""
-    parts = [[moments(s, n, c) for s, n in own] for own, c in zip(ENVIRONMENTS, (1.0, -1.0, 1.0, -1.0), strict=True)]
+    parts = [
+        [moments(s, n, c) for s, n in own]
+        for own, c in zip(ENVIRONMENTS, (1.0, -1.0, 1.0, -1.0), strict=True)
+    ]
     return bf.data.from_arrays(
         [torch.cat([x for x, _ in own]) for own in parts],
         [torch.cat([y for _, y in own]) for own in parts],
@@ -117,7 +199,14 @@ def linear_clients() -> FederatedData:
     ).to(dtype=torch.float64)
 
 
-def minimiser(algorithm: bf.Algorithm, block: str, clients: FederatedData, who: list[int], start: Tensor, given: dict[str, Any]) -> Tensor:
+def minimiser(
+    algorithm: bf.Algorithm,
+    block: str,
+    clients: FederatedData,
+    who: list[int],
+    start: Tensor,
+    given: dict[str, Any],
+) -> Tensor:
     """Where the energies of some clients, added up, are least."""
     from scipy.optimize import minimize
 
@@ -125,7 +214,10 @@ def minimiser(algorithm: bf.Algorithm, block: str, clients: FederatedData, who: 
     algorithm.module(start)  # made here, since no copy can be made inside torch.func
     plan = PhasePlan(algorithm.phases[-1], clients.train, np.array(who), dtype=torch.float64)
     everything = plan.batch(0, len(who))
-    views = [{"n": torch.tensor(float(clients.train.counts[j]), dtype=torch.float64), **given} for j in who]
+    views = [
+        {"n": torch.tensor(float(clients.train.counts[j]), dtype=torch.float64), **given}
+        for j in who
+    ]
     batches = []
     for c in range(len(who)):
         inside = everything["weight"][c] > 0
@@ -134,17 +226,31 @@ def minimiser(algorithm: bf.Algorithm, block: str, clients: FederatedData, who: 
 
     def total(w: Tensor) -> Tensor:
         return torch.stack(
-            [energy(algorithm, {block: {"loc": w}}, here, view, batch, {})[0] for view, batch in zip(views, batches, strict=True)]
+            [
+                energy(algorithm, {block: {"loc": w}}, here, view, batch, {})[0]
+                for view, batch in zip(views, batches, strict=True)
+            ]
         ).sum()
 
     def both(w: np.ndarray) -> tuple[float, np.ndarray]:
         slope, value = torch.func.grad_and_value(total)(torch.from_numpy(w))
         return float(value), slope.numpy()
 
-    return torch.from_numpy(minimize(both, start.numpy(), jac=True, method="BFGS", options={"gtol": 1e-12, "maxiter": 2000}).x)
+    return torch.from_numpy(
+        minimize(
+            both, start.numpy(), jac=True, method="BFGS", options={"gtol": 1e-12, "maxiter": 2000}
+        ).x
+    )
 
 
-def by_continuation(make: Any, block: str, clients: FederatedData, who: list[int], start: Tensor, given: dict[str, Any]) -> Tensor:
+def by_continuation(
+    make: Any,
+    block: str,
+    clients: FederatedData,
+    who: list[int],
+    start: Tensor,
+    given: dict[str, Any],
+) -> Tensor:
     """The minimiser as gamma grows to 1e6, each from the one before."""
     w = start
     for gamma in 10.0 ** torch.arange(0.0, 6.5, 0.5).double():
@@ -154,19 +260,31 @@ def by_continuation(make: Any, block: str, clients: FederatedData, who: list[int
 
 @pytest.mark.slow
 def test_a_linear_model_with_exact_moments():
-    """From any start the federation finds x1 alone; clients with several environments add their own +-x3, one with one falls for x2,
-    unless the pull is strong."""
+    """From any start the federation finds x1 alone; clients with several environments add their own
+    +-x3, one with one falls for x2, unless the pull is strong."""
     clients, model = linear_clients(), nn.Linear(3, 1, bias=False)
     common: dict[str, Any] = {"anneal": 0, "l2": 0.0, "likelihood": Gaussian()}
     for seed in range(3):
         start = torch.randn(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        found = by_continuation(lambda gamma: bf.algorithms.irm(model, gamma=gamma, **common), "w", clients, [0, 1, 2, 3], start, {})
+        found = by_continuation(
+            lambda gamma: bf.algorithms.irm(model, gamma=gamma, **common),
+            "w",
+            clients,
+            [0, 1, 2, 3],
+            start,
+            {},
+        )
         assert_close(found, torch.tensor([1.0, 0.0, 0.0]).double(), atol=1e-3, rtol=0)
     received = {"w": {"loc": found}}
 
     def personal(lam: float, j: int) -> Tensor:
         return by_continuation(
-            lambda gamma: bf.algorithms.perinvfl(model, gamma=gamma, lam=lam, **common), "theta", clients, [j], found, received
+            lambda gamma: bf.algorithms.perinvfl(model, gamma=gamma, lam=lam, **common),
+            "theta",
+            clients,
+            [j],
+            found,
+            received,
         )
 
     for j, sign in ((0, 1.0), (1, -1.0)):
@@ -208,7 +326,11 @@ def test_data_without_environments_are_refused(clients: FederatedData, name: str
         ("perinvfl", {"lower": "erm"}, r"lower .*'irm'.*'group_dro'.* got 'erm'"),
         ("perinvfl", {"eta": 0.5}, r"eta says nothing under lower='irm', got 0\.5"),
         ("perinvfl", {"environments": 2}, r"environments says nothing under lower='irm', got 2"),
-        ("perinvfl", {"loss_examples": 30}, r"loss_examples says nothing under lower='irm', got 30"),
+        (
+            "perinvfl",
+            {"loss_examples": 30},
+            r"loss_examples says nothing under lower='irm', got 30",
+        ),
         ("perinvfl", {"variant": "cosine"}, r"variant .*'distance'.*'contrastive'.* got 'cosine'"),
         ("perinvfl", {"variant": "contrastive"}, "variant 'contrastive' compares features"),
         ("perinvfl", {"lam": -1.0}, "lam must be >= 0"),

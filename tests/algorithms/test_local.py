@@ -10,7 +10,9 @@ from tests.cases import SIZES, run
 
 
 def test_everyone_trains_as_a_federation_of_one(clients: FederatedData, model: nn.Module):
-    """In full batches, which draw nothing, a client's model is FedAvg's of it alone, to the rounding of a mean; nothing is sent."""
+    """In full batches, which draw nothing, a client's model is FedAvg's of it alone, to the
+    rounding of a mean; nothing is sent.
+    """
     options = {"epochs": 2, "batch_size": None, "optimiser": SGD(0.1)}
     result = run(bf.algorithms.local(model, **options), clients)
     assert not result.algorithm.uplink()

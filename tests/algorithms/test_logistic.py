@@ -1,4 +1,6 @@
-"""Bayesian logistic regression: the library's mean field against samples of the exact posterior, and against its own optimum."""
+"""Bayesian logistic regression: the library's mean field against samples of the exact posterior,
+and against its own optimum.
+"""
 
 import math
 
@@ -25,8 +27,14 @@ ROWS, FEATURES, PRIOR = 60, 3, 2.0
 def regression() -> tuple[Tensor, Tensor]:
     """Inputs [60, 3] whose columns are orthogonal, and labels [60] of a logistic model of them."""
     rng = torch.Generator().manual_seed(3)
-    x = math.sqrt(ROWS) * torch.linalg.qr(torch.randn(ROWS, FEATURES, generator=rng, dtype=torch.float64))[0]
-    y = torch.rand(ROWS, generator=rng, dtype=torch.float64) < (x @ torch.tensor([1.0, -0.5, 0.2]).double()).sigmoid()
+    x = (
+        math.sqrt(ROWS)
+        * torch.linalg.qr(torch.randn(ROWS, FEATURES, generator=rng, dtype=torch.float64))[0]
+    )
+    y = (
+        torch.rand(ROWS, generator=rng, dtype=torch.float64)
+        < (x @ torch.tensor([1.0, -0.5, 0.2]).double()).sigmoid()
+    )
     return x.float().double(), y.long()
 
 
@@ -38,12 +46,31 @@ def fitted() -> Result:
     def prior(value: float):
         return lambda given, view: torch.full((1,), value).to(view["n"])
 
-    block = bf.Block(posterior=MeanField(init_scale=0.3), prior=Normal(centre=prior(0.0), variance=prior(PRIOR**2)), pool=None, keep=True)
-    step = Descend(Energy("w", ("w",), likelihood="sum"), steps=25, optimiser=Adam(cosine(0.05)), draws=64)
-    algorithm = bf.Algorithm(nn.Linear(FEATURES, 1, bias=False), {"w": block}, (step,), parts=("w",), likelihood=Bernoulli())
+    block = bf.Block(
+        posterior=MeanField(init_scale=0.3),
+        prior=Normal(centre=prior(0.0), variance=prior(PRIOR**2)),
+        pool=None,
+        keep=True,
+    )
+    step = Descend(
+        Energy("w", ("w",), likelihood="sum"), steps=25, optimiser=Adam(cosine(0.05)), draws=64
+    )
+    algorithm = bf.Algorithm(
+        nn.Linear(FEATURES, 1, bias=False),
+        {"w": block},
+        (step,),
+        parts=("w",),
+        likelihood=Bernoulli(),
+    )
     clients = from_arrays([x], [y], test=([x], [y]))
     return bf.simulate(
-        algorithm, clients, rounds=40, evaluate_every=None, engine=bf.Engine("layers", workers=1), dtype=torch.float64, progress=False
+        algorithm,
+        clients,
+        rounds=40,
+        evaluate_every=None,
+        engine=bf.Engine("layers", workers=1),
+        dtype=torch.float64,
+        progress=False,
     )
 
 
@@ -53,7 +80,9 @@ def samples() -> Tensor:
     pytest.importorskip("pyro")
     model = nn.Linear(FEATURES, 1, bias=False)
     nn.init.zeros_(model.weight)
-    return nuts(model, Bernoulli(), *regression(), precision=1 / PRIOR**2, draws=800, warmup=200, chains=1).draws[0]
+    return nuts(
+        model, Bernoulli(), *regression(), precision=1 / PRIOR**2, draws=800, warmup=200, chains=1
+    ).draws[0]
 
 
 def moments(result: Result) -> tuple[Tensor, Tensor]:
@@ -63,7 +92,9 @@ def moments(result: Result) -> tuple[Tensor, Tensor]:
 
 
 def expected_slope_and_curvature(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """E_q of the gradient and of the Hessian's diagonal of the negative log joint; each logit is Gaussian under q."""
+    """E_q of the gradient and of the Hessian's diagonal of the negative log joint; each logit is
+    Gaussian under q.
+    """
     x, y = regression()
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
     logit = x @ mean + (x.square() @ variance).sqrt() * torch.from_numpy(nodes)[:, None]
@@ -81,19 +112,25 @@ def test_means_are_the_posteriors(fitted, samples):
 
 @pytest.mark.slow
 def test_predictions_are_the_posteriors(fitted, samples):
-    """Predictive probabilities within 0.03, each an average over draws, and the epistemic part of them likewise."""
+    """Predictive probabilities within 0.03, each an average over draws, and the epistemic part of
+    them likewise.
+    """
     x, _ = regression()
     p = (x @ samples.T).sigmoid()
     found = fitted.predict(draws=2000)
     assert_close(found.probs[0, :, 1], p.mean(1), rtol=0, atol=0.03)
-    information = F.binary_cross_entropy(p.mean(1), p.mean(1), reduction="none") - F.binary_cross_entropy(p, p, reduction="none").mean(1)
+    information = F.binary_cross_entropy(
+        p.mean(1), p.mean(1), reduction="none"
+    ) - F.binary_cross_entropy(p, p, reduction="none").mean(1)
     assert information.max() > 0.05
     assert_close(found.epistemic[0], information, rtol=0, atol=0.015)
 
 
 @pytest.mark.slow
 def test_mean_field_is_its_own_optimum(fitted):
-    """There the mean has no expected slope, and a variance is 1 / E_q[H_dd], H the Hessian of the negative log joint."""
+    """There the mean has no expected slope, and a variance is 1 / E_q[H_dd], H the Hessian of the
+    negative log joint.
+    """
     mean, variance = moments(fitted)
     slope, curvature = expected_slope_and_curvature(mean, variance)
     assert (slope * variance.sqrt()).abs().max() < 0.05

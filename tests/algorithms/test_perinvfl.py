@@ -17,7 +17,9 @@ from tests.cases import close, run, weights
 
 @pytest.mark.parametrize("estimator", ["biased", "unbiased"])
 def test_rounds_of_perinvfl_by_hand(clients: FederatedData, estimator: str):
-    """Both problems, Adam kept across rounds and forgotten as gamma jumps, ridge and pull divided with the rest."""
+    """Both problems, Adam kept across rounds and forgotten as gamma jumps, ridge and pull divided
+    with the rest.
+    """
     gamma, l2, lam, start, steps, personal = 25.0, 0.05, 0.7, 2, 2, 3
     algorithm = bf.algorithms.perinvfl(
         nn.Linear(8, 3),
@@ -54,7 +56,9 @@ def test_rounds_of_perinvfl_by_hand(clients: FederatedData, estimator: str):
 
 
 def test_rounds_of_the_contrastive_form_by_hand(clients: FederatedData):
-    """Features of theta, of the model received and of the client's own; theta goes on from where it was, each on its optimiser."""
+    """Features of theta, of the model received and of the client's own; theta goes on from where it
+    was, each on its optimiser.
+    """
     lam, l2, personal, steps = 0.6, 0.02, 2, 3
     model = bf.models.mlp(8, hidden=30, outputs=3)  # wide: features are never all 0
     algorithm = bf.algorithms.perinvfl(
@@ -82,8 +86,15 @@ def test_rounds_of_the_contrastive_form_by_hand(clients: FederatedData):
 
     def upper(v: Tensor, x: Tensor, y: Tensor, near: Tensor, far: Tensor) -> Tensor:
         z = look(v, x)[0]
-        cosines = [((z * other).sum(1) / (z.norm(dim=1) * other.norm(dim=1))).exp() for other in (near, far)]
-        return risk(v, x, y) - lam * (cosines[0] / (cosines[0] + 0.2 * cosines[1])).log().mean() + l2 * v.square().sum()
+        cosines = [
+            ((z * other).sum(1) / (z.norm(dim=1) * other.norm(dim=1))).exp()
+            for other in (near, far)
+        ]
+        return (
+            risk(v, x, y)
+            - lam * (cosines[0] / (cosines[0] + 0.2 * cosines[1])).log().mean()
+            + l2 * v.square().sum()
+        )
 
     slope = torch.func.grad
     theta, alone, adams = [w] * 7, [w] * 7, [AdamByHand(0.02) for _ in range(7)]
@@ -111,14 +122,20 @@ def test_rounds_of_the_contrastive_form_by_hand(clients: FederatedData):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "gamma"), [("irm_l2", 30.0), ("perinvfl", 0.0)])
 def test_strong_pulls_give_the_model_received(name: str, gamma: float):
-    """Steps short enough for the pull, 1 / (curvature + lam): theta ends at w, and at the pulled optimum of a quadratic in between.
+    """Steps short enough for the pull, 1 / (curvature + lam): theta ends at w, and at the pulled
+    optimum of a quadratic in between.
 
     IRM-L2's own objective has no penalty, so gamma does not divide it.
     """
     rng = torch.Generator().manual_seed(3)
     xs = [torch.randn(n, 2, generator=rng) for n in (9, 14)]
-    ys = [x @ torch.tensor([1.0, -2.0]) + j + torch.randn(len(x), generator=rng) for j, x in enumerate(xs)]
-    linear = bf.data.from_arrays(xs, ys, test_share=0, environments=[torch.zeros(len(x)).long() for x in xs])
+    ys = [
+        x @ torch.tensor([1.0, -2.0]) + j + torch.randn(len(x), generator=rng)
+        for j, x in enumerate(xs)
+    ]
+    linear = bf.data.from_arrays(
+        xs, ys, test_share=0, environments=[torch.zeros(len(x)).long() for x in xs]
+    )
     for lam in (1e5, 2.0):
         algorithm = getattr(bf.algorithms, name)(
             nn.Linear(2, 1, bias=False),
@@ -143,13 +160,23 @@ def test_strong_pulls_give_the_model_received(name: str, gamma: float):
 
 
 def test_adam_is_forgotten_once(clients: FederatedData):
-    """In a client's first round from the jump on, whenever that is: its count of steps starts anew there, and there alone."""
-    algorithm = bf.algorithms.perinvfl(nn.Linear(8, 3), anneal=2, steps=2, personal_steps=3, batch_size=None)
+    """In a client's first round from the jump on, whenever that is: its count of steps starts anew
+    there, and there alone.
+    """
+    algorithm = bf.algorithms.perinvfl(
+        nn.Linear(8, 3), anneal=2, steps=2, personal_steps=3, batch_size=None
+    )
     rounds = 6
     result = run(algorithm, clients, rounds=rounds, participation=0.4)
     cohorts = [set(result.settings.cohort(7, t).tolist()) for t in range(rounds)]
-    taken = [sum(j in cohorts[t] for t in range(2, rounds)) or sum(j in cohorts[t] for t in range(2)) for j in range(7)]
-    assert any(j not in cohorts[2] and j in set.union(*cohorts[:2]) & set.union(*cohorts[3:]) for j in range(7)), "nobody comes late"
+    taken = [
+        sum(j in cohorts[t] for t in range(2, rounds)) or sum(j in cohorts[t] for t in range(2))
+        for j in range(7)
+    ]
+    assert any(
+        j not in cohorts[2] and j in set.union(*cohorts[:2]) & set.union(*cohorts[3:])
+        for j in range(7)
+    ), "nobody comes late"
     assert result.private["w_optimiser"]["steps"].tolist() == [2 * k for k in taken]
     assert result.private["theta_optimiser"]["steps"].tolist() == [6 * k for k in taken]
     never = run(bf.algorithms.irm(nn.Linear(8, 3), gamma=0.5, anneal=2, steps=2), clients, rounds=4)
@@ -163,22 +190,38 @@ def test_what_travels(clients: FederatedData):
     for name in ("irm", "irm_l2", "irm_ft", "perinvfl"):
         assert getattr(bf.algorithms, name)(model).uplink() == average
     robust = bf.algorithms.perinvfl(model, lower="group_dro", environments=2).uplink()
-    assert {name: shape for name, (shape, _) in robust.items()} == {"w.loc": (27,), "risk": (2,), "present": (2,)}
+    assert {name: shape for name, (shape, _) in robust.items()} == {
+        "w.loc": (27,),
+        "risk": (2,),
+        "present": (2,),
+    }
 
 
 @pytest.mark.parametrize("variant", ["distance", "contrastive"])
-def test_a_novel_client_starts_from_the_global_model(clients: FederatedData, model: nn.Module, variant: str):
-    """With steps of no length, theta of one that joins is w, after as many of them as were asked for."""
+def test_a_novel_client_starts_from_the_global_model(
+    clients: FederatedData, model: nn.Module, variant: str
+):
+    """With steps of no length, theta of one that joins is w, after as many of them as were asked
+    for.
+    """
     old, novel = clients.hold_out(2, seed=0)
-    algorithm = bf.algorithms.perinvfl(model, variant=variant, personal_steps=2, adapt_steps=5, personal_optimiser=Adam(0.0))
+    algorithm = bf.algorithms.perinvfl(
+        model, variant=variant, personal_steps=2, adapt_steps=5, personal_optimiser=Adam(0.0)
+    )
     result = run(algorithm, old, rounds=2)
     adapted = result.adapt(novel).private
     close(adapted["theta"]["loc"], result.server["w"]["loc"].expand(2, -1))
-    assert adapted["theta_optimiser"]["steps"].tolist() == [6, 6] if variant == "contrastive" else [5, 5]
+    assert (
+        adapted["theta_optimiser"]["steps"].tolist() == [6, 6]
+        if variant == "contrastive"
+        else [5, 5]
+    )
     assert not torch.allclose(result.private["theta"]["loc"][0], result.server["w"]["loc"])
 
 
-@pytest.mark.parametrize(("lower", "variant"), list(product(("irm", "group_dro"), ("distance", "contrastive"))))
+@pytest.mark.parametrize(
+    ("lower", "variant"), list(product(("irm", "group_dro"), ("distance", "contrastive")))
+)
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -195,6 +238,10 @@ def test_a_novel_client_starts_from_the_global_model(clients: FederatedData, mod
         ({"optimiser": 0.1}, r"optimiser .*bayesfl\.optim.* got 0.1"),
     ],
 )
-def test_options_of_other_branches_are_checked(lower: Any, variant: Any, option: dict[str, Any], message: str):
+def test_options_of_other_branches_are_checked(
+    lower: Any, variant: Any, option: dict[str, Any], message: str
+):
     with pytest.raises(ValueError, match=message):
-        bf.algorithms.perinvfl(bf.models.mlp(8, hidden=3, outputs=3), lower=lower, variant=variant, **option)
+        bf.algorithms.perinvfl(
+            bf.models.mlp(8, hidden=3, outputs=3), lower=lower, variant=variant, **option
+        )

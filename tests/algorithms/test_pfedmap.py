@@ -28,9 +28,16 @@ def linear(head: Tensor | None = None) -> SplitModel:
 
 @pytest.mark.slow
 def test_pfedmap_reaches_its_fixed_point(regressions: FederatedData):
-    """For quadratics w = [sum_j (I - lambda R_j)]^-1 sum_j R_j b_j, R_j = (A_j + lambda I)^-1: the joint MAP, sum likelihood."""
+    """For quadratics w = [sum_j (I - lambda R_j)]^-1 sum_j R_j b_j, R_j = (A_j + lambda I)^-1: the
+    joint MAP, sum likelihood.
+    """
     lam = 2.0
-    options: dict[str, Any] = {"head_epochs": 400, "body_epochs": 1, "head_optimiser": SGD(0.02, momentum=0.5), "body_optimiser": SGD(0.0)}
+    options: dict[str, Any] = {
+        "head_epochs": 400,
+        "body_epochs": 1,
+        "head_optimiser": SGD(0.02, momentum=0.5),
+        "body_optimiser": SGD(0.0),
+    }
     algorithm = bf.algorithms.pfedmap(linear(), precision=lam, likelihood=Gaussian(), **options)
     result = run(algorithm, regressions, rounds=60, sampling="fixed")
     a, b = moments(regressions)
@@ -38,11 +45,15 @@ def test_pfedmap_reaches_its_fixed_point(regressions: FederatedData):
     r = torch.linalg.inv(a + lam * identity)
     w = torch.linalg.solve((identity - lam * r).sum(0), torch.einsum("jde,je->d", r, b))
     assert_close(result.server["head"]["loc"], w, atol=1e-8, rtol=0)
-    assert_close(result.private["head"]["loc"], torch.einsum("jde,je->jd", r, b + lam * w), atol=1e-8, rtol=0)
+    assert_close(
+        result.private["head"]["loc"], torch.einsum("jde,je->jd", r, b + lam * w), atol=1e-8, rtol=0
+    )
 
 
 def test_pfedmap_under_a_mean_likelihood_is_tempered(regressions: FederatedData):
-    """The paper's energy has the mean loss beside the whole penalty: w_j = (A / n + lambda)^-1 (b / n + lambda w)."""
+    """The paper's energy has the mean loss beside the whole penalty: w_j = (A / n + lambda)^-1 (b /
+    n + lambda w).
+    """
     lam, start = 2.0, torch.full((1, DIM), 0.3)
     algorithm = bf.algorithms.pfedmap(
         linear(start),
@@ -57,34 +68,54 @@ def test_pfedmap_under_a_mean_likelihood_is_tempered(regressions: FederatedData)
     result = run(algorithm, regressions, rounds=1, sampling="fixed")
     a, b = moments(regressions)
     n = torch.tensor(COUNTS).double()[:, None]
-    expected = torch.linalg.solve(a / n[..., None] + lam * torch.eye(DIM).double(), b / n + lam * start.double())
+    expected = torch.linalg.solve(
+        a / n[..., None] + lam * torch.eye(DIM).double(), b / n + lam * start.double()
+    )
     assert_close(result.private["head"]["loc"], expected, atol=1e-8, rtol=0)
 
 
 def test_a_tie_under_which_steps_diverge_is_refused():
-    """At rate times precision 2 (1 + momentum), the heavy ball's limit, with values that fit; just below it stands."""
+    """At rate times precision 2 (1 + momentum), the heavy ball's limit, with values that fit; just
+    below it stands.
+    """
     model = bf.models.mlp(8, hidden=4, outputs=3)
-    words = r"head_optimiser of rate 0\.001 and precision=3800 .*is 3\.8, .*= 3\.8; take a rate of 0\.0005 or precision=1\.9e\+03"
+    words = (
+        r"head_optimiser of rate 0\.001 and precision=3800 .*is 3\.8, .*= 3\.8; take a rate of "
+        r"0\.0005 or precision=1\.9e\+03"
+    )
     with pytest.raises(ValueError, match=words):
         bf.algorithms.pfedmap(model, precision=3800.0)
     bf.algorithms.pfedmap(model, precision=3799.0)
     bf.algorithms.pfedmap(model, precision=3800.0, head_optimiser=SGD(9e-4, momentum=0.9))
     for precision in (float("inf"), 1e40, 1e-50, 0.0):
-        with pytest.raises(ValueError, match=rf"precision .*\(1e-30, 1e\+30\).*got {re.escape(str(precision))}; its inverse"):
+        with pytest.raises(
+            ValueError,
+            match=rf"precision .*\(1e-30, 1e\+30\).*got {re.escape(str(precision))}; its inverse",
+        ):
             bf.algorithms.pfedmap(model, precision=precision, head_optimiser=SGD(0.0))
 
 
 def test_a_rate_that_grows_until_the_tie_diverges():
     """A schedule is judged as the rounds come: in round 2 here, before the steps that diverge."""
     growing = SGD(lambda round, rounds: 1e-3 * round, momentum=0.9)
-    warming = bf.algorithms.pfedmap(bf.models.mlp(8, hidden=4, outputs=3), precision=1e6, head_optimiser=growing)
-    with pytest.warns(UserWarning, match=r"round 2: .*rate 0\.001 .*the tie's 1e\+06; .*a tie below"), pytest.raises(bf.DivergenceError):
+    warming = bf.algorithms.pfedmap(
+        bf.models.mlp(8, hidden=4, outputs=3), precision=1e6, head_optimiser=growing
+    )
+    with (
+        pytest.warns(
+            UserWarning, match=r"round 2: .*rate 0\.001 .*the tie's 1e\+06; .*a tie below"
+        ),
+        pytest.raises(bf.DivergenceError),
+    ):
         bf.simulate(warming, federation(), rounds=3, evaluate_every=None, progress=False)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"head_optimiser": None}, r"head_optimiser .*got None"), ({"body_optimiser": 0.1}, r"body_optimiser .*SGD\(0\.1\), got 0\.1")],
+    [
+        ({"head_optimiser": None}, r"head_optimiser .*got None"),
+        ({"body_optimiser": 0.1}, r"body_optimiser .*SGD\(0\.1\), got 0\.1"),
+    ],
 )
 def test_what_is_no_optimiser(options: dict[str, Any], words: str):
     """It is refused before the tie is judged by it."""
@@ -92,15 +123,21 @@ def test_what_is_no_optimiser(options: dict[str, Any], words: str):
         bf.algorithms.pfedmap(bf.models.mlp(8, hidden=4, outputs=3), **options)
 
 
-@pytest.mark.parametrize("option", [{"body_epochs": 7}, {"body_optimiser": SGD(3.0)}, {"batch_size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"body_epochs": 7}, {"body_optimiser": SGD(3.0)}, {"batch_size": 3}], ids=str
+)
 def test_options_of_a_body_without_one(option: dict[str, Any]):
     flat = bf.models.mlp(8, hidden=(), outputs=3)
-    with pytest.raises(ValueError, match=rf"{next(iter(option))} says nothing where the model trains no body"):
+    with pytest.raises(
+        ValueError, match=rf"{next(iter(option))} says nothing where the model trains no body"
+    ):
         bf.algorithms.pfedmap(flat, **option)
 
 
 def test_a_model_that_is_all_head():
-    """The heads move as those of a model whose body is the identity, held still; nothing of a body is sent."""
+    """The heads move as those of a model whose body is the identity, held still; nothing of a body
+    is sent.
+    """
     data, flat = federation(), bf.models.mlp(8, hidden=(), outputs=3, seed=1)
     still = SplitModel(nn.Linear(8, 8, bias=False), flat.head)
     with torch.no_grad():

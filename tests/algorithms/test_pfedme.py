@@ -15,17 +15,30 @@ from tests.cases import run
 
 
 def test_pfedme_follows_the_moreau_envelope(regressions: FederatedData):
-    """With the inner problem solved, w moves against the envelope's gradient, lambda (w - theta*(w)) [checked by autograd]."""
+    """With the inner problem solved, w moves against the envelope's gradient, lambda (w -
+    theta*(w)) [checked by autograd].
+    """
     lam, lr, w0 = 2.0, 0.05, torch.full((1, DIM), 0.4)
-    options: dict[str, Any] = {"batches": 1, "inner_steps": 4000, "batch_size": None, "personal_optimiser": SGD(0.1)}
-    algorithm = bf.algorithms.pfedme(linear_only(w0), lam=lam, lr=lr, likelihood=Gaussian(), **options)
+    options: dict[str, Any] = {
+        "batches": 1,
+        "inner_steps": 4000,
+        "batch_size": None,
+        "personal_optimiser": SGD(0.1),
+    }
+    algorithm = bf.algorithms.pfedme(
+        linear_only(w0), lam=lam, lr=lr, likelihood=Gaussian(), **options
+    )
     result = run(algorithm, regressions, rounds=1, participation=1.0, sampling="fixed")
     a, b = moments(regressions)
     n = torch.tensor(COUNTS).double()[:, None]
     hessian = a / n[..., None]
     w = w0.double().expand(len(COUNTS), DIM).clone().requires_grad_()
     theta = torch.linalg.solve(hessian + lam * torch.eye(DIM).double(), b / n + lam * w)
-    loss = 0.5 * torch.einsum("jd,jde,je->", theta, hessian, theta) - (theta * b / n).sum() + 0.5 * lam * (theta - w).square().sum()
+    loss = (
+        0.5 * torch.einsum("jd,jde,je->", theta, hessian, theta)
+        - (theta * b / n).sum()
+        + 0.5 * lam * (theta - w).square().sum()
+    )
     (envelope,) = torch.autograd.grad(loss, w)
     assert_close(envelope, lam * (w - theta).detach(), atol=1e-12, rtol=0)
     assert_close(result.private["theta"]["loc"], theta.detach(), atol=1e-9, rtol=0)
@@ -35,15 +48,26 @@ def test_pfedme_follows_the_moreau_envelope(regressions: FederatedData):
 def test_pfedme_server_step(clients: FederatedData, model: nn.Module):
     """beta is the server's step: (1 - beta) w + beta mean."""
     options = {"batches": 2, "inner_steps": 2, "batch_size": 10}
-    whole = run(bf.algorithms.pfedme(model, beta=1.0, **options), clients, rounds=1).server["w"]["loc"]
-    further = run(bf.algorithms.pfedme(model, beta=2.0, **options), clients, rounds=1).server["w"]["loc"]
+    whole = run(bf.algorithms.pfedme(model, beta=1.0, **options), clients, rounds=1).server["w"][
+        "loc"
+    ]
+    further = run(bf.algorithms.pfedme(model, beta=2.0, **options), clients, rounds=1).server["w"][
+        "loc"
+    ]
     start = bf.algorithms.pfedme(model).init(1, dtype=torch.float64)["w"]["loc"]
     assert_close(further - start, 2 * (whole - start), atol=1e-12, rtol=0)
 
 
 def test_pfedme_restarts_where_told(regressions: FederatedData):
-    """Without a warm start each inner problem begins at w: with one step, theta = w - rate (gradient at w)."""
-    options: dict[str, Any] = {"batches": 2, "inner_steps": 1, "batch_size": None, "personal_optimiser": SGD(0.1)}
+    """Without a warm start each inner problem begins at w: with one step, theta = w - rate
+    (gradient at w).
+    """
+    options: dict[str, Any] = {
+        "batches": 2,
+        "inner_steps": 1,
+        "batch_size": None,
+        "personal_optimiser": SGD(0.1),
+    }
     options |= {"lam": 2.0, "lr": 0.1, "likelihood": Gaussian()}
     a, b = moments(regressions)
     n = torch.tensor(COUNTS).double()[:, None]
@@ -52,7 +76,11 @@ def test_pfedme_restarts_where_told(regressions: FederatedData):
         return torch.einsum("jde,je->jd", a, v) / n - b / n
 
     for warm in (True, False):
-        result = run(bf.algorithms.pfedme(linear_only(torch.ones(1, DIM)), warm_start=warm, **options), regressions, rounds=1)
+        result = run(
+            bf.algorithms.pfedme(linear_only(torch.ones(1, DIM)), warm_start=warm, **options),
+            regressions,
+            rounds=1,
+        )
         w = torch.ones(len(COUNTS), DIM).double()
         theta = w.clone()
         for _ in range(2):

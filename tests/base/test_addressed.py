@@ -1,4 +1,6 @@
-"""Draws of torch's own operations at an address: they repeat, in whatever thread, and leave the shared generator alone."""
+"""Draws of torch's own operations at an address: they repeat, in whatever thread, and leave the
+shared generator alone.
+"""
 
 from collections.abc import Callable
 
@@ -43,7 +45,9 @@ def drawn(code: Callable[[], Tensor], address: int) -> Tensor:
 
 @pytest.mark.parametrize("name", DRAWING)
 def test_an_address_repeats_its_draws(name: str):
-    """The same at one address, others at another and at the second call; the shared generator stays where it was."""
+    """The same at one address, others at another and at the second call; the shared generator stays
+    where it was.
+    """
     code, before = DRAWING[name], torch.get_rng_state()
     one = drawn(code, 5)
     assert torch.equal(drawn(code, 5), one)
@@ -58,7 +62,9 @@ def test_an_address_repeats_its_draws(name: str):
 
 
 def test_what_does_not_draw_is_left_alone():
-    """Dropout that is off, at rate 0, or of attention without any: the same bits as without a context, and nothing is counted."""
+    """Dropout that is off, at rate 0, or of attention without any: the same bits as without a
+    context, and nothing is counted.
+    """
     codes = [
         lambda: F.dropout(X, 0.4, training=False),
         lambda: F.dropout(X, 0.0),
@@ -87,7 +93,9 @@ def test_dropout_is_torchs():
 
 
 def test_neighbouring_addresses_are_unrelated():
-    """Means of normals over 2,000 addresses that follow each other, and their correlation with the next."""
+    """Means of normals over 2,000 addresses that follow each other, and their correlation with the
+    next.
+    """
     values = torch.stack([drawn(lambda: torch.randn(3), k) for k in range(2000)])
     assert float(values.mean(0).abs().max()) < 4 / 2000**0.5
     assert abs(float((values[1:] * values[:-1]).mean())) < 4 / 6000**0.5
@@ -102,13 +110,19 @@ def test_threads_that_draw_elsewhere_change_nothing():
 
 def test_generators_that_go_on_are_refused():
     own = torch.Generator()
-    with pytest.raises(ValueError, match=r"aten.rand.*a generator of its own.*leave generator= out"):
+    with pytest.raises(
+        ValueError, match=r"aten.rand.*a generator of its own.*leave generator= out"
+    ):
         drawn(lambda: torch.rand(3, generator=own), 1)
 
 
 def test_what_is_off_draws_nothing():
     """In evaluation, or at a rate of 0, layers need no address; in training they have one."""
-    for layer, x in ((nn.RReLU(), X), (nn.Dropout(0.5), X), (nn.LSTM(3, 2, num_layers=2, dropout=0.5), torch.ones(4, 2, 3))):
+    for layer, x in (
+        (nn.RReLU(), X),
+        (nn.Dropout(0.5), X),
+        (nn.LSTM(3, 2, num_layers=2, dropout=0.5), torch.ones(4, 2, 3)),
+    ):
         with Addressed(1) as context:
             layer.eval()(x)
         assert not context.drawn
@@ -118,7 +132,9 @@ def test_what_is_off_draws_nothing():
 
 
 def test_the_innermost_address_holds():
-    """In this thread; each time that it is asked for, its draws begin anew, and outside of it there is none."""
+    """In this thread; each time that it is asked for, its draws begin anew, and outside of it there
+    is none.
+    """
 
     def drawn() -> float:
         with drawing():
@@ -135,7 +151,10 @@ def test_the_innermost_address_holds():
     assert drawn() == float(torch.rand((), generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.parametrize("draw", [torch.rand, torch.randn, torch.randperm, lambda n, **named: torch.randint(9, (n,), **named)])
+@pytest.mark.parametrize(
+    "draw",
+    [torch.rand, torch.randn, torch.randperm, lambda n, **named: torch.randint(9, (n,), **named)],
+)
 def test_no_generator_may_be_given(draw):
     """As code does that passes one on where there is one."""
     with Addressed(3):

@@ -32,7 +32,12 @@ def test_least():
 
 def test_numbers():
     """Of any kind, as a float; truth values and text are none."""
-    assert [number("x", value) for value in (1, 0.5, np.float32(0.25), Fraction(1, 8))] == [1.0, 0.5, 0.25, 0.125]
+    assert [number("x", value) for value in (1, 0.5, np.float32(0.25), Fraction(1, 8))] == [
+        1.0,
+        0.5,
+        0.25,
+        0.125,
+    ]
     for value in (True, "1", None):
         with pytest.raises(ValueError, match=r"^x .*number.* got "):
             number("x", value)

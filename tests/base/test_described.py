@@ -1,4 +1,6 @@
-"""Descriptions of values: what they know, and what they do not; more of them in the tests of methods' identities."""
+"""Descriptions of values: what they know, and what they do not; more of them in the tests of
+methods' identities.
+"""
 
 import functools
 import json
@@ -59,7 +61,9 @@ def test_functions_are_what_they_hold(make):
 
 
 def test_functions_are_their_source():
-    """That of each alone, of several on a line too, the names of its arguments included; not what stands around it."""
+    """That of each alone, of several on a line too, the names of its arguments included; not what
+    stands around it.
+    """
     one, other, third = lambda x, y: x, lambda x, y: x + 1, lambda y, x: x
     again = lambda x, y: x  # noqa: E731 (a lambda is what is looked at)
     inner = (lambda x: lambda y: y)(0)
@@ -86,7 +90,11 @@ def described_in(folder: Path, text: str, name: str = "double"):
     """The description of a function of a module with this text, made in another process."""
     (folder / "mine.py").write_text(text)
     code = PROGRAM.format(folder=str(folder), name=name)
-    return json.loads(subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(
+            [sys.executable, "-B", "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 @pytest.mark.slow
@@ -95,7 +103,10 @@ def test_a_function_that_moves_in_its_file_is_the_same(tmp_path: Path):
     text = "def double(x):\n    return 2 * x\n"
     first = described_in(tmp_path, text)
     assert first["name"] == "mine.double"
-    assert described_in(tmp_path, f"import math\n\n\ndef other():\n    return math.pi\n\n\n{text}") == first
+    assert (
+        described_in(tmp_path, f"import math\n\n\ndef other():\n    return math.pi\n\n\n{text}")
+        == first
+    )
     assert described_in(tmp_path, text.replace("2", "3")) != first
 
 
@@ -108,7 +119,14 @@ def test_what_has_no_source_has_code_or_is_anonymous():
     assert anonymous({"of": [described(nameless)]})
     assert not anonymous(described(one["scaled"]))
     assert described(one["scaled"])["source"] != described(other["scaled"])["source"]
-    for known in (bf.pools.by_size, torch.relu, np.sin, json.dumps, bf.optim.multistep(0.1), nn.functional.relu):
+    for known in (
+        bf.pools.by_size,
+        torch.relu,
+        np.sin,
+        json.dumps,
+        bf.optim.multistep(0.1),
+        nn.functional.relu,
+    ):
         assert "source" not in described(known)
         assert not anonymous(described(known))
 

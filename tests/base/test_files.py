@@ -35,16 +35,30 @@ def test_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path):
 
 
 def test_a_folder_has_a_name(tmp_path: Path):
-    """Which the message asks for under the argument's own; whether the folder exists does not matter."""
+    """Which the message asks for under the argument's own; whether the folder exists does not
+    matter.
+    """
     assert files.folder("path", "a/b") == Path("a/b")
     assert files.folder("path", tmp_path) == tmp_path
-    for wrong, error in (("", ValueError), ("a\0b", ValueError), (3, TypeError), (None, TypeError), (b"a", TypeError)):
-        with pytest.raises(error, match=rf"^start must name a folder.*got {re.escape(repr(wrong))}; pass one, such as 'models'"):
+    for wrong, error in (
+        ("", ValueError),
+        ("a\0b", ValueError),
+        (3, TypeError),
+        (None, TypeError),
+        (b"a", TypeError),
+    ):
+        with pytest.raises(
+            error,
+            match=rf"^start must name a folder.*got {re.escape(repr(wrong))}; pass one, such as "
+            r"'models'",
+        ):
             files.folder("start", wrong)
 
 
 def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Text and bytes, into a folder that is made; the content is on disk before the name is given."""
+    """Text and bytes, into a folder that is made; the content is on disk before the name
+    is given.
+    """
     files.atomic_write(tmp_path / "new" / "a.txt", "é\n")
     files.atomic_write(str(tmp_path / "new" / "b.bin"), b"\x00\xff")
     assert (tmp_path / "new" / "a.txt").read_bytes() == b"\xc3\xa9\n"
@@ -59,7 +73,18 @@ def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_leftovers_are_told_from_other_files(tmp_path: Path):
     """Of a process that was killed only what has a temporary name, and the suffix, goes."""
-    for name in ("a.json", ".a.json", ".a.0123456789abcdef.json", ".a.0123456789abcdef.csv", ".a.0123456789abcdeg.json"):
+    for name in (
+        "a.json",
+        ".a.json",
+        ".a.0123456789abcdef.json",
+        ".a.0123456789abcdef.csv",
+        ".a.0123456789abcdeg.json",
+    ):
         (tmp_path / name).write_text("")
     files.remove_leftovers(tmp_path, ".json")
-    assert {p.name for p in tmp_path.iterdir()} == {"a.json", ".a.json", ".a.0123456789abcdef.csv", ".a.0123456789abcdeg.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "a.json",
+        ".a.json",
+        ".a.0123456789abcdef.csv",
+        ".a.0123456789abcdeg.json",
+    }

@@ -64,7 +64,13 @@ def test_trees_are_walked():
 
 
 def test_only_floats_change_their_precision():
-    kinds = {"f": A.half(), "i": B.int(), "m": B > 1, "u": B.to(torch.uint8), "w": B.to(torch.uint16)}
+    kinds = {
+        "f": A.half(),
+        "i": B.int(),
+        "m": B > 1,
+        "u": B.to(torch.uint8),
+        "w": B.to(torch.uint16),
+    }
     read = in_precision(kinds, torch.float64)
     assert {name: t.dtype for name, t in named(read, "")} == {
         "['f']": torch.float64,
@@ -101,7 +107,9 @@ TREES: tuple[Inputs, ...] = (
 
 def same(one: Inputs, other: Inputs) -> bool:
     mine, theirs = dict(named(one)), dict(named(other))
-    return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[name]) for name, t in mine.items())
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(t, theirs[name]) for name, t in mine.items()
+    )
 
 
 @pytest.mark.parametrize("x", TREES, ids=structure)

@@ -40,22 +40,35 @@ def test_covers_the_names_in_the_models_order():
 def test_round_trip_with_leading_axes(leading):
     """leaves and ravel undo each other, whatever stands in front."""
     layout = Layout(Tempered(), "*")
-    vector = torch.arange(float(torch.Size(leading).numel() * layout.size)).view(*leading, layout.size)
+    vector = torch.arange(float(torch.Size(leading).numel() * layout.size)).view(
+        *leading, layout.size
+    )
     leaves = layout.leaves(vector)
-    assert {name: tuple(leaf.shape) for name, leaf in leaves.items()} == {n: (*leading, *s) for n, s in layout.shapes.items()}
+    assert {name: tuple(leaf.shape) for name, leaf in leaves.items()} == {
+        n: (*leading, *s) for n, s in layout.shapes.items()
+    }
     assert_close(layout.ravel(leaves), vector, rtol=0, atol=0)
 
 
 def test_ravel_lays_tensors_one_after_another():
-    """The vector is the flattened tensors in order, and takes from a larger mapping what is the block's."""
+    """The vector is the flattened tensors in order, and takes from a larger mapping what is the
+    block's.
+    """
     model = Tempered()
     named = dict(model.named_parameters())
-    assert_close(Layout(model, "*").ravel(named), torch.cat([p.flatten() for p in model.parameters()]), rtol=0, atol=0)
+    assert_close(
+        Layout(model, "*").ravel(named),
+        torch.cat([p.flatten() for p in model.parameters()]),
+        rtol=0,
+        atol=0,
+    )
     assert_close(Layout(model, "last.*").ravel(named), model.last.weight.flatten(), rtol=0, atol=0)
 
 
 def test_leaves_are_views():
-    """Writing to a leaf writes to the vector, and the other way round: nothing is copied, a scalar neither."""
+    """Writing to a leaf writes to the vector, and the other way round: nothing is copied, a scalar
+    neither.
+    """
     layout = Layout(Tempered(), "*")
     vector = torch.zeros(2, layout.size)
     leaves = layout.leaves(vector)
@@ -75,12 +88,17 @@ def test_scalar_alone():
     layout = Layout(Tempered(), "middle.*")
     assert layout.size == 1
     assert layout.leaves(torch.tensor([3.0]))["middle.temperature"].shape == ()
-    assert_close(layout.ravel({"middle.temperature": torch.tensor([3.0, 4.0])}), torch.tensor([[3.0], [4.0]]))
+    assert_close(
+        layout.ravel({"middle.temperature": torch.tensor([3.0, 4.0])}), torch.tensor([[3.0], [4.0]])
+    )
 
 
 def test_no_match_says_what_there_is():
     """The error names the pattern and the parameters there are, and a remedy."""
-    with pytest.raises(ValueError, match=r"'fc\.\*' .*first\.weight.*middle\.temperature.*last\.weight.*bf\.models\.split"):
+    with pytest.raises(
+        ValueError,
+        match=r"'fc\.\*' .*first\.weight.*middle\.temperature.*last\.weight.*bf\.models\.split",
+    ):
         Layout(Tempered(), "fc.*")
 
 
@@ -114,11 +132,19 @@ def test_tied_parameters_have_all_their_names():
     assert Layout(model, "0.*").names == ("0.weight", "0.bias")
 
 
-@pytest.mark.parametrize("pattern", [("*", "!*.bais"), ("first.*", "haed.*"), ("last.*", "first.*")])
+@pytest.mark.parametrize(
+    "pattern", [("*", "!*.bais"), ("first.*", "haed.*"), ("last.*", "first.*")]
+)
 def test_each_of_several_patterns_matches_something_to_train(pattern):
-    """A slip of the pen, or a head that was lost in freezing, is named; what is taken out may be frozen."""
+    """A slip of the pen, or a head that was lost in freezing, is named; what is taken out may be
+    frozen.
+    """
     model = Tempered()
     model.last.requires_grad_(False)
     with pytest.raises(ValueError, match=r"'!\*\.bais'|'haed\.\*'|'last\.\*'"):
         Layout(model, pattern)
-    assert Layout(model, ("*", "!last.*")).names == ("first.weight", "first.bias", "middle.temperature")
+    assert Layout(model, ("*", "!last.*")).names == (
+        "first.weight",
+        "first.bias",
+        "middle.temperature",
+    )

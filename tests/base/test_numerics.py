@@ -1,4 +1,6 @@
-"""Softplus and its inverse stay exact from a scale of 1e-12 to one of 1e4, and so do their derivatives."""
+"""Softplus and its inverse stay exact from a scale of 1e-12 to one of 1e4, and so do their
+derivatives.
+"""
 
 import math
 
@@ -25,11 +27,18 @@ def test_inverse_softplus_is_undone_by_softplus(dtype):
 def test_log_softplus_of_an_inverse_softplus_is_the_logarithm(dtype):
     """log_softplus(inverse_softplus(s)) is log s."""
     scales = SCALES.to(dtype)
-    assert_close(log_softplus(inverse_softplus(scales)), scales.log(), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    assert_close(
+        log_softplus(inverse_softplus(scales)),
+        scales.log(),
+        rtol=TOLERANCES[dtype],
+        atol=TOLERANCES[dtype],
+    )
 
 
 def test_known_values():
-    """softplus(0.541325) is 1 and softplus(-3) is 0.048587; log(e^s - 1) where that does not overflow."""
+    """softplus(0.541325) is 1 and softplus(-3) is 0.048587; log(e^s - 1) where that does not
+    overflow.
+    """
     assert_close(inverse_softplus(torch.tensor(1.0).double()).item(), math.log(math.e - 1))
     assert_close(log_softplus(torch.tensor(-3.0).double()).exp().item(), math.log1p(math.exp(-3)))
     scales = torch.linspace(0.1, 20, 50, dtype=torch.float64)
@@ -38,7 +47,9 @@ def test_known_values():
 
 def test_log_softplus_on_both_sides_of_its_switch():
     """The series below -15 is log(log1p(e^rho)) to rounding, and meets the plain form there."""
-    rho = torch.tensor([-30.0, -20.0, -15.5, -15.0 - 1e-9, -15.0, -15.0 + 1e-9, -14.5, -5.0, 0.0, 5.0, 15.0]).double()
+    rho = torch.tensor(
+        [-30.0, -20.0, -15.5, -15.0 - 1e-9, -15.0, -15.0 + 1e-9, -14.5, -5.0, 0.0, 5.0, 15.0]
+    ).double()
     assert_close(log_softplus(rho), rho.exp().log1p().log(), rtol=0, atol=1e-13)
 
 
@@ -51,13 +62,21 @@ def test_log_softplus_where_softplus_underflows():
 
 @precisions
 def test_derivative_of_log_softplus(dtype):
-    """It is sigmoid / softplus, which tends to 1 on the left; no NaN leaks through the branch that is not taken."""
-    rho = torch.cat([torch.linspace(-1000, 1000, 401), torch.tensor([-15.0, -104.0, -89.0, 1e4])]).to(dtype).requires_grad_()
+    """It is sigmoid / softplus, which tends to 1 on the left; no NaN leaks through the branch that
+    is not taken.
+    """
+    rho = (
+        torch.cat([torch.linspace(-1000, 1000, 401), torch.tensor([-15.0, -104.0, -89.0, 1e4])])
+        .to(dtype)
+        .requires_grad_()
+    )
     (slope,) = torch.autograd.grad(log_softplus(rho).sum(), rho)
     assert slope.isfinite().all()
     wide = rho.detach().double()
     # below -700 the quotient itself is 0 / 0, and 1 to every digit
-    expected = torch.where(wide < -30, torch.ones(()).double(), wide.sigmoid() / wide.clamp(min=-30).exp().log1p())
+    expected = torch.where(
+        wide < -30, torch.ones(()).double(), wide.sigmoid() / wide.clamp(min=-30).exp().log1p()
+    )
     expected = torch.where(wide > 500, 1 / wide, expected)
     assert_close(slope.double(), expected, rtol=TOLERANCES[dtype] * 10, atol=0)
 
@@ -68,11 +87,15 @@ def test_derivative_of_inverse_softplus(dtype):
     scales = SCALES.to(dtype).requires_grad_()
     (slope,) = torch.autograd.grad(inverse_softplus(scales).sum(), scales)
     assert slope.isfinite().all()
-    assert_close(slope.double(), -1 / torch.expm1(-scales.detach().double()), rtol=TOLERANCES[dtype], atol=0)
+    assert_close(
+        slope.double(), -1 / torch.expm1(-scales.detach().double()), rtol=TOLERANCES[dtype], atol=0
+    )
 
 
 def test_finite():
-    """Sums that overflow, empty tensors and whole numbers are finite; NaN and infinity anywhere are not."""
+    """Sums that overflow, empty tensors and whole numbers are finite; NaN and infinity anywhere are
+    not.
+    """
     for t in (torch.full((9,), 3e38), torch.empty(0), torch.tensor(2), torch.ones(2, 3)):
         assert finite(t)
     for bad in (float("nan"), float("inf"), -float("inf")):

@@ -1,4 +1,6 @@
-"""Options that are declared: what is refused and how it is said, what becomes of numbers, and what `help` shows."""
+"""Options that are declared: what is refused and how it is said, what becomes of numbers, and what
+`help` shows.
+"""
 
 import inspect
 import math
@@ -30,7 +32,13 @@ def is_empty(model: str) -> bool:
     return not model
 
 
-@declared(idle={("mode", "whole"): ("share",), ("kind", Plain): ("share", "flag"), ("model", is_empty): ("epochs",)})
+@declared(
+    idle={
+        ("mode", "whole"): ("share",),
+        ("kind", Plain): ("share", "flag"),
+        ("model", is_empty): ("epochs",),
+    }
+)
 def made(
     model: str,
     *,
@@ -93,20 +101,54 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], messag
 
 
 def test_what_is_taken():
-    """Each kind at its bounds; a function where one may stand; what a text may be besides is not looked at."""
+    """Each kind at its bounds; a function where one may stand; what a text may be besides is not
+    looked at.
+    """
     schedule = lambda round: -1.0  # noqa: E731
-    options: dict[str, Any] = {"epochs": 1, "size": 1, "mode": "whole", "rate": schedule, "flag": True, "pair": [0, 2.0], "kind": 3}
+    options: dict[str, Any] = {
+        "epochs": 1,
+        "size": 1,
+        "mode": "whole",
+        "rate": schedule,
+        "flag": True,
+        "pair": [0, 2.0],
+        "kind": 3,
+    }
     found = made("model", **options)
-    assert found == {"model": "model", **options, "share": 0.5, "pair": (0.0, 2.0), "chosen": "first"}
+    assert found == {
+        "model": "model",
+        **options,
+        "share": 0.5,
+        "pair": (0.0, 2.0),
+        "chosen": "first",
+    }
     assert made("model", share=1.0)["share"] == 1.0
     assert [made("model", chosen=value)["chosen"] for value in (3, "first")] == [3, "first"]
 
 
 def test_numbers_become_pythons_own():
     """NumPy's, too; a float is one where a whole number was given, a whole number stays one."""
-    found = made("model", epochs=np.int64(3), size=np.int32(7), rate=2, share=Fraction(1, 4), pair=(np.float32(0.5), 1))
-    assert (found["epochs"], found["size"], found["rate"], found["share"], found["pair"]) == (3, 7, 2.0, 0.25, (0.5, 1.0))
-    assert [type(found[name]) for name in ("epochs", "size", "rate", "share")] == [int, int, float, float]
+    found = made(
+        "model",
+        epochs=np.int64(3),
+        size=np.int32(7),
+        rate=2,
+        share=Fraction(1, 4),
+        pair=(np.float32(0.5), 1),
+    )
+    assert (found["epochs"], found["size"], found["rate"], found["share"], found["pair"]) == (
+        3,
+        7,
+        2.0,
+        0.25,
+        (0.5, 1.0),
+    )
+    assert [type(found[name]) for name in ("epochs", "size", "rate", "share")] == [
+        int,
+        int,
+        float,
+        float,
+    ]
     assert {type(one) for one in found["pair"]} == {float}
 
 
@@ -132,9 +174,21 @@ def test_ranges(range: Range, words: str, inside: tuple[float, ...], outside: tu
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("model", {"mode": "whole", "share": 0.1}, "share says nothing under mode='whole', got 0.1; leave it out"),
-        ("model", {"kind": Plain(), "share": 0.1}, "share says nothing under a kind of Plain, got 0.1; leave it out"),
-        ("model", {"kind": Plain(), "flag": True}, "flag says nothing under a kind of Plain, got True; leave it out"),
+        (
+            "model",
+            {"mode": "whole", "share": 0.1},
+            "share says nothing under mode='whole', got 0.1; leave it out",
+        ),
+        (
+            "model",
+            {"kind": Plain(), "share": 0.1},
+            "share says nothing under a kind of Plain, got 0.1; leave it out",
+        ),
+        (
+            "model",
+            {"kind": Plain(), "flag": True},
+            "flag says nothing under a kind of Plain, got True; leave it out",
+        ),
         ("", {"epochs": 3}, "epochs says nothing where the model is empty, got 3; leave it out"),
     ],
     ids=["a value", "a class", "another of the same", "a predicate"],
@@ -144,7 +198,13 @@ def test_options_without_effect(model: str, options: dict[str, Any], message: st
     with pytest.raises(ValueError) as said:  # noqa: PT011  (the whole message is compared)
         made(model, **options)
     assert str(said.value) == message
-    made(model, **{name: value for name, value in options.items() if name in ("mode", "kind")}, share=0.5, flag=False, epochs=5)
+    made(
+        model,
+        **{name: value for name, value in options.items() if name in ("mode", "kind")},
+        share=0.5,
+        flag=False,
+        epochs=5,
+    )
 
 
 def test_what_python_refuses_itself():
@@ -155,9 +215,22 @@ def test_what_python_refuses_itself():
         return epochs
 
     for call, message in (
-        (lambda: few(1, lr=0.1), r"few\(\) got an unexpected keyword argument 'lr'"),  # pyright: ignore[reportCallIssue]
-        (lambda: few(epochs=0), r"few\(\) missing 1 required positional argument: 'model'"),  # pyright: ignore[reportCallIssue]
-        (lambda: few(1, 2), r"few\(\) takes 1 positional argument but 2 were given"),  # pyright: ignore[reportCallIssue]
+        (
+            lambda: few(1, lr=0.1),
+            r"few\(\) got an unexpected "
+            r"keyword argument 'lr'",
+        ),  # pyright: ignore[reportCallIssue]
+        (
+            lambda: few(epochs=0),
+            r"few\(\) missing 1 required "
+            r"positional argument: "
+            r"'model'",
+        ),  # pyright: ignore[reportCallIssue]
+        (
+            lambda: few(1, 2),
+            r"few\(\) takes 1 positional "
+            r"argument but 2 were given",
+        ),  # pyright: ignore[reportCallIssue]
     ):
         with pytest.raises(TypeError, match=message):
             call()
@@ -165,7 +238,9 @@ def test_what_python_refuses_itself():
 
 
 def test_the_docstring_is_completed():
-    """In the order of the signature; what the docstring says itself stands, what nothing says is left out."""
+    """In the order of the signature; what the docstring says itself stands, what nothing says is
+    left out.
+    """
     assert made.__doc__ is not None
     assert made.__doc__.split("\n") == [
         "Make it.",
@@ -201,7 +276,10 @@ def test_a_docstring_without_arguments_is_given_some():
     def mute(epochs: Epochs = 1) -> int:
         return epochs
 
-    assert bare.__doc__ == "Count.\n\nArgs:\n    epochs: Number of passes.\n\nRaises:\n    ValueError: Never."
+    assert (
+        bare.__doc__
+        == "Count.\n\nArgs:\n    epochs: Number of passes.\n\nRaises:\n    ValueError: Never."
+    )
     assert mute.__doc__ is None
     assert mute() == 1
 
@@ -209,7 +287,10 @@ def test_a_docstring_without_arguments_is_given_some():
 def test_the_signature_is_plain():
     """Of types alone, with all defaults; the name is the function's."""
     found = inspect.signature(made).parameters
-    assert {name: found[name].annotation for name in ("model", "epochs", "size", "share", "flag", "kind")} == {
+    assert {
+        name: found[name].annotation
+        for name in ("model", "epochs", "size", "share", "flag", "kind")
+    } == {
         "model": str,
         "epochs": int,
         "size": int | None,
@@ -218,7 +299,11 @@ def test_the_signature_is_plain():
         "kind": object,
     }
     assert list(found) == list(inspect.signature(inspect.unwrap(made)).parameters)
-    assert (found["epochs"].default, found["share"].default, found["model"].default) == (5, 0.5, inspect.Parameter.empty)
+    assert (found["epochs"].default, found["share"].default, found["model"].default) == (
+        5,
+        0.5,
+        inspect.Parameter.empty,
+    )
     assert made.__name__ == "made"
 
 
@@ -257,12 +342,17 @@ class Undeclared(Base):
 
 
 def test_a_data_class():
-    """Its fields are checked when they are set, by `replace` too, then its own `__post_init__` runs; numbers are Python's."""
+    """Its fields are checked when they are set, by `replace` too, then its own `__post_init__`
+    runs; numbers are Python's.
+    """
     assert type(Base(np.int64(3)).epochs) is int
     for wrong, message in (
         (lambda: Base(0), "epochs must be at least 1, got 0"),
         (lambda: replace(Base(1), mode="no"), "mode must be 'on' or 'off', got 'no'"),
-        (lambda: Base(1, "off", rate=0.3), "rate says nothing under mode='off', got 0.3; leave it out"),
+        (
+            lambda: Base(1, "off", rate=0.3),
+            "rate says nothing under mode='off', got 0.3; leave it out",
+        ),
         (lambda: Base(101), "too many"),
     ):
         with pytest.raises(ValueError) as said:  # noqa: PT011  (the whole message is compared)
@@ -270,12 +360,18 @@ def test_a_data_class():
         assert str(said.value) == message
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'epochs'"):
         Base()  # pyright: ignore[reportCallIssue]
-    assert Base.__doc__ == "A thing.\n\nArgs:\n    epochs: Number of passes.\n    mode: Its mode.\n    rate: Step size."
+    assert (
+        Base.__doc__
+        == "A thing.\n\nArgs:\n    epochs: Number of passes.\n    mode: Its mode.\n    rate: Step "
+        "size."
+    )
 
 
 @pytest.mark.parametrize("kind", [Declared, Undeclared])
 def test_a_subclass_of_a_data_class(kind: type[Base]):
-    """Its own fields and those of its base, and the base's `__post_init__`, whether it is declared or not."""
+    """Its own fields and those of its base, and the base's `__post_init__`, whether it is declared
+    or not.
+    """
     assert type(kind(1, share=np.float32(0.25)).share) is float  # pyright: ignore
     for options, message in (
         ({"epochs": 0}, "epochs must be at least 1, got 0"),

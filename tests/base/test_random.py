@@ -17,13 +17,19 @@ def bits(*args, **address) -> int:
 
 
 def test_entropy_lists_would_collide():
-    """Why addresses are spawn keys of fixed length: NumPy makes the same state of [1, 2] and [1, 2, 0]."""
-    short, long = (np.random.SeedSequence(words).generate_state(4).tolist() for words in ([1, 2], [1, 2, 0]))
+    """Why addresses are spawn keys of fixed length: NumPy makes the same state of [1, 2] and [1, 2,
+    0].
+    """
+    short, long = (
+        np.random.SeedSequence(words).generate_state(4).tolist() for words in ([1, 2], [1, 2, 0])
+    )
     assert short == long
 
 
 def test_no_two_addresses_share_bits():
-    """All of some two thousand near addresses differ, trailing zeros and seeds beyond 32 bits included."""
+    """All of some two thousand near addresses differ, trailing zeros and seeds beyond 32 bits
+    included.
+    """
     seeds, purposes = (0, 1, 2, WORD, 1 + 2 * WORD), (Purpose.PERMUTATION, Purpose.NOISE)
     seen = [
         bits(seed, purpose, **dict(zip(WORDS, words, strict=True)))
@@ -49,21 +55,33 @@ def test_seed_and_purpose_matter():
 
 def test_equal_addresses_draw_equal_bits():
     """Omitted words are 0, and NumPy's integers count as Python's."""
-    first = generator(7, Purpose.NOISE, client=3, stage=Stage.ADAPT).standard_normal(100, dtype=np.float32)
-    again = generator(np.int64(7), Purpose.NOISE, round=0, client=np.int64(3), stage=2, phase=0, index=0)
+    first = generator(7, Purpose.NOISE, client=3, stage=Stage.ADAPT).standard_normal(
+        100, dtype=np.float32
+    )
+    again = generator(
+        np.int64(7), Purpose.NOISE, round=0, client=np.int64(3), stage=2, phase=0, index=0
+    )
     assert (first == again.standard_normal(100, dtype=np.float32)).all()
 
 
 def test_the_address_is_the_documented_one():
-    """A Philox generator whose key SeedSequence makes of the seed and (purpose, round, client, stage, phase, index)."""
-    words = np.random.SeedSequence(11, spawn_key=(int(Purpose.PREDICT), 1, 2, 0, 4, 5)).generate_state(2, np.uint64)
+    """A Philox generator whose key SeedSequence makes of the seed and (purpose, round, client,
+    stage, phase, index).
+    """
+    words = np.random.SeedSequence(
+        11, spawn_key=(int(Purpose.PREDICT), 1, 2, 0, 4, 5)
+    ).generate_state(2, np.uint64)
     expected = np.random.Generator(np.random.Philox(key=words)).standard_normal(10)
-    drawn = generator(11, Purpose.PREDICT, round=1, client=2, stage=0, phase=4, index=5).standard_normal(10)
+    drawn = generator(
+        11, Purpose.PREDICT, round=1, client=2, stage=0, phase=4, index=5
+    ).standard_normal(10)
     assert (drawn == expected).all()
 
 
 def test_order_of_creation_and_use_does_not_matter():
-    """Generators read in turns, or made in another order, draw what each draws alone; no global state is read or moved."""
+    """Generators read in turns, or made in another order, draw what each draws alone; no global
+    state is read or moved.
+    """
     alone = {c: generator(0, Purpose.NOISE, client=c).standard_normal(6) for c in range(4)}
     np.random.seed(0)  # noqa: NPY002 (numpy's own generator must stay untouched)
     torch.manual_seed(0)

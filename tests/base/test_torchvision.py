@@ -10,7 +10,9 @@ import pytest
 import bayesfl as bf
 from bayesfl.base import torchvision as loader
 
-needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
+)
 
 
 @needs_torchvision
@@ -31,7 +33,9 @@ def test_torchvision_imports_beside_any_torch(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["bf.models.torchvision()", "tried()"])
 def test_one_call_is_enough(first):
-    """Before `import torchvision`, or after one that failed: networks and transforms work, with the operators' own message if they lack."""
+    """Before `import torchvision`, or after one that failed: networks and transforms work, with the
+    operators' own message if they lack.
+    """
     code = f"""
 import bayesfl as bf, torch
 
@@ -45,7 +49,8 @@ def tried():
 {first}
 import torchvision
 from torchvision.transforms import v2
-assert torchvision.models.resnet18(weights=None, num_classes=3).eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+network = torchvision.models.resnet18(weights=None, num_classes=3).eval()
+assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
 assert v2.Pad(2)(torch.zeros(3, 28, 28)).shape == (3, 32, 32)
 try:
     print(torchvision.ops.nms(torch.tensor([[0.0, 0, 1, 1]]), torch.ones(1), 0.5).tolist())

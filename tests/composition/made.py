@@ -9,7 +9,9 @@ from tests.cases import numbers
 KERNELS = ["reference", "live", "layers", "vmap"]
 
 
-def algorithm(model: nn.Module, blocks: dict[str, bf.Block], parts: tuple[str, ...] | None = None, **rest) -> bf.Algorithm:
+def algorithm(
+    model: nn.Module, blocks: dict[str, bf.Block], parts: tuple[str, ...] | None = None, **rest
+) -> bf.Algorithm:
     """Blocks without phases."""
     return bf.Algorithm(model, blocks, (), parts=tuple(blocks) if parts is None else parts, **rest)
 

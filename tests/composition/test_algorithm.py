@@ -1,4 +1,6 @@
-"""Blocks, energies and algorithms: what is refused, what is copied, what is declared, and the two conventions of an energy."""
+"""Blocks, energies and algorithms: what is refused, what is copied, what is declared, and the two
+conventions of an energy.
+"""
 
 import copy
 import re
@@ -23,11 +25,15 @@ W = Energy("w", ("w",), likelihood="mean")
 
 
 def test_overlapping_parts_are_refused():
-    """One predictor takes each parameter from one block: the message names both blocks and the parameter."""
+    """One predictor takes each parameter from one block: the message names both blocks and the
+    parameter.
+    """
     model = mlp(2, hidden=3, outputs=2)
     with pytest.raises(ValueError, match=r"'all' and 'last' .*'head\.weight'"):
         algorithm(model, {"all": bf.Block(), "last": bf.Block("head.*")})
-    assert algorithm(model, {"all": bf.Block(), "last": bf.Block("head.*")}, parts=("all",)).parts == ("all",)
+    assert algorithm(
+        model, {"all": bf.Block(), "last": bf.Block("head.*")}, parts=("all",)
+    ).parts == ("all",)
 
 
 def test_unknown_parts_are_refused():
@@ -66,10 +72,18 @@ def test_names_with_dots_are_refused(name):
     ("where", "what", "words"),
     [
         ("server", lambda blocks, clients: {"w": torch.zeros(1)}, r"`server` has \['w'\]"),
-        ("server", lambda blocks, clients: {"round": torch.zeros(1)}, r"`server` has \['round'\].*reserved"),
+        (
+            "server",
+            lambda blocks, clients: {"round": torch.zeros(1)},
+            r"`server` has \['round'\].*reserved",
+        ),
         ("server", lambda blocks, clients: {"a": {"b.c": torch.zeros(1)}}, r"'b\.c' .*dots"),
         ("server", lambda blocks, clients: {0: torch.zeros(1)}, "0 must be text"),
-        ("server", lambda blocks, clients: {"heads": [torch.zeros(1)]}, r"`server` starts 'heads' as"),
+        (
+            "server",
+            lambda blocks, clients: {"heads": [torch.zeros(1)]},
+            r"`server` starts 'heads' as",
+        ),
         ("private", {"w": torch.zeros(1)}, r"`private` has \['w'\]"),
         ("private", {"n": torch.zeros(1)}, r"`private` has \['n'\]"),
         ("reports", {"w": torch.zeros(1)}, r"`reports` has \['w'\]"),
@@ -79,7 +93,9 @@ def test_names_with_dots_are_refused(name):
     ],
 )
 def test_names_that_are_taken_are_refused(where, what, words):
-    """What a method adds would overwrite a block, or be overwritten, without a word; a run refuses it before its first round."""
+    """What a method adds would overwrite a block, or be overwritten, without a word; a run refuses
+    it before its first round.
+    """
 
     def made() -> bf.Algorithm:
         return algorithm(mlp(4, hidden=3, outputs=2), {"w": bf.Block()}, **{where: what})
@@ -96,7 +112,14 @@ def test_a_pattern_that_matches_nothing_is_refused():
         algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block("fc.*")})
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.BatchNorm2d(4, affine=False), nn.InstanceNorm1d(4, track_running_stats=True)])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm2d(4, affine=False),
+        nn.InstanceNorm1d(4, track_running_stats=True),
+    ],
+)
 def test_statistics_are_a_block_beside_the_one_that_covers_the_norm(layer):
     """In eval mode they are constants, and norms over single examples have none."""
     model = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(layer))
@@ -104,13 +127,17 @@ def test_statistics_are_a_block_beside_the_one_that_covers_the_norm(layer):
     assert list(made.blocks) == ["w", "w_buffers"]
     assert made.layout("w_buffers").names == ("1.running_mean", "1.running_var")
     assert made.whole(("w",)) == ("w", "w_buffers")
-    with pytest.raises(ValueError, match=r"'w_buffers' is the name of the block of the buffers of 'w'"):
+    with pytest.raises(
+        ValueError, match=r"'w_buffers' is the name of the block of the buffers of 'w'"
+    ):
         algorithm(model, {"w": bf.Block(), "w_buffers": bf.Block("0.*")})
     with pytest.raises(ValueError, match=r"no block covers the norm '1'"):
         algorithm(model.requires_grad_(True), {"w": bf.Block("0.*")})
     assert list(algorithm(model.eval(), {"w": bf.Block()}).blocks) == ["w"]
     for other in (nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4)):
-        assert list(algorithm(nn.Sequential(nn.Linear(4, 4), other), {"w": bf.Block()}).blocks) == ["w"]
+        assert list(algorithm(nn.Sequential(nn.Linear(4, 4), other), {"w": bf.Block()}).blocks) == [
+            "w"
+        ]
 
 
 def test_the_model_is_copied():
@@ -132,7 +159,11 @@ def test_the_model_is_copied():
 
 def test_server_state_takes_the_runs_precision():
     """What `server` adds, given the blocks and the number of clients."""
-    made = algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}, server=lambda blocks, clients: {"share": torch.tensor(1 / clients)})
+    made = algorithm(
+        mlp(2, hidden=3, outputs=2),
+        {"w": bf.Block()},
+        server=lambda blocks, clients: {"share": torch.tensor(1 / clients)},
+    )
     assert_close(made.init(4, dtype=torch.float64)["share"], torch.tensor(0.25).double())
 
 
@@ -141,42 +172,74 @@ def test_counters_and_masks_stay_what_they_are():
     made = algorithm(
         mlp(2, hidden=3, outputs=2),
         {"w": bf.Block()},
-        server=lambda blocks, clients: {"calls": torch.zeros(clients, dtype=torch.int64), "scale": 0.5, "open": True},
+        server=lambda blocks, clients: {
+            "calls": torch.zeros(clients, dtype=torch.int64),
+            "scale": 0.5,
+            "open": True,
+        },
         private={"steps": torch.tensor(3), "mask": torch.tensor([True, False]), "tau": 0.1},
     )
     server = made.init(4, dtype=torch.float64)
-    assert (server["calls"].dtype, server["scale"].dtype, server["open"].dtype) == (torch.int64, torch.float64, torch.bool)
+    assert (server["calls"].dtype, server["scale"].dtype, server["open"].dtype) == (
+        torch.int64,
+        torch.float64,
+        torch.bool,
+    )
     rows = made.rows(server)
-    assert (rows["steps"].dtype, rows["mask"].dtype, rows["tau"].dtype) == (torch.int64, torch.bool, torch.float64)
+    assert (rows["steps"].dtype, rows["mask"].dtype, rows["tau"].dtype) == (
+        torch.int64,
+        torch.bool,
+        torch.float64,
+    )
     assert made.rows(made.init(4))["tau"].dtype == torch.float32
 
 
 def test_only_what_is_named_leaves_the_server():
-    """Blocks, unless they are private or addressed, and what `broadcast` names; the rest stays, however it came there."""
+    """Blocks, unless they are private or addressed, and what `broadcast` names; the rest stays,
+    however it came there.
+    """
     made = algorithm(
         mlp(2, hidden=3, outputs=2),
-        {"body": bf.Block("body.*"), "head": bf.Block("head.*"), "own": bf.Block("head.*", pool=None, keep=True)},
+        {
+            "body": bf.Block("body.*"),
+            "head": bf.Block("head.*"),
+            "own": bf.Block("head.*", pool=None, keep=True),
+        },
         parts=("body", "head"),
-        server=lambda blocks, clients: {"heads": blocks["head"]["loc"].expand(clients, -1), "told": 1.0, "secret": 2.0},
+        server=lambda blocks, clients: {
+            "heads": blocks["head"]["loc"].expand(clients, -1),
+            "told": 1.0,
+            "secret": 2.0,
+        },
         broadcast=("told",),
         address=lambda server, ids: {"head": {"loc": server["heads"][ids]}},
     )
-    common, addressed = made.share(made.init(4) | {"by_combine": torch.tensor(3.0)}, torch.tensor([2, 0]))
+    common, addressed = made.share(
+        made.init(4) | {"by_combine": torch.tensor(3.0)}, torch.tensor([2, 0])
+    )
     assert set(common) == {"body", "told"}
     assert {name: entry["loc"].shape for name, entry in addressed.items()} == {"head": (2, 8)}
     for broadcast in (("body",), "told", ("n",), 3):
-        with pytest.raises((TypeError, ValueError), match=rf"broadcast .*got {re.escape(repr(broadcast))}"):
+        with pytest.raises(
+            (TypeError, ValueError), match=rf"broadcast .*got {re.escape(repr(broadcast))}"
+        ):
             replace(made, broadcast=broadcast)
     with pytest.raises(ValueError, match=r"broadcast names \['more'\].*`server`"):
         replace(made, broadcast=("more",)).init(4)
 
 
 def test_reports_are_declared_by_their_start():
-    """Tensors, numbers or functions of what is received; in the view at the start of each round, sent, and kept where `private` says so."""
+    """Tensors, numbers or functions of what is received; in the view at the start of each round,
+    sent, and kept where `private` says so.
+    """
     made = algorithm(
         mlp(2, hidden=3, outputs=2),
         {"w": bf.Block()},
-        reports={"drift": lambda given: torch.zeros_like(given["w"]["loc"]), "count": torch.tensor(0), "tau": 0.5},
+        reports={
+            "drift": lambda given: torch.zeros_like(given["w"]["loc"]),
+            "count": torch.tensor(0),
+            "tau": 0.5,
+        },
         private={"tau": 0.5},
     )
     declared = made.uplink(torch.float64)
@@ -185,7 +248,9 @@ def test_reports_are_declared_by_their_start():
     server = made.init(3, dtype=torch.float64)
     assert set(made.rows(server)) == {"tau"}
     given = made.given(made.share(server, torch.arange(2))[0], 0, 1)
-    view = made.views(given, {}, {"tau": torch.tensor([0.25, 0.5]).double()}, torch.ones(2).double())
+    view = made.views(
+        given, {}, {"tau": torch.tensor([0.25, 0.5]).double()}, torch.ones(2).double()
+    )
     assert view["drift"].shape == (2, 17)
     assert view["tau"].tolist() == [0.25, 0.5]
     made.check_reported(view, view)
@@ -199,23 +264,37 @@ def test_reports_are_declared_by_their_start():
 
 @pytest.mark.parametrize("number", [3, 5])
 def test_newcomers_get_nobody_elses_state(number):
-    """What the server holds for each client is made anew from the blocks as they are; what it has learnt for all stays."""
+    """What the server holds for each client is made anew from the blocks as they are; what it has
+    learnt for all stays.
+    """
     made = algorithm(
         mlp(2, hidden=3, outputs=2),
         {"body": bf.Block("body.*"), "head": bf.Block("head.*")},
         server=lambda blocks, clients: {
-            "per": {"heads": blocks["head"]["loc"].expand(clients, -1), "share": torch.full((clients,), 1 / clients)},
+            "per": {
+                "heads": blocks["head"]["loc"].expand(clients, -1),
+                "share": torch.full((clients,), 1 / clients),
+            },
             "learnt": torch.zeros(3),
             "rounds_done": torch.tensor(0),
         },
     )
     server = made.init(3, dtype=torch.float64)
     server["head"] = {"loc": numbers(8)}
-    server["per"] = {"share": torch.tensor([0.1, 0.2, 0.7]).double(), "heads": numbers(3, 8, seed=1)}
-    server |= {"learnt": numbers(3, seed=2), "rounds_done": torch.tensor(7), "added_by_combine": torch.tensor(1.0)}
+    server["per"] = {
+        "share": torch.tensor([0.1, 0.2, 0.7]).double(),
+        "heads": numbers(3, 8, seed=1),
+    }
+    server |= {
+        "learnt": numbers(3, seed=2),
+        "rounds_done": torch.tensor(7),
+        "added_by_combine": torch.tensor(1.0),
+    }
     found = made.newcomers(server, number)
     assert_close(found["per"]["heads"], server["head"]["loc"].expand(number, -1))
-    assert_close(found["per"]["share"], torch.full((number,), 1 / number).double(), rtol=1e-6, atol=0)
+    assert_close(
+        found["per"]["share"], torch.full((number,), 1 / number).double(), rtol=1e-6, atol=0
+    )
     for kept in ("body", "head", "learnt", "rounds_done", "added_by_combine"):
         assert found[kept] is server[kept]
 
@@ -260,21 +339,44 @@ def test_layers_without_a_shape():
     ("options", "words"),
     [
         ({"private": {"c": torch.zeros(3)}, "reports": {"c": 0.0}}, r"`private` .*'c'.*`reports` "),
-        ({"phases": (Descend(W, persist="opt", optimiser=SGD(0.1, 0.9)),), "reports": {"opt": 0.0}}, r"phase .*\['opt'\]"),
-        ({"phases": (Once(lambda a, g, v, d: v, kept={"k": torch.zeros(())}),), "private": {"k": 0.0}}, r"phase .*\['k'\]"),
+        (
+            {
+                "phases": (Descend(W, persist="opt", optimiser=SGD(0.1, 0.9)),),
+                "reports": {"opt": 0.0},
+            },
+            r"phase .*\['opt'\]",
+        ),
+        (
+            {
+                "phases": (Once(lambda a, g, v, d: v, kept={"k": torch.zeros(())}),),
+                "private": {"k": 0.0},
+            },
+            r"phase .*\['k'\]",
+        ),
         ({"phases": (Descend(W, persist="n", optimiser=SGD(0.1, 0.9)),)}, r"phase .*\['n'\]"),
-        ({"address": lambda server, ids: {"c": torch.zeros(len(ids))}, "private": {"c": 0.0}}, "`address` has .'c'."),
+        (
+            {"address": lambda server, ids: {"c": torch.zeros(len(ids))}, "private": {"c": 0.0}},
+            "`address` has .'c'.",
+        ),
         ({"address": lambda server, ids: {"q": torch.zeros(4)}}, r"`address` .*\['q'\].* 1 ids"),
         ({"private": {"c": "text"}}, "`private` starts 'c' as 'text'"),
         ({"private": {"c": np.array(["text"])}}, "`private` .*numpy"),
         ({"address": lambda server, ids: None}, "`address` .*mapping of tensors.*None"),
-        ({"address": lambda server, ids: {"q": np.zeros((1, 2))}}, "`address` .*mapping of tensors"),
-        ({"address": lambda server, ids: {"w": {"loc": torch.zeros(len(ids), 2)}}}, r"`address` .*'w\.loc'.*\(1, 2\).*\(17,\)"),
+        (
+            {"address": lambda server, ids: {"q": np.zeros((1, 2))}},
+            "`address` .*mapping of tensors",
+        ),
+        (
+            {"address": lambda server, ids: {"w": {"loc": torch.zeros(len(ids), 2)}}},
+            r"`address` .*'w\.loc'.*\(1, 2\).*\(17,\)",
+        ),
         ({"private": {"c": float("inf")}}, r"`private` .*\['c'\].*NaN"),
     ],
 )
 def test_names_and_rows_are_held_against_each_other(options: dict[str, Any], words: str):
-    """What a client sends, keeps and is sent goes into one view: a name that stands twice is refused before the first round."""
+    """What a client sends, keeps and is sent goes into one view: a name that stands twice is
+    refused before the first round.
+    """
     made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
     with pytest.raises(ValueError, match=words):
         made.rows(made.init(4))
@@ -294,20 +396,28 @@ def test_what_is_no_function_is_refused(options: dict[str, Any], words: str):
 
 
 def test_a_server_that_is_nothing_is_refused():
-    made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), server=lambda blocks, clients: None)
+    made = replace(
+        algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}),
+        server=lambda blocks, clients: None,
+    )
     with pytest.raises(ValueError, match=r"`server` .*mapping.*NoneType"):
         made.init(2)
 
 
 def test_a_server_that_starts_infinite_is_refused():
     """Else the first round would blame the learning rates."""
-    made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), server=lambda blocks, clients: {"best": torch.inf})
+    made = replace(
+        algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}),
+        server=lambda blocks, clients: {"best": torch.inf},
+    )
     with pytest.raises(ValueError, match=r"`server` .*\['best'\].*NaN"):
         made.init(2)
 
 
 def test_a_tensor_of_any_name_travels():
-    """Only a Mixed pool holds models for single clients, under `each`; another belief's tensor of that name is sent as any."""
+    """Only a Mixed pool holds models for single clients, under `each`; another belief's tensor of
+    that name is sent as any.
+    """
     made = algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()})
     server = made.init(2)
     server["w"] |= {"each": torch.ones(2), "weights": torch.ones(2)}
@@ -317,7 +427,9 @@ def test_a_tensor_of_any_name_travels():
 
 
 def test_a_first_axis_that_counts_clients_is_theirs():
-    """Of entries beyond the blocks others may grow, those that have a row for each client and single numbers may not."""
+    """Of entries beyond the blocks others may grow, those that have a row for each client and
+    single numbers may not.
+    """
     made = algorithm(
         mlp(2, hidden=3, outputs=2),
         {"w": bf.Block()},
@@ -333,7 +445,11 @@ def test_a_first_axis_that_counts_clients_is_theirs():
 
 def test_a_start_that_is_said_twice_is_said_alike():
     """Else the kept one would be taken without a word."""
-    made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), private={"c": 1.0}, reports={"c": 0.0})
+    made = replace(
+        algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}),
+        private={"c": 1.0},
+        reports={"c": 0.0},
+    )
     with pytest.raises(ValueError, match=r"`private`.*`reports`"):
         made.rows(made.init(2))
 

@@ -34,11 +34,19 @@ def test_what_is_no_composition_is_refused(options: dict[str, Any], words: str):
 
 
 def test_a_tied_parameter_is_covered_by_all_its_names_or_none():
-    """Body and head that share a weight cannot be treated differently; all names at once can, and frozen ones are constants."""
+    """Body and head that share a weight cannot be treated differently; all names at once can, and
+    frozen ones are constants.
+    """
     model = mlp(4, hidden=4, outputs=4)
     model.head.weight = model.get_parameter("body.0.weight")
-    with pytest.raises(ValueError, match=r"'body\.\*'.*\['body\.0\.weight'\].*\['head\.weight'\].*untie"):
+    with pytest.raises(
+        ValueError, match=r"'body\.\*'.*\['body\.0\.weight'\].*\['head\.weight'\].*untie"
+    ):
         bf.algorithms.lg_fedavg(model)
-    assert bf.algorithms.fedavg(model).layout("w").names == ("body.0.weight", "body.0.bias", "head.bias")
+    assert bf.algorithms.fedavg(model).layout("w").names == (
+        "body.0.weight",
+        "body.0.bias",
+        "head.bias",
+    )
     model.head.weight.requires_grad_(False)
     assert bf.algorithms.fedper(model).layout("head").names == ("head.bias",)

@@ -1,4 +1,6 @@
-"""Energies by hand: their two conventions, weights of examples, penalties; priors stand still during a phase."""
+"""Energies by hand: their two conventions, weights of examples, penalties; priors stand still
+during a phase.
+"""
 
 import copy
 import math
@@ -30,7 +32,9 @@ from tests.composition.made import KERNELS, algorithm, data
 @pytest.mark.parametrize("word", ["average", "Sum", ""])
 def test_energy_has_two_conventions(word):
     """`sum`, `mean` or `none`, and nothing else."""
-    with pytest.raises(ValueError, match=rf"^likelihood must be 'sum', 'mean' or 'none', got '{word}'"):
+    with pytest.raises(
+        ValueError, match=rf"^likelihood must be 'sum', 'mean' or 'none', got '{word}'"
+    ):
         Energy("w", ("w",), likelihood=word)
 
 
@@ -51,19 +55,35 @@ def by_row(given: Server, view: View, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("likelihood", ["sum", "mean"])
 @pytest.mark.parametrize("weight", [None, inverse_count, by_row], ids=["plain", "1 / n", "by row"])
 def test_energy_by_hand(likelihood, weight):
-    """Draws average, examples count by their weight and padding not at all, the KL of every trained block is added, and of no other."""
+    """Draws average, examples count by their weight and padding not at all, the KL of every trained
+    block is added, and of no other.
+    """
     model = mlp(2, hidden=3, outputs=2)
     head = bf.Block(
-        "head.*", posterior=MeanField(), prior=Normal(centre=server_mean("head"), variance=lambda given, view: view["v"][..., None])
+        "head.*",
+        posterior=MeanField(),
+        prior=Normal(centre=server_mean("head"), variance=lambda given, view: view["v"][..., None]),
     )
-    body = bf.Block("body.*", prior=Normal(centre=server_mean("body"), variance=lambda given, view: torch.full((1,), 0.3).double()))
+    body = bf.Block(
+        "body.*",
+        prior=Normal(
+            centre=server_mean("body"), variance=lambda given, view: torch.full((1,), 0.3).double()
+        ),
+    )
     both = ("body", "head")
     made = algorithm(model, {"body": body, "head": head})
     n, v = torch.tensor(20.0).double(), torch.tensor(0.7).double()
     weights = numbers(20, seed=6).exp()
     given = {"body": {"loc": numbers(9)}, "head": {"loc": numbers(8, seed=1)}, "weights": weights}
-    beliefs = {"body": {"loc": numbers(9, seed=2)}, "head": {"loc": numbers(8, seed=3), "rho": numbers(8, seed=4)}}
-    batch = {"x": numbers(5, 2), "y": torch.tensor([0, 1, 1, 0, 1]), "weight": torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0]).double()}
+    beliefs = {
+        "body": {"loc": numbers(9, seed=2)},
+        "head": {"loc": numbers(8, seed=3), "rho": numbers(8, seed=4)},
+    }
+    batch = {
+        "x": numbers(5, 2),
+        "y": torch.tensor([0, 1, 1, 0, 1]),
+        "weight": torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0]).double(),
+    }
     batch["index"] = torch.tensor([4, 17, 9, 0, 0])
     noise = {"head": numbers(4, 8, seed=5)}
     x, y = batch["x"][:3], batch["y"][:3]
@@ -73,12 +93,26 @@ def test_energy_by_hand(likelihood, weight):
         w, b = beliefs["head"]["loc"] + scale * e, beliefs["body"]["loc"]
         hidden = torch.relu(x @ b[:6].view(3, 2).T + b[6:])
         losses.append(F.cross_entropy(hidden @ w[:6].view(2, 3).T + w[6:], y, reduction="none"))
-    each = {None: torch.ones(3).double(), inverse_count: torch.full((3,), 1 / 20).double(), by_row: weights[[4, 17, 9]]}[weight]
+    each = {
+        None: torch.ones(3).double(),
+        inverse_count: torch.full((3,), 1 / 20).double(),
+        by_row: weights[[4, 17, 9]],
+    }[weight]
     nll = (each * torch.stack(losses).mean(0)).sum() / 3
     q = torch.distributions.Normal(beliefs["head"]["loc"], scale)
-    kl_head = torch.distributions.kl_divergence(q, torch.distributions.Normal(given["head"]["loc"], v.sqrt())).sum()
-    energy_body = -torch.distributions.Normal(given["body"]["loc"], math.sqrt(0.3)).log_prob(beliefs["body"]["loc"]).sum()
-    for trained, divergence in (("head", kl_head), ("body", energy_body), (both, kl_head + energy_body)):
+    kl_head = torch.distributions.kl_divergence(
+        q, torch.distributions.Normal(given["head"]["loc"], v.sqrt())
+    ).sum()
+    energy_body = (
+        -torch.distributions.Normal(given["body"]["loc"], math.sqrt(0.3))
+        .log_prob(beliefs["body"]["loc"])
+        .sum()
+    )
+    for trained, divergence in (
+        ("head", kl_head),
+        ("body", energy_body),
+        (both, kl_head + energy_body),
+    ):
         names = (trained,) if isinstance(trained, str) else trained
         view = {"n": n, "v": v, **{name: beliefs[name] for name in both}}
         found, loss = Energy(trained, both, likelihood=likelihood, weight=weight)(
@@ -89,38 +123,87 @@ def test_energy_by_hand(likelihood, weight):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("weight", [inverse_count, lambda given, view, batch: 0.5 + batch["index"].to(view["n"])], ids=["1 / n", "by row"])
+@pytest.mark.parametrize(
+    "weight",
+    [inverse_count, lambda given, view, batch: 0.5 + batch["index"].to(view["n"])],
+    ids=["1 / n", "by row"],
+)
 def test_every_kernel_weighs_examples(kernel, weight):
-    """Under draws or without, in full batches or not: as the reference, and not as without weights."""
-    prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.ones(1).to(given["head"]["loc"]))
+    """Under draws or without, in full batches or not: as the reference, and not as without
+    weights.
+    """
+    prior = Normal(
+        centre=server_mean("head"),
+        variance=lambda given, view: torch.ones(1).to(given["head"]["loc"]),
+    )
     head = bf.Block("head.*", posterior=MeanField(), prior=prior, pool=PrecisionWeighted())
     runs = []
     for k, w in (("reference", weight), (kernel, weight), (kernel, None)):
         steps = tuple(
-            Descend(Energy(name, ("body", "head"), likelihood="sum", weight=w), batch_size=size, draws=2, optimiser=SGD(0.01))
+            Descend(
+                Energy(name, ("body", "head"), likelihood="sum", weight=w),
+                batch_size=size,
+                draws=2,
+                optimiser=SGD(0.01),
+            )
             for name, size in (("head", None), ("body", 3))
         )
-        made = bf.Algorithm(mlp(4, hidden=3, outputs=2), {"body": bf.Block("body.*"), "head": head}, steps, parts=("body", "head"))
+        made = bf.Algorithm(
+            mlp(4, hidden=3, outputs=2),
+            {"body": bf.Block("body.*"), "head": head},
+            steps,
+            parts=("body", "head"),
+        )
         engine = bf.Engine(k, workers=1)
-        runs.append(bf.simulate(made, data(3), rounds=1, evaluate_every=None, engine=engine, dtype=torch.float64, progress=False).server)
+        runs.append(
+            bf.simulate(
+                made,
+                data(3),
+                rounds=1,
+                evaluate_every=None,
+                engine=engine,
+                dtype=torch.float64,
+                progress=False,
+            ).server
+        )
     assert_close(runs[1], runs[0], rtol=1e-9, atol=1e-10)
     assert not torch.allclose(runs[1]["body"]["loc"], runs[2]["body"]["loc"])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("posterior", [Point(), MeanField(init_scale=0.1)], ids=["point", "mean field"])
+@pytest.mark.parametrize(
+    "posterior", [Point(), MeanField(init_scale=0.1)], ids=["point", "mean field"]
+)
 def test_priors_are_constant_during_a_phase(kernel, posterior):
-    """A prior may read a block that the same phase trains: every kernel, the reference too, sees it as the phase found it."""
-    tied = Normal(centre=lambda given, view: view["b"]["loc"].mean(-1, keepdim=True), variance=lambda given, view: torch.ones(1).double())
+    """A prior may read a block that the same phase trains: every kernel, the reference too, sees it
+    as the phase found it.
+    """
+    tied = Normal(
+        centre=lambda given, view: view["b"]["loc"].mean(-1, keepdim=True),
+        variance=lambda given, view: torch.ones(1).double(),
+    )
     blocks = {"b": bf.Block("body.*"), "h": bf.Block("head.*", posterior=posterior, prior=tied)}
     step = Descend(Energy(("b", "h"), ("b", "h"), likelihood="sum"), steps=3, optimiser=SGD(0.05))
     model, clients = mlp(4, hidden=3, outputs=2), data(1)
     made = bf.Algorithm(model, blocks, (step,), parts=("b", "h"))
     still = made.init(1, dtype=torch.float64)["b"]["loc"].mean()
     held = Normal(centre=lambda given, view: still.expand(1), variance=tied.variance)
-    expected = bf.Algorithm(model, blocks | {"h": bf.Block("head.*", posterior=posterior, prior=held)}, (step,), parts=("b", "h"))
+    expected = bf.Algorithm(
+        model,
+        blocks | {"h": bf.Block("head.*", posterior=posterior, prior=held)},
+        (step,),
+        parts=("b", "h"),
+    )
     runs = [
-        bf.simulate(a, clients, rounds=1, evaluate_every=None, engine=bf.Engine(k, workers=1), dtype=torch.float64, progress=False)
+        bf.simulate(
+            a,
+            clients,
+            rounds=1,
+            evaluate_every=None,
+            engine=bf.Engine(k, workers=1),
+            dtype=torch.float64,
+            progress=False,
+        )
         for a, k in ((expected, "reference"), (made, kernel))
     ]
     assert_close(runs[1].server, runs[0].server, rtol=1e-10, atol=1e-12)
@@ -130,7 +213,9 @@ def test_priors_are_constant_during_a_phase(kernel, posterior):
 def test_divergence_is_energy_minus_entropy():
     """Of a belief it is the KL divergence, for many clients at once."""
     prior = Normal(centre=server_mean("w"), variance=lambda given, view: view["v"][..., None])
-    made = algorithm(nn.Linear(2, 1), {"w": bf.Block(posterior=MeanField(), prior=prior)}, likelihood=Gaussian())
+    made = algorithm(
+        nn.Linear(2, 1), {"w": bf.Block(posterior=MeanField(), prior=prior)}, likelihood=Gaussian()
+    )
     q = {"loc": numbers(4, 3), "rho": numbers(4, 3, seed=1)}
     given, view = {"w": {"loc": numbers(3, seed=2)}}, {"v": numbers(4, seed=3).exp()}
     expected = torch.distributions.kl_divergence(
@@ -140,11 +225,17 @@ def test_divergence_is_energy_minus_entropy():
     assert_close(made.divergence("w", q, given, view), expected)
 
 
-def alignment(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: Any) -> Tensor:
-    """Reads all three: features near what the view says, small outputs, alike losses; padding counts nothing."""
+def alignment(
+    features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: Any
+) -> Tensor:
+    """Reads all three: features near what the view says, small outputs, alike losses; padding
+    counts nothing.
+    """
     assert features is not None
     weight = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
-    near = (features - view["target"].unsqueeze(-2)).square().mean(-1) + 0.1 * outputs.square().sum(-1)
+    near = (features - view["target"].unsqueeze(-2)).square().mean(-1) + 0.1 * outputs.square().sum(
+        -1
+    )
     mean = (losses * weight).sum(-1, keepdim=True)
     return (weight * (0.7 * near + (losses - mean).square())).sum(-1)
 
@@ -154,40 +245,72 @@ def aligned(model: nn.Module, **options: Any) -> bf.Algorithm:
     parts = ("body", "head")
     target = {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)}
     rest = {"optimiser": SGD(0.1), **options}
-    phases = tuple(Descend(Energy(name, parts, likelihood="mean", penalty=alignment), **rest) for name in parts)
-    return bf.Algorithm(model, {"body": Block("body.*"), "head": Block("head.*")}, phases, parts=parts, private=target)
+    phases = tuple(
+        Descend(Energy(name, parts, likelihood="mean", penalty=alignment), **rest) for name in parts
+    )
+    return bf.Algorithm(
+        model,
+        {"body": Block("body.*"), "head": Block("head.*")},
+        phases,
+        parts=parts,
+        private=target,
+    )
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
 @pytest.mark.parametrize("likelihood", ["sum", "mean"])
-def test_a_penalty_by_hand(model: bf.models.SplitModel, clients: FederatedData, kernel: str, likelihood: str):
-    """One step of the body, then one of the head, on n times (or once) the mean loss plus the penalty, by autograd."""
+def test_a_penalty_by_hand(
+    model: bf.models.SplitModel, clients: FederatedData, kernel: str, likelihood: str
+):
+    """One step of the body, then one of the head, on n times (or once) the mean loss plus the
+    penalty, by autograd.
+    """
     one = clients.select([2])
     x, y = (t.double() if t.is_floating_point() else t for t in one.train.client(0))
     network = copy.deepcopy(model).double()
     lr, scale = 0.01, len(x) if likelihood == "sum" else 1
-    view, batch = {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)}, {"weight": torch.ones(len(x), dtype=torch.float64)}
+    view, batch = (
+        {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)},
+        {"weight": torch.ones(len(x), dtype=torch.float64)},
+    )
     for part in (network.body, network.head):
         features = network.body(x)
         outputs = network.head(features)
         losses = torch.nn.functional.cross_entropy(outputs, y, reduction="none")
         loss = scale * (losses.mean() + alignment(features, outputs, losses, batch, {}, view))
-        for p, g in zip(part.parameters(), torch.autograd.grad(loss, list(part.parameters())), strict=True):
+        for p, g in zip(
+            part.parameters(), torch.autograd.grad(loss, list(part.parameters())), strict=True
+        ):
             p.data -= lr * g
     algorithm = aligned(model)
-    phases = tuple(replace(p, energy=replace(p.energy, likelihood=likelihood), optimiser=SGD(lr)) for p in algorithm.phases)
+    phases = tuple(
+        replace(p, energy=replace(p.energy, likelihood=likelihood), optimiser=SGD(lr))
+        for p in algorithm.phases
+    )
     result = run(replace(algorithm, phases=phases), one, kernel=kernel)
     for name, part in (("body", network.body), ("head", network.head)):
-        assert_close(result.server[name]["loc"], torch.cat([p.detach().flatten() for p in part.parameters()]), atol=1e-12, rtol=0)
+        assert_close(
+            result.server[name]["loc"],
+            torch.cat([p.detach().flatten() for p in part.parameters()]),
+            atol=1e-12,
+            rtol=0,
+        )
 
 
 @pytest.mark.parametrize("prox", [False, True])
 def test_a_penalty_in_every_kernel(model: nn.Module, clients: FederatedData, prox: bool):
     """In batches, for clients of unequal size, beside a prior or one that is solved."""
-    prior = Normal(centre=server_mean("body"), variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None])
+    prior = Normal(
+        centre=server_mean("body"),
+        variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None],
+    )
     algorithm = aligned(model, batch_size=10, epochs=2)
     body = replace(algorithm.phases[0], prox=prox)
-    algorithm = replace(algorithm, blocks={**algorithm.blocks, "body": Block("body.*", prior=prior)}, phases=(body, algorithm.phases[1]))
+    algorithm = replace(
+        algorithm,
+        blocks={**algorithm.blocks, "body": Block("body.*", prior=prior)},
+        phases=(body, algorithm.phases[1]),
+    )
     reference = run(algorithm, clients, kernel="reference", rounds=2).server
     for kernel in ("layers", "live", "vmap"):
         found = run(algorithm, clients, kernel=kernel, rounds=2).server
@@ -196,9 +319,18 @@ def test_a_penalty_in_every_kernel(model: nn.Module, clients: FederatedData, pro
 
 
 def test_a_penalty_without_features():
-    """A model that is not cut in two has none, and a penalty that reads nothing trained changes nothing."""
+    """A model that is not cut in two has none, and a penalty that reads nothing trained changes
+    nothing.
+    """
 
-    def flat(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: Any) -> Tensor:
+    def flat(
+        features: Tensor | None,
+        outputs: Tensor,
+        losses: Tensor,
+        batch: Batch,
+        given: Any,
+        view: Any,
+    ) -> Tensor:
         assert features is None
         return torch.full_like(view["n"], 5.0)
 
@@ -206,7 +338,11 @@ def test_a_penalty_without_features():
     plain = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.1))
     energy = replace(plain.energy, penalty=flat)
     found = [
-        run(bf.Algorithm(model, {"w": Block()}, (replace(plain, energy=e),), parts=("w",)), clients, kernel=kernel).server["w"]["loc"]
+        run(
+            bf.Algorithm(model, {"w": Block()}, (replace(plain, energy=e),), parts=("w",)),
+            clients,
+            kernel=kernel,
+        ).server["w"]["loc"]
         for e, kernel in ((plain.energy, "layers"), (energy, "layers"), (energy, "reference"))
     ]
     assert_close(found[1], found[0], atol=0, rtol=0)
@@ -228,14 +364,18 @@ def believing(clients: FederatedData, likelihood: Any, **options: Any) -> bf.Alg
         variance=lambda given, view: 4 * torch.ones_like(view["w"]["loc"]),
     )
     block = Block(posterior=MeanField(init_scale=0.3), prior=prior, pool=None, keep=True)
-    step = Descend(Energy("w", ("w",), likelihood=likelihood, **options), epochs=3, optimiser=SGD(0.01))
+    step = Descend(
+        Energy("w", ("w",), likelihood=likelihood, **options), epochs=3, optimiser=SGD(0.01)
+    )
     return bf.Algorithm(mlp(8, hidden=4, outputs=3), {"w": block}, (step,), parts=("w",))
 
 
 @pytest.mark.parametrize("likelihood", ["sum", "mean"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_weight_on_the_kl_is_another_prior(likelihood: str, kernel: Any, clients: FederatedData):
-    """The gradient is that of the likelihood plus kl_weight times the KL's: linear in it, and 1 is the plain energy."""
+    """The gradient is that of the likelihood plus kl_weight times the KL's: linear in it, and 1 is
+    the plain energy.
+    """
 
     def moved(weight: float) -> Tensor:
         made = believing(clients, likelihood, kl_weight=weight)
@@ -261,7 +401,12 @@ def moved_plainly(clients: FederatedData, likelihood: str, kernel: Any) -> Tenso
 def test_an_energy_without_the_data_goes_to_its_prior(kernel: Any, clients: FederatedData):
     """Gradient steps on the KL alone end at the prior's moments, whatever the data."""
     made = believing(clients, "none")
-    made = replace(made, phases=tuple(replace(phase, epochs=400, optimiser=SGD(0.5, momentum=0.9)) for phase in made.phases))
+    made = replace(
+        made,
+        phases=tuple(
+            replace(phase, epochs=400, optimiser=SGD(0.5, momentum=0.9)) for phase in made.phases
+        ),
+    )
     after = run(made, clients.select([3]), engine=bf.Engine(kernel))
     mean, variance = MeanField().moments(after.private["w"])
     assert_close(mean, torch.full_like(mean, 0.5), atol=1e-6, rtol=0)

@@ -1,4 +1,6 @@
-"""What invariant learning is composed of: slopes and their squares, annealing, ties, weights of environments."""
+"""What invariant learning is composed of: slopes and their squares, annealing, ties, weights of
+environments.
+"""
 
 from itertools import combinations, product
 from typing import Any
@@ -28,7 +30,10 @@ def batch_of(environment: Any, weight: Any = None) -> dict[str, Tensor]:
     """What a batch says beside its examples, from environments [..., B]."""
     environment = torch.as_tensor(environment)
     weight = torch.ones_like(environment) if weight is None else torch.as_tensor(weight)
-    return {"environment": torch.nn.functional.one_hot(environment).double(), "weight": weight.double()}
+    return {
+        "environment": torch.nn.functional.one_hot(environment).double(),
+        "weight": weight.double(),
+    }
 
 
 def test_slopes_of_a_scale():
@@ -43,9 +48,13 @@ def test_slopes_of_a_scale():
     close(squared_slopes(slopes, batch_of([0, 0])), 0.18765361498609953)
 
 
-@pytest.mark.parametrize(("likelihood", "outputs"), [(Bernoulli(), 1), (Categorical(), 3), (Gaussian(scale=0.7), 2)])
+@pytest.mark.parametrize(
+    ("likelihood", "outputs"), [(Bernoulli(), 1), (Categorical(), 3), (Gaussian(scale=0.7), 2)]
+)
 def test_slopes_by_finite_differences(likelihood, outputs):
-    """And the slope of the penalty at the outputs, which training goes down; for many clients as for one."""
+    """And the slope of the penalty at the outputs, which training goes down; for many clients as
+    for one.
+    """
     rng = torch.Generator().manual_seed(0)
     a = torch.randn(2, 6, outputs, generator=rng, dtype=torch.float64)
     y = (
@@ -71,10 +80,14 @@ def test_slopes_by_finite_differences(likelihood, outputs):
 
 
 def test_squares_by_environment():
-    """Environments add up, one that a batch lacks counts 0, padding counts nothing, clients side by side as one by one."""
+    """Environments add up, one that a batch lacks counts 0, padding counts nothing, clients side by
+    side as one by one.
+    """
     rng = torch.Generator().manual_seed(1)
     slopes = torch.randn(3, 7, generator=rng, dtype=torch.float64)
-    environment = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 2]])
+    environment = torch.tensor(
+        [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 2]]
+    )
     weight = torch.ones(3, 7)
     weight[1, 4:] = weight[2, 6:] = 0
     batch = batch_of(environment, weight)
@@ -96,7 +109,9 @@ def test_squares_by_environment():
 
 
 def test_the_unbiased_square_is_one():
-    """Its mean over all samples with replacement is the square of the mean; one sample's is that of its halves, over all ways to halve."""
+    """Its mean over all samples with replacement is the square of the mean; one sample's is that of
+    its halves, over all ways to halve.
+    """
     values = torch.tensor([0.3, -1.0, 2.2], dtype=torch.float64)
     one = batch_of([0] * 4)
     samples = [torch.stack(chosen) for chosen in product(values, repeat=4)]
@@ -106,12 +121,19 @@ def test_the_unbiased_square_is_one():
     biased = torch.stack([squared_slopes(sample, one) for sample in samples])
     close(biased.mean(), values.mean() ** 2 + values.var(correction=0) / 4)
     for sample in samples[5::20]:
-        halves = [(sample[list(half)].mean(), sample[[i for i in range(4) if i not in half]].mean()) for half in combinations(range(4), 2)]
-        close(squared_slopes(sample, one, "unbiased"), torch.stack([a * b for a, b in halves]).mean())
+        halves = [
+            (sample[list(half)].mean(), sample[[i for i in range(4) if i not in half]].mean())
+            for half in combinations(range(4), 2)
+        ]
+        close(
+            squared_slopes(sample, one, "unbiased"), torch.stack([a * b for a, b in halves]).mean()
+        )
 
 
 def test_annealing():
-    """1 before the round, gamma from it on; a gamma below 1 is there from the start; division by what exceeds 1."""
+    """1 before the round, gamma from it on; a gamma below 1 is there from the start; division by
+    what exceeds 1.
+    """
     annealed = Annealed(50.0, start=3)
     assert [annealed.weight(t) for t in (0, 2, 3, 9)] == [1, 1, 50, 50]
     assert [annealed.scale(t) for t in (0, 2, 3, 9)] == [1, 1, 50, 50]
@@ -123,18 +145,27 @@ def test_annealing():
 
 @pytest.mark.parametrize(("l2", "lam"), [(0.3, 0.0), (0.0, 2.0), (0.3, 2.0)])
 def test_ties_as_one_gaussian(l2, lam):
-    """Under a mean over n examples its slope is that of (l2 |w|^2 + lam / 2 |w - centre|^2) / max(1, gamma_t)."""
+    """Under a mean over n examples its slope is that of (l2 |w|^2 + lam / 2 |w - centre|^2) /
+    max(1, gamma_t).
+    """
     prior = tied(Annealed(40.0, start=2), l2=l2, lam=lam, centre=server_mean("w"))
-    w, centre = torch.tensor([[0.5, -2.0], [1.0, 3.0]], dtype=torch.float64), torch.tensor([1.5, 1.0], dtype=torch.float64)
+    w, centre = (
+        torch.tensor([[0.5, -2.0], [1.0, 3.0]], dtype=torch.float64),
+        torch.tensor([1.5, 1.0], dtype=torch.float64),
+    )
     view = {"n": torch.tensor([5.0, 17.0], dtype=torch.float64)}
     for round, scale in ((1, 1.0), (2, 40.0)):
         given: dict[str, Any] = {"w": {"loc": centre}, "round": round, "rounds": 9}
-        slope = torch.func.grad(lambda w, g=given: (prior.energy(w, torch.zeros_like(w), g, view) / view["n"]).sum())(w)
+        slope = torch.func.grad(
+            lambda w, g=given: (prior.energy(w, torch.zeros_like(w), g, view) / view["n"]).sum()
+        )(w)
         close(slope, (2 * l2 * w + lam * (w - centre)) / scale)
 
 
 def test_reweighting():
-    """The published value; the simplex; losses that are equal, shifted, or scaled against the step; what is not there."""
+    """The published value; the simplex; losses that are equal, shifted, or scaled against the step;
+    what is not there.
+    """
     q = torch.full((3, 1), 1 / 3, dtype=torch.float64)
     risk, there = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64), torch.ones(3, 1)
     new = reweighted(q.log(), risk, there, 0.1)
@@ -146,16 +177,28 @@ def test_reweighting():
     close(reweighted(uneven, risk * 10, there, 0.01), reweighted(uneven, risk, there, 0.1))
     close(reweighted(uneven[:2], risk[:2], there[:2], 0.1).exp().sum(), 0.9)
     gone = reweighted(uneven, risk, torch.tensor([[1], [0], [1]]), 0.1)
-    close(gone.exp().flatten(), 0.8 * torch.tensor([0.7 * np.exp(0.1), 0, 0.1 * np.exp(0.3)]) / (0.7 * np.exp(0.1) + 0.1 * np.exp(0.3)))
+    close(
+        gone.exp().flatten(),
+        0.8
+        * torch.tensor([0.7 * np.exp(0.1), 0, 0.1 * np.exp(0.3)])
+        / (0.7 * np.exp(0.1) + 0.1 * np.exp(0.3)),
+    )
     assert gone[1] == torch.finfo(gone.dtype).min
     close(reweighted(uneven, risk * 1e6, there, 1.0).exp().flatten(), [0.0, 0.0, 1.0])
 
 
 def test_evenly_spaced_examples():
-    """All where there are few, else as many as asked for, in the order of the data; padding stays padding."""
+    """All where there are few, else as many as asked for, in the order of the data; padding stays
+    padding.
+    """
     x = torch.arange(10.0).expand(3, 10)
     weight = torch.tensor([[1.0] * 10, [1.0] * 4 + [0.0] * 6, [1.0] * 2 + [0.0] * 8])
-    data = {"x": x.unsqueeze(-1), "y": x.long(), "weight": weight, "environment": torch.ones(3, 10, 1)}
+    data = {
+        "x": x.unsqueeze(-1),
+        "y": x.long(),
+        "weight": weight,
+        "environment": torch.ones(3, 10, 1),
+    }
     some = evenly(data, 4)
     assert some["y"].tolist() == [[0, 2, 5, 7], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert some["x"][..., 0].tolist() == some["y"].double().tolist()
@@ -166,7 +209,9 @@ def test_evenly_spaced_examples():
 
 
 def test_rare_environments_are_among_the_examples():
-    """An equal share from each environment, evenly spaced there; all of a small one; a client with few examples loses none."""
+    """An equal share from each environment, evenly spaced there; all of a small one; a client with
+    few examples loses none.
+    """
     environment = torch.zeros(2, 200, dtype=torch.int64)
     environment[0, [31, 90, 177]] = 1
     environment[1, 25:] = 1
@@ -178,7 +223,11 @@ def test_rare_environments_are_among_the_examples():
     others = [i for i in range(200) if environment[0, i] == 0]
     assert first == sorted([31, 90, 177, *(others[i * 197 // 25] for i in range(25))])
     assert some["y"][1][some["weight"][1] > 0].tolist() == list(range(27))
-    assert [members(evenly(data, most))[0].sum(0).tolist() for most in (2, 3, 7)] == [[1, 1], [1, 1], [3, 3]]
+    assert [members(evenly(data, most))[0].sum(0).tolist() for most in (2, 3, 7)] == [
+        [1, 1],
+        [1, 1],
+        [3, 3],
+    ]
 
 
 def test_a_pull_needs_a_centre():

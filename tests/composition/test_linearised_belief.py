@@ -21,20 +21,28 @@ from bayesfl.posteriors.linearised import predictive
 
 def diffuse(model: nn.Module, scale: float = 0.2, **options: Any) -> bf.Algorithm:
     """FedAvg whose clients hold a Gaussian on all weights."""
-    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    prior = Normal(
+        centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None]
+    )
     block = Block(posterior=MeanField(init_scale=scale), prior=prior, keep=True)
     plain = bf.algorithms.fedavg(model, epochs=2, optimiser=SGD(0.01, momentum=0.9))
     phases = (replace(plain.phases[0], energy=replace(plain.phases[0].energy, parts=("w",))),)
     return replace(plain, blocks={"w": block}, phases=phases, parts=("w",), **options)
 
 
-def test_predictions_by_the_belief_that_a_block_holds(clients: FederatedData, model: nn.Module, tmp_path: Any):
+def test_predictions_by_the_belief_that_a_block_holds(
+    clients: FederatedData, model: nn.Module, tmp_path: Any
+):
     """J diag(var) J' by autograd, row by row, under the link; from a file, the same bits."""
     method = diffuse(model, predictor=LinearisedBelief())
-    result = bf.simulate(method, clients, rounds=2, dtype=torch.float64, progress=False, evaluate_every=None)
+    result = bf.simulate(
+        method, clients, rounds=2, dtype=torch.float64, progress=False, evaluate_every=None
+    )
     assert result.tuned is None
     found = result.predict().client(1)
-    loc, variance = method.blocks["w"].posterior.moments({key: t[1] for key, t in result.private["w"].items()})
+    loc, variance = method.blocks["w"].posterior.moments(
+        {key: t[1] for key, t in result.private["w"].items()}
+    )
     x = clients.test.client(1)[0].double()
 
     def outputs(vector: Tensor) -> Tensor:
@@ -47,27 +55,43 @@ def test_predictions_by_the_belief_that_a_block_holds(clients: FederatedData, mo
     assert_close(found.probs, expected["probs"], atol=1e-9, rtol=0)
     assert_close(found.epistemic, expected["epistemic"], atol=1e-9, rtol=0)
     result.client(1).save(tmp_path)
-    assert torch.equal(bf.load_client(tmp_path, method).predict(x).probs, result.client(1).predict(x).probs)
+    assert torch.equal(
+        bf.load_client(tmp_path, method).predict(x).probs, result.client(1).predict(x).probs
+    )
 
 
 def test_several_blocks_that_draw_count_together(clients: FederatedData, model: nn.Module):
-    """Body and head have a Gaussian each: their variances add up, as the blocks are independent; one named is alone."""
-    halves = {name: replace(diffuse(model).blocks["w"], pattern=f"{name}.*") for name in ("body", "head")}
+    """Body and head have a Gaussian each: their variances add up, as the blocks are independent;
+    one named is alone.
+    """
+    halves = {
+        name: replace(diffuse(model).blocks["w"], pattern=f"{name}.*") for name in ("body", "head")
+    }
     halves = {
         name: replace(
             block,
-            prior=Normal(centre=server_mean(name), variance=lambda given, view: torch.ones_like(view["n"])[..., None]),
+            prior=Normal(
+                centre=server_mean(name),
+                variance=lambda given, view: torch.ones_like(view["n"])[..., None],
+            ),
             posterior=MeanField(init_scale=scale),
         )
         for (name, block), scale in zip(halves.items(), (0.1, 0.3), strict=True)
     }
     plain = diffuse(model)
     energy = replace(plain.phases[0].energy, block="body", parts=("body", "head"))
-    method = replace(plain, blocks=halves, phases=(replace(plain.phases[0], energy=energy),), parts=("body", "head"))
+    method = replace(
+        plain,
+        blocks=halves,
+        phases=(replace(plain.phases[0], energy=energy),),
+        parts=("body", "head"),
+    )
     found = {}
     for block in (None, "body", "head"):
         own = replace(method, predictor=LinearisedBelief(block))
-        result = bf.simulate(own, clients, rounds=1, dtype=torch.float64, progress=False, evaluate_every=None)
+        result = bf.simulate(
+            own, clients, rounds=1, dtype=torch.float64, progress=False, evaluate_every=None
+        )
         found[block] = result.predict().client(1)
     x, layouts = clients.test.client(1)[0].double(), {name: method.layout(name) for name in halves}
     beliefs = {name: {key: t[1] for key, t in result.private[name].items()} for name in halves}
@@ -75,32 +99,54 @@ def test_several_blocks_that_draw_count_together(clients: FederatedData, model: 
     for name in halves:
 
         def outputs(vector: Tensor, name: str = name) -> Tensor:
-            at = {other: halves[other].posterior.sample(beliefs[other]) for other in halves} | {name: vector}
-            return method.outputs({key: t for other in halves for key, t in layouts[other].leaves(at[other]).items()}, x)
+            at = {other: halves[other].posterior.sample(beliefs[other]) for other in halves} | {
+                name: vector
+            }
+            return method.outputs(
+                {key: t for other in halves for key, t in layouts[other].leaves(at[other]).items()},
+                x,
+            )
 
         loc, variance = halves[name].posterior.moments(beliefs[name])
         mean, jacobian = outputs(loc), torch.func.jacrev(outputs)(loc)
         covariances[name] = torch.einsum("nod,d,npd->nop", jacobian, variance, jacobian)
     covariances[None] = covariances["body"] + covariances["head"]
     for block, covariance in covariances.items():
-        assert_close(found[block].probs, predictive(method.likelihood, mean, covariance)["probs"], atol=1e-9, rtol=0)
+        assert_close(
+            found[block].probs,
+            predictive(method.likelihood, mean, covariance)["probs"],
+            atol=1e-9,
+            rtol=0,
+        )
 
 
 def test_a_wide_belief_keeps_the_classes_of_its_mean(clients: FederatedData, model: nn.Module):
     """Raw draws of all weights predict others."""
     plain = diffuse(model, scale=1.5)
-    result = bf.simulate(replace(plain, predictor=LinearisedBelief()), clients, rounds=2, dtype=torch.float64, progress=False)
+    result = bf.simulate(
+        replace(plain, predictor=LinearisedBelief()),
+        clients,
+        rounds=2,
+        dtype=torch.float64,
+        progress=False,
+    )
     drawn = replace(result, algorithm=plain).predict(draws=50)
     own = result.predict()
-    assert torch.equal(own.probs.argmax(-1)[own.mask], result.predict(draws=0).probs.argmax(-1)[own.mask])
+    assert torch.equal(
+        own.probs.argmax(-1)[own.mask], result.predict(draws=0).probs.argmax(-1)[own.mask]
+    )
     assert not torch.equal(drawn.probs.argmax(-1)[own.mask], own.probs.argmax(-1)[own.mask])
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e20])
 def test_widths_at_the_ends_of_the_numbers(clients: FederatedData, model: nn.Module, scale: float):
-    """Next to none predicts as the mean; an endless one as no data at all, without an error of a precision that nobody gave."""
+    """Next to none predicts as the mean; an endless one as no data at all, without an error of a
+    precision that nobody gave.
+    """
     method = diffuse(model, predictor=LinearisedBelief())
-    result = bf.simulate(method, clients, rounds=1, dtype=torch.float64, progress=False, evaluate_every=None)
+    result = bf.simulate(
+        method, clients, rounds=1, dtype=torch.float64, progress=False, evaluate_every=None
+    )
     rho = torch.full_like(result.private["w"]["rho"], scale if scale > 1 else math.log(scale))
     wide = replace(result, private={**result.private, "w": {**result.private["w"], "rho": rho}})
     found, mean = wide.predict(), wide.predict(draws=0)
@@ -108,12 +154,16 @@ def test_widths_at_the_ends_of_the_numbers(clients: FederatedData, model: nn.Mod
     if scale < 1:
         assert_close(found.probs[inside], mean.probs[inside], atol=1e-9, rtol=0)
     else:
-        assert_close(found.probs[inside], torch.full_like(mean.probs[inside], 1 / 3), atol=1e-6, rtol=0)
+        assert_close(
+            found.probs[inside], torch.full_like(mean.probs[inside], 1 / 3), atol=1e-6, rtol=0
+        )
 
 
 def test_blocks_without_a_gaussian(model: nn.Module):
     """Points, parts that are none, mixtures, and draws without a number."""
-    with pytest.raises(ValueError, match=r"no block holds a Gaussian.*draw are \[\].*LinearisedLaplace"):
+    with pytest.raises(
+        ValueError, match=r"no block holds a Gaussian.*draw are \[\].*LinearisedLaplace"
+    ):
         replace(bf.algorithms.fedavg(model), predictor=LinearisedBelief())
     with pytest.raises(TypeError, match=r"block must be of type str, got list; .*one block"):
         LinearisedBelief(["head"])  # pyright: ignore[reportArgumentType] (what is refused)

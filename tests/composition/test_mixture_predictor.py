@@ -1,4 +1,6 @@
-"""Mixtures whose components have a posterior each: against the formula spelt out, and against one model alone."""
+"""Mixtures whose components have a posterior each: against the formula spelt out, and against one
+model alone.
+"""
 
 import warnings
 from dataclasses import replace
@@ -27,12 +29,17 @@ from tests.cases import EM, numbers, run
 
 def em(model: nn.Module, each: Any, **options: Any) -> bf.Algorithm:
     """FedEM whose two components predict by `each`."""
-    plain = bf.algorithms.fedem(model, **{"components": 2, "epochs": 2, "batch_size": 10, "optimiser": EM(0.3), **options})
+    plain = bf.algorithms.fedem(
+        model, **{"components": 2, "epochs": 2, "batch_size": 10, "optimiser": EM(0.3), **options}
+    )
     return replace(plain, predictor=Mixture("components", "pi", each=each))
 
 
-def by_hand(result: Result, j: int, x: Tensor, precision: float) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Client j's pi, and mean and covariance of each component's outputs at `x`: Jacobians and matrices of full size.
+def by_hand(
+    result: Result, j: int, x: Tensor, precision: float
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Client j's pi, and mean and covariance of each component's outputs at `x`: Jacobians and
+    matrices of full size.
 
     The components [M, D] are the server's, or, between neighbours, the client's own.
     """
@@ -42,7 +49,9 @@ def by_hand(result: Result, j: int, x: Tensor, precision: float) -> tuple[Tensor
     theta = entry["each"][j] if "each" in entry else entry["loc"]
     rows, y = result.data.train.client(j)
     rows, out = rows.double(), []
-    density = torch.stack([(-algorithm.losses(layout.leaves(w), {"x": rows, "y": y})).exp() for w in theta])
+    density = torch.stack(
+        [(-algorithm.losses(layout.leaves(w), {"x": rows, "y": y})).exp() for w in theta]
+    )
     q = pi[:, None] * density / (pi @ density)
     for w, share in zip(theta, q, strict=True):
 
@@ -53,7 +62,9 @@ def by_hand(result: Result, j: int, x: Tensor, precision: float) -> tuple[Tensor
         p = f.softmax(-1)
         inner = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
         if isinstance(likelihood, Gaussian):
-            inner = (torch.eye(f.shape[1], dtype=f.dtype) / likelihood.scale**2).expand(len(f), -1, -1)
+            inner = (torch.eye(f.shape[1], dtype=f.dtype) / likelihood.scale**2).expand(
+                len(f), -1, -1
+            )
         hessian = torch.einsum("n,nod,nop,npe->de", share, jacobian, inner, jacobian)
         hessian += precision * torch.eye(len(w), dtype=w.dtype)
         new = torch.func.jacrev(outputs)(w, x)
@@ -65,9 +76,14 @@ def by_hand(result: Result, j: int, x: Tensor, precision: float) -> tuple[Tensor
 def held() -> FederatedData:
     """Four clients with validation data: two by one rule, two by another."""
     xs = [numbers(n, 4, seed=n).float() for n in (30, 23, 16, 31)]
-    ys = [(x[:, 0] * (1 if j < 2 else -1) + 0.5 * x[:, 1] > 0).long() + (x[:, 2] > 1) for j, x in enumerate(xs)]
+    ys = [
+        (x[:, 0] * (1 if j < 2 else -1) + 0.5 * x[:, 1] > 0).long() + (x[:, 2] > 1)
+        for j, x in enumerate(xs)
+    ]
     test = [numbers(9, 4, seed=n).float() for n in range(4)]
-    return bf.data.from_arrays(xs, ys, test=(test, [torch.zeros(9).long() for _ in xs]), outputs=3, validation=0.25)
+    return bf.data.from_arrays(
+        xs, ys, test=(test, [torch.zeros(9).long() for _ in xs]), outputs=3, validation=0.25
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +97,9 @@ def result(held: FederatedData, small: nn.Module) -> Result:
 
 
 def test_each_component_has_its_own_approximation(result: Result, held: FederatedData):
-    """sum_m pi_m p_m, each by its Gaussian under the link; what the entropy has more than the components' is epistemic."""
+    """sum_m pi_m p_m, each by its Gaussian under the link; what the entropy has more than the
+    components' is epistemic.
+    """
     for j in range(held.clients):
         x = held.test.client(j)[0].double()
         pi, each = by_hand(result, j, x, 2.0)
@@ -90,15 +108,24 @@ def test_each_component_has_its_own_approximation(result: Result, held: Federate
         inside = sum(w * one["aleatoric"] for w, one in zip(pi, parts, strict=True))
         found = result.predict().client(j)
         assert_close(found.probs, probs, atol=1e-9, rtol=0)
-        assert_close(found.epistemic, (torch.special.entr(probs).sum(-1) - inside).clamp_min(0), atol=1e-9, rtol=0)
+        assert_close(
+            found.epistemic,
+            (torch.special.entr(probs).sum(-1) - inside).clamp_min(0),
+            atol=1e-9,
+            rtol=0,
+        )
     assert any(0.05 < float(pi[0]) < 0.95 for pi in result.private["pi"])
 
 
 def test_draws_of_components(result: Result, held: FederatedData):
-    """The mean over draws of sum_m pi_m softmax, the same normals for each; the epistemic part is the mutual information."""
+    """The mean over draws of sum_m pi_m softmax, the same normals for each; the epistemic part is
+    the mutual information.
+    """
     x = held.test.client(1)[0].double()
     rng = generator(result.settings.seed, Purpose.PREDICT, round=result.round, client=1, index=1)
-    noise = torch.from_numpy(rng.standard_normal((len(x), 40, 3), np.float32)).double().transpose(0, 1)
+    noise = (
+        torch.from_numpy(rng.standard_normal((len(x), 40, 3), np.float32)).double().transpose(0, 1)
+    )
     pi, each = by_hand(result, 1, x, 2.0)
     centre = torch.eye(3, dtype=torch.float64) - 1 / 3
     drawn = []
@@ -110,11 +137,15 @@ def test_draws_of_components(result: Result, held: FederatedData):
     found = result.predict(draws=40).client(1)
     assert_close(found.probs, p.mean(0) @ pi, atol=1e-7, rtol=0)
     inside = torch.special.entr(p).sum(2).mean(0) @ pi
-    assert_close(found.epistemic, torch.special.entr(p.mean(0) @ pi).sum(-1) - inside, atol=1e-7, rtol=0)
+    assert_close(
+        found.epistemic, torch.special.entr(p.mean(0) @ pi).sum(-1) - inside, atol=1e-7, rtol=0
+    )
 
 
 def test_the_precision_is_chosen_under_the_mixture(held: FederatedData, small: nn.Module):
-    """The largest candidate that fits the validation data as well as the best, by the mixture's probabilities."""
+    """The largest candidate that fits the validation data as well as the best, by the mixture's
+    probabilities.
+    """
     result = run(em(small, LinearisedLaplace()), held, 4)
     losses = torch.zeros(len(GRID), 0, dtype=torch.float64)
     for j in range(held.clients):
@@ -122,7 +153,10 @@ def test_the_precision_is_chosen_under_the_mixture(held: FederatedData, small: n
         rows = []
         for value in GRID:
             pi, each = by_hand(result, j, x.double(), value)
-            probs = sum(w * predictive(Categorical(), *one)["probs"] for w, one in zip(pi, each, strict=True))
+            probs = sum(
+                w * predictive(Categorical(), *one)["probs"]
+                for w, one in zip(pi, each, strict=True)
+            )
             rows.append(nll({"probs": torch.as_tensor(probs)}, y))
         losses = torch.cat([losses, torch.stack(rows)], 1)
     assert result.tuned == GRID[largest_alike(losses.sum(1), losses @ losses.T, losses.shape[1])]
@@ -138,26 +172,39 @@ def one_client(small: nn.Module, copies: int) -> tuple[bf.Algorithm, Tensor, dic
     return single, theta, {"x": numbers(20, 4, seed=8), "y": torch.arange(20) % 3}
 
 
-@pytest.mark.parametrize("rule", [LinearisedLaplace(), LinearisedLaplace(structure="subnetwork", link="per_class"), None])
+@pytest.mark.parametrize(
+    "rule", [LinearisedLaplace(), LinearisedLaplace(structure="subnetwork", link="per_class"), None]
+)
 @pytest.mark.parametrize("pi", [[1.0], [1.0, 0.0], [0.0, 1.0]], ids=str)
 def test_a_mixture_of_one_is_that_one(small: nn.Module, rule: Any, pi: list[float]):
     """To the bit: a single component, or the only one of weight; the other may be anything."""
     single, theta, data = one_client(small, len(pi))
     weights, only = torch.tensor(pi, dtype=torch.float64), pi.index(1.0)
     theta[weights == 0] = torch.nan
-    n, x, noise = torch.tensor(20.0, dtype=torch.float64), numbers(6, 4, seed=9), numbers(5, 6, 3, seed=1)
+    n, x, noise = (
+        torch.tensor(20.0, dtype=torch.float64),
+        numbers(6, 4, seed=9),
+        numbers(5, 6, 3, seed=1),
+    )
     mixed = Mixture("components", "pi", each=rule)
     method = em(small, rule, components=len(pi))
     found = mixed(method, {}, {"components": {"loc": theta}, "pi": weights, "n": n}, data)
     alone = (rule or LinearisedLaplace())(single, {}, {"w": {"loc": theta[only]}, "n": n}, data)
-    for options in ({"plain": True}, {"plain": rule is None, "value": 0.1}, {"plain": rule is None, "noise": noise}):
+    for options in (
+        {"plain": True},
+        {"plain": rule is None, "value": 0.1},
+        {"plain": rule is None, "noise": noise},
+    ):
         one, other = found(x, **options), alone(x, **options)
         assert torch.equal(one["probs"], other["probs"])
         assert_close(one["epistemic"], other["epistemic"], atol=1e-12, rtol=0, equal_nan=True)
 
 
 def test_mixture_weights_that_no_client_has(held: FederatedData, small: nn.Module):
-    method = replace(bf.algorithms.fedem(small, components=2, batch_size=10), predictor=Mixture("components", "weights"))
+    method = replace(
+        bf.algorithms.fedem(small, components=2, batch_size=10),
+        predictor=Mixture("components", "weights"),
+    )
     with pytest.raises(ValueError, match=r"weights='weights' .*'pi'"):
         run(method, held, 1).predict()
 
@@ -168,7 +215,11 @@ def test_regression_has_the_moments_of_the_mixture():
     ys = [torch.stack([x[:, 0] * sign, x[:, 1]], -1) for x, sign in zip(xs, (1, -1), strict=True)]
     data = bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=2, task="regression")
     model = bf.models.mlp(3, hidden=4, outputs=2)
-    result = run(em(model, LinearisedLaplace(precision=0.5), optimiser=EM(0.01), likelihood=Gaussian(1.0)), data, 5)
+    result = run(
+        em(model, LinearisedLaplace(precision=0.5), optimiser=EM(0.01), likelihood=Gaussian(1.0)),
+        data,
+        5,
+    )
     pi, each = by_hand(result, 0, xs[0].double(), 0.5)
     mean = torch.stack([m for m, _ in each], -1)
     variance = torch.stack([c.diagonal(dim1=1, dim2=2) for _, c in each], -1)
@@ -182,8 +233,12 @@ def test_regression_has_the_moments_of_the_mixture():
 
 
 @pytest.mark.parametrize("structure", ["full", "subnetwork", "diagonal"])
-def test_a_client_is_stored_with_all_its_components(structure: Any, held: FederatedData, small: nn.Module, tmp_path: Path):
-    """Read without data, it predicts the same bits; at the means, the file has no covariance, not even of one that was read."""
+def test_a_client_is_stored_with_all_its_components(
+    structure: Any, held: FederatedData, small: nn.Module, tmp_path: Path
+):
+    """Read without data, it predicts the same bits; at the means, the file has no covariance, not
+    even of one that was read.
+    """
     rule: dict[str, Any] = {"share": 0.4} if structure == "subnetwork" else {}
     method = em(small, LinearisedLaplace(structure=structure, precision=2.0, **rule))
     result = run(method, held, 2)
@@ -193,33 +248,50 @@ def test_a_client_is_stored_with_all_its_components(structure: Any, held: Federa
     again = bf.load_client(tmp_path / "one", method)
     for draws in (None, 9):
         assert torch.equal(again.predict(x, draws=draws).probs, one.predict(x, draws=draws).probs)
-        assert torch.equal(again.predict(x, draws=draws).epistemic, one.predict(x, draws=draws).epistemic)
+        assert torch.equal(
+            again.predict(x, draws=draws).epistemic, one.predict(x, draws=draws).epistemic
+        )
     assert {"stored.0_root", "stored.1_root"} <= load_file(tmp_path / "one" / CLIENT_FILE).keys()
     again.save(tmp_path / "again")
-    assert_close(load_file(tmp_path / "again" / CLIENT_FILE), load_file(tmp_path / "one" / CLIENT_FILE), atol=0, rtol=0)
+    assert_close(
+        load_file(tmp_path / "again" / CLIENT_FILE),
+        load_file(tmp_path / "one" / CLIENT_FILE),
+        atol=0,
+        rtol=0,
+    )
     for name, model in (("means", one), ("means of a file", again)):
         model.save(tmp_path / name, plug_in=True)
-        assert not [key for key in load_file(tmp_path / name / CLIENT_FILE) if key.startswith("stored")]
+        assert not [
+            key for key in load_file(tmp_path / name / CLIENT_FILE) if key.startswith("stored")
+        ]
         means = bf.load_client(tmp_path / name, method)
-        assert_close(means.predict(x).probs, result.predict(draws=0).client(1).probs, atol=1e-12, rtol=0)
+        assert_close(
+            means.predict(x).probs, result.predict(draws=0).client(1).probs, atol=1e-12, rtol=0
+        )
     result.save(tmp_path / "run")
     with pytest.raises(ValueError, match=r"'client 1' needs its training data"):
         bf.load(tmp_path / "run", method).client(1)
 
 
 def test_components_between_neighbours_and_clusters(held: FederatedData, small: nn.Module):
-    """D-FedEM's components are the client's own; IFCA's choice is one model, whose approximation it is."""
+    """D-FedEM's components are the client's own; IFCA's choice is one model, whose approximation it
+    is.
+    """
     rule = LinearisedLaplace(precision=2.0)
     gossip = bf.algorithms.d_fedem(small, components=2, batch_size=10)
     ran = run(replace(gossip, predictor=Mixture("components", "pi", each=rule)), held, 2)
     for j in range(held.clients):
         pi, each = by_hand(ran, j, held.test.client(j)[0].double(), 2.0)
-        probs = sum(w * predictive(Categorical(), *one)["probs"] for w, one in zip(pi, each, strict=True))
+        probs = sum(
+            w * predictive(Categorical(), *one)["probs"] for w, one in zip(pi, each, strict=True)
+        )
         assert_close(ran.predict().client(j).probs, probs, atol=1e-9, rtol=0)
     method = bf.algorithms.ifca(small, clusters=2, epochs=1, batch_size=10)
     result = run(replace(method, predictor=Mixture("models", "cluster", each=rule)), held, 2)
     one, x = result.client(2), held.test.client(2)[0]
-    expected = Laplace.fit(one.model().double(), held.train.client(2)[0].double(), precision=2.0).predict(x.double())
+    expected = Laplace.fit(
+        one.model().double(), held.train.client(2)[0].double(), precision=2.0
+    ).predict(x.double())
     assert_close(one.predict(x).probs, expected["probs"], atol=1e-9, rtol=0)
 
 
@@ -227,7 +299,11 @@ def test_components_that_are_beliefs(held: FederatedData, small: nn.Module, tmp_
     """Mean-field components, each linearised around its own mean; no data are needed."""
     method = em(small, LinearisedBelief(), posterior=MeanField(init_scale=0.3))
     result = run(method, held, 2)
-    x, layout, pi = held.test.client(1)[0].double(), method.layout("components"), result.private["pi"][1]
+    x, layout, pi = (
+        held.test.client(1)[0].double(),
+        method.layout("components"),
+        result.private["pi"][1],
+    )
     loc, variance = MeanField().moments(result.server["components"])
     probs = torch.zeros(9, 3, dtype=torch.float64)
     for m in range(2):
@@ -240,30 +316,46 @@ def test_components_that_are_beliefs(held: FederatedData, small: nn.Module, tmp_
         probs += pi[m] * predictive(Categorical(), mean, covariance)["probs"]
     assert_close(result.predict().client(1).probs, probs, atol=1e-9, rtol=0)
     result.save(tmp_path / "run")
-    assert torch.equal(bf.load(tmp_path / "run", method).client(1).predict(x).probs, result.client(1).predict(x).probs)
+    assert torch.equal(
+        bf.load(tmp_path / "run", method).client(1).predict(x).probs,
+        result.client(1).predict(x).probs,
+    )
 
 
 def test_a_component_without_examples_is_no_reason_to_warn(small: nn.Module):
-    """It has the prior under any precision; one that made examples and shrinks all the same is named."""
+    """It has the prior under any precision; one that made examples and shrinks all the same is
+    named.
+    """
     _, theta, data = one_client(small, 2)
     method = em(small, rule := LinearisedLaplace(precision=1e-4))
     for pi, n, warned in (([1 - 1e-6, 1e-6], 20.0, True), ([0.5, 0.5], 1.0, False)):
-        view = {"components": {"loc": theta}, "pi": torch.tensor(pi).double(), "n": torch.tensor(n).double()}
+        view = {
+            "components": {"loc": theta},
+            "pi": torch.tensor(pi).double(),
+            "n": torch.tensor(n).double(),
+        }
         fitted = Mixture("components", "pi", each=rule)(method, {}, view, data)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             fitted(numbers(6, 4, seed=9))
-        assert [str(one.message).split(" ")[0] for one in said] == ["predictive_precision=0.0001"] * warned
+        assert [str(one.message).split(" ")[0] for one in said] == [
+            "predictive_precision=0.0001"
+        ] * warned
 
 
 @pytest.mark.parametrize("other", ["laplace", LinearisedLaplace, Mixture("components", "pi")])
 def test_other_predictors_of_a_copy_are_refused(other: Any):
-    with pytest.raises(TypeError, match=r"^each must be LinearisedLaplace\(\), LinearisedBelief\(\), or None.*, got "):
+    with pytest.raises(
+        TypeError,
+        match=r"^each must be LinearisedLaplace\(\), LinearisedBelief\(\), or None.*, got ",
+    ):
         Mixture("components", "pi", each=other)
 
 
 def test_what_does_not_fit_the_method(small: nn.Module):
-    """As for one model: a block that is none, draws without a number, points without a belief, a training loss; and no copies."""
+    """As for one model: a block that is none, draws without a number, points without a belief, a
+    training loss; and no copies.
+    """
     for rule, message in (
         (LinearisedLaplace("body"), r"block 'body' .*\('components',\)"),
         (LinearisedLaplace(link="draws"), r"link='draws' .*draws=100"),
@@ -275,5 +367,7 @@ def test_what_does_not_fit_the_method(small: nn.Module):
         em(small, LinearisedLaplace(), likelihood=Categorical(smoothing=0.1))
     with pytest.raises(ValueError, match=r"block 'w' .*have copies"):
         replace(bf.algorithms.fedavg(small), predictor=Mixture("w", "pi", each=LinearisedLaplace()))
-    with pytest.raises(ValueError, match=r"2 copies; .*Mixture\('components', 'pi', each=LinearisedBelief\(\)\)"):
+    with pytest.raises(
+        ValueError, match=r"2 copies; .*Mixture\('components', 'pi', each=LinearisedBelief\(\)\)"
+    ):
         replace(em(small, None, posterior=MeanField(init_scale=0.3)), predictor=LinearisedBelief())

@@ -1,4 +1,6 @@
-"""Options of methods: every one is told in the docstring, and what is made knows of which method and options it is made."""
+"""Options of methods: every one is told in the docstring, and what is made knows of which method
+and options it is made.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -25,13 +27,20 @@ ALIASES = {
 def told(make: Callable[..., bf.Algorithm]) -> dict[str, str]:
     """The arguments of a docstring: name -> the first line of what it says."""
     lines = (make.__doc__ or "").partition("\nArgs:\n")[2].split("\n\n")[0].split("\n")
-    return dict(line.strip().split(":", 1) for line in lines if line.startswith("    ") and line[4] != " ")
+    return dict(
+        line.strip().split(":", 1) for line in lines if line.startswith("    ") and line[4] != " "
+    )
 
 
 def test_methods_that_take_all_others_options():
     """They, and no others."""
-    kinds = {name: [one.kind for one in inspect.signature(make).parameters.values()] for name, (make, _, _) in PAPERS.items()}
-    assert {name for name, found in kinds.items() if inspect.Parameter.VAR_KEYWORD in found} == set(ALIASES)
+    kinds = {
+        name: [one.kind for one in inspect.signature(make).parameters.values()]
+        for name, (make, _, _) in PAPERS.items()
+    }
+    assert {name for name, found in kinds.items() if inspect.Parameter.VAR_KEYWORD in found} == set(
+        ALIASES
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in PAPERS if name not in ALIASES])
@@ -44,11 +53,17 @@ def test_every_option_is_told(name: str):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_made_knows_its_method(case: Case, model: nn.Module):
-    """Name, revision, and all options but the model, in their order, with the defaults; what is changed by hand knows none."""
+    """Name, revision, and all options but the model, in their order, with the defaults; what is
+    changed by hand knows none.
+    """
     name, fixed = ALIASES.get(case.name, (case.name, {}))
     make = getattr(bf.algorithms, name)
     algorithm = getattr(bf.algorithms, case.name)(case.of(model), **case.options)
-    defaults = {key: one.default for key, one in inspect.signature(make).parameters.items() if key != "model"}
+    defaults = {
+        key: one.default
+        for key, one in inspect.signature(make).parameters.items()
+        if key != "model"
+    }
     assert algorithm.made is not None
     assert algorithm.made.function is inspect.unwrap(make)
     assert algorithm.made.revision == 1
@@ -59,10 +74,14 @@ def test_what_is_made_knows_its_method(case: Case, model: nn.Module):
 
 
 def test_a_method_of_ones_own(model: nn.Module):
-    """Its revision is recorded, numbers as Python's own; another method inside it, and its record, are not."""
+    """Its revision is recorded, numbers as Python's own; another method inside it, and its record,
+    are not.
+    """
 
     @options.method(revision=3)
-    def own(model: options.Model, *, epochs: options.Epochs = 1, optimiser: options.Optimiser = SGD(0.1)) -> bf.Algorithm:
+    def own(
+        model: options.Model, *, epochs: options.Epochs = 1, optimiser: options.Optimiser = SGD(0.1)
+    ) -> bf.Algorithm:
         """Train it."""
         return replace(bf.algorithms.fedavg(model, epochs=2 * epochs, optimiser=optimiser), draws=0)
 

@@ -1,4 +1,6 @@
-"""A personal model beside a method: any method keeps what it does, and its clients predict with their own."""
+"""A personal model beside a method: any method keeps what it does, and its clients predict with
+their own.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,9 @@ from bayesfl.data import FederatedData
 from bayesfl.optim import SGD
 from tests.cases import run
 
-FIT = Descend(Energy("v", ("v",), likelihood="mean"), epochs=2, optimiser=SGD(0.1))  # full batches draw nothing
+FIT = Descend(
+    Energy("v", ("v",), likelihood="mean"), epochs=2, optimiser=SGD(0.1)
+)  # full batches draw nothing
 METHODS: dict[str, Any] = {
     "fedavg": {"epochs": 2, "batch_size": 10},
     "fedper": {"epochs": 1, "batch_size": 10},
@@ -30,35 +34,53 @@ def test_the_method_goes_on_as_without_it(name: str, clients: FederatedData, mod
     both = with_personal(method, FIT)
     assert both.uplink() == method.uplink()
     for entry, alone in zip(
-        run(both, clients, rounds=2).server["w"].values(), run(method, clients, rounds=2).server["w"].values(), strict=True
+        run(both, clients, rounds=2).server["w"].values(),
+        run(method, clients, rounds=2).server["w"].values(),
+        strict=True,
     ):
         assert torch.equal(entry, alone)
 
 
 def test_it_is_ditto_on_fedavg(clients: FederatedData, model: nn.Module):
-    """By hand: two gradient steps a round on the mean loss plus lam / 2 |v - w|^2, w the model received."""
+    """By hand: two gradient steps a round on the mean loss plus lam / 2 |v - w|^2, w the model
+    received.
+    """
     lam = 0.7
-    plain = replace(bf.algorithms.fedavg(model, epochs=1, batch_size=10), blocks={"w": Block(pool=pools.Mean(pools.equal))})
+    plain = replace(
+        bf.algorithms.fedavg(model, epochs=1, batch_size=10),
+        blocks={"w": Block(pool=pools.Mean(pools.equal))},
+    )
     tied = priors.Normal(centre=priors.server_mean("w"), variance=priors.inverse_size(lam))
     found = run(with_personal(plain, FIT, prior=tied), clients, rounds=2)
-    received = [plain.init(7, dtype=torch.float64)["w"]["loc"], run(plain, clients, 1).server["w"]["loc"]]
+    received = [
+        plain.init(7, dtype=torch.float64)["w"]["loc"],
+        run(plain, clients, 1).server["w"]["loc"],
+    ]
     for j in (0, 3):
         x, y = clients.train.client(j)
         v = received[0].clone()
         for w in received:
             for _ in range(2):
                 v.requires_grad_()
-                loss = plain.losses(plain.layout("w").leaves(v), {"x": x.double(), "y": y}).mean() + lam / 2 * (v - w).square().sum()
+                loss = (
+                    plain.losses(plain.layout("w").leaves(v), {"x": x.double(), "y": y}).mean()
+                    + lam / 2 * (v - w).square().sum()
+                )
                 (slope,) = torch.autograd.grad(loss, v)
                 v = (v - 0.1 * slope).detach()
         assert_close(found.private["v"]["loc"][j], v, atol=1e-12, rtol=0)
 
 
 def test_restarting_forgets(clients: FederatedData, model: nn.Module):
-    """With `restart` a round's personal model depends on the model received alone; without, it goes on from its own."""
+    """With `restart` a round's personal model depends on the model received alone; without, it goes
+    on from its own.
+    """
     plain = bf.algorithms.fedavg(model, **METHODS["fedavg"])
     before = run(plain, clients, 1)
-    begin, kept = (run(with_personal(plain, FIT, restart=restart), clients, rounds=2).private["v"]["loc"] for restart in (True, False))
+    begin, kept = (
+        run(with_personal(plain, FIT, restart=restart), clients, rounds=2).private["v"]["loc"]
+        for restart in (True, False)
+    )
     x, y = clients.train.client(0)
 
     def loss(v: torch.Tensor) -> torch.Tensor:
@@ -73,36 +95,72 @@ def test_restarting_forgets(clients: FederatedData, model: nn.Module):
 
 
 def test_newcomers_start_from_what_they_receive(clients: FederatedData, model: nn.Module):
-    """By phases of their own where there are some; FIT without a step would be the model received."""
+    """By phases of their own where there are some; FIT without a step would be the model
+    received.
+    """
     old, novel = clients.hold_out(2, seed=0)
     still = replace(FIT, optimiser=SGD(0.0))
-    result = run(with_personal(bf.algorithms.fedavg(model, **METHODS["fedavg"]), FIT, adapt=(still,)), old, rounds=2)
+    result = run(
+        with_personal(bf.algorithms.fedavg(model, **METHODS["fedavg"]), FIT, adapt=(still,)),
+        old,
+        rounds=2,
+    )
     adapted = result.adapt(novel)
-    assert_close(adapted.private["v"]["loc"], result.server["w"]["loc"].expand(2, -1), rtol=0, atol=0)
+    assert_close(
+        adapted.private["v"]["loc"], result.server["w"]["loc"].expand(2, -1), rtol=0, atol=0
+    )
 
 
 def test_a_model_in_parts_is_put_together(clients: FederatedData, model: nn.Module):
-    """Where the method has a body and a head that everyone receives, a newcomer starts from both."""
+    """Where the method has a body and a head that everyone receives, a newcomer starts
+    from both.
+    """
     old, novel = clients.hold_out(2, seed=0)
     both = Energy(("body", "head"), ("body", "head"), likelihood="mean")
     parts = bf.Algorithm(
-        model, {"body": Block("body.*"), "head": Block("head.*")}, (Descend(both, optimiser=SGD(0.1)),), parts=("body", "head")
+        model,
+        {"body": Block("body.*"), "head": Block("head.*")},
+        (Descend(both, optimiser=SGD(0.1)),),
+        parts=("body", "head"),
     )
-    result = run(with_personal(parts, FIT, adapt=(replace(FIT, optimiser=SGD(0.0)),)), old, rounds=2)
+    result = run(
+        with_personal(parts, FIT, adapt=(replace(FIT, optimiser=SGD(0.0)),)), old, rounds=2
+    )
     leaves = result.algorithm.leaves(("body", "head"), result.server)
-    assert_close(result.adapt(novel).private["v"]["loc"][0], result.algorithm.layout("v").ravel(leaves), rtol=0, atol=0)
+    assert_close(
+        result.adapt(novel).private["v"]["loc"][0],
+        result.algorithm.layout("v").ravel(leaves),
+        rtol=0,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "phases", "words"),
     [
         (lambda model: bf.algorithms.fedavg(model), (), r"phases .*got none .*\['w'\]"),
-        (lambda model: bf.algorithms.fedavg(model), (FIT, replace(FIT, energy=Energy("u", ("u",), likelihood="mean"))), "got .'v', 'u'."),
+        (
+            lambda model: bf.algorithms.fedavg(model),
+            (FIT, replace(FIT, energy=Energy("u", ("u",), likelihood="mean"))),
+            "got .'v', 'u'.",
+        ),
         (lambda model: bf.algorithms.fedavg_ft(model), (FIT,), "fine-tunes its model"),
         (lambda model: bf.algorithms.fedsi(model), (FIT,), "predicts by a predictor"),
-        (lambda model: bf.algorithms.fedper(model), (FIT,), r"Algorithm\(SplitModel.* no single model"),
-        (lambda model: bf.algorithms.fedpac(model), (FIT,), r"Algorithm\(SplitModel.* no single model"),
-        (lambda model: bf.algorithms.local(model), (FIT,), r"Algorithm\(SplitModel.* no single model"),
+        (
+            lambda model: bf.algorithms.fedper(model),
+            (FIT,),
+            r"Algorithm\(SplitModel.* no single model",
+        ),
+        (
+            lambda model: bf.algorithms.fedpac(model),
+            (FIT,),
+            r"Algorithm\(SplitModel.* no single model",
+        ),
+        (
+            lambda model: bf.algorithms.local(model),
+            (FIT,),
+            r"Algorithm\(SplitModel.* no single model",
+        ),
         (lambda model: bf.algorithms.clustered(model), (FIT,), "fine-tunes its model"),
     ],
 )
@@ -120,8 +178,12 @@ def test_what_does_not_fit(method: Any, phases: tuple[Any, ...], words: str, mod
         ({"prior": None}, TypeError, r"prior .*Prior.* got NoneType"),
     ],
 )
-def test_arguments_of_another_type(options: dict[str, Any], error: type[Exception], words: str, model: nn.Module):
-    """Named where they come in; so is a model in place of a method, and phases for newcomers alone."""
+def test_arguments_of_another_type(
+    options: dict[str, Any], error: type[Exception], words: str, model: nn.Module
+):
+    """Named where they come in; so is a model in place of a method, and phases for
+    newcomers alone.
+    """
     plain = bf.algorithms.fedavg(model)
     with pytest.raises(error, match=words):
         with_personal(plain, FIT, **options)

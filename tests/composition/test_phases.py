@@ -1,4 +1,6 @@
-"""What `Descend` may add to plain steps: priors solved, penalties, optimisers that persist; against closed forms and steps by hand."""
+"""What `Descend` may add to plain steps: priors solved, penalties, optimisers that persist; against
+closed forms and steps by hand.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -23,18 +25,31 @@ from tests.cases import close, run
 
 
 def pulled(
-    model: nn.Module, variance: float, *, optimiser: Any = SGD(0.1), prox: bool = True, likelihood: Any = "mean", **steps
+    model: nn.Module,
+    variance: float,
+    *,
+    optimiser: Any = SGD(0.1),
+    prox: bool = True,
+    likelihood: Any = "mean",
+    **steps,
 ) -> bf.Algorithm:
     """One private block under N(server's mean, variance)."""
-    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.full_like(view["n"], variance)[..., None])
-    phase = Descend(Energy("w", ("w",), likelihood=likelihood), optimiser=optimiser, prox=prox, **steps)
+    prior = Normal(
+        centre=server_mean("w"),
+        variance=lambda given, view: torch.full_like(view["n"], variance)[..., None],
+    )
+    phase = Descend(
+        Energy("w", ("w",), likelihood=likelihood), optimiser=optimiser, prox=prox, **steps
+    )
     return bf.Algorithm(model, {"w": Block(prior=prior)}, (phase,), parts=("w",))
 
 
 @pytest.mark.parametrize("likelihood", ["sum", "mean"])
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
 def test_two_steps_by_hand(model: nn.Module, clients: FederatedData, likelihood: str, kernel: str):
-    """Each step: SGD on the likelihood alone, then (w + lr k centre) / (1 + lr k), k = 1 / variance, of a mean 1 / (n variance)."""
+    """Each step: SGD on the likelihood alone, then (w + lr k centre) / (1 + lr k), k = 1 /
+    variance, of a mean 1 / (n variance).
+    """
     variance, lr, one = 0.3, 0.05, clients.select([2])
     x, y = (t.double() if t.is_floating_point() else t for t in one.train.client(0))
     network = bf.models.mlp(8, hidden=16, outputs=3).double()
@@ -43,17 +58,33 @@ def test_two_steps_by_hand(model: nn.Module, clients: FederatedData, likelihood:
     k = 1 / variance if likelihood == "sum" else 1 / (len(x) * variance)
     for _ in range(2):
         loss = torch.nn.functional.cross_entropy(network(x), y, reduction=likelihood)
-        for p, g, c in zip(network.parameters(), torch.autograd.grad(loss, list(network.parameters())), centres, strict=True):
+        for p, g, c in zip(
+            network.parameters(),
+            torch.autograd.grad(loss, list(network.parameters())),
+            centres,
+            strict=True,
+        ):
             p.data = (p.data - lr * g + lr * k * c) / (1 + lr * k)
-    result = run(pulled(model, variance, optimiser=SGD(lr), likelihood=likelihood, epochs=2), one, kernel=kernel)
-    assert_close(result.server["w"]["loc"], torch.cat([p.detach().flatten() for p in network.parameters()]), atol=1e-12, rtol=0)
+    result = run(
+        pulled(model, variance, optimiser=SGD(lr), likelihood=likelihood, epochs=2),
+        one,
+        kernel=kernel,
+    )
+    assert_close(
+        result.server["w"]["loc"],
+        torch.cat([p.detach().flatten() for p in network.parameters()]),
+        atol=1e-12,
+        rtol=0,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["reference", "layers"])
 @pytest.mark.parametrize("optimiser", [SGD(0.1), SGD(0.03, momentum=0.9), Adam(0.01)], ids=str)
 def test_the_minimum_is_that_of_the_energy(clients: FederatedData, optimiser: Any, kernel: str):
-    """Whatever the optimiser, the gradient of likelihood and prior together vanishes where it ends: of a linear model, convex."""
+    """Whatever the optimiser, the gradient of likelihood and prior together vanishes where it ends:
+    of a linear model, convex.
+    """
     one, variance = clients.select([0]), 0.5
     x, y = (t.double() if t.is_floating_point() else t for t in one.train.client(0))
     with torch.random.fork_rng(devices=[]):
@@ -62,7 +93,9 @@ def test_the_minimum_is_that_of_the_energy(clients: FederatedData, optimiser: An
     result = run(pulled(model, variance, optimiser=optimiser, steps=1500), one, kernel=kernel)
     w = result.server["w"]["loc"].clone().requires_grad_()
     centre = torch.cat([model.weight.flatten(), model.bias]).detach().double()
-    energy = torch.nn.functional.cross_entropy(x @ w[:24].view(3, 8).T + w[24:], y) + (w - centre).square().sum() / (2 * variance * len(x))
+    energy = torch.nn.functional.cross_entropy(x @ w[:24].view(3, 8).T + w[24:], y) + (
+        w - centre
+    ).square().sum() / (2 * variance * len(x))
     energy.backward()
     assert w.grad is not None
     assert float((w - centre).detach().abs().max()) > 0.1
@@ -70,7 +103,9 @@ def test_the_minimum_is_that_of_the_energy(clients: FederatedData, optimiser: An
 
 
 def test_stiff_priors_are_stable(model: nn.Module, clients: FederatedData):
-    """lr k of a few hundred: the proximal step stays finite and near the centre, the gradient step leaves the numbers."""
+    """lr k of a few hundred: the proximal step stays finite and near the centre, the gradient step
+    leaves the numbers.
+    """
     options = {"optimiser": SGD(0.1), "epochs": 300, "likelihood": "sum"}
     start = pulled(model, 1e-4).init(7, dtype=torch.float64)["w"]["loc"]
     end = run(pulled(model, 1e-4, **options), clients).server["w"]["loc"]
@@ -83,7 +118,12 @@ def test_a_wide_prior_changes_nothing(model: nn.Module, clients: FederatedData):
     """As the variance grows, the steps become those under a flat prior; Adam's too."""
     wide = pulled(model, 1e12, optimiser=Adam(0.01), epochs=3, batch_size=10)
     flat = replace(wide, blocks={"w": Block()}, phases=(replace(wide.phases[0], prox=False),))
-    assert_close(run(wide, clients).server["w"]["loc"], run(flat, clients).server["w"]["loc"], atol=1e-10, rtol=0)
+    assert_close(
+        run(wide, clients).server["w"]["loc"],
+        run(flat, clients).server["w"]["loc"],
+        atol=1e-10,
+        rtol=0,
+    )
 
 
 def test_prox_needs_a_gaussian_prior_of_points(model: nn.Module):
@@ -98,31 +138,61 @@ def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
     """Inside `Repeat` too: two rounds of three batches as one of six."""
 
     def repeated(times: int) -> bf.Algorithm:
-        step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05, momentum=0.9), persist="velocity")
-        return bf.Algorithm(model, {"w": Block(pool=None, keep=True)}, (Repeat((step,), times=times),), parts=("w",))
+        step = Descend(
+            Energy("w", ("w",), likelihood="mean"),
+            optimiser=SGD(0.05, momentum=0.9),
+            persist="velocity",
+        )
+        return bf.Algorithm(
+            model, {"w": Block(pool=None, keep=True)}, (Repeat((step,), times=times),), parts=("w",)
+        )
 
-    found = [run(repeated(times), clients, kernel=kernel, rounds=6 // times) for times in (3, 6) for kernel in ("reference", "layers")]
+    found = [
+        run(repeated(times), clients, kernel=kernel, rounds=6 // times)
+        for times in (3, 6)
+        for kernel in ("reference", "layers")
+    ]
     for other in found[1:]:
         assert_close(other.private["w"]["loc"], found[0].private["w"]["loc"], atol=1e-12, rtol=0)
-        assert_close(other.private["velocity"]["w"]["loc"], found[0].private["velocity"]["w"]["loc"], atol=1e-12, rtol=0)
+        assert_close(
+            other.private["velocity"]["w"]["loc"],
+            found[0].private["velocity"]["w"]["loc"],
+            atol=1e-12,
+            rtol=0,
+        )
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
 @pytest.mark.parametrize("belief", [False, True])
-def test_passes_of_a_repeat_are_passes_of_its_only_phase(clients: FederatedData, kernel: Any, belief: bool):
-    """Without momentum, one step a batch for two epochs is two epochs of steps, for clients of unequal size; the loss is the last one's."""
+def test_passes_of_a_repeat_are_passes_of_its_only_phase(
+    clients: FederatedData, kernel: Any, belief: bool
+):
+    """Without momentum, one step a batch for two epochs is two epochs of steps, for clients of
+    unequal size; the loss is the last one's.
+    """
     net = bf.models.mlp(8, hidden=16, outputs=3)
-    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    prior = Normal(
+        centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None]
+    )
     block = Block(posterior=MeanField(init_scale=0.1), prior=prior) if belief else Block()
 
     def trained(phase: Any) -> Any:
-        return run(bf.Algorithm(net, {"w": block}, (phase,), parts=("w",)), clients, rounds=2, kernel=kernel).server["w"]
+        return run(
+            bf.Algorithm(net, {"w": block}, (phase,), parts=("w",)),
+            clients,
+            rounds=2,
+            kernel=kernel,
+        ).server["w"]
 
-    step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05), batch_size=10, epochs=2)
+    step = Descend(
+        Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05), batch_size=10, epochs=2
+    )
     one = replace(step, epochs=1, batch_size=None)
     close(trained(Repeat((one,), epochs=2, batch_size=10))["loc"], trained(step)["loc"])
     most = -(-int(clients.train.counts.max()) // 10)
-    assert (trained(Repeat((one,), times=2 * most, batch_size=10))["loc"] - trained(step)["loc"]).abs().max() > 1e-4
+    assert (
+        trained(Repeat((one,), times=2 * most, batch_size=10))["loc"] - trained(step)["loc"]
+    ).abs().max() > 1e-4
 
 
 def test_a_repeat_counts_batches_or_passes():
@@ -136,22 +206,34 @@ def test_a_repeat_counts_batches_or_passes():
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
 @pytest.mark.parametrize("copies", [None, 1, 3])
 @pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.7)])
-def test_once_gets_the_losses_it_asks_for(clients: FederatedData, kernel: Any, copies: int | None, likelihood: Any):
-    """Those of every example at the parts' means, of every copy, by every kernel as by hand; of beliefs and points alike."""
+def test_once_gets_the_losses_it_asks_for(
+    clients: FederatedData, kernel: Any, copies: int | None, likelihood: Any
+):
+    """Those of every example at the parts' means, of every copy, by every kernel as by hand; of
+    beliefs and points alike.
+    """
     net = bf.models.mlp(8, hidden=16, outputs=3)
     if likelihood.task == "regression":
         parts = [clients.train.client(j) for j in range(7)]
-        xs, ys = [x for x, _ in parts], [torch.nn.functional.one_hot(y, 3).float() for _, y in parts]
+        xs, ys = (
+            [x for x, _ in parts],
+            [torch.nn.functional.one_hot(y, 3).float() for _, y in parts],
+        )
         clients = bf.data.from_arrays(xs, ys, test=(xs, ys), task="regression")
 
     def keep(algorithm: Any, given: Any, view: Any, data: Batch) -> Any:
         return view | {"seen": (data["losses"] * data["weight"]).sum(-1)}
 
-    prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    prior = Normal(
+        centre=server_mean("head"),
+        variance=lambda given, view: torch.ones_like(view["n"])[..., None],
+    )
     start = bf.models.anew(net, pattern="head.*") if copies else "module"
     blocks = {
         "body": Block("body.*"),
-        "head": Block("head.*", posterior=MeanField(init_scale=0.5), prior=prior, copies=copies, start=start),
+        "head": Block(
+            "head.*", posterior=MeanField(init_scale=0.5), prior=prior, copies=copies, start=start
+        ),
     }
     algorithm = bf.Algorithm(
         net,
@@ -171,7 +253,12 @@ def test_once_gets_the_losses_it_asks_for(clients: FederatedData, kernel: Any, c
             algorithm.losses(body | algorithm.layout("head").leaves(head), {"x": x, "y": y}).sum()
             for head in (loc if copies else loc[None])
         ]
-        assert_close(result.private["seen"][j], torch.stack(wanted) if copies else wanted[0], atol=1e-9, rtol=0)
+        assert_close(
+            result.private["seen"][j],
+            torch.stack(wanted) if copies else wanted[0],
+            atol=1e-9,
+            rtol=0,
+        )
 
 
 def test_losses_are_those_of_the_data(model: nn.Module):
@@ -179,20 +266,33 @@ def test_losses_are_those_of_the_data(model: nn.Module):
     with pytest.raises(ValueError, match=r"losses .*\('w',\).*data=True"):
         Once(lambda algorithm, given, view, data: view, losses=("w",))
     with pytest.raises(ValueError, match="'v' is not a block"):
-        bf.Algorithm(model, {"w": Block()}, (Once(lambda algorithm, given, view, data: view, data=True, losses=("v",)),), parts=("w",))
+        bf.Algorithm(
+            model,
+            {"w": Block()},
+            (Once(lambda algorithm, given, view, data: view, data=True, losses=("v",)),),
+            parts=("w",),
+        )
 
 
 @pytest.mark.parametrize("kernel", ["reference", "live", "layers", "vmap"])
 def test_a_function_that_reads_data_says_so(kernel: Any, model: nn.Module, clients: FederatedData):
     """Else the message names the remedy."""
     plain = bf.algorithms.fedavg(model, epochs=1)
-    made = replace(plain, phases=(*plain.phases, bf.Once(lambda a, given, view, batch: view | {"seen": batch["x"].sum()})))
+    made = replace(
+        plain,
+        phases=(
+            *plain.phases,
+            bf.Once(lambda a, given, view, batch: view | {"seen": batch["x"].sum()}),
+        ),
+    )
     with pytest.raises(KeyError, match=r"'x'.*Once.*data=True"):
         run(made, clients, engine=bf.Engine(kernel))
 
 
 def test_a_phase_of_another_kind_may_keep_something(model: nn.Module, clients: FederatedData):
-    """Clients outside the cohort run it although it says which blocks it trains: what is kept does not depend on evaluations."""
+    """Clients outside the cohort run it although it says which blocks it trains: what is kept does
+    not depend on evaluations.
+    """
 
     class Counting(bf.Once):
         blocks = ("w",)
@@ -201,7 +301,13 @@ def test_a_phase_of_another_kind_may_keep_something(model: nn.Module, clients: F
             return {"count": torch.tensor(0)}
 
     plain = bf.algorithms.fedavg(model, epochs=1)
-    made = replace(plain, phases=(*plain.phases, Counting(lambda a, given, view, batch: view | {"count": view["count"] + 1})))
+    made = replace(
+        plain,
+        phases=(
+            *plain.phases,
+            Counting(lambda a, given, view, batch: view | {"count": view["count"] + 1}),
+        ),
+    )
     for every in (None, 1):
         found = run(made, clients, 4, participation=0.5, train="all", evaluate_every=every)
         assert found.private["count"].tolist() == [4] * clients.clients
@@ -210,8 +316,16 @@ def test_a_phase_of_another_kind_may_keep_something(model: nn.Module, clients: F
 def test_an_energy_names_all_parts_of_the_predictor(model: nn.Module):
     """A part that it leaves out would stay at the weights of the model as it was given."""
     blocks = {"body": Block("body.*"), "head": Block("head.*")}
-    with pytest.raises(ValueError, match=r"\('body',\).*leave out \['head\.bias', 'head\.weight'\].*\('body', 'head'\)"):
-        bf.Algorithm(model, blocks, (Descend(Energy("body", ("body",), likelihood="mean")),), parts=("body", "head"))
+    with pytest.raises(
+        ValueError,
+        match=r"\('body',\).*leave out \['head\.bias', 'head\.weight'\].*\('body', 'head'\)",
+    ):
+        bf.Algorithm(
+            model,
+            blocks,
+            (Descend(Energy("body", ("body",), likelihood="mean")),),
+            parts=("body", "head"),
+        )
 
 
 def test_what_a_repeat_cannot_hold():

@@ -1,4 +1,6 @@
-"""Pools against what they are: minimisers, products, moments and barycentres, summed client after client in float64."""
+"""Pools against what they are: minimisers, products, moments and barycentres, summed client after
+client in float64.
+"""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -13,7 +15,16 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.numerics import inverse_softplus
 from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors, Uplink
-from bayesfl.composition.pools import Barycentre, Mean, Mixed, MomentMatched, PrecisionWeighted, Relaxed, Stack, equal
+from bayesfl.composition.pools import (
+    Barycentre,
+    Mean,
+    Mixed,
+    MomentMatched,
+    PrecisionWeighted,
+    Relaxed,
+    Stack,
+    equal,
+)
 from bayesfl.data import FederatedData
 from tests.cases import run
 
@@ -22,7 +33,9 @@ DOUBLE = torch.float64
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = DOUBLE) -> Tensor:
     """Normal draws."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def rho(variance: Tensor) -> Tensor:
@@ -30,12 +43,24 @@ def rho(variance: Tensor) -> Tensor:
     return inverse_softplus(variance.sqrt())
 
 
-def federation(clients: int = 5, size: int = 3, dtype: torch.dtype = DOUBLE) -> tuple[Server, Uplink]:
+def federation(
+    clients: int = 5, size: int = 3, dtype: torch.dtype = DOUBLE
+) -> tuple[Server, Uplink]:
     """A server and beliefs of clients of different sizes."""
     n = torch.arange(1.0, clients + 1, dtype=dtype) ** 2
-    loc, variance = numbers(clients, size, dtype=dtype), numbers(clients, size, seed=1, dtype=dtype).exp()
-    server = {"w": {"loc": numbers(size, seed=2, dtype=dtype), "rho": numbers(size, seed=3, dtype=dtype)}}
-    return server, {"n": n, "ids": torch.arange(clients), "w": {"loc": loc, "rho": rho(variance)}, "tau": numbers(clients, seed=4).exp()}
+    loc, variance = (
+        numbers(clients, size, dtype=dtype),
+        numbers(clients, size, seed=1, dtype=dtype).exp(),
+    )
+    server = {
+        "w": {"loc": numbers(size, seed=2, dtype=dtype), "rho": numbers(size, seed=3, dtype=dtype)}
+    }
+    return server, {
+        "n": n,
+        "ids": torch.arange(clients),
+        "w": {"loc": loc, "rho": rho(variance)},
+        "tau": numbers(clients, seed=4).exp(),
+    }
 
 
 def pooled(pool: AdditivePool, server: Server, uplink: Uplink) -> Tensors:
@@ -110,21 +135,31 @@ def test_server_and_uplink_are_only_read(pool):
 def test_protocol(pool):
     """They stream."""
     assert isinstance(pool, AdditivePool)
-    assert pool.sends == (("loc", "rho") if isinstance(pool, PrecisionWeighted | MomentMatched | Barycentre) else ("loc",))
+    assert pool.sends == (
+        ("loc", "rho")
+        if isinstance(pool, PrecisionWeighted | MomentMatched | Barycentre)
+        else ("loc",)
+    )
 
 
 def test_float32_clients_cancel_exactly():
     """1e8 + 1 - 1e8 is 1 in float64 and 0 in float32."""
     loc = torch.tensor([[1e8], [1.0], [-1e8]])
     server = {"w": {"loc": torch.zeros(1)}}
-    assert_close(pooled(Mean(equal), server, {"n": torch.ones(3), "w": {"loc": loc}})["loc"], torch.tensor([1 / 3]))
+    assert_close(
+        pooled(Mean(equal), server, {"n": torch.ones(3), "w": {"loc": loc}})["loc"],
+        torch.tensor([1 / 3]),
+    )
 
 
 def test_long_rows_are_added_as_short_ones():
     """In pieces, to the bit; of any layout."""
     loc = torch.randn(3, 3 * 2**16 + 5, generator=torch.Generator().manual_seed(0))
     for rows in (loc, loc.flip(1).t().contiguous().t()):
-        server, uplink = {"w": {"loc": torch.zeros(rows.shape[1])}}, {"n": torch.tensor([1.0, 2.0, 4.0]), "w": {"loc": rows}}
+        server, uplink = (
+            {"w": {"loc": torch.zeros(rows.shape[1])}},
+            {"n": torch.tensor([1.0, 2.0, 4.0]), "w": {"loc": rows}},
+        )
         total = Mean().accumulate(None, server, "w", uplink)["loc"]
         wanted = torch.zeros_like(total)
         for weight, row in zip((1.0, 2.0, 4.0), rows, strict=True):
@@ -139,7 +174,9 @@ def test_mean_by_size():
     """The mean over all examples."""
     server, uplink = federation()
     n = uplink["n"]
-    assert_close(pooled(Mean(), server, uplink)["loc"], (n[:, None] * uplink["w"]["loc"]).sum(0) / n.sum())
+    assert_close(
+        pooled(Mean(), server, uplink)["loc"], (n[:, None] * uplink["w"]["loc"]).sum(0) / n.sum()
+    )
 
 
 def test_mean_of_clients():
@@ -170,7 +207,10 @@ def test_relaxed_goes_part_of_the_way(step):
 def test_relaxed_moves_all_that_travels(step):
     """Around a pool of Gaussians both tensors are relaxed."""
     server, uplink = federation()
-    new, found = pooled(Barycentre(), server, uplink), pooled(Relaxed(Barycentre(), step), server, uplink)
+    new, found = (
+        pooled(Barycentre(), server, uplink),
+        pooled(Relaxed(Barycentre(), step), server, uplink),
+    )
     for key in ("loc", "rho"):
         assert_close(found[key], (1 - step) * server["w"][key] + step * new[key])
 
@@ -185,7 +225,9 @@ def test_relaxed_refuses_to_stay(step):
 # Gaussians
 
 
-def conjugate(x: Tensor, y: Tensor, mean: Tensor, precision: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+def conjugate(
+    x: Tensor, y: Tensor, mean: Tensor, precision: Tensor, noise: float
+) -> tuple[Tensor, Tensor]:
     """Posterior mean and precision of a linear regression whose design has orthogonal columns."""
     gram = x.T @ x
     assert_close(gram, torch.diag(gram.diagonal()), rtol=0, atol=1e-12)
@@ -195,18 +237,34 @@ def conjugate(x: Tensor, y: Tensor, mean: Tensor, precision: Tensor, noise: floa
 
 def shards(clients: int = 4, rows: int = 6, size: int = 3) -> list[tuple[Tensor, Tensor]]:
     """Regressions of clients, each with orthogonal columns."""
-    designs = [torch.linalg.qr(numbers(rows, size, seed=j))[0] * numbers(size, seed=50 + j).exp() for j in range(clients)]
-    return [(x, x @ torch.tensor([1.0, -1.0, 2.0]).double() + 0.5 * numbers(rows, seed=90 + j)) for j, x in enumerate(designs)]
+    designs = [
+        torch.linalg.qr(numbers(rows, size, seed=j))[0] * numbers(size, seed=50 + j).exp()
+        for j in range(clients)
+    ]
+    return [
+        (x, x @ torch.tensor([1.0, -1.0, 2.0]).double() + 0.5 * numbers(rows, seed=90 + j))
+        for j, x in enumerate(designs)
+    ]
 
 
 def test_product_with_the_prior_counted_once_is_the_pooled_posterior():
-    """Conjugate linear regression: every client's posterior holds the prior, the pooled posterior holds it once."""
-    mean, precision = torch.tensor([0.5, 0.0, -0.5]).double(), torch.tensor([1.0, 2.0, 0.5]).double()
+    """Conjugate linear regression: every client's posterior holds the prior, the pooled posterior
+    holds it once.
+    """
+    mean, precision = (
+        torch.tensor([0.5, 0.0, -0.5]).double(),
+        torch.tensor([1.0, 2.0, 0.5]).double(),
+    )
     data = shards()
     locs, precisions = zip(*[conjugate(x, y, mean, precision, 0.5) for x, y in data], strict=True)
-    uplink = {"n": torch.ones(4), "w": {"loc": torch.stack(locs), "rho": rho(1 / torch.stack(precisions))}}
+    uplink = {
+        "n": torch.ones(4),
+        "w": {"loc": torch.stack(locs), "rho": rho(1 / torch.stack(precisions))},
+    }
     server = {"w": {"loc": torch.zeros(3).double(), "rho": torch.zeros(3).double()}}
-    found = moments(pooled(PrecisionWeighted(prior=lambda server: (mean, precision)), server, uplink))
+    found = moments(
+        pooled(PrecisionWeighted(prior=lambda server: (mean, precision)), server, uplink)
+    )
     gram = sum(x.T @ x for x, _ in data)
     expected = precision + gram.diagonal() / 0.25
     loc = (precision * mean + sum(x.T @ y for x, y in data) / 0.25) / expected
@@ -229,7 +287,10 @@ def test_one_client_under_a_prior_is_itself():
     """With one client there is nothing to take out."""
     server, uplink = federation(1)
     prior = (numbers(3), numbers(3).exp())
-    assert_close(pooled(PrecisionWeighted(prior=lambda server: prior), server, uplink)["loc"], uplink["w"]["loc"][0])
+    assert_close(
+        pooled(PrecisionWeighted(prior=lambda server: prior), server, uplink)["loc"],
+        uplink["w"]["loc"][0],
+    )
 
 
 def test_product_refuses_precisions_that_are_not_positive():
@@ -249,7 +310,10 @@ def test_moment_matching_has_the_mixtures_moments(weight):
     share = share / share.sum()
     means, variances = moments(uplink["w"])
     mean = (share * means).sum(0)
-    assert_close(moments(pooled(pool, server, uplink)), (mean, (share * (variances + (means - mean) ** 2)).sum(0)))
+    assert_close(
+        moments(pooled(pool, server, uplink)),
+        (mean, (share * (variances + (means - mean) ** 2)).sum(0)),
+    )
 
 
 def test_moment_matching_of_tiny_spreads_far_from_zero():
@@ -264,7 +328,10 @@ def test_moment_matching_of_tiny_spreads_far_from_zero():
         share = [Fraction(j + 1, 15) for j in range(5)]
         at = [Fraction(v) for v in loc[:, d].tolist()]
         centre = sum(s * m for s, m in zip(share, at, strict=True))
-        spread = sum(s * (Fraction(v) + (m - centre) ** 2) for s, m, v in zip(share, at, exact[:, d].tolist(), strict=True))
+        spread = sum(
+            s * (Fraction(v) + (m - centre) ** 2)
+            for s, m, v in zip(share, at, exact[:, d].tolist(), strict=True)
+        )
         assert_close(mean[d].item(), float(centre), rtol=1e-15, atol=0)
         assert_close(found[d].item(), float(spread), rtol=1e-6, atol=0)
 
@@ -274,15 +341,22 @@ def test_moment_matching_of_equal_clients_far_from_the_server(distance):
     """Clients that agree are given back, however narrow they are and far from the old centre."""
     server = {"w": {"loc": torch.zeros(2).double(), "rho": torch.zeros(2).double()}}
     variance = torch.tensor([1e-16, 1e-20]).double()
-    uplink = {"n": torch.ones(3).double(), "w": {"loc": torch.full((3, 2), distance).double() / 3, "rho": rho(variance).expand(3, 2)}}
+    uplink = {
+        "n": torch.ones(3).double(),
+        "w": {"loc": torch.full((3, 2), distance).double() / 3, "rho": rho(variance).expand(3, 2)},
+    }
     mean, found = moments(pooled(MomentMatched(), server, uplink))
     assert_close(mean, torch.full((2,), distance).double() / 3)
     assert_close(found, variance, rtol=1e-6, atol=0)
 
 
 def w2(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-    """Squared 2-Wasserstein distance of N(m, diag v), by the general form |m1 - m2|^2 + tr(S1 + S2 - 2 (S2^1/2 S1 S2^1/2)^1/2)."""
-    return ((a[0] - b[0]) ** 2 + a[1] + b[1] - 2 * (b[1].sqrt() * a[1] * b[1].sqrt()).sqrt()).sum(-1)
+    """Squared 2-Wasserstein distance of N(m, diag v), by the general form |m1 - m2|^2 + tr(S1 + S2
+    - 2 (S2^1/2 S1 S2^1/2)^1/2).
+    """
+    return ((a[0] - b[0]) ** 2 + a[1] + b[1] - 2 * (b[1].sqrt() * a[1] * b[1].sqrt()).sqrt()).sum(
+        -1
+    )
 
 
 def test_barycentre_averages_means_and_standard_deviations():
@@ -290,25 +364,38 @@ def test_barycentre_averages_means_and_standard_deviations():
     server, uplink = federation()
     share = (uplink["n"] / uplink["n"].sum())[:, None]
     means, variances = moments(uplink["w"])
-    assert_close(moments(pooled(Barycentre(), server, uplink)), ((share * means).sum(0), (share * variances.sqrt()).sum(0) ** 2))
+    assert_close(
+        moments(pooled(Barycentre(), server, uplink)),
+        ((share * means).sum(0), (share * variances.sqrt()).sum(0) ** 2),
+    )
     assert_close(pooled(Barycentre(weight=equal), server, uplink)["loc"], means.mean(0))
 
 
 def test_barycentre_minimises_the_distances():
-    """The weighted sum of squared distances has no slope there, neither by the mean nor by the variance."""
+    """The weighted sum of squared distances has no slope there, neither by the mean nor by the
+    variance.
+    """
     server, uplink = federation()
-    mean, variance = (t.detach().requires_grad_() for t in moments(pooled(Barycentre(), server, uplink)))
+    mean, variance = (
+        t.detach().requires_grad_() for t in moments(pooled(Barycentre(), server, uplink))
+    )
     distance = (uplink["n"] * w2((mean, variance), moments(uplink["w"]))).sum()
     for slope in torch.autograd.grad(distance, [mean, variance]):
         assert_close(slope, torch.zeros(3).double(), rtol=0, atol=1e-10)
 
 
 def test_barycentre_golden():
-    """W2^2(N(0, 4), N(3, 1)) = 9 + 1 = 10; half-way lies N(1.5, 1.5^2), a quarter of that from either."""
+    """W2^2(N(0, 4), N(3, 1)) = 9 + 1 = 10; half-way lies N(1.5, 1.5^2), a quarter of that from
+    either.
+    """
     ends = torch.tensor([[0.0], [3.0]]).double(), torch.tensor([[4.0], [1.0]]).double()
     assert_close(w2((ends[0][0], ends[1][0]), (ends[0][1], ends[1][1])).item(), 10.0)
     server = {"w": {"loc": torch.zeros(1).double(), "rho": torch.zeros(1).double()}}
-    middle = moments(pooled(Barycentre(), server, {"n": torch.ones(2), "w": {"loc": ends[0], "rho": rho(ends[1])}}))
+    middle = moments(
+        pooled(
+            Barycentre(), server, {"n": torch.ones(2), "w": {"loc": ends[0], "rho": rho(ends[1])}}
+        )
+    )
     assert_close(middle, (torch.tensor([1.5]).double(), torch.tensor([2.25]).double()))
     assert_close(w2(middle, ends), torch.tensor([2.5, 2.5]).double())
 
@@ -316,7 +403,10 @@ def test_barycentre_golden():
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (lambda server, uplink: torch.ones(2), r"weight .*\[5\].*'w'.* got .*\[2\].*torch\.float32"),
+        (
+            lambda server, uplink: torch.ones(2),
+            r"weight .*\[5\].*'w'.* got .*\[2\].*torch\.float32",
+        ),
         (lambda server, uplink: torch.ones(5, 1), r"weight .*\[5\].*'w'.* got .*\[5, 1\]"),
         (lambda server, uplink: torch.tensor(1.0), r"got a tensor \[\]"),
         (lambda server, uplink: torch.ones(5) * 1j, r"weight .*got .*\[5\].*torch\.complex64"),
@@ -333,9 +423,15 @@ def test_weights_that_do_not_fit(pool, weight, message):
 def test_copies_are_weighed_together_or_each():
     """[C] or [C, M], and nothing else, for a block [C, M, D]."""
     loc = numbers(5, 2, 3)
-    server, uplink = {"w": {"loc": numbers(2, 3, seed=1)}}, {"n": torch.arange(1.0, 6).double(), "w": {"loc": loc}}
+    server, uplink = (
+        {"w": {"loc": numbers(2, 3, seed=1)}},
+        {"n": torch.arange(1.0, 6).double(), "w": {"loc": loc}},
+    )
     each = torch.rand(5, 2, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
-    assert_close(pooled(Mean(lambda s, u: each), server, uplink)["loc"], torch.einsum("cm,cmd->md", each / each.sum(0), loc))
+    assert_close(
+        pooled(Mean(lambda s, u: each), server, uplink)["loc"],
+        torch.einsum("cm,cmd->md", each / each.sum(0), loc),
+    )
     assert_close(pooled(Mean(equal), server, uplink)["loc"], loc.mean(0))
     with pytest.raises(ValueError, match=r"weight .*\[5\] or \[5, 2\].*'w'.* got .*\[5, 3\]"):
         pooled(Mean(lambda s, u: torch.ones(5, 3)), server, uplink)
@@ -356,7 +452,9 @@ def test_stack_leaves_the_entry_to_combine():
 
 
 def test_mixed_gives_each_client_its_own_mixture():
-    """Rows of the matrix times what the cohort sent; the absent keep theirs, the mean is over all; newcomers have none."""
+    """Rows of the matrix times what the cohort sent; the absent keep theirs, the mean is over all;
+    newcomers have none.
+    """
     weights = torch.tensor([[0.75, 0.25], [0.0, 1.0]])
     pool = Mixed(lambda server, ids, uplink: weights * uplink["round"])
     start = pool.start({"loc": numbers(3)}, 4)
@@ -387,7 +485,11 @@ def test_mixed_needs_a_weight_for_each_pair(weights):
     """Among the cohort, [C, C]."""
     pool = Mixed(lambda server, ids, uplink: weights)
     with pytest.raises(ValueError, match=r"weights must give \[2, 2\] numbers"):
-        pool({"w": pool.start({"loc": numbers(3)}, 4)}, "w", {"w": {"loc": numbers(2, 3)}, "ids": torch.arange(2)})
+        pool(
+            {"w": pool.start({"loc": numbers(3)}, 4)},
+            "w",
+            {"w": {"loc": numbers(2, 3)}, "ids": torch.arange(2)},
+        )
 
 
 def test_raw_parameters_are_averaged_as_they_are(model: nn.Module, clients: FederatedData):
@@ -397,4 +499,9 @@ def test_raw_parameters_are_averaged_as_they_are(model: nn.Module, clients: Fede
     result = run(replace(plain, blocks={**plain.blocks, "head": head}), clients)
     n = torch.from_numpy(clients.train.counts).double()
     for key in ("loc", "rho"):
-        assert_close(result.server["head"][key], (n @ result.private["head"][key]) / n.sum(), atol=1e-12, rtol=0)
+        assert_close(
+            result.server["head"][key],
+            (n @ result.private["head"][key]) / n.sum(),
+            atol=1e-12,
+            rtol=0,
+        )

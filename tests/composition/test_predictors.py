@@ -1,4 +1,6 @@
-"""Predictors: what they say is what `Laplace` says, their number is chosen on the clients' validation data together."""
+"""Predictors: what they say is what `Laplace` says, their number is chosen on the clients'
+validation data together.
+"""
 
 import warnings
 from dataclasses import replace
@@ -29,19 +31,41 @@ HEAVY = SGD(0.05, momentum=0.9)
 
 @pytest.fixture(scope="module")
 def held() -> FederatedData:
-    """Four clients with validation data, of unequal size; the third has one validation example only."""
+    """Four clients with validation data, of unequal size; the third has one validation example
+    only.
+    """
     rng = torch.Generator().manual_seed(3)
     xs = [torch.randn(n, 8, generator=rng) for n in (40, 23, 8, 31)]
     rule = torch.randn(8, 3, generator=rng)
     ys = [(x @ (rule + 0.5 * torch.randn(8, 3, generator=rng))).argmax(-1) for x in xs]
     test = [torch.randn(9, 8, generator=rng) for _ in xs]
-    return bf.data.from_arrays(xs, ys, test=(test, [torch.zeros(9).long() for _ in xs]), outputs=3, validation=0.2)
+    return bf.data.from_arrays(
+        xs, ys, test=(test, [torch.zeros(9).long() for _ in xs]), outputs=3, validation=0.2
+    )
 
 
-def trained(clients: FederatedData, model: nn.Module, predictor: Any, engine: bf.Engine | None = None, epochs: int = 2, **options: Any):
-    algorithm = replace(bf.algorithms.fedper(model, epochs=epochs, batch_size=10, optimiser=HEAVY), predictor=predictor)
-    options = {"rounds": 2, "dtype": torch.float64, "evaluate_every": None, "progress": False, **options}
-    return bf.simulate(algorithm, clients, engine=engine or bf.Engine(chunk=2, workers=1), **options)
+def trained(
+    clients: FederatedData,
+    model: nn.Module,
+    predictor: Any,
+    engine: bf.Engine | None = None,
+    epochs: int = 2,
+    **options: Any,
+):
+    algorithm = replace(
+        bf.algorithms.fedper(model, epochs=epochs, batch_size=10, optimiser=HEAVY),
+        predictor=predictor,
+    )
+    options = {
+        "rounds": 2,
+        "dtype": torch.float64,
+        "evaluate_every": None,
+        "progress": False,
+        **options,
+    }
+    return bf.simulate(
+        algorithm, clients, engine=engine or bf.Engine(chunk=2, workers=1), **options
+    )
 
 
 def probs(predictions: Predictions) -> Tensor:
@@ -53,17 +77,25 @@ def by_hand(result: Any, j: int, precision: float | Tensor, structure: Any = "fu
     """Client j's approximation, from its weights and its training data."""
     network = bf.models.mlp(8, hidden=16, outputs=3).double()
     algorithm = result.algorithm
-    leaves = algorithm.layout("body").leaves(result.server["body"]["loc"]) | algorithm.layout("head").leaves(
-        result.private["head"]["loc"][j]
-    )
+    leaves = algorithm.layout("body").leaves(result.server["body"]["loc"]) | algorithm.layout(
+        "head"
+    ).leaves(result.private["head"]["loc"][j])
     with torch.no_grad():
         for name, leaf in leaves.items():
             network.get_parameter(name).copy_(leaf)
-    return Laplace.fit(network, result.data.train.client(j)[0].double(), precision=precision, structure=structure, pattern="body.*")
+    return Laplace.fit(
+        network,
+        result.data.train.client(j)[0].double(),
+        precision=precision,
+        structure=structure,
+        pattern="body.*",
+    )
 
 
 class Scripted:
-    """A predictor whose probability of class 0, the only label here, is given for every client size and candidate; it keeps the noise."""
+    """A predictor whose probability of class 0, the only label here, is given for every client size
+    and candidate; it keeps the noise.
+    """
 
     tunes, grid = "strength", (0.5, 1.0, 2.0)
 
@@ -76,12 +108,25 @@ class Scripted:
         self.nan: set[float] = set()
 
     def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
-        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> dict[str, Tensor]:
+        def fitted(
+            x: Tensor,
+            *,
+            value: float | None = None,
+            noise: Tensor | None = None,
+            plain: bool = False,
+        ) -> dict[str, Tensor]:
             if noise is not None:
                 self.noise[int(view["n"])] = noise
-            probs = {0.5: 0.01, 1.0: self.table[int(view["n"])][0], 2.0: self.table[int(view["n"])][1]}
+            probs = {
+                0.5: 0.01,
+                1.0: self.table[int(view["n"])][0],
+                2.0: self.table[int(view["n"])][1],
+            }
             p = torch.full((len(x), 1), probs[value or 1.0], dtype=torch.float64)
-            return {"probs": torch.cat([p, (1 - p) / 2, (1 - p) / 2], -1), "epistemic": torch.zeros(len(x))}
+            return {
+                "probs": torch.cat([p, (1 - p) / 2, (1 - p) / 2], -1),
+                "epistemic": torch.zeros(len(x)),
+            }
 
         return fitted
 
@@ -91,23 +136,40 @@ def two() -> FederatedData:
     """Two clients: 30 examples and 20 for validation, 6 and 4."""
     xs = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in (50, 10)]
     ys = [torch.zeros(n).long() for n in (50, 10)]
-    return bf.data.from_arrays(xs, ys, test=([x[:5] for x in xs], [y[:5] for y in ys]), outputs=3, task="classification", validation=0.4)
+    return bf.data.from_arrays(
+        xs,
+        ys,
+        test=([x[:5] for x in xs], [y[:5] for y in ys]),
+        outputs=3,
+        task="classification",
+        validation=0.4,
+    )
 
 
-@pytest.mark.parametrize(("structure", "link"), [("full", "contrasts"), ("diagonal", "contrasts"), ("full", "per_class")])
+@pytest.mark.parametrize(
+    ("structure", "link"), [("full", "contrasts"), ("diagonal", "contrasts"), ("full", "per_class")]
+)
 def test_any_method_takes_one(held: FederatedData, model: nn.Module, structure: Any, link: Any):
-    """FedPer with a Laplace body: every client's predictions are those of `Laplace` at its own weights, under the same link."""
+    """FedPer with a Laplace body: every client's predictions are those of `Laplace` at its own
+    weights, under the same link.
+    """
     result = trained(held, model, LinearisedLaplace(structure=structure, link=link, precision=2.0))
     found = result.predict()
     for j in range(held.clients):
-        expected = by_hand(result, j, 2.0, structure).predict(held.test.client(j)[0].double(), link=link)
+        expected = by_hand(result, j, 2.0, structure).predict(
+            held.test.client(j)[0].double(), link=link
+        )
         assert_close(probs(found.client(j)), expected["probs"], atol=1e-9, rtol=0)
-        assert_close(found.client(j).epistemic, expected["epistemic"], atol=1e-9, rtol=0, equal_nan=True)
+        assert_close(
+            found.client(j).epistemic, expected["epistemic"], atol=1e-9, rtol=0, equal_nan=True
+        )
     assert bool(found.epistemic[found.mask].isnan().all()) == (link == "per_class")
 
 
 def test_the_precision_may_be_what_the_server_has_learnt(held: FederatedData, model: nn.Module):
-    """A function of what the client received and of its view, with one number for each weight; nothing is tuned then."""
+    """A function of what the client received and of its view, with one number for each weight;
+    nothing is tuned then.
+    """
 
     def learnt(given: Any, view: Any) -> Tensor:
         return given["body"]["loc"].abs() + 0.5
@@ -123,37 +185,57 @@ def test_the_precision_may_be_what_the_server_has_learnt(held: FederatedData, mo
 
 
 def test_draws_are_a_link(held: FederatedData, model: nn.Module):
-    """The number of draws is the method's; the precision is chosen by the same draws for each candidate."""
+    """The number of draws is the method's; the precision is chosen by the same draws for each
+    candidate.
+    """
     with pytest.raises(ValueError, match=r"link='draws' .*draws=100"):
         trained(held, model, LinearisedLaplace(link="draws"))
     method = replace(
-        bf.algorithms.fedper(model, epochs=20, batch_size=10, optimiser=HEAVY), predictor=LinearisedLaplace(link="draws"), draws=30
+        bf.algorithms.fedper(model, epochs=20, batch_size=10, optimiser=HEAVY),
+        predictor=LinearisedLaplace(link="draws"),
+        draws=30,
     )
-    result = bf.simulate(method, held, rounds=2, dtype=torch.float64, evaluate_every=None, progress=False)
+    result = bf.simulate(
+        method, held, rounds=2, dtype=torch.float64, evaluate_every=None, progress=False
+    )
     assert_close(probs(result.predict()), probs(result.predict(draws=30)))
     losses = torch.zeros(len(GRID), 0, dtype=torch.float64)
     for j in range(held.clients):
         x, y = held.validation.client(j)
-        rng = generator(result.settings.seed, Purpose.PREDICT, round=2, client=j, index=len(method.blocks))
-        noise = torch.from_numpy(rng.standard_normal((len(x), 30, 3), np.float32)).double().transpose(0, 1)
-        found = torch.stack([nll(by_hand(result, j, value).predict(x.double(), noise=noise), y) for value in GRID])
+        rng = generator(
+            result.settings.seed, Purpose.PREDICT, round=2, client=j, index=len(method.blocks)
+        )
+        noise = (
+            torch.from_numpy(rng.standard_normal((len(x), 30, 3), np.float32))
+            .double()
+            .transpose(0, 1)
+        )
+        found = torch.stack(
+            [nll(by_hand(result, j, value).predict(x.double(), noise=noise), y) for value in GRID]
+        )
         losses = torch.cat([losses, found], 1)
     assert result.tuned == GRID[largest_alike(losses.sum(1), losses @ losses.T, losses.shape[1])]
     local, ids = result.local(held.to(dtype=torch.float64).train), np.arange(held.clients)
     done = local.finetuned(ids, result.state.received(method, ids), result.round)
-    asked = tuning.candidates(local, done, held.validation.to(dtype=torch.float64), round=result.round)
+    asked = tuning.candidates(
+        local, done, held.validation.to(dtype=torch.float64), round=result.round
+    )
     sums = {name: t.sum(0) for name, t in tuning.Tuning(method.predictor).ask({}, asked).items()}
     assert_close(sums["nll"], losses.sum(1), atol=1e-6, rtol=1e-6)
     assert_close(sums["products"], losses @ losses.T, atol=1e-6, rtol=1e-6)
 
 
 def test_the_number_is_chosen_on_all_validation_data(held: FederatedData, model: nn.Module):
-    """The largest candidate within a standard error of the least sum over clients; adapted clients and saved runs keep it."""
+    """The largest candidate within a standard error of the least sum over clients; adapted clients
+    and saved runs keep it.
+    """
     result = trained(held, model, LinearisedLaplace(), epochs=40)
     found = []
     for j in range(held.clients):
         x, y = held.validation.client(j)
-        found.append(torch.stack([nll(by_hand(result, j, value).predict(x.double()), y) for value in GRID]))
+        found.append(
+            torch.stack([nll(by_hand(result, j, value).predict(x.double()), y) for value in GRID])
+        )
     losses = torch.cat(found, 1)
     apart = losses - losses[losses.sum(1).argmin()]
     alike = apart.mean(1) <= apart.std(1) / apart.shape[1] ** 0.5
@@ -164,7 +246,9 @@ def test_the_number_is_chosen_on_all_validation_data(held: FederatedData, model:
     assert_close(probs(result.predict()), probs(fixed.predict()), equal_nan=True)
 
 
-def test_new_clients_take_the_federations_number(held: FederatedData, model: nn.Module, clients: FederatedData, tmp_path: Any):
+def test_new_clients_take_the_federations_number(
+    held: FederatedData, model: nn.Module, clients: FederatedData, tmp_path: Any
+):
     """They need no validation data of their own."""
     result = trained(held, model, LinearisedLaplace())
     adapted = result.adapt(clients)
@@ -174,31 +258,49 @@ def test_new_clients_take_the_federations_number(held: FederatedData, model: nn.
     assert bf.load(tmp_path / "run", result.algorithm, clients).tuned == result.tuned
 
 
-def test_a_number_is_of_the_predictor_that_it_was_chosen_for(held: FederatedData, model: nn.Module, tmp_path: Any):
-    """A saved run, predicted in another way, takes the precision that is given, or chooses anew; so do clients that joined."""
+def test_a_number_is_of_the_predictor_that_it_was_chosen_for(
+    held: FederatedData, model: nn.Module, tmp_path: Any
+):
+    """A saved run, predicted in another way, takes the precision that is given, or chooses anew; so
+    do clients that joined.
+    """
     result = trained(held, model, LinearisedLaplace())
     assert result.tuned is not None
     result.save(tmp_path / "run")
     loaded = bf.load(tmp_path / "run", result.algorithm, held)
     assert loaded.chosen is not None
     given = replace(loaded.algorithm, predictor=LinearisedLaplace(precision=1e-3))
-    assert replace(loaded, algorithm=given).tuned == replace(result.adapt(held), algorithm=given).tuned == 1e-3
+    assert (
+        replace(loaded, algorithm=given).tuned
+        == replace(result.adapt(held), algorithm=given).tuned
+        == 1e-3
+    )
     linked = replace(loaded.algorithm, predictor=LinearisedLaplace(link="per_class"))
     assert replace(loaded, algorithm=linked).tuned == replace(result, algorithm=linked).tuned
-    tuned_to = replace(loaded.algorithm, finetune=result.algorithm.phases)  # after which another number may fit
+    tuned_to = replace(
+        loaded.algorithm, finetune=result.algorithm.phases
+    )  # after which another number may fit
     assert replace(loaded, algorithm=tuned_to).tuned == replace(result, algorithm=tuned_to).tuned
-    assert replace(bf.load(tmp_path / "run", result.algorithm), algorithm=given).tuned == 1e-3  # no data are needed
-    learnt = replace(loaded.algorithm, predictor=LinearisedLaplace(precision=lambda given, view: 2.0))
+    assert (
+        replace(bf.load(tmp_path / "run", result.algorithm), algorithm=given).tuned == 1e-3
+    )  # no data are needed
+    learnt = replace(
+        loaded.algorithm, predictor=LinearisedLaplace(precision=lambda given, view: 2.0)
+    )
     assert replace(bf.load(tmp_path / "run", result.algorithm), algorithm=learnt).tuned is None
     replace(loaded, algorithm=given).save(tmp_path / "other")
     assert bf.load(tmp_path / "other", given, held).tuned == 1e-3
 
 
 def test_draws(held: FederatedData, model: nn.Module):
-    """Epistemic and aleatoric parts add up to the entropy; many draws come near the probit; none is the plug-in; equal for any chunk."""
+    """Epistemic and aleatoric parts add up to the entropy; many draws come near the probit; none is
+    the plug-in; equal for any chunk.
+    """
     result = trained(held, model, LinearisedLaplace(precision=5.0))
     found, closed = result.predict(draws=3000), result.predict()
-    assert_close(found.aleatoric + found.epistemic, torch.special.entr(probs(found)).sum(-1), equal_nan=True)
+    assert_close(
+        found.aleatoric + found.epistemic, torch.special.entr(probs(found)).sum(-1), equal_nan=True
+    )
     inside = found.mask
     assert bool((found.epistemic[inside] > 0).all())
     assert bool((found.aleatoric[inside] > 0).all())
@@ -206,18 +308,26 @@ def test_draws(held: FederatedData, model: nn.Module):
     plain = replace(result, algorithm=replace(result.algorithm, predictor=None)).predict(draws=0)
     assert_close(probs(result.predict(draws=0)), probs(plain), atol=0, rtol=0, equal_nan=True)
     assert float((probs(plain) - probs(closed))[inside].abs().max()) > 1e-3
-    other = trained(held, model, LinearisedLaplace(precision=5.0), bf.Engine(chunk=3, workers=2)).predict(draws=50)
+    other = trained(
+        held, model, LinearisedLaplace(precision=5.0), bf.Engine(chunk=3, workers=2)
+    ).predict(draws=50)
     assert_close(probs(other), probs(result.predict(draws=50)), atol=1e-9, rtol=0, equal_nan=True)
 
 
 def test_evaluation_takes_the_predictor(held: FederatedData, model: nn.Module):
-    """The history's personal columns are those of the predictions, the number chosen anew at every evaluation."""
+    """The history's personal columns are those of the predictions, the number chosen anew at every
+    evaluation.
+    """
     result = trained(held, model, LinearisedLaplace(), evaluate_every=1)
-    assert result.history["personal_nll"][-1] == pytest.approx(result.predict().summary(held.test)["nll"], abs=1e-9)
+    assert result.history["personal_nll"][-1] == pytest.approx(
+        result.predict().summary(held.test)["nll"], abs=1e-9
+    )
 
 
 def test_options_that_change_nothing(model: nn.Module):
-    """What chooses a subnetwork where there is none, and links and centring of targets, are refused by name."""
+    """What chooses a subnetwork where there is none, and links and centring of targets, are refused
+    by name.
+    """
     for options, message in (
         ({"share": 0.3}, r"share .*structure='full'"),
         ({"structure": "diagonal", "selection": "random"}, r"selection .*structure='diagonal'"),
@@ -250,7 +360,9 @@ def test_regression_and_two_classes():
     ):
         task = likelihood.task
         data = bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=outputs, task=task)  # pyright: ignore[reportArgumentType]
-        method = bf.algorithms.fedsi_full(bf.models.mlp(3, hidden=4, outputs=1), predictive_precision=1.0, likelihood=likelihood)
+        method = bf.algorithms.fedsi_full(
+            bf.models.mlp(3, hidden=4, outputs=1), predictive_precision=1.0, likelihood=likelihood
+        )
         found = bf.simulate(method, data, rounds=1, progress=False).predict(draws=5).client(1)
         if found.probs is not None:
             assert_close(probs(found).sum(-1), torch.ones(7))
@@ -262,8 +374,13 @@ def test_regression_and_two_classes():
 
 def test_uncentred_is_the_papers(held: FederatedData, model: nn.Module):
     """`centre=False` keeps what is common to all logits, as `Laplace` does; they differ."""
-    result, centred = (trained(held, model, LinearisedLaplace(precision=2.0, link="per_class", centre=centre)) for centre in (False, True))
-    expected = by_hand(result, 1, 2.0).predict(held.test.client(1)[0].double(), link="per_class", centre=False)["probs"]
+    result, centred = (
+        trained(held, model, LinearisedLaplace(precision=2.0, link="per_class", centre=centre))
+        for centre in (False, True)
+    )
+    expected = by_hand(result, 1, 2.0).predict(
+        held.test.client(1)[0].double(), link="per_class", centre=False
+    )["probs"]
     assert_close(probs(result.predict().client(1)), expected, atol=1e-9, rtol=0)
     assert float((probs(centred.predict().client(1)) - expected).abs().max()) > 1e-4
 
@@ -271,13 +388,23 @@ def test_uncentred_is_the_papers(held: FederatedData, model: nn.Module):
 def test_the_seed_of_a_selection(held: FederatedData, model: nn.Module):
     """Another seed, other random weights, other predictions; in pieces or at once, the same."""
     one, other = (
-        probs(trained(held, model, LinearisedLaplace(structure="subnetwork", selection="random", seed=s, precision=0.5)).predict())
+        probs(
+            trained(
+                held,
+                model,
+                LinearisedLaplace(
+                    structure="subnetwork", selection="random", seed=s, precision=0.5
+                ),
+            ).predict()
+        )
         for s in (0, 5)
     )
     assert float((one - other).nan_to_num().abs().max()) > 1e-4
 
 
-def test_pieces_change_nothing(held: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch):
+def test_pieces_change_nothing(
+    held: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+):
     """Neither the closed form nor the draws, however few rows are looked at together."""
     result = trained(held, model, LinearisedLaplace(precision=2.0))
     whole = [probs(result.predict(draws=d)) for d in (None, 9)]
@@ -288,19 +415,30 @@ def test_pieces_change_nothing(held: FederatedData, model: nn.Module, monkeypatc
 
 @pytest.mark.slow
 def test_every_method_takes_one(clients: FederatedData, model: nn.Module):
-    """Whatever its parts are called; a block that is none of them is named as the algorithm is built."""
+    """Whatever its parts are called; a block that is none of them is named as the algorithm is
+    built.
+    """
     for case in CASES:
         if case.name in ("fedem", "d_fedem", "ifca"):
             continue
         algorithm = replace(case(model), predictor=LinearisedLaplace(precision=3.0))
-        result = bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, progress=False, engine=bf.Engine(workers=1))
+        result = bf.simulate(
+            algorithm,
+            clients,
+            rounds=1,
+            evaluate_every=None,
+            progress=False,
+            engine=bf.Engine(workers=1),
+        )
         assert bool(probs(result.predict())[result.predict().mask].isfinite().all()), case.name
     with pytest.raises(ValueError, match=r"block 'body' .*\('w',\)"):
         replace(bf.algorithms.fedavg(model), predictor=LinearisedLaplace("body"))
 
 
 def test_of_candidates_alike_the_largest_is_taken(two: FederatedData, model: nn.Module):
-    """A difference that is no larger than its standard error says nothing, a sure one does; a choice at the lower edge is told."""
+    """A difference that is no larger than its standard error says nothing, a sure one does; a
+    choice at the lower edge is told.
+    """
     assert trained(two, model, Scripted({30: (0.9, 0.85), 6: (0.5, 0.6)})).tuned == 2.0
     assert trained(two, model, Scripted({30: (0.9, 0.8999), 6: (0.9, 0.8999)})).tuned == 1.0
     with pytest.warns(UserWarning, match=r"strength .*lower edge.* 0\.5"):
@@ -308,7 +446,9 @@ def test_of_candidates_alike_the_largest_is_taken(two: FederatedData, model: nn.
 
 
 def test_what_is_not_finite_is_passed_over(two: FederatedData, model: nn.Module):
-    """A candidate without Cholesky factor, or with NaN, is not chosen; where all are such, that is said."""
+    """A candidate without Cholesky factor, or with NaN, is not chosen; where all are such, that is
+    said.
+    """
 
     class Failing(Scripted):
         def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
@@ -317,7 +457,10 @@ def test_what_is_not_finite_is_passed_over(two: FederatedData, model: nn.Module)
             def fitted(x: Tensor, *, value: float | None = None, **more: Any) -> dict[str, Tensor]:
                 if value in self.broken:
                     raise torch.linalg.LinAlgError("no factor")
-                return {k: v * (torch.nan if value in self.nan else 1.0) for k, v in inner(x, value=value, **more).items()}
+                return {
+                    k: v * (torch.nan if value in self.nan else 1.0)
+                    for k, v in inner(x, value=value, **more).items()
+                }
 
             return fitted
 
@@ -331,7 +474,9 @@ def test_what_is_not_finite_is_passed_over(two: FederatedData, model: nn.Module)
 
 
 def test_without_validation_data(clients: FederatedData, model: nn.Module):
-    """Refused before training where it will be measured, and as it predicts; a number, or no closed form, needs none."""
+    """Refused before training where it will be measured, and as it predicts; a number, or no closed
+    form, needs none.
+    """
     with pytest.raises(ValueError, match=r"predictive_precision .*validation=0.1"):
         trained(clients, model, LinearisedLaplace(), evaluate_every=1)
     result = trained(clients, model, LinearisedLaplace())
@@ -341,8 +486,12 @@ def test_without_validation_data(clients: FederatedData, model: nn.Module):
 
 
 def test_a_precision_that_ruins_predictions_is_named(held: FederatedData, model: nn.Module):
-    """The paper's training precision in a prediction: the median kappa is far below .3; a good one is silent."""
-    with pytest.warns(UserWarning, match=r"predictive_precision=0\.0001 .*predictive_precision=None"):
+    """The paper's training precision in a prediction: the median kappa is far below .3; a good one
+    is silent.
+    """
+    with pytest.warns(
+        UserWarning, match=r"predictive_precision=0\.0001 .*predictive_precision=None"
+    ):
         trained(held, model, LinearisedLaplace(precision=1e-4)).predict()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -359,27 +508,35 @@ def test_an_empty_client(held: FederatedData, model: nn.Module):
 
 
 def test_a_rule_sees_the_predictions_prior(held: FederatedData, model: nn.Module):
-    """The variance that a selection reads is that of the precision at hand, 1 / precision, at every candidate."""
+    """The variance that a selection reads is that of the precision at hand, 1 / precision, at every
+    candidate.
+    """
     seen: list[float] = []
 
     def rule(evidence: Evidence) -> Tensor:
         seen.append(float(evidence.variance.unique()))
         return evidence.curvature
 
-    result = trained(held, model, LinearisedLaplace(structure="subnetwork", selection=rule, share=0.3))
+    result = trained(
+        held, model, LinearisedLaplace(structure="subnetwork", selection=rule, share=0.3)
+    )
     assert result.tuned in GRID
     assert seen == pytest.approx([1 / value for value in GRID] * held.clients)
 
 
 def test_every_validation_example_counts_alike(two: FederatedData, model: nn.Module):
-    """Twenty that are a little better off by the second candidate outweigh four that are much better off by the first."""
+    """Twenty that are a little better off by the second candidate outweigh four that are much
+    better off by the first.
+    """
     predictor = Scripted({30: (0.5, 0.6), 6: (0.9, 0.5)})
     assert trained(two, model, predictor).tuned == 2.0
     assert trained(two, model, Scripted({30: (0.5, 0.52), 6: (0.9, 0.5)})).tuned == 1.0
 
 
 def test_clients_draw_for_themselves(two: FederatedData, model: nn.Module):
-    """Noise [S, N, O] differs from client to client, and a split read by itself gets the noise that it gets beside others."""
+    """Noise [S, N, O] differs from client to client, and a split read by itself gets the noise that
+    it gets beside others.
+    """
     predictor = Scripted({30: (0.5, 0.5), 6: (0.5, 0.5)})
     trained(two, model, predictor).predict(draws=7)
     assert predictor.noise[30].shape == (7, 5, 3)
@@ -395,25 +552,43 @@ def test_moments_of_a_mixture_of_regressions():
     xs = [torch.randn(n, 3, generator=rng) for n in (12, 7)]
     ys = [x.sum(-1) for x in xs]
     data = bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=1, task="regression")
-    method = bf.algorithms.fedem(bf.models.mlp(3, hidden=4, outputs=1), components=3, optimiser=EM(0.01), likelihood=Gaussian(0.5))
+    method = bf.algorithms.fedem(
+        bf.models.mlp(3, hidden=4, outputs=1),
+        components=3,
+        optimiser=EM(0.01),
+        likelihood=Gaussian(0.5),
+    )
     result = bf.simulate(method, data, rounds=2, progress=False, dtype=torch.float64)
     found, pi = result.predict().client(1), result.private["pi"][1]
     layout = method.layout("components")
-    each = torch.stack([method.outputs(layout.leaves(loc), xs[1].double())[:, 0] for loc in result.server["components"]["loc"]])
+    each = torch.stack(
+        [
+            method.outputs(layout.leaves(loc), xs[1].double())[:, 0]
+            for loc in result.server["components"]["loc"]
+        ]
+    )
     assert found.mean is not None
     assert found.variance is not None
     assert_close(found.mean[:, 0], pi @ each, atol=1e-9, rtol=0)
-    assert_close(found.variance[:, 0], 0.25 + pi @ each.square() - (pi @ each).square(), atol=1e-9, rtol=0)
+    assert_close(
+        found.variance[:, 0], 0.25 + pi @ each.square() - (pi @ each).square(), atol=1e-9, rtol=0
+    )
     assert float(pi.max()) < 0.99
 
 
 def test_the_grid_is_by_decades():
     """From 1e-4 to 1e4."""
-    assert_close(torch.tensor(LinearisedLaplace().grid), torch.logspace(-4, 4, 9), rtol=1e-6, atol=0)
+    assert_close(
+        torch.tensor(LinearisedLaplace().grid), torch.logspace(-4, 4, 9), rtol=1e-6, atol=0
+    )
 
 
 def test_a_laplace_approximation_of_copies_is_refused():
     """At composition, not after hours of training."""
     plain = bf.algorithms.fedem(bf.models.mlp(8, hidden=4, outputs=3), components=2)
-    with pytest.raises(ValueError, match=r"\('components',\).* 2 copies; .*Mixture\('components', 'pi', each=LinearisedLaplace\(\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"\('components',\).* 2 copies; .*Mixture\('components', 'pi', "
+        r"each=LinearisedLaplace\(\)\)",
+    ):
         replace(plain, predictor=LinearisedLaplace("components"))

@@ -1,4 +1,6 @@
-"""Robust pools against their definitions, number by number, and against one client that sends anything."""
+"""Robust pools against their definitions, number by number, and against one client that sends
+anything.
+"""
 
 from dataclasses import replace
 from statistics import mean, median
@@ -17,24 +19,42 @@ from tests.composition.test_pools import federation, pooled, some
 
 @pytest.mark.parametrize("clients", [1, 2, 5, 6])
 def test_median(clients: int):
-    """Coordinate by coordinate that of Python's statistics; sizes don't matter, and what does not travel stays."""
+    """Coordinate by coordinate that of Python's statistics; sizes don't matter, and what does not
+    travel stays.
+    """
     server, uplink = federation(clients, 4)
     found = Median()(server, "w", uplink)
-    assert_close(found["loc"], torch.tensor([median(column) for column in uplink["w"]["loc"].T.tolist()], dtype=torch.float64))
+    assert_close(
+        found["loc"],
+        torch.tensor(
+            [median(column) for column in uplink["w"]["loc"].T.tolist()], dtype=torch.float64
+        ),
+    )
     assert found["rho"] is server["w"]["rho"]
-    assert_close(Median(("loc", "rho"))(server, "w", uplink)["rho"], uplink["w"]["rho"].quantile(0.5, 0))
+    assert_close(
+        Median(("loc", "rho"))(server, "w", uplink)["rho"], uplink["w"]["rho"].quantile(0.5, 0)
+    )
 
 
-@pytest.mark.parametrize(("clients", "share", "cut"), [(5, 0.0, 0), (5, 0.1, 1), (7, 0.29, 2), (10, 0.3, 3), (10, 0.49, 4)])
+@pytest.mark.parametrize(
+    ("clients", "share", "cut"),
+    [(5, 0.0, 0), (5, 0.1, 1), (7, 0.29, 2), (10, 0.3, 3), (10, 0.49, 4)],
+)
 def test_trimmed_mean(clients: int, share: float, cut: int):
-    """The mean of the sorted numbers without so many at each end; at least one, unless the share is 0."""
+    """The mean of the sorted numbers without so many at each end; at least one, unless the share is
+    0.
+    """
     server, uplink = federation(clients, 3)
     wanted = [mean(sorted(column)[cut : clients - cut]) for column in uplink["w"]["loc"].T.tolist()]
-    assert_close(TrimmedMean(share)(server, "w", uplink)["loc"], torch.tensor(wanted, dtype=torch.float64))
+    assert_close(
+        TrimmedMean(share)(server, "w", uplink)["loc"], torch.tensor(wanted, dtype=torch.float64)
+    )
 
 
 def test_clipping():
-    """Each difference keeps its direction and is at most so long, over all tensors of the block together."""
+    """Each difference keeps its direction and is at most so long, over all tensors of the block
+    together.
+    """
     server, uplink = federation(5, 3)
     for norm in (0.5, 2.0, 1e9):
         clipped = []
@@ -42,27 +62,45 @@ def test_clipping():
             moved = torch.cat([uplink["w"][key][k] - server["w"][key] for key in ("loc", "rho")])
             clipped.append(moved * min(1.0, norm / float(moved.norm())))
         moved = torch.stack(clipped)
-        honest = {"loc": server["w"]["loc"] + moved[:, :3], "rho": server["w"]["rho"] + moved[:, 3:]}
+        honest = {
+            "loc": server["w"]["loc"] + moved[:, :3],
+            "rho": server["w"]["rho"] + moved[:, 3:],
+        }
         assert_close(
             pooled(Clipped(MomentMatched(), norm), server, uplink),
             pooled(MomentMatched(), server, uplink | {"w": honest}),
             rtol=1e-12,
             atol=0,
         )
-    assert_close(pooled(Clipped(Mean(), 1e9), server, uplink), pooled(Mean(), server, uplink), rtol=1e-14, atol=0)
+    assert_close(
+        pooled(Clipped(Mean(), 1e9), server, uplink),
+        pooled(Mean(), server, uplink),
+        rtol=1e-14,
+        atol=0,
+    )
     still = uplink | {"w": {"loc": server["w"]["loc"].expand(5, 3)}}
     assert_close(pooled(Clipped(Mean(), 0.1), server, still)["loc"], server["w"]["loc"])
     total = Clipped(Mean(), 0.5).accumulate(None, server, "w", some(uplink, slice(0, 2)))
     total = Clipped(Mean(), 0.5).accumulate(total, server, "w", some(uplink, slice(2, 5)))
-    assert torch.equal(Mean().solve(server, "w", total)["loc"], pooled(Clipped(Mean(), 0.5), server, uplink)["loc"])
+    assert torch.equal(
+        Mean().solve(server, "w", total)["loc"], pooled(Clipped(Mean(), 0.5), server, uplink)["loc"]
+    )
 
 
-@pytest.mark.parametrize("pool", [Median(), TrimmedMean(0.2), Clipped(Mean(equal), 1.0)], ids=lambda pool: type(pool).__name__)
+@pytest.mark.parametrize(
+    "pool",
+    [Median(), TrimmedMean(0.2), Clipped(Mean(equal), 1.0)],
+    ids=lambda pool: type(pool).__name__,
+)
 def test_one_liar(pool: Any):
-    """One of seven that sends 1e12, or minus that, moves no coordinate beyond the honest ones, or by more than its share of the norm."""
+    """One of seven that sends 1e12, or minus that, moves no coordinate beyond the honest ones, or
+    by more than its share of the norm.
+    """
 
     def gathered(uplink: Uplink) -> Tensor:
-        return (pooled(pool, server, uplink) if isinstance(pool, Clipped) else pool(server, "w", uplink))["loc"]
+        return (
+            pooled(pool, server, uplink) if isinstance(pool, Clipped) else pool(server, "w", uplink)
+        )["loc"]
 
     server, uplink = federation(7, 4)
     honest = gathered(uplink)
@@ -80,9 +118,18 @@ def test_one_liar(pool: Any):
 def test_in_a_federation(model, clients):
     """Any block takes them; float32 comes back, kernels and chunks agree."""
     for pool in (Median(), TrimmedMean(0.2), Clipped(Mean(), 0.1)):
-        algorithm = replace(bf.algorithms.fedavg(model, epochs=1), blocks={"w": bf.Block(pool=pool)})
+        algorithm = replace(
+            bf.algorithms.fedavg(model, epochs=1), blocks={"w": bf.Block(pool=pool)}
+        )
         found = [
-            bf.simulate(algorithm, clients, rounds=2, engine=bf.Engine(kernel, chunk=chunk), evaluate_every=None, progress=False).server
+            bf.simulate(
+                algorithm,
+                clients,
+                rounds=2,
+                engine=bf.Engine(kernel, chunk=chunk),
+                evaluate_every=None,
+                progress=False,
+            ).server
             for kernel, chunk in (("layers", 3), ("reference", 2))
         ]
         assert found[0]["w"]["loc"].dtype == torch.float32

@@ -15,7 +15,9 @@ from tests.cases import close, run, weights, with_batch_norm
 
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedvem", "group_dro", "fedem"])
-def test_a_step_of_length_one_is_the_method_itself(clients: FederatedData, model: nn.Module, name: str):
+def test_a_step_of_length_one_is_the_method_itself(
+    clients: FederatedData, model: nn.Module, name: str
+):
     """SGD(1.0) takes what pools, and `combine`, made; what the server keeps for it is not sent."""
     options = {"group_dro": {"environments": 2}}.get(name, {})
     algorithm = getattr(bf.algorithms, name)(model, **options)
@@ -27,8 +29,12 @@ def test_a_step_of_length_one_is_the_method_itself(clients: FederatedData, model
     assert stepped.uplink() == algorithm.uplink()
 
 
-@pytest.mark.parametrize(("name", "block"), [("d_fedem", "components"), ("fedpac", "head"), ("clustered", "w")])
-def test_no_optimiser_steps_what_nobody_is_sent(clients: FederatedData, model: nn.Module, name: str, block: str):
+@pytest.mark.parametrize(
+    ("name", "block"), [("d_fedem", "components"), ("fedpac", "head"), ("clustered", "w")]
+)
+def test_no_optimiser_steps_what_nobody_is_sent(
+    clients: FederatedData, model: nn.Module, name: str, block: str
+):
     """These have models of their own for clients or clusters."""
     stepped = with_server_optimiser(getattr(bf.algorithms, name)(model), SGD(0.5))
     with pytest.raises(ValueError, match=rf"optimiser .*\['{block}'\]"):
@@ -36,18 +42,24 @@ def test_no_optimiser_steps_what_nobody_is_sent(clients: FederatedData, model: n
 
 
 def test_one_optimiser_on_the_server_is_enough(clients: FederatedData):
-    twice = with_server_optimiser(with_server_optimiser(bf.algorithms.irm(nn.Linear(8, 3)), Adam(0.01)), SGD(1.0))
+    twice = with_server_optimiser(
+        with_server_optimiser(bf.algorithms.irm(nn.Linear(8, 3)), Adam(0.01)), SGD(1.0)
+    )
     with pytest.raises(ValueError, match=r"optimiser .*already"):
         run(twice, clients, rounds=1)
 
 
 def test_momentum_on_the_server(clients: FederatedData):
     """v <- 0.5 v + (w - mean), w <- w - 0.8 v, from what FedAvg makes of each round."""
-    average = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=2, batch_size=None, optimiser=SGD(0.1, momentum=0.9))
+    average = bf.algorithms.fedavg(
+        nn.Linear(8, 3), epochs=2, batch_size=None, optimiser=SGD(0.1, momentum=0.9)
+    )
     momentum = with_server_optimiser(average, SGD(0.8, momentum=0.5))
     w, v = weights(average), torch.zeros(27, dtype=torch.float64)
     for _ in range(3):
-        start = replace(average, blocks={"w": replace(average.blocks["w"], start=lambda rng, size, w=w: w)})
+        start = replace(
+            average, blocks={"w": replace(average.blocks["w"], start=lambda rng, size, w=w: w)}
+        )
         v = 0.5 * v + w - run(start, clients).server["w"]["loc"]
         w = w - 0.8 * v
     close(run(momentum, clients, rounds=3).server["w"]["loc"], w, 1e-6)
@@ -55,11 +67,17 @@ def test_momentum_on_the_server(clients: FederatedData):
 
 def test_a_schedule_on_the_server(clients: FederatedData):
     """The rate of a round is the schedule's, at the number that the server counts."""
-    average = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=1, batch_size=None, optimiser=SGD(0.1, momentum=0.9))
-    stepped = with_server_optimiser(average, SGD(lambda round, rounds: [0.5, 0.0, 2.0][round] if rounds == 3 else 9.0))
+    average = bf.algorithms.fedavg(
+        nn.Linear(8, 3), epochs=1, batch_size=None, optimiser=SGD(0.1, momentum=0.9)
+    )
+    stepped = with_server_optimiser(
+        average, SGD(lambda round, rounds: [0.5, 0.0, 2.0][round] if rounds == 3 else 9.0)
+    )
     w = weights(average)
     for rate in (0.5, 0.0, 2.0):
-        start = replace(average, blocks={"w": replace(average.blocks["w"], start=lambda rng, size, w=w: w)})
+        start = replace(
+            average, blocks={"w": replace(average.blocks["w"], start=lambda rng, size, w=w: w)}
+        )
         w = w + rate * (run(start, clients).server["w"]["loc"] - w)
     close(run(stepped, clients, rounds=3).server["w"]["loc"], w, 1e-6)
 
@@ -71,6 +89,8 @@ def test_statistics_of_norms_are_not_stepped(clients: FederatedData):
     a, b = (run(one, clients) for one in (average, stepped))
     assert_close(b.server["w_buffers"], a.server["w_buffers"], atol=0, rtol=0)
     assert (b.server["w"]["loc"] - a.server["w"]["loc"]).abs().max() > 1
-    variances = b.algorithm.layout("w_buffers").leaves(run(stepped, clients, rounds=3).server["w_buffers"]["loc"])
+    variances = b.algorithm.layout("w_buffers").leaves(
+        run(stepped, clients, rounds=3).server["w_buffers"]["loc"]
+    )
     assert variances["body.1.running_var"].min() > 0
     assert "w_buffers" not in b.server["server_optimiser"]["before"]

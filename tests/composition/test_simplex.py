@@ -1,4 +1,6 @@
-"""Quadratic programs over the simplex: closed cases, the optimality conditions, scipy's SLSQP as the slow reference."""
+"""Quadratic programs over the simplex: closed cases, the optimality conditions, scipy's SLSQP as
+the slow reference.
+"""
 
 import numpy as np
 import pytest
@@ -11,10 +13,14 @@ from bayesfl.composition import simplex
 
 
 def problems(count: int, groups: int, width: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Q and b of FedPAC's programs: heads of `groups` kinds, min sum a_j^2 V_j + |h_i - sum a_j h_j|^2."""
+    """Q and b of FedPAC's programs: heads of `groups` kinds, min sum a_j^2 V_j + |h_i - sum a_j
+    h_j|^2.
+    """
     rng = torch.Generator().manual_seed(seed)
     base = 0.3 * torch.randn(groups, width, generator=rng, dtype=torch.float64)
-    h = base[torch.arange(count) % groups] + 0.05 * torch.randn(count, width, generator=rng, dtype=torch.float64)
+    h = base[torch.arange(count) % groups] + 0.05 * torch.randn(
+        count, width, generator=rng, dtype=torch.float64
+    )
     v = (0.5 + torch.rand(count, generator=rng, dtype=torch.float64)) * width / 600
     return h @ h.T + torch.diag(v), h @ h.T
 
@@ -47,7 +53,9 @@ def test_scipy():
 
 
 def test_closed_cases():
-    """Equal features: weights as 1 / V; two at a squared distance d: V_1 / (V_1 + V_2 + d) on the other; far apart: each its own."""
+    """Equal features: weights as 1 / V; two at a squared distance d: V_1 / (V_1 + V_2 + d) on the
+    other; far apart: each its own.
+    """
     v = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
     h = torch.ones(3, 2, dtype=torch.float64)
     a = simplex.minimise(h @ h.T + torch.diag(v), h @ h.T)
@@ -57,7 +65,12 @@ def test_closed_cases():
         a = simplex.minimise(h @ h.T + torch.diag(v[:2]), h @ h.T)
         assert_close(a[0, 1], v[0] / (v[0] + v[1] + distance), atol=1e-12, rtol=0)
     h = 1e4 * torch.eye(3, dtype=torch.float64)
-    assert_close(simplex.minimise(h @ h.T + torch.diag(v), h @ h.T), torch.eye(3, dtype=torch.float64), atol=1e-7, rtol=0)
+    assert_close(
+        simplex.minimise(h @ h.T + torch.diag(v), h @ h.T),
+        torch.eye(3, dtype=torch.float64),
+        atol=1e-7,
+        rtol=0,
+    )
 
 
 def test_scale_does_not_matter():
@@ -67,7 +80,9 @@ def test_scale_does_not_matter():
 
 
 def test_projection():
-    """The nearest point: inside it stays, far along an axis it is the corner; against a search on three weights."""
+    """The nearest point: inside it stays, far along an axis it is the corner; against a search on
+    three weights.
+    """
     inside = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     assert_close(simplex.project(inside), inside)
     assert simplex.project(torch.tensor([9.0, 1.0, -3.0])).tolist() == [1.0, 0.0, 0.0]
@@ -99,10 +114,16 @@ def test_programs_that_are_none(quadratic: Tensor, linear: Tensor, message: str)
 @pytest.mark.parametrize("exchanges", [0, 1, 30])
 @pytest.mark.parametrize("block", [1, 2**26])
 def test_every_way_ends_at_the_minimum(exchanges: int, block: int, monkeypatch: pytest.MonkeyPatch):
-    """By block pivoting, by the active set after it gave up, by the active set alone; one program at a time, or many: the same."""
+    """By block pivoting, by the active set after it gave up, by the active set alone; one program
+    at a time, or many: the same.
+    """
     rng = torch.Generator().manual_seed(3)
-    h = torch.randn(40, 3, generator=rng, dtype=torch.float64)  # of rank 3: supports are small, and many exchanges are wrong
-    quadratic = h @ h.T + torch.diag(1e-3 + 1e-2 * torch.rand(40, generator=rng, dtype=torch.float64))
+    h = torch.randn(
+        40, 3, generator=rng, dtype=torch.float64
+    )  # of rank 3: supports are small, and many exchanges are wrong
+    quadratic = h @ h.T + torch.diag(
+        1e-3 + 1e-2 * torch.rand(40, generator=rng, dtype=torch.float64)
+    )
     wanted = simplex.minimise(quadratic, h @ h.T)
     assert float(simplex.kkt(quadratic, h @ h.T, wanted).max()) < 1e-12
     monkeypatch.setattr(simplex, "EXCHANGES", exchanges)

@@ -1,4 +1,6 @@
-"""Graphs and mixing matrices: shapes by hand, what mixing keeps and where it ends, what is refused."""
+"""Graphs and mixing matrices: shapes by hand, what mixing keeps and where it ends, what is
+refused.
+"""
 
 from typing import Any
 
@@ -29,7 +31,9 @@ def test_graphs_by_hand():
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_metropolis_weights(name: str):
-    """Symmetric, doubly stochastic, on edges only; mixing keeps the mean, and repeated ends there."""
+    """Symmetric, doubly stochastic, on edges only; mixing keeps the mean, and repeated
+    ends there.
+    """
     edges = GRAPHS[name]
     assert topology.connected(edges)
     w = topology.metropolis(edges)
@@ -39,18 +43,26 @@ def test_metropolis_weights(name: str):
     assert not bool((w[~edges & ~torch.eye(len(w), dtype=torch.bool)] != 0).any())
     theta = torch.randn(len(w), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert_close((w @ theta).mean(0), theta.mean(0))
-    assert_close(torch.matrix_power(w, 5000) @ theta, theta.mean(0).expand_as(theta), atol=1e-8, rtol=0)
+    assert_close(
+        torch.matrix_power(w, 5000) @ theta, theta.mean(0).expand_as(theta), atol=1e-8, rtol=0
+    )
 
 
 def test_metropolis_by_hand():
     """On a complete graph 1 / J; on a path of three 1/3 along edges, the rest at home."""
-    assert_close(topology.metropolis(topology.complete(5)), torch.full((5, 5), 0.2, dtype=torch.float64))
-    third = torch.tensor([[2.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 2.0]], dtype=torch.float64) / 3
+    assert_close(
+        topology.metropolis(topology.complete(5)), torch.full((5, 5), 0.2, dtype=torch.float64)
+    )
+    third = (
+        torch.tensor([[2.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 2.0]], dtype=torch.float64) / 3
+    )
     assert_close(topology.metropolis(topology.grid(1, 3)), third)
 
 
 def test_random_graphs():
-    """Equal seeds draw equal graphs, p is the share of edges, within four standard errors; connected or refused."""
+    """Equal seeds draw equal graphs, p is the share of edges, within four standard errors;
+    connected or refused.
+    """
     assert torch.equal(topology.erdos_renyi(9, seed=3), topology.erdos_renyi(9, seed=3))
     assert not torch.equal(topology.erdos_renyi(9, seed=3), topology.erdos_renyi(9, seed=4))
     share = float(topology.erdos_renyi(100, p=0.3).double().sum() / (100 * 99))
@@ -72,8 +84,14 @@ def test_two_islands_are_not_connected():
         (torch.eye(3), "graph is not connected"),
         (torch.full((2, 2), 0.5), r"must be \[3, 3\]"),
         (torch.full((3, 3), 0.5), "must be doubly stochastic"),
-        (torch.tensor([[1.5, -0.5, 0.0], [-0.5, 1.0, 0.5], [0.0, 0.5, 0.5]]), "must be doubly stochastic"),
-        (torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.0, 0.5]]), "must be doubly stochastic"),
+        (
+            torch.tensor([[1.5, -0.5, 0.0], [-0.5, 1.0, 0.5], [0.0, 0.5, 0.5]]),
+            "must be doubly stochastic",
+        ),
+        (
+            torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.0, 0.5]]),
+            "must be doubly stochastic",
+        ),
         (torch.full((3, 3), float("nan")), "must be doubly stochastic"),
         (torch.eye(3).roll(1, 0), r"modulus 1\b.*topology\.metropolis"),
         (3, r"\[3, 3\].* got \[\].*topology\.metropolis"),
@@ -88,7 +106,9 @@ def test_mixing_matrices_that_are_none(weights: Any, message: str):
 
 
 def test_mixing_that_goes_round():
-    """Between two groups that only take from each other, in either precision; on odd rings, or with one weight at home, it ends."""
+    """Between two groups that only take from each other, in either precision; on odd rings, or with
+    one weight at home, it ends.
+    """
     for clients in (2, 4, 10):
         edges = topology.ring(clients).float()
         with pytest.raises(ValueError, match=r"as topology.metropolis"):
@@ -126,7 +146,15 @@ def test_a_list_is_read_in_full_precision():
 
 
 @pytest.mark.parametrize(
-    "edges", [torch.ones(3, 3, dtype=torch.bool), torch.ones(3, 3).triu(1).bool(), torch.zeros(3, 3), "x", [[1, 0], [0]], None]
+    "edges",
+    [
+        torch.ones(3, 3, dtype=torch.bool),
+        torch.ones(3, 3).triu(1).bool(),
+        torch.zeros(3, 3),
+        "x",
+        [[1, 0], [0]],
+        None,
+    ],
 )
 def test_edges_that_are_none(edges: Any):
     """Self-loops, one-way edges, numbers, no matrix."""

@@ -3,4 +3,6 @@
 from bayesfl.optim import AdamW
 from tests.cases import Case
 
-DECOUPLED = Case("fedavg", {"epochs": 2, "batch_size": 10, "optimiser": AdamW(0.01, weight_decay=1.0)})
+DECOUPLED = Case(
+    "fedavg", {"epochs": 2, "batch_size": 10, "optimiser": AdamW(0.01, weight_decay=1.0)}
+)

@@ -1,4 +1,6 @@
-"""Every method on a network with batch norm and dropout: it runs as any other does, or is refused with the reason."""
+"""Every method on a network with batch norm and dropout: it runs as any other does, or is refused
+with the reason.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,16 +29,29 @@ REFUSED = {
 }
 """Case -> why it is refused."""
 ROUNDED = {"fedem"}
-"""The softmax of its mixture weights rounds by the place of a client in its chunk, on any network."""
+"""The softmax of its mixture weights rounds by the place of a client in its chunk, on any
+network.
+"""
 
 refused = pytest.mark.parametrize("case", [case for case in CASES if str(case) in REFUSED], ids=str)
-taken = pytest.mark.parametrize("case", sampled(case for case in CASES if str(case) not in REFUSED), ids=str)
+taken = pytest.mark.parametrize(
+    "case", sampled(case for case in CASES if str(case) not in REFUSED), ids=str
+)
 
 
 def run(case: Case, clients: FederatedData, **options: Any) -> Result:
     """A run in float32, in which other sums would show, that measures nothing on the way."""
-    defaults: dict[str, Any] = {"rounds": ROUNDS, "participation": 0.6, "evaluate_every": None, "dtype": torch.float32}
-    return made.run(case(with_batch_norm(dropout=0.3)), clients, **{**defaults, "engine": bf.Engine(chunk=2, workers=1), **options})
+    defaults: dict[str, Any] = {
+        "rounds": ROUNDS,
+        "participation": 0.6,
+        "evaluate_every": None,
+        "dtype": torch.float32,
+    }
+    return made.run(
+        case(with_batch_norm(dropout=0.3)),
+        clients,
+        **{**defaults, "engine": bf.Engine(chunk=2, workers=1), **options},
+    )
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -63,9 +78,17 @@ def test_statistics_move_and_stay_finite(case: Case, clients: FederatedData):
     for name in blocks:
         block = algorithm.blocks[name]
         assert block.pool or block.keep
-        for now in [tree[name]["loc"] for tree, there in ((result.server, block.pool), (result.private, block.keep)) if there]:
+        for now in [
+            tree[name]["loc"]
+            for tree, there in ((result.server, block.pool), (result.private, block.keep))
+            if there
+        ]:
             assert (now - start[name]["loc"]).abs().max() > 0.05
-            variances = [t for key, t in algorithm.layout(name).leaves(now).items() if key.endswith("running_var")]
+            variances = [
+                t
+                for key, t in algorithm.layout(name).leaves(now).items()
+                if key.endswith("running_var")
+            ]
             assert all(bool((t > 0).all()) for t in variances)
 
 
@@ -90,13 +113,17 @@ def test_resume_goes_on_bit_for_bit(case: Case, clients: FederatedData, tmp_path
     rest = run(case, clients, evaluate_every=1, resume=loaded)
     assert same_bits(state(whole), state(rest))
     assert_close(whole.predict().probs, rest.predict().probs, atol=0, rtol=0, equal_nan=True)
-    again = run(case, clients, rounds=1, seed=9, start=tmp_path / "run")  # a new run, from where that one came
+    again = run(
+        case, clients, rounds=1, seed=9, start=tmp_path / "run"
+    )  # a new run, from where that one came
     assert all(bool(t.isfinite().all()) for t in state(again).values())
 
 
 @taken
 def test_never_seen_clients_get_predictions(case: Case, clients: FederatedData):
-    """Their statistics start from the server's, and training touches neither the federation nor its state."""
+    """Their statistics start from the server's, and training touches neither the federation nor its
+    state.
+    """
     old, novel = clients.hold_out(2, seed=0)
     result = run(case, old)
     before = {key: t.clone() for key, t in state(result).items()}
@@ -113,7 +140,9 @@ def test_never_seen_clients_get_predictions(case: Case, clients: FederatedData):
 
 @taken
 def test_a_client_takes_its_model_home(case: Case, clients: FederatedData, tmp_path: Path):
-    """Saved and loaded it predicts as in the run; as a network, where one network predicts, with its statistics."""
+    """Saved and loaded it predicts as in the run; as a network, where one network predicts, with
+    its statistics.
+    """
     result = run(case, clients)
     probs = result.predict().probs
     assert probs is not None
@@ -122,10 +151,18 @@ def test_a_client_takes_its_model_home(case: Case, clients: FederatedData, tmp_p
     x, _ = clients.test.client(2)
     assert_close(loaded.predict(x).probs, probs[2, : len(x)], atol=1e-6, rtol=0)
     if result.algorithm.predictor is None and not result.algorithm.draws:
-        assert_close(result.client(2).model().eval()(x).softmax(-1), probs[2, : len(x)], atol=1e-6, rtol=0)
-    if (shared := result.algorithm.shared_parts()) is not None and result.algorithm.predictor is None:
+        assert_close(
+            result.client(2).model().eval()(x).softmax(-1), probs[2, : len(x)], atol=1e-6, rtol=0
+        )
+    if (
+        shared := result.algorithm.shared_parts()
+    ) is not None and result.algorithm.predictor is None:
         found = dict(result.model().named_buffers())
-        names = [name for name in result.algorithm.whole(shared) if isinstance(result.algorithm.blocks[name], Buffers)]
+        names = [
+            name
+            for name in result.algorithm.whole(shared)
+            if isinstance(result.algorithm.blocks[name], Buffers)
+        ]
         for name in names:
             for key, t in result.algorithm.layout(name).leaves(result.server[name]["loc"]).items():
                 assert torch.equal(found[key], t)

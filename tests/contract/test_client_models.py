@@ -1,4 +1,6 @@
-"""Every method gives each client a model of its own, which predicts as the federation does, here and after it was written and read."""
+"""Every method gives each client a model of its own, which predicts as the federation does, here
+and after it was written and read.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from tests.federation.made import run
 
 
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
-def test_a_clients_model_predicts_as_the_federation(case: Case, model, clients: FederatedData, tmp_path: Path):
+def test_a_clients_model_predicts_as_the_federation(
+    case: Case, model, clients: FederatedData, tmp_path: Path
+):
     """To rounding as `Result.predict`, draws included; the file gives the same bits."""
     result = run(case(model), clients, rounds=2, evaluate_every=None, participation=0.6)
     together, means, drawn = result.predict(), result.predict(draws=0), result.predict(draws=7)
@@ -22,14 +26,18 @@ def test_a_clients_model_predicts_as_the_federation(case: Case, model, clients: 
         one, (x, _) = result.client(j), clients.test.client(j)
         found = one.predict(x)
         assert_close(found.probs, together.client(j).probs, atol=1e-12, rtol=0)
-        assert_close(found.epistemic, together.client(j).epistemic, atol=1e-12, rtol=0, equal_nan=True)
+        assert_close(
+            found.epistemic, together.client(j).epistemic, atol=1e-12, rtol=0, equal_nan=True
+        )
         assert_close(one.predict(x, draws=7).probs, drawn.client(j).probs, atol=1e-9, rtol=0)
         assert_close(one.predict(x, draws=0).probs, means.client(j).probs, atol=1e-12, rtol=0)
         one.save(tmp_path / str(j))
         again = bf.load_client(tmp_path / str(j), case(model)).predict(x)
         assert torch.equal(again.probs, found.probs)
         assert torch.equal(again.epistemic.nan_to_num(), found.epistemic.nan_to_num())
-        if result.algorithm.copies(result.algorithm.parts) is None or case.name == "ifca":  # which chooses one of its copies
+        if (
+            result.algorithm.copies(result.algorithm.parts) is None or case.name == "ifca"
+        ):  # which chooses one of its copies
             with torch.no_grad():
                 outputs = one.model()(x.double())
             assert_close(outputs.softmax(-1), means.client(j).probs, atol=1e-12, rtol=0)
@@ -40,17 +48,28 @@ def test_a_clients_model_predicts_as_the_federation(case: Case, model, clients: 
 
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
 def test_a_run_is_loaded_without_data(case: Case, model, clients: FederatedData, tmp_path: Path):
-    """History, settings and server; a client's model, unless it needs its training data, which the message then says."""
+    """History, settings and server; a client's model, unless it needs its training data, which the
+    message then says.
+    """
     result = run(case(model), clients, rounds=1)
     result.save(tmp_path)
     loaded = bf.load(tmp_path, case(model))
-    assert (loaded.settings, loaded.history.rows, loaded.round) == (result.settings, result.history.rows, 1)
+    assert (loaded.settings, loaded.history.rows, loaded.round) == (
+        result.settings,
+        result.history.rows,
+        1,
+    )
     assert_close(loaded.server, result.server, atol=0, rtol=0)
     x, _ = clients.test.client(1)
     if result.algorithm.finetune or isinstance(result.algorithm.predictor, LinearisedLaplace):
-        with pytest.raises(ValueError, match=r"'client 1' needs its training data.*bf\.load\(path, algorithm, clients\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"'client 1' needs its training data.*bf\.load\(path, algorithm, clients\)",
+        ):
             loaded.client(1)
     else:
         assert torch.equal(loaded.client(1).predict(x).probs, result.client(1).predict(x).probs)
-    with pytest.raises(ValueError, match=r"without its clients' data.*bf\.load\(path, algorithm, clients\)"):
+    with pytest.raises(
+        ValueError, match=r"without its clients' data.*bf\.load\(path, algorithm, clients\)"
+    ):
         loaded.predict()

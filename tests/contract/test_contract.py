@@ -1,4 +1,6 @@
-"""What every algorithm promises: the same numbers however it is computed, and that what is private stays so."""
+"""What every algorithm promises: the same numbers however it is computed, and that what is private
+stays so.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +30,16 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 def run(case: Case, model: nn.Module, clients: FederatedData, **options: Any) -> Result:
     """A run of a case on one worker that measures nothing on the way."""
-    return made.run(case(model), clients, **{"rounds": ROUNDS, "evaluate_every": None, "engine": bf.Engine(chunk=3, workers=1), **options})
+    return made.run(
+        case(model),
+        clients,
+        **{
+            "rounds": ROUNDS,
+            "evaluate_every": None,
+            "engine": bf.Engine(chunk=3, workers=1),
+            **options,
+        },
+    )
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -42,24 +53,52 @@ def test_every_algorithm_has_a_case():
 
 WHO = [(case, 0.5, "all") for case in (*CASES, DECOUPLED)]
 OTHERS = [case for case in CASES if case.name in ("fedavg", "pfedvem", "fedpac", "fedem")]
-WHO += [pytest.param(case, *who, marks=pytest.mark.slow) for case in OTHERS for who in ((1.0, None), (0.5, "cohort"))]
+WHO += [
+    pytest.param(case, *who, marks=pytest.mark.slow)
+    for case in OTHERS
+    for who in ((1.0, None), (0.5, "cohort"))
+]
 
 
 @pytest.mark.parametrize(("case", "participation", "train"), WHO, ids=str)
-def test_kernels_agree(case: Case, model: nn.Module, clients: FederatedData, participation: float, train: str | None):
-    """Every kernel, and any chunk, gives the reference's numbers to rounding, for clients of unequal size."""
+def test_kernels_agree(
+    case: Case, model: nn.Module, clients: FederatedData, participation: float, train: str | None
+):
+    """Every kernel, and any chunk, gives the reference's numbers to rounding, for clients of
+    unequal size.
+    """
     options = {"participation": participation, "train": train}
-    reference = state(run(case, model, clients, engine=bf.Engine("reference", workers=1), **options))
-    for kernel, chunk in (("live", 4), ("layers", 3), ("layers", len(SIZES)), ("vmap", 4), ("auto", None)):
+    reference = state(
+        run(case, model, clients, engine=bf.Engine("reference", workers=1), **options)
+    )
+    for kernel, chunk in (
+        ("live", 4),
+        ("layers", 3),
+        ("layers", len(SIZES)),
+        ("vmap", 4),
+        ("auto", None),
+    ):
         if kernel != "auto" and kernel not in kernels_of(case(model)):
             continue
         got = state(run(case, model, clients, engine=bf.Engine(kernel, chunk=chunk), **options))
-        assert_close(got, reference, atol=1e-6, rtol=0, msg=lambda m, k=kernel, c=chunk: f"{k}, chunk {c}: {m}")
+        assert_close(
+            got,
+            reference,
+            atol=1e-6,
+            rtol=0,
+            msg=lambda m, k=kernel, c=chunk: f"{k}, chunk {c}: {m}",
+        )
 
 
 @pytest.mark.filterwarnings("ignore:most of the selected weights")
 @pytest.mark.parametrize(
-    "case", sampled(c for c in CASES if c.name in ("fedavg", "fedper", "fedpac", "ditto", "pfedme", "pfedvem", "fedsi")), ids=str
+    "case",
+    sampled(
+        c
+        for c in CASES
+        if c.name in ("fedavg", "fedper", "fedpac", "ditto", "pfedme", "pfedvem", "fedsi")
+    ),
+    ids=str,
 )
 def test_kernels_agree_on_convolutions(case: Case):
     """The same for a CNN, whose auto kernel differs from phase to phase."""
@@ -74,7 +113,10 @@ def test_kernels_agree_on_convolutions(case: Case):
 @every_case
 def test_workers_do_not_change_the_bits(case: Case, model: nn.Module, clients: FederatedData):
     """One thread or three: equal bits, in float32, where sums in another order would show most."""
-    one, three = (state(run(case, model, clients, engine=bf.Engine(chunk=2, workers=w), dtype=torch.float32)) for w in (1, 3))
+    one, three = (
+        state(run(case, model, clients, engine=bf.Engine(chunk=2, workers=w), dtype=torch.float32))
+        for w in (1, 3)
+    )
     assert same_bits(one, three)
 
 
@@ -88,19 +130,36 @@ def test_seeds(case: Case, model: nn.Module, clients: FederatedData):
 
 
 @every_case
-def test_a_phase_that_neither_shuffles_nor_draws_moves_nobody(case: Case, model: nn.Module, clients: FederatedData):
-    """Put before every other phase it leaves all bits as they are: it has no place among the addresses."""
+def test_a_phase_that_neither_shuffles_nor_draws_moves_nobody(
+    case: Case, model: nn.Module, clients: FederatedData
+):
+    """Put before every other phase it leaves all bits as they are: it has no place among the
+    addresses.
+    """
     algorithm, still = case(model), Once(lambda algorithm, given, view, data: view)
-    more = replace(algorithm, phases=tuple(one for phase in algorithm.phases for one in (still, phase)))
-    options = {"rounds": 2, "evaluate_every": None, "seed": 3, "engine": bf.Engine(chunk=3, workers=1), "progress": False}
+    more = replace(
+        algorithm, phases=tuple(one for phase in algorithm.phases for one in (still, phase))
+    )
+    options = {
+        "rounds": 2,
+        "evaluate_every": None,
+        "seed": 3,
+        "engine": bf.Engine(chunk=3, workers=1),
+        "progress": False,
+    }
     assert same_bits(*(state(bf.simulate(one, clients, **options)) for one in (algorithm, more)))
 
 
 @every_case
 def test_measuring_changes_nothing(case: Case, model: nn.Module, clients: FederatedData):
-    """Evaluation, which may run phases that are skipped without it, leaves training as it is, to the bit."""
+    """Evaluation, which may run phases that are skipped without it, leaves training as it is, to
+    the bit.
+    """
     options = {"participation": 0.5, "train": "all"}
-    assert same_bits(state(run(case, model, clients, **options)), state(run(case, model, clients, **options, **{"evaluate_every": 1})))
+    assert same_bits(
+        state(run(case, model, clients, **options)),
+        state(run(case, model, clients, **options, **{"evaluate_every": 1})),
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +184,9 @@ class Watched:
 
 @every_case
 def test_uplink_is_what_is_declared(case: Case, model: nn.Module, clients: FederatedData):
-    """Private blocks never leave; names, shapes, precision and bytes of what pools and `combine` receive are the declared ones."""
+    """Private blocks never leave; names, shapes, precision and bytes of what pools and `combine`
+    receive are the declared ones.
+    """
     algorithm = case(model)
     declared = algorithm.uplink(torch.float64)
     private = [name for name, block in algorithm.blocks.items() if block.private]
@@ -137,21 +198,48 @@ def test_uplink_is_what_is_declared(case: Case, model: nn.Module, clients: Feder
         return algorithm.combine(server, ids, uplink)
 
     # What a stacked pool gathers reaches `combine` too.
-    summed = {name: b for name, b in algorithm.blocks.items() if b.pool and not isinstance(b.pool, StackedPool)}
-    blocks = {**algorithm.blocks, **{name: replace(b, pool=Watched(b.pool, arrived)) for name, b in summed.items()}}
+    summed = {
+        name: b
+        for name, b in algorithm.blocks.items()
+        if b.pool and not isinstance(b.pool, StackedPool)
+    }
+    blocks = {
+        **algorithm.blocks,
+        **{name: replace(b, pool=Watched(b.pool, arrived)) for name, b in summed.items()},
+    }
     watched = replace(algorithm, blocks=blocks, combine=combine)
-    options = {"participation": 0.5, "dtype": torch.float64, "evaluate_every": None, "seed": 3, "progress": False}
-    result = bf.simulate(watched, clients, rounds=1, engine=bf.Engine(chunk=2, workers=1), **options)
-    assert {key: (tuple(t.shape[1:]), t.dtype) for part in arrived for key, t in part.items()} == declared
-    assert result.history["bytes_up"].tolist() == [sum(t.nbytes for part in arrived for t in part.values())]
+    options = {
+        "participation": 0.5,
+        "dtype": torch.float64,
+        "evaluate_every": None,
+        "seed": 3,
+        "progress": False,
+    }
+    result = bf.simulate(
+        watched, clients, rounds=1, engine=bf.Engine(chunk=2, workers=1), **options
+    )
+    assert {
+        key: (tuple(t.shape[1:]), t.dtype) for part in arrived for key, t in part.items()
+    } == declared
+    assert result.history["bytes_up"].tolist() == [
+        sum(t.nbytes for part in arrived for t in part.values())
+    ]
     common, addressed = algorithm.share(result.server, torch.arange(2))
     assert not set(private) & set(common)
-    assert set(common) | set(addressed) <= {*algorithm.blocks, *algorithm.broadcast, *algorithm.address(result.server, torch.arange(2))}
+    assert set(common) | set(addressed) <= {
+        *algorithm.blocks,
+        *algorithm.broadcast,
+        *algorithm.address(result.server, torch.arange(2)),
+    }
 
 
 @every_case
-def test_resume_goes_on_bit_for_bit(case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Saved after a round and loaded, a run ends in the bits of one that never stopped; so does its history but for times."""
+def test_resume_goes_on_bit_for_bit(
+    case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """Saved after a round and loaded, a run ends in the bits of one that never stopped; so does its
+    history but for times.
+    """
     options = {"participation": 0.5, "evaluate_every": 1, "dtype": torch.float32}
     whole = run(case, model, clients, **options)
     run(case, model, clients, **options, rounds=1).save(tmp_path / "run")
@@ -160,13 +248,21 @@ def test_resume_goes_on_bit_for_bit(case: Case, model: nn.Module, clients: Feder
     assert same_bits(state(whole), state(rest))
     keys = [key for key in whole.history.columns if not key.startswith("seconds")]
     for key in keys:
-        assert_close(torch.tensor(rest.history[key]), torch.tensor(whole.history[key]), atol=0, rtol=0, equal_nan=True)
+        assert_close(
+            torch.tensor(rest.history[key]),
+            torch.tensor(whole.history[key]),
+            atol=0,
+            rtol=0,
+            equal_nan=True,
+        )
     assert_close(whole.predict().probs, rest.predict().probs, atol=0, rtol=0, equal_nan=True)
 
 
 @every_case
 def test_the_absent_are_untouched(case: Case, model: nn.Module, clients: FederatedData):
-    """A client outside the cohort keeps its state to the bit, and sends nothing: the server is the same whether it trains or not."""
+    """A client outside the cohort keeps its state to the bit, and sends nothing: the server is the
+    same whether it trains or not.
+    """
     fresh = run(case, model, clients, participation=0.4, train="cohort", sampling="fixed", rounds=1)
     chosen = set(fresh.settings.cohort(len(SIZES), 0).tolist())
     start = case(model).rows(case(model).init(len(SIZES), seed=3, dtype=torch.float64))
@@ -179,7 +275,9 @@ def test_the_absent_are_untouched(case: Case, model: nn.Module, clients: Federat
 
 @every_case
 def test_never_seen_clients_get_predictions(case: Case, model: nn.Module, clients: FederatedData):
-    """Clients held out of training adapt once and predict; adapting touches neither the federation nor its state."""
+    """Clients held out of training adapt once and predict; adapting touches neither the federation
+    nor its state.
+    """
     old, novel = clients.hold_out(2, seed=0)
     result = bf.simulate(case(model), old, rounds=2, seed=0, evaluate_every=None, progress=False)
     before = {key: t.clone() for key, t in state(result).items()}
@@ -191,4 +289,6 @@ def test_never_seen_clients_get_predictions(case: Case, model: nn.Module, client
     private = [name for name, block in case(model).blocks.items() if block.keep]
     if private:
         fresh = case(model).rows(result.server)
-        assert any(not torch.equal(adapted.private[name]["loc"][0], fresh[name]["loc"]) for name in private)
+        assert any(
+            not torch.equal(adapted.private[name]["loc"][0], fresh[name]["loc"]) for name in private
+        )

@@ -1,4 +1,6 @@
-"""Every method on a model that is partly frozen: frozen parameters are constants, in no block, and never sent."""
+"""Every method on a model that is partly frozen: frozen parameters are constants, in no block, and
+never sent.
+"""
 
 from typing import Any
 
@@ -23,33 +25,53 @@ def partly_frozen() -> nn.Module:
     return model
 
 
-@pytest.mark.filterwarnings("ignore:most of the selected weights have no curvature")  # a dead unit of the small body
+@pytest.mark.filterwarnings(
+    "ignore:most of the selected weights have no curvature"
+)  # a dead unit of the small body
 @pytest.mark.parametrize("case", sampled([*CASES, DECOUPLED]), ids=str)
 def test_what_is_frozen_stays_frozen(case: Case, clients: FederatedData):
-    """By every kernel alike; the user's module is untouched, and what is sent is as much as the rest."""
+    """By every kernel alike; the user's module is untouched, and what is sent is as much as the
+    rest.
+    """
     model = partly_frozen()
     before = {name: (t.clone(), t.requires_grad) for name, t in model.named_parameters()}
     algorithm = case(model)
-    assert not {name for block in algorithm.blocks for name in algorithm.layout(block).names} & set(FROZEN)
+    assert not {name for block in algorithm.blocks for name in algorithm.layout(block).names} & set(
+        FROZEN
+    )
     found: dict[str, Any] = {}
     for kernel in kernels_of(algorithm):
-        options = {"rounds": 2, "participation": 0.5, "evaluate_every": None, "engine": bf.Engine(kernel, chunk=3, workers=1)}
+        options = {
+            "rounds": 2,
+            "participation": 0.5,
+            "evaluate_every": None,
+            "engine": bf.Engine(kernel, chunk=3, workers=1),
+        }
         result = run(algorithm, clients, **options)
         found[kernel] = state(result)
         assert_close(found[kernel], found["reference"], atol=1e-10, rtol=0)
     assert result.predict().probs is not None
     ran = algorithm.module(result.server[next(iter(algorithm.blocks))]["loc"])
     assert all(torch.equal(ran.get_parameter(name).float(), before[name][0]) for name in FROZEN)
-    assert all(torch.equal(t, before[name][0]) and t.requires_grad == before[name][1] for name, t in model.named_parameters())
+    assert all(
+        torch.equal(t, before[name][0]) and t.requires_grad == before[name][1]
+        for name, t in model.named_parameters()
+    )
     free = sum(t.numel() for name, t in model.named_parameters() if name not in FROZEN)
     copies = max(block.copies or 1 for block in algorithm.blocks.values())
     for name, block in algorithm.blocks.items():
-        (size,) = {shape[-1] for key, (shape, _) in algorithm.uplink().items() if key.startswith(f"{name}.")} or {0}
+        (size,) = {
+            shape[-1]
+            for key, (shape, _) in algorithm.uplink().items()
+            if key.startswith(f"{name}.")
+        } or {0}
         assert size <= free, (name, block, copies)
 
 
 def test_frozen_parameters_are_not_copied():
-    """They share the storage of the user's model, as a backbone may be large; what is trained does not."""
+    """They share the storage of the user's model, as a backbone may be large; what is trained does
+    not.
+    """
     model = partly_frozen()
     algorithm = bf.algorithms.fedavg(model)
     inside = algorithm.module(torch.zeros(1))
@@ -68,11 +90,17 @@ def test_a_part_that_is_all_frozen_is_refused():
 
 
 def test_other_constants_make_another_method():
-    """A frozen backbone with other weights is told apart, where the trained weights alone would not say it."""
+    """A frozen backbone with other weights is told apart, where the trained weights alone would not
+    say it.
+    """
     one, two = partly_frozen(), partly_frozen()
     with torch.no_grad():
         two.get_parameter(FROZEN[0]).add_(1.0)
     from bayesfl.federation.store.identity import fingerprint
 
     first = bf.algorithms.fedavg(one)
-    assert fingerprint(first) == fingerprint(bf.algorithms.fedavg(one)) != fingerprint(bf.algorithms.fedavg(two))
+    assert (
+        fingerprint(first)
+        == fingerprint(bf.algorithms.fedavg(one))
+        != fingerprint(bf.algorithms.fedavg(two))
+    )

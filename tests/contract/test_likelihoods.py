@@ -1,4 +1,6 @@
-"""Every likelihood under methods of each kind: kernels, chunks and workers, files, and a network of Flower."""
+"""Every likelihood under methods of each kind: kernels, chunks and workers, files, and a network of
+Flower.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,16 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.engine.driver import KernelName
 from bayesfl.federation.run.result import Result
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, MultiLabel, Ordinal, Poisson, Quantiles, Tokens
+from bayesfl.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    MultiLabel,
+    Ordinal,
+    Poisson,
+    Quantiles,
+    Tokens,
+)
 from bayesfl.optim import SGD
 from tests.cases import EM, SIZES, numbers
 from tests.federation.made import state
@@ -46,7 +57,9 @@ class Case:
 
     @property
     def data(self) -> FederatedData:
-        return bf.data.from_arrays(PLACES if self.places else X, self.y, client_ids=IDS, task=self.task)
+        return bf.data.from_arrays(
+            PLACES if self.places else X, self.y, client_ids=IDS, task=self.task
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -81,11 +94,20 @@ CASES = [
     Case(Quantiles(0.8), SIGNAL + noise()),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
-methods = pytest.mark.parametrize("name", ["pfedvem", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "fedem"))])
+methods = pytest.mark.parametrize(
+    "name",
+    ["pfedvem", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "fedem"))],
+)
 
 
 def run(algorithm: bf.Algorithm, data: FederatedData, **options: Any) -> Result:
-    defaults: dict[str, Any] = {"rounds": 2, "participation": 0.6, "evaluate_every": None, "seed": 2, "progress": False}
+    defaults: dict[str, Any] = {
+        "rounds": 2,
+        "participation": 0.6,
+        "evaluate_every": None,
+        "seed": 2,
+        "progress": False,
+    }
     return bf.simulate(algorithm, data, **{**defaults, "dtype": torch.float64, **options})
 
 
@@ -103,15 +125,25 @@ def test_kernels_agree(case: Case, name: str):
 
 @cases
 def test_fedavg_is_a_bare_loop(case: Case):
-    """One client, all of its examples in each step: gradient steps on the mean of the likelihood's own loss."""
+    """One client, all of its examples in each step: gradient steps on the mean of the likelihood's
+    own loss.
+    """
     data = case.data.select([1])
-    algorithm = bf.algorithms.fedavg(case.model, epochs=5, batch_size=None, optimiser=SGD(0.05), likelihood=case.likelihood)
+    algorithm = bf.algorithms.fedavg(
+        case.model, epochs=5, batch_size=None, optimiser=SGD(0.05), likelihood=case.likelihood
+    )
     result = run(algorithm, data, rounds=1, participation=1.0)
     module = case.model.double()
-    module.load_state_dict(dict(algorithm.layout("w").leaves(algorithm.init(1, seed=2, dtype=torch.float64)["w"]["loc"])))
+    module.load_state_dict(
+        dict(
+            algorithm.layout("w").leaves(algorithm.init(1, seed=2, dtype=torch.float64)["w"]["loc"])
+        )
+    )
     x, y = data.to(dtype=torch.float64).train.client(0)
     for _ in range(5):
-        slopes = torch.autograd.grad(case.likelihood.nll(module(x), y).mean(), list(module.parameters()))
+        slopes = torch.autograd.grad(
+            case.likelihood.nll(module(x), y).mean(), list(module.parameters())
+        )
         with torch.no_grad():
             for p, slope in zip(module.parameters(), slopes, strict=True):
                 p -= 0.05 * slope
@@ -123,9 +155,18 @@ def test_fedavg_is_a_bare_loop(case: Case):
 @methods
 def test_workers_and_chunks_do_not_change_the_bits(case: Case, name: str):
     """In float32, in which other sums would show: workers to the bit, chunks to rounding."""
-    first = state(run(case.method(name), case.data, dtype=torch.float32, engine=bf.Engine(chunk=2, workers=1)))
+    first = state(
+        run(case.method(name), case.data, dtype=torch.float32, engine=bf.Engine(chunk=2, workers=1))
+    )
     for chunk, workers in ((2, 2), (3, 1), (7, 2)):
-        other = state(run(case.method(name), case.data, dtype=torch.float32, engine=bf.Engine(chunk=chunk, workers=workers)))
+        other = state(
+            run(
+                case.method(name),
+                case.data,
+                dtype=torch.float32,
+                engine=bf.Engine(chunk=chunk, workers=workers),
+            )
+        )
         if chunk == 2:
             assert all(torch.equal(t, other[key]) for key, t in first.items())
         else:
@@ -135,17 +176,24 @@ def test_workers_and_chunks_do_not_change_the_bits(case: Case, name: str):
 @cases
 @methods
 def test_predictions_survive_files(case: Case, name: str, tmp_path: Path):
-    """A run and a client's model predict the same bits after loading, and are measured under the likelihood."""
+    """A run and a client's model predict the same bits after loading, and are measured under the
+    likelihood.
+    """
     algorithm, data = case.method(name), case.data
     result = run(algorithm, data)
     found = result.predict()
     summary = found.summary(data.test)
     assert all(np.isfinite(summary[key]) for key in summary if "auroc" not in key)
     result.save(tmp_path / "run")
-    assert bf.load(tmp_path / "run", algorithm, data).predict().summary(data.test) == pytest.approx(summary, nan_ok=True)
+    assert bf.load(tmp_path / "run", algorithm, data).predict().summary(data.test) == pytest.approx(
+        summary, nan_ok=True
+    )
     result.client(3).save(tmp_path / "client", plug_in=algorithm.predictor is None)
     x = np.asarray(case.data.test.client(3)[0])
-    mine, theirs = result.client(3).predict(x, draws=0), bf.load_client(tmp_path / "client", algorithm).predict(x, draws=0)
+    mine, theirs = (
+        result.client(3).predict(x, draws=0),
+        bf.load_client(tmp_path / "client", algorithm).predict(x, draws=0),
+    )
     assert mine.likelihood == theirs.likelihood == case.likelihood
     for key in ("probs", "mean", "variance", "lower", "upper"):
         one, other = getattr(mine, key), getattr(theirs, key)
@@ -154,7 +202,9 @@ def test_predictions_survive_files(case: Case, name: str, tmp_path: Path):
     table = found.table(data.test)
     assert table["examples"].sum() == int((np.asarray(data.test.y[data.test.index]) != -100).sum())
     names = [key for key in table if key not in ("client", "examples", "auroc", "width_90")]
-    assert {key: summary[key] for key in names} == pytest.approx({key: np.nanmean(table[key]) for key in names})
+    assert {key: summary[key] for key in names} == pytest.approx(
+        {key: np.nanmean(table[key]) for key in names}
+    )
 
 
 @cases
@@ -165,10 +215,16 @@ def test_over_a_network_it_is_the_simulation(case: Case, tmp_path: Path):
     told = simulated(algorithm, data)
     assert_same(found, tmp_path, told)
     summary = told.predict().summary(data.test)
-    shared = {key.removeprefix("personal_"): value for key, value in found.history[-1].items() if key.startswith("personal_")}
+    shared = {
+        key.removeprefix("personal_"): value
+        for key, value in found.history[-1].items()
+        if key.startswith("personal_")
+    }
     assert {"pinball" if isinstance(case.likelihood, Quantiles) else "nll"} < shared.keys()
     both = [key for key in shared if key in summary and not key.endswith("decile")]
-    assert [shared[key] for key in both] == pytest.approx([summary[key] for key in both], rel=1e-6, nan_ok=True)
+    assert [shared[key] for key in both] == pytest.approx(
+        [summary[key] for key in both], rel=1e-6, nan_ok=True
+    )
 
 
 def test_whole_numbers_as_inputs_leave_the_precision():
@@ -176,8 +232,13 @@ def test_whole_numbers_as_inputs_leave_the_precision():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
     data = bf.data.from_arrays(TEXTS, (TEXTS + 1) % 5, client_ids=IDS)
-    algorithm = bf.algorithms.fedavg(model, epochs=1, optimiser=SGD(0.1, momentum=0.9), likelihood=Tokens())
-    found = [state(run(algorithm, data, engine=bf.Engine(kernel))) for kernel in ("reference", "live", "vmap")]
+    algorithm = bf.algorithms.fedavg(
+        model, epochs=1, optimiser=SGD(0.1, momentum=0.9), likelihood=Tokens()
+    )
+    found = [
+        state(run(algorithm, data, engine=bf.Engine(kernel)))
+        for kernel in ("reference", "live", "vmap")
+    ]
     assert all(t.dtype == torch.float64 for t in found[0].values() if t.is_floating_point())
     for other in found[1:]:
         assert_close(other, found[0], atol=1e-12, rtol=0)
@@ -185,26 +246,44 @@ def test_whole_numbers_as_inputs_leave_the_precision():
 
 @pytest.mark.parametrize("name", ["pfedvem", "pfedmap", "fedavg"])
 def test_a_learned_scale_learns_at_the_methods_own_rates(name: str):
-    """Under summed losses and wide beliefs, too: densities without a floor grow without bound, and low ones make steps too long."""
+    """Under summed losses and wide beliefs, too: densities without a floor grow without bound, and
+    low ones make steps too long.
+    """
     data = bf.data.diabetes(clients=6)
-    algorithm = getattr(bf.algorithms, name)(bf.models.mlp(data.inputs, hidden=16, outputs=2), likelihood=Gaussian("learned"))
+    algorithm = getattr(bf.algorithms, name)(
+        bf.models.mlp(data.inputs, hidden=16, outputs=2), likelihood=Gaussian("learned")
+    )
     result = bf.simulate(algorithm, data, rounds=10, evaluate_every=10, progress=False)
     found = result.predict()
-    assert found.summary(data.test)["rmse"] < 1.5  # the targets' deviation is 1; lower floors gave 39
+    assert (
+        found.summary(data.test)["rmse"] < 1.5
+    )  # the targets' deviation is 1; lower floors gave 39
     assert float(found.variance.nan_to_num(1.0).min()) >= 0.2**2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["irm", "perinvfl"])
 def test_scales_of_several_labels(name: str):
-    """The slope of an example's loss by a scale is a sum over its labels, also where there are as many as rows in a batch."""
+    """The slope of an example's loss by a scale is a sum over its labels, also where there are as
+    many as rows in a batch.
+    """
     x, y = numbers(5, 5, 3), torch.arange(25).view(5, 5) % 4
     outputs = numbers(5, 5, 4, seed=1)
     scale = torch.ones(5, dtype=torch.float64, requires_grad=True)
     (wanted,) = torch.autograd.grad(Tokens().nll(outputs * scale[:, None, None], y).sum(), scale)
     assert_close(bf.invariance.scale_slopes(Tokens(), outputs, y), wanted, atol=1e-12, rtol=0)
-    data = bf.data.from_arrays([x.numpy()] * 3, [y.numpy()] * 3, environments=[np.array([0, 0, 1, 1, 1])] * 3, test_share=0.0, outputs=4)
-    algorithm = getattr(bf.algorithms, name)(bf.models.SplitModel(nn.Linear(3, 6), nn.Linear(6, 4)), likelihood=Tokens())
-    found = [state(run(algorithm, data, engine=bf.Engine(kernel))) for kernel in ("reference", "vmap")]
+    data = bf.data.from_arrays(
+        [x.numpy()] * 3,
+        [y.numpy()] * 3,
+        environments=[np.array([0, 0, 1, 1, 1])] * 3,
+        test_share=0.0,
+        outputs=4,
+    )
+    algorithm = getattr(bf.algorithms, name)(
+        bf.models.SplitModel(nn.Linear(3, 6), nn.Linear(6, 4)), likelihood=Tokens()
+    )
+    found = [
+        state(run(algorithm, data, engine=bf.Engine(kernel))) for kernel in ("reference", "vmap")
+    ]
     assert_close(found[1], found[0], atol=1e-12, rtol=0)
 
 
@@ -218,7 +297,11 @@ def test_rates_that_underflow_are_measured():
 def test_test_targets_are_looked_at_before_training():
     case = CASES[7]
     data = bf.data.from_arrays(
-        X[:100], case.y[:100], client_ids=IDS[:100], task="regression", test=(X[100:], -1 - case.y[100:], IDS[100:] % 3)
+        X[:100],
+        case.y[:100],
+        client_ids=IDS[:100],
+        task="regression",
+        test=(X[100:], -1 - case.y[100:], IDS[100:] % 3),
     )
     with pytest.raises(ValueError, match="Poisson is of counts"):
         run(case.method("fedavg"), data)
@@ -233,14 +316,18 @@ def test_labels_as_examples():
     assert flat.mask.sum() == int((np.asarray(data.test.y[data.test.index]) >= 0).sum())
     wanted = found.summary(data.test)
     assert flat.labels is not None
-    assert float(bf.metrics.pooled(bf.metrics.nll, flat.probs, flat.labels, flat.mask)) == pytest.approx(wanted["pooled_nll"])  # type: ignore[arg-type]
+    assert float(
+        bf.metrics.pooled(bf.metrics.nll, flat.probs, flat.labels, flat.mask)
+    ) == pytest.approx(wanted["pooled_nll"])  # type: ignore[arg-type]
     assert flat.places() is flat
     with pytest.raises(ValueError, match=r"predictions\.places\(\)"):
         bf.metrics.nll(found.probs, found.labels, found.mask)  # type: ignore[arg-type]
 
 
 class Own(Gaussian):
-    """A likelihood of one's own that is measured by what is not there, or says its width as a number."""
+    """A likelihood of one's own that is measured by what is not there, or says its width as a
+    number.
+    """
 
     distribution = "laplace"
 
@@ -264,7 +351,9 @@ def test_intervals_beside_others_in_one_table():
     """Their loss is no NLL, and stands in a column of its own."""
     results = {}
     for case in (CASES[5], CASES[8]):
-        results[type(case.likelihood).__name__] = run(case.method("fedavg"), case.data, evaluate_every=2)
+        results[type(case.likelihood).__name__] = run(
+            case.method("fedavg"), case.data, evaluate_every=2
+        )
     head, _, *rows = bf.compare(results).splitlines()[:4]
     assert head.split() == ["method", "RMSE", "NLL", "pinball"]
     assert [row.split()[2] == "-" for row in rows] == [False, True]

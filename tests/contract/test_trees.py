@@ -1,4 +1,6 @@
-"""Every algorithm on a network of several inputs: the numbers of the same network on one tensor that holds them all."""
+"""Every algorithm on a network of several inputs: the numbers of the same network on one tensor
+that holds them all.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -50,23 +52,43 @@ def of(data: FederatedData, x: Inputs) -> FederatedData:
 def with_predictors(name: str, model: nn.Module) -> bf.Algorithm:
     """FedPer, pFedVEM and FedEM with predictors by linearised networks."""
     if name == "belief":
-        method = bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1, batch_size=10, init_scale=0.1)
+        method = bf.algorithms.pfedvem(
+            model, head_epochs=2, body_epochs=1, batch_size=10, init_scale=0.1
+        )
         return replace(method, predictor=LinearisedBelief())
     if name == "mixture":
-        method = bf.algorithms.fedem(model, components=2, epochs=1, batch_size=10, optimiser=EM(0.1))
-        return replace(method, predictor=Mixture("components", "pi", each=LinearisedLaplace(precision=1.0)))
+        method = bf.algorithms.fedem(
+            model, components=2, epochs=1, batch_size=10, optimiser=EM(0.1)
+        )
+        return replace(
+            method, predictor=Mixture("components", "pi", each=LinearisedLaplace(precision=1.0))
+        )
     structure: Any = name
     return replace(
-        bf.algorithms.fedper(model, epochs=1, batch_size=10), predictor=LinearisedLaplace("body", structure=structure, precision=1.0)
+        bf.algorithms.fedper(model, epochs=1, batch_size=10),
+        predictor=LinearisedLaplace("body", structure=structure, precision=1.0),
     )
 
 
-METHODS = {str(case): case for case in CASES if case.name != "fedbn"}  # which wants a norm, and is otherwise fedper
-METHODS |= {name: lambda model, name=name: with_predictors(name, model) for name in ("full", "subnetwork", "diagonal", "belief", "mixture")}
+METHODS = {
+    str(case): case for case in CASES if case.name != "fedbn"
+}  # which wants a norm, and is otherwise fedper
+METHODS |= {
+    name: lambda model, name=name: with_predictors(name, model)
+    for name in ("full", "subnetwork", "diagonal", "belief", "mixture")
+}
 
 
-@pytest.mark.filterwarnings("ignore:most of the selected weights", "ignore:.*leaves the predictions to the prior")
-@pytest.mark.parametrize("name", [name if name in (*SAMPLE, "belief") else pytest.param(name, marks=pytest.mark.slow) for name in METHODS])
+@pytest.mark.filterwarnings(
+    "ignore:most of the selected weights", "ignore:.*leaves the predictions to the prior"
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in (*SAMPLE, "belief") else pytest.param(name, marks=pytest.mark.slow)
+        for name in METHODS
+    ],
+)
 def test_several_inputs_are_one_that_is_joined(name: str):
     """States, predictions, and those of a client alone."""
     data, method = federation(), METHODS[name]
@@ -78,6 +100,8 @@ def test_several_inputs_are_one_that_is_joined(name: str):
     assert_close(state(found), state(wanted), rtol=0, atol=1e-10)
     own = wanted.predict()
     for field in ("probs", "epistemic"):
-        assert_close(getattr(found.predict(), field), getattr(own, field), rtol=0, atol=1e-9, equal_nan=True)
+        assert_close(
+            getattr(found.predict(), field), getattr(own, field), rtol=0, atol=1e-9, equal_nan=True
+        )
     rows = each(lambda t: t[found.data.test.rows(2)], found.data.test.x)
     assert_close(found.client(2).predict(rows).probs, own.client(2).probs, rtol=0, atol=1e-9)

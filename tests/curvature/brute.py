@@ -1,4 +1,6 @@
-"""The definitions, spelt out: Jacobians by jacrev, matrices of full size. In float64, for networks of a hundred weights."""
+"""The definitions, spelt out: Jacobians by jacrev, matrices of full size. In float64, for networks
+of a hundred weights.
+"""
 
 from dataclasses import dataclass
 
@@ -44,11 +46,15 @@ def cnn(outputs: int) -> nn.Module:
 
 def along(outputs: int) -> nn.Module:
     """A linear layer applied at three places."""
-    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2), nn.Flatten(), nn.Linear(6, outputs))
+    return nn.Sequential(
+        nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2), nn.Flatten(), nn.Linear(6, outputs)
+    )
 
 
 def plain_cnn(outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, outputs))
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, outputs)
+    )
 
 
 class Joining(nn.Module):
@@ -63,7 +69,9 @@ class Joining(nn.Module):
 
 
 def two_inputs(count: int = 9) -> tuple[nn.Module, nn.Module, Tensor, Tensor, Tensor]:
-    """A network of one input, the same network of two, their one input [N, 7], and its parts [N, 3] and [N, 2, 2]."""
+    """A network of one input, the same network of two, their one input [N, 7], and its parts [N, 3]
+    and [N, 2, 2].
+    """
     torch.manual_seed(0)
     one = mlp(4).double()
     x = torch.randn(count, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -97,8 +105,12 @@ class Case:
         return self.make(outputs).double()  # type: ignore[operator]
 
     def data(self, count: int, seed: int = 1) -> Tensor:
-        x = torch.randn(count, *self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        x[:, 0] *= torch.arange(count).view(-1, *(1,) * (x.dim() - 2)) % 3 > 0  # some inputs are zero
+        x = torch.randn(
+            count, *self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        x[:, 0] *= (
+            torch.arange(count).view(-1, *(1,) * (x.dim() - 2)) % 3 > 0
+        )  # some inputs are zero
         return x
 
 
@@ -120,12 +132,16 @@ def outputs_of(likelihood: Likelihood) -> int:
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:
     """[N, O, D], in the order of named_parameters()."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    found = vmap(jacrev(lambda p, x: functional_call(model, p, (x[None],))[0]), in_dims=(None, 0))(parameters, x)
+    found = vmap(jacrev(lambda p, x: functional_call(model, p, (x[None],))[0]), in_dims=(None, 0))(
+        parameters, x
+    )
     return torch.cat([found[name].flatten(2) for name in parameters], -1)
 
 
 def output_hessian(likelihood: Likelihood, outputs: Tensor) -> Tensor:
-    """Lambda [N, O, O] by differentiating the negative log likelihood twice; it does not depend on the label."""
+    """Lambda [N, O, O] by differentiating the negative log likelihood twice; it does not depend on
+    the label.
+    """
 
     def nll(f: Tensor) -> Tensor:
         if isinstance(likelihood, Categorical):

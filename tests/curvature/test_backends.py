@@ -23,7 +23,9 @@ def test_backpack_agrees_on_its_own_diagonal():
         if "backpack" in case.backends:
             for likelihood in (Categorical(), Gaussian(0.3)):
                 model, x = case.model(), case.data(6)
-                found = Curvature(model, likelihood, backend="backpack").engine.diagonal(x, likelihood)  # type: ignore[attr-defined]
+                found = Curvature(model, likelihood, backend="backpack").engine.diagonal(
+                    x, likelihood
+                )  # type: ignore[attr-defined]
                 assert_close(found, brute.ggn(model, likelihood, x).diagonal(), **EXACT)
 
 
@@ -37,7 +39,9 @@ def test_the_backend_says_its_name():
 def test_batch_norm_that_evaluates():
     """Through torch.func and BackPACK; its running averages are constants."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)).double()
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
+    ).double()
     model(torch.randn(20, 1, 4, 4, dtype=torch.float64))
     model.eval()
     x = torch.randn(6, 1, 4, 4, dtype=torch.float64)
@@ -88,7 +92,12 @@ class Mean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.relu, self.b, self.head = nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 3)
+        self.a, self.relu, self.b, self.head = (
+            nn.Conv2d(2, 3, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(3, 3, 3, padding=1),
+            nn.Linear(3, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.a(x))
@@ -124,8 +133,16 @@ def tied() -> nn.Module:
 
 
 SEEN = [
-    (convolution(padding=1, padding_mode="circular"), images(), "Conv2d '0' with padding_mode='circular'"),
-    (convolution(padding=1, padding_mode="reflect"), images(), "Conv2d '0' with padding_mode='reflect'"),
+    (
+        convolution(padding=1, padding_mode="circular"),
+        images(),
+        "Conv2d '0' with padding_mode='circular'",
+    ),
+    (
+        convolution(padding=1, padding_mode="reflect"),
+        images(),
+        "Conv2d '0' with padding_mode='reflect'",
+    ),
     (hooked(before=False, container=False), vectors(), "Linear '0.0' with hooks"),
     (hooked(before=True, container=False), vectors(), "Linear '0.0' with hooks"),
     (hooked(before=False, container=True), vectors(), "Sequential '0' with hooks"),
@@ -154,7 +171,9 @@ def test_what_its_rules_do_not_see_is_refused(on_a_gpu, model, x, named):
     """By BackPACK and by closed forms, before there are data; `auto` takes `func`."""
     with pytest.raises(ValueError, match=rf"BackPACK .*{re.escape(named)}; backend='func'"):
         Curvature(model, backend="backpack")
-    with pytest.raises(ValueError, match=rf"'layers' .*{re.escape(named.split(' with padding')[0])}"):
+    with pytest.raises(
+        ValueError, match=rf"'layers' .*{re.escape(named.split(' with padding')[0])}"
+    ):
         Curvature(model, backend="layers")
     curvature = Curvature(model)
     assert curvature.backend == "func"
@@ -163,9 +182,16 @@ def test_what_its_rules_do_not_see_is_refused(on_a_gpu, model, x, named):
 
 @pytest.mark.parametrize(("model", "x"), PROBED, ids=[type(case[0]).__name__ for case in PROBED])
 def test_a_forward_that_it_does_not_know(on_a_gpu, model, x):
-    """An error that names the model, what happened and the remedy, by any way the data come; `auto` takes `func`."""
+    """An error that names the model, what happened and the remedy, by any way the data come; `auto`
+    takes `func`.
+    """
     message = rf"BackPACK .*{type(model).__name__} \(\w+Error: .+\); backend='func'"
-    for call in (Curvature.diagonal, Curvature.outputs, lambda c, x: invert(c, x, 1.0), lambda c, x: c.columns(x, torch.arange(2))):
+    for call in (
+        Curvature.diagonal,
+        Curvature.outputs,
+        lambda c, x: invert(c, x, 1.0),
+        lambda c, x: c.columns(x, torch.arange(2)),
+    ):
         with pytest.raises(ValueError, match=message):
             call(Curvature(model, backend="backpack"), x)
     curvature = Curvature(model)
@@ -173,10 +199,14 @@ def test_a_forward_that_it_does_not_know(on_a_gpu, model, x):
     assert curvature.backend == "func"
 
 
-@pytest.mark.parametrize("likelihood", [None, Gaussian(0.5), Bernoulli()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "likelihood", [None, Gaussian(0.5), Bernoulli()], ids=lambda value: type(value).__name__
+)
 @pytest.mark.parametrize("broken", ["diagonal", "_pull"])
 def test_other_numbers_than_those_of_torch_func(on_a_gpu, monkeypatch, broken, likelihood):
-    """Of its own diagonal or of its rows: refused by name, and `auto` takes `func`, after a restore too."""
+    """Of its own diagonal or of its rows: refused by name, and `auto` takes `func`, after a restore
+    too.
+    """
     right = getattr(backends.BackPack, broken)
 
     def wrong(self, *args):
@@ -184,9 +214,17 @@ def test_other_numbers_than_those_of_torch_func(on_a_gpu, monkeypatch, broken, l
         return None if found is None else 1.1 * found
 
     outputs = 1 if isinstance(likelihood, Bernoulli) else 3
-    model, x = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, outputs)), vectors()
+    model, x = (
+        nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, outputs)),
+        vectors(),
+    )
     curvature = Curvature(model, likelihood)
-    assert_close(curvature.diagonal(x), Curvature(model, likelihood, backend="func").diagonal(x), rtol=1e-5, atol=1e-6)
+    assert_close(
+        curvature.diagonal(x),
+        Curvature(model, likelihood, backend="func").diagonal(x),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     assert curvature.backend == "backpack"
     saved = invert(curvature, x, 1.0, form="dual").tensors()
     if broken == "diagonal" and isinstance(likelihood, Bernoulli):
@@ -194,7 +232,9 @@ def test_other_numbers_than_those_of_torch_func(on_a_gpu, monkeypatch, broken, l
     monkeypatch.setattr(backends.BackPack, broken, wrong)
     asked = Curvature(model, likelihood, backend="backpack")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"Sequential \(.*'0.weight' .*torch\.func.*\).*backend='func'"):
+        with pytest.raises(
+            ValueError, match=r"Sequential \(.*'0.weight' .*torch\.func.*\).*backend='func'"
+        ):
             asked.diagonal(x)
     for use in (lambda c: c.diagonal(x), lambda c: restore(c, saved)):
         curvature = Curvature(model, likelihood)
@@ -205,12 +245,18 @@ def test_other_numbers_than_those_of_torch_func(on_a_gpu, monkeypatch, broken, l
 def test_two_examples_are_enough(monkeypatch):
     """It is held against torch.func once, on no more."""
     counts, linearise = [], backends.Func.linearise
-    monkeypatch.setattr(backends.Func, "linearise", lambda self, x, cotangents: counts.append(len(x)) or linearise(self, x, cotangents))
+    monkeypatch.setattr(
+        backends.Func,
+        "linearise",
+        lambda self, x, cotangents: counts.append(len(x)) or linearise(self, x, cotangents),
+    )
     curvature = Curvature(Functional(), backend="func")
     curvature.diagonal(vectors())
     assert counts == [6]
     counts.clear()
-    curvature = Curvature(nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), backend="backpack")
+    curvature = Curvature(
+        nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), backend="backpack"
+    )
     for x in (vectors(), vectors()[:1]):
         curvature.diagonal(x)
     assert counts == [2]
@@ -228,7 +274,9 @@ def test_an_activation_in_place_or_in_several_places():
 
 
 def test_dilated_groups_in_float64():
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, dilation=2, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, dilation=2, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    ).double()
     x = images().double()
     curvature = Curvature(model, backend="backpack")
     assert_close(curvature.diagonal(x), Curvature(model, backend="func").diagonal(x))
@@ -245,11 +293,18 @@ def test_outputs_that_are_not_finite():
 
 @pytest.mark.parametrize("name", ["layers", "backpack"])
 def test_several_inputs_are_for_func(name):
-    """A backend for one tensor refuses others by name, and `auto` does not take it for them; what it takes as one tensor stays its."""
+    """A backend for one tensor refuses others by name, and `auto` does not take it for them; what
+    it takes as one tensor stays its.
+    """
     model, x = nn.Sequential(nn.Linear(5, 3)), vectors()
-    with pytest.raises(ValueError, match=rf"'{name}' takes inputs of one tensor, got a tuple of 1; backend='func'"):
+    with pytest.raises(
+        ValueError, match=rf"'{name}' takes inputs of one tensor, got a tuple of 1; backend='func'"
+    ):
         Curvature(model, backend=name).diagonal({"x": (x,)})
-    with pytest.raises(ValueError, match=rf"'{name}' takes inputs of one tensor, got a mapping of \['input'\]; backend='func'"):
+    with pytest.raises(
+        ValueError,
+        match=rf"'{name}' takes inputs of one tensor, got a mapping of \['input'\]; backend='func'",
+    ):
         Curvature(model, backend=name).diagonal({"x": {"input": x}})
     curvature = Curvature(model)
     want = curvature.diagonal({"x": x})

@@ -22,7 +22,9 @@ def test_the_bytes_are_said_first(x):
     x = torch.randn(9, 7, dtype=torch.float64)
     size = Curvature(model).size
     tight = Curvature(model, memory=100)
-    with pytest.raises(MemoryError, match=rf"GGN .*{size} weights .*\({8 * size**2} bytes\) .*100 bytes"):
+    with pytest.raises(
+        MemoryError, match=rf"GGN .*{size} weights .*\({8 * size**2} bytes\) .*100 bytes"
+    ):
         tight.ggn(x)
     with pytest.raises(MemoryError, match=r"J_S .*3 columns .*864 bytes"):
         tight.columns(x, torch.arange(3))
@@ -33,7 +35,9 @@ def test_the_bytes_are_said_first(x):
     with pytest.raises(MemoryError, match=r"primal form.* 9\b.*\(1944 bytes\)"):
         invert(tight, x, 1.0, indices=torch.arange(20, 29))
     huge = Curvature(nn.Sequential(nn.Linear(4000, 1000, bias=False), nn.Linear(1000, 2)))
-    with pytest.raises(MemoryError, match=r"GGN .*4002002 weights .*116\.\d TiB \(128128160064032 bytes\)"):
+    with pytest.raises(
+        MemoryError, match=r"GGN .*4002002 weights .*116\.\d TiB \(128128160064032 bytes\)"
+    ):
         huge.ggn(torch.zeros(1, 4000))
 
 
@@ -64,7 +68,9 @@ def test_data(curvature, x):
             invert(curvature, x, precision)
     with pytest.raises(TypeError, match=r"pattern .*text.* got 3"):
         Curvature(nn.Linear(2, 2), pattern=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"curvature .*Poisson .*Categorical, Bernoulli and Gaussian"):
+    with pytest.raises(
+        TypeError, match=r"curvature .*Poisson .*Categorical, Bernoulli and Gaussian"
+    ):
         root(type("Poisson", (), {})(), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="matches no parameter"):
         Curvature(nn.Linear(2, 2), pattern="body.*")
@@ -73,11 +79,22 @@ def test_data(curvature, x):
 
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
 def test_streams(case, backend, monkeypatch):
-    """Batches of any size, in tensors, tuples or mappings, from a DataLoader, and blocks of one example give the same sums."""
+    """Batches of any size, in tensors, tuples or mappings, from a DataLoader, and blocks of one
+    example give the same sums.
+    """
     model, x = case.model(), case.data(9)
     curvature = Curvature(model, backend=backend)
-    diagonal, columns, block = (f(x) for f in (curvature.diagonal, lambda x: curvature.columns(x, torch.arange(5)), curvature.ggn))
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, torch.zeros(9)), batch_size=4)
+    diagonal, columns, block = (
+        f(x)
+        for f in (
+            curvature.diagonal,
+            lambda x: curvature.columns(x, torch.arange(5)),
+            curvature.ggn,
+        )
+    )
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, torch.zeros(9)), batch_size=4
+    )
     for batches in ([x[:2], x[2:3], x[3:]], ({"x": b} for b in x.split(5)), loader):
         assert_close(curvature.diagonal(batches), diagonal, **EXACT)
     for module in (factors, jacobians, ggn):
@@ -103,13 +120,28 @@ class Pairs(torch.utils.data.Dataset):
 
 
 def test_several_inputs():
-    """A tuple or a mapping, whole or in batches of every form: the sums are those of the network that takes them as one tensor."""
+    """A tuple or a mapping, whole or in batches of every form: the sums are those of the network
+    that takes them as one tensor.
+    """
     one, two, x, a, b = brute.two_inputs(9)
     curvature, want = Curvature(two), Curvature(one).diagonal(x)
-    pairs, named = [(a[i], b[i]) for i in (slice(4), slice(4, 9))], [{"a": a[i], "b": b[i]} for i in (slice(4), slice(4, 9))]
-    loaders = [torch.utils.data.DataLoader(Pairs(a, b, names=names), batch_size=2) for names in (False, True)]
-    whole = [{"x": (a, b)}, {"x": [a, b]}, {"y": None, "x": {"a": a, "b": b}}, {"x": MappingProxyType({"b": b, "a": a})}]
-    parts = [[(inputs, 0) for inputs in of] for of in (pairs, named)] + [[{"x": inputs} for inputs in of] for of in (pairs, named)]
+    pairs, named = (
+        [(a[i], b[i]) for i in (slice(4), slice(4, 9))],
+        [{"a": a[i], "b": b[i]} for i in (slice(4), slice(4, 9))],
+    )
+    loaders = [
+        torch.utils.data.DataLoader(Pairs(a, b, names=names), batch_size=2)
+        for names in (False, True)
+    ]
+    whole = [
+        {"x": (a, b)},
+        {"x": [a, b]},
+        {"y": None, "x": {"a": a, "b": b}},
+        {"x": MappingProxyType({"b": b, "a": a})},
+    ]
+    parts = [[(inputs, 0) for inputs in of] for of in (pairs, named)] + [
+        [{"x": inputs} for inputs in of] for of in (pairs, named)
+    ]
     for data in (*whole, *parts, *loaders, tuple(parts[0])):
         assert_close(curvature.diagonal(data), want, **EXACT)
     assert (curvature.backend, Curvature(one).backend) == ("func", "layers")
@@ -124,7 +156,9 @@ def test_tokens_stay_whole_numbers():
     assert_close(curvature.diagonal(tokens), ggn_.diagonal(), **EXACT)
     assert_close(curvature.ggn({"x": tokens}), ggn_, **EXACT)
     assert_close(curvature.columns(tokens, torch.arange(40)), rows[:, :, :40], **EXACT)
-    assert_close(curvature.gram(tokens, tokens[:2]), rows.flatten(0, 1) @ rows[:2].flatten(0, 1).T, **EXACT)
+    assert_close(
+        curvature.gram(tokens, tokens[:2]), rows.flatten(0, 1) @ rows[:2].flatten(0, 1).T, **EXACT
+    )
     assert tokens.dtype == torch.int64
 
 
@@ -132,10 +166,20 @@ def test_pieces_of_several_inputs(monkeypatch):
     """Blocks of one example give the same sums."""
     _, two, _, a, b = brute.two_inputs()
     curvature, data = Curvature(two), {"x": {"a": a, "b": b}}
-    found = [curvature.diagonal(data), curvature.ggn(data), curvature.gram(data), invert(curvature, data, 1.0).marginals()]
+    found = [
+        curvature.diagonal(data),
+        curvature.ggn(data),
+        curvature.gram(data),
+        invert(curvature, data, 1.0).marginals(),
+    ]
     for module in (factors, jacobians, ggn):
         monkeypatch.setattr(module, "BLOCK", 1)
-    again = [curvature.diagonal(data), curvature.ggn(data), curvature.gram(data), invert(curvature, data, 1.0).marginals()]
+    again = [
+        curvature.diagonal(data),
+        curvature.ggn(data),
+        curvature.gram(data),
+        invert(curvature, data, 1.0).marginals(),
+    ]
     for one, other in zip(found, again, strict=True):
         assert_close(other, one, **EXACT)
 
@@ -146,7 +190,11 @@ def test_batches_of_bad_inputs_are_refused():
     for data, error, words in (
         ({"x": (a, b[:4])}, ValueError, r"x\[1\] has 4 rows and x\[0\] has 9; every tensor"),
         ({"x": {"a": a, "b": b[:4]}}, ValueError, r"x\['b'\] has 4 rows and x\['a'\] has 9"),
-        ({"a": a, "b": b}, TypeError, r"batch must be .*, got a mapping of \['a', 'b'\]; pass .*\{'x': batch\}"),
+        (
+            {"a": a, "b": b},
+            TypeError,
+            r"batch must be .*, got a mapping of \['a', 'b'\]; pass .*\{'x': batch\}",
+        ),
         ({"x": (a, None)}, TypeError, r"batch must be .*, got NoneType"),
         ({"x": (a, torch.tensor(1.0))}, TypeError, "got a single number"),
         ({"x": (a, b.numpy())}, TypeError, "got ndarray"),

@@ -14,28 +14,48 @@ EXACT = {"atol": 1e-10, "rtol": 1e-9}
 LIMIT = 2**30
 
 
-def made(case: Case, form: str) -> tuple[Curvature, Tensor, Covariance, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A case's curvature and inputs, the covariance, and what the inverse predicts elsewhere, without and with centring."""
+def made(
+    case: Case, form: str
+) -> tuple[Curvature, Tensor, Covariance, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A case's curvature and inputs, the covariance, and what the inverse predicts elsewhere,
+    without and with centring.
+    """
     x = case.data(6)
     curvature, new = Curvature(case.model()), x[:3] + 0.1
-    precision = 0.5 + torch.rand(curvature.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    precision = 0.5 + torch.rand(
+        curvature.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     if form == "independent":
         inverse = independent(curvature, precision, curvature.diagonal(x))
     else:
         kind, _, some = form.partition("-")
-        indices = torch.randperm(curvature.size, generator=torch.Generator().manual_seed(2))[:9] if some else None
+        indices = (
+            torch.randperm(curvature.size, generator=torch.Generator().manual_seed(2))[:9]
+            if some
+            else None
+        )
         inverse = invert(curvature, x, precision, form=kind, indices=indices)  # type: ignore[arg-type]
-    return curvature, new, Covariance.of(inverse, limit=LIMIT), inverse.predict(new), inverse.predict(new, centre=True)
+    return (
+        curvature,
+        new,
+        Covariance.of(inverse, limit=LIMIT),
+        inverse.predict(new),
+        inverse.predict(new, centre=True),
+    )
 
 
 @pytest.mark.parametrize("form", ["primal", "dual", "primal-some", "dual-some", "independent"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_predicts_as_the_inverse_does(case: Case, form: str):
-    """At new inputs, in every form, of all weights and of some, for stacks and for other modules; and the same bits when restored."""
+    """At new inputs, in every form, of all weights and of some, for stacks and for other modules;
+    and the same bits when restored.
+    """
     curvature, new, covariance, plain, centred = made(case, form)
     assert_close(covariance.predict(new), plain, **EXACT)
     assert_close(covariance.predict(new, centre=True), centred, **EXACT)
-    restored = Covariance.restored(curvature, {key: t.clone() for key, t in covariance.tensors().items()})
+    restored = Covariance.restored(
+        curvature, {key: t.clone() for key, t in covariance.tensors().items()}
+    )
     for one, other in zip(restored.predict(new), covariance.predict(new), strict=True):
         assert torch.equal(one, other)
 
@@ -49,12 +69,16 @@ def test_what_it_keeps_are_no_data():
 
 
 def test_the_columns_of_the_dual_factor_are_no_examples():
-    """Divided by its bias, an example's column of a first layer's weights gives the example: no column of the stored factor does."""
+    """Divided by its bias, an example's column of a first layer's weights gives the example: no
+    column of the stored factor does.
+    """
     case = CASES[0]
     x, curvature = case.data(6), Curvature(case.model())
     inverse = invert(curvature, x, 1.0, form="dual")
     root = Covariance.of(inverse, limit=LIMIT).root
-    assert_close(root.T @ root, torch.diag((root.T @ root).diagonal()), atol=1e-10, rtol=0)  # along eigenvectors, which mix examples
+    assert_close(
+        root.T @ root, torch.diag((root.T @ root).diagonal()), atol=1e-10, rtol=0
+    )  # along eigenvectors, which mix examples
     first = root[: 7 * 6].view(6, 7, -1) / root[42:48].view(6, 1, -1)
     rows = first.permute(0, 2, 1).reshape(-1, 7)
     rows = rows[rows.isfinite().all(1)]
@@ -66,13 +90,18 @@ def test_a_factor_above_the_limit_is_refused_with_its_size():
     inverse = invert(Curvature(CASES[0].model()), CASES[0].data(6), 1.0, form="dual")
     needed = 8 * inverse.size * inverse.order
     assert Covariance.of(inverse, limit=needed).root.nbytes == needed
-    with pytest.raises(MemoryError, match=rf"{inverse.size} x {inverse.order} .*{needed} bytes, more than {needed - 1}"):
+    with pytest.raises(
+        MemoryError,
+        match=rf"{inverse.size} x {inverse.order} .*{needed} bytes, more than {needed - 1}",
+    ):
         Covariance.of(inverse, limit=needed - 1)
 
 
 def test_tensors_of_another_model_are_refused():
     curvature, *_, covariance, _, _ = made(CASES[0], "dual")
     with pytest.raises(ValueError, match=r"no \['root'\]"):
-        Covariance.restored(curvature, {key: t for key, t in covariance.tensors().items() if key != "root"})
+        Covariance.restored(
+            curvature, {key: t for key, t in covariance.tensors().items() if key != "root"}
+        )
     with pytest.raises(ValueError, match=rf"of {curvature.size} weights.*\[{curvature.size - 1}\]"):
         Covariance.restored(curvature, covariance.tensors() | {"variance": covariance.variance[1:]})

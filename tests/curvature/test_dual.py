@@ -1,4 +1,6 @@
-"""The inverse of H in both forms: against full matrices, conjugate regression, laplace-torch, and what must not change it."""
+"""The inverse of H in both forms: against full matrices, conjugate regression, laplace-torch, and
+what must not change it.
+"""
 
 import math
 import re
@@ -29,12 +31,16 @@ def test_a_prior_precision_is_positive(curvature, x, precision, form):
 @pytest.mark.parametrize("form", ["auto", "dual"])
 @pytest.mark.parametrize("some", [False, True], ids=["all weights", "a subnetwork"])
 def test_curvature_that_is_none_in_each_example_and_just_not_in_sum(form, some, backend):
-    """Examples that hardly count, as of a copy that explains next to none of them: the prior is left, and is kept in a file."""
+    """Examples that hardly count, as of a copy that explains next to none of them: the prior is
+    left, and is kept in a file.
+    """
     curvature = Curvature(nn.Sequential(nn.Linear(3, 2)).double(), backend=backend)
     x = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     diagonal = curvature.diagonal(x)
     weight = torch.full((40,), 1.5e-12 * 0.7 / float(diagonal.max()), dtype=torch.float64)
-    found = invert(curvature, x, 0.7, indices=torch.arange(8) if some else None, form=form, weight=weight)
+    found = invert(
+        curvature, x, 0.7, indices=torch.arange(8) if some else None, form=form, weight=weight
+    )
     assert_close(found.marginals(), torch.full((8,), 1 / 0.7, dtype=torch.float64))
     alone = invert(curvature, x, 0.7, form=form, weight=torch.zeros(40, dtype=torch.float64))
     assert_close(alone.marginals(), torch.full((8,), 1 / 0.7, dtype=torch.float64))
@@ -77,14 +83,18 @@ def chosen(size: int, count: int = 25) -> Tensor:
 
 
 def check(inverse, h: Tensor, columns: Tensor, x: Tensor, model: nn.Module) -> None:
-    """All that an inverse offers, against the matrix H [S, S] and Jacobian columns [N, O, S] at `x`."""
+    """All that an inverse offers, against the matrix H [S, S] and Jacobian columns [N, O, S] at
+    `x`.
+    """
     covariance = torch.linalg.inv(h)
     mean, between = inverse.predict(x)
     assert_close(mean, model(x).detach(), **EXACT)
     assert_close(between, columns @ covariance @ columns.mT, **EXACT)
     assert_close(inverse.marginals(), covariance.diagonal(), **EXACT)
     assert_close(inverse.log_det(), torch.logdet(h), **EXACT)
-    linear = inverse.sample(torch.eye(inverse.noise_size, dtype=torch.float64))  # a draw is linear in the noise
+    linear = inverse.sample(
+        torch.eye(inverse.noise_size, dtype=torch.float64)
+    )  # a draw is linear in the noise
     assert_close(linear.T @ linear, covariance, **EXACT)
     noise = torch.randn(3, inverse.noise_size, generator=generator(8), dtype=torch.float64)
     assert_close(inverse.sample(noise), noise @ linear, **EXACT)
@@ -126,7 +136,10 @@ def test_all_indices_are_the_whole(form):
     model, x, test = case.model(), case.data(6), case.data(4, seed=3)
     curvature = Curvature(model)
     order = torch.randperm(curvature.size, generator=generator(7))
-    part, whole = invert(curvature, x, 0.3, indices=order, form=form), invert(curvature, x, 0.3, form=form)
+    part, whole = (
+        invert(curvature, x, 0.3, indices=order, form=form),
+        invert(curvature, x, 0.3, form=form),
+    )
     assert_close(part.marginals(), whole.marginals()[order], **EXACT)
     assert_close(part.log_det(), whole.log_det(), **EXACT)
     assert_close(part.predict(test), whole.predict(test), **EXACT)
@@ -160,7 +173,9 @@ def test_the_smaller_factor_is_taken():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_linear_gaussian_model_is_conjugate(form):
-    """The full posterior is the exact one; a subnetwork's is the exact conditional, not the marginal."""
+    """The full posterior is the exact one; a subnetwork's is the exact conditional, not the
+    marginal.
+    """
     model = nn.Linear(4, 1, bias=False).double()
     x = torch.randn(12, 4, generator=generator(0), dtype=torch.float64)
     noise, precision = 0.3, torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -170,7 +185,10 @@ def test_a_linear_gaussian_model_is_conjugate(form):
     assert_close(whole.predict(x)[1][:, 0, 0], ((x @ posterior) * x).sum(1), **EXACT)
     assert_close(whole.marginals(), posterior.diagonal(), **EXACT)
     s, rest = torch.tensor([2, 0]), torch.tensor([1, 3])
-    conditional = posterior[s][:, s] - posterior[s][:, rest] @ torch.linalg.inv(posterior[rest][:, rest]) @ posterior[rest][:, s]
+    conditional = (
+        posterior[s][:, s]
+        - posterior[s][:, rest] @ torch.linalg.inv(posterior[rest][:, rest]) @ posterior[rest][:, s]
+    )
     part = invert(curvature, x, precision, indices=s, form=form)
     draws = part.sample(torch.eye(part.noise_size, dtype=torch.float64))
     assert_close(draws.T @ draws, conditional, **EXACT)
@@ -180,7 +198,9 @@ def test_a_linear_gaussian_model_is_conjugate(form):
 @pytest.mark.parametrize("form", ["primal", "dual", "auto"])
 @pytest.mark.parametrize("backend", ["layers", "func"])
 def test_weights_without_curvature(backend, form):
-    """A constant zero input and a dead unit: split off, they keep the prior variance and the rest is as before."""
+    """A constant zero input and a dead unit: split off, they keep the prior variance and the rest
+    is as before.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
     x = torch.rand(6, 5, generator=generator(0), dtype=torch.float64)
@@ -215,7 +235,9 @@ def test_examples_without_rows_are_split_off():
         model[0].weight.copy_(torch.tensor([[1.0], [-1.0]]))
         model[0].bias.zero_()
     x = torch.tensor([[1.0], [2.0], [-1.0], [-3.0], [4.0]], dtype=torch.float64)
-    inverse = invert(Curvature(model), x, 1.0, indices=torch.tensor([1]), form="dual")  # the unit that fires for negative inputs
+    inverse = invert(
+        Curvature(model), x, 1.0, indices=torch.tensor([1]), form="dual"
+    )  # the unit that fires for negative inputs
     assert inverse.order == 2
     want = torch.linalg.inv(brute.ggn(model, Categorical(), x)[1:2, 1:2] + 1)
     assert_close(inverse.marginals(), want[0], **EXACT)
@@ -223,7 +245,9 @@ def test_examples_without_rows_are_split_off():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_constant_added_to_all_logits_changes_nothing_when_centred(form):
-    """The head gains the same row for every class: the outputs and Jacobians move along (1, ..., 1) alone."""
+    """The head gains the same row for every class: the outputs and Jacobians move along (1, ..., 1)
+    alone.
+    """
     case = CASES[0]
     model, moved, x, test = case.model(), case.model(), case.data(9), case.data(5, seed=3)
     with torch.no_grad():
@@ -234,12 +258,18 @@ def test_a_constant_added_to_all_logits_changes_nothing_when_centred(form):
     plain, shifted = one.predict(test), other.predict(test)
     assert (plain[1] - shifted[1]).abs().max() > 0.1
     centring = torch.eye(4, dtype=torch.float64) - 0.25
-    assert_close(one.predict(test, centre=True), (plain[0] @ centring, centring @ plain[1] @ centring), **EXACT)
+    assert_close(
+        one.predict(test, centre=True),
+        (plain[0] @ centring, centring @ plain[1] @ centring),
+        **EXACT,
+    )
     assert_close(one.log_det(), other.log_det(), **EXACT)
 
 
 def test_the_whole_body_leaves_nothing_out_of_the_dual_form():
-    """There zero columns cost nothing; they are counted all the same, and keep their prior variance."""
+    """There zero columns cost nothing; they are counted all the same, and keep their prior
+    variance.
+    """
     case = CASES[0]
     model, x, test = case.model(), case.data(9), case.data(5, seed=3)
     x[:, 2] = 0
@@ -248,7 +278,13 @@ def test_the_whole_body_leaves_nothing_out_of_the_dual_form():
         inverse = invert(curvature, x, 2.0, form="dual")
         full = brute.ggn(model, Categorical(), x)
         assert inverse.uncurved == int((full.diagonal() / 2 < 1e-12).sum()) >= 6
-        check(inverse, full + 2 * torch.eye(len(full), dtype=torch.float64), brute.jacobian(model, test), test, model)
+        check(
+            inverse,
+            full + 2 * torch.eye(len(full), dtype=torch.float64),
+            brute.jacobian(model, test),
+            test,
+            model,
+        )
         assert inverse.curved.all()
         assert not invert(curvature, x, 2.0, form="primal").curved.all()
 
@@ -260,7 +296,13 @@ def test_variances_lie_between_nothing_and_the_prior(form, precision):
     model, x, test = case.model(), case.data(9), case.data(20, seed=3)
     inverse = invert(Curvature(model), x, precision, form=form)
     covariance = inverse.predict(test)[1]
-    prior = Curvature(model).gram(test, weight=1 / precision).view(20, 4, 20, 4).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    prior = (
+        Curvature(model)
+        .gram(test, weight=1 / precision)
+        .view(20, 4, 20, 4)
+        .diagonal(dim1=0, dim2=2)
+        .permute(2, 0, 1)
+    )
     scale = prior.diagonal(dim1=1, dim2=2).amax()
     assert torch.linalg.eigvalsh(covariance).min() > -1e-12 * scale
     assert torch.linalg.eigvalsh(prior - covariance).min() > -1e-12 * scale
@@ -298,13 +340,19 @@ def laplace():
 def _fitted(laplace, model: nn.Module, x: Tensor, likelihood: str, **options):
     from laplace.curvature import BackPackGGN
 
-    y = torch.zeros(len(x), dtype=torch.long) if likelihood == "classification" else torch.zeros(len(x), 4, dtype=torch.float64)
+    y = (
+        torch.zeros(len(x), dtype=torch.long)
+        if likelihood == "classification"
+        else torch.zeros(len(x), 4, dtype=torch.float64)
+    )
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
     sigma = {"sigma_noise": 0.5} if likelihood == "regression" else {}
     prior = torch.tensor(0.7, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fitted = laplace.Laplace(model, likelihood, backend=BackPackGGN, prior_precision=prior, **sigma, **options)
+        fitted = laplace.Laplace(
+            model, likelihood, backend=BackPackGGN, prior_precision=prior, **sigma, **options
+        )
         fitted.fit(data)
     return fitted
 
@@ -313,19 +361,31 @@ def _fitted(laplace, model: nn.Module, x: Tensor, likelihood: str, **options):
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
 def test_laplace_torch_finds_the_same(laplace, case, likelihood):
-    """Diagonal, full and subnetwork: curvature, covariance, log determinant and predictive covariance of laplace-torch."""
+    """Diagonal, full and subnetwork: curvature, covariance, log determinant and predictive
+    covariance of laplace-torch.
+    """
     model, x, test = case.model(), case.data(9), case.data(5, seed=3)
-    theirs = nn.Sequential(model.body, model.head) if isinstance(model, bf.models.SplitModel) else model
+    theirs = (
+        nn.Sequential(model.body, model.head) if isinstance(model, bf.models.SplitModel) else model
+    )
     curvature = Curvature(model, Categorical() if likelihood == "classification" else Gaussian(0.5))
     scale = 1.0 if likelihood == "classification" else 1 / 0.5**2  # its H leaves the noise out
     near = {"atol": 1e-8, "rtol": 1e-8}
 
-    diagonal = _fitted(laplace, theirs, x, likelihood, subset_of_weights="all", hessian_structure="diag")
+    diagonal = _fitted(
+        laplace, theirs, x, likelihood, subset_of_weights="all", hessian_structure="diag"
+    )
     assert_close(curvature.diagonal(x), scale * diagonal.H, **near)
 
-    full = _fitted(laplace, theirs, x, likelihood, subset_of_weights="all", hessian_structure="full")
+    full = _fitted(
+        laplace, theirs, x, likelihood, subset_of_weights="all", hessian_structure="full"
+    )
     indices = chosen(curvature.size).sort().values
-    options = {"subset_of_weights": "subnetwork", "hessian_structure": "full", "subnetwork_indices": indices}
+    options = {
+        "subset_of_weights": "subnetwork",
+        "hessian_structure": "full",
+        "subnetwork_indices": indices,
+    }
     part = _fitted(laplace, theirs, x, likelihood, **options)
     for fitted, where in ((full, None), (part, indices)):
         everything = torch.arange(curvature.size) if where is None else where
@@ -337,7 +397,9 @@ def test_laplace_torch_finds_the_same(laplace, case, likelihood):
             assert_close(mean, their_mean, **near)
             assert_close(covariance, their_covariance, **near)
             assert_close(inverse.log_det(), fitted.log_det_posterior_precision, **near)
-            assert_close(inverse.marginals(), torch.linalg.inv(fitted.posterior_precision).diagonal(), **near)
+            assert_close(
+                inverse.marginals(), torch.linalg.inv(fitted.posterior_precision).diagonal(), **near
+            )
             kappa = (1 + torch.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).rsqrt()
             if likelihood == "classification":
                 assert_close((kappa * mean).softmax(-1), fitted(test, link_approx="probit"), **near)

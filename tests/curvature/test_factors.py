@@ -14,17 +14,24 @@ from tests.curvature.made import Largest
 
 @pytest.mark.parametrize("unit", [0, 1000])
 def test_both_ways_to_the_marginals(unit: int, monkeypatch: pytest.MonkeyPatch):
-    """Of a dual form, by the factor's inverse or by solves for all columns: the diagonal of the primal form's covariance."""
+    """Of a dual form, by the factor's inverse or by solves for all columns: the diagonal of the
+    primal form's covariance.
+    """
     monkeypatch.setattr(factors, "UNIT", unit)
     monkeypatch.setattr(factors, "COLUMNS", 7)
     used: list[str] = []
     for name in ("quadratic_into", "solved_into"):
         monkeypatch.setattr(factors.Outer, name, _noting(getattr(factors.Outer, name), name, used))
-    model, x = bf.models.mlp(5, hidden=6, outputs=3, seed=1).double(), torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).double()
+    model, x = (
+        bf.models.mlp(5, hidden=6, outputs=3, seed=1).double(),
+        torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).double(),
+    )
     curvature, precision = Curvature(model), torch.linspace(0.5, 2.0, 57, dtype=torch.float64)
     dual = invert(curvature, x, precision, form="dual").marginals()
     assert set(used) == {"solved_into" if unit else "quadratic_into"}
-    assert_close(dual, invert(curvature, x, precision, form="primal").marginals(), atol=1e-12, rtol=1e-9)
+    assert_close(
+        dual, invert(curvature, x, precision, form="primal").marginals(), atol=1e-12, rtol=1e-9
+    )
 
 
 def _noting(method: Any, name: str, used: list[str]) -> Any:
@@ -38,7 +45,9 @@ def _noting(method: Any, name: str, used: list[str]) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "count"), [("layers", 100), ("func", 40)])
 def test_the_jacobian_is_never_formed(backend, count):
-    """For an MLP whose [N, O, D] takes gigabytes nothing beyond a block, D or the result is made; the same for ten times the data."""
+    """For an MLP whose [N, O, D] takes gigabytes nothing beyond a block, D or the result is made;
+    the same for ten times the data.
+    """
     torch.manual_seed(0)
     model = bf.models.mlp(784, hidden=1000, outputs=5)
     x, test = torch.rand(count, 784), torch.rand(10, 784)
@@ -75,7 +84,13 @@ def test_the_jacobian_is_never_formed(backend, count):
 def test_a_convolution_is_taken_apart():
     """Weights of a wide convolution come in pieces of a block, too."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 3))
+    model = nn.Sequential(
+        nn.Conv2d(256, 256, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(256, 3),
+    )
     x = torch.rand(40, 256, 4, 4)
     curvature = Curvature(model)
     with Largest() as largest:

@@ -47,7 +47,9 @@ def test_curvature_that_is_not_finite_is_named():
     with pytest.raises(ValueError, match=r"outputs .*not finite .*5 of 5"):
         Curvature(model).diagonal(torch.ones(5, 3))
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh(), nn.Linear(2, 2))
-    x = torch.full((4, 3), 1e30) * torch.tensor([1.0, 0.0, 0.0])  # its square is beyond float32, the outputs are not
+    x = torch.full((4, 3), 1e30) * torch.tensor(
+        [1.0, 0.0, 0.0]
+    )  # its square is beyond float32, the outputs are not
     for backend in ("layers", "func"):
         with torch.no_grad():
             model[0].weight.zero_()
@@ -57,14 +59,21 @@ def test_curvature_that_is_not_finite_is_named():
                 curvature.diagonal(x)
         for value in (math.nan, math.inf):
             with pytest.raises(ValueError, match=r"curvature .*'2.bias' \(1 of 2\)"):
-                invert(curvature, x[:, [1, 1, 1]], 1.0, diagonal=torch.ones(curvature.size).index_fill(0, torch.tensor([11]), value))
+                invert(
+                    curvature,
+                    x[:, [1, 1, 1]],
+                    1.0,
+                    diagonal=torch.ones(curvature.size).index_fill(0, torch.tensor([11]), value),
+                )
 
 
 def test_training_modes_are_refused():
     with pytest.raises(ValueError, match=r"batch norm '1' .*model\.eval\(\).*group norm"):
         Curvature(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     with pytest.raises(ValueError, match=r"batch norm '1' .*statistics .*group norm"):
-        Curvature(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)).eval())
+        Curvature(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)).eval()
+        )
     with pytest.raises(ValueError, match=r"dropout '1' .*model\.eval\(\)"):
         Curvature(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
 
@@ -115,12 +124,17 @@ def test_float32_agrees_to_its_precision():
     got = Curvature(copy.deepcopy(model).float()).diagonal(x.float())
     assert got.dtype == torch.float64
     assert_close(got, want, rtol=1e-4, atol=1e-6)
-    assert Curvature(copy.deepcopy(model).float()).columns(x.float(), torch.arange(3)).dtype == torch.float32
+    assert (
+        Curvature(copy.deepcopy(model).float()).columns(x.float(), torch.arange(3)).dtype
+        == torch.float32
+    )
 
 
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
 def test_the_model_is_left_alone(case, backend):
-    """Weights, gradients, modes, hooks and flags are what they were; later training doesn't reach the curvature."""
+    """Weights, gradients, modes, hooks and flags are what they were; later training doesn't reach
+    the curvature.
+    """
     model, x = case.model(), case.data(6)
     frozen, second, *_ = model.parameters()
     frozen.requires_grad_(False)
@@ -137,7 +151,9 @@ def test_the_model_is_left_alone(case, backend):
     for new, old in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(new, old)
         assert new.requires_grad == old.requires_grad
-        assert (new.grad is None and old.grad is None) or torch.equal(new.grad, torch.ones_like(new))
+        assert (new.grad is None and old.grad is None) or torch.equal(
+            new.grad, torch.ones_like(new)
+        )
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)

@@ -15,9 +15,15 @@ from tests.curvature.made import EXACT, chosen
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
 def test_jacobian_columns_and_gram(case, backend):
     model, x, other = case.model(), case.data(9), case.data(5, seed=3)
-    curvature, j, k = Curvature(model, backend=backend), brute.jacobian(model, x), brute.jacobian(model, other)
+    curvature, j, k = (
+        Curvature(model, backend=backend),
+        brute.jacobian(model, x),
+        brute.jacobian(model, other),
+    )
     indices = chosen(curvature.size)
-    weight = torch.rand(curvature.size, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    weight = torch.rand(
+        curvature.size, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
     assert_close(curvature.columns(x, indices), j[:, :, indices], **EXACT)
     rows, others = j.flatten(0, 1), k.flatten(0, 1)
     assert_close(curvature.gram(x), rows @ rows.T, **EXACT)
@@ -25,7 +31,9 @@ def test_jacobian_columns_and_gram(case, backend):
     assert_close(curvature.gram(x, weight=weight), rows * weight @ rows.T, **EXACT)
     assert_close(curvature.gram(x, other, weight=weight), rows * weight @ others.T, **EXACT)
     part = (rows[:, indices] * weight[indices], others[:, indices])
-    assert_close(curvature.gram(x, other, weight=weight, indices=indices), part[0] @ part[1].T, **EXACT)
+    assert_close(
+        curvature.gram(x, other, weight=weight, indices=indices), part[0] @ part[1].T, **EXACT
+    )
 
 
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)

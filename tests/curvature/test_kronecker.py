@@ -1,4 +1,6 @@
-"""Kronecker-factored Laplace approximations against laplace-torch, against matrices written out, and where they are exact."""
+"""Kronecker-factored Laplace approximations against laplace-torch, against matrices written out,
+and where they are exact.
+"""
 
 import subprocess
 import sys
@@ -33,7 +35,9 @@ TASKS = {"classification": Categorical(), "regression": Gaussian(0.5)}
 def network(outputs: int = 3) -> nn.Module:
     """An MLP with biases in float64."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)
+    ).double()
 
 
 def labels(task: str, count: int) -> Tensor:
@@ -67,24 +71,38 @@ def check(fitted: Laplace, other, task: str, x: Tensor, new: Tensor) -> None:
     assert_close(found, covariance.detach(), **NEAR)
     assert_close(fitted.loc, other.mean.detach(), **NEAR)
     assert_close(fitted.log_det(), other.log_det_posterior_precision.detach(), **NEAR)
-    assert_close(fitted.log_marginal_likelihood(x, labels(task, len(x))), other.log_marginal_likelihood().detach(), **NEAR)
+    assert_close(
+        fitted.log_marginal_likelihood(x, labels(task, len(x))),
+        other.log_marginal_likelihood().detach(),
+        **NEAR,
+    )
     if task == "classification":
         probs = other(new, pred_type="glm", link_approx="probit")
-        assert_close(fitted.predict(new, link="per_class", centre=False)["probs"], probs.detach(), **NEAR)
+        assert_close(
+            fitted.predict(new, link="per_class", centre=False)["probs"], probs.detach(), **NEAR
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
 def test_posteriors_are_those_of_laplace_torch(theirs, case, backend, task):
-    """Variances, draws, log determinant, evidence, functional covariance and probit predictions, whatever the batches."""
+    """Variances, draws, log determinant, evidence, functional covariance and probit predictions,
+    whatever the batches.
+    """
     x, new = case.data(9), case.data(5, seed=3)
     other = theirs(case.model(), x, task, subset_of_weights="all", hessian_structure="kron")
-    fitted = Laplace.fit(case.model(), x, precision=0.7, structure="kfac", likelihood=TASKS[task], backend=backend)
+    fitted = Laplace.fit(
+        case.model(), x, precision=0.7, structure="kfac", likelihood=TASKS[task], backend=backend
+    )
     check(fitted, other, task, x, new)
     assert_close(fitted.moments()[1], other.posterior_precision.diag(-1), **NEAR)
     noise = numbers(3, fitted.noise_size, seed=4)
-    assert_close(fitted.sample(noise) - fitted.loc, other.posterior_precision.bmm(noise, exponent=-0.5), **NEAR)
+    assert_close(
+        fitted.sample(noise) - fitted.loc,
+        other.posterior_precision.bmm(noise, exponent=-0.5),
+        **NEAR,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -92,34 +110,80 @@ def test_a_precision_of_each_weight_and_bias(theirs):
     """As laplace-torch's `prior_precision` with one entry for each."""
     case = CASES[2]
     x, each = case.data(9), torch.tensor([0.2, 3.0, 0.7, 11.0], dtype=torch.float64)
-    other = theirs(case.model(), x, "classification", subset_of_weights="all", hessian_structure="kron", precision=each)
-    prior = torch.cat([p.new_full((p.numel(),), float(v)) for p, v in zip(case.model().parameters(), each, strict=True)])
-    check(Laplace.fit(case.model(), x, precision=prior, structure="kfac"), other, "classification", x, case.data(5, seed=3))
+    other = theirs(
+        case.model(),
+        x,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        precision=each,
+    )
+    prior = torch.cat(
+        [
+            p.new_full((p.numel(),), float(v))
+            for p, v in zip(case.model().parameters(), each, strict=True)
+        ]
+    )
+    check(
+        Laplace.fit(case.model(), x, precision=prior, structure="kfac"),
+        other,
+        "classification",
+        x,
+        case.data(5, seed=3),
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(("structure", "their_structure"), [("full", "full"), ("diagonal", "diag"), ("kfac", "kron")])
-@pytest.mark.parametrize(("case", "head"), [(CASES[0], "head"), (CASES[2], "4")], ids=["mlp", "cnn"])
+@pytest.mark.parametrize(
+    ("structure", "their_structure"), [("full", "full"), ("diagonal", "diag"), ("kfac", "kron")]
+)
+@pytest.mark.parametrize(
+    ("case", "head"), [(CASES[0], "head"), (CASES[2], "4")], ids=["mlp", "cnn"]
+)
 def test_the_last_layer_is_a_pattern(theirs, case, head, structure, their_structure, task):
     """`pattern="head.*"` is laplace-torch's last-layer approximation of the same structure."""
     from laplace.curvature import BackPackGGN, CurvlinopsGGN
 
     x, new = case.data(9), case.data(5, seed=3)
-    backend = CurvlinopsGGN if structure == "kfac" else BackPackGGN  # the former's full GGN is of single precision
-    options = {"subset_of_weights": "last_layer", "last_layer_name": head, "hessian_structure": their_structure, "backend": backend}
+    backend = (
+        CurvlinopsGGN if structure == "kfac" else BackPackGGN
+    )  # the former's full GGN is of single precision
+    options = {
+        "subset_of_weights": "last_layer",
+        "last_layer_name": head,
+        "hessian_structure": their_structure,
+        "backend": backend,
+    }
     other = theirs(case.model(), x, task, **options)
-    fitted = Laplace.fit(case.model(), x, precision=0.7, structure=structure, likelihood=TASKS[task], pattern=f"{head}.*")
+    fitted = Laplace.fit(
+        case.model(),
+        x,
+        precision=0.7,
+        structure=structure,
+        likelihood=TASKS[task],
+        pattern=f"{head}.*",
+    )
     check(fitted, other, task, x, new)
     precision = other.posterior_precision
-    dense = precision.to_matrix() if structure == "kfac" else precision.diag() if structure == "diagonal" else precision
+    dense = (
+        precision.to_matrix()
+        if structure == "kfac"
+        else precision.diag()
+        if structure == "diagonal"
+        else precision
+    )
     assert_close(fitted.moments()[1], torch.linalg.inv(dense).diagonal(), **NEAR)
 
 
 def written_out(model: nn.Module, likelihood, x: Tensor, precision: Tensor) -> Tensor:
-    """H [D, D] of an MLP by the definition: B from the Jacobian in each layer's outputs, which is that in its bias."""
+    """H [D, D] of an MLP by the definition: B from the Jacobian in each layer's outputs, which is
+    that in its bias.
+    """
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    found = vmap(jacrev(lambda p, x: functional_call(model, p, (x[None],))[0]), in_dims=(None, 0))(parameters, x)
+    found = vmap(jacrev(lambda p, x: functional_call(model, p, (x[None],))[0]), in_dims=(None, 0))(
+        parameters, x
+    )
     curved, blocks, inputs = brute.output_hessian(likelihood, model(x)), [], x
     for name, layer in model.named_children():
         if isinstance(layer, nn.Linear):
@@ -133,23 +197,41 @@ def written_out(model: nn.Module, likelihood, x: Tensor, precision: Tensor) -> T
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("backend", ["layers", "func"])
 def test_it_is_the_matrix_written_out(backend, likelihood):
-    """Everything that `Laplace` offers, under one precision and under one for each weight and bias."""
+    """Everything that `Laplace` offers, under one precision and under one for each weight
+    and bias.
+    """
     model, x, new = network(brute.outputs_of(likelihood)), numbers(9, 4), numbers(5, 4, seed=3)
-    several = torch.cat([p.new_full((p.numel(),), 0.3 + k) for k, p in enumerate(model.parameters())])
+    several = torch.cat(
+        [p.new_full((p.numel(),), 0.3 + k) for k, p in enumerate(model.parameters())]
+    )
     for prior in (torch.full_like(several, 0.7), several):
-        fitted = Laplace.fit(model, x, precision=prior, structure="kfac", likelihood=likelihood, backend=backend)
+        fitted = Laplace.fit(
+            model, x, precision=prior, structure="kfac", likelihood=likelihood, backend=backend
+        )
         h, j = written_out(model, likelihood, x, prior), brute.jacobian(model, new)
         covariance = torch.linalg.inv(h)
         assert_close(fitted.moments(), (fitted.loc, covariance.diagonal()), **EXACT)
         assert_close(fitted.log_det(), torch.logdet(h), **EXACT)
-        assert_close(fitted.entropy(), torch.distributions.MultivariateNormal(fitted.loc, precision_matrix=h).entropy(), **EXACT)
-        assert_close(fitted.linearised(new, centre=False), (model(new).detach(), j @ covariance @ j.mT), **EXACT)
-        linear = fitted.sample(torch.eye(fitted.noise_size, dtype=torch.float64)) - fitted.loc  # a draw is linear in the noise
+        assert_close(
+            fitted.entropy(),
+            torch.distributions.MultivariateNormal(fitted.loc, precision_matrix=h).entropy(),
+            **EXACT,
+        )
+        assert_close(
+            fitted.linearised(new, centre=False),
+            (model(new).detach(), j @ covariance @ j.mT),
+            **EXACT,
+        )
+        linear = (
+            fitted.sample(torch.eye(fitted.noise_size, dtype=torch.float64)) - fitted.loc
+        )  # a draw is linear in the noise
         assert_close(linear.T @ linear, covariance, **EXACT)
         assert_close(linear, linear.T, **EXACT)  # and the root is the symmetric one
         if isinstance(likelihood, Categorical):
             centring = torch.eye(4, dtype=torch.float64) - 0.25
-            assert_close(fitted.linearised(new)[1], centring @ j @ covariance @ j.mT @ centring, **EXACT)
+            assert_close(
+                fitted.linearised(new)[1], centring @ j @ covariance @ j.mT @ centring, **EXACT
+            )
 
 
 @pytest.mark.parametrize("likelihood", TASKS.values(), ids=lambda value: type(value).__name__)
@@ -158,19 +240,30 @@ def test_one_layer_and_one_example_leave_nothing_out(likelihood):
     torch.manual_seed(0)
     model, x, new = nn.Linear(5, 4, bias=False).double(), numbers(1, 5), numbers(6, 5, seed=3)
     y = torch.tensor([2]) if isinstance(likelihood, Categorical) else numbers(1, 4, seed=5)
-    kfac, full = (Laplace.fit(model, x, precision=0.3, structure=s, likelihood=likelihood) for s in ("kfac", "full"))
+    kfac, full = (
+        Laplace.fit(model, x, precision=0.3, structure=s, likelihood=likelihood)
+        for s in ("kfac", "full")
+    )
     assert_close(kfac.moments(), full.moments(), **EXACT)
     assert_close(kfac.linearised(new), full.linearised(new), **EXACT)
     assert_close(kfac.log_marginal_likelihood(x, y), full.log_marginal_likelihood(x, y), **EXACT)
     assert_close(kfac.diagonal, full.diagonal, rtol=0, atol=0)
-    twice = Laplace.fit(model, torch.cat([x, x]), precision=0.3, structure="kfac", likelihood=likelihood)  # a sum over the data
-    assert_close(twice.log_det(), Laplace.fit(model, torch.cat([x, x]), precision=0.3, likelihood=likelihood).log_det(), **EXACT)
+    twice = Laplace.fit(
+        model, torch.cat([x, x]), precision=0.3, structure="kfac", likelihood=likelihood
+    )  # a sum over the data
+    assert_close(
+        twice.log_det(),
+        Laplace.fit(model, torch.cat([x, x]), precision=0.3, likelihood=likelihood).log_det(),
+        **EXACT,
+    )
 
 
 def test_a_single_weight():
     """Of which laplace-torch gives the product of both factors."""
     model, x = nn.Linear(1, 1, bias=False).double(), numbers(7, 1)
-    kfac, full = (Laplace.fit(model, x, structure=s, likelihood=Gaussian(0.5)) for s in ("kfac", "full"))
+    kfac, full = (
+        Laplace.fit(model, x, structure=s, likelihood=Gaussian(0.5)) for s in ("kfac", "full")
+    )
     assert_close(kfac.moments(), full.moments(), **EXACT)
 
 
@@ -196,25 +289,38 @@ def test_another_precision_keeps_the_factors(monkeypatch):
     monkeypatch.setattr(kronecker, "_factors", None)
     for precision, want in wanted.items():
         found = fitted.with_precision(x, precision)
-        assert_close((found.moments(), found.log_det()), (want.moments(), want.log_det()), rtol=0, atol=0)
+        assert_close(
+            (found.moments(), found.log_det()), (want.moments(), want.log_det()), rtol=0, atol=0
+        )
         assert_close(found.precision, want.precision)
     y = torch.arange(30) % 3
     best = by_validation(fitted, x, new, y, grid=(0.1, 1.0, 10.0))
-    assert_close(predictive_nll(best, new, y), min(predictive_nll(want, new, y) for want in wanted.values()))
+    assert_close(
+        predictive_nll(best, new, y), min(predictive_nll(want, new, y) for want in wanted.values())
+    )
     with pytest.raises(ValueError, match="prior precision must be > 0"):
         fitted.with_precision(x, 0.0)
 
 
 def test_what_it_says_of_itself():
-    """Form, order, and the weights without curvature, of which it knows by the GGN's own diagonal."""
+    """Form, order, and the weights without curvature, of which it knows by the GGN's own
+    diagonal.
+    """
     x = numbers(9, 4)
     x[:, 1] = 0
     fitted = Laplace.fit(network(), x, precision=0.3, structure="kfac")
     assert isinstance(fitted.inverse, Kronecker)
-    assert (fitted.inverse.form, fitted.inverse.order, fitted.inverse.size) == ("kronecker", 7, len(fitted.loc))  # 6 inputs and a bias
+    assert (fitted.inverse.form, fitted.inverse.order, fitted.inverse.size) == (
+        "kronecker",
+        7,
+        len(fitted.loc),
+    )  # 6 inputs and a bias
     assert fitted.inverse.uncurved_share == 6 / len(fitted.loc)
     assert_close(fitted.moments()[1][1:24:4], torch.full((6,), 1 / 0.3, dtype=torch.float64))
-    assert repr(fitted.inverse) == "Kronecker(order 7, 83 weights, layers: 3 layers, each a product of two factors)"
+    assert (
+        repr(fitted.inverse)
+        == "Kronecker(order 7, 83 weights, layers: 3 layers, each a product of two factors)"
+    )
     again = kronecker.restore(fitted.curvature, fitted.inverse.tensors())
     assert again.uncurved == fitted.inverse.uncurved
 
@@ -264,7 +370,9 @@ class Tied(nn.Module):
 NORM = nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(8, 2))
 
 
-AROUND = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(32, 2))
+AROUND = nn.Sequential(
+    nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(32, 2)
+)
 
 
 IMAGES = torch.rand(3, 1, 4, 4)
@@ -273,14 +381,29 @@ IMAGES = torch.rand(3, 1, 4, 4)
 @pytest.mark.parametrize(
     ("model", "x", "options", "message"),
     [
-        (network(), numbers(5, 4), {"pattern": "*.weight"}, r"'kfac' .*\['0.weight'\] of \['0.weight', '0.bias'\].*pattern="),
-        (network(), numbers(5, 4), {"pattern": "4.bias"}, r"'kfac' .*\['4.bias'\] of \['4.weight', '4.bias'\].*pattern="),
+        (
+            network(),
+            numbers(5, 4),
+            {"pattern": "*.weight"},
+            r"'kfac' .*\['0.weight'\] of \['0.weight', '0.bias'\].*pattern=",
+        ),
+        (
+            network(),
+            numbers(5, 4),
+            {"pattern": "4.bias"},
+            r"'kfac' .*\['4.bias'\] of \['4.weight', '4.bias'\].*pattern=",
+        ),
         (NORM, IMAGES, {}, r"'kfac' .*not GroupNorm '1'.*pattern=.*'full'"),
         (AROUND, IMAGES, {}, r"'kfac' .*not Conv2d '0'"),
         (Reused(), torch.rand(5, 4), {"pattern": "inner.*"}, "'inner' is used 2 times"),
         (Reused(), torch.rand(5, 4), {"pattern": "idle.*"}, "'idle' is used 0 times"),
         (Tied(), torch.rand(5, 4), {"pattern": "first.*"}, "'first' is used 2 times"),
-        (network(), numbers(5, 4), {"precision": numbers(83).exp()}, r"'kfac' .*precision .*'0.weight'"),
+        (
+            network(),
+            numbers(5, 4),
+            {"precision": numbers(83).exp()},
+            r"'kfac' .*precision .*'0.weight'",
+        ),
         (network(), numbers(5, 4), {"precision": -1.0}, r"prior precision .*got -1\.0"),
         (network(), numbers(5, 4), {"indices": torch.tensor([0])}, r"indices .*'kfac'"),
     ],
@@ -295,7 +418,9 @@ def test_layers_beside_those_covered_may_be_any():
     """The head of a network that has a group norm."""
     fitted = Laplace.fit(NORM, IMAGES, structure="kfac", pattern="3.*")
     assert fitted.predict(IMAGES)["probs"].isfinite().all()
-    assert all(p.requires_grad for p in fitted.curvature.module.parameters())  # also of those not covered
+    assert all(
+        p.requires_grad for p in fitted.curvature.module.parameters()
+    )  # also of those not covered
 
 
 def test_data_are_read_twice():
@@ -316,14 +441,18 @@ def test_float32_agrees_to_its_precision():
 def test_the_bytes_are_said_first():
     """Three arrays for each factor."""
     orders = (6, 5, 5, 7, 3, 6)
-    with pytest.raises(MemoryError, match=rf"Kronecker factors .*\({24 * sum(n**2 for n in orders)} bytes\)"):
+    with pytest.raises(
+        MemoryError, match=rf"Kronecker factors .*\({24 * sum(n**2 for n in orders)} bytes\)"
+    ):
         Laplace.fit(network(), numbers(5, 4), structure="kfac", memory=100)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["layers", "func"])
 def test_the_jacobian_is_never_formed(backend):
-    """Where [N, O, D] takes more than a gigabyte nothing beyond a block, D or a factor is made, laplace-torch's arrays included."""
+    """Where [N, O, D] takes more than a gigabyte nothing beyond a block, D or a factor is made,
+    laplace-torch's arrays included.
+    """
     torch.manual_seed(0)
     model, x = bf.models.mlp(784, hidden=1000, outputs=5), torch.rand(100, 784)
     Laplace.fit(nn.Linear(2, 2), torch.rand(1, 2), structure="kfac")  # imports
@@ -336,7 +465,13 @@ def test_the_jacobian_is_never_formed(backend):
 
 def test_examples_come_in_pieces_of_a_block():
     """Where a convolution's patches of all of them take more."""
-    model = nn.Sequential(nn.Conv2d(8, 16, 5, padding=2), nn.Softsign(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+    model = nn.Sequential(
+        nn.Conv2d(8, 16, 5, padding=2),
+        nn.Softsign(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 2),
+    )
     x = torch.rand(200, 8, 32, 32)
     fitted = Laplace.fit(model, x[:2], structure="diagonal")
     with Largest() as largest:
@@ -348,8 +483,14 @@ def test_examples_come_in_pieces_of_a_block():
 def test_inputs_of_several_tensors_are_refused_and_tokens_taken():
     """By name; the head behind tokens has the factors of the same head behind their means."""
     _, two, _, a, b = brute.two_inputs()
-    with pytest.raises(ValueError, match=r"'kfac' takes inputs of one tensor, got a tuple of 2; structure 'full'"):
+    with pytest.raises(
+        ValueError, match=r"'kfac' takes inputs of one tensor, got a tuple of 2; structure 'full'"
+    ):
         Laplace.fit(two, {"x": (a, b)}, structure="kfac")
     model, tokens = brute.token_model()
     found = Laplace.fit(model, tokens, structure="kfac", pattern="3.*").moments()[1]
-    assert_close(found, Laplace.fit(model[3], model[:3](tokens).detach(), structure="kfac").moments()[1], **EXACT)
+    assert_close(
+        found,
+        Laplace.fit(model[3], model[:3](tokens).detach(), structure="kfac").moments()[1],
+        **EXACT,
+    )

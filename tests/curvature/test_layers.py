@@ -16,7 +16,11 @@ def test_layers_that_are_not_supported_are_named():
     assert Curvature(norm).backend == "func"
     with pytest.raises(ValueError, match="Residual ''"):
         Curvature(brute.Residual(2), backend="layers")
-    for layer in (nn.Conv2d(2, 2, 3, groups=2), nn.Conv2d(2, 2, 3, padding="same"), nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")):
+    for layer in (
+        nn.Conv2d(2, 2, 3, groups=2),
+        nn.Conv2d(2, 2, 3, padding="same"),
+        nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
+    ):
         with pytest.raises(ValueError, match="Conv2d '0'"):
             Curvature(nn.Sequential(layer, nn.Flatten()), backend="layers")
     twice = nn.Linear(3, 3)

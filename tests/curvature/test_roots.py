@@ -14,26 +14,47 @@ from tests.curvature.brute import LIKELIHOODS
 
 
 def test_root_is_exact():
-    """R R' is the golden Lambda, has rank O - 1, and stays finite and right where p is one-hot or nearly so."""
+    """R R' is the golden Lambda, has rank O - 1, and stays finite and right where p is one-hot or
+    nearly so.
+    """
     p = torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64)
-    want = torch.tensor([[[0.16, -0.06, -0.10], [-0.06, 0.21, -0.15], [-0.10, -0.15, 0.25]]], dtype=torch.float64)
+    want = torch.tensor(
+        [[[0.16, -0.06, -0.10], [-0.06, 0.21, -0.15], [-0.10, -0.15, 0.25]]], dtype=torch.float64
+    )
     r = root(Categorical(), p.log())
     assert r.shape == (1, 3, 2)
     assert_close(r @ r.mT, want, atol=1e-15, rtol=0)
-    f = torch.tensor([[0.0, -50.0, -60.0], [-50.0, 0.0, -60.0], [-60.0, -50.0, 0.0], [0.0, -2000.0, -2000.0], [-2000.0, 0.0, -2000.0]])
+    f = torch.tensor(
+        [
+            [0.0, -50.0, -60.0],
+            [-50.0, 0.0, -60.0],
+            [-60.0, -50.0, 0.0],
+            [0.0, -2000.0, -2000.0],
+            [-2000.0, 0.0, -2000.0],
+        ]
+    )
     r = root(Categorical(), f.double())
     p = f.double().softmax(-1)
     lam = r @ r.mT
     assert lam.isfinite().all()
-    others = p.unsqueeze(1).expand(-1, 3, -1).masked_fill(torch.eye(3, dtype=torch.bool), 0).sum(-1)  # 1 - p without a difference
-    exact = torch.where(torch.eye(3, dtype=torch.bool), (p * others).unsqueeze(-1), -p[:, :, None] * p[:, None, :])
+    others = (
+        p.unsqueeze(1).expand(-1, 3, -1).masked_fill(torch.eye(3, dtype=torch.bool), 0).sum(-1)
+    )  # 1 - p without a difference
+    exact = torch.where(
+        torch.eye(3, dtype=torch.bool), (p * others).unsqueeze(-1), -p[:, :, None] * p[:, None, :]
+    )
     size = (p * others).sqrt()
     assert ((lam - exact).abs() <= 1e-15 * size[:, :, None] * size[:, None, :]).all()
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda value: type(value).__name__)
 def test_root_is_the_second_derivative(likelihood):
-    f = torch.randn(6, brute.outputs_of(likelihood), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    f = torch.randn(
+        6,
+        brute.outputs_of(likelihood),
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
+    )
     r = root(likelihood, f)
     assert_close(r @ r.mT, brute.output_hessian(likelihood, f), atol=1e-14, rtol=1e-12)
 
@@ -57,7 +78,9 @@ class Named(Categorical):
 
 
 def test_likelihoods_of_unknown_curvature():
-    """A subclass that overrides the loss or the predictive distribution is another likelihood; for Laplace it is refused at once."""
+    """A subclass that overrides the loss or the predictive distribution is another likelihood; for
+    Laplace it is refused at once.
+    """
     outputs = torch.zeros(2, 3)
     assert_close(root(Named(), outputs), root(Categorical(), outputs))
     with pytest.raises(TypeError, match=r"Colder, which overrides \['predictive'\] of Categorical"):

@@ -10,7 +10,11 @@ from bayesfl.data import Source
 
 
 def write_idx(path, array, zipped=False):
-    data = struct.pack(">BBBB", 0, 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    data = (
+        struct.pack(">BBBB", 0, 0, 8, array.ndim)
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
     path.write_bytes(gzip.compress(data) if zipped else data)
 
 
@@ -21,8 +25,14 @@ def images(n, *shape, seed=0):
 def write_mnist(root, folder="MNIST", zipped=False):
     raw = root / folder / "raw"
     raw.mkdir(parents=True)
-    arrays = {"train-images-idx3": images(30, 28, 28), "t10k-images-idx3": images(10, 28, 28, seed=1)}
-    arrays |= {"train-labels-idx1": np.arange(30, dtype=np.uint8) % 10, "t10k-labels-idx1": np.arange(10, dtype=np.uint8)}
+    arrays = {
+        "train-images-idx3": images(30, 28, 28),
+        "t10k-images-idx3": images(10, 28, 28, seed=1),
+    }
+    arrays |= {
+        "train-labels-idx1": np.arange(30, dtype=np.uint8) % 10,
+        "t10k-labels-idx1": np.arange(10, dtype=np.uint8),
+    }
     for name, array in arrays.items():
         write_idx(raw / f"{name}-ubyte{'.gz' if zipped else ''}", array, zipped)
     return arrays
@@ -48,4 +58,10 @@ def fine_labels(data, source, split):
 def small(classes: int) -> Source:
     """Four training and two test rows of each class."""
     y = torch.arange(classes)
-    return Source.from_parts(torch.zeros(4 * classes, 1), y.repeat(4), torch.zeros(2 * classes, 1), y.repeat(2), name="small")
+    return Source.from_parts(
+        torch.zeros(4 * classes, 1),
+        y.repeat(4),
+        torch.zeros(2 * classes, 1),
+        y.repeat(2),
+        name="small",
+    )

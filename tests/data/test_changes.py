@@ -61,16 +61,34 @@ def test_what_is_done_row_by_row_is_taken(images, transform):
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (lambda x: x[:1] / 255, r"^transform\(x\) has shape \[1, 2, 6, 6\] for 4 rows.*one row for each"),
+        (
+            lambda x: x[:1] / 255,
+            r"^transform\(x\) has shape \[1, 2, 6, 6\] for 4 rows.*one row for each",
+        ),
         (lambda x: (x, x.float().mean()), r"^transform\(x\)\[1\] has shape \[\] for 4 rows"),
-        (lambda x: x.float().repeat_interleave(2, 0), r"^transform\(x\) has shape \[8, 2, 6, 6\] for 4 rows"),
+        (
+            lambda x: x.float().repeat_interleave(2, 0),
+            r"^transform\(x\) has shape \[8, 2, 6, 6\] for 4 rows",
+        ),
         (lambda x: x.flatten(1).float().squeeze(0), r"^transform\(x\) has shape \[72\] for 1 rows"),
-        (lambda x: x - x.float().mean(0), r"^transform gives a row other numbers among others.*fixed numbers.*mean"),
-        (lambda x: (x - x.float().mean(0)) / x.float().std(0, correction=0), r"^transform gives a row other numbers among others"),
+        (
+            lambda x: x - x.float().mean(0),
+            r"^transform gives a row other numbers among others.*fixed numbers.*mean",
+        ),
+        (
+            lambda x: (x - x.float().mean(0)) / x.float().std(0, correction=0),
+            r"^transform gives a row other numbers among others",
+        ),
         (lambda x: x.flip(0), r"^transform gives a row other numbers among others"),
-        (nn.BatchNorm2d(2).double(), r"^transform gives a row other numbers among others.*eval\(\)"),
+        (
+            nn.BatchNorm2d(2).double(),
+            r"^transform gives a row other numbers among others.*eval\(\)",
+        ),
         (lambda x: x + torch.rand(len(x), 1, 1, 1), r"^transform .*draws.*data\.augmented"),
-        (lambda x: x.flip(-1) if torch.rand(()) < 0.001 else x, r"^transform .*draws.*data\.augmented"),
+        (
+            lambda x: x.flip(-1) if torch.rand(()) < 0.001 else x,
+            r"^transform .*draws.*data\.augmented",
+        ),
         (lambda x: x + random.random(), r"^transform .*draws.*data\.augmented"),
         (lambda x: x + np.random.rand(), r"^transform .*draws.*data\.augmented"),  # noqa: NPY002
         (counts, r"^transform gives other numbers each time"),
@@ -90,15 +108,24 @@ OWN, COUNTS = torch.Generator(), itertools.count()
 @pytest.mark.parametrize(
     ("augment", "message"),
     [
-        (lambda x: x[:, :, 1:-1], r"^augment makes examples of shape \(2, 4, 6\) of \(2, 6, 6\).*pad"),
+        (
+            lambda x: x[:, :, 1:-1],
+            r"^augment makes examples of shape \(2, 4, 6\) of \(2, 6, 6\).*pad",
+        ),
         (lambda x: x[1:], r"^augment\(x\) has shape \[3, 2, 6, 6\] for 4 rows"),
         (lambda x: (x, x), r"^augment makes a tuple of 2 of one tensor"),
         (writes, r"^augment writes into its input"),
         (lambda x: x > 0, r"^augment makes torch\.bool of x, torch\.uint8; .*data\.transformed"),
         (lambda x: x + torch.rand(1, generator=OWN), r"a generator of its own"),
-        (lambda x: x.float() / 0, r"^augment\(x\) holds NaN or infinite|^augment makes torch\.float32"),
+        (
+            lambda x: x.float() / 0,
+            r"^augment\(x\) holds NaN or infinite|^augment makes torch\.float32",
+        ),
         (lambda x: x + next(COUNTS), r"^augment gives other inputs when its draws are repeated"),
-        (lambda x: x + random.random(), r"^augment .*by other means than torch.*torch\.rand\(len\(x\)\)"),
+        (
+            lambda x: x + random.random(),
+            r"^augment .*by other means than torch.*torch\.rand\(len\(x\)\)",
+        ),
         (lambda x: x + np.random.rand(), r"^augment .*by other means than torch"),  # noqa: NPY002
     ],
 )
@@ -108,7 +135,9 @@ def test_what_no_augmentation_may_do(images, augment, message):
 
 
 def test_an_augmentation_draws_by_torch_and_may_mix_rows(images):
-    flips = images.augmented(lambda x: torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(-1), x))
+    flips = images.augmented(
+        lambda x: torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(-1), x)
+    )
     assert flips.train.augment is not None
     assert images.augmented(lambda x: x[torch.randperm(len(x))]).train.augment is not None
 

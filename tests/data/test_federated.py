@@ -1,4 +1,6 @@
-"""A federation's data: what has to hold of them, their hash, clients chosen and held out, environments."""
+"""A federation's data: what has to hold of them, their hash, clients chosen and held out,
+environments.
+"""
 
 import functools
 import json
@@ -19,7 +21,11 @@ from tests.data.made import arrays, environments
 def test_absent_splits_name_the_remedy():
     data = from_arrays(*arrays(), test_share=0)
     assert list(data.splits) == ["train"]
-    for name, remedy in (("test", "test_share"), ("validation", "validation=0.1"), ("calibration", "calibration=0.1")):
+    for name, remedy in (
+        ("test", "test_share"),
+        ("validation", "validation=0.1"),
+        ("calibration", "calibration=0.1"),
+    ):
         with pytest.raises(ValueError, match=f"no '{name}' split.*{remedy}"):
             getattr(data, name)
 
@@ -58,7 +64,12 @@ def test_federated_data_refuses_parts_that_do_not_fit(data):
 
 def test_hash_knows_the_data_the_partition_and_nothing_else(data):
     again = from_arrays(*arrays(sizes=(20, 30, 25)), validation=0.2, calibration=0.1, seed=3)
-    assert again.hash == data.hash == data.to(dtype=torch.float64).hash == pickle.loads(pickle.dumps(data)).hash
+    assert (
+        again.hash
+        == data.hash
+        == data.to(dtype=torch.float64).hash
+        == pickle.loads(pickle.dumps(data)).hash
+    )
     others = [
         from_arrays(*arrays(sizes=(20, 30, 25)), validation=0.2, calibration=0.1, seed=4),
         from_arrays(*arrays(sizes=(20, 30, 25), seed=1), validation=0.2, calibration=0.1, seed=3),
@@ -87,26 +98,45 @@ def _pooled(**options) -> bf.data.FederatedData:
 
 
 def _lists(n: int = 20) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    return [_numbers(8 * (n + j)).reshape(-1, 2, 4) for j in range(3)], [np.arange(n + j) % 2 for j in range(3)]
+    return [_numbers(8 * (n + j)).reshape(-1, 2, 4) for j in range(3)], [
+        np.arange(n + j) % 2 for j in range(3)
+    ]
 
 
 MADE = {
     "pooled": lambda: _pooled(validation=0.2, calibration=0.1, seed=3),
-    "pooled, tensors": lambda: bf.data.from_arrays(*map(torch.tensor, _rows(60)[:2]), client_ids=_rows(60)[2], test_share=0),
+    "pooled, tensors": lambda: bf.data.from_arrays(
+        *map(torch.tensor, _rows(60)[:2]), client_ids=_rows(60)[2], test_share=0
+    ),
     "pooled, test given": lambda: _pooled(test=_rows(21)),
     "pooled, environments": lambda: _pooled(environments=np.arange(60) % 2),
-    "pooled, environments and test": lambda: _pooled(environments=np.arange(60) % 2, test=_rows(21), validation=0.2),
+    "pooled, environments and test": lambda: _pooled(
+        environments=np.arange(60) % 2, test=_rows(21), validation=0.2
+    ),
     "lists": lambda: bf.data.from_arrays(*_lists(), names=["u", "v", "w"]),
     "lists, test given": lambda: bf.data.from_arrays(*_lists(), test=_lists(5), validation=0.3),
-    "lists, environments": lambda: bf.data.from_arrays(*_lists(), environments=[np.arange(20 + j) % 2 for j in range(3)]),
-    "half precision": lambda: bf.data.from_arrays([x.astype(np.float16) for x in _lists()[0]], _lists()[1]),
+    "lists, environments": lambda: bf.data.from_arrays(
+        *_lists(), environments=[np.arange(20 + j) % 2 for j in range(3)]
+    ),
+    "half precision": lambda: bf.data.from_arrays(
+        [x.astype(np.float16) for x in _lists()[0]], _lists()[1]
+    ),
     "targets": lambda: bf.data.from_arrays(_lists()[0], [x[:, 0, :2] for x in _lists()[0]]),
-    "frame": lambda: bf.data.from_arrays(pd.DataFrame(_rows(60)[0], columns=list("xyz")), pd.Series(_rows(60)[1]), client_ids=_rows(60)[2]),
+    "frame": lambda: bf.data.from_arrays(
+        pd.DataFrame(_rows(60)[0], columns=list("xyz")),
+        pd.Series(_rows(60)[1]),
+        client_ids=_rows(60)[2],
+    ),
     "frame of whole numbers": lambda: bf.data.from_arrays(
-        pd.DataFrame({"n": np.arange(9), "ill": np.arange(9) > 4}), [0, 1, 1] * 3, client_ids=[0] * 9
+        pd.DataFrame({"n": np.arange(9), "ill": np.arange(9) > 4}),
+        [0, 1, 1] * 3,
+        client_ids=[0] * 9,
     ),
     "data sets": lambda: bf.data.from_datasets(
-        [torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(*_lists(), strict=True)]
+        [
+            torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+            for x, y in zip(*_lists(), strict=True)
+        ]
     ),
     "recipe": lambda: bf.data.shards("digits", clients=5, validation=0.1),
     "chosen": lambda: _pooled().select(["c", "a"]).as_environments(),
@@ -117,7 +147,8 @@ HASHES = {
     "pooled, tensors": "413a94a9855fca62ae84f06ded37da4b9b21ff3bffc6f5565286b5f094efd917",
     "pooled, test given": "84690c87074a8b255ab7c90c238c978f1523ed409b207c685636b23e80bf0ee9",
     "pooled, environments": "cd6ca603654fe293dd900b3657f53b4e83107a34f1be2506809a87ccc3b9f497",
-    "pooled, environments and test": "9c2a155cfc35af0f108642e5c34ee680294a51ed02a10f5705d8c6cd1f142cb3",
+    "pooled, environments and "
+    "test": "9c2a155cfc35af0f108642e5c34ee680294a51ed02a10f5705d8c6cd1f142cb3",
     "lists": "be47157006179d11774252b572bbc7b63873bf7dff16a573e9d2d0ca4f1099b1",
     "lists, test given": "ef53be2587d5482e0c9d7922a19c1af97c191a0f28b7f9187c2dc97b42d005da",
     "lists, environments": "38733e63269ec4a643f82b26275e7e6e6fdec65ef44152082276721b0726a67e",
@@ -168,19 +199,37 @@ def test_select_and_hold_out(data):
 
 
 def test_environments_go_with_their_rows():
-    """Through lists and pooled arrays, splits, selection and devices; they are part of what a hash knows."""
+    """Through lists and pooled arrays, splits, selection and devices; they are part of what a hash
+    knows.
+    """
     xs, ys = arrays(sizes=(20, 30, 25))
-    xs = [np.hstack([x[:, :1], e[:, None]]) for x, e in zip(xs, environments(), strict=True)]  # written beside the row, to be known again
+    xs = [
+        np.hstack([x[:, :1], e[:, None]]) for x, e in zip(xs, environments(), strict=True)
+    ]  # written beside the row, to be known again
     data = from_arrays(xs, ys, environments=environments(), validation=0.2, seed=3)
     ids = np.repeat([5, 7, 9], (20, 30, 25))
     order = np.random.default_rng(0).permutation(75)
     columns = [np.concatenate(part)[order] for part in (xs, ys, environments())]
-    pooled = from_arrays(columns[0], columns[1], environments=columns[2], client_ids=ids[order], seed=3)
-    for made in (data, pooled, data.select([2, 0]), data.to(dtype=torch.float64), data.hold_out(1)[0]):
+    pooled = from_arrays(
+        columns[0], columns[1], environments=columns[2], client_ids=ids[order], seed=3
+    )
+    for made in (
+        data,
+        pooled,
+        data.select([2, 0]),
+        data.to(dtype=torch.float64),
+        data.hold_out(1)[0],
+    ):
         for split in made.splits.values():
             assert split.environment is not None
-            assert torch.equal(split.environment[split.index].double(), split.x[split.index, 1].double())
-    assert (data.train.environments, data.select([1]).train.environments, data.select([0]).train.environments) == (3, 2, 1)
+            assert torch.equal(
+                split.environment[split.index].double(), split.x[split.index, 1].double()
+            )
+    assert (
+        data.train.environments,
+        data.select([1]).train.environments,
+        data.select([0]).train.environments,
+    ) == (3, 2, 1)
     assert "up to 3 environments each" in repr(data)
     assert "one environment each" in repr(data.as_environments())
     plain = from_arrays(xs, ys, validation=0.2, seed=3)
@@ -200,8 +249,16 @@ def test_environments_go_with_their_rows():
             {},
             r"environments of client 1 .*30 .*\[9\]",
         ),
-        ([np.zeros(20), np.zeros(30), np.zeros(25)], {}, r"environments of client 0 .*got torch\.float"),
-        ([np.zeros(20, int), np.zeros(30, int) - 1, np.zeros(25, int)], {}, r"environment .*0.* got -1"),
+        (
+            [np.zeros(20), np.zeros(30), np.zeros(25)],
+            {},
+            r"environments of client 0 .*got torch\.float",
+        ),
+        (
+            [np.zeros(20, int), np.zeros(30, int) - 1, np.zeros(25, int)],
+            {},
+            r"environment .*0.* got -1",
+        ),
         (
             [np.zeros(20, int), np.ones(30, int), np.zeros(25, int)],
             {},
@@ -212,7 +269,11 @@ def test_environments_go_with_their_rows():
             {},
             r"'client 1' .*environment 1, of 3",
         ),
-        ([np.zeros(20, int), np.eye(30)[0].astype(int), np.zeros(25, int)], {"validation": 0.9, "test_share": 0}, "use smaller shares"),
+        (
+            [np.zeros(20, int), np.eye(30)[0].astype(int), np.zeros(25, int)],
+            {"validation": 0.9, "test_share": 0},
+            "use smaller shares",
+        ),
     ],
 )
 def test_environments_that_cannot_be_right(given, options, message):
@@ -231,11 +292,23 @@ def test_splits_have_environments_alike(split):
 
 def test_table_has_a_row_per_client_and_the_hash(data):
     lines = data.table().splitlines()
-    assert lines[0].split() == ["client", "train", "test", "validation", "calibration", "0", "1", "2"]
+    assert lines[0].split() == [
+        "client",
+        "train",
+        "test",
+        "validation",
+        "calibration",
+        "0",
+        "1",
+        "2",
+    ]
     assert len(lines) == 5
     assert [sum(map(int, line.split()[-3:])) for line in lines[1:-1]] == [11, 17, 14]
     assert lines[-1].endswith(data.hash[:12])
-    assert "0" not in from_arrays(*[arrays()[0], [x[:, 0] for x in arrays()[0]]]).table().splitlines()[0]
+    assert (
+        "0"
+        not in from_arrays(*[arrays()[0], [x[:, 0] for x in arrays()[0]]]).table().splitlines()[0]
+    )
 
 
 def test_source_is_kept():
@@ -261,7 +334,12 @@ def test_a_transform_is_done_whenever_inputs_are_read():
         raw, x = data.splits[name].client(1)[0], split.client(1)[0]
         assert raw.dtype == torch.uint8
         assert x.equal(raw.flatten(1).float() / 255)
-    for chosen in (unit.select([1]), unit.as_environments(), unit.to(dtype=torch.float64), *unit.hold_out(1)):
+    for chosen in (
+        unit.select([1]),
+        unit.as_environments(),
+        unit.to(dtype=torch.float64),
+        *unit.hold_out(1),
+    ):
         assert chosen.inputs == (12,)
         assert chosen.test.transform is unit.test.transform
     assert unit.to(dtype=torch.float64).train.client(0)[0].dtype == torch.float64
@@ -273,9 +351,13 @@ def test_an_augmentation_is_for_training():
     assert flipped.train.augment is not None
     assert flipped.test.augment is None
     assert flipped.train.client(0)[0].equal(data.train.client(0)[0])
-    with pytest.raises(ValueError, match=r"^transform comes before augment.*transformed\(transform\)\.augmented"):
+    with pytest.raises(
+        ValueError, match=r"^transform comes before augment.*transformed\(transform\)\.augmented"
+    ):
         images().augmented(lambda x: x.flip(-1)).transformed(lambda x: x)
-    with pytest.raises(ValueError, match=r"^transform is given a second time.*second\(first\(x\)\)"):
+    with pytest.raises(
+        ValueError, match=r"^transform is given a second time.*second\(first\(x\)\)"
+    ):
         data.transformed(lambda x: x)
     with pytest.raises(ValueError, match=r"^augment is given a second time"):
         flipped.augmented(lambda x: x)
@@ -286,7 +368,9 @@ def _scaled(x, by=255.0):
 
 
 def test_the_hash_knows_what_is_done_to_inputs():
-    """By name, source and what it holds; whether it is done in training alone; and the rows' hash does not know it."""
+    """By name, source and what it holds; whether it is done in training alone; and the rows' hash
+    does not know it.
+    """
     data = images()
 
     def over(by):
@@ -300,8 +384,18 @@ def test_the_hash_knows_what_is_done_to_inputs():
 
     halves = functools.partial(_scaled, by=2.0)
     layer = torch.nn.Linear(4, 4).eval()
-    made = [data, *(data.transformed(f) for f in (_scaled, halves, over(2.0), over(3.0), lambda x: layer(x.float())))]
-    made += [data.augmented(turned), data.transformed(_scaled).augmented(turned), data.transformed(lambda x: x / 255)]
+    made = [
+        data,
+        *(
+            data.transformed(f)
+            for f in (_scaled, halves, over(2.0), over(3.0), lambda x: layer(x.float()))
+        ),
+    ]
+    made += [
+        data.augmented(turned),
+        data.transformed(_scaled).augmented(turned),
+        data.transformed(lambda x: x / 255),
+    ]
     made += [data.transformed(lambda x: x / 254)]
     assert len({one.hash for one in made}) == len(made)
     alone = images(test_share=0)
@@ -318,4 +412,9 @@ def test_the_leaf_and_the_client_with_bad_numbers_are_named():
     x = {"age": np.ones((6, 2)), "bmi": np.ones((6, 2)), "n": np.arange(6)}
     x["bmi"][3, 1] = np.nan
     with pytest.raises(ValueError, match=r"^x\['bmi'\] holds NaN .*client 'Bern'.*fill them in"):
-        from_arrays(x, [0, 1] * 3, client_ids=["Aarau", "Aarau", "Bern", "Bern", "Chur", "Chur"], test_share=0)
+        from_arrays(
+            x,
+            [0, 1] * 3,
+            client_ids=["Aarau", "Aarau", "Bern", "Bern", "Chur", "Chur"],
+            test_share=0,
+        )

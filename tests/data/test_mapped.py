@@ -18,7 +18,13 @@ def test_what_lies_in_a_file_is_known(tmp_path, monkeypatch):
         torch.load(tmp_path / "x.pt", mmap=True)["x"],
         torch.from_numpy(np.memmap(path, dtype=np.float64, mode="r+")),
     ]
-    memory = [torch.zeros(3), torch.zeros(10**6), torch.zeros(3).share_memory_(), torch.zeros(0), torch.zeros(3, device="meta")]
+    memory = [
+        torch.zeros(3),
+        torch.zeros(10**6),
+        torch.zeros(3).share_memory_(),
+        torch.zeros(0),
+        torch.zeros(3, device="meta"),
+    ]
     assert not mapped(shared.clone())
     assert not any(map(mapped, memory))
     assert mapped(shared)

@@ -18,11 +18,18 @@ X, Y, IDS = np.arange(24.0)[:, None], np.arange(24) % 3, ["c", "a", "b"] * 8
 
 
 @pytest.mark.parametrize(
-    "given", [{"c": "Zurich", "a": "Basel", "b": "Bern"}, {"Zurich", "Basel", "Bern"}, "abc", 3], ids=["mapping", "set", "text", "number"]
+    "given",
+    [{"c": "Zurich", "a": "Basel", "b": "Bern"}, {"Zurich", "Basel", "Bern"}, "abc", 3],
+    ids=["mapping", "set", "text", "number"],
 )
 def test_names_are_a_list(given: Any):
-    """A mapping would have given its keys, in its own order, to the sorted ids; a set gives some order."""
-    with pytest.raises(TypeError, match=r"^names must be a list.*(Zurich|abc|3).* sorted client_ids, \['a', 'b', 'c'\]"):
+    """A mapping would have given its keys, in its own order, to the sorted ids; a set gives some
+    order.
+    """
+    with pytest.raises(
+        TypeError,
+        match=r"^names must be a list.*(Zurich|abc|3).* sorted client_ids, \['a', 'b', 'c'\]",
+    ):
         from_arrays(X, Y, client_ids=IDS, names=given)
     with pytest.raises(TypeError, match=r"^names must be a list.*in the order of x"):
         from_arrays([X, X, X], [Y, Y, Y], names=given)
@@ -45,14 +52,25 @@ def test_a_column_of_names_in_another_order_is_refused():
     towns = pd.Series({"c": "Zurich", "a": "Basel", "b": "Bern"})
     with pytest.raises(ValueError, match=r"^names .*\['c', 'a', 'b'\].*\['a', 'b', 'c'\]"):
         from_arrays(X, Y, client_ids=IDS, names=towns)  # type: ignore[arg-type]
-    for fits in (towns.sort_index(), pd.Series(["Basel", "Bern", "Zurich"]), pd.Index(["Basel", "Bern", "Zurich"])):
+    for fits in (
+        towns.sort_index(),
+        pd.Series(["Basel", "Bern", "Zurich"]),
+        pd.Index(["Basel", "Bern", "Zurich"]),
+    ):
         given: Any = fits
-        assert from_arrays(X, Y, client_ids=IDS, names=given).client_names == ("Basel", "Bern", "Zurich")
+        assert from_arrays(X, Y, client_ids=IDS, names=given).client_names == (
+            "Basel",
+            "Bern",
+            "Zurich",
+        )
 
 
 def test_ids_in_another_order_are_refused():
     """As they come in the rows: each client would have had another's id as its name."""
-    with pytest.raises(ValueError, match=r"^names \['c', 'a', 'b'\] are the client_ids in another order.*\['a', 'b', 'c'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"^names \['c', 'a', 'b'\] are the client_ids in another order.*\['a', 'b', 'c'\]",
+    ):
         from_arrays(X, Y, client_ids=IDS, names=["c", "a", "b"])
     assert from_arrays(X, Y, client_ids=IDS, names=["a", "b", "c"]).client_names == ("a", "b", "c")
 
@@ -102,14 +120,19 @@ def test_other_lists_of_names_are_lists():
         lambda: bf.plots.collaboration(np.ones((3, 3)), names=wrong),
         lambda: replace(data, client_names=wrong),
     ):
-        with pytest.raises(TypeError, match=r"names must be a list.*'Basel'.*in the order of the clients"):
+        with pytest.raises(
+            TypeError, match=r"names must be a list.*'Basel'.*in the order of the clients"
+        ):
             refused()
 
 
 def test_names_that_are_almost_alike_are_told():
     """Case and surrounding space; they stay clients of their own."""
     ids = [{"c": "Bern", "a": "Bern ", "b": "bern"}[i] for i in IDS]
-    with pytest.warns(UserWarning, match=r"\['Bern', 'Bern ', 'bern'\] differ only by case or surrounding space.*client_ids") as told:
+    with pytest.warns(
+        UserWarning,
+        match=r"\['Bern', 'Bern ', 'bern'\] differ only by case or surrounding space.*client_ids",
+    ) as told:
         data = from_arrays(X, Y, client_ids=ids)
     assert data.clients == 3
     assert told[0].filename == __file__
@@ -125,5 +148,7 @@ def test_the_same_classes():
     same_classes("clients", None, ("a", "b"))
     same_classes("clients", ("a", "b"), None)
     for other in (("b", "a"), ("a", "c"), ("a",)):
-        with pytest.raises(ValueError, match=r"^clients has the classes .*'a', 'b'\].*Categorical.*class_names"):
+        with pytest.raises(
+            ValueError, match=r"^clients has the classes .*'a', 'b'\].*Categorical.*class_names"
+        ):
             same_classes("clients", other, ("a", "b"))

@@ -19,7 +19,9 @@ def test_cut_points_are_every_cut_with_equal_chance(rng):
     assert min(seen.count(cut) for cut in set(seen)) > 300
 
 
-@pytest.mark.parametrize(("size", "pieces", "smallest"), [(500, 20, 1), (500, 20, 10), (60, 6, 10), (7, 1, 7), (5, 5, 1)])
+@pytest.mark.parametrize(
+    ("size", "pieces", "smallest"), [(500, 20, 1), (500, 20, 10), (60, 6, 10), (7, 1, 7), (5, 5, 1)]
+)
 def test_pieces_are_at_least_the_smallest(rng, size, pieces, smallest):
     for _ in range(50):
         ends = np.array([0, *partitions.cut_points(size, pieces, smallest, rng), size])
@@ -42,7 +44,9 @@ def test_equal_classes_are_cut_at_the_very_points(rng):
     """With classes of one size, pieces are those of the shared cut points: nothing is rescaled."""
     labels = np.repeat(np.arange(6), 40)
     rows, held = partitions.drift(labels, [[0, 1, 2], [3, 4, 5]], 12, 1, rng)
-    sizes = np.array([[int((labels[r] == k).sum()) for k in mine] for r, mine in zip(rows, held, strict=True)])
+    sizes = np.array(
+        [[int((labels[r] == k).sum()) for k in mine] for r, mine in zip(rows, held, strict=True)]
+    )
     assert (sizes == sizes[:, :1]).all()  # one size for every superclass of a client
     by_group = sizes[:, 0].reshape(4, 3)
     assert (by_group == by_group[:, :1]).all()  # and for every client of a group
@@ -52,22 +56,33 @@ def test_equal_classes_are_cut_at_the_very_points(rng):
 def test_unequal_classes_are_cut_in_the_same_proportions(rng):
     labels = np.repeat(np.arange(4), [50, 100, 73, 51])
     rows, held = partitions.drift(labels, [[0, 1], [2, 3]], 10, 2, rng)
-    share = np.array([[(labels[r] == k).sum() / (labels == k).sum() for k in mine] for r, mine in zip(rows, held, strict=True)])
+    share = np.array(
+        [
+            [(labels[r] == k).sum() / (labels == k).sum() for k in mine]
+            for r, mine in zip(rows, held, strict=True)
+        ]
+    )
     group = share.reshape(5, 4)
     assert (group.max(1) - group.min(1)).max() <= 1 / 50 + 1e-9
-    assert min((labels[r] == k).sum() for r, mine in zip(rows, held, strict=True) for k in mine) >= 2
+    assert (
+        min((labels[r] == k).sum() for r, mine in zip(rows, held, strict=True) for k in mine) >= 2
+    )
     assert sorted(np.concatenate(rows)) == list(range(len(labels)))
 
 
 def test_shards_are_runs_of_sorted_labels(rng):
-    """Of one size, every row in one of them; a client has no more classes than its shards can touch."""
+    """Of one size, every row in one of them; a client has no more classes than its shards can
+    touch.
+    """
     labels = rng.permutation(np.repeat(np.arange(4), (30, 50, 7, 13)))
     for clients, each in ((10, 2), (5, 1), (7, 3), (100, 1), (1, 4)):
         dealt = partitions.shards(labels, clients, each, np.random.default_rng(1))
         assert np.array_equal(np.sort(np.concatenate(dealt)), np.arange(100))
         assert max(map(len, dealt)) - min(map(len, dealt)) <= each
         # Cut points of the sorted labels: every client's labels are those of some of the runs.
-        runs = [np.bincount(run, minlength=4) for run in np.array_split(np.sort(labels), clients * each)]
+        runs = [
+            np.bincount(run, minlength=4) for run in np.array_split(np.sort(labels), clients * each)
+        ]
         held = [np.bincount(labels[rows], minlength=4) for rows in dealt]
         assert np.array_equal(sum(held), sum(runs))
         if each == 1:
@@ -83,13 +98,17 @@ def test_shards_go_to_clients_at_random(rng):
     labels = np.repeat(np.arange(20), 5)
     dealt = [partitions.shards(labels, 10, 2, np.random.default_rng(seed)) for seed in range(2)]
     assert not np.array_equal(dealt[0][0], dealt[1][0])
-    assert any(len({*labels[rows]}) == 2 and np.diff(np.unique(labels[rows])) > 1 for rows in dealt[0])
+    assert any(
+        len({*labels[rows]}) == 2 and np.diff(np.unique(labels[rows])) > 1 for rows in dealt[0]
+    )
     whole = partitions.shards(np.zeros(100, int), 2, 1, rng)
     assert not np.array_equal(whole[0], np.arange(50))
 
 
 def test_pachinko_exhausts_the_leaves(rng):
-    """As many rows as asked for; nothing twice; all taken where clients want all there is, whatever their weights."""
+    """As many rows as asked for; nothing twice; all taken where clients want all there is, whatever
+    their weights.
+    """
     sizes, groups = np.array([3, 40, 20, 0, 17, 9]), [[0, 4, 3], [5, 2, 1]]
     for alpha, beta in ((0.01, 0.01), (0.4, 10.0), (100.0, 100.0), (1e-9, 1e-9)):
         counts = partitions.pachinko_counts(sizes, groups, 8, 11, alpha, beta, rng)
@@ -102,9 +121,13 @@ def test_pachinko_exhausts_the_leaves(rng):
 
 @pytest.mark.slow
 def test_pachinko_draws_down_the_tree():
-    """Without running out, a client's shares of superclasses have the moments of their Dirichlet, and so have those of classes in one."""
+    """Without running out, a client's shares of superclasses have the moments of their Dirichlet,
+    and so have those of classes in one.
+    """
     alpha, beta, groups = 0.7, 3.0, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    counts = partitions.pachinko_counts(np.full(12, 10**9), groups, 800, 150, alpha, beta, np.random.default_rng(0))
+    counts = partitions.pachinko_counts(
+        np.full(12, 10**9), groups, 800, 150, alpha, beta, np.random.default_rng(0)
+    )
     coarse = counts.reshape(4, 3, -1).sum(1) / 150
     assert abs(coarse.mean(1) - 1 / 4).max() < 0.03
     # A share drawn 150 times: the Dirichlet's variance, and the multinomial's given it.
@@ -116,7 +139,9 @@ def test_pachinko_draws_down_the_tree():
     expected = var + (1 / 3 - 1 / 9 - var) * (1 / many.sum(0)).mean()
     assert abs(fine.mean() - 1 / 3) < 0.02
     both = counts[:, (counts[:3].sum(0) > 20) & (counts[3:6].sum(0) > 20)]
-    assert abs(np.corrcoef(both[0] / both[:3].sum(0), both[3] / both[3:6].sum(0))[0, 1]) < 0.2  # each superclass has weights of its own
+    assert (
+        abs(np.corrcoef(both[0] / both[:3].sum(0), both[3] / both[3:6].sum(0))[0, 1]) < 0.2
+    )  # each superclass has weights of its own
     assert abs(fine.var() / expected - 1) < 0.15
 
 

@@ -21,7 +21,11 @@ def test_what_is_printed_is_short(split):
     """Clients, examples and shapes; no tensor."""
     assert repr(split) == "ClientData(4 clients of 0 to 3 examples; x [2], int64 y [])"
     marked = replace(split, y=torch.randn(10, 2), environment=torch.tensor([0, 1] * 5))
-    assert repr(marked) == "ClientData(4 clients of 0 to 3 examples; x [2], float32 y [2]; up to 2 environments each)"
+    assert (
+        repr(marked)
+        == "ClientData(4 clients of 0 to 3 examples; x [2], float32 y [2]; up to 2 environments "
+        "each)"
+    )
     assert repr(split.select([])) == "ClientData(0 clients of no examples; x [2], int64 y [])"
 
 
@@ -43,19 +47,34 @@ def test_padded_labels_mask_what_is_not_there(split):
 
 def test_dtype_applies_to_what_floats(split):
     moved = split.to(dtype=torch.float64)
-    assert (moved.client(0)[0].dtype, moved.y.dtype, moved.index.dtype) == (torch.float64, torch.int64, torch.int64)
+    assert (moved.client(0)[0].dtype, moved.y.dtype, moved.index.dtype) == (
+        torch.float64,
+        torch.int64,
+        torch.int64,
+    )
     assert moved.x is split.x  # converted where it is read
     assert replace(split, y=split.y.float()).to(dtype=torch.float64).y.dtype == torch.float64
     assert split.to("cpu", torch.float32) is split
 
 
 def test_inputs_are_read_as_trees_in_their_own_types(split):
-    """Floats in the precision asked for, whole numbers and bools as they are, but for types that torch hardly computes with."""
+    """Floats in the precision asked for, whole numbers and bools as they are, but for types that
+    torch hardly computes with.
+    """
     tokens, mask = torch.arange(20).reshape(10, 2), torch.arange(10) > 4
-    some = replace(split, x={"tokens": tokens, "rest": (mask, split.x.double(), tokens.to(torch.uint16))}, dtype=torch.float32)
+    some = replace(
+        split,
+        x={"tokens": tokens, "rest": (mask, split.x.double(), tokens.to(torch.uint16))},
+        dtype=torch.float32,
+    )
     x, _ = some.client(3)
     assert x["tokens"].tolist() == [[2, 3], [10, 11]]
-    assert [t.dtype for t in (x["tokens"], *x["rest"])] == [torch.int64, torch.bool, torch.float32, torch.int64]
+    assert [t.dtype for t in (x["tokens"], *x["rest"])] == [
+        torch.int64,
+        torch.bool,
+        torch.float32,
+        torch.int64,
+    ]
     assert some.inputs == {"tokens": (2,), "rest": ((), (2,), (2,))}
     assert some.to(dtype=torch.float64).client(3)[0]["rest"][1].dtype == torch.float64
     assert some.alone(3).client(3)[0]["rest"][2].equal(x["rest"][2])
@@ -64,11 +83,17 @@ def test_inputs_are_read_as_trees_in_their_own_types(split):
 
 def test_a_transform_is_given_rows(split):
     """Never none, of which `view(len(x), -1)` for instance makes nothing."""
-    flat = replace(split, x=torch.arange(40.0).reshape(10, 2, 2), transform=lambda x: x.view(len(x), -1) * 2)
+    flat = replace(
+        split, x=torch.arange(40.0).reshape(10, 2, 2), transform=lambda x: x.view(len(x), -1) * 2
+    )
     assert flat.inputs == (4,)
     assert flat.client(0)[0].equal(flat.x[[9, 8, 7]].reshape(3, 4) * 2)
     assert flat.client(1)[0].shape == (0, 4)
-    with pytest.raises(ValueError, match=r"transform\(x\) holds NaN or infinite numbers for rows that hold none: guard divisions"):
+    with pytest.raises(
+        ValueError,
+        match=r"transform\(x\) holds NaN or infinite numbers for rows that hold none: guard "
+        r"divisions",
+    ):
         replace(flat, transform=lambda x: 1 / (x.flatten(1) - 4)).take(torch.tensor([1]))  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(ValueError, match=r"transform\(x\) has shape \[2\] for 3 rows"):
         replace(split, transform=lambda x: x.sum(0)).client(0)

@@ -26,19 +26,44 @@ def test_digests_know_the_numbers_whatever_their_precision_or_place():
 
 
 def test_digests_of_whole_numbers_are_of_their_bytes_and_their_type():
-    """So uint8 is read as it lies there; int64 keeps the digest it always had, of shape and numbers."""
+    """So uint8 is read as it lies there; int64 keeps the digest it always had, of shape and
+    numbers.
+    """
     x = torch.arange(200).reshape(100, 2)
-    assert digest_of(x) == hashlib.sha256(b"(100, 2)" + x.numpy().astype("<i8").tobytes()).hexdigest()
+    assert (
+        digest_of(x) == hashlib.sha256(b"(100, 2)" + x.numpy().astype("<i8").tobytes()).hexdigest()
+    )
     byte = x.to(torch.uint8)
-    assert digest_of(byte) == hashlib.sha256(b"(100, 2)torch.uint8" + byte.numpy().tobytes()).hexdigest()
-    assert len({digest_of(x.to(kind)) for kind in (torch.uint8, torch.int8, torch.int32, torch.uint16, torch.int64, torch.float32)}) == 6
+    assert (
+        digest_of(byte)
+        == hashlib.sha256(b"(100, 2)torch.uint8" + byte.numpy().tobytes()).hexdigest()
+    )
+    assert (
+        len(
+            {
+                digest_of(x.to(kind))
+                for kind in (
+                    torch.uint8,
+                    torch.int8,
+                    torch.int32,
+                    torch.uint16,
+                    torch.int64,
+                    torch.float32,
+                )
+            }
+        )
+        == 6
+    )
     assert digest_of(x > 7) != digest_of((x > 7).to(torch.uint8))
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096])
 def test_pieces_do_not_change_what_is_found(monkeypatch, size):
     """Pieces are of bytes: of one row at least, of none for tensors without rows or numbers."""
-    wide, double = torch.arange(60, dtype=torch.int16).reshape(20, 3), torch.arange(20.0, dtype=torch.float64)
+    wide, double = (
+        torch.arange(60, dtype=torch.int16).reshape(20, 3),
+        torch.arange(20.0, dtype=torch.float64),
+    )
     whole = [digest_of(t.clone()) for t in (wide, double, wide[:0], wide[:, :0])]
     monkeypatch.setattr(tensors, "_PIECE", size)
     assert [digest_of(t.clone()) for t in (wide, double, wide[:0], wide[:, :0])] == whole
@@ -59,7 +84,9 @@ def test_digests_of_trees_know_names_and_not_their_order():
 def test_rows_that_are_not_finite_are_marked():
     x = torch.zeros(2500, 3)
     assert not_finite(x) is None
-    x[[7, 2400], [0, 2]] = torch.tensor([float("nan"), float("inf")])  # changed in place, which is noticed
+    x[[7, 2400], [0, 2]] = torch.tensor(
+        [float("nan"), float("inf")]
+    )  # changed in place, which is noticed
     bad = not_finite(x)
     assert bad is not None
     assert bad.nonzero().flatten().tolist() == [7, 2400]

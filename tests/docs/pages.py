@@ -13,7 +13,11 @@ from flwr.app import Context, RecordDict
 
 from tests.flower.grid import LocalGrid
 
-PART = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n```text\n(?P<printed>.*?)^```$)?|^<!-- the network runs here -->$", re.M | re.S)
+PART = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?:\n\n```text\n(?P<printed>.*?)^```$)?|^<!-- the network "
+    r"runs here -->$",
+    re.M | re.S,
+)
 FILE = re.compile(r"# file: (\S+\.py)\n")
 
 
@@ -23,11 +27,16 @@ def has_blocks(page: Path) -> bool:
 
 
 def run(page: Path, folder: Path) -> Iterator[tuple[str, str | None]]:
-    """Run a page's blocks in the present folder, and yield what each prints, with what the page says it prints.
+    """Run a page's blocks in the present folder, and yield what each prints, with what the page
+    says it prints.
 
-    A block that begins with `# file: NAME` is written to that file instead; where the page's network runs, so does one in this process.
+    A block that begins with `# file: NAME` is written to that file instead; where the page's
+    network runs, so does one in this process.
     """
-    text, names = page.read_text(encoding="utf-8"), {"__name__": f"docs_{page.stem.replace('-', '_')}"}
+    text, names = (
+        page.read_text(encoding="utf-8"),
+        {"__name__": f"docs_{page.stem.replace('-', '_')}"},
+    )
     for part in PART.finditer(text):
         if part["code"] is None:
             network(folder)
@@ -37,7 +46,9 @@ def run(page: Path, folder: Path) -> Iterator[tuple[str, str | None]]:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(part["code"])
             continue
-        block = "\n" * text.count("\n", 0, part.start("code")) + part["code"]  # at the lines where they stand: tracebacks name them
+        block = (
+            "\n" * text.count("\n", 0, part.start("code")) + part["code"]
+        )  # at the lines where they stand: tracebacks name them
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             exec(compile(block, str(page), "exec"), names)
         yield shown.getvalue(), part["printed"]
@@ -59,18 +70,34 @@ class _Nodes(LocalGrid):
 
     def context(self, node: int) -> Context:
         name = ("basel", "chur")[node - 100]
-        config: dict[str, Any] = {"client-id": node - 100, "hospital": name.title(), "state-dir": str(self.folder / name / "state")}
+        config: dict[str, Any] = {
+            "client-id": node - 100,
+            "hospital": name.title(),
+            "state-dir": str(self.folder / name / "state"),
+        }
         config["data-file"] = str(self.folder / name / f"{name}.csv")
-        return Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
+        return Context(
+            run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={}
+        )
 
 
 def made(seed: int) -> pd.DataFrame:
-    """A hospital's patients: whether they are ill depends on age and pressure, in the second one on cholesterol as well."""
+    """A hospital's patients: whether they are ill depends on age and pressure, in the second one on
+    cholesterol as well.
+    """
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    age, pressure, cholesterol = (rng.normal(centre, spread, 300).round() for centre, spread in ((62, 9), (130, 15), (240, 45)))
+    age, pressure, cholesterol = (
+        rng.normal(centre, spread, 300).round()
+        for centre, spread in ((62, 9), (130, 15), (240, 45))
+    )
     score = (age - 62) / 6 + (pressure - 130) / 20 + seed * (cholesterol - 240) / 30
     return pd.DataFrame(
-        {"age": age, "pressure": pressure, "cholesterol": cholesterol, "ill": (rng.random(300) < 1 / (1 + np.exp(-score))).astype(int)}
+        {
+            "age": age,
+            "pressure": pressure,
+            "cholesterol": cholesterol,
+            "ill": (rng.random(300) < 1 / (1 + np.exp(-score))).astype(int),
+        }
     )

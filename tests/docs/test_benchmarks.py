@@ -35,12 +35,20 @@ def test_figures_of_a_gpu_need_one(given, words, monkeypatch, capsys):
     assert re.search(words, capsys.readouterr().err.splitlines()[-1])
 
 
-ENVIRONMENT = {"commit": "0123456789", "date": "2026-11-01", "cpu": "a processor", "cores": 2, "torch": "2.11"}
+ENVIRONMENT = {
+    "commit": "0123456789",
+    "date": "2026-11-01",
+    "cpu": "a processor",
+    "cores": 2,
+    "torch": "2.11",
+}
 SELECTION = Path(__file__).parents[2] / "benchmarks" / "selection.py"
 
 
 def test_the_corner_that_is_lit_was_constant_in_training():
-    """Nine pixels differ from the test images', none of which any training image changes, and they are as light as can be."""
+    """Nine pixels differ from the test images', none of which any training image changes, and they
+    are as light as can be.
+    """
     study = runpy.run_path(str(SELECTION))
     data = study["images"]("digits", "[-1, 1]", 0, study["QUICK"], None)
     lit, plain, train = (x.flatten(1) for x in (data.lit, data.test[: len(data.lit)], data.x))
@@ -58,7 +66,15 @@ def test_the_study_of_rules_runs(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SELECTION), "--quick", "--parts", "pooled", "control"])
     runpy.run_path(str(SELECTION), run_name="__main__")
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("MAP, one temperature", "whole body", "5 %: wasserstein", "changed constant pixels"))
+    assert all(
+        name in shown
+        for name in (
+            "MAP, one temperature",
+            "whole body",
+            "5 %: wasserstein",
+            "changed constant pixels",
+        )
+    )
     assert before == {path: path.read_bytes() for path in before}
 
 
@@ -79,16 +95,22 @@ def test_the_study_of_fedem_runs(monkeypatch, capsys):
 
 
 def test_weights_are_compared_in_the_best_order():
-    """The same order of components for all clients; the sum over components, the mean over clients."""
+    """The same order of components for all clients; the sum over components, the mean over
+    clients.
+    """
     distance = runpy.run_path(str(FEDEM))["l1"]
     true = np.array([[0.7, 0.2, 0.1], [0.1, 0.5, 0.4]])
     assert distance(true[:, [2, 0, 1]], true) == 0
-    assert distance(np.full((2, 3), 1 / 3), true) == pytest.approx(np.mean([2 * (0.7 - 1 / 3), 2 * (1 / 3 - 0.1)]))
+    assert distance(np.full((2, 3), 1 / 3), true) == pytest.approx(
+        np.mean([2 * (0.7 - 1 / 3), 2 * (1 / 3 - 0.1)])
+    )
     assert distance(true[:, [2, 0, 1]] + [[0.1, -0.1, 0], [0, 0, 0]], true) == pytest.approx(0.1)
 
 
 def test_pfedme_by_proximal_sgd_by_hand():
-    """Every client goes on from its own model, with weight decay, pulled towards the mean of the last round's by size; no momentum."""
+    """Every client goes on from its own model, with weight decay, pulled towards the mean of the
+    last round's by size; no momentum.
+    """
     study = runpy.run_path(str(FEDEM))
     clients = bf.data.linear_mixture(clients=3, inputs=4, test=5)
     model = torch.nn.Linear(4, 1)
@@ -116,15 +138,23 @@ def test_pfedme_by_proximal_sgd_by_hand():
 
 
 def test_fedavg_plus_is_one_more_epoch_at_the_rate_of_the_run():
-    """As the authors' code takes before every evaluation: with the schedule, which has fallen a hundredfold at the end."""
-    (finetune,) = runpy.run_path(str(FEDEM))["METHODS"]["FedAvg+"](torch.nn.Linear(4, 1), 0.3).finetune
+    """As the authors' code takes before every evaluation: with the schedule, which has fallen a
+    hundredfold at the end.
+    """
+    (finetune,) = runpy.run_path(str(FEDEM))["METHODS"]["FedAvg+"](
+        torch.nn.Linear(4, 1), 0.3
+    ).finetune
     assert (finetune.epochs, finetune.steps, finetune.batch_size) == (1, None, 128)
-    assert [finetune.optimiser.rate(round, 200) for round in (99, 100, 199)] == pytest.approx([0.3, 0.03, 0.003])
+    assert [finetune.optimiser.rate(round, 200) for round in (99, 100, 199)] == pytest.approx(
+        [0.3, 0.03, 0.003]
+    )
     assert (finetune.optimiser.momentum, finetune.optimiser.weight_decay) == (0.9, 5e-4)
 
 
 def test_claims_about_the_coloured_sets(tmp_path):
-    """By means over seeds: what holds, what does not, what is open where a method has not run; the page shows what there is."""
+    """By means over seeds: what holds, what does not, what is open where a method has not run; the
+    page shows what there is.
+    """
     root = SELECTION.parents[1]
     tables = runpy.run_path(str(root / "docs" / "tables.py"))
     worst = {
@@ -140,15 +170,34 @@ def test_claims_about_the_coloured_sets(tmp_path):
     cells = {}
     for method, low in worst.items():
         for seed, shift in ((0, -0.01), (1, 0.01)):
-            cases = {f"p{p}": low + shift + (0.7 - low) * i / 4 for i, p in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))}
-            row = {**cases, "worst": low + shift, "average": sum(cases.values()) / 5, "held_back": 0.7}
-            cells[f"rc-mnist, upright/{method}/{seed}"] = {"row": row, "chosen": {"rate": 1e-3}, "environment": ENVIRONMENT}
-    cells["coloured mnist, central/IRM/0"] = {"row": {"training": 0.7, "test": 0.65}, "environment": ENVIRONMENT}
+            cases = {
+                f"p{p}": low + shift + (0.7 - low) * i / 4
+                for i, p in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))
+            }
+            row = {
+                **cases,
+                "worst": low + shift,
+                "average": sum(cases.values()) / 5,
+                "held_back": 0.7,
+            }
+            cells[f"rc-mnist, upright/{method}/{seed}"] = {
+                "row": row,
+                "chosen": {"rate": 1e-3},
+                "environment": ENVIRONMENT,
+            }
+    cells["coloured mnist, central/IRM/0"] = {
+        "row": {"training": 0.7, "test": 0.65},
+        "environment": ENVIRONMENT,
+    }
 
     def shown(cells):
         folder = tmp_path / "papers"
         folder.mkdir(exist_ok=True)
-        saved = {"command": "python x.py", "cells": cells, "published": {"IRM": {"training": 70.8, "test": 66.9}}}
+        saved = {
+            "command": "python x.py",
+            "cells": cells,
+            "published": {"IRM": {"training": 70.8, "test": 66.9}},
+        }
         (folder / "perinvfl.json").write_text(json.dumps(saved))
         tables["perinvfl"].__globals__["RESULTS"] = tmp_path
         return tables["perinvfl"]()
@@ -158,7 +207,10 @@ def test_claims_about_the_coloured_sets(tmp_path):
     assert "| IRM-L2 and IRM-FT are worse than IRM, on average | does not hold |" in open_ones
     assert "| not a claim of the paper: IRM is above FedAvg at p = 0.1 | holds |" in open_ones
     assert "0.669" in open_ones
-    assert "Made by `python x.py`, a processor, 2 cores, torch 2.11. 17 cells, all from clean working trees." in open_ones
+    assert (
+        "Made by `python x.py`, a processor, 2 cores, torch 2.11. 17 cells, all from clean working "
+        "trees." in open_ones
+    )
     assert "0123456, 2026-11-01 (17 cells: all methods)." in open_ones
     # Spreads: IRM 0.1, FedAvg's row at least 0.55, PerInvFL-IRM 0.15.
     for low, step, best, spread in (
@@ -169,7 +221,10 @@ def test_claims_about_the_coloured_sets(tmp_path):
         for seed in (0, 1):
             row = {f"p{p}": low + step * i for i, p in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))}
             row |= {"worst": low, "average": low + 2 * step, "held_back": 0.7}
-            cells[f"rc-mnist, upright/PerInvFL-DRO/{seed}"] = {"row": row, "environment": ENVIRONMENT}
+            cells[f"rc-mnist, upright/PerInvFL-DRO/{seed}"] = {
+                "row": row,
+                "environment": ENVIRONMENT,
+            }
         found = shown(cells)
         assert f"| the best worst case is PerInvFL's | {best} |" in found
         assert f"FedAvg-FT and pFedMe | {spread} |" in found
@@ -179,7 +234,9 @@ def test_claims_about_the_coloured_sets(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:predictive_precision is at the (lower|upper) edge")  # of networks that have hardly been trained
+@pytest.mark.filterwarnings(
+    "ignore:predictive_precision is at the (lower|upper) edge"
+)  # of networks that have hardly been trained
 def test_the_networks_run(monkeypatch, capsys):
     """A part at smoke size, which writes nothing; cells stand by part and seed."""
     path = SELECTION.parent / "networks.py"
@@ -188,7 +245,15 @@ def test_the_networks_run(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(path), "--quick", "--parts", "two_inputs"])
     study = runpy.run_path(str(path), run_name="__main__")
     shown = capsys.readouterr().out
-    assert all(f"two_inputs/{name}/0: accuracy 0." in shown for name in ("FedAvg", "FedBN", "pFedVEM, scales held"))
+    assert all(
+        f"two_inputs/{name}/0: accuracy 0." in shown
+        for name in ("FedAvg", "FedBN", "pFedVEM, scales held")
+    )
     assert (results.read_bytes() if results.exists() else None) == before
     keys = ["two_inputs/FedAvg/0", "resnet/pFedVEM/10", "resnet/FedBN/2", "resnet/FedAvg/2"]
-    assert [key for key, _ in sorted(((key, None) for key in keys), key=study["place"])] == [keys[2], keys[3], keys[1], keys[0]]
+    assert [key for key, _ in sorted(((key, None) for key in keys), key=study["place"])] == [
+        keys[2],
+        keys[3],
+        keys[1],
+        keys[0],
+    ]

@@ -1,4 +1,6 @@
-"""The examples as commands: what is finished is on disk, experiments are not mixed, mistakes are one line."""
+"""The examples as commands: what is finished is on disk, experiments are not mixed, mistakes are
+one line.
+"""
 
 import csv
 import importlib.util
@@ -14,7 +16,20 @@ import torch
 import bayesfl as bf
 from bayesfl.optim import SGD
 
-SMALL = ["--clients", "4", "--rounds", "1", "--participation", "0.5", "--algorithms", "fedavg", "fedper", "--seeds", "0", "1"]
+SMALL = [
+    "--clients",
+    "4",
+    "--rounds",
+    "1",
+    "--participation",
+    "0.5",
+    "--algorithms",
+    "fedavg",
+    "fedper",
+    "--seeds",
+    "0",
+    "1",
+]
 
 
 def load(name: str) -> Any:
@@ -34,12 +49,18 @@ def example():
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
 def test_what_is_finished_is_on_disk(example, tmp_path, monkeypatch):
-    """Stopped in the fourth run, the table and the history of three are there; the same command again writes all of it."""
+    """Stopped in the fourth run, the table and the history of three are there; the same command
+    again writes all of it.
+    """
     out, simulate, calls = tmp_path / "run", bf.simulate, []
 
     def stopped(*args, **options):
@@ -55,13 +76,22 @@ def test_what_is_finished_is_on_disk(example, tmp_path, monkeypatch):
     assert table["runs"] == {"finished": 3, "planned": 4}
     assert [len(row["accuracy"]) for row in table["rows"].values()] == [2, 1]
     with (out / "history.csv").open(newline="") as file:
-        assert [(row["algorithm"], row["seed"]) for row in csv.DictReader(file)] == [("fedavg", "0"), ("fedper", "0"), ("fedavg", "1")]
+        assert [(row["algorithm"], row["seed"]) for row in csv.DictReader(file)] == [
+            ("fedavg", "0"),
+            ("fedper", "0"),
+            ("fedavg", "1"),
+        ]
     assert "FedPer" in (out / "table.md").read_text()
     assert example.main([*SMALL, "--out", str(out)]) == 0
     again = json.loads((out / "table.json").read_text())
     assert again["runs"] == {"finished": 4, "planned": 4}
     assert again["rows"]["FedAvg"] == table["rows"]["FedAvg"]
-    assert {path.name for path in out.iterdir()} >= {"fedavg", "fedper", "reliability.png", "learning_curves.png"}
+    assert {path.name for path in out.iterdir()} >= {
+        "fedavg",
+        "fedper",
+        "reliability.png",
+        "learning_curves.png",
+    }
 
 
 def test_a_folder_holds_one_experiment(example, tmp_path, capsys):
@@ -71,7 +101,9 @@ def test_a_folder_holds_one_experiment(example, tmp_path, capsys):
     before = files(out)
     capsys.readouterr()
     assert example.main([*SMALL, "--seeds", "0", "--rounds", "2", "--out", str(out)]) == 2
-    assert re.fullmatch(rf"error: --out {re.escape(str(out))} .*--rounds 1\b.*\b2\b.*\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        rf"error: --out {re.escape(str(out))} .*--rounds 1\b.*\b2\b.*\n", capsys.readouterr().err
+    )
     assert files(out) == before
     other = tmp_path / "other"
     other.mkdir()
@@ -85,14 +117,67 @@ def test_a_folder_holds_one_experiment(example, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "arguments", "option"),
     [
-        ("fedsi", ["--methods", "fedbabu", "--seeds", "0", "--rounds", "1", "--train", "6", "--test", "4"], "methods"),
-        ("fedem", ["--methods", "FedAvg", "--clients", "3", "--rounds", "1", "--test", "20", "--rates", "0.1"], "rates"),
-        ("fedpac", ["--methods", "FedPAC", "--clients", "4", "--rounds", "1", "--train", "20", "--rates", "0.1", "--seeds", "0"], "rates"),
-        ("perinvfl", ["--methods", "FedAvg-FT", "--rounds", "1", "--anneal", "1", "--rates", "0.1"], "rates"),
+        (
+            "fedsi",
+            [
+                "--methods",
+                "fedbabu",
+                "--seeds",
+                "0",
+                "--rounds",
+                "1",
+                "--train",
+                "6",
+                "--test",
+                "4",
+            ],
+            "methods",
+        ),
+        (
+            "fedem",
+            [
+                "--methods",
+                "FedAvg",
+                "--clients",
+                "3",
+                "--rounds",
+                "1",
+                "--test",
+                "20",
+                "--rates",
+                "0.1",
+            ],
+            "rates",
+        ),
+        (
+            "fedpac",
+            [
+                "--methods",
+                "FedPAC",
+                "--clients",
+                "4",
+                "--rounds",
+                "1",
+                "--train",
+                "20",
+                "--rates",
+                "0.1",
+                "--seeds",
+                "0",
+            ],
+            "rates",
+        ),
+        (
+            "perinvfl",
+            ["--methods", "FedAvg-FT", "--rounds", "1", "--anneal", "1", "--rates", "0.1"],
+            "rates",
+        ),
     ],
 )
 def test_no_example_overwrites_another_experiment(name, arguments, option, tmp_path, capsys):
-    """The same again is fine; one argument else is refused in a line that names it, and the files stay."""
+    """The same again is fine; one argument else is refused in a line that names it, and the files
+    stay.
+    """
     example, out = load(name), tmp_path / "run"
     assert example.main([*arguments, "--out", str(out)]) == 0
     assert example.main([*arguments, "--out", str(out)]) == 0
@@ -144,7 +229,9 @@ def test_mistakes_of_the_laplace_example_are_one_line(tmp_path, capsys, argument
 
 
 def test_divergence_is_one_line_and_keeps_what_there_was(example, tmp_path, capsys, monkeypatch):
-    """Exit code 1; the runs before it are in the table, the last finite round of its own in a folder."""
+    """Exit code 1; the runs before it are in the table, the last finite round of its own in a
+    folder.
+    """
     make = dict(example.ALGORITHMS)
     make["fedper"] = lambda model, preset, rounds: bf.algorithms.fedper(
         model, optimiser=SGD(1e30, momentum=0.9), batch_size=preset.batch_size
@@ -160,9 +247,23 @@ def test_divergence_is_one_line_and_keeps_what_there_was(example, tmp_path, caps
 
 
 def test_invariance_is_looked_at(tmp_path, capsys):
-    """The slopes are those of each client's own model on its training data, sureness that of the global model at each angle."""
+    """The slopes are those of each client's own model on its training data, sureness that of the
+    global model at each angle.
+    """
     example = load("perinvfl")
-    arguments = ["--rounds", "2", "--anneal", "1", "--workers", "1", "--methods", "IRM", "PerInvFL-DRO", "--out", str(tmp_path)]
+    arguments = [
+        "--rounds",
+        "2",
+        "--anneal",
+        "1",
+        "--workers",
+        "1",
+        "--methods",
+        "IRM",
+        "PerInvFL-DRO",
+        "--out",
+        str(tmp_path),
+    ]
     assert example.main(arguments) == 0
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     written = json.loads((tmp_path / "table.json").read_text())["references"]
@@ -170,19 +271,33 @@ def test_invariance_is_looked_at(tmp_path, capsys):
     assert "p = 0.1" in out
     assert "*" not in out
     clients = example.federation("digits", 0, upright=False)
-    assert [line.split("  ")[0] for line in out.splitlines() if line.startswith("(")] == list(written)
-    for p in example.CASES:  # colour agrees with the label in so many of 359 images, which are the same in each case
+    assert [line.split("  ")[0] for line in out.splitlines() if line.startswith("(")] == list(
+        written
+    )
+    for p in (
+        example.CASES
+    ):  # colour agrees with the label in so many of 359 images, which are the same in each case
         assert abs(written["(colour alone)"][f"p{p}"] - p) < 3 * (0.25 / 359) ** 0.5
         assert (written["(coin)"][f"p{p}"], written["(shape, at most)"][f"p{p}"]) == (0.5, 0.75)
     images, labels = clients.test.client(2)
     seen = torch.tensor([float(image[1].sum()) > float(image[0].sum()) for image in images])
     assert abs(float((seen == labels.bool()).double().mean()) - 0.1) < 0.15
     near = {key: value + 0.009 for key, value in written["(colour alone)"].items()}
-    sentence = example.colour_alone({"A": near, "B": near | {"p0.3": near["p0.3"] + 0.01}, "C": near}, written["(colour alone)"])
+    sentence = example.colour_alone(
+        {"A": near, "B": near | {"p0.3": near["p0.3"] + 0.01}, "C": near}, written["(colour alone)"]
+    )
     assert sentence == "Within a point of colour alone in every column, so not told from it: A, C."
     assert example.colour_alone({"B": near | {"p0.3": 0.9}}, written["(colour alone)"]) == ""
     algorithm = example.METHODS["PerInvFL-DRO"](example.network(clients, 0), 1e-3, 1.0, 1)
-    result = bf.simulate(algorithm, clients, rounds=2, train="all", evaluate_every=None, engine=bf.Engine(workers=1), progress=False)
+    result = bf.simulate(
+        algorithm,
+        clients,
+        rounds=2,
+        train="all",
+        evaluate_every=None,
+        engine=bf.Engine(workers=1),
+        progress=False,
+    )
     images = []
     for j in range(4):
         x, y = clients.train.client(j)
@@ -194,9 +309,14 @@ def test_invariance_is_looked_at(tmp_path, capsys):
     shared = algorithm.layout("w").leaves(result.server["w"]["loc"])
     for k in range(4):
         logits = algorithm.outputs(shared, torch.cat(images).rot90(k, (2, 3)))
-        assert rows["PerInvFL-DRO"][f"turn{k}"] == pytest.approx(float(logits.abs().mean()), abs=1e-5)
+        assert rows["PerInvFL-DRO"][f"turn{k}"] == pytest.approx(
+            float(logits.abs().mean()), abs=1e-5
+        )
     case = bf.data.recoloured(clients, 0.3)
-    hits = [float((result.predict(case).client(j).probs.argmax(1) == case.client(j)[1]).double().mean()) for j in range(4)]
+    hits = [
+        float((result.predict(case).client(j).probs.argmax(1) == case.client(j)[1]).double().mean())
+        for j in range(4)
+    ]
     assert rows["PerInvFL-DRO"]["p0.3"] == pytest.approx(sum(hits) / 4, abs=1e-9)
     assert rows["IRM"]["worst"] == min(rows["IRM"][f"p{p}"] for p in example.CASES)
     assert "rate" not in rows["IRM"]
@@ -209,7 +329,9 @@ def test_an_image_alone_is_shifted_as_it_is_among_others():
     torch.manual_seed(0)
     found = {tuple(example.shifted(x)[0, 0].flatten().tolist()) for _ in range(300)}
     padded = torch.nn.functional.pad(x, (2, 2, 2, 2), mode="replicate")[0, 0]
-    assert found == {tuple(padded[i : i + 4, j : j + 4].flatten().tolist()) for i in range(5) for j in range(5)}
+    assert found == {
+        tuple(padded[i : i + 4, j : j + 4].flatten().tolist()) for i in range(5) for j in range(5)
+    }
     assert example.shifted(x).shape == x.shape
 
 
@@ -220,7 +342,10 @@ def test_a_frozen_layer_and_its_term():
     adapted = example.Adapted(layer, 2, 0.5)
     x = torch.randn(4, 5)
     assert torch.equal(adapted(x), layer(x))
-    assert [name for name, p in adapted.named_parameters() if p.requires_grad] == ["lora_A", "lora_B"]
+    assert [name for name, p in adapted.named_parameters() if p.requires_grad] == [
+        "lora_A",
+        "lora_B",
+    ]
     with torch.no_grad():
         adapted.lora_B.normal_()
     term = adapted.lora_B @ adapted.lora_A
@@ -230,12 +355,19 @@ def test_a_frozen_layer_and_its_term():
 
 @pytest.mark.slow
 def test_clients_of_networks():
-    """Bytes of a camera each, that reach the model as floats; shares of missing pixels; texts as int64, whose label comes next."""
+    """Bytes of a camera each, that reach the model as floats; shares of missing pixels; texts as
+    int64, whose label comes next.
+    """
     example = load("networks")
     images = example.resnet(example.SMOKE["resnet"], 0, None).clients
     assert images.train.x.dtype == torch.uint8
     x = images.train.client(0)[0]
-    assert (x.dtype, x.shape[1:], float(x.min()), float(x.max())) == (torch.float32, (3, 8, 8), 0.0, 1.0)
+    assert (x.dtype, x.shape[1:], float(x.min()), float(x.max())) == (
+        torch.float32,
+        (3, 8, 8),
+        0.0,
+        1.0,
+    )
     assert images.train.client(1)[0].mean() > 0.5 > x.mean()
     both = example.two_inputs(example.SMOKE["two_inputs"], 0, None).clients.train
     shares = [float(both.client(j)[0]["missing"].double().mean()) for j in range(4)]
@@ -248,20 +380,47 @@ def test_clients_of_networks():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:predictive_precision is at the (lower|upper) edge")  # of networks that have hardly been trained
+@pytest.mark.filterwarnings(
+    "ignore:predictive_precision is at the (lower|upper) edge"
+)  # of networks that have hardly been trained
 def test_networks_run(tmp_path, capsys):
-    """Every network under its methods at smoke size; frozen norms stay, and the run is not mixed with another."""
+    """Every network under its methods at smoke size; frozen norms stay, and the run is not mixed
+    with another.
+    """
     example, out = load("networks"), tmp_path / "run"
     assert example.main(["--smoke", "--workers", "1", "--out", str(out)]) == 0
     tables = json.loads((out / "table.json").read_text())["tables"]
     assert list(tables) == list(example.PARTS)
-    assert {"FedAvg", "FedBN", "pFedVEM, scales held, group norms", "FedBN, Laplace over the norms"} == set(tables["resnet"])
-    assert {"FedAvg", "FedBN", "pFedVEM, scales held", "FedBN, Laplace over the norms"} == set(tables["two_inputs"])
-    assert all(0 <= row["accuracy"][0] <= 1 and row["nll"][0] > 0 for rows in tables.values() for row in rows.values())
+    assert {
+        "FedAvg",
+        "FedBN",
+        "pFedVEM, scales held, group norms",
+        "FedBN, Laplace over the norms",
+    } == set(tables["resnet"])
+    assert {"FedAvg", "FedBN", "pFedVEM, scales held", "FedBN, Laplace over the norms"} == set(
+        tables["two_inputs"]
+    )
+    assert all(
+        0 <= row["accuracy"][0] <= 1 and row["nll"][0] > 0
+        for rows in tables.values()
+        for row in rows.values()
+    )
     capsys.readouterr()
     assert example.main(["--smoke", "--seeds", "1", "--out", str(out)]) == 2
     assert capsys.readouterr().err.startswith(f"error: --out {out} holds a run with --seeds ")
-    assert example.main(["--data-root", str(tmp_path / "absent"), "--parts", "transformer", "--out", str(tmp_path / "other")]) == 2
+    assert (
+        example.main(
+            [
+                "--data-root",
+                str(tmp_path / "absent"),
+                "--parts",
+                "transformer",
+                "--out",
+                str(tmp_path / "other"),
+            ]
+        )
+        == 2
+    )
     assert re.match(r"error: the plays are not on disk", capsys.readouterr().err)
     part = example.adapters(example.SMOKE["adapters"], 0, None)
     algorithm = part.methods["FedAvg"]

@@ -1,4 +1,6 @@
-"""The Python blocks of a page are one script, run in order; they assert what the page says, and print what stands after them."""
+"""The Python blocks of a page are one script, run in order; they assert what the page says, and
+print what stands after them.
+"""
 
 import sys
 from pathlib import Path
@@ -9,11 +11,15 @@ import bayesfl as bf
 from tests.docs.pages import has_blocks, run
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts and has_blocks(page)]
+PAGES = [
+    page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts and has_blocks(page)
+]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")  # torch's own, in torch.export
+@pytest.mark.filterwarnings(
+    "ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"
+)  # torch's own, in torch.export
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # what a page writes

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FIGURES, TABLES = (runpy.run_path(str(ROOT / "docs" / name)) for name in ("figures.py", "tables.py"))
+FIGURES, TABLES = (
+    runpy.run_path(str(ROOT / "docs" / name)) for name in ("figures.py", "tables.py")
+)
 UNMARKED = {
     "README.md": "3.11 2.0",
     "CONTRIBUTING.md": "3.11",
@@ -24,7 +26,8 @@ UNMARKED = {
     "docs/howto/adapters.md": "0.01",
     "docs/howto/reliability.md": "0.95",
     "docs/links.md": "0.1",
-    "docs/long-training.md": "0.1 0.1 0.1 0.001 0.002 0.003 0.1 0.1 0.001 0.05 0.1 0.2 0.3 0.5 0.05 0.1 0.01 0.9",
+    "docs/long-training.md": "0.1 0.1 0.1 0.001 0.002 0.003 0.1 0.1 0.001 0.05 0.1 0.2 0.3 0.5 "
+    "0.05 0.1 0.01 0.9",
     "docs/papers/fedem.md": "0.03 0.1 0.3 0.9 0.1 0.4 1.6 0.03 0.4 1.6 1.6",
     "docs/papers/fedsi.md": "2404.15657 0.1 0.1 0.01",
     "docs/papers/perinvfl.md": "2211.11243 .95 .80 .90 .75 .75 .1 .75",
@@ -34,24 +37,39 @@ UNMARKED = {
     "docs/start.md": "3.11",
     "benchmarks/reliability.md": "2.1",
 }
-"""The decimals of a page that no expression makes, those of tables written by hand included; they should become fewer.
+"""The decimals of a page that no expression makes, those of tables written by hand included; they
+should become fewer.
 
-Left are numbers of arXiv, sections and versions; settings (learning rates, pulls, precisions, thresholds, shares of colours); figures of
-other papers and of tests; and what was read off by hand, once, which the page then says: timings in decision 0008, other runs in speed.
+Left are numbers of arXiv, sections and versions; settings (learning rates, pulls, precisions,
+thresholds, shares of colours); figures of other papers and of tests; and what was read off by hand,
+once, which the page then says: timings in decision 0008, other runs in speed.
 """
 
 
 def test_a_figure_is_written_as_its_expression_says():
     """With the decimals and the unit that stand there; what is no figure stays."""
-    text = "version 3.11, **1.5 %**<!-- = 100 * 0.25 -->, .05<!-- = 1 / 8 -->, 7 nats<!-- = len([1, 2]) -->, 1,000<!-- = 2e4 -->"
-    assert FIGURES["written"](text) == text.replace("1.5", "25.0").replace(".05", ".12").replace("7 ", "2 ").replace("1,000", "20,000")
-    assert FIGURES["unmarked"](text + " `0.1` and $0.2$\n| 0.3 |\n0.4 (see v1.2.3)") == ["3.11", "0.3", "0.4"]
+    text = (
+        "version 3.11, **1.5 %**<!-- = 100 * 0.25 -->, .05<!-- = 1 / 8 -->, 7 nats<!-- = "
+        "len([1, 2]) -->, 1,000<!-- = 2e4 -->"
+    )
+    assert FIGURES["written"](text) == text.replace("1.5", "25.0").replace(".05", ".12").replace(
+        "7 ", "2 "
+    ).replace("1,000", "20,000")
+    assert FIGURES["unmarked"](text + " `0.1` and $0.2$\n| 0.3 |\n0.4 (see v1.2.3)") == [
+        "3.11",
+        "0.3",
+        "0.4",
+    ]
     assert FIGURES["unmarked"]("<!-- a: begin -->\nprecision 0.1\n<!-- a: end --> 0.2") == ["0.2"]
-    assert FIGURES["written"]("1<!-- = max([mean(row) for row in ([1, 3], [5])]) -->").startswith("5<")
+    assert FIGURES["written"]("1<!-- = max([mean(row) for row in ([1, 3], [5])]) -->").startswith(
+        "5<"
+    )
 
 
 def test_a_sign_is_part_of_a_figure():
-    """A direction that turns round changes the page, and so does a sign that an expression does not give."""
+    """A direction that turns round changes the page, and so does a sign that an expression does not
+    give.
+    """
     assert (
         FIGURES["written"]("gains 0.50<!-- = -0.5 -->, -2.0<!-- = 2 -->, −1<!-- = -3 -->")
         == "gains -0.50<!-- = -0.5 -->, 2.0<!-- = 2 -->, −3<!-- = -3 -->"
@@ -59,7 +77,9 @@ def test_a_sign_is_part_of_a_figure():
     assert FIGURES["unmarked"]("-0.3 and 0.3x") == ["-0.3", "0.3"]
 
 
-@pytest.mark.parametrize("made", ["nothing[0]", 'demo["rows"]["FedAvgg"]', 'cells(papers.fedsi, "no/*")'])
+@pytest.mark.parametrize(
+    "made", ["nothing[0]", 'demo["rows"]["FedAvgg"]', 'cells(papers.fedsi, "no/*")']
+)
 def test_a_figure_of_nothing_is_an_error(made: str):
     with pytest.raises((KeyError, NameError), match=r"nothing|FedAvgg|no/"):
         FIGURES["written"](f"1<!-- = {made} -->")

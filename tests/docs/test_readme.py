@@ -15,7 +15,11 @@ README = (ROOT / "README.md").read_text()
 
 def test_it_is_short():
     """At most 600 words, those of tables and code counted, comments not."""
-    words = [word for word in re.sub(r"<!--.*?-->", "", README, flags=re.DOTALL).split() if re.search(r"\w", word)]
+    words = [
+        word
+        for word in re.sub(r"<!--.*?-->", "", README, flags=re.DOTALL).split()
+        if re.search(r"\w", word)
+    ]
     assert len(words) <= 600
 
 

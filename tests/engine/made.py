@@ -23,32 +23,79 @@ STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (nn.Linear(4, 3), (4,)),
     "linear without bias": (nn.Linear(4, 3, bias=False), (4,)),
     "two linears": (nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), (4,)),
-    "nested": (nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Tanh())), nn.Linear(6, 3)), (4,)),
+    "nested": (
+        nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Tanh())), nn.Linear(6, 3)),
+        (4,),
+    ),
     "flatten": (nn.Sequential(nn.Flatten(), nn.Linear(8, 3)), (2, 2, 2)),
     "convolution": (nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 7, 6)),
-    "convolution with groups": (nn.Conv2d(4, 6, (3, 2), dilation=(1, 2), padding=(0, 1), groups=2, bias=False), (4, 6, 5)),
-    "convolution of one channel": (nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 3)), (1, 4, 4)),
-    "two convolutions": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(18, 2)), (1, 6, 6)),
-    "max pooling of pairs": (
-        nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 2)),
+    "convolution with groups": (
+        nn.Conv2d(4, 6, (3, 2), dilation=(1, 2), padding=(0, 1), groups=2, bias=False),
+        (4, 6, 5),
+    ),
+    "convolution of one channel": (
+        nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 3)),
+        (1, 4, 4),
+    ),
+    "two convolutions": (
+        nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(18, 2)
+        ),
         (1, 6, 6),
     ),
-    "max pooling of pairs, odd sizes": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d((2, 2), 2), nn.Conv2d(3, 2, 1)), (1, 7, 9)),
-    "max pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2, padding=1), nn.Flatten(), nn.Linear(27, 2)), (1, 6, 6)),
+    "max pooling of pairs": (
+        nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 2)
+        ),
+        (1, 6, 6),
+    ),
+    "max pooling of pairs, odd sizes": (
+        nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d((2, 2), 2), nn.Conv2d(3, 2, 1)),
+        (1, 7, 9),
+    ),
+    "max pooling": (
+        nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.MaxPool2d(2, padding=1), nn.Flatten(), nn.Linear(27, 2)
+        ),
+        (1, 6, 6),
+    ),
     "overlapping pooling after a ReLU": (
-        nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1), nn.Conv2d(3, 2, 1)),
+        nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1), nn.Conv2d(3, 2, 1)
+        ),
         (1, 7, 7),
     ),
     "max pooling with all options": (
-        nn.Sequential(nn.Conv2d(1, 3, 2), nn.MaxPool2d((3, 2), stride=(2, 1), padding=1, dilation=(1, 2), ceil_mode=True)),
+        nn.Sequential(
+            nn.Conv2d(1, 3, 2),
+            nn.MaxPool2d((3, 2), stride=(2, 1), padding=1, dilation=(1, 2), ceil_mode=True),
+        ),
         (1, 7, 7),
     ),
-    "average pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)), (1, 6, 6)),
-    "adaptive pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)), (1, 6, 6)),
+    "average pooling": (
+        nn.Sequential(nn.Conv2d(1, 3, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)),
+        (1, 6, 6),
+    ),
+    "adaptive pooling": (
+        nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)),
+        (1, 6, 6),
+    ),
     "body and head": (SplitModel(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3)), (4,)),
     **{
-        type(act).__name__: (nn.Sequential(act, nn.Linear(4, 6), act.__class__(), nn.Linear(6, 3)), (4,))
-        for act in (nn.ReLU(), nn.Tanh(), nn.GELU(), nn.SiLU(), nn.Sigmoid(), nn.ELU(), nn.LeakyReLU(), nn.Identity())
+        type(act).__name__: (
+            nn.Sequential(act, nn.Linear(4, 6), act.__class__(), nn.Linear(6, 3)),
+            (4,),
+        )
+        for act in (
+            nn.ReLU(),
+            nn.Tanh(),
+            nn.GELU(),
+            nn.SiLU(),
+            nn.Sigmoid(),
+            nn.ELU(),
+            nn.LeakyReLU(),
+            nn.Identity(),
+        )
     },
 }
 for stack, _ in STACKS.values():
@@ -62,14 +109,27 @@ def owners(module: nn.Module) -> list[str]:
 
 def of_layers(module: nn.Module, prefixes: list[str] | tuple[str, ...]) -> frozenset[str]:
     """The parameters of some layers."""
-    return frozenset(name for name, _ in module.named_parameters() if name.rpartition(".")[0] in prefixes)
+    return frozenset(
+        name for name, _ in module.named_parameters() if name.rpartition(".")[0] in prefixes
+    )
 
 
-def parameters(module: nn.Module, drawn: frozenset[str] = frozenset(), covered: frozenset[str] | None = None) -> dict[str, Tensor]:
-    """Leaves as an engine has them: views of vectors [C, D], or [C, S, D] of the drawn ones; only the covered ones."""
+def parameters(
+    module: nn.Module, drawn: frozenset[str] = frozenset(), covered: frozenset[str] | None = None
+) -> dict[str, Tensor]:
+    """Leaves as an engine has them: views of vectors [C, D], or [C, S, D] of the drawn ones; only
+    the covered ones.
+    """
     layout = Layout(copy.deepcopy(module).requires_grad_(), "*")
-    fixed, moving = layout.leaves(0.6 * numbers(C, layout.size, seed=1)), layout.leaves(0.6 * numbers(C, S, layout.size, seed=2))
-    return {name: moving[name] if name in drawn else fixed[name] for name in layout.names if covered is None or name in covered}
+    fixed, moving = (
+        layout.leaves(0.6 * numbers(C, layout.size, seed=1)),
+        layout.leaves(0.6 * numbers(C, S, layout.size, seed=2)),
+    )
+    return {
+        name: moving[name] if name in drawn else fixed[name]
+        for name in layout.names
+        if covered is None or name in covered
+    }
 
 
 def inputs(shape: tuple[int, ...], lifted: bool) -> Tensor:
@@ -82,19 +142,32 @@ def slopes_at(outputs: Tensor) -> Tensor:
     return numbers(*outputs.shape[::-1], seed=4).permute(*reversed(range(outputs.dim())))
 
 
-def slow(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool, dict[str, Tensor]]:
-    """The module itself, one client and one draw at a time: outputs, whether lifted, slopes of every leaf and, as "", of x."""
-    leaves, x = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}, x.clone().requires_grad_()
+def slow(
+    module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool
+) -> tuple[Tensor, bool, dict[str, Tensor]]:
+    """The module itself, one client and one draw at a time: outputs, whether lifted, slopes of
+    every leaf and, as "", of x.
+    """
+    leaves, x = (
+        {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()},
+        x.clone().requires_grad_(),
+    )
     own = dict(module.named_parameters())
     drawn = {name for name, leaf in leaves.items() if leaf.dim() == own[name].dim() + 2}
     up = lifted or bool(drawn)
     rows = []
     for c in range(C):
         draws = [
-            functional_call(module, {k: v[c, s] if k in drawn else v[c] for k, v in leaves.items()}, (x[c, s] if lifted else x[c],))
+            functional_call(
+                module,
+                {k: v[c, s] if k in drawn else v[c] for k, v in leaves.items()},
+                (x[c, s] if lifted else x[c],),
+            )
             for s in range(S if up else 1)
         ]
         rows.append(torch.stack(draws) if up else draws[0])
     outputs = torch.stack(rows)
-    found = torch.autograd.grad(outputs, [*leaves.values(), x], slopes_at(outputs), allow_unused=True)
+    found = torch.autograd.grad(
+        outputs, [*leaves.values(), x], slopes_at(outputs), allow_unused=True
+    )
     return outputs.detach(), up, dict(zip([*leaves, ""], found, strict=True))

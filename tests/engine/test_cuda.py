@@ -17,7 +17,13 @@ def test_the_device_changes_nothing(case: Case, kernel: str):
     """Draws are made on the CPU, so a CNN trained on a GPU agrees with the CPU to rounding."""
     clients = federation((1, 12, 12), sizes=(23, 17, 5))
     model = bf.models.lenet((1, 12, 12), outputs=3, channels=(3, 4), hidden=(12, 8))
-    options = {"rounds": 2, "dtype": torch.float64, "evaluate_every": 2, "progress": False, "engine": bf.Engine(kernel)}
+    options = {
+        "rounds": 2,
+        "dtype": torch.float64,
+        "evaluate_every": 2,
+        "progress": False,
+        "engine": bf.Engine(kernel),
+    }
     here = bf.simulate(case(model), clients, **options)
     there = bf.simulate(case(model), clients, device="cuda", **options)
     cpu = tree_map(lambda t: t.cpu(), (there.server, there.private))

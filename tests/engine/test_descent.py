@@ -1,4 +1,6 @@
-"""Gradient steps of a chunk: optimisers that persist, for clients that took different numbers of steps."""
+"""Gradient steps of a chunk: optimisers that persist, for clients that took different numbers of
+steps.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -26,28 +28,56 @@ from tests.cases import run
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
 @pytest.mark.parametrize(
-    "optimiser", [SGD(0.05), SGD(0.03, momentum=0.9), Adam(0.01, weight_decay=1e-2), AdamW(0.01, weight_decay=1.0)], ids=str
+    "optimiser",
+    [
+        SGD(0.05),
+        SGD(0.03, momentum=0.9),
+        Adam(0.01, weight_decay=1e-2),
+        AdamW(0.01, weight_decay=1.0),
+    ],
+    ids=str,
 )
-def test_an_optimiser_that_persists(model: nn.Module, clients: FederatedData, optimiser: Any, kernel: str):
-    """A client alone goes through three rounds of two steps as through one of six; without, momentum starts anew."""
+def test_an_optimiser_that_persists(
+    model: nn.Module, clients: FederatedData, optimiser: Any, kernel: str
+):
+    """A client alone goes through three rounds of two steps as through one of six; without,
+    momentum starts anew.
+    """
 
     def phase(epochs: int, persist: str | None) -> bf.Algorithm:
-        step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=optimiser, epochs=epochs, persist=persist)
+        step = Descend(
+            Energy("w", ("w",), likelihood="mean"),
+            optimiser=optimiser,
+            epochs=epochs,
+            persist=persist,
+        )
         return bf.Algorithm(model, {"w": Block(pool=None, keep=True)}, (step,), parts=("w",))
 
-    kept, anew = (run(phase(2, name), clients, kernel=kernel, rounds=3).private["w"]["loc"] for name in ("velocity", None))
+    kept, anew = (
+        run(phase(2, name), clients, kernel=kernel, rounds=3).private["w"]["loc"]
+        for name in ("velocity", None)
+    )
     once = run(phase(6, None), clients, kernel=kernel).private["w"]["loc"]
     assert_close(kept, once, atol=1e-12, rtol=0)
     assert torch.equal(anew, kept) == (optimiser == SGD(0.05))
 
 
-@pytest.mark.parametrize("optimiser", [Adam(0.01), AdamW(0.01, weight_decay=1.0)], ids=["adam", "adamw"])
+@pytest.mark.parametrize(
+    "optimiser", [Adam(0.01), AdamW(0.01, weight_decay=1.0)], ids=["adam", "adamw"]
+)
 @pytest.mark.parametrize("prox", [False, True])
-def test_clients_that_took_different_numbers_of_steps(model: nn.Module, clients: FederatedData, prox: bool, optimiser: Adam):
+def test_clients_that_took_different_numbers_of_steps(
+    model: nn.Module, clients: FederatedData, prox: bool, optimiser: Adam
+):
     """Adam corrects each client's moments by its own number of steps, whoever shares its chunk."""
-    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None])
+    prior = Normal(
+        centre=server_mean("w"),
+        variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None],
+    )
     energy = Energy("w", ("w",), likelihood="mean")
-    step = Descend(energy, optimiser=optimiser, epochs=2, batch_size=10, persist="moments", prox=prox)
+    step = Descend(
+        energy, optimiser=optimiser, epochs=2, batch_size=10, persist="moments", prox=prox
+    )
     algorithm = bf.Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",))
     options: dict[str, Any] = {"rounds": 3, "participation": 0.5}
     reference = run(algorithm, clients, kernel="reference", **options)
@@ -60,7 +90,9 @@ def test_clients_that_took_different_numbers_of_steps(model: nn.Module, clients:
 
 
 def test_a_state_that_persists_is_not_written_into(model: nn.Module, clients: FederatedData):
-    """A kernel returns a new one: what the view held is the client's until its round is accepted."""
+    """A kernel returns a new one: what the view held is the client's until its round is
+    accepted.
+    """
     step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=Adam(0.05), persist="moments")
     algorithm = bf.Algorithm(model, {"w": Block()}, (step,), parts=("w",))
     server = algorithm.init(7, dtype=torch.float64)
@@ -87,7 +119,9 @@ class Huber(Normal):
     """A prior of another shape."""
 
     def energy(self, loc: Tensor, var: Tensor, given: Any, view: Any) -> Tensor:
-        return 5 * F.huber_loss(loc, self.centre(given, view).expand_as(loc), reduction="none", delta=0.1).sum(-1)
+        return 5 * F.huber_loss(
+            loc, self.centre(given, view).expand_as(loc), reduction="none", delta=0.1
+        ).sum(-1)
 
 
 class Rounded(Point):
@@ -99,26 +133,50 @@ class Rounded(Point):
 
 @pytest.mark.parametrize("kernel", ["layers", "live", "vmap"])
 @pytest.mark.parametrize("kind", ["energy", "prior", "posterior", "held"])
-def test_what_a_subclass_overrides_is_what_runs(model: nn.Module, clients: FederatedData, kernel: str, kind: str):
-    """Kernels have algebra of their own for the library's classes, and take no subclass for one of these."""
-    tie: dict[str, Any] = {"centre": server_mean("body"), "variance": lambda given, view: torch.full_like(view["n"], 0.5)[..., None]}
+def test_what_a_subclass_overrides_is_what_runs(
+    model: nn.Module, clients: FederatedData, kernel: str, kind: str
+):
+    """Kernels have algebra of their own for the library's classes, and take no subclass for one of
+    these.
+    """
+    tie: dict[str, Any] = {
+        "centre": server_mean("body"),
+        "variance": lambda given, view: torch.full_like(view["n"], 0.5)[..., None],
+    }
 
     def method(own: bool) -> bf.Algorithm:
         prior = (Huber if own and kind == "prior" else Normal)(**tie)
-        energy = (Halved if own and kind == "energy" else Energy)("body", ("body", "head"), likelihood="sum")
+        energy = (Halved if own and kind == "energy" else Energy)(
+            "body", ("body", "head"), likelihood="sum"
+        )
         body = Rounded() if own and kind == "posterior" else Point()
         head = Rounded() if own and kind == "held" else Point()
-        blocks = {"body": Block("body.*", prior=prior, posterior=body), "head": Block("head.*", posterior=head)}
-        return bf.Algorithm(model, blocks, (Descend(energy, optimiser=SGD(0.003), epochs=2, batch_size=10),), parts=("body", "head"))
+        blocks = {
+            "body": Block("body.*", prior=prior, posterior=body),
+            "head": Block("head.*", posterior=head),
+        }
+        return bf.Algorithm(
+            model,
+            blocks,
+            (Descend(energy, optimiser=SGD(0.003), epochs=2, batch_size=10),),
+            parts=("body", "head"),
+        )
 
     expected = run(method(True), clients, kernel="reference").server["body"]["loc"]
-    assert_close(run(method(True), clients, kernel=kernel).server["body"]["loc"], expected, atol=1e-12, rtol=0)
+    assert_close(
+        run(method(True), clients, kernel=kernel).server["body"]["loc"],
+        expected,
+        atol=1e-12,
+        rtol=0,
+    )
     plain = run(method(False), clients, kernel="reference").server["body"]["loc"]
     assert (plain - expected).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("kernel", ["layers", "live"])
-def test_a_penalty_that_mixes_clients_is_refused(model: nn.Module, clients: FederatedData, kernel: str):
+def test_a_penalty_that_mixes_clients_is_refused(
+    model: nn.Module, clients: FederatedData, kernel: str
+):
     """It is computed for many clients at once, and must reduce over the last axes alone."""
 
     def mixed(features: Any, outputs: Tensor, *rest: Any) -> Tensor:
@@ -132,7 +190,9 @@ def test_a_penalty_that_mixes_clients_is_refused(model: nn.Module, clients: Fede
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live"])
 def test_a_point_of_ones_own_needs_no_prior(model: nn.Module, clients: FederatedData, kernel: str):
-    """Its divergence has no slope; and `prox` solves no prior with an energy of its own, one that derives from Flat neither."""
+    """Its divergence has no slope; and `prox` solves no prior with an energy of its own, one that
+    derives from Flat neither.
+    """
 
     class Lasso(Flat):
         def energy(self, loc: Tensor, var: Tensor, given: Any, view: Any) -> Tensor:
@@ -140,7 +200,9 @@ def test_a_point_of_ones_own_needs_no_prior(model: nn.Module, clients: Federated
 
     step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05))
     method = bf.Algorithm(model, {"w": Block(posterior=Rounded())}, (step,), parts=("w",))
-    found, expected = (run(method, clients, kernel=one).server["w"]["loc"] for one in (kernel, "reference"))
+    found, expected = (
+        run(method, clients, kernel=one).server["w"]["loc"] for one in (kernel, "reference")
+    )
     assert_close(found, expected, atol=1e-12, rtol=0)
     with pytest.raises(ValueError, match=r"prox .*\['w'\]"):
         bf.Algorithm(model, {"w": Block(prior=Lasso())}, (replace(step, prox=True),), parts=("w",))

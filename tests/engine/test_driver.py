@@ -38,13 +38,24 @@ def test_what_an_engine_refuses(options, message):
 
 
 def test_chunks_of_a_cpu():
-    """At most five clients, more of small models where eight chunks are left, one of large; two chunks at least."""
+    """At most five clients, more of small models where eight chunks are left, one of large; two
+    chunks at least.
+    """
     algorithms = bf.algorithms
-    small, medium, large = bf.models.mlp(4, hidden=8, outputs=2), bf.models.mlp(100, hidden=200, outputs=10), bf.models.mlp(784, outputs=10)
-    assert sum(p.numel() for p in medium.parameters()) == 22_210  # 12 MiB hold 17 of them, each counted eight times in four bytes
+    small, medium, large = (
+        bf.models.mlp(4, hidden=8, outputs=2),
+        bf.models.mlp(100, hidden=200, outputs=10),
+        bf.models.mlp(784, outputs=10),
+    )
+    assert (
+        sum(p.numel() for p in medium.parameters()) == 22_210
+    )  # 12 MiB hold 17 of them, each counted eight times in four bytes
     lenet = bf.models.lenet((1, 12, 12), outputs=2, channels=(2, 2), hidden=(4, 4))
     cases = (
-        (algorithms.fedavg(small), ((1, 1), (2, 1), (3, 2), (9, 5), (10, 5), (40, 5), (80, 10), (160, 20), (1000, 20))),
+        (
+            algorithms.fedavg(small),
+            ((1, 1), (2, 1), (3, 2), (9, 5), (10, 5), (40, 5), (80, 10), (160, 20), (1000, 20)),
+        ),
         (algorithms.fedavg(medium), ((10, 5), (80, 10), (1000, 17))),
         (algorithms.ditto(medium), ((10, 5), (80, 8), (1000, 8))),
         (algorithms.fedem(medium, components=3), ((10, 5), (1000, 5))),
@@ -55,7 +66,9 @@ def test_chunks_of_a_cpu():
     for algorithm, sizes in cases:
         for clients, size in sizes:
             # Workers never count: they must not change the bits.
-            assert {bf.Engine(workers=w).chunk_size(clients, algorithm, CPU) for w in (None, 1, 7)} == {size}
+            assert {
+                bf.Engine(workers=w).chunk_size(clients, algorithm, CPU) for w in (None, 1, 7)
+            } == {size}
             assert bf.Engine(chunk=64).chunk_size(clients, algorithm, CPU) == 64
 
 
@@ -65,9 +78,17 @@ def chosen(model: nn.Module, phase: Descend | None = None, kernel: KernelName = 
 
 
 def test_kernels_of_a_cpu():
-    """Rules where there are rules, many convolutions client by client, but not under a head that is trained on features."""
-    lenet, large, mlp = bf.models.lenet((1, 28, 28), outputs=3), bf.models.cifar100_cnn(), bf.models.mlp(4, outputs=2)
-    own = bf.models.split(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), head="2")
+    """Rules where there are rules, many convolutions client by client, but not under a head that is
+    trained on features.
+    """
+    lenet, large, mlp = (
+        bf.models.lenet((1, 28, 28), outputs=3),
+        bf.models.cifar100_cnn(),
+        bf.models.mlp(4, outputs=2),
+    )
+    own = bf.models.split(
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), head="2"
+    )
     head, body = bf.algorithms.fedrep(large, batch_size=None).phases
     assert chosen(mlp) == chosen(mlp, body) == chosen(lenet) == chosen(lenet, body) == "layers"
     assert chosen(large) == chosen(large, body) == "live"
@@ -90,10 +111,18 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize("more", [False, True])
-def test_a_model_that_cannot_be_batched(more: bool, clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
-    """Where `auto` would take vmap, as on a GPU, it falls back to what runs, with the same draws; asked for by name, vmap fails."""
-    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
-    step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=2, batch_size=10, draws=2, optimiser=SGD(0.1))
+def test_a_model_that_cannot_be_batched(
+    more: bool, clients: FederatedData, monkeypatch: pytest.MonkeyPatch
+):
+    """Where `auto` would take vmap, as on a GPU, it falls back to what runs, with the same draws;
+    asked for by name, vmap fails.
+    """
+    prior = Normal(
+        centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None]
+    )
+    step = Descend(
+        Energy("w", ("w",), likelihood="mean"), epochs=2, batch_size=10, draws=2, optimiser=SGD(0.1)
+    )
 
     def look(algorithm: Any, given: Any, view: Any, batch: Any) -> Any:
         return view | {"seen": algorithm.losses(algorithm.leaves(("w",), view), batch).mean()}

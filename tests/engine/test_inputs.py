@@ -1,4 +1,6 @@
-"""Training and prediction on trees of inputs in dtypes of their own, transformed and augmented, under every kernel."""
+"""Training and prediction on trees of inputs in dtypes of their own, transformed and augmented,
+under every kernel.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +24,9 @@ from tests.cases import federation, run
 KERNELS = ("reference", "live", "vmap")
 
 
-def of(data: FederatedData, x: Inputs, transform: Change | None = None, augment: Change | None = None) -> FederatedData:
+def of(
+    data: FederatedData, x: Inputs, transform: Change | None = None, augment: Change | None = None
+) -> FederatedData:
     """The same federation with other inputs."""
     splits = {name: replace(split, x=x) for name, split in data.splits.items()}
     made = replace(data, splits=splits, inputs=splits["train"].inputs)
@@ -67,7 +71,10 @@ def seeded(made: Callable[[], nn.Module]) -> nn.Module:
 
 def same(one: Any, other: Any, tolerance: float) -> None:
     """Two runs end with the same weights and the same predictions."""
-    for a, b in ((one.server["w"]["loc"], other.server["w"]["loc"]), (one.predict().probs, other.predict().probs)):
+    for a, b in (
+        (one.server["w"]["loc"], other.server["w"]["loc"]),
+        (one.predict().probs, other.predict().probs),
+    ):
         assert_close(a, b, rtol=0, atol=tolerance, equal_nan=True)
 
 
@@ -102,11 +109,15 @@ def test_a_body_of_several_inputs(data: FederatedData, kernel: Any):
     x = data.train.x
     assert isinstance(x, Tensor)
     cut = bf.models.SplitModel(seeded(Body), seeded(lambda: nn.Linear(5, 3)))
-    method = bf.algorithms.pfedvem(cut, head_epochs=3, body_epochs=1, batch_size=10, init_scale=0.3, draws=2)
+    method = bf.algorithms.pfedvem(
+        cut, head_epochs=3, body_epochs=1, batch_size=10, init_scale=0.3, draws=2
+    )
     found = run(method, of(data, {"values": x, "mask": x > 0}), 2, kernel)
     reference = run(method, of(data, (x, x > 0)), 2, "reference")
     assert_close(found.server["body"]["loc"], reference.server["body"]["loc"], rtol=0, atol=1e-12)
-    assert_close(found.predict().probs, reference.predict().probs, rtol=0, atol=1e-12, equal_nan=True)
+    assert_close(
+        found.predict().probs, reference.predict().probs, rtol=0, atol=1e-12, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -117,12 +128,19 @@ def test_whole_numbers_stay_such(data: FederatedData, kernel: Any):
     tokens = (x.abs() * 3).long().clamp(max=6)
     method = {"epochs": 2, "batch_size": 10, "optimiser": SGD(0.3, momentum=0.9)}
     found = run(bf.algorithms.fedavg(seeded(Tokens), **method), of(data, tokens), 2, kernel)
-    wanted = run(bf.algorithms.fedavg(seeded(lambda: Tokens(floats=True)), **method), of(data, tokens.float()), 2, kernel)
+    wanted = run(
+        bf.algorithms.fedavg(seeded(lambda: Tokens(floats=True)), **method),
+        of(data, tokens.float()),
+        2,
+        kernel,
+    )
     same(found, wanted, 0)
 
 
 def test_a_transform_is_what_was_done_before(data: FederatedData):
-    """Bytes that are divided where they are read train to the bit as floats divided before; in float32 and in float64."""
+    """Bytes that are divided where they are read train to the bit as floats divided before; in
+    float32 and in float64.
+    """
     x = data.train.x
     assert isinstance(x, Tensor)
     pixels = (x * 40 + 128).clamp(0, 255).to(torch.uint8)
@@ -152,7 +170,9 @@ def flips(seen: list[Tensor] | None = None) -> Change:
 @pytest.mark.parametrize("batch_size", [None, 10])
 @pytest.mark.parametrize("kernel", [*KERNELS, "layers"])
 def test_augmented_steps_by_hand(data: FederatedData, kernel: Any, batch_size: int | None):
-    """FedAvg of one client against a bare loop that draws at the same addresses; a client of 12 rows and one of 31, without padding."""
+    """FedAvg of one client against a bare loop that draws at the same addresses; a client of 12
+    rows and one of 31, without padding.
+    """
     model, seen = bf.models.mlp(8, hidden=6, outputs=3), []
     x, some = data.train.x, data.select([0, 1])
     method = bf.algorithms.fedavg(model, epochs=2, batch_size=batch_size, optimiser=SGD(0.3))
@@ -169,7 +189,9 @@ def test_augmented_steps_by_hand(data: FederatedData, kernel: Any, batch_size: i
             for epoch in range(2):
                 order = torch.arange(len(rows))
                 if batch_size is not None:
-                    drawn = bf.base.random.generator(2, Purpose.PERMUTATION, round=round, client=j, index=epoch)
+                    drawn = bf.base.random.generator(
+                        2, Purpose.PERMUTATION, round=round, client=j, index=epoch
+                    )
                     order = torch.from_numpy(drawn.permutation(len(rows)))
                 for places in order.split(batch_size or len(rows)):
                     with Addressed(key(2, Purpose.AUGMENT, round=round, client=j, index=step)):
@@ -185,11 +207,15 @@ def test_augmented_steps_by_hand(data: FederatedData, kernel: Any, batch_size: i
         n = torch.from_numpy(some.train.counts).double()
         server = torch.stack(ended).mT @ n / n.sum()
     assert_close(found.server["w"]["loc"], server, rtol=0, atol=1e-12)
-    assert [len(rows) for rows in sorted(seen[CALLS:], key=len)] == sorted(sizes)  # without padding, and the calls of the look at it
+    assert [len(rows) for rows in sorted(seen[CALLS:], key=len)] == sorted(
+        sizes
+    )  # without padding, and the calls of the look at it
 
 
 def test_augmentation_is_the_same_wherever_it_runs(data: FederatedData):
-    """To the bit for any number of workers and on resume, whoever draws beside it; to rounding for any chunk; other seeds, other draws."""
+    """To the bit for any number of workers and on resume, whoever draws beside it; to rounding for
+    any chunk; other seeds, other draws.
+    """
     method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=6, outputs=3), epochs=2, batch_size=10)
     augmented = of(data, data.train.x, augment=flips())
     first = run(method, augmented, 4)
@@ -200,23 +226,35 @@ def test_augmentation_is_the_same_wherever_it_runs(data: FederatedData):
         same(run(method, augmented, 4, engine=bf.Engine(chunk=chunk)), first, 1e-12)
     half = run(method, augmented, 2)
     same(run(method, augmented, 4, resume=half), first, 0)
-    assert not torch.equal(run(method, augmented, 4, seed=3).server["w"]["loc"], first.server["w"]["loc"])
+    assert not torch.equal(
+        run(method, augmented, 4, seed=3).server["w"]["loc"], first.server["w"]["loc"]
+    )
     assert not torch.equal(run(method, data, 4).server["w"]["loc"], first.server["w"]["loc"])
 
 
 def test_every_step_of_the_whole_data_is_augmented_anew(data: FederatedData):
-    """Also where the head of a network is trained on all rows, whose features would be kept otherwise."""
-    method = bf.algorithms.fedrep(bf.models.mlp(8, hidden=6, outputs=3), head_epochs=3, body_epochs=1, batch_size=None)
+    """Also where the head of a network is trained on all rows, whose features would be kept
+    otherwise.
+    """
+    method = bf.algorithms.fedrep(
+        bf.models.mlp(8, hidden=6, outputs=3), head_epochs=3, body_epochs=1, batch_size=None
+    )
     augmented = of(data, data.train.x, augment=flips())
     results = [run(method, augmented, 1, kernel) for kernel in ("reference", "live", "layers")]
     for other in results[1:]:
-        assert_close(other.private["head"]["loc"], results[0].private["head"]["loc"], rtol=0, atol=1e-12)
+        assert_close(
+            other.private["head"]["loc"], results[0].private["head"]["loc"], rtol=0, atol=1e-12
+        )
 
 
 def test_what_measures_is_not_augmented(data: FederatedData):
-    """Predictions, and the E step of a mixture, which looks its rows up in training; there the M step's are augmented."""
+    """Predictions, and the E step of a mixture, which looks its rows up in training; there the M
+    step's are augmented.
+    """
     seen: list[Tensor] = []
-    method = bf.algorithms.fedem(bf.models.mlp(8, hidden=6, outputs=3), components=2, epochs=1, batch_size=None)
+    method = bf.algorithms.fedem(
+        bf.models.mlp(8, hidden=6, outputs=3), components=2, epochs=1, batch_size=None
+    )
     found = run(method, of(data, data.train.x, augment=flips(seen)), 1)
     count = len(seen)
     assert count == CALLS + data.clients  # those of the look at it, then each client's only step
@@ -234,7 +272,9 @@ def test_inputs_that_do_not_fit(data: FederatedData):
         with pytest.raises(ValueError, match=match):
             run(method, data)
 
-    refused(of(data, x.long()), r"x holds torch.int64, .*x.astype\('float32'\), .*clients.transformed")
+    refused(
+        of(data, x.long()), r"x holds torch.int64, .*x.astype\('float32'\), .*clients.transformed"
+    )
     refused(of(data, (x, x > 0)), r"shape \(\(8,\), \(8,\)\) .*a tuple of arrays as model\(\*x\)")
     refused(of(data, {"values": x}), r"a mapping as model\(\*\*x\)")
     refused(of(data, x), r"whole numbers.*astype\('int64'\)", bf.algorithms.fedavg(Tokens()))

@@ -1,4 +1,6 @@
-"""Layer rules, and the other kernels on the same stacks, against one client and one draw at a time under autograd."""
+"""Layer rules, and the other kernels on the same stacks, against one client and one draw at a time
+under autograd.
+"""
 
 from itertools import combinations
 
@@ -11,24 +13,50 @@ from torch.utils._pytree import tree_map
 from bayesfl.engine import layers
 from bayesfl.engine.network import Pass
 from bayesfl.models import SplitModel, cifar100_cnn, lenet, mlp, resnet18
-from tests.engine.made import KERNELS, STACKS, C, inputs, kernels, of_layers, owners, parameters, slopes_at, slow
+from tests.engine.made import (
+    KERNELS,
+    STACKS,
+    C,
+    inputs,
+    kernels,
+    of_layers,
+    owners,
+    parameters,
+    slopes_at,
+    slow,
+)
 
 stacks = pytest.mark.parametrize("stack", STACKS)
 
 
 def channels_last(leaf: Tensor) -> Tensor:
     """Every client's filters channels last, also those of a single channel; the rest plain."""
-    return leaf.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3) if leaf.dim() == 5 else leaf.contiguous()
+    return (
+        leaf.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+        if leaf.dim() == 5
+        else leaf.contiguous()
+    )
 
 
 def run(
-    name: str, module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool
+    name: str,
+    module: nn.Module,
+    leaves: dict[str, Tensor],
+    wanted: frozenset[str],
+    x: Tensor,
+    lifted: bool,
+    through: bool,
 ) -> tuple[Pass, dict[str, Tensor]]:
-    """One pass of a kernel, of the live one client by client, and where the slopes will be written: views of a vector of NaN."""
+    """One pass of a kernel, of the live one client by client, and where the slopes will be written:
+    views of a vector of NaN.
+    """
     passage = KERNELS[name](module)
     sizes = [leaves[key][0].numel() for key in wanted]
     vector = torch.full((C, sum(sizes)), torch.nan, dtype=x.dtype)
-    slopes = {key: t.view(leaves[key].shape) for key, t in zip(wanted, vector.split(sizes, 1), strict=True)}
+    slopes = {
+        key: t.view(leaves[key].shape)
+        for key, t in zip(wanted, vector.split(sizes, 1), strict=True)
+    }
     if name != "live":
         return passage(leaves, slopes, x, lifted, through), slopes
     rows = [tree_map(lambda t, c=c: t[c : c + 1], (leaves, slopes, x)) for c in range(C)]
@@ -38,7 +66,9 @@ def run(
         into = [one.back(slope[c : c + 1]) for c, one in enumerate(each)]
         return torch.cat(into) if through else into[0]
 
-    return Pass(torch.cat([one.outputs for one in each]), each[0].lifted, back if each[0].back else None), slopes
+    return Pass(
+        torch.cat([one.outputs for one in each]), each[0].lifted, back if each[0].back else None
+    ), slopes
 
 
 def compare(
@@ -51,7 +81,9 @@ def compare(
     through: bool,
     last: bool = False,
 ) -> None:
-    """Outputs and slopes of a kernel are the slow ones; leaves are views of vectors, or lie channels last."""
+    """Outputs and slopes of a kernel are the slow ones; leaves are views of vectors, or lie
+    channels last.
+    """
     leaves = {key: channels_last(leaf) for key, leaf in leaves.items()} if last else leaves
     kept = {key: leaf.clone() for key, leaf in leaves.items()}, x.clone()
     outputs, up, expected = slow(module, leaves, x, lifted)
@@ -67,7 +99,13 @@ def compare(
     if through:
         assert_close(into, expected[""], rtol=1e-10, atol=1e-11)
     for key in wanted:
-        assert_close(slopes[key], expected[key], rtol=1e-10, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
+        assert_close(
+            slopes[key],
+            expected[key],
+            rtol=1e-10,
+            atol=1e-11,
+            msg=lambda text, key=key: f"{key}: {text}",
+        )
     assert_close((leaves, x), kept, rtol=0, atol=0)
 
 
@@ -76,29 +114,56 @@ def compare(
 @pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
 @pytest.mark.parametrize("which", ["none", "all", "first", "last"])
 def test_outputs_and_slopes(kernel, stack, which, lifted):
-    """With no layer drawn, all, the first or the last; with one input or one for each draw; everything asked for."""
+    """With no layer drawn, all, the first or the last; with one input or one for each draw;
+    everything asked for.
+    """
     module, shape = STACKS[stack]
     layer = owners(module)
-    drawn = of_layers(module, {"none": [], "all": layer, "first": layer[:1], "last": layer[-1:]}[which])
+    drawn = of_layers(
+        module, {"none": [], "all": layer, "first": layer[:1], "last": layer[-1:]}[which]
+    )
     for last in (False, True):
-        compare(kernel, module, parameters(module, drawn), of_layers(module, layer), inputs(shape, lifted), lifted, True, last)
+        compare(
+            kernel,
+            module,
+            parameters(module, drawn),
+            of_layers(module, layer),
+            inputs(shape, lifted),
+            lifted,
+            True,
+            last,
+        )
 
 
 @kernels
-@pytest.mark.parametrize("through", [False, True], ids=["no slope at the inputs", "slope at the inputs"])
+@pytest.mark.parametrize(
+    "through", [False, True], ids=["no slope at the inputs", "slope at the inputs"]
+)
 @pytest.mark.parametrize("stack", ["two convolutions", "body and head", "nested", "GELU"])
 @pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
 def test_wanted_subsets(kernel, stack, through, lifted):
-    """Any layers may be trained, or biases or weights alone; only what was asked for comes back, and no way back where nothing was."""
+    """Any layers may be trained, or biases or weights alone; only what was asked for comes back,
+    and no way back where nothing was.
+    """
     module, shape = STACKS[stack]
     layer = owners(module)
     for count in range(len(layer) + 1):
         for some in combinations(layer, count):
             drawn = of_layers(module, layer[-1:])
-            compare(kernel, module, parameters(module, drawn), of_layers(module, some), inputs(shape, lifted), lifted, through)
+            compare(
+                kernel,
+                module,
+                parameters(module, drawn),
+                of_layers(module, some),
+                inputs(shape, lifted),
+                lifted,
+                through,
+            )
     biases = frozenset(name for name, _ in module.named_parameters() if name.endswith("bias"))
     for some in (biases, frozenset(dict(module.named_parameters())) - biases):
-        compare(kernel, module, parameters(module, drawn), some, inputs(shape, lifted), lifted, through)
+        compare(
+            kernel, module, parameters(module, drawn), some, inputs(shape, lifted), lifted, through
+        )
 
 
 @kernels
@@ -112,25 +177,52 @@ def test_uncovered_parameters_are_the_modules_own(kernel, stack, lifted):
         for some in combinations(layer, count):
             names = of_layers(module, some)
             for drawn in (frozenset(), names):
-                compare(kernel, module, parameters(module, drawn, names), names, inputs(shape, lifted), lifted, True)
+                compare(
+                    kernel,
+                    module,
+                    parameters(module, drawn, names),
+                    names,
+                    inputs(shape, lifted),
+                    lifted,
+                    True,
+                )
 
 
 @kernels
 @pytest.mark.parametrize("stack", ["linear", "convolution"])
 @pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
-@pytest.mark.parametrize("case", ["weight drawn", "bias drawn", "weight drawn, bias uncovered", "bias drawn, weight uncovered"])
+@pytest.mark.parametrize(
+    "case",
+    ["weight drawn", "bias drawn", "weight drawn, bias uncovered", "bias drawn, weight uncovered"],
+)
 def test_layers_of_which_half_is_drawn(kernel, stack, lifted, case):
-    """A belief about the weights beside a point for the bias, or the other way round, or beside a parameter of no block."""
+    """A belief about the weights beside a point for the bias, or the other way round, or beside a
+    parameter of no block.
+    """
     module, shape = STACKS[stack]
     drawn = frozenset({case.split()[0]})
     covered = drawn if "uncovered" in case else frozenset({"weight", "bias"})
-    compare(kernel, module, parameters(module, drawn, covered), covered, inputs(shape, lifted), lifted, True)
+    compare(
+        kernel,
+        module,
+        parameters(module, drawn, covered),
+        covered,
+        inputs(shape, lifted),
+        lifted,
+        True,
+    )
 
 
 @kernels
-@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 1), nn.MaxPool2d(2, padding=1)], ids=["pairs", "threes", "padded"])
+@pytest.mark.parametrize(
+    "pool",
+    [nn.MaxPool2d(2), nn.MaxPool2d(3, 1), nn.MaxPool2d(2, padding=1)],
+    ids=["pairs", "threes", "padded"],
+)
 def test_the_first_of_equal_values_wins(kernel, pool):
-    """Of a window's equal maxima, common behind a ReLU, torch gives the slope to the first in reading order."""
+    """Of a window's equal maxima, common behind a ReLU, torch gives the slope to the first in
+    reading order.
+    """
     module = nn.Sequential(pool, nn.Conv2d(1, 1, 1)).double()
     x = (2 * inputs((1, 6, 7), False)).round().relu()
     compare(kernel, module, parameters(module), of_layers(module, ["1"]), x, False, True)
@@ -141,12 +233,22 @@ def test_one_activation_used_twice(kernel):
     """A module that stands at two places of a stack runs at both."""
     act = nn.Tanh()
     module = nn.Sequential(nn.Linear(4, 6), act, nn.Linear(6, 3), act).double()
-    compare(kernel, module, parameters(module), of_layers(module, ["0", "2"]), inputs((4,), False), False, True)
+    compare(
+        kernel,
+        module,
+        parameters(module),
+        of_layers(module, ["0", "2"]),
+        inputs((4,), False),
+        False,
+        True,
+    )
 
 
 @pytest.mark.parametrize("kernel", ["live", "vmap"])
 def test_one_layer_used_twice(kernel):
-    """So does one with parameters: its slope is the sum over both places. The rules say no, or the same."""
+    """So does one with parameters: its slope is the sum over both places. The rules say no, or the
+    same.
+    """
     layer = nn.Linear(4, 4)
     module = nn.Sequential(layer, nn.Tanh(), layer).double()
     names = frozenset({"0.weight", "0.bias"})
@@ -156,12 +258,24 @@ def test_one_layer_used_twice(kernel):
 
 
 @kernels
-@pytest.mark.parametrize("act", [nn.ReLU(inplace=True), nn.LeakyReLU(inplace=True), nn.SiLU(inplace=True)], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize(
+    "act",
+    [nn.ReLU(inplace=True), nn.LeakyReLU(inplace=True), nn.SiLU(inplace=True)],
+    ids=lambda a: type(a).__name__,
+)
 def test_activations_in_place(kernel, act):
     """`inplace=True` changes neither inputs nor slopes."""
     module = nn.Sequential(nn.Linear(4, 6), act, nn.Linear(6, 3)).double()
     if kernel != "layers" or layers.supported(module):
-        compare(kernel, module, parameters(module), of_layers(module, ["0", "2"]), inputs((4,), False), False, True)
+        compare(
+            kernel,
+            module,
+            parameters(module),
+            of_layers(module, ["0", "2"]),
+            inputs((4,), False),
+            False,
+            True,
+        )
 
 
 @kernels
@@ -170,7 +284,15 @@ def test_linear_over_further_axes(kernel, which):
     """A linear layer acts on the last axis of examples of any shape."""
     module = nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(6, 2)).double()
     names = of_layers(module, ["0", "2"])
-    compare(kernel, module, parameters(module, names if which == "all" else frozenset()), names, inputs((2, 4), False), False, True)
+    compare(
+        kernel,
+        module,
+        parameters(module, names if which == "all" else frozenset()),
+        names,
+        inputs((2, 4), False),
+        False,
+        True,
+    )
 
 
 def test_what_has_rules():
@@ -202,7 +324,9 @@ def test_what_has_rules():
     ids=lambda module: f"{type(module).__name__}",
 )
 def test_what_has_none(module):
-    """Unknown layers, subclasses that may do anything, paddings and flattenings of another kind: alone or within a stack."""
+    """Unknown layers, subclasses that may do anything, paddings and flattenings of another kind:
+    alone or within a stack.
+    """
     assert not layers.supported(module)
     assert not layers.supported(nn.Sequential(nn.Linear(4, 4), nn.Sequential(module)))
     assert not layers.supported(SplitModel(nn.Identity(), module))
@@ -211,14 +335,23 @@ def test_what_has_none(module):
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_grouped_convolution_is_one_for_each_client(groups: int, bias: bool):
-    """What a GPU runs, one grouped convolution, gives the outputs and slopes of one convolution after another."""
+    """What a GPU runs, one grouped convolution, gives the outputs and slopes of one convolution
+    after another.
+    """
     layer = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=groups, bias=bias).double()
     rng = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(3, *layer.weight.shape, generator=rng).double(), torch.randn(3, 5, 4, 7, 7, generator=rng).double()
+    weight, x = (
+        torch.randn(3, *layer.weight.shape, generator=rng).double(),
+        torch.randn(3, 5, 4, 7, 7, generator=rng).double(),
+    )
     shift = torch.randn(3, 6, generator=rng).double() if bias else None
     outcome = []
     for grouped in (False, True):
-        slopes = {name: torch.full_like(t, torch.nan) for name, t in {"weight": weight, "bias": shift}.items() if t is not None}
+        slopes = {
+            name: torch.full_like(t, torch.nan)
+            for name, t in {"weight": weight, "bias": shift}.items()
+            if t is not None
+        }
         found = layers._conv_chunk(layer, weight, shift, slopes, x, True, grouped=grouped)
         outcome.append((found.outputs, found.back(slopes_at(found.outputs)), slopes))
     assert_close(outcome[1], outcome[0])

@@ -17,7 +17,9 @@ S, B = 2, 3
 
 
 class Reader(nn.Module):
-    """Reads sequences [B, T, F]; the last state decides. No rule knows it, and torch.func cannot batch it."""
+    """Reads sequences [B, T, F]; the last state decides. No rule knows it, and torch.func cannot
+    batch it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +34,16 @@ class Reader(nn.Module):
 MODULES = {
     "lstm": (Reader().double(), (5, 3)),
     "residual": (resnet18((2, 8, 8), outputs=3, width=4).double(), (2, 8, 8)),
-    "same padding": (nn.Sequential(nn.Conv2d(2, 3, 3, padding="same"), nn.Flatten()).double(), (2, 4, 4)),
-    "circular padding": (nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), nn.Flatten()).double(), (2, 4, 4)),
+    "same padding": (
+        nn.Sequential(nn.Conv2d(2, 3, 3, padding="same"), nn.Flatten()).double(),
+        (2, 4, 4),
+    ),
+    "circular padding": (
+        nn.Sequential(
+            nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), nn.Flatten()
+        ).double(),
+        (2, 4, 4),
+    ),
 }
 
 
@@ -46,17 +56,25 @@ def test_outputs_and_slopes_of_any_module(name, drawn, lifted):
     layout = Layout(module, "*")
     vector = 0.3 * (numbers(1, S, layout.size) if drawn else numbers(1, layout.size))
     leaves = {key: leaf.clone().requires_grad_() for key, leaf in layout.leaves(vector).items()}
-    x = (numbers(1, S, B, *shape, seed=1) if lifted else numbers(1, B, *shape, seed=1)).requires_grad_()
+    x = (
+        numbers(1, S, B, *shape, seed=1) if lifted else numbers(1, B, *shape, seed=1)
+    ).requires_grad_()
     up = drawn or lifted
     rows = [
-        functional_call(module, {k: leaf[0, s] if drawn else leaf[0] for k, leaf in leaves.items()}, (x[0, s] if lifted else x[0],))
+        functional_call(
+            module,
+            {k: leaf[0, s] if drawn else leaf[0] for k, leaf in leaves.items()},
+            (x[0, s] if lifted else x[0],),
+        )
         for s in range(S if up else 1)
     ]
     outputs = torch.stack(rows)[None] if up else rows[0][None]
     slope = numbers(*outputs.shape, seed=2)
     expected = torch.autograd.grad(outputs, [*leaves.values(), x], slope)
     slopes = layout.leaves(torch.full_like(vector, torch.nan))
-    found = live.kernel(module)({key: leaf.detach() for key, leaf in leaves.items()}, slopes, x.detach(), lifted, True)
+    found = live.kernel(module)(
+        {key: leaf.detach() for key, leaf in leaves.items()}, slopes, x.detach(), lifted, True
+    )
     assert found.lifted == up
     assert_close(found.outputs, outputs.detach())
     into = found.back(slope)
@@ -70,11 +88,16 @@ def test_convolutions_are_noticed():
 
 
 def test_filters_and_images_lie_channels_last():
-    """Also those of a single channel, which torch counts as lying either way; the rest stays as it is."""
+    """Also those of a single channel, which torch counts as lying either way; the rest stays as it
+    is.
+    """
     for shape in ((4, 3, 5, 5), (4, 1, 5, 5), (1, 3, 1, 1)):
         filters = numbers(*shape)
         assert_close(live._channels_last(filters), filters, rtol=0, atol=0)
-        assert live._channels_last(filters).stride() == torch.empty(shape, memory_format=torch.channels_last).stride()
+        assert (
+            live._channels_last(filters).stride()
+            == torch.empty(shape, memory_format=torch.channels_last).stride()
+        )
     matrix = numbers(5, 4).mT
     assert live._channels_last(matrix) is matrix
 
@@ -95,7 +118,9 @@ def test_a_parameter_that_forward_leaves_out():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "fedem", "d_fedem", "ifca", "clustered"])
 def test_methods_run_on_an_lstm(name: str):
-    """Which nothing can batch: client by client, as the reference does; copies one after another; new clients and predictions too."""
+    """Which nothing can batch: client by client, as the reference does; copies one after another;
+    new clients and predictions too.
+    """
     rng = torch.Generator().manual_seed(0)
     xs = [torch.randint(6, (n, 4), generator=rng).float() for n in (9, 5, 3)]
     ys = [((x[:, -1] + x[:, 0]) % 6).long() for x in xs]
@@ -107,7 +132,12 @@ def test_methods_run_on_an_lstm(name: str):
 
     def run(kernel):
         options = {"rounds": 3, "dtype": torch.float64, "evaluate_every": None, "progress": False}
-        return bf.simulate(case(model, batch_size=4, optimiser=optimiser), clients, engine=bf.Engine(kernel), **options)
+        return bf.simulate(
+            case(model, batch_size=4, optimiser=optimiser),
+            clients,
+            engine=bf.Engine(kernel),
+            **options,
+        )
 
     live, reference = run("auto"), run("reference")
     assert_close(live.server, reference.server, atol=1e-9, rtol=0)

@@ -8,23 +8,42 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.engine import layers
 from bayesfl.engine.network import Network, Passage
-from tests.engine.made import KERNELS, STACKS, C, inputs, kernels, of_layers, owners, parameters, slopes_at, slow
+from tests.engine.made import (
+    KERNELS,
+    STACKS,
+    C,
+    inputs,
+    kernels,
+    of_layers,
+    owners,
+    parameters,
+    slopes_at,
+    slow,
+)
 
 
 @kernels
 @pytest.mark.parametrize("which", ["none", "body", "head"])
 @pytest.mark.parametrize("trained", ["body", "head", "both"])
 def test_network_of_body_and_head(kernel, which, trained):
-    """Outputs, and the slopes of what is trained, by their full names; a drawn head shares one pass through the body."""
+    """Outputs, and the slopes of what is trained, by their full names; a drawn head shares one pass
+    through the body.
+    """
     module, shape = STACKS["body and head"]
     drawn = frozenset(name for name, _ in module.named_parameters() if name.startswith(which))
-    wanted = frozenset(name for name, _ in module.named_parameters() if trained == "both" or name.startswith(trained))
+    wanted = frozenset(
+        name
+        for name, _ in module.named_parameters()
+        if trained == "both" or name.startswith(trained)
+    )
     leaves, x = parameters(module, drawn), inputs(shape, False)
     outputs, up, expected = slow(module, leaves, x, False)
     chunks = [slice(c, c + 1) for c in range(C)] if kernel == "live" else [slice(None)]
     for part in chunks:
         slopes = {name: torch.full_like(leaves[name][part], torch.nan) for name in wanted}
-        found = Network(module, KERNELS[kernel])({name: leaf[part] for name, leaf in leaves.items()}, x[part], slopes)
+        found = Network(module, KERNELS[kernel])(
+            {name: leaf[part] for name, leaf in leaves.items()}, x[part], slopes
+        )
         assert found.lifted == up
         assert_close(found.outputs, outputs[part])
         assert found.back(slopes_at(outputs)[part]) is None
@@ -33,7 +52,9 @@ def test_network_of_body_and_head(kernel, which, trained):
 
 
 def test_still_features_are_computed_once():
-    """While neither inputs nor body change, the body runs once; for fewer clients once again; and always where it is trained."""
+    """While neither inputs nor body change, the body runs once; for fewer clients once again; and
+    always where it is trained.
+    """
     module, shape = STACKS["body and head"]
     leaves, x, calls = parameters(module), inputs(shape, False), []
 
@@ -42,9 +63,16 @@ def test_still_features_are_computed_once():
         return lambda *rest: calls.append(part) or passage(*rest)
 
     head = of_layers(module, ["head"])
-    for wanted, still, bodies in ((head, True, 2), (head, False, 4), (of_layers(module, owners(module)), True, 4)):
+    for wanted, still, bodies in (
+        (head, True, 2),
+        (head, False, 4),
+        (of_layers(module, owners(module)), True, 4),
+    ):
         calls.clear()
-        network, slopes = Network(module, counting, still=still), {name: torch.empty_like(leaves[name]) for name in wanted}
+        network, slopes = (
+            Network(module, counting, still=still),
+            {name: torch.empty_like(leaves[name]) for name in wanted},
+        )
         for active in (C, C, 2, 2):
             found = network(*tree_map(lambda t, a=active: t[:a], (leaves, x, slopes)))
             assert_close(found.outputs, slow(module, leaves, x, False)[0][:active])

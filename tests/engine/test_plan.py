@@ -19,13 +19,17 @@ ORDER = np.array([1, 3, 2, 0])  # longest first
 SHAPES = {"body": (2, 3), "head": (1, 4)}
 
 
-def phase(epochs: int = 1, steps: int | None = None, batch_size: int | None = None) -> SimpleNamespace:
+def phase(
+    epochs: int = 1, steps: int | None = None, batch_size: int | None = None
+) -> SimpleNamespace:
     """What a plan reads of a phase."""
     return SimpleNamespace(epochs=epochs, steps=steps, batch_size=batch_size)
 
 
 def split() -> ClientData:
-    """Clients whose rows lie scattered in shared tensors; a row's input and label tell which it is."""
+    """Clients whose rows lie scattered in shared tensors; a row's input and label tell
+    which it is.
+    """
     index = torch.from_numpy(np.random.default_rng(0).permutation(40)[: COUNTS.sum()])
     rows = torch.arange(40)
     return ClientData(torch.stack([rows, -rows], 1).double(), rows, index, COUNTS)
@@ -37,7 +41,9 @@ def plan(of: SimpleNamespace | Once | Repeat, rows: np.ndarray = ORDER, **addres
 
 
 def batches(made: PhasePlan) -> list[list[Tensor]]:
-    """Of every client the places that its batches hold, padding cut off, after checking what else a batch says."""
+    """Of every client the places that its batches hold, padding cut off, after checking what else a
+    batch says.
+    """
     data, seen = split(), [[] for _ in made.ids]
     for t in range(int(made.steps.max())):
         active = made.active(t)
@@ -57,7 +63,9 @@ def batches(made: PhasePlan) -> list[list[Tensor]]:
 
 
 def test_steps_of_unequal_clients():
-    """Passes over 7, 7, 5 and 3 rows in batches of 3: 3, 3, 2 and 1 steps each; those at work are a prefix."""
+    """Passes over 7, 7, 5 and 3 rows in batches of 3: 3, 3, 2 and 1 steps each; those at work are a
+    prefix.
+    """
     made = plan(phase(epochs=2, batch_size=3))
     assert made.steps.tolist() == [6, 6, 4, 2]
     assert [made.active(t) for t in range(6)] == [4, 4, 3, 3, 2, 2]
@@ -68,7 +76,11 @@ def test_steps_of_unequal_clients():
 @pytest.mark.parametrize("size", [1, 3, 5, 7, 100])
 def test_every_epoch_is_a_permutation_of_all_rows(size):
     """In the order drawn at the epoch's address; batches are full but for the last of an epoch."""
-    for c, steps in enumerate(batches(plan(phase(epochs=3, batch_size=size), seed=5, round=2, stage=Stage.ADAPT, position=1))):
+    for c, steps in enumerate(
+        batches(
+            plan(phase(epochs=3, batch_size=size), seed=5, round=2, stage=Stage.ADAPT, position=1)
+        )
+    ):
         client, n = int(ORDER[c]), int(COUNTS[ORDER[c]])
         each = -(-n // size)
         assert len(steps) == 3 * each
@@ -77,8 +89,16 @@ def test_every_epoch_is_a_permutation_of_all_rows(size):
             assert [len(b) for b in mine] == [min(size, n - size * i) for i in range(each)]
             order = torch.cat(mine)
             assert sorted(order.tolist()) == list(range(n))
-            words = {"round": 2, "client": client, "stage": int(Stage.ADAPT), "phase": 1, "index": epoch}
-            assert order.tolist() == generator(5, Purpose.PERMUTATION, **words).permutation(n).tolist()
+            words = {
+                "round": 2,
+                "client": client,
+                "stage": int(Stage.ADAPT),
+                "phase": 1,
+                "index": epoch,
+            }
+            assert (
+                order.tolist() == generator(5, Purpose.PERMUTATION, **words).permutation(n).tolist()
+            )
 
 
 def test_epochs_differ():
@@ -88,7 +108,9 @@ def test_epochs_differ():
 
 
 def test_last_short_batch_is_padded_with_weight_zero():
-    """7 rows in batches of 3: 3, 3 and 1; while others have 3, the last stands beside padding, and alone without."""
+    """7 rows in batches of 3: 3, 3 and 1; while others have 3, the last stands beside padding, and
+    alone without.
+    """
     made = plan(phase(batch_size=3))
     widths = [made.batch(t, made.active(t))["weight"].shape[1] for t in range(3)]
     assert widths == [3, 3, 1]
@@ -118,7 +140,9 @@ def test_steps_win_over_epochs():
 
 
 def test_a_walk_through_the_steps():
-    """Who is at work, on which examples and with which noise, step by step; a phase that reads no data gets none."""
+    """Who is at work, on which examples and with which noise, step by step; a phase that reads no
+    data gets none.
+    """
     of = phase(epochs=2, batch_size=3)
     made, expected = plan(of), plan(of)
     steps = list(made.walk(of, SHAPES))
@@ -132,7 +156,9 @@ def test_a_walk_through_the_steps():
 
 
 def test_turns():
-    """A phase is its own only turn; a `Repeat` goes through its phases on one batch after another."""
+    """A phase is its own only turn; a `Repeat` goes through its phases on one batch after
+    another.
+    """
     alone = Once(lambda algorithm, given, view, batch: view)
     assert list(plan(alone).turns(alone)) == [(alone, None)]
     other = Once(lambda algorithm, given, view, batch: view, data=True)
@@ -146,7 +172,9 @@ def test_turns():
 
 
 def test_a_walk_on_one_shared_batch():
-    """Inside a `Repeat` everyone is at work in all steps of the inner phase, on the batch at hand, with noise of their own."""
+    """Inside a `Repeat` everyone is at work in all steps of the inner phase, on the batch at hand,
+    with noise of their own.
+    """
     made, expected = plan(phase(steps=5, batch_size=3)), plan(phase(steps=5, batch_size=3))
     batch = made.batch(1, 4)
     for inner, count in ((phase(epochs=2), 2), (phase(epochs=2, steps=3), 3)):
@@ -160,7 +188,9 @@ def test_a_walk_on_one_shared_batch():
 
 @pytest.mark.parametrize("size", [None, 3])
 def test_a_client_alone_sees_what_it_sees_in_the_chunk(size):
-    """`client(c)`, and a plan made for it alone: the same rows and the same noise, without the others' padding."""
+    """`client(c)`, and a plan made for it alone: the same rows and the same noise, without the
+    others' padding.
+    """
     shared, taken = plan(phase(epochs=2, batch_size=size)), plan(phase(epochs=2, batch_size=size))
     together = batches(shared)
     noise: list[list[Tensor]] = [[] for _ in ORDER]
@@ -173,11 +203,21 @@ def test_a_client_alone_sees_what_it_sees_in_the_chunk(size):
             assert [b.tolist() for b in batches(one)[0]] == [b.tolist() for b in together[c]]
             assert all((one.batch(t, 1)["weight"] == 1).all() for t in range(int(one.steps[0])))
         alone = plan(phase(epochs=2, batch_size=size), np.array([client]))
-        assert_close([alone.noise(SHAPES, 1)["head"][0] for _ in range(int(alone.steps[0]))], noise[c], rtol=0, atol=0)
+        assert_close(
+            [alone.noise(SHAPES, 1)["head"][0] for _ in range(int(alone.steps[0]))],
+            noise[c],
+            rtol=0,
+            atol=0,
+        )
     placed = plan(phase(epochs=2, batch_size=size))
     for c in reversed(range(len(ORDER))):
         one = placed.client(c)
-        assert_close([one.noise(SHAPES, 1)["head"][0] for _ in range(int(one.steps[0]))], noise[c], rtol=0, atol=0)
+        assert_close(
+            [one.noise(SHAPES, 1)["head"][0] for _ in range(int(one.steps[0]))],
+            noise[c],
+            rtol=0,
+            atol=0,
+        )
 
 
 def test_a_client_goes_on_reading_the_same_noise():
@@ -192,7 +232,9 @@ def test_a_client_goes_on_reading_the_same_noise():
 
 
 def test_addresses_decide_not_places():
-    """A client has its permutations and noise by its id, also in a split in which all others have nothing."""
+    """A client has its permutations and noise by its id, also in a split in which all others have
+    nothing.
+    """
     whole = split()
     picked = np.array([3, 2])
     few = whole.select([2, 3])
@@ -204,11 +246,18 @@ def test_addresses_decide_not_places():
     for t in range(4):
         assert torch.equal(inside.batch(t, 2)["y"], outside.batch(t, 2)["y"])
         assert torch.equal(inside.noise(SHAPES, 2)["head"], outside.noise(SHAPES, 2)["head"])
-    assert not all(torch.equal(inside.batch(t, 2)["index"], renamed.batch(t, 2)["index"]) for t in range(4))
-    assert not torch.equal(PhasePlan(of, whole, picked, seed=1).noise(SHAPES, 2)["head"], renamed.noise(SHAPES, 2)["head"])
+    assert not all(
+        torch.equal(inside.batch(t, 2)["index"], renamed.batch(t, 2)["index"]) for t in range(4)
+    )
+    assert not torch.equal(
+        PhasePlan(of, whole, picked, seed=1).noise(SHAPES, 2)["head"],
+        renamed.noise(SHAPES, 2)["head"],
+    )
 
 
-@pytest.mark.parametrize("word", [{"seed": 1}, {"round": 1}, {"stage": Stage.FINETUNE}, {"position": 1}], ids=str)
+@pytest.mark.parametrize(
+    "word", [{"seed": 1}, {"round": 1}, {"stage": Stage.FINETUNE}, {"position": 1}], ids=str
+)
 def test_every_word_of_the_address_decides(word):
     """Another seed, round, stage or phase: other rows, other noise."""
     of = phase(batch_size=7)
@@ -218,16 +267,24 @@ def test_every_word_of_the_address_decides(word):
 
 
 def test_noise_is_read_block_after_block():
-    """Every client's generator, at its address, gives the blocks' draws in their order, step after step, in float32."""
+    """Every client's generator, at its address, gives the blocks' draws in their order, step after
+    step, in float32.
+    """
     made = plan(phase(epochs=2), seed=9, round=4, stage=Stage.FINETUNE, position=2)
-    rngs = [generator(9, Purpose.NOISE, round=4, client=int(i), stage=int(Stage.FINETUNE), phase=2) for i in ORDER]
+    rngs = [
+        generator(9, Purpose.NOISE, round=4, client=int(i), stage=int(Stage.FINETUNE), phase=2)
+        for i in ORDER
+    ]
     for _ in range(2):
         noise = made.noise(SHAPES, 4)
         assert list(noise) == ["body", "head"]
         for c, rng in enumerate(rngs):
             for name, shape in SHAPES.items():
                 assert noise[name].dtype == torch.float64
-                assert torch.equal(noise[name][c], torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).double())
+                assert torch.equal(
+                    noise[name][c],
+                    torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).double(),
+                )
     assert made.noise({}, 4) == {}
 
 
@@ -236,7 +293,9 @@ def test_those_who_are_done_draw_no_noise():
     made, full = plan(phase()), plan(phase())
     first = made.noise(SHAPES, 2)["body"]
     assert torch.equal(first, full.noise(SHAPES, 4)["body"][:2])
-    assert torch.equal(made.noise(SHAPES, 4)["body"][2:], plan(phase()).noise(SHAPES, 4)["body"][2:])
+    assert torch.equal(
+        made.noise(SHAPES, 4)["body"][2:], plan(phase()).noise(SHAPES, 4)["body"][2:]
+    )
 
 
 def test_precision_and_time():
@@ -250,11 +309,18 @@ def test_precision_and_time():
 
 @pytest.mark.parametrize("size", [None, 3])
 def test_batches_say_their_environments(size):
-    """One-hot, as wide as the client with the most has them; those of the examples that a batch holds."""
+    """One-hot, as wide as the client with the most has them; those of the examples that a batch
+    holds.
+    """
     data = split()
     rows = torch.arange(40)
     which = torch.where(torch.isin(rows, data.rows(1)), rows % 3, 0)
-    made = PhasePlan(phase(batch_size=size, epochs=2), replace(data, environment=which), ORDER, dtype=torch.float64)
+    made = PhasePlan(
+        phase(batch_size=size, epochs=2),
+        replace(data, environment=which),
+        ORDER,
+        dtype=torch.float64,
+    )
     for t in range(int(made.steps.max())):
         batch = made.batch(t, made.active(t))
         environment = batch["environment"]

@@ -17,7 +17,9 @@ from bayesfl.optim import SGD
 
 
 def test_unequal_clients_one_after_another(clients: FederatedData, model: nn.Module):
-    """Two full-batch steps of each on its own mean loss, whoever else is in the chunk; what the views held stays."""
+    """Two full-batch steps of each on its own mean loss, whoever else is in the chunk; what the
+    views held stays.
+    """
     step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=2, optimiser=SGD(0.1))
     algorithm = bf.Algorithm(model, {"w": Block()}, (step,), parts=("w",))
     server = algorithm.init(7, dtype=torch.float64)
@@ -38,5 +40,10 @@ def test_unequal_clients_one_after_another(clients: FederatedData, model: nn.Mod
             optimiser.zero_grad()
             nn.functional.cross_entropy(net(x), y).backward()
             optimiser.step()
-        assert_close(found["w"]["loc"][j], torch.cat([p.detach().flatten() for p in net.parameters()]), atol=1e-12, rtol=0)
+        assert_close(
+            found["w"]["loc"][j],
+            torch.cat([p.detach().flatten() for p in net.parameters()]),
+            atol=1e-12,
+            rtol=0,
+        )
     assert_close(rows, before, atol=0, rtol=0)

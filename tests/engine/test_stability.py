@@ -1,4 +1,6 @@
-"""Limits of stable steps, against the eigenvalues of their linear maps, and curvatures, against whole matrices."""
+"""Limits of stable steps, against the eigenvalues of their linear maps, and curvatures, against
+whole matrices.
+"""
 
 import warnings
 from dataclasses import replace
@@ -19,8 +21,12 @@ from bayesfl.optim import SGD, rate_limit
 from tests.cases import run
 
 
-def radius(rate: float, momentum: float, curvature: float, precision: float, *, prox: bool) -> float:
-    """Return the spectral radius of one step of velocity and weight, about the minimum of a quadratic with its centre there."""
+def radius(
+    rate: float, momentum: float, curvature: float, precision: float, *, prox: bool
+) -> float:
+    """Return the spectral radius of one step of velocity and weight, about the minimum of a
+    quadratic with its centre there.
+    """
     pull = 0.0 if prox else precision
     shrink = 1 / (1 + rate / (1 - momentum) * precision) if prox else 1.0
     velocity = np.array([momentum, curvature + pull])
@@ -31,7 +37,9 @@ def radius(rate: float, momentum: float, curvature: float, precision: float, *, 
 @pytest.mark.parametrize("prox", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize(("curvature", "precision"), [(30.0, 0.5), (500.0, 3.0), (40.0, 0.0)])
-def test_the_limit_is_that_of_the_linear_map(prox: bool, momentum: float, curvature: float, precision: float):
+def test_the_limit_is_that_of_the_linear_map(
+    prox: bool, momentum: float, curvature: float, precision: float
+):
     """Below it the map contracts, above it does not."""
     most = rate_limit(curvature, precision, momentum, prox=prox)
     assert most < torch.inf
@@ -46,7 +54,9 @@ def test_a_tie_that_is_solved_may_be_of_any_strength():
 
 
 def started(algorithm: bf.Algorithm, clients: FederatedData, client: int) -> tuple[Any, Any, Any]:
-    """Return what a client has at the start of round 1, in float64: what was sent, its view, and all its examples."""
+    """Return what a client has at the start of round 1, in float64: what was sent, its view, and
+    all its examples.
+    """
     x, y = clients.train.client(client)
     n = torch.tensor(float(len(x)), dtype=torch.float64)
     server = algorithm.init(clients.clients, dtype=torch.float64)
@@ -76,13 +86,26 @@ WEIGHTED = (
 
 @pytest.mark.parametrize("likelihood", WEIGHTED, ids=str)
 @pytest.mark.parametrize("scale", ["sum", "mean"])
-def test_the_curvature_is_that_of_the_heads_hessian(clients: FederatedData, scale: Any, likelihood: Categorical):
-    """The largest eigenvalue in the head's weights, summed over the data or tempered by 1 / n, with class weights and smoothing."""
-    algorithm = bf.algorithms.pfedmap(bf.models.mlp(8, hidden=6, outputs=3, seed=3), likelihood_scale=scale, likelihood=likelihood)
+def test_the_curvature_is_that_of_the_heads_hessian(
+    clients: FederatedData, scale: Any, likelihood: Categorical
+):
+    """The largest eigenvalue in the head's weights, summed over the data or tempered by 1 / n, with
+    class weights and smoothing.
+    """
+    algorithm = bf.algorithms.pfedmap(
+        bf.models.mlp(8, hidden=6, outputs=3, seed=3), likelihood_scale=scale, likelihood=likelihood
+    )
     given, view, batch = started(algorithm, clients, 1)
     phase = algorithm.phases[0]
-    found = float(stability.largest(algorithm, phase, given, view, batch) * phase.energy.scales(view["n"])[0])
-    assert_close(found, exact(algorithm, view, batch) / (1 if scale == "sum" else len(batch["x"])), rtol=1e-3, atol=0.0)
+    found = float(
+        stability.largest(algorithm, phase, given, view, batch) * phase.energy.scales(view["n"])[0]
+    )
+    assert_close(
+        found,
+        exact(algorithm, view, batch) / (1 if scale == "sum" else len(batch["x"])),
+        rtol=1e-3,
+        atol=0.0,
+    )
 
 
 def test_weights_that_no_block_covers_are_none_of_the_curvature(clients: FederatedData):
@@ -92,17 +115,23 @@ def test_weights_that_no_block_covers_are_none_of_the_curvature(clients: Federat
         model.get_parameter("head.bias").copy_(torch.tensor([3.0, 0.0, -2.0])).requires_grad_(False)
     algorithm = bf.algorithms.pfedmap(model)
     given, view, batch = started(algorithm, clients, 1)
-    found = float(stability.largest(algorithm, algorithm.phases[0], given, view, batch) * len(batch["x"]))
+    found = float(
+        stability.largest(algorithm, algorithm.phases[0], given, view, batch) * len(batch["x"])
+    )
     assert_close(found, exact(algorithm, view, batch), rtol=1e-3, atol=0.0)
 
 
 def test_a_head_that_ends_with_a_linear_layer(clients: FederatedData):
     """After steps without parameters: its inputs are what these make of the features."""
     plain = bf.models.mlp(8, hidden=6, outputs=3, seed=3)
-    algorithm = bf.algorithms.pfedmap(bf.models.SplitModel(plain.body, nn.Sequential(nn.Tanh(), plain.head)))
+    algorithm = bf.algorithms.pfedmap(
+        bf.models.SplitModel(plain.body, nn.Sequential(nn.Tanh(), plain.head))
+    )
     assert stability.watched(algorithm, algorithm.phases[0])
     given, view, batch = started(algorithm, clients, 1)
-    found = float(stability.largest(algorithm, algorithm.phases[0], given, view, batch) * len(batch["x"]))
+    found = float(
+        stability.largest(algorithm, algorithm.phases[0], given, view, batch) * len(batch["x"])
+    )
     assert_close(found, exact(algorithm, view, batch), rtol=1e-3, atol=0.0)
 
 
@@ -120,8 +149,12 @@ def test_saturated_outputs_have_no_curvature(clients: FederatedData):
 @pytest.mark.parametrize("prox", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("share", [0.1, 3.0])
-def test_what_the_warning_names_fits(clients: FederatedData, prox: bool, momentum: float, share: float):
-    """The rate solves the limit with lambda, the tie's precision and the momentum; so does the tie, where this rate has room for one."""
+def test_what_the_warning_names_fits(
+    clients: FederatedData, prox: bool, momentum: float, share: float
+):
+    """The rate solves the limit with lambda, the tie's precision and the momentum; so does the tie,
+    where this rate has room for one.
+    """
     model = bf.models.mlp(8, hidden=6, outputs=3, seed=3)
     given, view, batch = started(bf.algorithms.pfedmap(model), clients, 1)
     curvature = exact(bf.algorithms.pfedmap(model), view, batch)
@@ -134,10 +167,17 @@ def test_what_the_warning_names_fits(clients: FederatedData, prox: bool, momentu
     (words,) = [str(one.message) for one in caught]
     rate = float(words.split("a rate below ")[1].split(" ")[0])
     if prox:
-        assert_close(rate * curvature, (1 + momentum) * (2 + rate * precision / (1 - momentum)), rtol=0.02, atol=0.0)
+        assert_close(
+            rate * curvature,
+            (1 + momentum) * (2 + rate * precision / (1 - momentum)),
+            rtol=0.02,
+            atol=0.0,
+        )
     else:
         assert_close(rate * (curvature + precision), 2 * (1 + momentum), rtol=0.01, atol=0.0)
-    if prox or share < 1:  # a weaker tie helps no steps that solve for it, nor where the data alone are too much
+    if (
+        prox or share < 1
+    ):  # a weaker tie helps no steps that solve for it, nor where the data alone are too much
         assert "a tie below" not in words
         return
     tie, scale = words.split("a tie below ")[1].split(" (")[0].split(", a prior scale above ")
@@ -147,10 +187,14 @@ def test_what_the_warning_names_fits(clients: FederatedData, prox: bool, momentu
 
 @pytest.mark.parametrize("kind", ["pfedmap", "pfedvem"])
 def test_unstable_steps_are_warned_of(model: nn.Module, clients: FederatedData, kind: str):
-    """With the client's name and a rate that fits, which is then silent; only in rounds 1, 2, 4 and so on."""
+    """With the client's name and a rate that fits, which is then silent; only in rounds 1, 2, 4 and
+    so on.
+    """
     make = getattr(bf.algorithms, kind)
     options: dict[str, Any] = {"precision": 0.1} if kind == "pfedmap" else {"init_scale": 3.0}
-    with pytest.warns(UserWarning, match=r"round 1: .*'head' of client.*rate 1 .*below 0\.") as caught:
+    with pytest.warns(
+        UserWarning, match=r"round 1: .*'head' of client.*rate 1 .*below 0\."
+    ) as caught:
         run(make(model, head_optimiser=SGD(1.0, momentum=0.9), **options), clients, rounds=4)
     text = [str(one.message) for one in caught if "unstable" in str(one.message)]
     assert {"round 1"} <= {part.split(":")[0] for part in text} <= {"round 1", "round 2", "round 4"}
@@ -168,7 +212,9 @@ def test_what_is_not_looked_at(model: nn.Module):
     assert not stability.watched(method, body)
     assert not stability.watched(method, replace(head, batch_size=10))
     assert not stability.watched(method, replace(head, optimiser=bf.optim.Adam()))
-    assert not stability.watched(bf.algorithms.fedrep(model), replace(bf.algorithms.fedrep(model).phases[0], batch_size=None))
+    assert not stability.watched(
+        bf.algorithms.fedrep(model), replace(bf.algorithms.fedrep(model).phases[0], batch_size=None)
+    )
     assert [round for round in range(20) if stability.is_due(round)] == [0, 1, 3, 7, 15]
     assert isinstance(head.optimiser, SGD)
 
@@ -214,10 +260,16 @@ def test_heads_that_are_not_linear_in_their_weights(kind: str):
 
 
 def test_a_dead_body_is_named(clients: FederatedData):
-    """Features that are the same for all examples, if more than nine in ten are; a body that is alive is silent."""
+    """Features that are the same for all examples, if more than nine in ten are; a body that is
+    alive is silent.
+    """
     model = bf.models.mlp(8, hidden=20, outputs=3, seed=3)
     lone = dict(model.named_parameters())["body.0.bias"]
-    for alive, words in ((1, r"round 1: 19 of the 20 features .*of client 1, .*init_scale.*body_optimiser"), (2, None), (20, None)):
+    for alive, words in (
+        (1, r"round 1: 19 of the 20 features .*of client 1, .*init_scale.*body_optimiser"),
+        (2, None),
+        (20, None),
+    ):
         with torch.no_grad():
             lone.copy_(torch.where(torch.arange(20) < alive, 10.0, -1e4))
         algorithm = bf.algorithms.pfedmap(model)
@@ -232,7 +284,9 @@ def test_a_dead_body_is_named(clients: FederatedData):
 
 
 def test_where_a_dead_body_is_not_looked_for(clients: FederatedData):
-    """A client of few examples, whose features may be equal by chance; a model that is all head, whose features are the inputs."""
+    """A client of few examples, whose features may be equal by chance; a model that is all head,
+    whose features are the inputs.
+    """
     body, flat = bf.models.mlp(8, hidden=6, outputs=3), bf.models.mlp(8, hidden=(), outputs=3)
     with torch.no_grad():
         body.get_parameter("body.0.bias").fill_(-1e4)

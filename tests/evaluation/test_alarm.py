@@ -1,4 +1,6 @@
-"""Alarms: p-values and evidence against their definition, false alarms against Ville's bound, and what is kept."""
+"""Alarms: p-values and evidence against their definition, false alarms against Ville's bound, and
+what is kept.
+"""
 
 import math
 from pathlib import Path
@@ -10,7 +12,9 @@ import pytest
 from bayesfl.evaluation.alarm import POWERS, STAKES, Alarm, Merged
 
 
-def by_definition(reference: Any, scores: Any, uniforms: Any, alpha: float) -> tuple[np.ndarray, np.ndarray]:
+def by_definition(
+    reference: Any, scores: Any, uniforms: Any, alpha: float
+) -> tuple[np.ndarray, np.ndarray]:
     """p-values and evidence one row at a time, products and all."""
     past, p = list(reference), []
     for s, u in zip(scores, uniforms, strict=True):
@@ -18,7 +22,10 @@ def by_definition(reference: Any, scores: Any, uniforms: Any, alpha: float) -> t
         p.append((sum(one > s for one in past) + u * sum(one == s for one in past)) / len(past))
     wealth = []
     for t in range(1, len(p) + 1):
-        misses = [math.prod(1 + stake / alpha * ((one <= alpha) - alpha) for one in p[:t]) for stake in STAKES]
+        misses = [
+            math.prod(1 + stake / alpha * ((one <= alpha) - alpha) for one in p[:t])
+            for stake in STAKES
+        ]
         small = [math.prod(eps * one ** (eps - 1) for one in p[:t]) for eps in POWERS]
         wealth.append(np.mean(misses) / 2 + np.mean(small) / 2)
     return np.array(p), np.array(wealth)
@@ -40,7 +47,9 @@ def test_evidence_is_its_definition(rounded: bool):
 
 
 def test_pieces_change_nothing(tmp_path: Path):
-    """One row at a time, all at once, or saved and loaded between: the same bits; draws are the client's."""
+    """One row at a time, all at once, or saved and loaded between: the same bits; draws are the
+    client's.
+    """
     rng = np.random.default_rng(1)
     reference, scores = rng.normal(size=20), rng.normal(size=1300).round(1)
     whole = Alarm(reference, seed=1, client=2).see(scores)
@@ -61,16 +70,24 @@ def test_pieces_change_nothing(tmp_path: Path):
 
 
 def test_bets_are_fair():
-    """Under a uniform p-value every bet returns its stake on average: their integral over (0, 1) is 1."""
+    """Under a uniform p-value every bet returns its stake on average: their integral over (0, 1) is
+    1.
+    """
     alpha = 0.1
-    np.testing.assert_allclose(alpha * (1 + STAKES / alpha * (1 - alpha)) + (1 - alpha) * (1 - STAKES), 1, rtol=1e-12)
+    np.testing.assert_allclose(
+        alpha * (1 + STAKES / alpha * (1 - alpha)) + (1 - alpha) * (1 - STAKES), 1, rtol=1e-12
+    )
     grid = (np.arange(200_000) + 0.5) / 200_000
-    np.testing.assert_allclose([(grid * 0 + eps * grid ** (eps - 1)).mean() for eps in POWERS[4:]], 1, atol=5e-3)
+    np.testing.assert_allclose(
+        [(grid * 0 + eps * grid ** (eps - 1)).mean() for eps in POWERS[4:]], 1, atol=5e-3
+    )
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
 def test_false_alarms_stay_within_delta(rounded: bool):
-    """Of clients where nothing changes at most delta ever raise, whenever one looks; ties do not matter."""
+    """Of clients where nothing changes at most delta ever raise, whenever one looks; ties do not
+    matter.
+    """
     rng = np.random.default_rng(2)
     raised = 0
     for client in range(300):
@@ -83,10 +100,16 @@ def test_false_alarms_stay_within_delta(rounded: bool):
 def test_a_change_raises_soon():
     """A shift by 1.5 standard deviations, and twice as many misses; not a change for the better."""
     rng = np.random.default_rng(3)
-    after = [Alarm(rng.normal(size=100), client=j).see(rng.normal(size=300) + 1.5).raised_after for j in range(50)]
+    after = [
+        Alarm(rng.normal(size=100), client=j).see(rng.normal(size=300) + 1.5).raised_after
+        for j in range(50)
+    ]
     assert np.median([one for one in after if one]) <= 10
     assert all(after)
-    assert not any(Alarm(rng.normal(size=100), client=j).see(rng.normal(size=300) - 1.0).raised for j in range(50))
+    assert not any(
+        Alarm(rng.normal(size=100), client=j).see(rng.normal(size=300) - 1.0).raised
+        for j in range(50)
+    )
 
 
 def test_it_stays_raised():

@@ -1,4 +1,6 @@
-"""Audits: counts, sums and intervals of units against loops over examples, and that intervals hold together."""
+"""Audits: counts, sums and intervals of units against loops over examples, and that intervals hold
+together.
+"""
 
 import dataclasses
 
@@ -22,13 +24,26 @@ def of_classes(names: int = 4) -> Predictions:
     """Probabilities, labels and sets of three clients; what pads is NaN."""
     rng = torch.Generator().manual_seed(0)
     probs = torch.rand(3, 30, names, generator=rng).mul(3).softmax(-1).double()
-    labels = torch.where(torch.rand(3, 30, generator=rng) < 0.5, probs.argmax(-1), torch.randint(names, (3, 30), generator=rng))
+    labels = torch.where(
+        torch.rand(3, 30, generator=rng) < 0.5,
+        probs.argmax(-1),
+        torch.randint(names, (3, 30), generator=rng),
+    )
     sets = (probs > 0.2) & MASK[..., None]
     probs = torch.where(MASK[..., None], probs, torch.nan)
-    return Predictions(mask=MASK, epistemic=torch.full((3, 30), torch.nan), probs=probs, labels=labels, sets=sets, level=0.8)
+    return Predictions(
+        mask=MASK,
+        epistemic=torch.full((3, 30), torch.nan),
+        probs=probs,
+        labels=labels,
+        sets=sets,
+        level=0.8,
+    )
 
 
-def audited(survey: Counting, given: Predictions, outputs: Outputs = CLASSES, delta: float = 0.05) -> Audit:
+def audited(
+    survey: Counting, given: Predictions, outputs: Outputs = CLASSES, delta: float = 0.05
+) -> Audit:
     told = conduct(survey, together(survey, Mine(given, np.arange(3))), outputs)
     return survey.audit(told, level=given.level, risk=given.risk, delta=delta)
 
@@ -45,8 +60,14 @@ def test_units_are_those_of_a_loop(by: str):
     assert given.probs is not None
     assert given.sets is not None
     groups = torch.randint(-1, 2, (3, 30), generator=torch.Generator().manual_seed(1))
-    unit = {"client": torch.arange(3)[:, None].expand(3, 30), "label": given.labels, "group": groups}[by]
-    names = {"client": ("a", "b", "c"), "label": ("0", "1", "2", "3"), "group": ("old", "young")}[by]
+    unit = {
+        "client": torch.arange(3)[:, None].expand(3, 30),
+        "label": given.labels,
+        "group": groups,
+    }[by]
+    names = {"client": ("a", "b", "c"), "label": ("0", "1", "2", "3"), "group": ("old", "young")}[
+        by
+    ]
     found = audited(Counting(by, names, groups=groups if by == "group" else None), given)  # pyright: ignore[reportArgumentType] (one of three)
     assert found.held is not None
     assert found.right is not None
@@ -55,9 +76,15 @@ def test_units_are_those_of_a_loop(by: str):
         rows = rows_of(unit, u)
         assert found.rows[u] == len(rows) > 0
         assert found.held[u] == sum(bool(given.sets[j, i, given.labels[j, i]]) for j, i in rows)
-        assert found.right[u] == sum(int(given.probs[j, i].argmax()) == int(given.labels[j, i]) for j, i in rows)
-        assert found.size[u] == pytest.approx(np.mean([int(given.sets[j, i].sum()) for j, i in rows]))
-        alone = [torch.stack([t[j, i] for j, i in rows])[None] for t in (given.probs, given.labels, MASK)]
+        assert found.right[u] == sum(
+            int(given.probs[j, i].argmax()) == int(given.labels[j, i]) for j, i in rows
+        )
+        assert found.size[u] == pytest.approx(
+            np.mean([int(given.sets[j, i].sum()) for j, i in rows])
+        )
+        alone = [
+            torch.stack([t[j, i] for j, i in rows])[None] for t in (given.probs, given.labels, MASK)
+        ]
         if by == "label":
             assert found.ece is None
         else:
@@ -70,7 +97,9 @@ def test_intervals_are_shared_among_units():
     given = of_classes()
     found = audited(Counting("client", ("a", "b", "c", "nobody")), given, delta=0.1)
     assert found.held is not None
-    np.testing.assert_array_equal(found.intervals(found.held), clopper_pearson(found.held, found.rows, 0.1 / 3))
+    np.testing.assert_array_equal(
+        found.intervals(found.held), clopper_pearson(found.held, found.rows, 0.1 / 3)
+    )
     columns = found.columns()
     assert columns["client"].tolist() == ["a", "b", "c", "nobody"]
     assert np.isnan(columns["coverage"][3])
@@ -89,20 +118,33 @@ def test_who_is_below_the_promise():
     assert "where 50 of its own set a threshold, with a standard deviation of 0.04" in found.table()
     assert "calibration rows" not in dataclasses.replace(found, held=np.array([184, 184])).table()
     assert "left out" not in found.table()
-    assert "1 clients" not in dataclasses.replace(found, units=("a",), rows=np.array([200]), held=np.array([184])).table()
-    assert dataclasses.replace(found, held=np.array([170, 184])).below == ()  # .85 of 200 is not beyond chance, among two
+    assert (
+        "1 clients"
+        not in dataclasses.replace(
+            found, units=("a",), rows=np.array([200]), held=np.array([184])
+        ).table()
+    )
+    assert (
+        dataclasses.replace(found, held=np.array([170, 184])).below == ()
+    )  # .85 of 200 is not beyond chance, among two
     assert "below the promise: ['b']" in repr(found)
 
 
 @pytest.mark.slow
 def test_intervals_hold_together():
-    """Of honest federations at most delta flag anybody, where plain intervals of 90 % flag somebody in most of them."""
+    """Of honest federations at most delta flag anybody, where plain intervals of 90 % flag somebody
+    in most of them.
+    """
     rng = np.random.default_rng(0)
     runs, rows = 2000, np.full(20, 50)
     flagged = plain = 0
     for _ in range(runs):
         held = rng.binomial(rows, 0.9)
-        low, high = Audit("client", tuple(map(str, range(20))), rows, 0.9, 0.05, held=held).intervals(held).T
+        low, high = (
+            Audit("client", tuple(map(str, range(20))), rows, 0.9, 0.05, held=held)
+            .intervals(held)
+            .T
+        )
         flagged += bool(((low > 0.9) | (high < 0.9)).any())
         low, high = clopper_pearson(held, rows, 0.1).T
         plain += bool(((low > 0.9) | (high < 0.9)).any())
@@ -118,31 +160,58 @@ def test_labels_of_an_example_are_places():
     labels = torch.randint(-1, 2, (3, 2, 3), generator=rng)
     labels = labels.masked_fill(labels < 0, -100)
     sets = probs > 0.45
-    given = Predictions(mask=mask, epistemic=torch.full((3, 2, 3), torch.nan), probs=probs, labels=labels, sets=sets, level=0.9)
+    given = Predictions(
+        mask=mask,
+        epistemic=torch.full((3, 2, 3), torch.nan),
+        probs=probs,
+        labels=labels,
+        sets=sets,
+        level=0.9,
+    )
     found = audited(Counting("label", ("no", "yes")), given, Outputs("classification", 2))
-    places = [(j, i, t) for j in range(3) for i in range(2) for t in range(3) if mask[j, i] and labels[j, i, t] >= 0]
+    places = [
+        (j, i, t)
+        for j in range(3)
+        for i in range(2)
+        for t in range(3)
+        if mask[j, i] and labels[j, i, t] >= 0
+    ]
     assert found.held is not None
     for c in range(2):
         own = [place for place in places if labels[place] == c]
         assert found.rows[c] == len(own) > 0
         assert found.held[c] == sum(bool(sets[place][c]) for place in own)
     groups = torch.tensor([[0, 1], [1, -1], [0, -1]])
-    by_group = audited(Counting("group", ("a", "b"), groups=groups), given, Outputs("classification", 2))
+    by_group = audited(
+        Counting("group", ("a", "b"), groups=groups), given, Outputs("classification", 2)
+    )
     assert by_group.examples == len({(j, i) for j, i, _ in places if groups[j, i] >= 0})
     assert "Rows are labels, several of an example" in by_group.table()
     assert by_group.left_out == sum(groups[j, i] < 0 for j, i, _ in places) > 0
     assert f"{by_group.left_out} rows of no group are left out." in by_group.table()
-    assert by_group.rows.tolist() == [sum(int(groups[j, i]) == g for j, i, _ in places) for g in range(2)]
+    assert by_group.rows.tolist() == [
+        sum(int(groups[j, i]) == g for j, i, _ in places) for g in range(2)
+    ]
 
 
 def test_numbers_have_widths():
     """An interval without end makes its unit's width infinite; errors are of means."""
     rng = torch.Generator().manual_seed(0)
-    mean, y = torch.rand(3, 30, 2, generator=rng).double(), torch.rand(3, 30, 2, generator=rng).double()
+    mean, y = (
+        torch.rand(3, 30, 2, generator=rng).double(),
+        torch.rand(3, 30, 2, generator=rng).double(),
+    )
     lower, upper = mean - 0.4, mean + 0.4
     upper[1, 0] = torch.inf
     blank = torch.full((3, 30), torch.nan)
-    options = {"mean": mean, "variance": torch.ones_like(mean), "lower": lower, "upper": upper, "labels": y, "level": 0.9}
+    options = {
+        "mean": mean,
+        "variance": torch.ones_like(mean),
+        "lower": lower,
+        "upper": upper,
+        "labels": y,
+        "level": 0.9,
+    }
     given = Predictions(mask=MASK, epistemic=blank, **options)
     found = audited(Counting("client", ("a", "b", "c")), given, Outputs("regression", 2))
     assert found.held is not None
@@ -155,7 +224,15 @@ def test_numbers_have_widths():
         assert found.rmse[j] == pytest.approx(float((mean[j] - y[j])[own].square().mean().sqrt()))
     assert found.size.tolist() == pytest.approx([0.8, np.inf, 0.8])
     assert found.accuracy is None
-    assert list(found.columns()) == ["client", "rows", "coverage", "coverage_low", "coverage_high", "width", "rmse"]
+    assert list(found.columns()) == [
+        "client",
+        "rows",
+        "coverage",
+        "coverage_low",
+        "coverage_high",
+        "width",
+        "rmse",
+    ]
     with pytest.raises(ValueError, match="by='label' audits each class"):
         audited(Counting("label", ("a",)), given, Outputs("regression", 2))
 
@@ -177,18 +254,24 @@ def test_groups_have_names():
     assert grouped([[True, False]], np.array([2]))[0] == ("False", "True")
     with pytest.raises(ValueError, match="groups must have the groups of 3 clients"):
         grouped([[]], np.array([2, 0, 1]))
-    with pytest.raises(ValueError, match="groups of client 1 must name a group for each of its 2 rows, got 1"):
+    with pytest.raises(
+        ValueError, match="groups of client 1 must name a group for each of its 2 rows, got 1"
+    ):
         grouped([["a"], ["b"]], np.array([1, 2]))
 
 
 def test_answers_are_counted_among_themselves():
-    """The share that is answered is of all rows, the share that is right of the answers, with its interval of so many."""
+    """The share that is answered is of all rows, the share that is right of the answers, with its
+    interval of so many.
+    """
     given = of_classes()
     assert given.probs is not None
     assert given.labels is not None
     answered = (given.probs.amax(-1) > 0.45) & MASK
     answered[1] = False
-    found = audited(Counting("client", ("a", "b", "c")), dataclasses.replace(given, answered=answered, risk=0.3))
+    found = audited(
+        Counting("client", ("a", "b", "c")), dataclasses.replace(given, answered=answered, risk=0.3)
+    )
     assert found.answered is not None
     assert found.answered_right is not None
     right = (given.probs.argmax(-1) == given.labels) & answered
@@ -196,29 +279,52 @@ def test_answers_are_counted_among_themselves():
     assert found.answered_right.tolist() == [int(right[j].sum()) for j in range(3)]
     assert 0 < found.answered_right[0] < found.answered[0]
     columns = found.columns()
-    np.testing.assert_array_equal(columns["answered_low"], clopper_pearson(found.answered, found.rows, 0.05 / 3)[:, 0])
+    np.testing.assert_array_equal(
+        columns["answered_low"], clopper_pearson(found.answered, found.rows, 0.05 / 3)[:, 0]
+    )
     given_two = clopper_pearson(found.answered_right, found.answered, 0.05 / 2)
     np.testing.assert_array_equal(columns["answered_accuracy_high"], given_two[:, 1])
     assert np.isnan(columns["answered_accuracy"][1])
     wrong, answers = int(answered.sum() - right.sum()), int(answered.sum())
     low, high = clopper_pearson(np.array(wrong), np.array(answers), 0.05)
     line = (
-        f"Wrong among all {answers} answers: {wrong / answers:.2f}, {low:.2f} to {high:.2f} with probability 0.95; promised: at most 0.3."
+        f"Wrong among all {answers} answers: {wrong / answers:.2f}, {low:.2f} to {high:.2f} "
+        "with probability 0.95; promised: at most 0.3."
     )
     assert line in found.table()
     assert "answered" not in audited(Counting("client", ("a", "b", "c")), given).table()
 
 
 def test_quantiles_promise_their_own_level():
-    """Intervals of a likelihood are audited without a step; ends that hold the truth are counted."""
-    lower, upper, y = torch.zeros(3, 30, 1), torch.ones(3, 30, 1), torch.linspace(-0.5, 1.5, 30).expand(3, 30)[..., None]
+    """Intervals of a likelihood are audited without a step; ends that hold the truth are
+    counted.
+    """
+    lower, upper, y = (
+        torch.zeros(3, 30, 1),
+        torch.ones(3, 30, 1),
+        torch.linspace(-0.5, 1.5, 30).expand(3, 30)[..., None],
+    )
     given = Predictions(
-        MASK, torch.full((3, 30), torch.nan), mean=lower + 0.5, lower=lower, upper=upper, labels=y, likelihood=Quantiles(0.8)
+        MASK,
+        torch.full((3, 30), torch.nan),
+        mean=lower + 0.5,
+        lower=lower,
+        upper=upper,
+        labels=y,
+        likelihood=Quantiles(0.8),
     )
     found = audit(Mine(given, np.arange(3)), Outputs("regression", 1), names=("a", "b", "c"))
     assert found.level == 0.8
     assert found.held is not None
-    assert found.held.tolist() == [int(((y[j, :n] >= 0) & (y[j, :n] <= 1)).sum()) for j, n in enumerate((30, 12, 25))]
-    two: dict[str, Tensor] = {name: getattr(given, name).repeat(1, 1, 2) for name in ("mean", "lower", "upper", "labels")}
-    several = audit(Mine(dataclasses.replace(given, **two), np.arange(3)), Outputs("regression", 2), names=("a", "b", "c"))
+    assert found.held.tolist() == [
+        int(((y[j, :n] >= 0) & (y[j, :n] <= 1)).sum()) for j, n in enumerate((30, 12, 25))
+    ]
+    two: dict[str, Tensor] = {
+        name: getattr(given, name).repeat(1, 1, 2) for name in ("mean", "lower", "upper", "labels")
+    }
+    several = audit(
+        Mine(dataclasses.replace(given, **two), np.arange(3)),
+        Outputs("regression", 2),
+        names=("a", "b", "c"),
+    )
     assert several.held is None  # they promise each target, not all together

@@ -18,8 +18,12 @@ def test_an_end_is_where_the_tail_has_its_probability():
 def test_ends_without_successes_or_failures():
     """(1 - high)^n = delta in closed form; nothing is known without trials."""
     assert lower_bound(np.array([0]), np.array([10]), 0.05) == 0
-    np.testing.assert_allclose(upper_bound(np.array([0]), np.array([10]), 0.05), 1 - 0.05 ** (1 / 10), rtol=1e-12)
-    np.testing.assert_allclose(lower_bound(np.array([10]), np.array([10]), 0.05), 0.05 ** (1 / 10), rtol=1e-12)
+    np.testing.assert_allclose(
+        upper_bound(np.array([0]), np.array([10]), 0.05), 1 - 0.05 ** (1 / 10), rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        lower_bound(np.array([10]), np.array([10]), 0.05), 0.05 ** (1 / 10), rtol=1e-12
+    )
     assert upper_bound(np.array([10]), np.array([10]), 0.05) == 1
     assert clopper_pearson(np.array([0]), np.array([0]), 0.05).tolist() == [[0, 1]]
 
@@ -36,7 +40,9 @@ def test_the_worst_of_several_by_enumeration():
     assert worst_by_chance(n, share) == pytest.approx(expected, rel=1e-12)
     rng = np.random.default_rng(0)
     sizes = np.full(20, 50)
-    assert worst_by_chance(sizes, 0.9) == pytest.approx((rng.binomial(50, 0.9, (20_000, 20)) / 50).min(1).mean(), abs=1e-3)
+    assert worst_by_chance(sizes, 0.9) == pytest.approx(
+        (rng.binomial(50, 0.9, (20_000, 20)) / 50).min(1).mean(), abs=1e-3
+    )
     assert worst_by_chance(np.array([4, 0]), 0.9) == pytest.approx(0.9)  # the only unit with trials
     assert np.isnan(worst_by_chance(np.array([0, 0]), 0.9))
 

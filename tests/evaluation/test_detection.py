@@ -1,4 +1,6 @@
-"""Detection and selective prediction against scikit-learn, hand-made numbers, brute force and limits."""
+"""Detection and selective prediction against scikit-learn, hand-made numbers, brute force and
+limits.
+"""
 
 import itertools
 import math
@@ -16,14 +18,28 @@ from bayesfl.evaluation.predictions import Predictions
 torch.set_num_threads(1)
 
 
-def pair(clients: int = 4, own: int = 50, others: int = 70, levels: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores of own examples and of outsiders, who score higher; padded rows are NaN; `levels` makes ties."""
+def pair(
+    clients: int = 4, own: int = 50, others: int = 70, levels: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores of own examples and of outsiders, who score higher; padded rows are NaN; `levels`
+    makes ties.
+    """
     rng = torch.Generator().manual_seed(0)
-    inside, outside = torch.randn(clients, own, generator=rng).double(), 0.8 + torch.randn(clients, others, generator=rng).double()
+    inside, outside = (
+        torch.randn(clients, own, generator=rng).double(),
+        0.8 + torch.randn(clients, others, generator=rng).double(),
+    )
     if levels:
         inside, outside = ((t * levels).round() / levels for t in (inside, outside))
-    masks = [torch.arange(n) < torch.linspace(n // 3, n, clients).long()[:, None] for n in (own, others)]
-    return inside.masked_fill(~masks[0], math.nan), outside.masked_fill(~masks[1], math.nan), masks[0], masks[1]
+    masks = [
+        torch.arange(n) < torch.linspace(n // 3, n, clients).long()[:, None] for n in (own, others)
+    ]
+    return (
+        inside.masked_fill(~masks[0], math.nan),
+        outside.masked_fill(~masks[1], math.nan),
+        masks[0],
+        masks[1],
+    )
 
 
 def row(*values: float) -> Tensor:
@@ -39,7 +55,9 @@ def full(t: Tensor) -> Tensor:
 
 def test_scores_by_hand():
     """1 - max p, and the entropy in nats; certain examples keep their order."""
-    probs = torch.tensor([[[0.7, 0.2, 0.1], [1 / 3, 1 / 3, 1 / 3], [1.0, 0.0, 0.0]]], dtype=torch.float64)
+    probs = torch.tensor(
+        [[[0.7, 0.2, 0.1], [1 / 3, 1 / 3, 1 / 3], [1.0, 0.0, 0.0]]], dtype=torch.float64
+    )
     assert_close(detection.doubt(probs), row(0.3, 2 / 3, 0))
     h = -(0.7 * math.log(0.7) + 0.2 * math.log(0.2) + 0.1 * math.log(0.1))
     assert_close(detection.entropy(probs), row(h, math.log(3), 0))
@@ -63,9 +81,18 @@ def test_scores_of_predictions():
 
 def test_unseen_labels():
     """Of each client the classes that it has no training example of; padding is nobody's."""
-    labels, mask = torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]]), torch.tensor([[True] * 4, [True, True, True, False]])
-    train, train_mask = torch.tensor([[0, 2, 3], [1, 1, 0]]), torch.tensor([[True, True, False], [True, True, False]])
-    assert detection.unseen(labels, mask, train, train_mask).tolist() == [[False, True, False, True], [True, False, True, False]]
+    labels, mask = (
+        torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]]),
+        torch.tensor([[True] * 4, [True, True, True, False]]),
+    )
+    train, train_mask = (
+        torch.tensor([[0, 2, 3], [1, 1, 0]]),
+        torch.tensor([[True, True, False], [True, True, False]]),
+    )
+    assert detection.unseen(labels, mask, train, train_mask).tolist() == [
+        [False, True, False, True],
+        [True, False, True, False],
+    ]
     assert detection.unseen(labels[:0], mask[:0], train[:0], train_mask[:0]).shape == (0, 4)
     with pytest.raises(ValueError, match="must be the same"):
         detection.unseen(labels, mask, train[:1], train_mask[:1])
@@ -82,7 +109,9 @@ def test_auroc_by_hand():
 
 
 def test_fpr_by_hand():
-    """Of 20 own scores 1 to 20 the 19th passes at 95 %: outsiders at 19 pass, at 19.5 not; the level counts exactly."""
+    """Of 20 own scores 1 to 20 the 19th passes at 95 %: outsiders at 19 pass, at 19.5 not; the
+    level counts exactly.
+    """
     own, other = row(*range(1, 21)), row(19, 19.5, 3, 40)
     masks = full(own), full(other)
     assert detection.fpr(own, other, *masks).item() == 0.5
@@ -98,7 +127,9 @@ def test_fpr_by_hand():
 
 @pytest.mark.parametrize("levels", [None, 2, 1])
 def test_detection_agrees_with_sklearn(levels):
-    """AUROC and the least FPR at 95 % TPR, ties included; own examples are the positives of the latter, accepted by a low score."""
+    """AUROC and the least FPR at 95 % TPR, ties included; own examples are the positives of the
+    latter, accepted by a low score.
+    """
     sklearn = pytest.importorskip("sklearn.metrics")
     inside, outside, inside_mask, outside_mask = case = pair(levels=levels)
     areas, rates = [], []
@@ -106,7 +137,9 @@ def test_detection_agrees_with_sklearn(levels):
         own, other = inside[j][inside_mask[j]].numpy(), outside[j][outside_mask[j]].numpy()
         score, is_own = -np.concatenate([own, other]), np.arange(len(own) + len(other)) < len(own)
         areas.append(sklearn.roc_auc_score(is_own, score))
-        accepted_wrongly, accepted_rightly, _ = sklearn.roc_curve(is_own, score, drop_intermediate=False)
+        accepted_wrongly, accepted_rightly, _ = sklearn.roc_curve(
+            is_own, score, drop_intermediate=False
+        )
         rates.append(accepted_wrongly[accepted_rightly >= 0.95].min())
     assert_close(detection.auroc(*case).tolist(), areas)
     assert_close(detection.fpr(*case).tolist(), rates)
@@ -140,16 +173,31 @@ def test_detection_summary():
     inside, outside, inside_mask, outside_mask = pair()
     outside_mask[1] = False
     summary = detection.detection_summary(
-        {"a": inside, "b": -inside, "c": inside}, {"a": outside, "b": -outside}, inside_mask, outside_mask
+        {"a": inside, "b": -inside, "c": inside},
+        {"a": outside, "b": -outside},
+        inside_mask,
+        outside_mask,
     )
     assert list(summary) == ["a_auroc", "a_fpr95", "b_auroc", "b_fpr95"]
-    areas, rates = (f(inside, outside, inside_mask, outside_mask)[[0, 2, 3]] for f in (detection.auroc, detection.fpr))
+    areas, rates = (
+        f(inside, outside, inside_mask, outside_mask)[[0, 2, 3]]
+        for f in (detection.auroc, detection.fpr)
+    )
     assert summary["a_auroc"] == pytest.approx(areas.mean().item())
     assert summary["a_fpr95"] == pytest.approx(rates.mean().item())
     assert summary["b_auroc"] == pytest.approx(1 - areas.mean().item())
     inside[2, 0] = math.nan
-    assert detection.auroc(inside, outside, inside_mask, outside_mask).isnan().tolist() == [False, True, True, False]
-    assert math.isnan(detection.detection_summary({"a": inside}, {"a": outside}, inside_mask, outside_mask)["a_auroc"])
+    assert detection.auroc(inside, outside, inside_mask, outside_mask).isnan().tolist() == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert math.isnan(
+        detection.detection_summary({"a": inside}, {"a": outside}, inside_mask, outside_mask)[
+            "a_auroc"
+        ]
+    )
     with pytest.raises(ValueError, match=r"score .*\['a'\].*\['b'\]"):
         detection.detection_summary({"a": inside}, {"b": outside}, inside_mask, outside_mask)
 
@@ -157,7 +205,9 @@ def test_detection_summary():
 # Selective prediction
 
 
-def selective(clients: int = 4, rows: int = 40, levels: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def selective(
+    clients: int = 4, rows: int = 40, levels: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, right or wrong, mask; the doubtful are more often wrong."""
     rng = torch.Generator().manual_seed(1)
     score = torch.rand(clients, rows, generator=rng).double()
@@ -176,8 +226,17 @@ def test_risk_coverage_by_hand():
     assert curve.aurc == pytest.approx((1 / 2 + 1 / 3 + 2 / 4) / 4)
     assert curve.best == pytest.approx((1 / 3 + 2 / 4) / 4)  # the two errors last
     assert detection.aurc(score, right, full(score)).item() == pytest.approx(curve.aurc)
-    for coverage, accuracy in ((0.25, 1), (0.5, 1 / 2), (0.51, 2 / 3), (0.75, 2 / 3), (1, 1 / 2), (0.01, 1)):
-        assert detection.selective_accuracy(score, right, full(score), coverage=coverage).item() == pytest.approx(accuracy)
+    for coverage, accuracy in (
+        (0.25, 1),
+        (0.5, 1 / 2),
+        (0.51, 2 / 3),
+        (0.75, 2 / 3),
+        (1, 1 / 2),
+        (0.01, 1),
+    ):
+        assert detection.selective_accuracy(
+            score, right, full(score), coverage=coverage
+        ).item() == pytest.approx(accuracy)
 
 
 def test_ties_are_the_average_over_orders():
@@ -190,15 +249,22 @@ def test_ties_are_the_average_over_orders():
             wrong = ~right[0][list(order)]
             risks.append((wrong.cumsum(0) / torch.arange(1, 7)).tolist())
     assert len(risks) == 6 * 2
-    np.testing.assert_allclose(detection.risk_coverage(score, right, full(score)).risk, np.mean(risks, 0))
+    np.testing.assert_allclose(
+        detection.risk_coverage(score, right, full(score)).risk, np.mean(risks, 0)
+    )
 
 
 def test_selective_limits():
-    """A constant score gives the error rate everywhere; the perfect order the best area; its reverse nothing better; no error 0."""
+    """A constant score gives the error rate everywhere; the perfect order the best area; its
+    reverse nothing better; no error 0.
+    """
     _, right, mask = selective()
     errors = (~right & mask).sum(-1) / mask.sum(-1).double()
     assert_close(detection.aurc(torch.zeros(right.shape), right, mask), errors)
-    assert_close(detection.selective_accuracy(torch.zeros(right.shape), right, mask, coverage=0.3), 1 - errors)
+    assert_close(
+        detection.selective_accuracy(torch.zeros(right.shape), right, mask, coverage=0.3),
+        1 - errors,
+    )
     perfect = (~right).double()
     noise = 1e-3 * torch.rand(right.shape, generator=torch.Generator().manual_seed(0))
     curve = detection.risk_coverage(perfect + noise, right, mask)
@@ -206,7 +272,9 @@ def test_selective_limits():
     n = 20000
     wrong = torch.arange(n)[None] >= 0.7 * n
     curve = detection.risk_coverage(torch.arange(n)[None].double(), ~wrong, full(wrong))
-    assert curve.aurc == pytest.approx(0.3 + 0.7 * math.log(0.7), abs=1e-4)  # r + (1 - r) log(1 - r), the limit of many examples
+    assert curve.aurc == pytest.approx(
+        0.3 + 0.7 * math.log(0.7), abs=1e-4
+    )  # r + (1 - r) log(1 - r), the limit of many examples
     assert (detection.aurc(-perfect, right, mask) >= errors).all()
     assert detection.aurc(perfect, full(right), mask).tolist() == [0] * 4
     assert_close(detection.selective_accuracy(*selective(), coverage=1), 1 - errors)
@@ -218,7 +286,9 @@ def test_pooled_and_per_client_agree(levels):
     score, right, mask = case = selective(levels=levels)
     areas = detection.aurc(*case)
     for j in range(4):
-        alone = detection.risk_coverage(score[j][mask[j]][None], right[j][mask[j]][None], mask[j][mask[j]][None])
+        alone = detection.risk_coverage(
+            score[j][mask[j]][None], right[j][mask[j]][None], mask[j][mask[j]][None]
+        )
         assert areas[j].item() == pytest.approx(alone.aurc)
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(2))
     assert_close(detection.aurc(score[:, rows], right[:, rows], mask[:, rows]), areas)
@@ -237,11 +307,20 @@ def test_selective_summary():
     summary = detection.selective_summary(probs, labels, mask)
     case = detection.doubt(probs), probs.argmax(-1) == labels, mask
     assert summary["aurc"] == pytest.approx(detection.aurc(*case)[:4].mean().item())
-    assert summary["accuracy_at_80"] == pytest.approx(detection.selective_accuracy(*case)[:4].mean().item())
-    assert summary["accuracy_at_90"] == pytest.approx(detection.selective_accuracy(*case, coverage=0.9)[:4].mean().item())
+    assert summary["accuracy_at_80"] == pytest.approx(
+        detection.selective_accuracy(*case)[:4].mean().item()
+    )
+    assert summary["accuracy_at_90"] == pytest.approx(
+        detection.selective_accuracy(*case, coverage=0.9)[:4].mean().item()
+    )
     curve = detection.risk_coverage(*case)
-    assert (summary["pooled_aurc"], summary["pooled_aurc_excess"]) == (pytest.approx(curve.aurc), pytest.approx(curve.aurc - curve.best))
-    perfect = detection.selective_summary(probs, labels, mask, score=(probs.argmax(-1) != labels).double())
+    assert (summary["pooled_aurc"], summary["pooled_aurc_excess"]) == (
+        pytest.approx(curve.aurc),
+        pytest.approx(curve.aurc - curve.best),
+    )
+    perfect = detection.selective_summary(
+        probs, labels, mask, score=(probs.argmax(-1) != labels).double()
+    )
     assert perfect["pooled_aurc_excess"] == pytest.approx(0)
     probs[1, 0, 0] = math.nan
     broken = detection.selective_summary(probs, labels, mask)
@@ -256,14 +335,32 @@ def test_errors_name_the_remedy():
     inside, outside, inside_mask, outside_mask = pair()
     score, right, mask = selective()
     for call, message in (
-        (lambda: detection.auroc(inside[0], outside, inside_mask, outside_mask), r"inside must be \[J, N\]"),
-        (lambda: detection.auroc(inside, outside, outside_mask, outside_mask), r"inside_mask .*\[4, 50\]; got \[4, 70\]"),
-        (lambda: detection.auroc(inside, outside, inside_mask.int(), outside_mask), "inside_mask must be bool"),
-        (lambda: detection.fpr(inside[:2], outside, inside_mask[:2], outside_mask), r"inside .*2 clients .*outside .*4"),
-        (lambda: detection.fpr(inside, outside, inside_mask, outside_mask, tpr=95), "tpr must lie within"),
+        (
+            lambda: detection.auroc(inside[0], outside, inside_mask, outside_mask),
+            r"inside must be \[J, N\]",
+        ),
+        (
+            lambda: detection.auroc(inside, outside, outside_mask, outside_mask),
+            r"inside_mask .*\[4, 50\]; got \[4, 70\]",
+        ),
+        (
+            lambda: detection.auroc(inside, outside, inside_mask.int(), outside_mask),
+            "inside_mask must be bool",
+        ),
+        (
+            lambda: detection.fpr(inside[:2], outside, inside_mask[:2], outside_mask),
+            r"inside .*2 clients .*outside .*4",
+        ),
+        (
+            lambda: detection.fpr(inside, outside, inside_mask, outside_mask, tpr=95),
+            "tpr must lie within",
+        ),
         (lambda: detection.aurc(score, right.int(), mask), "right must be bool"),
         (lambda: detection.aurc(score, right[1:], mask), r"right .*\[4, 40\]; got \[3, 40\]"),
-        (lambda: detection.selective_accuracy(score, right, mask, coverage=0), "coverage must lie within"),
+        (
+            lambda: detection.selective_accuracy(score, right, mask, coverage=0),
+            "coverage must lie within",
+        ),
         (lambda: detection.risk_coverage(score, right, full(mask)), "score is NaN.*plug-in"),
     ):
         with pytest.raises(ValueError, match=message):

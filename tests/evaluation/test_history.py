@@ -19,14 +19,26 @@ def history() -> History:
         [
             {"round": 1, "train_nll": 0.9, "validation_nll": 0.8, "personal_accuracy": 0.5},
             {"round": 2, "train_nll": 0.7},
-            {"round": 3, "train_nll": 0.6, "validation_nll": 0.5, "personal_accuracy": 0.75, "personal_pooled_accuracy": 0.7},
+            {
+                "round": 3,
+                "train_nll": 0.6,
+                "validation_nll": 0.5,
+                "personal_accuracy": 0.75,
+                "personal_pooled_accuracy": 0.7,
+            },
         ]
     )
 
 
 def test_columns_in_order_of_appearance():
     """A column that comes late comes last, and none comes twice."""
-    assert history().columns == ["round", "train_nll", "validation_nll", "personal_accuracy", "personal_pooled_accuracy"]
+    assert history().columns == [
+        "round",
+        "train_nll",
+        "validation_nll",
+        "personal_accuracy",
+        "personal_pooled_accuracy",
+    ]
     assert History().columns == []
 
 
@@ -40,10 +52,18 @@ def test_column_is_an_array_with_nan_where_missing():
 
 
 def test_unknown_column_offers_the_nearest():
-    """The KeyError names what was asked and the nearest there is; the first columns where nothing is near."""
-    with pytest.raises(KeyError, match=r"no column 'accuracy'.* 5 .*\['personal_accuracy', 'personal_pooled_accuracy'\]"):
+    """The KeyError names what was asked and the nearest there is; the first columns where nothing
+    is near.
+    """
+    with pytest.raises(
+        KeyError,
+        match=r"no column 'accuracy'.* 5 .*\['personal_accuracy', 'personal_pooled_accuracy'\]",
+    ):
         history()["accuracy"]
-    with pytest.raises(KeyError, match=r"no column 'x'.*\['round', 'train_nll', 'validation_nll', 'personal_accuracy'\]"):
+    with pytest.raises(
+        KeyError,
+        match=r"no column 'x'.*\['round', 'train_nll', 'validation_nll', 'personal_accuracy'\]",
+    ):
         history()["x"]
     several: Any = ["round", "train_nll"]
     with pytest.raises(TypeError, match=r"^column .*\['round', 'train_nll'\].*for name in names"):
@@ -51,7 +71,9 @@ def test_unknown_column_offers_the_nearest():
 
 
 def test_best_ignores_what_was_not_measured():
-    """The highest or the lowest, by the measure's name unless it is said; a round without a value never wins."""
+    """The highest or the lowest, by the measure's name unless it is said; a round without a value
+    never wins.
+    """
     table = history()
     assert table.best("personal_accuracy")["round"] == 3
     assert table.best("validation_nll", lowest=True)["round"] == 3
@@ -88,7 +110,10 @@ def test_csv_round_trip(tmp_path: Path):
     """One line of names, one line a round, an empty cell where there is no value."""
     report.write_csv(tmp_path / "history.csv", history())
     text = (tmp_path / "history.csv").read_text()
-    assert text.splitlines()[0] == "round,train_nll,validation_nll,personal_accuracy,personal_pooled_accuracy"
+    assert (
+        text.splitlines()[0]
+        == "round,train_nll,validation_nll,personal_accuracy,personal_pooled_accuracy"
+    )
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [float(row["train_nll"]) for row in rows] == [0.9, 0.7, 0.6]
     assert rows[1]["validation_nll"] == ""
@@ -96,7 +121,9 @@ def test_csv_round_trip(tmp_path: Path):
 
 
 def test_repr_shows_the_last_evaluation():
-    """The last evaluated round, its personal measures but not the pooled ones; or that there is none."""
+    """The last evaluated round, its personal measures but not the pooled ones; or that there is
+    none.
+    """
     table = history()
     table.append({"round": 4})
     assert repr(table) == "History(4 rounds; personal_accuracy 0.75)"
@@ -104,7 +131,9 @@ def test_repr_shows_the_last_evaluation():
 
 
 def test_rows_by_place():
-    """An integer is a place, as in a list, whatever its type; a slice is a history of these rows."""
+    """An integer is a place, as in a list, whatever its type; a slice is a history of
+    these rows.
+    """
     history = History([{"round": 1, "a": 2.0}, {"round": 2}])
     assert history[-1] == {"round": 2}
     assert history[0]["a"] == 2.0

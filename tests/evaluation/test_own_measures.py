@@ -10,13 +10,20 @@ from bayesfl.data import ClientData
 from bayesfl.evaluation.own_measures import check_measures, measured
 from bayesfl.evaluation.predictions import Predictions
 
-SPLIT = ClientData(torch.zeros(5, 1), torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 1, 2, 3, 4]), np.array([2, 0, 3]))
+SPLIT = ClientData(
+    torch.zeros(5, 1),
+    torch.tensor([0, 1, 1, 0, 1]),
+    torch.tensor([0, 1, 2, 3, 4]),
+    np.array([2, 0, 3]),
+)
 MASK = torch.tensor([[True, True, False], [False] * 3, [True] * 3])
 PREDICTIONS = Predictions(mask=MASK, epistemic=torch.zeros(3, 3), probs=torch.full((3, 3, 2), 0.5))
 
 
 def test_a_measure_is_a_mean_over_the_clients_that_have_one():
-    """Each is given one client's rows without padding, with its own labels; a client without rows is left out, and so is NaN."""
+    """Each is given one client's rows without padding, with its own labels; a client without rows
+    is left out, and so is NaN.
+    """
     seen: list[tuple[int, list[int]]] = []
 
     def ones(predictions: Predictions, labels: torch.Tensor) -> float:
@@ -24,7 +31,13 @@ def test_a_measure_is_a_mean_over_the_clients_that_have_one():
         return float(labels.sum())
 
     found = measured(
-        {"ones": ones, "none": lambda p, y: math.nan, "first": lambda p, y: y[0] if len(y) == 2 else math.nan}, PREDICTIONS, SPLIT
+        {
+            "ones": ones,
+            "none": lambda p, y: math.nan,
+            "first": lambda p, y: y[0] if len(y) == 2 else math.nan,
+        },
+        PREDICTIONS,
+        SPLIT,
     )
     assert seen == [(2, [0, 1]), (3, [1, 0, 1])]
     assert found["ones"] == 1.5

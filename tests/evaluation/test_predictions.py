@@ -17,7 +17,9 @@ from bayesfl.likelihoods import Gaussian, Poisson, Quantiles
 def split(*counts: int) -> ClientData:
     """Clients of so many examples."""
     rows = sum(counts)
-    return ClientData(torch.zeros(rows, 2), torch.arange(rows) % 3, torch.arange(rows), np.array(counts))
+    return ClientData(
+        torch.zeros(rows, 2), torch.arange(rows) % 3, torch.arange(rows), np.array(counts)
+    )
 
 
 def test_chunks_are_put_together():
@@ -29,7 +31,12 @@ def test_chunks_are_put_together():
     collector.add(np.array([0]), {"probs": second, "epistemic": second[..., 0]})
     assert not collector.empty
     found = collector.predictions()
-    assert found.mask.tolist() == [[True, True, False], [True, True, True], [False] * 3, [True, True, False]]
+    assert found.mask.tolist() == [
+        [True, True, False],
+        [True, True, True],
+        [False] * 3,
+        [True, True, False],
+    ]
     assert found.probs is not None
     assert torch.equal(found.probs[3, :2], first[0, :2])
     assert torch.equal(found.probs[1], first[1, :3])
@@ -48,9 +55,13 @@ def test_a_client_alone_has_no_padding():
 
 
 def test_a_client_is_found_by_name_or_number():
-    """As `Result.client` finds it; without names by numbers alone. One client's own predictions have no clients."""
+    """As `Result.client` finds it; without names by numbers alone. One client's own predictions
+    have no clients.
+    """
     probs, mask = torch.rand(3, 2, 4), torch.ones(3, 2, dtype=torch.bool)
-    found = Predictions(mask=mask, epistemic=torch.rand(3, 2), probs=probs, names=("Bern", "Basel", "1"))
+    found = Predictions(
+        mask=mask, epistemic=torch.rand(3, 2), probs=probs, names=("Bern", "Basel", "1")
+    )
     assert "Bern" not in repr(found)
     for client, j in {"Basel": 1, 0: 0, np.int64(2): 2, "1": 2}.items():
         assert torch.equal(found.client(client).probs, probs[j])  # type: ignore[arg-type]
@@ -70,13 +81,20 @@ def test_a_client_is_found_by_name_or_number():
 
 
 def test_what_more_data_would_leave():
-    """The entropy, or the variance over all targets, less the epistemic part; NaN at the plug-in."""
+    """The entropy, or the variance over all targets, less the epistemic part; NaN at the
+    plug-in.
+    """
     mask = torch.tensor([[True, True]])
     probs = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
     found = Predictions(mask=mask, epistemic=torch.tensor([[0.2, 0.0]]), probs=probs)
     assert_close(found.aleatoric, torch.tensor([[math.log(2) - 0.2, 0.0]]))
     variance = torch.tensor([[[0.5, 0.25], [1.0, 2.0]]])
-    found = Predictions(mask=mask, epistemic=torch.tensor([[0.25, math.nan]]), mean=torch.zeros(1, 2, 2), variance=variance)
+    found = Predictions(
+        mask=mask,
+        epistemic=torch.tensor([[0.25, math.nan]]),
+        mean=torch.zeros(1, 2, 2),
+        variance=variance,
+    )
     assert_close(found.aleatoric, torch.tensor([[0.5, math.nan]]), equal_nan=True)
 
 
@@ -92,20 +110,31 @@ def test_what_is_printed_is_short():
 
 
 def test_measures_are_of_the_split_that_was_predicted():
-    """Another number of clients or examples, or other labels, would make numbers without a meaning; clients without rows are left out."""
+    """Another number of clients or examples, or other labels, would make numbers without a meaning;
+    clients without rows are left out.
+    """
     own = split(2, 3, 1)
     collector = Collector(own)
-    collector.add(np.array([0, 1]), {"probs": (probs := torch.full((2, 3, 3), 1 / 3)), "epistemic": probs[..., 0]})
+    collector.add(
+        np.array([0, 1]),
+        {"probs": (probs := torch.full((2, 3, 3), 1 / 3)), "epistemic": probs[..., 0]},
+    )
     found = collector.predictions()
     assert found.summary(own)["nll"] == pytest.approx(math.log(3))
     assert found.labels is not None
     assert "labels" not in repr(found)
     federation: Any = SimpleNamespace(test=own)
-    with pytest.raises(TypeError, match=r"^split .*ClientData, got SimpleNamespace; .*clients\.test"):
+    with pytest.raises(
+        TypeError, match=r"^split .*ClientData, got SimpleNamespace; .*clients\.test"
+    ):
         found.summary(federation)
-    with pytest.raises(ValueError, match=r"^split has 2 clients, .* 3 clients; .*summary\(clients\.test\)"):
+    with pytest.raises(
+        ValueError, match=r"^split has 2 clients, .* 3 clients; .*summary\(clients\.test\)"
+    ):
         found.summary(split(2, 3))
-    with pytest.raises(ValueError, match=r"^split has 4 examples of client 1, .* 3; .*summary\(clients\.test\)"):
+    with pytest.raises(
+        ValueError, match=r"^split has 4 examples of client 1, .* 3; .*summary\(clients\.test\)"
+    ):
         found.summary(split(2, 4, 1))
     with pytest.raises(ValueError, match=r"^split has other labels .*summary\(clients\.test\)"):
         found.summary(ClientData(own.x, own.y.flip(0), own.index, own.counts))
@@ -116,20 +145,35 @@ def test_measures_are_of_the_split_that_was_predicted():
 def test_targets_may_have_another_precision():
     """A run in float32 predicts targets that were rounded to it."""
     rows = torch.arange(3)
-    own = ClientData(torch.zeros(3, 1), torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64), rows, np.array([1, 2]))
+    own = ClientData(
+        torch.zeros(3, 1),
+        torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64),
+        rows,
+        np.array([1, 2]),
+    )
     collector = Collector(own.to(dtype=torch.float32))
     zeros = torch.zeros(2, 2, 1)
-    collector.add(np.array([0, 1]), {"mean": zeros, "variance": zeros + 1, "epistemic": zeros[..., 0]})
-    assert collector.predictions().summary(own)["rmse"] == pytest.approx((0.1 + math.sqrt((0.04 + 0.09) / 2)) / 2)
+    collector.add(
+        np.array([0, 1]), {"mean": zeros, "variance": zeros + 1, "epistemic": zeros[..., 0]}
+    )
+    assert collector.predictions().summary(own)["rmse"] == pytest.approx(
+        (0.1 + math.sqrt((0.04 + 0.09) / 2)) / 2
+    )
 
 
 def test_predictions_that_are_not_finite_name_a_client():
-    """Measures are NaN then, and nothing else would say which example did it; padding counts nothing."""
+    """Measures are NaN then, and nothing else would say which example did it; padding counts
+    nothing.
+    """
     collector = Collector(split(2, 3), ("Bern", "Chur"))
     probs = torch.full((2, 3, 3), 1 / 3)
     probs[1, 2, 0], probs[0, 2] = math.nan, math.nan
     collector.add(np.array([0, 1]), {"probs": probs, "epistemic": torch.full((2, 3), math.nan)})
-    with pytest.warns(UserWarning, match=r"predictions for 1 examples are not finite, the first that of row 2 of client 'Chur'"):
+    with pytest.warns(
+        UserWarning,
+        match=r"predictions for 1 examples are not finite, the first that of row 2 of client "
+        r"'Chur'",
+    ):
         collector.predictions()
 
 
@@ -144,22 +188,39 @@ def test_each_label_is_measured_as_an_example():
     table = found.table(data)
     assert table["examples"].tolist() == [10, 8]
     right = probs.argmax(-1) == torch.stack([y[:3], torch.cat([y[3:], y[:1]])])
-    assert table["accuracy"].tolist() == pytest.approx([float(right[0][y[:3] >= 0].double().mean()), float(right[1, :2].double().mean())])
+    assert table["accuracy"].tolist() == pytest.approx(
+        [float(right[0][y[:3] >= 0].double().mean()), float(right[1, :2].double().mean())]
+    )
     assert found.summary(data)["accuracy"] == pytest.approx(table["accuracy"].mean())
 
 
 def test_numbers_are_measured_under_the_likelihood():
-    """Counts under theirs, intervals under their level, others as normal ones; a client alone keeps it."""
+    """Counts under theirs, intervals under their level, others as normal ones; a client alone keeps
+    it.
+    """
     y = torch.tensor([0.0, 2.0, 5.0])
-    data, mask, mean = ClientData(torch.zeros(3, 2), y, torch.arange(3), np.array([3])), torch.ones(1, 3).bool(), torch.full((1, 3, 1), 2.0)
+    data, mask, mean = (
+        ClientData(torch.zeros(3, 2), y, torch.arange(3), np.array([3])),
+        torch.ones(1, 3).bool(),
+        torch.full((1, 3, 1), 2.0),
+    )
     epistemic = torch.zeros(1, 3)
-    for likelihood, wanted in ((Poisson(), -torch.distributions.Poisson(2.0).log_prob(y)), (Gaussian(), None)):
+    for likelihood, wanted in (
+        (Poisson(), -torch.distributions.Poisson(2.0).log_prob(y)),
+        (Gaussian(), None),
+    ):
         found = Predictions(mask, epistemic, mean=mean, variance=mean, likelihood=likelihood)
-        wanted = -torch.distributions.Normal(2.0, math.sqrt(2.0)).log_prob(y) if wanted is None else wanted
+        wanted = (
+            -torch.distributions.Normal(2.0, math.sqrt(2.0)).log_prob(y)
+            if wanted is None
+            else wanted
+        )
         assert found.summary(data)["nll"] == pytest.approx(float(wanted.mean()), abs=1e-6)
         assert found.client(0).likelihood is likelihood
         assert found.table(data)["client"].tolist() == [0]
-    ends = Predictions(mask, epistemic, mean=mean, lower=mean - 1, upper=mean + 1, likelihood=Quantiles(0.5))
+    ends = Predictions(
+        mask, epistemic, mean=mean, lower=mean - 1, upper=mean + 1, likelihood=Quantiles(0.5)
+    )
     assert ends.summary(data)["interval_score"] == pytest.approx((2 + 4 * 1 + 2 + 2 + 4 * 2) / 3)
     assert bool(ends.aleatoric.isnan().all())
 
@@ -168,9 +229,20 @@ def test_places_take_sets_and_answers_along():
     """Each label of an example becomes an example, with its own set and whether it is answered."""
     rng = torch.Generator().manual_seed(0)
     probs = torch.rand(2, 3, 4, 5, generator=rng).softmax(-1)
-    mask, labels = torch.tensor([[True, True, False], [True, True, True]]), torch.randint(5, (2, 3, 4), generator=rng)
+    mask, labels = (
+        torch.tensor([[True, True, False], [True, True, True]]),
+        torch.randint(5, (2, 3, 4), generator=rng),
+    )
     sets, answered = probs > 0.2, probs.amax(-1) > 0.25
-    found = Predictions(mask, torch.zeros(2, 3, 4), probs=probs, labels=labels, sets=sets, answered=answered, level=0.9).places()
+    found = Predictions(
+        mask,
+        torch.zeros(2, 3, 4),
+        probs=probs,
+        labels=labels,
+        sets=sets,
+        answered=answered,
+        level=0.9,
+    ).places()
     assert found.sets is not None
     assert found.answered is not None
     for i in range(3):

@@ -29,12 +29,18 @@ def test_mean_and_error():
     mean, error = report.mean_and_error(torch.tensor([2.0]))
     assert mean == 2
     assert math.isnan(error)
-    assert all(math.isnan(value) for value in (*report.mean_and_error([]), *report.mean_and_error([1, math.nan])))
+    assert all(
+        math.isnan(value)
+        for value in (*report.mean_and_error([]), *report.mean_and_error([1, math.nan]))
+    )
 
 
 def test_text_table():
     """Numbers aligned at the point and the sign, the best marked, what is missing a dash."""
-    text = table(ROWS, columns=[Column("accuracy", better="higher"), Column("nll", better="lower"), "seconds"])
+    text = table(
+        ROWS,
+        columns=[Column("accuracy", better="higher"), Column("nll", better="lower"), "seconds"],
+    )
     assert text.splitlines() == [
         "method          accuracy              NLL  seconds",
         "--------  --------------  ---------------  -------",
@@ -46,8 +52,16 @@ def test_text_table():
 
 def test_markdown_table():
     """Valid markdown with bars escaped, the best in bold, columns of equal width."""
-    lines = table(ROWS | {"a|b": {"accuracy": [0.5]}}, columns=[Column("accuracy", better="higher"), "nll"], style="markdown").splitlines()
-    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == ["method", "accuracy", "NLL"]
+    lines = table(
+        ROWS | {"a|b": {"accuracy": [0.5]}},
+        columns=[Column("accuracy", better="higher"), "nll"],
+        style="markdown",
+    ).splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
+        "method",
+        "accuracy",
+        "NLL",
+    ]
     assert set(lines[1]) == set("|-: ")
     assert "| **0.870 ± 0.030** |" in lines[3]
     assert "| a\\|b " in lines[5]
@@ -70,20 +84,44 @@ def test_methods_that_print_alike_are_best_together():
 
 def test_which_values_are_best():
     """By the measure at the end of a name; of a coverage neither the highest nor the lowest."""
-    assert {report.better(key) for key in ("accuracy", "before_pool_accuracy_decile", "validation_macro_f1", "personal_auroc")} == {
-        "higher"
-    }
-    assert {report.better(key) for key in ("nll", "train_nll", "personal_pooled_ece", "mce", "global_brier", "personal_rmse")} == {"lower"}
-    assert {report.better(key) for key in ("round", "personal_coverage_90", "bytes_up", "none")} == {None}
+    assert {
+        report.better(key)
+        for key in (
+            "accuracy",
+            "before_pool_accuracy_decile",
+            "validation_macro_f1",
+            "personal_auroc",
+        )
+    } == {"higher"}
+    assert {
+        report.better(key)
+        for key in (
+            "nll",
+            "train_nll",
+            "personal_pooled_ece",
+            "mce",
+            "global_brier",
+            "personal_rmse",
+        )
+    } == {"lower"}
+    assert {
+        report.better(key) for key in ("round", "personal_coverage_90", "bytes_up", "none")
+    } == {None}
 
 
 def test_columns():
     """Defaults by name, own choices, all keys when none are given, and errors."""
-    for key, title in (("pooled_accuracy", "pooled accuracy"), ("coverage", "coverage"), ("ece", "ECE")):
+    for key, title in (
+        ("pooled_accuracy", "pooled accuracy"),
+        ("coverage", "coverage"),
+        ("ece", "ECE"),
+    ):
         assert (Column(key).title, Column(key).scale, Column(key).digits) == (title, 1, 3)
     assert Column("personal_macro_f1").title == "personal macro F1"
     assert "0.02" in table({"a": {"ece": 0.016}}, columns=[Column("ece", digits=2)])
-    assert "1500 ± 100" in table({"a": {"ms": [1.4, 1.6]}}, columns=[Column("ms", scale=1000, digits=0)])
+    assert "1500 ± 100" in table(
+        {"a": {"ms": [1.4, 1.6]}}, columns=[Column("ms", scale=1000, digits=0)]
+    )
     assert table(ROWS).splitlines()[0].split() == ["method", "accuracy", "NLL", "seconds"]
     with pytest.raises(ValueError, match=r"\['auroc'\] .*\['accuracy', 'nll', 'seconds'\]"):
         table(ROWS, columns=["auroc"])
@@ -96,10 +134,19 @@ def test_columns():
 def test_csv(tmp_path: Path):
     """Keys in order of appearance, missing cells empty, floats exact."""
     path = tmp_path / "clients.csv"
-    report.write_csv(path, [{"client": 0, "accuracy": 0.1 + 0.2}, {"client": 1, "note": 'a, "b"', "accuracy": np.float64(0.5)}])
+    report.write_csv(
+        path,
+        [
+            {"client": 0, "accuracy": 0.1 + 0.2},
+            {"client": 1, "note": 'a, "b"', "accuracy": np.float64(0.5)},
+        ],
+    )
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert rows == [{"client": "0", "accuracy": repr(0.1 + 0.2), "note": ""}, {"client": "1", "accuracy": "0.5", "note": 'a, "b"'}]
+    assert rows == [
+        {"client": "0", "accuracy": repr(0.1 + 0.2), "note": ""},
+        {"client": "1", "accuracy": "0.5", "note": 'a, "b"'},
+    ]
     report.write_csv(path, [{"loss": torch.tensor(0.25)}])  # type: ignore[dict-item]
     assert path.read_text() == "loss\n0.25\n"
     report.write_csv(path, [])
@@ -107,7 +154,9 @@ def test_csv(tmp_path: Path):
 
 
 def test_json(tmp_path: Path):
-    """Tensors, arrays, paths, dataclasses; what JSON cannot say becomes null, so that every reader can read it."""
+    """Tensors, arrays, paths, dataclasses; what JSON cannot say becomes null, so that every reader
+    can read it.
+    """
 
     @dataclass(frozen=True)
     class Options:
@@ -144,7 +193,19 @@ def test_json(tmp_path: Path):
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Everything is there and can be written; without git there is no commit and no error."""
     record = report.environment()
-    assert {"date", "bayesfl", "python", "platform", "torch", "numpy", "cpu", "cores", "threads", "accelerator", "commit"} == set(record)
+    assert {
+        "date",
+        "bayesfl",
+        "python",
+        "platform",
+        "torch",
+        "numpy",
+        "cpu",
+        "cores",
+        "threads",
+        "accelerator",
+        "commit",
+    } == set(record)
     assert record["torch"] == torch.__version__
     assert record["cores"] >= 1
     assert record["commit"] is None or len(record["commit"].removesuffix("-dirty")) == 40

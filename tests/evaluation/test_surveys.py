@@ -34,7 +34,10 @@ class Share:
         return answer if self.wrong is None else self.wrong(answer)
 
     def solve(self, told: Any, total: Any) -> tuple[dict[str, torch.Tensor], bool]:
-        return {"asked": told["asked"] + 1, "share": total["n_right"] / total["n_examples"][0]}, bool(told["asked"] == 1)
+        return {
+            "asked": told["asked"] + 1,
+            "share": total["n_right"] / total["n_examples"][0],
+        }, bool(told["asked"] == 1)
 
 
 def test_a_survey_of_ones_own():
@@ -53,7 +56,11 @@ def test_sums_do_not_depend_on_the_order_of_clients():
     """To the bit: answers are added in the order of the clients' numbers."""
     given = mine((30, 7, 1, 55), ids=(5, 2, 9, 1))
     order = np.array([3, 1, 0, 2])
-    moved = {name: t[torch.from_numpy(order)] for name, t in vars(given.predictions).items() if isinstance(t, torch.Tensor)}
+    moved = {
+        name: t[torch.from_numpy(order)]
+        for name, t in vars(given.predictions).items()
+        if isinstance(t, torch.Tensor)
+    }
     turned = replace(given, ids=given.ids[order], predictions=replace(given.predictions, **moved))
     step = Temperature()
     told = step.start(CLASSES) | {"beta": torch.tensor(0.3, dtype=torch.float64)}
@@ -62,7 +69,9 @@ def test_sums_do_not_depend_on_the_order_of_clients():
 
 
 def test_draws_are_the_clients_own():
-    """Of each row the same, whatever rows and clients stand beside it; uniform; two phases, rounds, seeds and clients draw apart."""
+    """Of each row the same, whatever rows and clients stand beside it; uniform; two phases, rounds,
+    seeds and clients draw apart.
+    """
     given = mine((3000, 7, 0, 55))
     u = given.uniform(0)
     assert given.rows is not None
@@ -70,7 +79,11 @@ def test_draws_are_the_clients_own():
     assert torch.equal(alone.uniform(0)[0], u[1, 4:5])
     assert 0 < float(u.min()) < float(u.max()) < 1
     assert kstest(u[0, :3000].numpy(), "uniform").pvalue > 0.01
-    for other in (replace(given, seed=9).uniform(0), replace(given, round=9).uniform(0), given.uniform(1)):
+    for other in (
+        replace(given, seed=9).uniform(0),
+        replace(given, round=9).uniform(0),
+        given.uniform(1),
+    ):
         assert abs(float(np.corrcoef(other[0].numpy(), u[0].numpy())[0, 1])) < 0.1
     same = replace(given, rows=np.repeat(given.rows[:1], 4, 0)).uniform(0)
     assert not torch.equal(same[0], same[1])
@@ -81,9 +94,18 @@ def test_draws_are_the_clients_own():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda a: {"n_right": a["n_right"]}, r"an answer holds \['n_right'\], and the survey declares \['n_examples', 'n_right'\]"),
-        (lambda a: a | {"n_examples": a["n_right"]}, r"an answer has 'n_examples' of shape \[4\], and the survey declares \[4, 2\]"),
-        (lambda a: a | {"n_right": a["n_right"] / 0 * 0}, "an answer has numbers that are not finite in 'n_right'"),
+        (
+            lambda a: {"n_right": a["n_right"]},
+            r"an answer holds \['n_right'\], and the survey declares \['n_examples', 'n_right'\]",
+        ),
+        (
+            lambda a: a | {"n_examples": a["n_right"]},
+            r"an answer has 'n_examples' of shape \[4\], and the survey declares \[4, 2\]",
+        ),
+        (
+            lambda a: a | {"n_right": a["n_right"] / 0 * 0},
+            "an answer has numbers that are not finite in 'n_right'",
+        ),
         (lambda a: a | {"n_right": -a["n_right"]}, "an answer has a negative count in 'n_right'"),
         (lambda a: None, "an answer is None, and the survey declares tensors by name"),
     ],
@@ -101,9 +123,23 @@ def test_what_is_no_survey_or_does_not_end():
         named_split(Share)
     endless = type("Endless", (Share,), {"solve": lambda self, told, total: (told, False)})()
     with pytest.raises(RuntimeError, match="Endless has asked 1000 questions and not ended"):
-        conduct(endless, lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()}, CLASSES)
+        conduct(
+            endless,
+            lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
+            CLASSES,
+        )
     single = type("Single", (Share,), {"solve": lambda self, told, total: total})()
-    with pytest.raises(ValueError, match="solve of Single must return what is told and whether that is the end"):
-        conduct(single, lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()}, CLASSES)
+    with pytest.raises(
+        ValueError, match="solve of Single must return what is told and whether that is the end"
+    ):
+        conduct(
+            single,
+            lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
+            CLASSES,
+        )
     with pytest.raises(ValueError, match="the sum of the answers has a negative count"):
-        conduct(Share(), lambda told, shapes: {name: -torch.ones(shape) for name, shape in shapes.items()}, CLASSES)
+        conduct(
+            Share(),
+            lambda told, shapes: {name: -torch.ones(shape) for name, shape in shapes.items()},
+            CLASSES,
+        )

@@ -20,5 +20,10 @@ def result():
 def saved(clients, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     model = bf.models.mlp(8, hidden=8, outputs=3)
-    bf.simulate(bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1), clients, rounds=2, progress=False).save(folder)
+    bf.simulate(
+        bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1),
+        clients,
+        rounds=2,
+        progress=False,
+    ).save(folder)
     return folder

@@ -37,7 +37,14 @@ def state(result: Result) -> dict[str, Tensor]:
 
 def run(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -> Result:
     """Three rounds in float64, in chunks of three clients."""
-    options = {"rounds": 3, "dtype": torch.float64, "seed": 3, "progress": False, "engine": bf.Engine(chunk=3), **options}
+    options = {
+        "rounds": 3,
+        "dtype": torch.float64,
+        "seed": 3,
+        "progress": False,
+        "engine": bf.Engine(chunk=3),
+        **options,
+    }
     return bf.simulate(algorithm, clients, **options)
 
 
@@ -62,23 +69,39 @@ def of_client(client: int, round: int, fault: Fault) -> Any:
 
 
 def one_head_each(model: nn.Module) -> bf.Algorithm:
-    """A shared body, and a head for each client that the server holds and addresses to it, mixed by halves with the mean."""
+    """A shared body, and a head for each client that the server holds and addresses to it, mixed by
+    halves with the mean.
+    """
 
     def start(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
         return view | {"head": {"loc": view["head_init"]}}
 
     def combine(server: Server, ids: Tensor, uplink: dict[str, Tensor]) -> Server:
         heads = uplink["head"]["loc"]
-        return {"heads": server["heads"].index_copy(0, ids, 0.5 * (heads + heads.mean(0))), "done": server["done"] + 1}
+        return {
+            "heads": server["heads"].index_copy(0, ids, 0.5 * (heads + heads.mean(0))),
+            "done": server["done"] + 1,
+        }
 
     both = ("body", "head")
     step = Descend(Energy(both, both, likelihood="mean"), batch_size=10)
     return bf.Algorithm(
         model,
         {"body": bf.Block("body.*"), "head": bf.Block("head.*", pool=Stack())},
-        (Once(start), step, Once(lambda algorithm, given, view, data: view | {"moved": (view["head"]["loc"] - view["head_init"]).norm()})),
+        (
+            Once(start),
+            step,
+            Once(
+                lambda algorithm, given, view, data: (
+                    view | {"moved": (view["head"]["loc"] - view["head_init"]).norm()}
+                )
+            ),
+        ),
         parts=both,
-        server=lambda blocks, clients: {"heads": blocks["head"]["loc"].expand(clients, -1), "done": torch.tensor(0)},
+        server=lambda blocks, clients: {
+            "heads": blocks["head"]["loc"].expand(clients, -1),
+            "done": torch.tensor(0),
+        },
         address=lambda server, ids: {"head_init": server["heads"][ids]},
         reports={"moved": 0.0},
         combine=combine,
@@ -88,10 +111,14 @@ def one_head_each(model: nn.Module) -> bf.Algorithm:
 
 def algorithm(**options):
     """A small pFedVEM, that of the fixture `saved`."""
-    return bf.algorithms.pfedvem(bf.models.mlp(8, hidden=8, outputs=3), head_epochs=2, body_epochs=1, **options)
+    return bf.algorithms.pfedvem(
+        bf.models.mlp(8, hidden=8, outputs=3), head_epochs=2, body_epochs=1, **options
+    )
 
 
-def privately(algorithm: Algorithm, clients: FederatedData, rule: ClientPrivacy, **options: Any) -> Result:
+def privately(
+    algorithm: Algorithm, clients: FederatedData, rule: ClientPrivacy, **options: Any
+) -> Result:
     """`run` under differential privacy, measuring nothing on the way."""
     return run(algorithm, clients, **{"evaluate_every": None, "aggregation": rule, **options})
 

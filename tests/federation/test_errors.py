@@ -14,14 +14,32 @@ from tests.cases import SIZES
 
 @pytest.mark.parametrize("train", ["cohort", "all"])
 def test_divergence_gives_back_the_last_finite_round(clients, model, train):
-    """A loss that leaves the finite numbers stops the run, names client, round and phase, and loses nothing before it."""
+    """A loss that leaves the finite numbers stops the run, names client, round and phase, and loses
+    nothing before it.
+    """
 
     def explosive(rate):
-        return bf.algorithms.fedrep(model, optimiser=SGD(rate, momentum=0.5), head_epochs=1, body_epochs=1)
+        return bf.algorithms.fedrep(
+            model, optimiser=SGD(rate, momentum=0.5), head_epochs=1, body_epochs=1
+        )
 
-    options = {"participation": 0.6, "train": train, "seed": 1, "evaluate_every": 1, "progress": False, "engine": bf.Engine(chunk=2)}
-    with pytest.raises(bf.DivergenceError, match=r"client .* phase [01] \(Descend on (head|body)\) of round 2\b") as caught:
-        bf.simulate(explosive(lambda round, rounds: 0.05 if round < 2 else 1e38), clients, rounds=5, **options)
+    options = {
+        "participation": 0.6,
+        "train": train,
+        "seed": 1,
+        "evaluate_every": 1,
+        "progress": False,
+        "engine": bf.Engine(chunk=2),
+    }
+    with pytest.raises(
+        bf.DivergenceError, match=r"client .* phase [01] \(Descend on (head|body)\) of round 2\b"
+    ) as caught:
+        bf.simulate(
+            explosive(lambda round, rounds: 0.05 if round < 2 else 1e38),
+            clients,
+            rounds=5,
+            **options,
+        )
     error = caught.value
     assert error.round == 2
     assert error.client in range(len(SIZES))
@@ -29,7 +47,11 @@ def test_divergence_gives_back_the_last_finite_round(clients, model, train):
     assert error.result is not None
     assert error.result.round == len(error.result.history) == 2
     kept = bf.simulate(explosive(lambda round, rounds: 0.05), clients, rounds=2, **options)
-    for a, b in zip(tree_leaves((error.result.server, error.result.private)), tree_leaves((kept.server, kept.private)), strict=True):
+    for a, b in zip(
+        tree_leaves((error.result.server, error.result.private)),
+        tree_leaves((kept.server, kept.private)),
+        strict=True,
+    ):
         assert torch.equal(a, b)
     assert_close(error.result.predict().probs, kept.predict().probs, equal_nan=True)
 
@@ -38,5 +60,8 @@ def test_divergence_names_the_blocks():
     """Those that a phase trains, also inside `Repeat`; a phase that trains none is named alone."""
     step = Descend(Energy(("a", "b"), ("a", "b"), likelihood="mean"))
     assert described(step) == "Descend on a, b"
-    assert described(Repeat((Once(lambda algorithm, given, view, batch: view), step), times=2)) == "Repeat on a, b"
+    assert (
+        described(Repeat((Once(lambda algorithm, given, view, batch: view), step), times=2))
+        == "Repeat on a, b"
+    )
     assert described(Once(lambda algorithm, given, view, batch: view)) == "Once"

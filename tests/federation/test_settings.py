@@ -9,11 +9,20 @@ import torch
 import bayesfl as bf
 from bayesfl.federation.settings import Settings, present
 
-SETTINGS = {"rounds": 100, "participation": 0.29, "sampling": "fixed", "train": "cohort", "seed": 0, "evaluate_every": None}
+SETTINGS = {
+    "rounds": 100,
+    "participation": 0.29,
+    "sampling": "fixed",
+    "train": "cohort",
+    "seed": 0,
+    "evaluate_every": None,
+}
 
 
 def test_fixed_cohorts():
-    """max(1, floor(J p)) different clients, whatever 0.29 * 100 is in binary; every client gets its turn."""
+    """max(1, floor(J p)) different clients, whatever 0.29 * 100 is in binary; every client gets its
+    turn.
+    """
     settings = Settings(**SETTINGS)
     cohorts = [settings.cohort(100, r) for r in range(100)]
     assert {len(c) for c in cohorts} == {29}
@@ -24,15 +33,22 @@ def test_fixed_cohorts():
 
 
 def test_bernoulli_cohorts_have_two_at_least():
-    """Independent coins, given that min(2, J) are in: sizes have that distribution, members are alike, however rare a client is."""
+    """Independent coins, given that min(2, J) are in: sizes have that distribution, members are
+    alike, however rare a client is.
+    """
     settings = Settings(**{**SETTINGS, "sampling": "bernoulli", "participation": 0.1})
     cohorts = [settings.cohort(100, r) for r in range(400)]
     sizes = np.array([len(c) for c in cohorts])
     assert abs(sizes.mean() - 10) < 5 * math.sqrt(9 / 400)
     assert abs(sizes.var() - 9) < 4
     assert all(np.array_equal(c, np.unique(c)) for c in cohorts)
-    assert abs(np.bincount(np.concatenate(cohorts), minlength=100) - 40).max() < 5 * math.sqrt(400 * 0.09)
-    assert np.array_equal(cohorts[7], Settings(**{**SETTINGS, "sampling": "bernoulli", "participation": 0.1}).cohort(100, 7))
+    assert abs(np.bincount(np.concatenate(cohorts), minlength=100) - 40).max() < 5 * math.sqrt(
+        400 * 0.09
+    )
+    assert np.array_equal(
+        cohorts[7],
+        Settings(**{**SETTINGS, "sampling": "bernoulli", "participation": 0.1}).cohort(100, 7),
+    )
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.9])
@@ -40,7 +56,9 @@ def test_sizes_of_bernoulli_cohorts(share):
     """Of 6 clients: the binomial distribution without 0 and 1, by its own formula."""
     settings = Settings(**{**SETTINGS, "sampling": "bernoulli", "participation": share})
     drawn = np.bincount([len(settings.cohort(6, r)) for r in range(4000)], minlength=7)
-    expected = np.array([math.comb(6, k) * share**k * (1 - share) ** (6 - k) if k >= 2 else 0.0 for k in range(7)])
+    expected = np.array(
+        [math.comb(6, k) * share**k * (1 - share) ** (6 - k) if k >= 2 else 0.0 for k in range(7)]
+    )
     expected *= 4000 / expected.sum()
     assert drawn[:2].sum() == 0
     assert (abs(drawn - expected) < 5 * np.sqrt(expected) + 1).all()
@@ -83,7 +101,9 @@ def test_bernoulli_cohorts_need_no_second_draw(share):
 def test_settings_are_checked(clients, model, change, words):
     """Before anything starts, with the argument and its value in the message."""
     with pytest.raises(ValueError, match=words):
-        bf.simulate(bf.algorithms.fedavg(model), clients, **{"rounds": 2, "progress": False, **change})
+        bf.simulate(
+            bf.algorithms.fedavg(model), clients, **{"rounds": 2, "progress": False, **change}
+        )
 
 
 def test_an_absent_device_is_named(clients, model):
@@ -96,6 +116,8 @@ def test_an_absent_device_is_named(clients, model):
 
 def test_a_device_without_numbers_is_refused():
     """Torch has it everywhere, for shapes alone."""
-    with pytest.raises(ValueError, match=r"device 'meta' holds shapes and no numbers; use device='cpu'"):
+    with pytest.raises(
+        ValueError, match=r"device 'meta' holds shapes and no numbers; use device='cpu'"
+    ):
         present("meta")
     assert present("cpu") == torch.device("cpu")

@@ -1,4 +1,6 @@
-"""Flower without a network: a grid that hands each message to a ClientApp in this process, with what can go wrong on the way."""
+"""Flower without a network: a grid that hands each message to a ClientApp in this process, with
+what can go wrong on the way.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,10 +46,14 @@ class LocalGrid(Grid):
         return None
 
     def create_message(self, *args: Any, **more: Any) -> Message:
-        raise NotImplementedError  # abstract in Flower's grid, and deprecated: nothing here calls it
+        # abstract in Flower's grid, and deprecated: nothing here calls it
+        raise NotImplementedError
 
     def get_nodes(self) -> Iterable[Any]:
-        return [SimpleNamespace(node_id=node, public_key=self.keys.get(node, b"key %d" % node)) for node in self.apps]
+        return [
+            SimpleNamespace(node_id=node, public_key=self.keys.get(node, b"key %d" % node))
+            for node in self.apps
+        ]
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.apps)
@@ -63,7 +69,9 @@ class LocalGrid(Grid):
             try:
                 reply: Message | None = self.apps[node](message, self.context(node))
             except Exception as error:  # as Flower's runtime does with whatever an app raises
-                reply = Message(Error(code=2, reason=f"{type(error)}:<'{error}'>"), reply_to=message)
+                reply = Message(
+                    Error(code=2, reason=f"{type(error)}:<'{error}'>"), reply_to=message
+                )
             if self.alter is not None and reply is not None:
                 reply = self.alter(client, message, reply)
             if reply is not None:
@@ -72,11 +80,18 @@ class LocalGrid(Grid):
 
     def context(self, node: int) -> Context:
         """What a node's ClientApp knows of it."""
-        config = {"client-id": self.ids.get(node, node - 100), "state-dir": str(self.folder / f"node-{node}")}
-        return Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
+        config = {
+            "client-id": self.ids.get(node, node - 100),
+            "state-dir": str(self.folder / f"node-{node}"),
+        }
+        return Context(
+            run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={}
+        )
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self.replies.pop(id) for id in list(message_ids) if id in self.replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         raise NotImplementedError  # abstract in Flower's grid; the server pushes and pulls itself

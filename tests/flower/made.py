@@ -1,4 +1,6 @@
-"""Deployments over a grid of this process, replies gone wrong, and the simulation to compare with."""
+"""Deployments over a grid of this process, replies gone wrong, and the simulation to
+compare with.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,32 +29,58 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def grid_of(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, **options: Any) -> LocalGrid:
+def grid_of(
+    algorithm: bf.Algorithm, clients: FederatedData, folder: Path, **options: Any
+) -> LocalGrid:
     """A node for each client, numbered from 100, or as `nodes` says."""
 
     def data_of(context: Any) -> FederatedData:
         return clients.select([int(context.node_config["client-id"])])
 
-    app = client_app(algorithm, data_of, engine=bf.Engine(workers=1), calibration=options.pop("calibration", ()))
+    app = client_app(
+        algorithm, data_of, engine=bf.Engine(workers=1), calibration=options.pop("calibration", ())
+    )
     nodes = options.pop("nodes", range(100, 100 + clients.clients))
-    return LocalGrid(dict.fromkeys(nodes, app), folder, **{"ids": {node: client for client, node in enumerate(nodes)}, **options})
+    return LocalGrid(
+        dict.fromkeys(nodes, app),
+        folder,
+        **{"ids": {node: client for client, node in enumerate(nodes)}, **options},
+    )
 
 
-def deploy(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, grid: LocalGrid | None = None, **options: Any) -> Deployed:
+def deploy(
+    algorithm: bf.Algorithm,
+    clients: FederatedData,
+    folder: Path,
+    grid: LocalGrid | None = None,
+    **options: Any,
+) -> Deployed:
     grid = grid or grid_of(algorithm, clients, folder, calibration=options.get("calibration", ()))
     return serve(grid, algorithm, clients=clients.clients, **{**OPTIONS, "timeout": 5.0, **options})
 
 
-def private(deployed: Deployed, folder: Path, nodes: Sequence[int] | None = None) -> dict[str, Tensor]:
-    """The states of all clients as the server knows them, [J, ...]; `nodes` are theirs where they moved."""
+def private(
+    deployed: Deployed, folder: Path, nodes: Sequence[int] | None = None
+) -> dict[str, Tensor]:
+    """The states of all clients as the server knows them, [J, ...]; `nodes` are theirs where they
+    moved.
+    """
     rows = []
     for client in range(deployed.clients):
         place, node = deployed.place(client), 100 + client if nodes is None else nodes[client]
         if place.base:
-            file = folder / f"node-{node}" / place.experiment / f"client-{place.client}" / f"state-{place.base}.safetensors"
+            file = (
+                folder
+                / f"node-{node}"
+                / place.experiment
+                / f"client-{place.client}"
+                / f"state-{place.base}.safetensors"
+            )
             rows.append(flatten(files.read_file(file, files.NODE)["rows"]))
         else:
-            rows.append({name: t[None] for name, t in flatten(deployed.initial(place.experiment)).items()})
+            rows.append(
+                {name: t[None] for name, t in flatten(deployed.initial(place.experiment)).items()}
+            )
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -68,7 +96,9 @@ def asked(message: Message, key: str) -> Any:
 
 def simulated(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -> Result:
     """The simulation under the same options."""
-    return bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **{**OPTIONS, **options})
+    return bf.simulate(
+        algorithm, clients, evaluate_every=None, progress=False, **{**OPTIONS, **options}
+    )
 
 
 def assert_same(found: Deployed, folder: Path, told: Result) -> None:

@@ -1,4 +1,6 @@
-"""Calibration over a network: the simulation's, to the nodes' own parameters; clients that are lost on the way; who is refused."""
+"""Calibration over a network: the simulation's, to the nodes' own parameters; clients that are lost
+on the way; who is refused.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,18 @@ STEPS = (Temperature(strength=5.0), Bias(), Conformal(score="aps", shrink=5.0))
 
 @pytest.fixture(scope="module")
 def parted() -> FederatedData:
-    return bf.data.dirichlet("digits", clients=4, alpha=0.5, validation=0.2, calibration=0.2, seed=1, max_size=120)
+    return bf.data.dirichlet(
+        "digits", clients=4, alpha=0.5, validation=0.2, calibration=0.2, seed=1, max_size=120
+    )
 
 
 @pytest.fixture(scope="module")
 def method(parted: FederatedData) -> bf.Algorithm:
     return bf.algorithms.fedavg(
-        bf.models.mlp(parted.inputs, hidden=8, outputs=10), epochs=5, batch_size=20, optimiser=SGD(0.1, momentum=0.9)
+        bf.models.mlp(parted.inputs, hidden=8, outputs=10),
+        epochs=5,
+        batch_size=20,
+        optimiser=SGD(0.1, momentum=0.9),
     )
 
 
@@ -50,30 +57,49 @@ def assert_as(found: Deployed, told: Result) -> None:
             assert_close(one.told[name], t, atol=0 if name == "counts" else 1e-9, rtol=0)
 
 
-def test_calibration_is_the_simulations(parted: FederatedData, method: bf.Algorithm, tmp_path: Path):
-    """Temperature, counts, own parameters, sets, and the measures; the clients' files predict with them."""
+def test_calibration_is_the_simulations(
+    parted: FederatedData, method: bf.Algorithm, tmp_path: Path
+):
+    """Temperature, counts, own parameters, sets, and the measures; the clients' files predict with
+    them.
+    """
     told = simulated(method, parted).calibrate(*STEPS)
     expected = told.predict()
     grid = grid_of(method, parted, tmp_path, calibration=STEPS)
-    found = deploy(method, parted, tmp_path, grid, calibration=STEPS, checkpoint=tmp_path / "server")
+    found = deploy(
+        method, parted, tmp_path, grid, calibration=STEPS, checkpoint=tmp_path / "server"
+    )
     assert_as(found, told)
     assert_as(load(tmp_path / "server", method), told)
     for j in range(4):
-        tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)["predictions"]
+        tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)[
+            "predictions"
+        ]
         assert_close(tensors["probs"], expected.client(j).probs, atol=1e-9, rtol=0)
         assert torch.equal(tensors["sets"], expected.client(j).sets)
         model = bf.load_client(kept(tmp_path, found, j), method)
-        assert_close(model.steps[0].own["temperature"], told.steps[0].own["temperature"][j : j + 1], atol=1e-8, rtol=0)
+        assert_close(
+            model.steps[0].own["temperature"],
+            told.steps[0].own["temperature"][j : j + 1],
+            atol=1e-8,
+            rtol=0,
+        )
         assert torch.equal(model.predict(parted.test.client(j)[0]).sets, expected.client(j).sets)
     last, summary = found.history[-1], expected.summary(parted.test)
     assert last["calibrated_nll"] == pytest.approx(summary["nll"], abs=1e-8)
-    assert last["personal_nll"] == pytest.approx(simulated(method, parted).predict().summary(parted.test)["nll"], abs=1e-8)
+    assert last["personal_nll"] == pytest.approx(
+        simulated(method, parted).predict().summary(parted.test)["nll"], abs=1e-8
+    )
     assert last["calibrated_coverage"] == pytest.approx(summary["coverage"], abs=1e-12)
     assert last["calibrated_set_size"] == pytest.approx(summary["set_size"], abs=1e-12)
 
 
-def test_a_client_predicts_once(parted: FederatedData, method: bf.Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The first question brings the model, further ones have numbers alone; predictions of a split are made once."""
+def test_a_client_predicts_once(
+    parted: FederatedData, method: bf.Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The first question brings the model, further ones have numbers alone; predictions of a split
+    are made once.
+    """
     made: list[int] = []
     real = node.of_chunk
 
@@ -84,38 +110,62 @@ def test_a_client_predicts_once(parted: FederatedData, method: bf.Algorithm, tmp
     monkeypatch.setattr(node, "of_chunk", counted)
     grid = grid_of(method, parted, tmp_path, calibration=STEPS)
     deploy(method, parted, tmp_path, grid, calibration=STEPS)
-    names = ("validation", "calibration", "test", "validation")  # for the surveys, then to be measured
+    names = (
+        "validation",
+        "calibration",
+        "test",
+        "validation",
+    )  # for the surveys, then to be measured
     assert sorted(made) == sorted(int(n) for name in names for n in parted.splits[name].counts)
     whole = [asked(message, "whole") for message in surveys(grid)]
     assert sum(whole) == 2 * 4 < len(whole)  # two surveys ask, of four clients each
     for message in surveys(grid):
-        sizes = {name: sum(len(a.data) for a in r.values()) for name, r in message.content.items() if isinstance(r, ArrayRecord)}
+        sizes = {
+            name: sum(len(a.data) for a in r.values())
+            for name, r in message.content.items()
+            if isinstance(r, ArrayRecord)
+        }
         assert ("common" in sizes) == asked(message, "whole")
         assert sizes["told"] < 30_000
 
 
-def test_a_survey_begins_again(parted: FederatedData, method: bf.Algorithm, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_survey_begins_again(
+    parted: FederatedData, method: bf.Algorithm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """A client that is lost at a further question; asked again from the start, it answers."""
     lost: list[int] = []
 
     def alter(client: int, message: Message, reply: Message) -> Message | None:
-        if message.metadata.message_type == "evaluate.survey" and client == 2 and not asked(message, "whole") and not lost:
+        if (
+            message.metadata.message_type == "evaluate.survey"
+            and client == 2
+            and not asked(message, "whole")
+            and not lost
+        ):
             lost.append(client)
             return None
         return reply
 
     grid = grid_of(method, parted, tmp_path, calibration=STEPS, alter=alter)
     admission = bf.Admission("skip")
-    found = deploy(method, parted, tmp_path, grid, calibration=STEPS, admission=admission, timeout=0.5)
+    found = deploy(
+        method, parted, tmp_path, grid, calibration=STEPS, admission=admission, timeout=0.5
+    )
     assert lost
     assert "Temperature begins again: client 2 did not answer" in caplog.text
     assert_as(found, simulated(method, parted).calibrate(*STEPS))
 
 
 def test_kept_predictions_that_are_gone(
-    parted: FederatedData, method: bf.Algorithm, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    parted: FederatedData,
+    method: bf.Algorithm,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """A node whose folder was emptied between two questions says so, and is asked from the start."""
+    """A node whose folder was emptied between two questions says so, and is asked from
+    the start.
+    """
     real, gone = node.States.read_kept, []
 
     def forgets(states: Any, split: str, made_by: Any) -> dict[str, Tensor] | None:
@@ -131,14 +181,26 @@ def test_kept_predictions_that_are_gone(
     assert_as(found, simulated(method, parted).calibrate(*STEPS))
 
 
-def test_a_client_that_was_away_settles_later(parted: FederatedData, method: bf.Algorithm, tmp_path: Path):
-    """The cohort is those that answered; another one predicts by what they told, with parameters of its own."""
+def test_a_client_that_was_away_settles_later(
+    parted: FederatedData, method: bf.Algorithm, tmp_path: Path
+):
+    """The cohort is those that answered; another one predicts by what they told, with parameters of
+    its own.
+    """
 
     def alter(client: int, message: Message, reply: Message) -> Message | None:
         return None if message.metadata.message_type == "evaluate.survey" and client == 0 else reply
 
     grid = grid_of(method, parted, tmp_path, calibration=STEPS, alter=alter)
-    found = deploy(method, parted, tmp_path, grid, calibration=STEPS, admission=bf.Admission("skip"), timeout=0.5)
+    found = deploy(
+        method,
+        parted,
+        tmp_path,
+        grid,
+        calibration=STEPS,
+        admission=bf.Admission("skip"),
+        timeout=0.5,
+    )
     assert found.told["2"]["counts"].sum() == parted.splits["calibration"].counts[1:].sum()
     model = bf.load_client(kept(tmp_path, found, 0), method)
     assert int(model.steps[2].own["n_scores"].sum()) == parted.splits["calibration"].counts[0]
@@ -146,14 +208,23 @@ def test_a_client_that_was_away_settles_later(parted: FederatedData, method: bf.
 
 
 @pytest.mark.slow
-def test_a_survey_is_given_up(parted: FederatedData, method: bf.Algorithm, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """After four losses the run ends without calibration, and says so; a later server fits what is missing."""
+def test_a_survey_is_given_up(
+    parted: FederatedData, method: bf.Algorithm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """After four losses the run ends without calibration, and says so; a later server fits what is
+    missing.
+    """
 
     def alter(client: int, message: Message, reply: Message) -> Message | None:
         further = message.metadata.message_type == "evaluate.survey" and not asked(message, "whole")
         return None if further and client == 2 else reply
 
-    options: dict[str, Any] = {"calibration": STEPS, "admission": bf.Admission("skip"), "timeout": 0.3, "checkpoint": tmp_path / "server"}
+    options: dict[str, Any] = {
+        "calibration": STEPS,
+        "admission": bf.Admission("skip"),
+        "timeout": 0.3,
+        "checkpoint": tmp_path / "server",
+    }
     grid = grid_of(method, parted, tmp_path, calibration=STEPS, alter=alter)
     found = deploy(method, parted, tmp_path, grid, **options)
     assert "nothing is calibrated: Temperature is given up after it began 4 times" in caplog.text
@@ -169,19 +240,34 @@ def test_a_survey_is_given_up(parted: FederatedData, method: bf.Algorithm, tmp_p
     assert not surveys(grid)  # what was told is in the checkpoint
     assert_as(more, simulated(method, parted).calibrate(*STEPS))
     other = (Conformal(),)
-    assert_as(deploy(method, parted, tmp_path, **{**options, "calibration": other}), simulated(method, parted).calibrate(*other))
+    assert_as(
+        deploy(method, parted, tmp_path, **{**options, "calibration": other}),
+        simulated(method, parted).calibrate(*other),
+    )
 
 
-def test_a_missing_answer_may_stop_the_run(parted: FederatedData, method: bf.Algorithm, tmp_path: Path):
+def test_a_missing_answer_may_stop_the_run(
+    parted: FederatedData, method: bf.Algorithm, tmp_path: Path
+):
     def alter(client: int, message: Message, reply: Message) -> Message | None:
         return None if message.metadata.message_type == "evaluate.survey" and client == 2 else reply
 
     grid = grid_of(method, parted, tmp_path, calibration=STEPS, alter=alter)
     with pytest.raises(BadClients, match="client 2 has no part in a survey"):
-        deploy(method, parted, tmp_path, grid, calibration=STEPS, admission=bf.Admission("stop"), timeout=0.3)
+        deploy(
+            method,
+            parted,
+            tmp_path,
+            grid,
+            calibration=STEPS,
+            admission=bf.Admission("stop"),
+            timeout=0.3,
+        )
 
 
-def test_steps_are_part_of_the_fingerprint(parted: FederatedData, method: bf.Algorithm, tmp_path: Path, monkeypatch: Any, caplog: Any):
+def test_steps_are_part_of_the_fingerprint(
+    parted: FederatedData, method: bf.Algorithm, tmp_path: Path, monkeypatch: Any, caplog: Any
+):
     """Nodes with other steps, or none, are refused before anything is trained."""
     for own in ((), (Temperature(), Bias(), Conformal(shrink=7.0))):
         grid = grid_of(method, parted, tmp_path, calibration=own)
@@ -194,22 +280,37 @@ def test_steps_are_part_of_the_fingerprint(parted: FederatedData, method: bf.Alg
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        ([Conformal(split="later")], "Conformal reads the split 'later', and no client has rows in it"),
+        (
+            [Conformal(split="later")],
+            "Conformal reads the split 'later', and no client has rows in it",
+        ),
         ([Temperature, Bias()], "steps must be steps"),
         ("Temperature", "must be a list"),
     ],
 )
-def test_steps_that_do_not_fit(steps: Any, words: str, parted: FederatedData, method: bf.Algorithm, tmp_path: Path):
+def test_steps_that_do_not_fit(
+    steps: Any, words: str, parted: FederatedData, method: bf.Algorithm, tmp_path: Path
+):
     with pytest.raises((ValueError, TypeError), match=words):
         deploy(method, parted, tmp_path, calibration=steps)
 
 
 def test_regressions_have_intervals(tmp_path: Path):
-    """Of numbers: a temperature is refused before training; intervals are the simulation's, and a client without rows has some."""
+    """Of numbers: a temperature is refused before training; intervals are the simulation's, and a
+    client without rows has some.
+    """
     x = np.random.default_rng(0).normal(size=(240, 3)).astype(np.float32)
     y = x.sum(1) + np.random.default_rng(1).normal(size=240).astype(np.float32)
-    made = bf.data.from_arrays([x[i::4] for i in range(4)], [y[i::4] for i in range(4)], validation=0.2, calibration=0.3, task="regression")
-    algorithm = bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=1), likelihood=bf.likelihoods.Gaussian(1.0), epochs=1)
+    made = bf.data.from_arrays(
+        [x[i::4] for i in range(4)],
+        [y[i::4] for i in range(4)],
+        validation=0.2,
+        calibration=0.3,
+        task="regression",
+    )
+    algorithm = bf.algorithms.fedavg(
+        bf.models.mlp(3, hidden=4, outputs=1), likelihood=bf.likelihoods.Gaussian(1.0), epochs=1
+    )
     with pytest.raises(ValueError, match="Temperature changes probabilities of classes"):
         deploy(algorithm, made, tmp_path / "refused", calibration=[Temperature()])
     steps = [Conformal(level=0.8)]
@@ -217,16 +318,22 @@ def test_regressions_have_intervals(tmp_path: Path):
     found = deploy(algorithm, made, tmp_path, calibration=steps)
     assert_as(found, told)
     for j in range(4):
-        tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)["predictions"]
+        tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)[
+            "predictions"
+        ]
         assert_close(tensors["lower"], told.predict().client(j).lower, atol=1e-9, rtol=0)
     assert found.history[-1]["calibrated_coverage"] > 0.5
 
 
 def test_choices_and_answers_are_the_simulations(parted: FederatedData, tmp_path: Path):
-    """Nodes compare their own model with the server's, and answer where doubt is low; so do their files."""
+    """Nodes compare their own model with the server's, and answer where doubt is low; so do their
+    files.
+    """
     model = bf.models.mlp(parted.inputs, hidden=16, outputs=10)
     slow, fast = (SGD(rate, momentum=0.9) for rate in (0.03, 0.15))
-    method = bf.algorithms.fedavg_ft(model, epochs=5, batch_size=10, optimiser=slow, finetune_epochs=5, finetune_optimiser=fast)
+    method = bf.algorithms.fedavg_ft(
+        model, epochs=5, batch_size=10, optimiser=slow, finetune_epochs=5, finetune_optimiser=fast
+    )
     steps = (Choice(delta=0.4), Temperature(), Abstention(risk=0.4, delta=0.4))
     told = simulated(method, parted).calibrate(*steps)
     takes = told.steps[0].own["shared"]
@@ -234,32 +341,50 @@ def test_choices_and_answers_are_the_simulations(parted: FederatedData, tmp_path
     assert not takes.all()
     found = deploy(method, parted, tmp_path, calibration=steps)
     expected = told.predict()
-    assert float(found.told["2"]["threshold"]) == pytest.approx(float(told.steps[2].told["threshold"]))
+    assert float(found.told["2"]["threshold"]) == pytest.approx(
+        float(told.steps[2].told["threshold"])
+    )
     for j in range(4):
         model = bf.load_client(kept(tmp_path, found, j), method)
         assert bool(model.steps[0].own["shared"][0]) == bool(takes[j])
         again, test = model.predict(parted.test.client(j)[0]), expected.client(j)
         assert_close(again.probs, test.probs, atol=1e-8, rtol=0)
         assert torch.equal(again.answered, test.answered)
-        tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)["predictions"]
+        tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)[
+            "predictions"
+        ]
         assert torch.equal(tensors["answered"], test.answered)
-    assert found.history[-1]["calibrated_answered"] == pytest.approx(expected.summary(parted.test)["answered"], abs=1e-9)
+    assert found.history[-1]["calibrated_answered"] == pytest.approx(
+        expected.summary(parted.test)["answered"], abs=1e-9
+    )
 
 
 def test_widths_without_end_are_not_left_out(tmp_path: Path):
-    """Where a client has too few rows the mean width is infinite, as in the simulation, and not that of the others."""
+    """Where a client has too few rows the mean width is infinite, as in the simulation, and not
+    that of the others.
+    """
     rng = np.random.default_rng(0)
     x, ids = rng.normal(size=(300, 4)).astype(np.float32), rng.choice(3, 300, p=[0.55, 0.4, 0.05])
     y = (x[:, 0] + rng.normal(size=300)).astype(np.float32)
     data = bf.data.from_arrays(x, y, client_ids=ids, calibration=0.2, task="regression")
     for likelihood in (Gaussian(), Quantiles(0.9)):
         outputs = 2 if isinstance(likelihood, Quantiles) else 1
-        method = bf.algorithms.fedavg(bf.models.mlp(4, hidden=4, outputs=outputs), epochs=1, likelihood=likelihood)
+        method = bf.algorithms.fedavg(
+            bf.models.mlp(4, hidden=4, outputs=outputs), epochs=1, likelihood=likelihood
+        )
         steps = (Conformal(shrink=0.0),)
         summary = simulated(method, data).calibrate(*steps).predict().summary(data.test)
         folder = tmp_path / type(likelihood).__name__
-        last = deploy(method, data, folder, grid_of(method, data, folder, calibration=steps), calibration=steps).history[-1]
+        last = deploy(
+            method,
+            data,
+            folder,
+            grid_of(method, data, folder, calibration=steps),
+            calibration=steps,
+        ).history[-1]
         assert last["calibrated_width"] == summary["width"] == np.inf
         assert last["calibrated_coverage"] == pytest.approx(summary["coverage"], abs=1e-9)
         assert last["calibrated_rmse"] == pytest.approx(summary["rmse"], abs=1e-6)
-        assert last["personal_rmse"] == pytest.approx(summary["rmse"], abs=1e-6)  # intervals do not change means
+        assert last["personal_rmse"] == pytest.approx(
+            summary["rmse"], abs=1e-6
+        )  # intervals do not change means

@@ -17,31 +17,60 @@ from bayesfl.federation.store import files
 from bayesfl.flower import client_app
 from bayesfl.flower.client import Refused
 from tests.flower.grid import LocalGrid
-from tests.flower.made import asked, assert_same, deploy, grid_of, method, rounds_of, simulated, tuned, waits
+from tests.flower.made import (
+    asked,
+    assert_same,
+    deploy,
+    grid_of,
+    method,
+    rounds_of,
+    simulated,
+    tuned,
+    waits,
+)
 
 
-def test_an_acknowledgement_is_all_that_leaves(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_an_acknowledgement_is_all_that_leaves(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
     """A client that trains outside the cohort sends no tensor."""
     algorithm, sent = method("pfedvem", model), []
 
     def alter(client: int, message: Message, reply: Message) -> Message:
         if message.metadata.message_type == "train":
-            sent.append((asked(message, "sends"), sorted(reply.content), list(reply.content["metrics"])))
+            sent.append(
+                (asked(message, "sends"), sorted(reply.content), list(reply.content["metrics"]))
+            )
         return reply
 
-    deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), participation=0.5)
+    deploy(
+        algorithm,
+        clients,
+        tmp_path,
+        grid_of(algorithm, clients, tmp_path, alter=alter),
+        participation=0.5,
+    )
     assert {sends for sends, *_ in sent} == {True, False}
-    assert all(names == (["config", "metrics", "up"] if sends else ["config", "metrics"]) for sends, names, _ in sent)
+    assert all(
+        names == (["config", "metrics", "up"] if sends else ["config", "metrics"])
+        for sends, names, _ in sent
+    )
     assert all(measured == (["train_nll"] if sends else []) for sends, _, measured in sent)
 
 
-def test_a_node_that_became_another_client(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_node_that_became_another_client(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """Two nodes change places in mid-run: their replies are not taken for each other's."""
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path)
 
     def alter(client: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type == "train" and asked(message, "round") == 0 and client == 6:
+        if (
+            message.metadata.message_type == "train"
+            and asked(message, "round") == 0
+            and client == 6
+        ):
             grid.ids = {100: 1, 101: 0}
         return reply
 
@@ -56,7 +85,11 @@ def test_no_order_is_for_another(tmp_path: Path):
     algorithm, clients = tuned()
     grid = grid_of(algorithm, clients, tmp_path)
     deploy(algorithm, clients, tmp_path, grid, rounds=1)
-    orders = {message.metadata.message_type: message for message in grid.sent if message.metadata.dst_node_id == 100}
+    orders = {
+        message.metadata.message_type: message
+        for message in grid.sent
+        if message.metadata.dst_node_id == 100
+    }
     assert orders.pop("query")
     assert orders.keys() == {"train", "evaluate", "evaluate.survey"}
     for order in orders.values():
@@ -64,32 +97,51 @@ def test_no_order_is_for_another(tmp_path: Path):
             grid.apps[101](order, grid.context(101))
 
 
-def test_another_method_is_refused(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+def test_another_method_is_refused(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+):
     """A client with other options than the server says so before anything is trained."""
     grid = grid_of(bf.algorithms.fedavg(model, epochs=7), clients, tmp_path)
-    waits(grid, monkeypatch, algorithm=bf.algorithms.fedavg(model, epochs=8), clients=clients.clients, rounds=1)
+    waits(
+        grid,
+        monkeypatch,
+        algorithm=bf.algorithms.fedavg(model, epochs=8),
+        clients=clients.clients,
+        rounds=1,
+    )
     assert "runs another method" in caplog.text
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
 
 
-def test_a_client_that_lost_its_state_says_so(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+def test_a_client_that_lost_its_state_says_so(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+):
     """It cannot go on from another one; the others do."""
     algorithm = method("ditto", model)
 
     def alter(client: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type == "train" and asked(message, "round") == 0 and client == 1:
+        if (
+            message.metadata.message_type == "train"
+            and asked(message, "round") == 0
+            and client == 1
+        ):
             for file in tmp_path.rglob("client-1/state-*"):
                 file.unlink()
         return reply
 
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
     assert re.search(r"client 1 .*left out.*error 2", caplog.text)
-    assert f"holds no state 000001-{found.sessions[0]}; bring the folder back, or start another experiment" in caplog.text
+    assert (
+        f"holds no state 000001-{found.sessions[0]}; bring the folder back, or start another "
+        "experiment" in caplog.text
+    )
     assert rounds_of(found.base) == [3, 1, 3, 3, 3, 3, 3]
     assert found.history["cohort"].tolist() == [7.0, 6.0, 6.0]
 
 
-def test_load_data_returns_one_client(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+def test_load_data_returns_one_client(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+):
     """All of them would be somebody else's data."""
     algorithm = method("fedavg", model)
     grid = LocalGrid({100: client_app(algorithm, lambda context: clients)}, tmp_path)
@@ -113,21 +165,37 @@ def scaled(x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mirrored(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {**x, "picture": torch.where(torch.rand(len(x["picture"]), 1, 1) < 0.5, x["picture"].flip(2), x["picture"])}
+    return {
+        **x,
+        "picture": torch.where(
+            torch.rand(len(x["picture"]), 1, 1) < 0.5, x["picture"].flip(2), x["picture"]
+        ),
+    }
 
 
 def test_nodes_with_several_inputs(tmp_path: Path):
-    """Transformed and augmented: states and predictions are the simulation's, also of the model that a node has kept."""
+    """Transformed and augmented: states and predictions are the simulation's, also of the model
+    that a node has kept.
+    """
     rng = np.random.default_rng(0)
-    x = {"picture": rng.integers(0, 256, (60, 2, 2), dtype=np.uint8), "words": rng.integers(0, 6, (60, 3))}
-    data = bf.data.from_arrays(x, x["words"][:, 0] % 3, client_ids=[0, 1, 2] * 20).transformed(scaled).augmented(mirrored)
+    x = {
+        "picture": rng.integers(0, 256, (60, 2, 2), dtype=np.uint8),
+        "words": rng.integers(0, 6, (60, 3)),
+    }
+    data = (
+        bf.data.from_arrays(x, x["words"][:, 0] % 3, client_ids=[0, 1, 2] * 20)
+        .transformed(scaled)
+        .augmented(mirrored)
+    )
     torch.manual_seed(0)
     algorithm = method("pfedvem", bf.models.SplitModel(Captions(), nn.Linear(5, 3)))
     found, told = deploy(algorithm, data, tmp_path, rounds=1), simulated(algorithm, data, rounds=1)
     assert_same(found, tmp_path, told)
     (file,) = tmp_path.glob("node-101/*/client-1/predictions.safetensors")
     wanted = told.predict().client(1).probs
-    assert_close(files.read_file(file, files.NODE)["predictions"]["probs"], wanted, atol=1e-6, rtol=0)
+    assert_close(
+        files.read_file(file, files.NODE)["predictions"]["probs"], wanted, atol=1e-6, rtol=0
+    )
     kept = bf.load_client(file.parent, algorithm, transform=scaled)
     assert isinstance(data.test.x, dict)
     own = {name: t[data.test.rows(1)].numpy() for name, t in data.test.x.items()}

@@ -1,6 +1,8 @@
-"""A SuperLink with TLS, authenticated nodes and processes of their own: the simulation's numbers, through failures, and who is refused.
+"""A SuperLink with TLS, authenticated nodes and processes of their own: the simulation's numbers,
+through failures, and who is refused.
 
-These start a network and take minutes: `make test-deploy`. BAYESFL_DEPLOY=ci leaves out what waits for Flower's heartbeats.
+These start a network and take minutes: `make test-deploy`. BAYESFL_DEPLOY=ci leaves out what waits
+for Flower's heartbeats.
 """
 
 import os
@@ -22,7 +24,10 @@ from bayesfl.federation.store import files
 from bayesfl.flower import Deployed, load
 
 WANTED = os.environ.get("BAYESFL_DEPLOY", "")
-APP, EXAMPLE = Path(__file__).parent / "app", Path(__file__).parents[2] / "examples" / "flower_pfedvem"
+APP, EXAMPLE = (
+    Path(__file__).parent / "app",
+    Path(__file__).parents[2] / "examples" / "flower_pfedvem",
+)
 sys.path[:0] = [str(APP), str(EXAMPLE)]
 
 import loopback  # noqa: E402 (found by the line above)
@@ -43,7 +48,12 @@ def submit(net: loopback.Loopback, name: str, **config: Any) -> tuple[int, Path]
     """Starts a run; its id, and the folder of its checkpoints."""
     folder = net.folder / "runs" / name
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"method": name.split("-")[0], "marks": str(folder), "checkpoint": str(folder / "server"), **config}
+    config = {
+        "method": name.split("-")[0],
+        "marks": str(folder),
+        "checkpoint": str(folder / "server"),
+        **config,
+    }
     return net.submit(APP, **config), folder / "server"
 
 
@@ -54,12 +64,23 @@ def hangs(net: loopback.Loopback, folder: Path, name: str) -> Path:
     return mark
 
 
-def assert_the_simulation(net: loopback.Loopback, name: str, folder: Path, *, rounds: int = 3, **options: Any) -> Deployed:
-    """That a run's server and its clients' predictions, calibrated where they are, are those of the simulation."""
+def assert_the_simulation(
+    net: loopback.Loopback, name: str, folder: Path, *, rounds: int = 3, **options: Any
+) -> Deployed:
+    """That a run's server and its clients' predictions, calibrated where they are, are those of the
+    simulation.
+    """
     algorithm = task.method(name)
     found = load(folder, algorithm)
     told = bf.simulate(
-        algorithm, task.federation(), rounds=rounds, seed=task.SEED, dtype=found.dtype, evaluate_every=None, progress=False, **options
+        algorithm,
+        task.federation(),
+        rounds=rounds,
+        seed=task.SEED,
+        dtype=found.dtype,
+        evaluate_every=None,
+        progress=False,
+        **options,
     )
     assert found.round == rounds
     assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
@@ -68,7 +89,9 @@ def assert_the_simulation(net: loopback.Loopback, name: str, folder: Path, *, ro
     for one, other in zip(found.steps, told.steps, strict=True):
         assert_close(dict(one.told), dict(other.told), atol=1e-6, rtol=0)
     for client in range(task.CLIENTS):
-        (file,) = net.folder.glob(f"states/client-{client}*/{found.experiment}/client-{client}/predictions.safetensors")
+        (file,) = net.folder.glob(
+            f"states/client-{client}*/{found.experiment}/client-{client}/predictions.safetensors"
+        )
         predicted = files.read_file(file, files.NODE)["predictions"]
         assert_close(predicted["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
         if expected.sets is not None:
@@ -77,7 +100,9 @@ def assert_the_simulation(net: loopback.Loopback, name: str, folder: Path, *, ro
 
 
 @pytest.mark.filterwarnings("ignore:most of the selected weights")
-@pytest.mark.parametrize("names", [("pfedvem", "ditto"), pytest.param(("fedpac", "fedsi"), marks=slow)], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [("pfedvem", "ditto"), pytest.param(("fedpac", "fedsi"), marks=slow)], ids="-".join
+)
 def test_a_deployment_is_the_simulation(net: loopback.Loopback, names: tuple[str, ...]):
     """Two methods at once on one SuperLink, three rounds each, in float64."""
     runs = {name: submit(net, name) for name in names}
@@ -89,13 +114,19 @@ def test_a_deployment_is_the_simulation(net: loopback.Loopback, names: tuple[str
 
 
 def test_who_is_refused(net: loopback.Loopback, tmp_path: Path):
-    """A node whose key is not registered, one that does not know the server's certificate, and one without a key."""
+    """A node whose key is not registered, one that does not know the server's certificate, and one
+    without a key.
+    """
     stranger = tmp_path / "keys" / "stranger"
     loopback.make_node_key(stranger)
     loopback.make_certificates(tmp_path / "other")
     registered, wrong = net.folder / "keys" / "client-0", tmp_path / "other" / "ca.pem"
     cases = {
-        "unregistered": ({"key": stranger}, "superlink", "No SuperNode found with the given public key"),
+        "unregistered": (
+            {"key": stranger},
+            "superlink",
+            "No SuperNode found with the given public key",
+        ),
         "wrong-authority": (
             {"key": registered, "authority": wrong},
             "wrong-authority",
@@ -106,13 +137,18 @@ def test_who_is_refused(net: loopback.Loopback, tmp_path: Path):
     for name, (options, where, words) in cases.items():
         before = net.log(where).count(words) if where == "superlink" else 0
         net.start_node(name, 0, **options)
-        net.until(lambda w=where, t=words, b=before: net.log(w).count(t) > b, f"{words!r} in the log of {where}")
+        net.until(
+            lambda w=where, t=words, b=before: net.log(w).count(t) > b,
+            f"{words!r} in the log of {where}",
+        )
         net.stop(name)
 
 
 @slow
 def test_a_client_that_raises(net: loopback.Loopback):
-    """The others' round goes on, the reason is in the server's log, and the client is in the next round."""
+    """The others' round goes on, the reason is in the server's log, and the client is in the next
+    round.
+    """
     run, folder = submit(net, "ditto-raise", fail="raise 1 1")
     assert net.finish(run) == "finished:completed"
     found = load(folder, task.method("ditto"))
@@ -134,10 +170,16 @@ def test_a_client_that_raises(net: loopback.Loopback):
 
 @slow
 def test_a_client_that_times_out(net: loopback.Loopback):
-    """Its round is as without it; it is killed then, as an operator would, and is back when Flower has noticed that."""
+    """Its round is as without it; it is killed then, as an operator would, and is back when Flower
+    has noticed that.
+    """
     run, folder = submit(net, "pfedvem-sleep", fail="sleep 0 1", timeout=30.0, rounds=6)
     mark = hangs(net, folder, "sleep-0-1")
-    net.until(lambda: files.held(folder)[0].name == "round-000002.safetensors", "round 1 to end without it", seconds=120)
+    net.until(
+        lambda: files.held(folder)[0].name == "round-000002.safetensors",
+        "round 1 to end without it",
+        seconds=120,
+    )
     os.kill(int(mark.read_text()), signal.SIGKILL)
     assert net.finish(run) == "finished:completed"
     lost = load(folder, task.method("pfedvem")).history["lost"].tolist()
@@ -166,10 +208,17 @@ def test_a_node_killed_in_mid_round(net: loopback.Loopback):
     run, folder = submit(net, "ditto-node", fail="sleep 1 1", rounds=5)
     hangs(net, folder, "sleep-1-1")
     net.stop("client-1", signal.SIGKILL)
-    net.until(lambda: "client 1 is left out" in net.said(run), "the server to miss client 1", seconds=180, pause=2.0)
+    net.until(
+        lambda: "client 1 is left out" in net.said(run),
+        "the server to miss client 1",
+        seconds=180,
+        pause=2.0,
+    )
 
     def back() -> bool:
-        """Refused until the SuperLink has given the old one up: an operator's supervisor tries again."""
+        """Refused until the SuperLink has given the old one up: an operator's supervisor tries
+        again.
+        """
         if "client-1" not in net.processes or net.processes["client-1"].poll() is not None:
             net.start_node("client-1", 1, key=net.folder / "keys" / "client-1")
         return net.status(run).startswith("finished")
@@ -184,7 +233,14 @@ def test_a_node_killed_in_mid_round(net: loopback.Loopback):
 
 def test_the_example(tmp_path: Path):
     """From nothing to a history, equal to the simulation, and nothing left behind."""
-    command = [sys.executable, str(EXAMPLE / "run.py"), "--out", str(tmp_path / "out"), "--rounds", "2"]
+    command = [
+        sys.executable,
+        str(EXAMPLE / "run.py"),
+        "--out",
+        str(tmp_path / "out"),
+        "--rounds",
+        "2",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         said, _ = process.communicate(timeout=600)

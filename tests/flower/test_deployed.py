@@ -1,4 +1,6 @@
-"""A deployed run in its folder: whose it is, who may go on from it, and what a damaged checkpoint costs."""
+"""A deployed run in its folder: whose it is, who may go on from it, and what a damaged checkpoint
+costs.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,25 +16,44 @@ from tests.flower.grid import Alter
 from tests.flower.made import Killed, asked, assert_same, deploy, grid_of, method, simulated
 
 
-def test_a_damaged_checkpoint_costs_a_round(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_a_damaged_checkpoint_costs_a_round(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
     """The one before it is taken, and the clients still have the states that it names."""
     algorithm = method("ditto", model)
-    deploy(algorithm, clients, tmp_path, rounds=4, participation=0.7, checkpoint=tmp_path / "server")
+    deploy(
+        algorithm, clients, tmp_path, rounds=4, participation=0.7, checkpoint=tmp_path / "server"
+    )
     newest = max((tmp_path / "server").glob("round-*"))
     newest.write_bytes(newest.read_bytes()[:-100])
     with pytest.warns(UserWarning, match="is damaged"):
-        found = deploy(algorithm, clients, tmp_path, rounds=6, participation=0.7, checkpoint=tmp_path / "server")
+        found = deploy(
+            algorithm,
+            clients,
+            tmp_path,
+            rounds=6,
+            participation=0.7,
+            checkpoint=tmp_path / "server",
+        )
     assert_same(found, tmp_path, simulated(algorithm, clients, rounds=6, participation=0.7))
 
 
-def test_a_run_that_goes_on_spares_what_the_older_checkpoint_names(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Killed right after it went on, with the checkpoint that it went on from damaged since: the older one still has its states."""
+def test_a_run_that_goes_on_spares_what_the_older_checkpoint_names(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """Killed right after it went on, with the checkpoint that it went on from damaged since: the
+    older one still has its states.
+    """
     algorithm = method("ditto", model)
     options: dict[str, Any] = {"checkpoint": tmp_path / "server", "rounds": 6}
 
     def alter(round: int) -> Alter:
         def dies(client: int, message: Message, reply: Message) -> Message:
-            if message.metadata.message_type == "train" and asked(message, "round") == round and client == 6:
+            if (
+                message.metadata.message_type == "train"
+                and asked(message, "round") == round
+                and client == 6
+            ):
                 raise Killed
             return reply
 
@@ -40,7 +61,13 @@ def test_a_run_that_goes_on_spares_what_the_older_checkpoint_names(model: nn.Mod
 
     for round in (4, 4):
         with pytest.raises(Killed):
-            deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter(round)), **options)
+            deploy(
+                algorithm,
+                clients,
+                tmp_path,
+                grid_of(algorithm, clients, tmp_path, alter=alter(round)),
+                **options,
+            )
     newest = max((tmp_path / "server").glob("round-*"))
     assert newest.name == "round-000004.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
@@ -60,7 +87,13 @@ def test_one_server_a_folder(model: nn.Module, clients: FederatedData, tmp_path:
             refused.append(client)
         return reply
 
-    deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), checkpoint=tmp_path / "server")
+    deploy(
+        algorithm,
+        clients,
+        tmp_path,
+        grid_of(algorithm, clients, tmp_path, alter=alter),
+        checkpoint=tmp_path / "server",
+    )
     assert refused == [0]
     deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server")
 

@@ -14,7 +14,9 @@ from bayesfl.data import FederatedData
 from tests.flower.made import Impatient, deploy, grid_of, method
 
 
-def test_a_node_that_cannot_be_reached(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_node_that_cannot_be_reached(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """It is left out at once."""
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path)
@@ -22,7 +24,11 @@ def test_a_node_that_cannot_be_reached(model: nn.Module, clients: FederatedData,
 
     def push(messages: Iterable[Message]) -> Iterable[Any]:
         (message,) = messages
-        return [None] if message.metadata.message_type == "train" and message.metadata.dst_node_id == 102 else honest([message])
+        return (
+            [None]
+            if message.metadata.message_type == "train" and message.metadata.dst_node_id == 102
+            else honest([message])
+        )
 
     grid.push_messages = push  # type: ignore[method-assign]
     found = deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=1e6)
@@ -30,24 +36,40 @@ def test_a_node_that_cannot_be_reached(model: nn.Module, clients: FederatedData,
     assert re.search(r"client 2 .*left out.*reached", caplog.text)
 
 
-def test_replies_have_the_time_that_was_given(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_replies_have_the_time_that_was_given(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """By a clock that only sleeping moves."""
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr("bayesfl.flower.post.time", clock)
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path)
-    grid.alter = lambda client, message, reply: None if client == 2 and message.metadata.message_type == "train" else reply
+    grid.alter = lambda client, message, reply: (
+        None if client == 2 and message.metadata.message_type == "train" else reply
+    )
     deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=20.0)
     assert sum(slept) == pytest.approx(20.0)
-    assert {message.metadata.ttl for message in grid.sent if message.metadata.message_type == "train"} == {20.0}
+    assert {
+        message.metadata.ttl for message in grid.sent if message.metadata.message_type == "train"
+    } == {20.0}
 
 
-@pytest.mark.parametrize(("after", "words"), [(5.0, "error 3: expired"), (19.5, "within 20 seconds")])
+@pytest.mark.parametrize(
+    ("after", "words"), [(5.0, "error 3: expired"), (19.5, "within 20 seconds")]
+)
 def test_a_message_that_is_gone(
-    after: float, words: str, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    after: float,
+    words: str,
+    model: nn.Module,
+    clients: FederatedData,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ):
-    """Flower drops a message when its time is over, and may say so just before the server gives it up."""
+    """Flower drops a message when its time is over, and may say so just before the server gives it
+    up.
+    """
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr("bayesfl.flower.post.time", clock)
@@ -62,7 +84,9 @@ def test_a_message_that_is_gone(
         return reply
 
     grid.alter = alter
-    grid.pull_messages = lambda ids: honest(id for id in ids if id not in due or clock.monotonic() >= after)  # type: ignore[method-assign]
+    grid.pull_messages = lambda ids: honest(
+        id for id in ids if id not in due or clock.monotonic() >= after
+    )  # type: ignore[method-assign]
     found = deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=20.0)
     assert found.history["lost"].tolist() == [1.0]
     assert re.search(rf"client 2 .*left out.*{words}", caplog.text)

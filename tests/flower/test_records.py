@@ -1,4 +1,6 @@
-"""Replies as they come: one that is bad is left out by name, one that cannot be read costs nobody else."""
+"""Replies as they come: one that is bad is left out by name, one that cannot be read costs nobody
+else.
+"""
 
 import logging
 import re
@@ -19,13 +21,26 @@ from bayesfl.federation.rounds.faults import KINDS, Fault
 from bayesfl.federation.settings import Settings
 from bayesfl.flower import records
 from tests.flower.grid import LocalGrid
-from tests.flower.made import asked, assert_same, changed, deploy, first, grid_of, method, packed, rounds_of, simulated
+from tests.flower.made import (
+    asked,
+    assert_same,
+    changed,
+    deploy,
+    first,
+    grid_of,
+    method,
+    packed,
+    rounds_of,
+    simulated,
+)
 
 
 def blob(reply: Message, change: Callable[[bytes], bytes]) -> Message:
     """A reply with other bytes, whose digest does not match."""
     data = change(reply.content["up"][records.BLOB].data)
-    reply.content["up"] = ArrayRecord({records.BLOB: Array(dtype="uint8", shape=(len(data),), stype=records.STYPE, data=data)})
+    reply.content["up"] = ArrayRecord(
+        {records.BLOB: Array(dtype="uint8", shape=(len(data),), stype=records.STYPE, data=data)}
+    )
     return reply
 
 
@@ -37,18 +52,33 @@ def lacking(reply: Message, name: str) -> Message:
 
 BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
     "silent": (lambda reply: None, "did not reply within"),
-    "raises": (lambda reply: Message(Error(code=2, reason="out of memory"), metadata=reply.metadata), "error 2: out of memory"),
+    "raises": (
+        lambda reply: Message(Error(code=2, reason="out of memory"), metadata=reply.metadata),
+        "error 2: out of memory",
+    ),
     "stale": (lambda reply: changed(reply, round=0), "round 0, not round 1"),
     "protocol": (lambda reply: changed(reply, protocol=PROTOCOL + 1), "it speaks protocol"),
     "untyped": (lambda reply: changed(reply, round="one"), "must be of type int"),
-    "missing": (lambda reply: packed(reply, lambda t: {k: v for k, v in t.items() if k != min(t)}), "are missing"),
-    "extra": (lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(1)}), "were not declared"),
+    "missing": (
+        lambda reply: packed(reply, lambda t: {k: v for k, v in t.items() if k != min(t)}),
+        "are missing",
+    ),
+    "extra": (
+        lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(1)}),
+        "were not declared",
+    ),
     "shape": (lambda reply: packed(reply, first(lambda t: t[None])), "declared as"),
     "dtype": (lambda reply: packed(reply, first(lambda t: t.half())), "declared as"),
     "nan": (lambda reply: packed(reply, first(lambda t: t / 0 * 0)), "is not finite"),
     "far": (lambda reply: packed(reply, first(lambda t: t + 1e6)), r"it went .* more than"),
-    "large": (lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(10**6)}), "more than the"),
-    "damaged": (lambda reply: blob(reply, lambda data: data[:-1] + bytes([data[-1] ^ 1])), "digest"),
+    "large": (
+        lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(10**6)}),
+        "more than the",
+    ),
+    "damaged": (
+        lambda reply: blob(reply, lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+        "digest",
+    ),
     "no tensors": (lambda reply: lacking(reply, "up"), "blob of tensors"),
     "no settings": (lambda reply: lacking(reply, "config"), "has no settings"),
 }
@@ -57,32 +87,59 @@ BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
 QUICK = ("silent", "large", "damaged", "no tensors")
 
 
-@pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in BAD])
-def test_a_bad_reply_is_left_out(kind: str, model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """By name and with the reason; the round is as without the client, and the client goes on from its last state that was taken."""
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in BAD]
+)
+def test_a_bad_reply_is_left_out(
+    kind: str,
+    model: nn.Module,
+    clients: FederatedData,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    """By name and with the reason; the round is as without the client, and the client goes on from
+    its last state that was taken.
+    """
     algorithm, (change, words) = method("pfedvem", model), BAD[kind]
 
     def alter(client: int, message: Message, reply: Message) -> Message | None:
-        bad = message.metadata.message_type == "train" and asked(message, "round") == 1 and client == 2
+        bad = (
+            message.metadata.message_type == "train"
+            and asked(message, "round") == 1
+            and client == 2
+        )
         return change(reply) if bad else reply
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
         return {2: KINDS["lost"]} if round == 1 else {}
 
     with caplog.at_level(logging.WARNING):
-        found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), timeout=0.3)
+        found = deploy(
+            algorithm,
+            clients,
+            tmp_path,
+            grid_of(algorithm, clients, tmp_path, alter=alter),
+            timeout=0.3,
+        )
     (line,) = [record.message for record in caplog.records if "is left out" in record.message]
     assert_same(found, tmp_path, simulated(algorithm, clients, faults=plan))
     assert line.startswith("round 1: client 2 is left out: ")
     assert re.search(words, line)
     lost = kind == "silent"
-    cohort = Settings(3, 1.0, algorithm.sampling, algorithm.train, 3, None).cohort(clients.clients, 1)
+    cohort = Settings(3, 1.0, algorithm.sampling, algorithm.train, 3, None).cohort(
+        clients.clients, 1
+    )
     assert 2 in cohort
-    assert (found.history["lost"][1], found.history["rejected"][1]) == (float(lost), float(not lost))
+    assert (found.history["lost"][1], found.history["rejected"][1]) == (
+        float(lost),
+        float(not lost),
+    )
     assert rounds_of(found.base) == [3] * clients.clients
 
 
-def test_an_unreadable_reply_costs_nobody_else(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_unreadable_reply_costs_nobody_else(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """Whatever reading it raises; a lost connection ends the run."""
     algorithm = method("fedavg", model)
     for error in (IndexError, RecursionError, KeyError, MemoryError):
@@ -90,7 +147,9 @@ def test_an_unreadable_reply_costs_nobody_else(model: nn.Module, clients: Federa
         grid = grid_of(algorithm, clients, tmp_path)
         honest = grid.pull_messages
 
-        def pull(ids: Iterable[str], honest: Any = honest, error: Any = error, grid: LocalGrid = grid) -> Iterable[Message]:
+        def pull(
+            ids: Iterable[str], honest: Any = honest, error: Any = error, grid: LocalGrid = grid
+        ) -> Iterable[Message]:
             replies = list(honest(ids))
             for reply in replies:
                 if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 102:

@@ -15,10 +15,23 @@ from bayesfl.data import FederatedData
 from bayesfl.federation.rounds.faults import KINDS, Fault
 from bayesfl.flower import client_app, load
 from bayesfl.flower.roster import Roster
-from tests.flower.made import OPTIONS, TOWNS, asked, assert_same, changed, deploy, grid_of, method, simulated, waits
+from tests.flower.made import (
+    OPTIONS,
+    TOWNS,
+    asked,
+    assert_same,
+    changed,
+    deploy,
+    grid_of,
+    method,
+    simulated,
+    waits,
+)
 
 
-def test_nodes_that_go_are_forgotten(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nodes_that_go_are_forgotten(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Once the time is over that they had for saying who they are."""
     now = [0.0]
     monkeypatch.setattr("bayesfl.flower.roster.time.monotonic", lambda: now[0])
@@ -41,9 +54,17 @@ def test_nodes_that_go_are_forgotten(model: nn.Module, clients: FederatedData, t
     ],
 )
 def test_every_node_is_one_client(
-    ids: dict[int, Any], words: str, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+    ids: dict[int, Any],
+    words: str,
+    model: nn.Module,
+    clients: FederatedData,
+    tmp_path: Path,
+    monkeypatch: Any,
+    caplog: Any,
 ):
-    """A node that is none of them, or one that is there already, is not taken; the server goes on waiting."""
+    """A node that is none of them, or one that is there already, is not taken; the server goes on
+    waiting.
+    """
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path, ids=ids)
     if ids[101] == 9:
@@ -55,7 +76,9 @@ def test_every_node_is_one_client(
     assert re.search(words, line)
 
 
-def test_a_client_is_bound_to_its_key(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+def test_a_client_is_bound_to_its_key(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+):
     """In a run that goes on, a node with another key cannot be the same client."""
     algorithm = method("fedavg", model)
     options: dict[str, Any] = {"checkpoint": tmp_path / "server"}
@@ -66,12 +89,20 @@ def test_a_client_is_bound_to_its_key(model: nn.Module, clients: FederatedData, 
     assert re.search(r"node 103 .*not taken.*client 3 .*key", caplog.text)
 
 
-def test_a_client_keeps_its_name(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
-    """In a run that goes on, data of another name are somebody else's; those who are awaited are called by their names."""
+def test_a_client_keeps_its_name(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+):
+    """In a run that goes on, data of another name are somebody else's; those who are awaited are
+    called by their names.
+    """
     algorithm = method("fedavg", model)
     towns = replace(clients, client_names=TOWNS)
     options: dict[str, Any] = {"checkpoint": tmp_path / "server"}
-    assert deploy(algorithm, towns, tmp_path, **options).names == load(tmp_path / "server", algorithm).names == TOWNS
+    assert (
+        deploy(algorithm, towns, tmp_path, **options).names
+        == load(tmp_path / "server", algorithm).names
+        == TOWNS
+    )
     other = replace(clients, client_names=(*TOWNS[:3], "Zug", *TOWNS[4:]))
     options |= {"algorithm": algorithm, "clients": clients.clients, **OPTIONS, "rounds": 4}
     waits(grid_of(algorithm, other, tmp_path), monkeypatch, **options)
@@ -79,7 +110,9 @@ def test_a_client_keeps_its_name(model: nn.Module, clients: FederatedData, tmp_p
     assert re.search(r"waiting for client 0 \('Basel'\), .*client 3 \('Chur'\), ", caplog.text)
 
 
-def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_nodes_without_keys_are_named(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """They work, as in a trial, and the log says what that means."""
     algorithm = method("fedavg", model)
     keys = {100 + client: b"" for client in range(clients.clients)}
@@ -90,10 +123,18 @@ def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, 
 @pytest.mark.parametrize("kind", ["transform", "augment"])
 @pytest.mark.parametrize("other", [None, lambda x: x / 3])
 def test_a_node_whose_inputs_are_made_otherwise_is_named(
-    kind: str, other: Any, model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str,
+    other: Any,
+    model: nn.Module,
+    clients: FederatedData,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ):
     """The server cannot know whether that is meant; the same function elsewhere is no news."""
-    algorithm, name = method("fedavg", model), {"transform": "transformed", "augment": "augmented"}[kind]
+    algorithm, name = (
+        method("fedavg", model),
+        {"transform": "transformed", "augment": "augmented"}[kind],
+    )
     data = getattr(clients, name)(lambda x: x / 2)
 
     def grid(folder: str, change: Any) -> Any:
@@ -105,25 +146,47 @@ def test_a_node_whose_inputs_are_made_otherwise_is_named(
     deploy(algorithm, clients, tmp_path, grid("one", lambda x: x / 2), rounds=1)
     assert "of its inputs than" not in caplog.text
     deploy(algorithm, clients, tmp_path, grid("other", other), rounds=1)
-    assert re.search(rf"client 3 .*has another {kind} of its inputs than the first client", caplog.text)
+    assert re.search(
+        rf"client 3 .*has another {kind} of its inputs than the first client", caplog.text
+    )
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("splits", "x"), ("task", 5), ("outputs", "x"), ("n", 0), ("n", 2.5), ("name", ""), ("name", "x" * 201), ("name", 7)]
+    ("key", "value"),
+    [
+        ("splits", "x"),
+        ("task", 5),
+        ("outputs", "x"),
+        ("n", 0),
+        ("n", 2.5),
+        ("name", ""),
+        ("name", "x" * 201),
+        ("name", 7),
+    ],
 )
 def test_a_greeting_is_checked_before_it_counts(
-    key: str, value: Any, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+    key: str,
+    value: Any,
+    model: nn.Module,
+    clients: FederatedData,
+    tmp_path: Path,
+    monkeypatch: Any,
+    caplog: pytest.LogCaptureFixture,
 ):
     """Of a node that is not taken nothing stays."""
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path)
-    grid.alter = lambda client, message, reply: changed(reply, **{key: value}) if client == 3 else reply
+    grid.alter = lambda client, message, reply: (
+        changed(reply, **{key: value}) if client == 3 else reply
+    )
     waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
     assert "node 103 is not taken" in caplog.text
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
 
 
-def test_a_key_is_one_client(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+def test_a_key_is_one_client(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+):
     """Two nodes with one key cannot be two clients."""
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path, keys={103: b"key 102"})
@@ -131,7 +194,9 @@ def test_a_key_is_one_client(model: nn.Module, clients: FederatedData, tmp_path:
     assert re.search(r"node 103 .*not taken.*key .*client 2", caplog.text)
 
 
-def test_a_run_that_goes_on_does_so_without_the_missing(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+def test_a_run_that_goes_on_does_so_without_the_missing(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+):
     """A client that does not come back does not hold the others for ever; it may come later."""
     algorithm = method("ditto", model)
     deploy(algorithm, clients, tmp_path, rounds=2, checkpoint=tmp_path / "server")
@@ -145,7 +210,9 @@ def test_a_run_that_goes_on_does_so_without_the_missing(model: nn.Module, client
         return reply
 
     grid.alter = comes_back
-    found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server", timeout=0.05)
+    found = deploy(
+        algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server", timeout=0.05
+    )
     assert "going on without client 4\n" in caplog.text
     assert re.search(r"client 4 .*left out.*not come", caplog.text)
 
@@ -155,8 +222,12 @@ def test_a_run_that_goes_on_does_so_without_the_missing(model: nn.Module, client
     assert_same(found, tmp_path, simulated(algorithm, clients, rounds=4, faults=plan))
 
 
-def test_a_newcomer_is_heard_while_another_hangs(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any):
-    """Its answer comes when a round has begun, and that round lasts as long as the client that hangs is waited for."""
+def test_a_newcomer_is_heard_while_another_hangs(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any
+):
+    """Its answer comes when a round has begun, and that round lasts as long as the client that
+    hangs is waited for.
+    """
     algorithm = method("ditto", model)
     deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
     slept: list[float] = []
@@ -177,6 +248,8 @@ def test_a_newcomer_is_heard_while_another_hangs(model: nn.Module, clients: Fede
         return None if client == 2 else reply
 
     grid.alter = comes_back
-    grid.pull_messages = lambda ids: honest(id for id in ids if due.get(id, 0.0) <= clock.monotonic())  # type: ignore[method-assign]
+    grid.pull_messages = lambda ids: honest(
+        id for id in ids if due.get(id, 0.0) <= clock.monotonic()
+    )  # type: ignore[method-assign]
     found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server")
     assert found.history["lost"].tolist() == [0.0, 2.0, 2.0, 1.0]

@@ -1,4 +1,6 @@
-"""The server's run: a deployment is the simulation, it goes on where it was stopped, and what fails on the way is left out."""
+"""The server's run: a deployment is the simulation, it goes on where it was stopped, and what fails
+on the way is left out.
+"""
 
 import re
 from collections.abc import Callable
@@ -45,38 +47,69 @@ from tests.flower.made import (
 
 def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tensor]:
     """What a client predicted for its test data."""
-    file = folder / f"node-{100 + client}" / deployed.experiment / f"client-{client}" / "predictions.safetensors"
+    file = (
+        folder
+        / f"node-{100 + client}"
+        / deployed.experiment
+        / f"client-{client}"
+        / "predictions.safetensors"
+    )
     return files.read_file(file, files.NODE)["predictions"]
 
 
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
 @pytest.mark.parametrize(
     ("participation", "train"),
-    [(0.5, "all"), pytest.param(1.0, None, marks=pytest.mark.slow), pytest.param(0.5, "cohort", marks=pytest.mark.slow)],
+    [
+        (0.5, "all"),
+        pytest.param(1.0, None, marks=pytest.mark.slow),
+        pytest.param(0.5, "cohort", marks=pytest.mark.slow),
+    ],
 )
 def test_a_deployment_is_the_simulation(
-    case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path, participation: float, train: Any
+    case: Case,
+    model: nn.Module,
+    clients: FederatedData,
+    tmp_path: Path,
+    participation: float,
+    train: Any,
 ):
     """Server, private states and predictions, for every algorithm and every way of taking part."""
     algorithm = case(model)
     options = {"participation": participation, "train": train}
-    told = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **OPTIONS, **options)
+    told = bf.simulate(
+        algorithm, clients, evaluate_every=None, progress=False, **OPTIONS, **options
+    )
     found = deploy(algorithm, clients, tmp_path, **options)
     assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
     if told.private:
         assert_close(private(found, tmp_path), flatten(told.private), atol=1e-6, rtol=0)
     expected = told.predict()
     for client in range(clients.clients):
-        assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
-        own, (x, _) = bf.load_client(tmp_path / f"node-{100 + client}", algorithm), clients.test.client(client)
+        assert_close(
+            predictions(found, tmp_path, client)["probs"],
+            expected.client(client).probs,
+            atol=1e-6,
+            rtol=0,
+        )
+        own, (x, _) = (
+            bf.load_client(tmp_path / f"node-{100 + client}", algorithm),
+            clients.test.client(client),
+        )
         assert own.name == f"client {client}"
         assert_close(own.predict(x).probs, expected.client(client).probs, atol=1e-6, rtol=0)
     row = found.history.rows[-1]
-    assert row["personal_accuracy"] == pytest.approx(expected.summary(clients.test)["accuracy"], abs=1e-12)
+    assert row["personal_accuracy"] == pytest.approx(
+        expected.summary(clients.test)["accuracy"], abs=1e-12
+    )
 
 
-def test_nodes_without_test_rows_have_their_model_too(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """It is written before the predictions, which they lack; the server knows its network as the simulation does."""
+def test_nodes_without_test_rows_have_their_model_too(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """It is written before the predictions, which they lack; the server knows its network as the
+    simulation does.
+    """
     bare = replace(clients, splits={"train": clients.train})
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     told = bf.simulate(algorithm, bare, evaluate_every=None, progress=False, **OPTIONS)
@@ -89,8 +122,12 @@ def test_nodes_without_test_rows_have_their_model_too(model: nn.Module, clients:
     assert found.measures == {}
 
 
-def test_measures_of_clients_that_share_them(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Of those alone, by an option of the app or by the node's configuration; they are in the checkpoint. Else the means are all."""
+def test_measures_of_clients_that_share_them(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """Of those alone, by an option of the app or by the node's configuration; they are in the
+    checkpoint. Else the means are all.
+    """
     algorithm = bf.algorithms.fedavg(model, epochs=1, batch_size=10)
 
     def data_of(context: Any) -> FederatedData:
@@ -100,7 +137,10 @@ def test_measures_of_clients_that_share_them(model: nn.Module, clients: Federate
         return (predictions.probs.argmax(-1) != labels).double().mean()
 
     options: dict[str, Any] = {"engine": bf.Engine(workers=1), "measures": {"errors": errors}}
-    apps = [client_app(algorithm, data_of, share_measures=client in (1, 4), **options) for client in range(7)]
+    apps = [
+        client_app(algorithm, data_of, share_measures=client in (1, 4), **options)
+        for client in range(7)
+    ]
     grid = LocalGrid({100 + client: app for client, app in enumerate(apps)}, tmp_path)
     found = deploy(algorithm, clients, tmp_path, grid, rounds=1, checkpoint=tmp_path / "server")
     told = bf.simulate(algorithm, clients, progress=False, **{**OPTIONS, "rounds": 1})
@@ -108,19 +148,33 @@ def test_measures_of_clients_that_share_them(model: nn.Module, clients: Federate
     alone = told.predict().client(4).probs.argmax(-1) == clients.test.client(4)[1]
     assert found.measures[4]["accuracy"] == pytest.approx(alone.double().mean().item())
     assert found.history["evaluated"][-1] == 7
-    assert found.history["personal_errors"][-1] == pytest.approx(1 - found.history["personal_accuracy"][-1])
+    assert found.history["personal_errors"][-1] == pytest.approx(
+        1 - found.history["personal_accuracy"][-1]
+    )
     assert load(tmp_path / "server", algorithm).measures == found.measures
 
 
 def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """As they end a simulation: in the same round; every node then has its model, the state is saved, and the run stays ended."""
+    """As they end a simulation: in the same round; every node then has its model, the state is
+    saved, and the run stays ended.
+    """
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10, optimiser=SGD(0.5))
     seen: list[int] = []
 
     def stopping() -> list[Any]:
-        return [lambda run: seen.append(run.round), bf.callbacks.EarlyStopping("train_nll", patience=1, lowest=False)]
+        return [
+            lambda run: seen.append(run.round),
+            bf.callbacks.EarlyStopping("train_nll", patience=1, lowest=False),
+        ]
 
-    told = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, on_round=stopping(), **{**OPTIONS, "rounds": 9})
+    told = bf.simulate(
+        algorithm,
+        clients,
+        evaluate_every=None,
+        progress=False,
+        on_round=stopping(),
+        **{**OPTIONS, "rounds": 9},
+    )
     assert told.round < 9
     options: dict[str, Any] = {"rounds": 9, "checkpoint": tmp_path / "server", "every": 5}
     for _ in range(2):
@@ -128,41 +182,85 @@ def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedDa
         assert found.round == told.round
         assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
     rounds = list(range(1, told.round + 1))
-    assert seen == [*rounds, *rounds, told.round]  # of the simulation, the deployment, and the deployment that goes on
+    assert seen == [
+        *rounds,
+        *rounds,
+        told.round,
+    ]  # of the simulation, the deployment, and the deployment that goes on
     assert load(tmp_path / "server", algorithm).round == told.round
     x, _ = clients.test.client(2)
-    assert_close(bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs, told.client(2).predict(x).probs, atol=1e-6, rtol=0)
+    assert_close(
+        bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs,
+        told.client(2).predict(x).probs,
+        atol=1e-6,
+        rtol=0,
+    )
 
 
 @pytest.mark.parametrize("name", ["ditto", pytest.param("fedsi", marks=pytest.mark.slow)])
 def test_evaluations_on_the_way_are_the_simulations(name: str, tmp_path: Path):
-    """In the same rounds the same numbers, on test and validation data; the last round is not evaluated twice."""
+    """In the same rounds the same numbers, on test and validation data; the last round is not
+    evaluated twice.
+    """
     algorithm, parted = tuned()
-    algorithm = algorithm if name == "fedsi" else bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=10)
+    algorithm = (
+        algorithm
+        if name == "fedsi"
+        else bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=10)
+    )
     options: dict[str, Any] = {"rounds": 3, "evaluate_every": 2}
     told = bf.simulate(algorithm, parted, progress=False, **{**OPTIONS, **options})
     grid, seen = grid_of(algorithm, parted, tmp_path), []
-    found = deploy(algorithm, parted, tmp_path, grid, on_round=[lambda run: seen.append(dict(run.history[-1]))], **options)
-    columns = [f"{prefix}_{measure}" for prefix in ("personal", "validation") for measure in ("accuracy", "nll", "brier", "ece")]
+    found = deploy(
+        algorithm,
+        parted,
+        tmp_path,
+        grid,
+        on_round=[lambda run: seen.append(dict(run.history[-1]))],
+        **options,
+    )
+    columns = [
+        f"{prefix}_{measure}"
+        for prefix in ("personal", "validation")
+        for measure in ("accuracy", "nll", "brier", "ece")
+    ]
     for row, expected, shown in zip(found.history, told.history, seen, strict=True):
         assert row == shown
         assert ("personal_nll" in row) == (row["round"] > 1)
         for column in columns:
             assert row.get(column) == pytest.approx(expected.get(column), abs=1e-6)
-    assert sum(message.metadata.message_type == "evaluate" for message in grid.sent) == 2 * parted.clients
-    assert found.history["tuned"].tolist()[1:] == [told.tuned] * 2 if name == "fedsi" else "tuned" not in found.history.columns
+    assert (
+        sum(message.metadata.message_type == "evaluate" for message in grid.sent)
+        == 2 * parted.clients
+    )
+    assert (
+        found.history["tuned"].tolist()[1:] == [told.tuned] * 2
+        if name == "fedsi"
+        else "tuned" not in found.history.columns
+    )
 
 
 def test_early_stopping_on_validation_data(tmp_path: Path):
-    """A deployment ends in the simulation's round, resumed or not; where nothing is measured on the way, the error says what to pass."""
+    """A deployment ends in the simulation's round, resumed or not; where nothing is measured on the
+    way, the error says what to pass.
+    """
     parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
-    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, optimiser=SGD(0.3))
+    algorithm = bf.algorithms.ditto(
+        bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, optimiser=SGD(0.3)
+    )
     options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
     stop = bf.callbacks.EarlyStopping("validation_nll", patience=2)
     told = bf.simulate(algorithm, parted, progress=False, on_round=[stop], **{**OPTIONS, **options})
     assert told.round < 40
     folder = tmp_path / "server"
-    deploy(algorithm, parted, tmp_path, on_round=[lambda run: run.round == 2], checkpoint=folder, **{**options, "evaluate_every": 2})
+    deploy(
+        algorithm,
+        parted,
+        tmp_path,
+        on_round=[lambda run: run.round == 2],
+        checkpoint=folder,
+        **{**options, "evaluate_every": 2},
+    )
     (folder / "round-000002.safetensors").unlink()  # goes on from round 1, which was not evaluated
     with pytest.raises(ValueError, match=r"keeps its settings, participation: saved 1\.0"):
         deploy(algorithm, parted, tmp_path, checkpoint=folder, participation=0.5, **options)
@@ -174,20 +272,38 @@ def test_early_stopping_on_validation_data(tmp_path: Path):
 
 
 def test_a_round_at_which_it_ended_may_be_the_best(tmp_path: Path):
-    """Between evaluations, by another callback: it is measured before the best state is chosen, as in a simulation; also if repeated."""
+    """Between evaluations, by another callback: it is measured before the best state is chosen, as
+    in a simulation; also if repeated.
+    """
     parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
-    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, optimiser=SGD(0.05))
+    algorithm = bf.algorithms.ditto(
+        bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, optimiser=SGD(0.05)
+    )
     options: dict[str, Any] = {"rounds": 9, "evaluate_every": 3}
 
     def stopping() -> list[Any]:
-        return [bf.callbacks.EarlyStopping("validation_nll", patience=50, keep="best"), lambda run: run.round == 4]
+        return [
+            bf.callbacks.EarlyStopping("validation_nll", patience=50, keep="best"),
+            lambda run: run.round == 4,
+        ]
 
-    told = bf.simulate(algorithm, parted, progress=False, on_round=stopping(), **{**OPTIONS, **options})
+    told = bf.simulate(
+        algorithm, parted, progress=False, on_round=stopping(), **{**OPTIONS, **options}
+    )
     assert told.round == 4
     for _ in range(2):
-        found = deploy(algorithm, parted, tmp_path, on_round=stopping(), checkpoint=tmp_path / "server", **options)
+        found = deploy(
+            algorithm,
+            parted,
+            tmp_path,
+            on_round=stopping(),
+            checkpoint=tmp_path / "server",
+            **options,
+        )
         assert found.round == 4
-        assert found.history["validation_nll"] == pytest.approx(told.history["validation_nll"], abs=1e-6, nan_ok=True)
+        assert found.history["validation_nll"] == pytest.approx(
+            told.history["validation_nll"], abs=1e-6, nan_ok=True
+        )
         assert load(tmp_path / "server", algorithm).history.rows == found.history.rows
         assert bf.load_client(tmp_path / "node-102", algorithm).round == 4
 
@@ -195,27 +311,48 @@ def test_a_round_at_which_it_ended_may_be_the_best(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_best_state_is_kept(every: int, tmp_path: Path):
-    """The server's, and the nodes', whose models are of its round; also where the run was stopped and goes on, from the folder."""
+    """The server's, and the nodes', whose models are of its round; also where the run was stopped
+    and goes on, from the folder.
+    """
     parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
-    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=3, batch_size=20, optimiser=SGD(0.3))
+    algorithm = bf.algorithms.ditto(
+        bf.models.mlp(64, hidden=8, outputs=5), epochs=3, batch_size=20, optimiser=SGD(0.3)
+    )
     options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
 
     def best(folder: Path | None = None) -> bf.callbacks.EarlyStopping:
         return bf.callbacks.EarlyStopping("validation_nll", patience=3, keep="best", folder=folder)
 
-    told = bf.simulate(algorithm, parted, progress=False, on_round=[best()], **{**OPTIONS, **options})
+    told = bf.simulate(
+        algorithm, parted, progress=False, on_round=[best()], **{**OPTIONS, **options}
+    )
     whole = deploy(algorithm, parted, tmp_path / "whole", on_round=[best()], **options)
     resumed = {**options, "checkpoint": tmp_path / "server", "every": every}
     folder = tmp_path / "best"
-    deploy(algorithm, parted, tmp_path, on_round=[best(folder), lambda run: run.round == told.round + 2], **resumed)
+    deploy(
+        algorithm,
+        parted,
+        tmp_path,
+        on_round=[best(folder), lambda run: run.round == told.round + 2],
+        **resumed,
+    )
     found = deploy(algorithm, parted, tmp_path, on_round=[best(folder)], **resumed)
-    for state, nodes in ((whole, tmp_path / "whole"), (found, tmp_path), (load(folder, algorithm), tmp_path)):
+    for state, nodes in (
+        (whole, tmp_path / "whole"),
+        (found, tmp_path),
+        (load(folder, algorithm), tmp_path),
+    ):
         assert state.round == told.round == len(state.history)
         assert_same(state, nodes, told)
         for client in range(4):
-            own, (x, _) = bf.load_client(nodes / f"node-{100 + client}", algorithm), parted.test.client(client)
+            own, (x, _) = (
+                bf.load_client(nodes / f"node-{100 + client}", algorithm),
+                parted.test.client(client),
+            )
             assert own.round == told.round
-            assert_close(own.predict(x).probs, told.client(client).predict(x).probs, atol=1e-6, rtol=0)
+            assert_close(
+                own.predict(x).probs, told.client(client).predict(x).probs, atol=1e-6, rtol=0
+            )
     assert load(tmp_path / "server", algorithm).round == told.round + 3
     later = deploy(algorithm, parted, tmp_path, start=folder, rounds=1, seed=9)
     assert_same(later, tmp_path, simulated(algorithm, parted, start=told, rounds=1, seed=9))
@@ -223,8 +360,12 @@ def test_the_best_state_is_kept(every: int, tmp_path: Path):
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", ["ditto", "pfedvem"])
-def test_a_killed_server_goes_on(name: str, every: int, model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Killed in mid-round, when some clients have trained already, the next run ends as one that never stopped."""
+def test_a_killed_server_goes_on(
+    name: str, every: int, model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """Killed in mid-round, when some clients have trained already, the next run ends as one that
+    never stopped.
+    """
     algorithm, heard = method(name, model), []
 
     def alter(client: int, message: Message, reply: Message) -> Message:
@@ -236,7 +377,13 @@ def test_a_killed_server_goes_on(name: str, every: int, model: nn.Module, client
 
     options = {"rounds": 5, "participation": 0.7, "checkpoint": tmp_path / "server", "every": every}
     with pytest.raises(Killed):
-        deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), **options)
+        deploy(
+            algorithm,
+            clients,
+            tmp_path,
+            grid_of(algorithm, clients, tmp_path, alter=alter),
+            **options,
+        )
     assert load(tmp_path / "server", algorithm).round == 3 // every * every
     found = deploy(algorithm, clients, tmp_path, **options)
     assert_same(found, tmp_path, simulated(algorithm, clients, rounds=5, participation=0.7))
@@ -250,17 +397,31 @@ def test_a_bad_reply_may_stop_the_run(model: nn.Module, clients: FederatedData, 
     """With what is wrong and whose it is; nothing was averaged."""
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path)
-    grid.alter = lambda client, message, reply: None if client == 4 and message.metadata.message_type == "train" else reply
+    grid.alter = lambda client, message, reply: (
+        None if client == 4 and message.metadata.message_type == "train" else reply
+    )
     with pytest.raises(BadClients, match=r"round 0\b.*client 4\b.* 0\.3 seconds"):
-        deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=bf.Admission("stop"), checkpoint=tmp_path / "server")
+        deploy(
+            algorithm,
+            clients,
+            tmp_path,
+            grid,
+            timeout=0.3,
+            admission=bf.Admission("stop"),
+            checkpoint=tmp_path / "server",
+        )
     assert load(tmp_path / "server", algorithm).round == 0
 
 
-def test_clients_are_called_by_their_names(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+def test_clients_are_called_by_their_names(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+):
     """In the log, in errors, and where the node itself says what went wrong."""
     algorithm, towns = burst_by_fine_tuning(model), replace(clients, client_names=TOWNS)
     grid = grid_of(algorithm, towns, tmp_path)
-    grid.alter = lambda client, message, reply: None if client == 4 and message.metadata.message_type == "train" else reply
+    grid.alter = lambda client, message, reply: (
+        None if client == 4 and message.metadata.message_type == "train" else reply
+    )
     options: dict[str, Any] = {"rounds": 1, "timeout": 0.3}
     deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("skip"), **options)
     assert "client 4 ('Genf') is left out: it did not reply" in caplog.text
@@ -268,7 +429,11 @@ def test_clients_are_called_by_their_names(model: nn.Module, clients: FederatedD
         deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("stop"), **options)
     grid.alter = None
     deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("stop"), **options)
-    assert re.search(r"WARNING .*client (\d) \('(\w+)'\) did not predict: .*client \1 \('\2'\) is no longer finite", caplog.text)
+    assert re.search(
+        r"WARNING .*client (\d) \('(\w+)'\) did not predict: .*client \1 \('\2'\) is no longer "
+        r"finite",
+        caplog.text,
+    )
 
 
 def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tmp_path: Path):
@@ -276,7 +441,11 @@ def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tm
     algorithm, times = method("ditto", model), []
 
     def alter(client: int, message: Message, reply: Message) -> Message | None:
-        if message.metadata.message_type == "train" and asked(message, "round") == 1 and client == 2:
+        if (
+            message.metadata.message_type == "train"
+            and asked(message, "round") == 1
+            and client == 2
+        ):
             times.append(1)
             return None if len(times) == 1 else reply
         return reply
@@ -295,33 +464,54 @@ def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tm
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
         return {2: KINDS["lost"]} if round == 1 else {}
 
-    assert_same(found, tmp_path / "skip", simulated(algorithm, clients, faults=plan, admission=everyone))
+    assert_same(
+        found, tmp_path / "skip", simulated(algorithm, clients, faults=plan, admission=everyone)
+    )
     assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
 
 
 @pytest.mark.parametrize("bad", ["skip", "stop"])
-def test_a_cohort_that_is_too_small_is_not_asked(bad: Any, model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_a_cohort_that_is_too_small_is_not_asked(
+    bad: Any, model: nn.Module, clients: FederatedData, tmp_path: Path
+):
     """No client trains for a round that cannot count."""
     algorithm = method("ditto", model)
     grid = grid_of(algorithm, clients, tmp_path)
-    options: dict[str, Any] = {"participation": 0.4, "sampling": "bernoulli", "admission": bf.Admission(bad, min_clients=3), "rounds": 6}
+    options: dict[str, Any] = {
+        "participation": 0.4,
+        "sampling": "bernoulli",
+        "admission": bf.Admission(bad, min_clients=3),
+        "rounds": 6,
+    }
     found = deploy(algorithm, clients, tmp_path, grid, **options)
     told = simulated(algorithm, clients, **options)
     assert_same(found, tmp_path, told)
     small = {round for round in range(6) if len(found.settings.cohort(7, round)) < 3}
     assert small
-    assert not [message for message in grid.sent if message.metadata.message_type == "train" and asked(message, "round") in small]
+    assert not [
+        message
+        for message in grid.sent
+        if message.metadata.message_type == "train" and asked(message, "round") in small
+    ]
     for name in ("cohort", "lost", "rejected"):
         assert found.history[name].tolist() == told.history[name].tolist()
-    assert [bool(count == 0) for count in found.history["bytes_down"]] == [round in small for round in range(6)]
+    assert [bool(count == 0) for count in found.history["bytes_down"]] == [
+        round in small for round in range(6)
+    ]
 
 
-def test_a_round_that_is_not_finite_is_counted(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_a_round_that_is_not_finite_is_counted(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
     """As in a simulation: who was lost, who was refused, what went over the wire."""
     algorithm = method("pfedvem", model)
 
     def alter(client: int, message: Message, reply: Message) -> Message:
-        bad = client == 4 and message.metadata.message_type == "train" and asked(message, "round") == 1
+        bad = (
+            client == 4
+            and message.metadata.message_type == "train"
+            and asked(message, "round") == 1
+        )
         return packed(reply, lambda t: {**t, "rho2": torch.zeros_like(t["rho2"])}) if bad else reply
 
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
@@ -341,8 +531,12 @@ def test_honest_clients_of_any_size(model: nn.Module, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True], ids=["one model", "a mixture"])
-def test_a_tuned_number_is_the_simulations(mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A predictive precision, FedSI's or FedEM's components', from sums over the clients' validation data, which are the simulation's."""
+def test_a_tuned_number_is_the_simulations(
+    mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A predictive precision, FedSI's or FedEM's components', from sums over the clients'
+    validation data, which are the simulation's.
+    """
     sums: list[Tensors] = []
 
     def solve(survey: Tuning, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
@@ -354,13 +548,20 @@ def test_a_tuned_number_is_the_simulations(mixed: bool, tmp_path: Path, monkeypa
     algorithm, clients = tuned()
     if mixed:
         each = Mixture("components", "pi", each=LinearisedLaplace(structure="diagonal"))
-        algorithm = replace(bf.algorithms.fedem(algorithm.model, components=2, batch_size=10), predictor=each)
+        algorithm = replace(
+            bf.algorithms.fedem(algorithm.model, components=2, batch_size=10), predictor=each
+        )
     assert len(algorithm.predictor.grid) > 1
     told = simulated(algorithm, clients, rounds=2)
     found = deploy(algorithm, clients, tmp_path, rounds=2)
     expected = told.predict()
     for client in range(4):
-        assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
+        assert_close(
+            predictions(found, tmp_path, client)["probs"],
+            expected.client(client).probs,
+            atol=1e-6,
+            rtol=0,
+        )
     assert found.history["tuned"][-1] == told.tuned
     over, within = sums
     assert_close(over, within, atol=1e-6, rtol=0)
@@ -384,39 +585,69 @@ def test_a_tuned_number_is_the_simulations(mixed: bool, tmp_path: Path, monkeypa
 def test_bad_options(options: dict[str, Any], words: str, model: nn.Module, tmp_path: Path):
     """Named, with the value, before anything is waited for."""
     with pytest.raises(ValueError, match=words):
-        serve(LocalGrid({}, tmp_path), method("fedavg", model), **{"clients": 1, "rounds": 1, **options})
+        serve(
+            LocalGrid({}, tmp_path),
+            method("fedavg", model),
+            **{"clients": 1, "rounds": 1, **options},
+        )
     with pytest.raises(TypeError, match=r"algorithm .*Algorithm.* got SplitModel"):
         server_app(model, clients=1, rounds=1)  # type: ignore[arg-type]
 
 
-def test_a_lost_client_outside_the_cohort_is_not_counted(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """`lost` and `rejected` are of the cohort, as in the simulation; what an outsider did is as if it had not been."""
+def test_a_lost_client_outside_the_cohort_is_not_counted(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """`lost` and `rejected` are of the cohort, as in the simulation; what an outsider did is as if
+    it had not been.
+    """
     algorithm = method("pfedvem", model)
     cohort = Settings(3, 0.5, algorithm.sampling, "all", 3, None).cohort(clients.clients, 1)
     outside = int(np.setdiff1d(np.arange(clients.clients), cohort)[0])
 
     def alter(client: int, message: Message, reply: Message) -> Message | None:
-        return None if message.metadata.message_type == "train" and asked(message, "round") == 1 and client == outside else reply
+        return (
+            None
+            if message.metadata.message_type == "train"
+            and asked(message, "round") == 1
+            and client == outside
+            else reply
+        )
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
         return {outside: KINDS["lost"]} if round == 1 else {}
 
     options: dict[str, Any] = {"participation": 0.5, "train": "all"}
-    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), timeout=0.3, **options)
+    found = deploy(
+        algorithm,
+        clients,
+        tmp_path,
+        grid_of(algorithm, clients, tmp_path, alter=alter),
+        timeout=0.3,
+        **options,
+    )
     told = simulated(algorithm, clients, faults=plan, **options)
     assert_same(found, tmp_path, told)
     for column in ("cohort", "lost", "rejected"):
         assert found.history[column].tolist() == told.history[column].tolist()
 
 
-def test_a_server_app_runs_what_it_was_given(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_a_server_app_runs_what_it_was_given(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
     """Its main function is `serve`; an option that there is not is refused when it is built."""
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path)
-    app = server_app(algorithm, clients=clients.clients, checkpoint=tmp_path / "server", **{**OPTIONS, "timeout": 5.0})
+    app = server_app(
+        algorithm,
+        clients=clients.clients,
+        checkpoint=tmp_path / "server",
+        **{**OPTIONS, "timeout": 5.0},
+    )
     app(grid, grid.context(0))
     found = load(tmp_path / "server", algorithm)
-    assert_close(flatten(found.server), flatten(simulated(algorithm, clients).server), atol=1e-6, rtol=0)
+    assert_close(
+        flatten(found.server), flatten(simulated(algorithm, clients).server), atol=1e-6, rtol=0
+    )
     with pytest.raises(TypeError, match="round"):
         server_app(algorithm, clients=1, round=3)
 
@@ -424,11 +655,21 @@ def test_a_server_app_runs_what_it_was_given(model: nn.Module, clients: Federate
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "bad",
-    [lambda t: t * float("nan"), lambda t: t - float("inf"), lambda t: t + float("inf"), lambda t: t[None], lambda t: -t],
+    [
+        lambda t: t * float("nan"),
+        lambda t: t - float("inf"),
+        lambda t: t + float("inf"),
+        lambda t: t[None],
+        lambda t: -t,
+    ],
     ids=["nan", "-inf", "inf", "shape", "negative counts"],
 )
-def test_scores_that_are_no_numbers(bad: Callable[[Tensor], Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """One client cannot end the run or make the choice; where nobody scores, nothing is predicted, and the models are kept."""
+def test_scores_that_are_no_numbers(
+    bad: Callable[[Tensor], Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """One client cannot end the run or make the choice; where nobody scores, nothing is predicted,
+    and the models are kept.
+    """
     clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
     model = bf.models.mlp(64, hidden=8, outputs=5)
     algorithm = bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5)
@@ -441,21 +682,36 @@ def test_scores_that_are_no_numbers(bad: Callable[[Tensor], Tensor], tmp_path: P
         reply.content["answer"], digest = records.pack({name: bad(t) for name, t in sums.items()})
         return changed(reply, digest=digest)
 
-    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
+    found = deploy(
+        algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1
+    )
     assert found.history["tuned"][-1] in algorithm.predictor.grid
     assert re.search(r"client 1 .*Tuning", caplog.text)
     liars[:] = [0, 1, 2, 3]
-    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
+    found = deploy(
+        algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1
+    )
     assert "tuned" not in found.history.columns
     assert "nothing is predicted" in caplog.text
 
 
 @pytest.mark.parametrize("rule", ["skip", "stop"])
-def test_a_fine_tuning_that_leaves_the_numbers(rule: Any, model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Its client predicts without it where bad clients are skipped, as in a simulation; else it predicts nothing."""
+def test_a_fine_tuning_that_leaves_the_numbers(
+    rule: Any, model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """Its client predicts without it where bad clients are skipped, as in a simulation; else it
+    predicts nothing.
+    """
     algorithm, admission = burst_by_fine_tuning(model), bf.Admission(rule)
     found = deploy(algorithm, clients, tmp_path, admission=admission).history.rows[-1]
-    told = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, admission=bf.Admission("skip"), **OPTIONS)
+    told = bf.simulate(
+        algorithm,
+        clients,
+        evaluate_every=None,
+        progress=False,
+        admission=bf.Admission("skip"),
+        **OPTIONS,
+    )
     expected = told.predict().summary(clients.test)["nll"]
     assert found["evaluated"] == clients.clients - (rule == "stop")
     assert (found["personal_nll"] == pytest.approx(expected, abs=1e-6)) == (rule == "skip")
@@ -467,8 +723,12 @@ def noisy(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedbn", "pfedvem"])
-def test_batch_norm_dropout_and_augmentation_to_the_bit(name: str, clients: FederatedData, tmp_path: Path):
-    """Statistics that are sent or kept, draws of the network and of the inputs; also where the server stops and goes on."""
+def test_batch_norm_dropout_and_augmentation_to_the_bit(
+    name: str, clients: FederatedData, tmp_path: Path
+):
+    """Statistics that are sent or kept, draws of the network and of the inputs; also where the
+    server stops and goes on.
+    """
     case = next(case for case in CASES if case.name == name)
     algorithm, data = case(with_batch_norm(dropout=0.3)), clients.augmented(noisy)
     options: dict[str, Any] = {"participation": 0.6, "dtype": torch.float32}
@@ -480,18 +740,32 @@ def test_batch_norm_dropout_and_augmentation_to_the_bit(name: str, clients: Fede
         assert_close(private(found, tmp_path), flatten(told.private), atol=0, rtol=0)
     expected = told.predict()
     for client in range(clients.clients):
-        assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=0, rtol=0)
+        assert_close(
+            predictions(found, tmp_path, client)["probs"],
+            expected.client(client).probs,
+            atol=0,
+            rtol=0,
+        )
     plain = simulated(algorithm, clients, **options)
-    assert not torch.allclose(plain.server[next(iter(algorithm.blocks))]["loc"], told.server[next(iter(algorithm.blocks))]["loc"])
+    assert not torch.allclose(
+        plain.server[next(iter(algorithm.blocks))]["loc"],
+        told.server[next(iter(algorithm.blocks))]["loc"],
+    )
 
 
 def test_bytes_of_statistics_count(clients: FederatedData, tmp_path: Path):
-    """A client sends a mean and a variance for each channel of a norm, beside its weight and bias; where norms stay, none of the four."""
+    """A client sends a mean and a variance for each channel of a norm, beside its weight and bias;
+    where norms stay, none of the four.
+    """
     sent = []
     for make in (bf.algorithms.fedavg, bf.algorithms.fedbn):
         algorithm = make(with_batch_norm(), epochs=1)
         told = simulated(algorithm, clients, rounds=1).history["bytes_up"][0]
-        found = deploy(algorithm, clients, tmp_path / make.__name__, rounds=1).history["bytes_up"][0]
-        assert 0 < found - told < 7 * 100 * len(algorithm.uplink())  # what a message says of each tensor
+        found = deploy(algorithm, clients, tmp_path / make.__name__, rounds=1).history["bytes_up"][
+            0
+        ]
+        assert (
+            0 < found - told < 7 * 100 * len(algorithm.uplink())
+        )  # what a message says of each tensor
         sent.append(told)
     assert sent[0] - sent[1] == 7 * 4 * 16 * 8

@@ -1,4 +1,6 @@
-"""A deployment that begins where another ended is the simulation that does so: known clients with their states, new ones adapted."""
+"""A deployment that begins where another ended is the simulation that does so: known clients with
+their states, new ones adapted.
+"""
 
 import re
 import shutil
@@ -28,35 +30,65 @@ MOVED = [4, 6, 1, 5, 0]
 @pytest.mark.filterwarnings("ignore:the run before has 5 clients")
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
 def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Five clients at half participation, so that some never trained; then two are gone, two are new, and numbers have moved."""
+    """Five clients at half participation, so that some never trained; then two are gone, two are
+    new, and numbers have moved.
+    """
     algorithm, few = case(model), clients.select(range(5))
     half: dict[str, Any] = {"participation": 0.5, "rounds": 1, "train": "cohort"}
     told = simulated(algorithm, few, **half)
     found = deploy(algorithm, few, tmp_path, checkpoint=tmp_path / "first", **half)
     moved, nodes = clients.select(MOVED), [100 + client for client in MOVED]
-    with pytest.warns(UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"):
+    with pytest.warns(
+        UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"
+    ):
         later_told = simulated(algorithm, moved, start=told, **LATER)
     for start in (found, tmp_path / "first"):
-        with pytest.warns(UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"):
-            later = deploy(algorithm, moved, tmp_path, grid_of(algorithm, moved, tmp_path, nodes=nodes), start=start, **LATER)
+        with pytest.warns(
+            UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"
+        ):
+            later = deploy(
+                algorithm,
+                moved,
+                tmp_path,
+                grid_of(algorithm, moved, tmp_path, nodes=nodes),
+                start=start,
+                **LATER,
+            )
         assert_close(flatten(later.server), flatten(later_told.server), atol=1e-6, rtol=0)
         if later_told.private:
-            assert_close(private(later, tmp_path, nodes), flatten(later_told.private), atol=1e-6, rtol=0)
+            assert_close(
+                private(later, tmp_path, nodes), flatten(later_told.private), atol=1e-6, rtol=0
+            )
         assert later.experiment != found.experiment
         assert later.names == moved.client_names
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_run_after_a_run_after_a_run(name: str, model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """A client that was never in a cohort of the second run goes on from the first; one that was in none, from its first start."""
+def test_a_run_after_a_run_after_a_run(
+    name: str, model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """A client that was never in a cohort of the second run goes on from the first; one that was in
+    none, from its first start.
+    """
     algorithm, some = method(name, model), {"participation": 0.3, "rounds": 1, "train": "cohort"}
-    told, found = simulated(algorithm, clients, **some), deploy(algorithm, clients, tmp_path, **some)
+    told, found = (
+        simulated(algorithm, clients, **some),
+        deploy(algorithm, clients, tmp_path, **some),
+    )
     order = [6, 2, 0, 4, 1, 3, 5]
     moved, nodes = clients.select(order), [100 + client for client in order]
     grid = grid_of(algorithm, moved, tmp_path, nodes=nodes)
     for seed in (11, 12):
         told = simulated(algorithm, moved, start=told, **{**some, "seed": seed})
-        found = deploy(algorithm, moved, tmp_path, grid, start=found, checkpoint=tmp_path / f"server-{seed}", **{**some, "seed": seed})
+        found = deploy(
+            algorithm,
+            moved,
+            tmp_path,
+            grid,
+            start=found,
+            checkpoint=tmp_path / f"server-{seed}",
+            **{**some, "seed": seed},
+        )
         assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
         again = load(tmp_path / f"server-{seed}", algorithm)
         for known in (found, again) if told.private else ():
@@ -64,30 +96,56 @@ def test_a_run_after_a_run_after_a_run(name: str, model: nn.Module, clients: Fed
     assert found.before is not None
     assert len({place.experiment for place in found.before.places if place}) == 2
     x, _ = clients.test.client(2)
-    assert_close(bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs, told.client(1).predict(x).probs, atol=1e-6, rtol=0)
+    assert_close(
+        bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs,
+        told.client(1).predict(x).probs,
+        atol=1e-6,
+        rtol=0,
+    )
 
 
 def alike(algorithm: bf.Algorithm, clients: FederatedData, folder: Path) -> LocalGrid:
     """Nodes whose data all call their client the same."""
 
     def data_of(context: Any) -> FederatedData:
-        return replace(clients.select([int(context.node_config["client-id"])]), client_names=("ward",))
+        return replace(
+            clients.select([int(context.node_config["client-id"])]), client_names=("ward",)
+        )
 
     app = client_app(algorithm, data_of, engine=bf.Engine(workers=1))
     return LocalGrid({100 + client: app for client in range(clients.clients)}, folder)
 
 
-def test_clients_of_one_name_are_never_confused(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
-    """Said when they first train, refused where names would matter; by number if that is asked for."""
+def test_clients_of_one_name_are_never_confused(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+):
+    """Said when they first train, refused where names would matter; by number if that is
+    asked for.
+    """
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     before = deploy(algorithm, clients, tmp_path, alike(algorithm, clients, tmp_path), rounds=1)
-    assert re.search(r"clients \[0, 1, 2, 3, 4, 5, 6\] are all called 'ward': .*load_data", caplog.text)
-    with pytest.raises(ValueError, match=r"clients \[0, 1, 2, 3, 4, 5, 6\] are all called 'ward'; .*client_ids"):
-        deploy(algorithm, clients, tmp_path, alike(algorithm, clients, tmp_path), start=before, **LATER)
-    with pytest.raises(ValueError, match=r"in the run before clients \[0, .* called 'ward'; .*names=\(\)"):
+    assert re.search(
+        r"clients \[0, 1, 2, 3, 4, 5, 6\] are all called 'ward': .*load_data", caplog.text
+    )
+    with pytest.raises(
+        ValueError, match=r"clients \[0, 1, 2, 3, 4, 5, 6\] are all called 'ward'; .*client_ids"
+    ):
+        deploy(
+            algorithm, clients, tmp_path, alike(algorithm, clients, tmp_path), start=before, **LATER
+        )
+    with pytest.raises(
+        ValueError, match=r"in the run before clients \[0, .* called 'ward'; .*names=\(\)"
+    ):
         deploy(algorithm, clients, tmp_path, start=before, **LATER)
     with pytest.warns(UserWarning, match=r"matched by number"):
-        found = deploy(algorithm, clients, tmp_path, alike(algorithm, clients, tmp_path), start=replace(before, names=()), **LATER)
+        found = deploy(
+            algorithm,
+            clients,
+            tmp_path,
+            alike(algorithm, clients, tmp_path),
+            start=replace(before, names=()),
+            **LATER,
+        )
     told = simulated(algorithm, clients, start=simulated(algorithm, clients, rounds=1), **LATER)
     assert_close(private(found, tmp_path), flatten(told.private), atol=1e-6, rtol=0)
 
@@ -97,30 +155,57 @@ def test_folders_of_another_kind(model: nn.Module, clients: FederatedData, tmp_p
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
     simulated(algorithm, clients, rounds=1).save(tmp_path / "run")
-    told = r"server.* holds the checkpoints of a deployment over Flower, not a run of bf\.simulate: .*flower\.serve\(start=path\).*nodes"
+    told = (
+        r"server.* holds the checkpoints of a deployment over Flower, not a run of "
+        r"bf\.simulate: .*flower\.serve\(start=path\).*nodes"
+    )
     for begin in ({"start": tmp_path / "server"}, {"resume": tmp_path / "server"}):
         with pytest.raises(CheckpointError, match=told):
             simulated(algorithm, clients, **begin)
     with pytest.raises(CheckpointError, match=told):
         bf.load(tmp_path / "server", algorithm)
-    with pytest.raises(CheckpointError, match=r"run.* holds a run of bf\.simulate, not the checkpoints of .* bf\.simulate\(start=path\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"run.* holds a run of bf\.simulate, not the checkpoints of .* "
+        r"bf\.simulate\(start=path\)",
+    ):
         deploy(algorithm, clients, tmp_path, start=tmp_path / "run", **LATER)
     for node in (tmp_path / "node-102", *(tmp_path / "node-102").glob("*")):
         with pytest.raises(
-            CheckpointError, match=r"holds what a node of a deployment over Flower keeps, not the checkpoints.*the server's folder"
+            CheckpointError,
+            match=r"holds what a node of a deployment over Flower keeps, not the checkpoints.*the "
+            r"server's folder",
         ):
             deploy(algorithm, clients, tmp_path, start=node, **LATER)
     bf.load_client(tmp_path / "node-102", algorithm).save(tmp_path / "one")
-    with pytest.raises(CheckpointError, match=r"holds a client's own model, not a run of bf\.simulate: bf\.load_client"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds a client's own model, not a run of bf\.simulate: bf\.load_client",
+    ):
         simulated(algorithm, clients, start=tmp_path / "one")
 
 
-def test_a_server_that_goes_on_knows_where_it_began(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Stopped after its first round, at which half of the clients trained: the others still begin from the run before."""
+def test_a_server_that_goes_on_knows_where_it_began(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """Stopped after its first round, at which half of the clients trained: the others still begin
+    from the run before.
+    """
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     before = deploy(algorithm, clients, tmp_path, rounds=1)
-    told = simulated(algorithm, clients, start=simulated(algorithm, clients, rounds=1), participation=0.4, **LATER)
-    options: dict[str, Any] = {"participation": 0.4, "seed": 9, "checkpoint": tmp_path / "server", "start": before}
+    told = simulated(
+        algorithm,
+        clients,
+        start=simulated(algorithm, clients, rounds=1),
+        participation=0.4,
+        **LATER,
+    )
+    options: dict[str, Any] = {
+        "participation": 0.4,
+        "seed": 9,
+        "checkpoint": tmp_path / "server",
+        "start": before,
+    }
     deploy(algorithm, clients, tmp_path, rounds=2, on_round=[lambda run: run.round == 1], **options)
     assert load(tmp_path / "server", algorithm).before is not None
     found = deploy(algorithm, clients, tmp_path, rounds=2, **options)
@@ -128,7 +213,9 @@ def test_a_server_that_goes_on_knows_where_it_began(model: nn.Module, clients: F
     assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
 
 
-def test_a_node_that_lost_its_state_is_left_out(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_a_node_that_lost_its_state_is_left_out(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
     """It says so, and is not taken for a new client."""
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     before = deploy(algorithm, clients, tmp_path, rounds=1)
@@ -147,32 +234,67 @@ def test_a_client_whose_state_is_lost_begins_anew_where_the_server_says_so(
     before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
     shutil.rmtree(tmp_path / "node-102")
     deploy(algorithm, clients, tmp_path, start=before, **LATER)
-    words = r"client 2 .*node-102.* holds no state 000001-\w+ of the run from which .*; bring the folder back, or let the client "
-    assert re.search(words + r"begin anew: on the server, pass start=dataclasses\.replace\(.*load\(folder, .*names=\[", caplog.text)
+    words = (
+        r"client 2 .*node-102.* holds no state 000001-\w+ of the run from which .*; bring the "
+        r"folder back, or let the client "
+    )
+    assert re.search(
+        words
+        + r"begin anew: on the server, pass start=dataclasses\.replace\(.*load\(folder, .*names=\[",
+        caplog.text,
+    )
     told = simulated(algorithm, clients, rounds=1)
     others = ["client 0", "client 1", "before its disk failed", *before.names[3:]]
     with pytest.warns(UserWarning, match=r"\['client 2'\] are new"):
-        later_told = simulated(algorithm, clients, start=replace(told, known=replace(clients, client_names=tuple(others))), **LATER)
+        later_told = simulated(
+            algorithm,
+            clients,
+            start=replace(told, known=replace(clients, client_names=tuple(others))),
+            **LATER,
+        )
     shutil.rmtree(tmp_path / "node-102")
     with pytest.warns(UserWarning, match=r"\['client 2'\] are new"):
-        later = deploy(algorithm, clients, tmp_path, start=replace(load(tmp_path / "first", algorithm), names=others), **LATER)
+        later = deploy(
+            algorithm,
+            clients,
+            tmp_path,
+            start=replace(load(tmp_path / "first", algorithm), names=others),
+            **LATER,
+        )
     assert_close(flatten(later.server), flatten(later_told.server), atol=1e-6, rtol=0)
     assert_close(private(later, tmp_path), flatten(later_told.private), atol=1e-6, rtol=0)
 
 
-def test_a_start_that_all_nodes_have_forgotten(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """That of the best round, after the run went on without the callback: an error, whoever is asked; the newest state is there."""
+def test_a_start_that_all_nodes_have_forgotten(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """That of the best round, after the run went on without the callback: an error, whoever is
+    asked; the newest state is there.
+    """
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     folder = tmp_path / "best"
-    best = bf.callbacks.EarlyStopping("train_nll", patience=1, keep="best", folder=folder, lowest=False)
+    best = bf.callbacks.EarlyStopping(
+        "train_nll", patience=1, keep="best", folder=folder, lowest=False
+    )
     deploy(algorithm, clients, tmp_path, on_round=[best], checkpoint=tmp_path / "server", rounds=5)
     forgotten = load(folder, algorithm)
     deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server", rounds=5)
     assert forgotten.round < 4
-    words = r"no client has kept its state of .*: if that run went on .*pass start= its folder of checkpoints; otherwise .*leave start= out"
+    words = (
+        r"no client has kept its state of .*: if that run went on .*pass start= its folder of "
+        r"checkpoints; otherwise .*leave start= out"
+    )
     for participation in (1.0, 0.3):
         with pytest.raises(CheckpointError, match=words):
-            deploy(algorithm, clients, tmp_path, start=folder, participation=participation, train="cohort", **LATER)
+            deploy(
+                algorithm,
+                clients,
+                tmp_path,
+                start=folder,
+                participation=participation,
+                train="cohort",
+                **LATER,
+            )
     assert deploy(algorithm, clients, tmp_path, start=tmp_path / "server", **LATER).round == 2
 
 
@@ -183,39 +305,80 @@ def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, 
         deploy(algorithm, clients, tmp_path, start=3)
     with pytest.raises(TypeError, match=r"start .*Deployed.*got Result; bf\.simulate\(start=\)"):
         deploy(algorithm, clients, tmp_path, start=simulated(algorithm, clients, rounds=1))
-    with pytest.raises(TypeError, match=r"start .*Result.*got Deployed; bayesfl\.flower\.serve\(start=\)"):
+    with pytest.raises(
+        TypeError, match=r"start .*Result.*got Deployed; bayesfl\.flower\.serve\(start=\)"
+    ):
         simulated(algorithm, clients, start=before)
     with pytest.raises(ValueError, match=r"float64.*dtype="):
         deploy(algorithm, clients, tmp_path, start=before, dtype=torch.float32)
     with pytest.warns(UserWarning, match=r"^seed 3 "):
         deploy(algorithm, clients, tmp_path, start=before, rounds=1)
     wide = bf.algorithms.fedavg(bf.models.mlp(8, hidden=5, outputs=3), epochs=1)
-    smooth = bf.algorithms.fedavg(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), epochs=1)
+    smooth = bf.algorithms.fedavg(
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), epochs=1
+    )
     for other in (wide, smooth):
         for start, what in ((before, "start"), (tmp_path / "first", "first'")):
-            with pytest.raises(CheckpointError, match=rf"{what} has the state of another network.* layers\."):
-                deploy(other, clients, tmp_path, grid_of(other, clients, tmp_path), start=start, **{**OPTIONS, **LATER})
+            with pytest.raises(
+                CheckpointError, match=rf"{what} has the state of another network.* layers\."
+            ):
+                deploy(
+                    other,
+                    clients,
+                    tmp_path,
+                    grid_of(other, clients, tmp_path),
+                    start=start,
+                    **{**OPTIONS, **LATER},
+                )
 
 
-def test_a_server_that_goes_on_began_from_the_same_start(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """The same command goes on without a word; another start, and the folder of its own checkpoints, are refused."""
+def test_a_server_that_goes_on_began_from_the_same_start(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """The same command goes on without a word; another start, and the folder of its own
+    checkpoints, are refused.
+    """
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
     options: dict[str, Any] = {**LATER, "checkpoint": tmp_path / "later"}
-    deploy(algorithm, clients, tmp_path, start=before, on_round=[lambda run: run.round == 1], **options)
+    deploy(
+        algorithm, clients, tmp_path, start=before, on_round=[lambda run: run.round == 1], **options
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for start in (before, tmp_path / "first", None):
             assert deploy(algorithm, clients, tmp_path, start=start, **options).round == 2
     later = load(tmp_path / "later", algorithm)
-    there = rf"later' holds a run that began from round 1 of experiment {before.experiment} \(digest \w{{16}}\), and start is"
+    there = (
+        rf"later' holds a run that began from round 1 of experiment {before.experiment} "
+        rf"\(digest \w{{16}}\), and start is"
+    )
     for start, what in (
         (later, rf"round 2 of experiment {later.experiment}"),
-        (replace(before, names=("Bern", *before.names[1:])), rf"round 1 of experiment {before.experiment}"),
+        (
+            replace(before, names=("Bern", *before.names[1:])),
+            rf"round 1 of experiment {before.experiment}",
+        ),
     ):
-        with pytest.raises(ValueError, match=rf"{there} {what} \(digest \w{{16}}\); pass another folder .*or leave start out"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{there} {what} \(digest \w{{16}}\); pass another folder .*or leave start out",
+        ):
             deploy(algorithm, clients, tmp_path, start=start, **options)
-    with pytest.raises(ValueError, match=r"first' holds a run that began from the method's own start, and start is round 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"first' holds a run that began from the method's own start, and start is round 2",
+    ):
         deploy(algorithm, clients, tmp_path, start=later, checkpoint=tmp_path / "first", rounds=1)
-    with pytest.raises(ValueError, match=r"first' holds a run that began from the method's own start, and start is round"):
-        deploy(algorithm, clients, tmp_path, start=tmp_path / "first", checkpoint=tmp_path / "first", rounds=1)
+    with pytest.raises(
+        ValueError,
+        match=r"first' holds a run that began from the method's own start, and start is round",
+    ):
+        deploy(
+            algorithm,
+            clients,
+            tmp_path,
+            start=tmp_path / "first",
+            checkpoint=tmp_path / "first",
+            rounds=1,
+        )

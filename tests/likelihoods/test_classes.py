@@ -1,4 +1,6 @@
-"""Likelihoods of one label: against torch's, and their predictive distributions against slow sums."""
+"""Likelihoods of one label: against torch's, and their predictive distributions against
+slow sums.
+"""
 
 import math
 from typing import Any
@@ -28,15 +30,22 @@ def test_categorical_is_cross_entropy():
     outputs, y = numbers(3, 7, 5), labels(5, 3, 7)
     expected = F.cross_entropy(outputs.flatten(0, 1), y.flatten(), reduction="none").view(3, 7)
     assert_close(Categorical().nll(outputs, y), expected)
-    assert_close(Categorical().nll(outputs, y), -distributions.Categorical(logits=outputs).log_prob(y))
+    assert_close(
+        Categorical().nll(outputs, y), -distributions.Categorical(logits=outputs).log_prob(y)
+    )
 
 
 def test_bernoulli_is_torchs():
     """-log p(y) with p(1) = sigmoid(outputs), at integer labels and at far logits."""
     outputs, y = numbers(3, 7, 1), labels(2, 3, 7)
-    assert_close(Bernoulli().nll(outputs, y), -distributions.Bernoulli(logits=outputs.squeeze(-1)).log_prob(y.double()))
+    assert_close(
+        Bernoulli().nll(outputs, y),
+        -distributions.Bernoulli(logits=outputs.squeeze(-1)).log_prob(y.double()),
+    )
     far = torch.tensor([[1000.0], [-1000.0], [1000.0], [-1000.0]])
-    assert_close(Bernoulli().nll(far, torch.tensor([1, 0, 0, 1])), torch.tensor([0.0, 0.0, 1000.0, 1000.0]))
+    assert_close(
+        Bernoulli().nll(far, torch.tensor([1, 0, 0, 1])), torch.tensor([0.0, 0.0, 1000.0, 1000.0])
+    )
 
 
 def test_weights_as_tensors():
@@ -58,18 +67,28 @@ def entropy(p: list[float]) -> float:
     return -sum(q * math.log(q) for q in p if q > 0)
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=["categorical", "bernoulli"])
+@pytest.mark.parametrize(
+    "likelihood", [Categorical(), Bernoulli()], ids=["categorical", "bernoulli"]
+)
 def test_class_predictive_against_a_slow_reference(likelihood):
-    """Probabilities average over draws; the mutual information is the entropy of the mean minus the mean entropy."""
+    """Probabilities average over draws; the mutual information is the entropy of the mean minus the
+    mean entropy.
+    """
     outputs = 2 * numbers(2, 6, 4, 3 if isinstance(likelihood, Categorical) else 1)  # [C, S, N, O]
     seen = likelihood.predictive(outputs)
     assert seen["probs"].shape[:2] == seen["epistemic"].shape == (2, 4)
     for c in range(2):
         for n in range(4):
             if isinstance(likelihood, Categorical):
-                draws = [[math.exp(v) / sum(map(math.exp, row)) for v in row] for row in outputs[c, :, n].tolist()]
+                draws = [
+                    [math.exp(v) / sum(map(math.exp, row)) for v in row]
+                    for row in outputs[c, :, n].tolist()
+                ]
             else:
-                draws = [[1 / (1 + math.exp(v)), 1 / (1 + math.exp(-v))] for (v,) in outputs[c, :, n].tolist()]
+                draws = [
+                    [1 / (1 + math.exp(v)), 1 / (1 + math.exp(-v))]
+                    for (v,) in outputs[c, :, n].tolist()
+                ]
             mean = [sum(column) / 6 for column in zip(*draws, strict=True)]
             information = entropy(mean) - sum(map(entropy, draws)) / 6
             assert_close(seen["probs"][c, n].tolist(), mean)
@@ -77,9 +96,13 @@ def test_class_predictive_against_a_slow_reference(likelihood):
             assert_close(seen["epistemic"][c, n].item(), information)
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=["categorical", "bernoulli"])
+@pytest.mark.parametrize(
+    "likelihood", [Categorical(), Bernoulli()], ids=["categorical", "bernoulli"]
+)
 def test_equal_draws_know_all_there_is_to_know(likelihood):
-    """Equal draws, or one, have no mutual information, and never a negative one; certain ones no NaN."""
+    """Equal draws, or one, have no mutual information, and never a negative one; certain ones no
+    NaN.
+    """
     outputs = numbers(1, 50, 3 if isinstance(likelihood, Categorical) else 1).float()
     for draws in (1, 7):
         seen = likelihood.predictive(outputs.expand(draws, *outputs.shape[1:]))
@@ -95,7 +118,11 @@ def test_opposite_certain_draws_are_worth_a_bit():
     assert_close(seen["probs"], torch.tensor([[0.5, 0.5]]).double())
 
 
-WEIGHTED = [Categorical((1.0, 2.0, 0.5)), Categorical(smoothing=0.2), Categorical((0.0, 3.0, 1.0), smoothing=0.1)]
+WEIGHTED = [
+    Categorical((1.0, 2.0, 0.5)),
+    Categorical(smoothing=0.2),
+    Categorical((0.0, 3.0, 1.0), smoothing=0.1),
+]
 
 
 @pytest.mark.parametrize("likelihood", WEIGHTED, ids=str)
@@ -103,9 +130,18 @@ def test_weights_and_smoothing_are_torchs(likelihood: Categorical):
     """Value, and slope against autograd; also for labels that broadcast over draws."""
     outputs, y = numbers(4, 5, 3).requires_grad_(), torch.tensor([0, 1, 2, 2, 1])
     nll, slope = likelihood.nll_and_slope(outputs.detach(), y)
-    weight = None if likelihood.weights is None else torch.tensor(likelihood.weights, dtype=torch.float64)
+    weight = (
+        None
+        if likelihood.weights is None
+        else torch.tensor(likelihood.weights, dtype=torch.float64)
+    )
     expected = torch.stack(
-        [F.cross_entropy(row, y, weight=weight, label_smoothing=likelihood.smoothing, reduction="none") for row in outputs]
+        [
+            F.cross_entropy(
+                row, y, weight=weight, label_smoothing=likelihood.smoothing, reduction="none"
+            )
+            for row in outputs
+        ]
     )
     assert_close(nll, expected.detach(), atol=1e-12, rtol=0)
     assert_close(likelihood.nll(outputs.detach(), y), nll, atol=1e-12, rtol=0)
@@ -115,13 +151,19 @@ def test_weights_and_smoothing_are_torchs(likelihood: Categorical):
 
 @pytest.mark.parametrize("likelihood", [Categorical(), *WEIGHTED], ids=str)
 def test_targets_make_the_loss_and_its_curvature(likelihood: Categorical):
-    """nll = -sum t log p, whose Hessian in the outputs is that of the plain loss times the sum of t."""
+    """nll = -sum t log p, whose Hessian in the outputs is that of the plain loss times the sum of
+    t.
+    """
     outputs, y = numbers(4, 5, 3), torch.tensor([0, 1, 2, 2, 1])
     targets = likelihood.targets(outputs, y)
-    assert_close(-(targets * outputs.log_softmax(-1)).sum(-1), likelihood.nll(outputs, y), atol=1e-12, rtol=0)
+    assert_close(
+        -(targets * outputs.log_softmax(-1)).sum(-1), likelihood.nll(outputs, y), atol=1e-12, rtol=0
+    )
     for row, label, total in zip(outputs[0], y, targets[0].sum(-1), strict=True):
         found, plain = (
-            torch.func.hessian(lambda f, this=this, label=label: this.nll(f[None], label[None])[0])(row)
+            torch.func.hessian(lambda f, this=this, label=label: this.nll(f[None], label[None])[0])(
+                row
+            )
             for this in (likelihood, Categorical())
         )
         assert_close(found, plain * total, atol=1e-12, rtol=0)
@@ -129,7 +171,11 @@ def test_targets_make_the_loss_and_its_curvature(likelihood: Categorical):
 
 def test_weights_of_one_and_no_smoothing_change_nothing():
     outputs, y = numbers(4, 3), torch.tensor([0, 1, 2, 2])
-    for one, other in zip(Categorical((1.0, 1.0, 1.0)).nll_and_slope(outputs, y), Categorical().nll_and_slope(outputs, y), strict=True):
+    for one, other in zip(
+        Categorical((1.0, 1.0, 1.0)).nll_and_slope(outputs, y),
+        Categorical().nll_and_slope(outputs, y),
+        strict=True,
+    ):
         assert_close(one, other, atol=1e-12, rtol=0)
 
 
@@ -148,7 +194,9 @@ def test_what_is_no_weight(options: Any, words: str):
 
 
 def test_losses_that_are_no_likelihood_have_no_curvature():
-    """Refused where a Laplace approximation is composed, and where it is fitted; weights for another number of classes are refused, too."""
+    """Refused where a Laplace approximation is composed, and where it is fitted; weights for
+    another number of classes are refused, too.
+    """
     with pytest.raises(ValueError, match=r"smoothing=0\.2.*Categorical\(\)"):
         bf.algorithms.fedsi(bf.models.mlp(4, hidden=3, outputs=3), likelihood=WEIGHTED[1])
     with pytest.raises(ValueError, match=r"smoothing=0\.2.*Categorical\(\)"):
@@ -158,16 +206,32 @@ def test_losses_that_are_no_likelihood_have_no_curvature():
 
 
 def test_ordinal_probabilities_are_differences_of_sigmoids():
-    """p(y <= k) = sigmoid(c_k), with c_k = c_(k-1) + softplus(f_k); they add up to 1 and keep their digits where sigmoids are 1."""
+    """p(y <= k) = sigmoid(c_k), with c_k = c_(k-1) + softplus(f_k); they add up to 1 and keep their
+    digits where sigmoids are 1.
+    """
     outputs = 2 * numbers(6, 3)
-    cuts = torch.stack([outputs[:, 0], outputs[:, 0] + F.softplus(outputs[:, 1]), outputs[:, 0] + F.softplus(outputs[:, 1:]).sum(1)], -1)
+    cuts = torch.stack(
+        [
+            outputs[:, 0],
+            outputs[:, 0] + F.softplus(outputs[:, 1]),
+            outputs[:, 0] + F.softplus(outputs[:, 1:]).sum(1),
+        ],
+        -1,
+    )
     below = torch.cat([torch.zeros(6, 1), cuts.sigmoid(), torch.ones(6, 1)], -1)
-    probs = torch.stack([Ordinal().nll(outputs, torch.full((6,), k)) for k in range(4)], -1).neg().exp()
+    probs = (
+        torch.stack([Ordinal().nll(outputs, torch.full((6,), k)) for k in range(4)], -1).neg().exp()
+    )
     assert_close(probs, below.diff(dim=-1).double())
     assert_close(probs.sum(-1), torch.ones(6).double())
     assert_close(Ordinal().predictive(outputs[None])["probs"], probs)
     high = torch.tensor([[50.0, 0.0, 0.0]]).double()  # sigmoid(50) is 1 in float64
-    assert_close(Ordinal().nll(high, torch.tensor([1])), torch.tensor([50.0 + math.log(2)], dtype=torch.float64), atol=1e-12, rtol=0)
+    assert_close(
+        Ordinal().nll(high, torch.tensor([1])),
+        torch.tensor([50.0 + math.log(2)], dtype=torch.float64),
+        atol=1e-12,
+        rtol=0,
+    )
 
 
 def test_ordinal_of_two_classes_is_bernoulli():
@@ -182,5 +246,7 @@ def test_ordinal_predicts_means_over_draws():
     each = torch.stack([Ordinal().predictive(draw[None])["probs"] for draw in outputs])
     seen = Ordinal().predictive(outputs)
     assert_close(seen["probs"], each.mean(0))
-    information = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
+    information = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(
+        0
+    )
     assert_close(seen["epistemic"], information)

@@ -1,4 +1,6 @@
-"""Likelihoods of several labels: sums over places, those not known left out, and predictions for each place."""
+"""Likelihoods of several labels: sums over places, those not known left out, and predictions for
+each place.
+"""
 
 import pytest
 import torch
@@ -23,11 +25,16 @@ def test_tokens_are_torchs_cross_entropy_summed_over_places():
 def test_several_labels_are_torchs_binary_cross_entropy():
     outputs, y = numbers(7, 4), torch.arange(28).view(7, 4) % 2
     y[2, 1] = -100
-    wanted = F.binary_cross_entropy_with_logits(outputs, y.double().clamp_min(0), reduction="none") * (y >= 0)
+    wanted = F.binary_cross_entropy_with_logits(
+        outputs, y.double().clamp_min(0), reduction="none"
+    ) * (y >= 0)
     assert_close(MultiLabel().nll(outputs, y), wanted.sum(1))
 
 
-@pytest.mark.parametrize(("likelihood", "one", "shape"), [(Tokens(), Categorical(), (6, 3, 4, 5)), (MultiLabel(), Bernoulli(), (6, 3, 4))])
+@pytest.mark.parametrize(
+    ("likelihood", "one", "shape"),
+    [(Tokens(), Categorical(), (6, 3, 4, 5)), (MultiLabel(), Bernoulli(), (6, 3, 4))],
+)
 def test_each_place_is_predicted_as_if_alone(likelihood, one, shape):
     """Probabilities and mutual information of a place, over draws of all."""
     outputs = numbers(2, *shape)  # [C, S, N, T, ...]

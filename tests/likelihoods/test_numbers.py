@@ -1,4 +1,6 @@
-"""Likelihoods of numbers: against torch's and scipy's, their moments against draws, and what they refuse."""
+"""Likelihoods of numbers: against torch's and scipy's, their moments against draws, and what they
+refuse.
+"""
 
 import math
 from typing import Any
@@ -19,12 +21,19 @@ from tests.cases import numbers
 def test_gaussian_is_torchs_summed_over_outputs(scale):
     """-log N(y | outputs, scale^2), the constant kept."""
     outputs, y = numbers(3, 7, 4), numbers(3, 7, 4, seed=1)
-    assert_close(Gaussian(scale).nll(outputs, y), -distributions.Normal(outputs, scale).log_prob(y).sum(-1))
+    assert_close(
+        Gaussian(scale).nll(outputs, y), -distributions.Normal(outputs, scale).log_prob(y).sum(-1)
+    )
     one, target = outputs[..., :1], y[..., 0]
-    assert_close(Gaussian(scale).nll(one, target), -distributions.Normal(one.squeeze(-1), scale).log_prob(target))
+    assert_close(
+        Gaussian(scale).nll(one, target),
+        -distributions.Normal(one.squeeze(-1), scale).log_prob(target),
+    )
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, "1", (1.0, 2.0), None, torch.ones(2), np.ones(2)])
+@pytest.mark.parametrize(
+    "scale", [0.0, -1.0, math.nan, math.inf, "1", (1.0, 2.0), None, torch.ones(2), np.ones(2)]
+)
 def test_gaussian_needs_a_positive_scale(scale: Any):
     """One number above 0 for all targets; a tensor or an array of one number is that number."""
     with pytest.raises(ValueError, match=r"^scale .*standard deviation.* got "):
@@ -36,7 +45,9 @@ def test_gaussian_needs_a_positive_scale(scale: Any):
 
 
 def test_gaussian_predictive_is_noise_and_spread():
-    """The law of total variance: scale^2 plus the population variance of the means over draws; the latter is epistemic."""
+    """The law of total variance: scale^2 plus the population variance of the means over draws; the
+    latter is epistemic.
+    """
     outputs = numbers(2, 6, 4, 3)
     seen = Gaussian(0.5).predictive(outputs)
     mean = outputs.sum(1) / 6
@@ -50,17 +61,24 @@ def test_gaussian_predictive_is_noise_and_spread():
 
 
 def test_a_learned_scale_is_torchs_with_a_floor():
-    """-log N(y | m, (floor + softplus(r))^2), for outputs [m, r]; the floor is all that is left of the deviation far below 0."""
+    """-log N(y | m, (floor + softplus(r))^2), for outputs [m, r]; the floor is all that is left of
+    the deviation far below 0.
+    """
     outputs, y = numbers(3, 7, 6), numbers(3, 7, 3, seed=1)
     mean, scale = outputs[..., :3], 0.2 + torch.nn.functional.softplus(outputs[..., 3:])
-    assert_close(Gaussian("learned", floor=0.2).nll(outputs, y), -distributions.Normal(mean, scale).log_prob(y).sum(-1))
+    assert_close(
+        Gaussian("learned", floor=0.2).nll(outputs, y),
+        -distributions.Normal(mean, scale).log_prob(y).sum(-1),
+    )
     sure = torch.tensor([[1.5, -200.0]]).double()
     seen = Gaussian("learned").predictive(sure[None])
     assert_close(seen["variance"], torch.tensor([[0.2**2]], dtype=torch.float64))
 
 
 def test_a_learned_scale_predicts_noise_and_spread():
-    """The mean variance over draws plus the variance of the means, against 200,000 samples of the mixture."""
+    """The mean variance over draws plus the variance of the means, against 200,000 samples of the
+    mixture.
+    """
     outputs = numbers(5, 2, 2)  # [S, N, 2 O]
     seen = Gaussian("learned", floor=0.1).predictive(outputs)
     rng = np.random.default_rng(0)
@@ -73,7 +91,10 @@ def test_a_learned_scale_predicts_noise_and_spread():
         assert_close(seen["epistemic"][n], outputs[:, n, 0].var(correction=0))
 
 
-@pytest.mark.parametrize("options", [{"scale": 1.0, "floor": 0.1}, {"scale": "learned", "floor": 0.0}, {"scale": "learnt"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 1.0, "floor": 0.1}, {"scale": "learned", "floor": 0.0}, {"scale": "learnt"}],
+)
 def test_what_is_no_learned_scale(options: Any):
     with pytest.raises(ValueError, match=r"^(floor|scale) .*"):
         Gaussian(**options)
@@ -83,8 +104,13 @@ def test_what_is_no_learned_scale(options: Any):
 
 def test_poisson_is_torchs_summed_over_counts():
     outputs, y = numbers(3, 7, 2), torch.arange(42).view(3, 7, 2).double() % 6
-    assert_close(Poisson().nll(outputs, y), -distributions.Poisson(outputs.exp()).log_prob(y).sum(-1))
-    assert_close(Poisson().nll(outputs[..., :1], y[..., 0]), -distributions.Poisson(outputs[..., 0].exp()).log_prob(y[..., 0]))
+    assert_close(
+        Poisson().nll(outputs, y), -distributions.Poisson(outputs.exp()).log_prob(y).sum(-1)
+    )
+    assert_close(
+        Poisson().nll(outputs[..., :1], y[..., 0]),
+        -distributions.Poisson(outputs[..., 0].exp()).log_prob(y[..., 0]),
+    )
 
 
 def test_poisson_predicts_noise_and_spread():
@@ -106,10 +132,16 @@ def test_the_ends_that_lose_least_are_the_quantiles(level: float):
     y = torch.from_numpy(stats.gamma(2.0).rvs(4001, random_state=0))
     grid = torch.linspace(0.0, 8.0, 801).double()
     gap = torch.expm1(20 - grid).log()  # so that the upper end stays at 20
-    low = Quantiles(level).nll(torch.stack([grid, gap], -1)[:, None].expand(801, 4001, 2), y).mean(1)
+    low = (
+        Quantiles(level).nll(torch.stack([grid, gap], -1)[:, None].expand(801, 4001, 2), y).mean(1)
+    )
     assert abs(float(grid[low.argmin()]) - float(y.quantile((1 - level) / 2))) < 0.011
     upper = torch.expm1(grid[1:]).log()  # of which softplus is the grid
-    high = Quantiles(level).nll(torch.stack([torch.zeros(800).double(), upper], -1)[:, None].expand(800, 4001, 2), y).mean(1)
+    high = (
+        Quantiles(level)
+        .nll(torch.stack([torch.zeros(800).double(), upper], -1)[:, None].expand(800, 4001, 2), y)
+        .mean(1)
+    )
     assert abs(float(grid[1:][high.argmin()]) - float(y.quantile((1 + level) / 2))) < 0.011
 
 
@@ -117,7 +149,10 @@ def test_an_interval_by_draws():
     """Ends are averaged over draws, which cannot cross; what they disagree on is epistemic."""
     outputs = numbers(5, 3, 4)
     seen = Quantiles().predictive(outputs)
-    lower, upper = outputs[..., :2], outputs[..., :2] + torch.nn.functional.softplus(outputs[..., 2:])
+    lower, upper = (
+        outputs[..., :2],
+        outputs[..., :2] + torch.nn.functional.softplus(outputs[..., 2:]),
+    )
     assert (seen["upper"] > seen["lower"]).all()
     assert_close(seen["lower"], lower.mean(0))
     assert_close(seen["upper"], upper.mean(0))
@@ -131,7 +166,9 @@ def test_what_is_no_level(level: Any):
         Quantiles(level)
 
 
-@pytest.mark.parametrize("likelihood", [Gaussian(), Gaussian(scale="learned"), Poisson(), Quantiles()])
+@pytest.mark.parametrize(
+    "likelihood", [Gaussian(), Gaussian(scale="learned"), Poisson(), Quantiles()]
+)
 def test_draws_share_their_targets(likelihood: Any):
     """Targets [B] stand for [S, B] of every draw, in the loss as in its slope."""
     width = likelihood.width(Targets("regression", 1, torch.ones(6)))[0]

@@ -1,4 +1,6 @@
-"""What all likelihoods share: slopes that are derivatives, targets that broadcast over draws, outputs that are only read."""
+"""What all likelihoods share: slopes that are derivatives, targets that broadcast over draws,
+outputs that are only read.
+"""
 
 from typing import Any
 
@@ -9,7 +11,16 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.targets import Targets
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, MultiLabel, Ordinal, Poisson, Quantiles, Tokens
+from bayesfl.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    MultiLabel,
+    Ordinal,
+    Poisson,
+    Quantiles,
+    Tokens,
+)
 from tests.cases import numbers
 
 
@@ -17,7 +28,11 @@ def labels(classes: int, *shape: int, unknown: bool = False) -> Tensor:
     """Labels from 0 to classes - 1; a third of them -100 if some are `unknown`."""
     generator = torch.Generator().manual_seed(1)
     found = torch.randint(classes, shape, generator=generator)
-    return torch.where(torch.rand(shape, generator=generator) < 1 / 3, -100, found) if unknown else found
+    return (
+        torch.where(torch.rand(shape, generator=generator) < 1 / 3, -100, found)
+        if unknown
+        else found
+    )
 
 
 def counts(*shape: int) -> Tensor:
@@ -35,7 +50,12 @@ CASES: dict[str, tuple[Any, Tensor, Tensor, int]] = {
     "gaussian, a column of targets": (Gaussian(0.7), numbers(3, 7, 1), numbers(3, 7, 1, seed=1), 1),
     "gaussian, several outputs": (Gaussian(2.5), numbers(3, 7, 4), numbers(3, 7, 4, seed=1), 1),
     "gaussian, learned": (Gaussian("learned"), numbers(3, 7, 2), numbers(3, 7, seed=1), 1),
-    "gaussian, learned, several": (Gaussian("learned", floor=0.3), numbers(3, 7, 6), numbers(3, 7, 3, seed=1), 1),
+    "gaussian, learned, several": (
+        Gaussian("learned", floor=0.3),
+        numbers(3, 7, 6),
+        numbers(3, 7, 3, seed=1),
+        1,
+    ),
     "poisson": (Poisson(), numbers(3, 7, 1), counts(3, 7), 1),
     "poisson, several": (Poisson(), numbers(3, 7, 2), counts(3, 7, 2), 1),
     "quantiles": (Quantiles(0.8), numbers(3, 40, 2), numbers(3, 40, seed=1), 1),
@@ -45,7 +65,9 @@ CASES: dict[str, tuple[Any, Tensor, Tensor, int]] = {
     "several labels": (MultiLabel(), numbers(3, 7, 4), labels(2, 3, 7, 4), 1),
     "several labels, some unknown": (MultiLabel(), numbers(7, 4), labels(2, 7, 4, unknown=True), 1),
 }
-cases = pytest.mark.parametrize(("likelihood", "outputs", "y", "axes"), CASES.values(), ids=list(CASES))
+cases = pytest.mark.parametrize(
+    ("likelihood", "outputs", "y", "axes"), CASES.values(), ids=list(CASES)
+)
 
 
 @cases
@@ -78,7 +100,9 @@ def test_targets_broadcast_over_draws(likelihood, outputs, y, axes):
 
 @cases
 def test_outputs_are_only_read(likelihood, outputs, y, axes):
-    """The slope is computed in place, but not in the outputs' place; what comes back may be overwritten."""
+    """The slope is computed in place, but not in the outputs' place; what comes back may be
+    overwritten.
+    """
     before, known = outputs.clone(), y.clone()
     losses, slope = likelihood.nll_and_slope(outputs, y)
     kept = losses.clone()
@@ -101,9 +125,16 @@ def targets(task: Any, count: int, y: Tensor) -> Targets:
     return Targets(task, count, y)
 
 
-CLASSES, TWO, NUMBERS = (targets("classification", 5, labels(5, 9)), targets("classification", 2, labels(2, 9)), numbers(9))
+CLASSES, TWO, NUMBERS = (
+    targets("classification", 5, labels(5, 9)),
+    targets("classification", 2, labels(2, 9)),
+    numbers(9),
+)
 ONE, THREE = targets("regression", 1, NUMBERS), targets("regression", 3, numbers(9, 3))
-TEXTS, SEVERAL = targets("classification", 5, labels(5, 9, 4)), targets("classification", 2, labels(2, 9, 4))
+TEXTS, SEVERAL = (
+    targets("classification", 5, labels(5, 9, 4)),
+    targets("classification", 2, labels(2, 9, 4)),
+)
 COUNTS = targets("regression", 1, counts(9))
 
 
@@ -123,7 +154,9 @@ COUNTS = targets("regression", 1, counts(9))
     ids=str,
 )
 def test_the_width_of_a_network(likelihood: Any, found: Targets, width: tuple[int, ...]):
-    """By the targets' task, number and shape; and what comes out of the network makes a loss for each example."""
+    """By the targets' task, number and shape; and what comes out of the network makes a loss for
+    each example.
+    """
     assert likelihood.width(found) == width
     assert likelihood.nll(numbers(9, *width), found.y).shape == (9,)
 
@@ -131,21 +164,51 @@ def test_the_width_of_a_network(likelihood: Any, found: Targets, width: tuple[in
 @pytest.mark.parametrize(
     ("likelihood", "found", "words"),
     [
-        (Categorical(), ONE, r"Categorical is for classification, the data are for regression.*Gaussian"),
-        (Gaussian(), CLASSES, r"Gaussian is for regression, the data are for classification.*Categorical"),
+        (
+            Categorical(),
+            ONE,
+            r"Categorical is for classification, the data are for regression.*Gaussian",
+        ),
+        (
+            Gaussian(),
+            CLASSES,
+            r"Gaussian is for regression, the data are for classification.*Categorical",
+        ),
         (Poisson(), CLASSES, r"Poisson is for regression"),
         (Quantiles(), CLASSES, r"Quantiles is for regression"),
         (Tokens(), ONE, r"Tokens is for classification"),
-        (Categorical(), TEXTS, r"Categorical is for one label an example, the data have labels \[4\].*Tokens\(\).*MultiLabel\(\)"),
+        (
+            Categorical(),
+            TEXTS,
+            r"Categorical is for one label an example, the data have labels "
+            r"\[4\].*Tokens\(\).*MultiLabel\(\)",
+        ),
         (Bernoulli(), SEVERAL, r"Bernoulli is for one label"),
         (Ordinal(), TEXTS, r"Ordinal is for one label"),
         (Tokens(), CLASSES, r"Tokens is for several labels .*Categorical\(\)"),
         (MultiLabel(), TWO, r"MultiLabel is for several labels"),
         (MultiLabel(), TEXTS, r"MultiLabel .* 0 or 1, the data have 5 classes.*Tokens\(\)"),
-        (Bernoulli(), CLASSES, r"Bernoulli is for two classes, the data have 5; use Categorical\(\)"),
-        (Bernoulli(), targets("classification", 1, labels(1, 9)), r"Bernoulli is for two classes, the data have 1; .*outputs=2"),
-        (Ordinal(), targets("classification", 1, labels(1, 9)), r"Ordinal is for two classes or more, the data have 1"),
-        (Poisson(), ONE, r"Poisson is of counts, whole numbers >= 0, the targets hold -?\d\.\d+; .*standardising"),
+        (
+            Bernoulli(),
+            CLASSES,
+            r"Bernoulli is for two classes, the data have 5; use Categorical\(\)",
+        ),
+        (
+            Bernoulli(),
+            targets("classification", 1, labels(1, 9)),
+            r"Bernoulli is for two classes, the data have 1; .*outputs=2",
+        ),
+        (
+            Ordinal(),
+            targets("classification", 1, labels(1, 9)),
+            r"Ordinal is for two classes or more, the data have 1",
+        ),
+        (
+            Poisson(),
+            ONE,
+            r"Poisson is of counts, whole numbers >= 0, the targets hold -?\d\.\d+; "
+            r".*standardising",
+        ),
         (Poisson(), targets("regression", 1, -counts(9)), r"targets hold -\d"),
     ],
     ids=str,
@@ -157,17 +220,29 @@ def test_targets_of_another_kind_are_refused(likelihood: Any, found: Targets, wo
 
 def test_tasks():
     """Which measures apply."""
-    assert {type(case[0]) for case in CASES.values() if case[0].task == "regression"} == {Gaussian, Poisson, Quantiles}
+    assert {type(case[0]) for case in CASES.values() if case[0].task == "regression"} == {
+        Gaussian,
+        Poisson,
+        Quantiles,
+    }
     assert all(case[0].task in ("classification", "regression") for case in CASES.values())
 
 
-@pytest.mark.parametrize("likelihood", [Ordinal(), Tokens(), MultiLabel(), Poisson(), Quantiles(), Gaussian("learned")], ids=str)
+@pytest.mark.parametrize(
+    "likelihood",
+    [Ordinal(), Tokens(), MultiLabel(), Poisson(), Quantiles(), Gaussian("learned")],
+    ids=str,
+)
 def test_what_has_no_curvature_here_is_refused_by_name(likelihood: Any):
-    """Where a method is composed, where a Laplace approximation is fitted, and where a linearised network predicts."""
+    """Where a method is composed, where a Laplace approximation is fitted, and where a linearised
+    network predicts.
+    """
     name, model = type(likelihood).__name__, bf.models.mlp(4, hidden=3, outputs=2)
     with pytest.raises(TypeError, match=rf"curvature of {name}"):
         bf.algorithms.fedsi(model, likelihood=likelihood)
     with pytest.raises(TypeError, match=rf"curvature of {name}"):
         bf.curvature.Curvature(model, likelihood).diagonal(numbers(3, 4).float())
     with pytest.raises(TypeError, match=rf"curvature of {name}"):
-        bf.posteriors.linearised.predictive(likelihood, numbers(3, 2), torch.eye(2).double().expand(3, 2, 2))
+        bf.posteriors.linearised.predictive(
+            likelihood, numbers(3, 2), torch.eye(2).double().expand(3, 2, 2)
+        )

@@ -1,4 +1,6 @@
-"""Modules that compute something else than their layers do one after another train and predict as plain torch does, by every kernel."""
+"""Modules that compute something else than their layers do one after another train and predict as
+plain torch does, by every kernel.
+"""
 
 import copy
 import types
@@ -39,7 +41,9 @@ def pre_hooked() -> nn.Module:
 
 def replaced() -> nn.Module:
     model = stack()
-    model[0].forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight, self.bias), model[0])
+    model[0].forward = types.MethodType(
+        lambda self, x: 2 * F.linear(x, self.weight, self.bias), model[0]
+    )
     return model
 
 
@@ -50,7 +54,9 @@ def tied() -> nn.Module:
 
 
 def tied_across() -> nn.Module:
-    model = bf.models.SplitModel(stack()[:4], nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)))
+    model = bf.models.SplitModel(
+        stack()[:4], nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    )
     model.head[0].weight = model.body[2].weight  # type: ignore[index]
     return model
 
@@ -82,7 +88,9 @@ MADE = (hooked, pre_hooked, replaced, tied, tied_across, constant_bias, scaled)
 
 @pytest.mark.parametrize("kernel", ["auto", "live", "vmap", "reference"])
 @pytest.mark.parametrize("make", MADE)
-def test_it_trains_and_predicts_as_plain_torch(make: Callable[[], nn.Module], kernel: Any, clients: FederatedData):
+def test_it_trains_and_predicts_as_plain_torch(
+    make: Callable[[], nn.Module], kernel: Any, clients: FederatedData
+):
     """Ten full-batch steps of gradient descent, against a bare loop over the module itself."""
     torch.manual_seed(0)
     model = make()
@@ -96,35 +104,54 @@ def test_it_trains_and_predicts_as_plain_torch(make: Callable[[], nn.Module], ke
     method = bf.algorithms.local(model, epochs=1, batch_size=None, optimiser=SGD(0.1))
     result = run(method, clients, rounds=10, evaluate_every=None, engine=bf.Engine(kernel, chunk=3))
     test, _ = clients.test.client(0)
-    assert_close(result.predict().client(0).probs, alone(test.double()).softmax(-1), atol=1e-10, rtol=0)
+    assert_close(
+        result.predict().client(0).probs, alone(test.double()).softmax(-1), atol=1e-10, rtol=0
+    )
     assert_close(result.client(0).model()(test.double()), alone(test.double()), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("make", MADE)
 def test_its_curvature_is_that_of_the_whole_module(make: Callable[[], nn.Module]):
-    """No backend takes the layers' closed forms, unless what is altered is a constant alone, which they do not read."""
+    """No backend takes the layers' closed forms, unless what is altered is a constant alone, which
+    they do not read.
+    """
     torch.manual_seed(0)
     model, x = make().double(), torch.randn(5, 8, dtype=torch.float64)
-    assert_close(Curvature(model).diagonal(x), Curvature(model, backend="func").diagonal(x), atol=1e-10, rtol=1e-8)
+    assert_close(
+        Curvature(model).diagonal(x),
+        Curvature(model, backend="func").diagonal(x),
+        atol=1e-10,
+        rtol=1e-8,
+    )
 
 
 def test_what_is_named():
     """The module and what alters it; a plain stack is not."""
     assert altered(stack()) == altered(bf.models.mlp(8, outputs=3)) == []
-    for make, words in ((hooked, "hooks"), (replaced, "forward"), (tied, "two places"), (constant_bias, "bias that is no parameter")):
+    for make, words in (
+        (hooked, "hooks"),
+        (replaced, "forward"),
+        (tied, "two places"),
+        (constant_bias, "bias that is no parameter"),
+    ):
         assert any(words in found for found in altered(make())), make
     assert cut(bf.models.mlp(8, outputs=3))
     assert not any(cut(make()) for make in (stack, tied_across, scaled))
 
 
 def test_methods_that_need_features_refuse_a_module_that_has_none():
-    for method in (bf.algorithms.fedpac, lambda model: bf.algorithms.perinvfl(model, variant="contrastive")):
+    for method in (
+        bf.algorithms.fedpac,
+        lambda model: bf.algorithms.perinvfl(model, variant="contrastive"),
+    ):
         with pytest.raises(ValueError, match=r"SplitModel|split it"):
             method(scaled())
 
 
 def test_a_tied_parameter_is_in_no_block_by_one_of_its_names():
-    """A body that is shared and a head that is private cannot both have it; one block of everything can."""
+    """A body that is shared and a head that is private cannot both have it; one block of everything
+    can.
+    """
     with pytest.raises(ValueError, match=r"'body\.\*'.*body\.2\.weight.*head\.0\.weight.*untie"):
         bf.algorithms.fedper(tied_across())
     assert "body.2.weight" in bf.algorithms.fedavg(tied_across()).layout("w").names
@@ -133,6 +160,13 @@ def test_a_tied_parameter_is_in_no_block_by_one_of_its_names():
 def test_a_laplace_predictor_reads_the_whole_module(clients: FederatedData):
     """By hooks too: predictions of any kernel are the same."""
     torch.manual_seed(0)
-    method = replace(bf.algorithms.fedavg(hooked(), epochs=1), predictor=LinearisedLaplace(precision=1.0))
-    found = [run(method, clients, rounds=1, evaluate_every=None, engine=bf.Engine(kernel)).predict().probs for kernel in ("auto", "vmap")]
+    method = replace(
+        bf.algorithms.fedavg(hooked(), epochs=1), predictor=LinearisedLaplace(precision=1.0)
+    )
+    found = [
+        run(method, clients, rounds=1, evaluate_every=None, engine=bf.Engine(kernel))
+        .predict()
+        .probs
+        for kernel in ("auto", "vmap")
+    ]
     assert_close(found[0], found[1], atol=1e-10, rtol=0, equal_nan=True)

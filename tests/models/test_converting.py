@@ -23,7 +23,9 @@ class Residual(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = norm(outputs)
-        self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=2, bias=False), norm(outputs))
+        self.downsample = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 1, stride=2, bias=False), norm(outputs)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs [B, outputs, height / 2, width / 2]."""
@@ -40,7 +42,9 @@ def drawn(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def test_a_block_of_a_resnet():
-    """It computes what the same block built with group norms does, at the same weights, and keeps the names of its parameters."""
+    """It computes what the same block built with group norms does, at the same weights, and keeps
+    the names of its parameters.
+    """
     block = drawn(Residual(3, 64))
     before = {name: t.clone() for name, t in block.state_dict().items()}
     made = bf.models.group_norm(block)
@@ -48,7 +52,9 @@ def test_a_block_of_a_resnet():
     wanted.load_state_dict(dict(block.named_parameters()))
     x = numbers(5, 3, 8, 8, seed=9)
     assert_close(made(x), wanted(x), atol=1e-14, rtol=0)
-    assert [name for name, _ in made.named_parameters()] == [name for name, _ in block.named_parameters()]
+    assert [name for name, _ in made.named_parameters()] == [
+        name for name, _ in block.named_parameters()
+    ]
     assert not dict(made.named_buffers())
     assert all(torch.equal(t, before[name]) for name, t in block.state_dict().items())
     assert isinstance(block.bn1, nn.BatchNorm2d)
@@ -75,7 +81,9 @@ def test_a_block_of_a_resnet():
     ],
 )
 def test_the_largest_number_of_groups_that_divides(norm: nn.Module, groups: int, found: int):
-    """At most the number given; with two channels in each at least, and of vectors sixteen, since of one number alone nothing is left."""
+    """At most the number given; with two channels in each at least, and of vectors sixteen, since
+    of one number alone nothing is left.
+    """
     made = bf.models.group_norm(norm, groups=groups)
     assert isinstance(made, nn.GroupNorm)
     assert made.num_groups == found
@@ -87,11 +95,19 @@ def test_what_a_norm_keeps():
     norm = drawn(nn.BatchNorm1d(8, eps=0.5)).eval()
     norm.get_parameter("bias").requires_grad_(False)
     made = bf.models.group_norm(norm)
-    assert {name: p.requires_grad for name, p in made.named_parameters()} == {"weight": True, "bias": False}
+    assert {name: p.requires_grad for name, p in made.named_parameters()} == {
+        "weight": True,
+        "bias": False,
+    }
     assert all(torch.equal(p, norm.get_parameter(name)) for name, p in made.named_parameters())
     x = numbers(4, 8)
     by_hand = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 0.5).sqrt()
-    assert_close(made(x), by_hand * norm.get_parameter("weight") + norm.get_parameter("bias"), atol=1e-14, rtol=0)
+    assert_close(
+        made(x),
+        by_hand * norm.get_parameter("weight") + norm.get_parameter("bias"),
+        atol=1e-14,
+        rtol=0,
+    )
     assert not made.training
     bare = bf.models.group_norm(nn.Sequential(nn.BatchNorm2d(4, affine=False)))
     assert not list(bare.parameters())
@@ -137,20 +153,47 @@ def test_other_norms_stay():
     """Beside a batch norm; alone they are named."""
     others = [nn.SyncBatchNorm(4), nn.InstanceNorm2d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4)]
     made = bf.models.group_norm(nn.Sequential(nn.BatchNorm2d(4), *others))
-    assert [type(part) for part in made.children()] == [nn.GroupNorm, *(type(part) for part in others)]
-    with pytest.raises(ValueError, match=r"module Sequential has no nn\.BatchNorm1d.*\['InstanceNorm2d', 'SyncBatchNorm'\], which stay"):
+    assert [type(part) for part in made.children()] == [
+        nn.GroupNorm,
+        *(type(part) for part in others),
+    ]
+    with pytest.raises(
+        ValueError,
+        match=r"module Sequential has no nn\.BatchNorm1d.*\['InstanceNorm2d', 'SyncBatchNorm'\], "
+        r"which stay",
+    ):
         bf.models.group_norm(nn.Sequential(*copy.deepcopy(others)))
 
 
 @pytest.mark.parametrize(
     ("module", "options", "kind", "words"),
     [
-        (nn.Linear(2, 2), {}, ValueError, r"module Linear has no nn\.BatchNorm1d, 2d or 3d to convert; pass the module itself"),
+        (
+            nn.Linear(2, 2),
+            {},
+            ValueError,
+            r"module Linear has no nn\.BatchNorm1d, 2d or 3d to convert; pass the module itself",
+        ),
         (nn.BatchNorm1d(4), {"groups": 0}, ValueError, r"groups .*got 0"),
-        (Active(4), {}, ValueError, r"batch norm '' \(Active\) does more than torch's.*replace it by hand"),
+        (
+            Active(4),
+            {},
+            ValueError,
+            r"batch norm '' \(Active\) does more than torch's.*replace it by hand",
+        ),
         (nn.Sequential(hooked()), {}, ValueError, r"batch norm '0' \(BatchNorm2d\) does more"),
-        (nn.Sequential(weight_norm(nn.BatchNorm2d(4), dim=0)), {}, ValueError, r"batch norm '0' .* does more"),
-        (nn.Sequential(nn.utils.weight_norm(nn.BatchNorm2d(4), dim=0)), {}, ValueError, r"batch norm '0' .* does more"),
+        (
+            nn.Sequential(weight_norm(nn.BatchNorm2d(4), dim=0)),
+            {},
+            ValueError,
+            r"batch norm '0' .* does more",
+        ),
+        (
+            nn.Sequential(nn.utils.weight_norm(nn.BatchNorm2d(4), dim=0)),
+            {},
+            ValueError,
+            r"batch norm '0' .* does more",
+        ),
         ("resnet", {}, TypeError, r"module must be of type Module, got str"),
     ],
 )

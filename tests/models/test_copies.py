@@ -53,7 +53,11 @@ def filled(model: nn.Sequential) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [filled, lambda model: model[0].weight.data.mul_(1.5), lambda model: model[0].load_state_dict(nn.Linear(2, 2).state_dict())],
+    [
+        filled,
+        lambda model: model[0].weight.data.mul_(1.5),
+        lambda model: model[0].load_state_dict(nn.Linear(2, 2).state_dict()),
+    ],
 )
 def test_changes_by_way_of_data_are_noticed(change: Callable[[nn.Sequential], object]):
     """Torch counts no change that is made by way of `data`; the numbers themselves are compared."""
@@ -78,14 +82,27 @@ def test_nan_and_empty_tensors_have_not_changed():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda model: model[1].requires_grad_(False), r"\['1\.bias', '1\.weight'\].*Sequential.*frozen or unfrozen.*deepcopy"),
-        (lambda model: model.requires_grad_(True), r"\['0\.bias', '0\.weight'\].*frozen or unfrozen"),
-        (lambda model: model[1].register_forward_hook(lambda *given: None), r"\['1'\].*other hooks"),
+        (
+            lambda model: model[1].requires_grad_(False),
+            r"\['1\.bias', '1\.weight'\].*Sequential.*frozen or unfrozen.*deepcopy",
+        ),
+        (
+            lambda model: model.requires_grad_(True),
+            r"\['0\.bias', '0\.weight'\].*frozen or unfrozen",
+        ),
+        (
+            lambda model: model[1].register_forward_hook(lambda *given: None),
+            r"\['1'\].*other hooks",
+        ),
         (lambda model: model.append(nn.Linear(2, 2)), r"\['2\.bias', '2\.weight'\].*replaced"),
     ],
 )
-def test_an_original_that_was_altered_is_refused(change: Callable[[nn.Sequential], object], words: str):
-    """Who freezes layers after the method was made would train them all the same; a copy of the copy knows it, too."""
+def test_an_original_that_was_altered_is_refused(
+    change: Callable[[nn.Sequential], object], words: str
+):
+    """Who freezes layers after the method was made would train them all the same; a copy of the
+    copy knows it, too.
+    """
     model = half_frozen()
     made = copied(copied(model))
     check_original(made)

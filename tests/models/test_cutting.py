@@ -27,7 +27,12 @@ def test_split_cuts_a_copy():
     before = {key: value.clone() for key, value in module.state_dict().items()}
     cut = models.split(module, example=x)
     assert_close(cut(x), module(x))
-    assert {key for key, _ in cut.named_parameters()} == {"body.conv.weight", "body.conv.bias", "head.weight", "head.bias"}
+    assert {key for key, _ in cut.named_parameters()} == {
+        "body.conv.weight",
+        "body.conv.bias",
+        "head.weight",
+        "head.bias",
+    }
     with torch.no_grad():
         for p in cut.parameters():
             p.zero_()
@@ -52,7 +57,9 @@ def test_split_says_why_not():
     with pytest.raises(ValueError, match="not the last step"):
         models.split(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), head="0", example=torch.randn(2, 3))
     with pytest.raises(ValueError, match=r"'0' is not the last step"):
-        models.split(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), head="0", example=torch.randn(2, 3))
+        models.split(
+            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), head="0", example=torch.randn(2, 3)
+        )
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match="shares parameters"):
@@ -60,10 +67,14 @@ def test_split_says_why_not():
 
 
 def test_a_step_after_the_head_is_seen_without_an_example():
-    """Where an `nn.Sequential` on the way takes it; a module that does nothing is no step, and a forward of its own is not looked into."""
+    """Where an `nn.Sequential` on the way takes it; a module that does nothing is no step, and a
+    forward of its own is not looked into.
+    """
     with pytest.raises(ValueError, match=r"'0' .*\['1', '2'\] come after"):
         models.split(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), head="0")
-    inner = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2), nn.LogSoftmax(-1)), nn.Identity())
+    inner = nn.Sequential(
+        nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2), nn.LogSoftmax(-1)), nn.Identity()
+    )
     with pytest.raises(ValueError, match=r"'1\.0' .*\['1\.1'\] come after .*softmax"):
         models.split(inner, head="1.0")
     whole = models.split(inner, head="1")
@@ -77,7 +88,9 @@ def test_a_step_after_the_head_is_seen_without_an_example():
 
 
 def test_an_example_of_several_inputs():
-    """As `forward` takes them, by place or by name; the head stands last in one network and not in the other."""
+    """As `forward` takes them, by place or by name; the head stands last in one network and not in
+    the other.
+    """
 
     class Masked(nn.Module):
         def __init__(self, scale: float) -> None:

@@ -1,4 +1,6 @@
-"""What a forward may not do beside giving each example its outputs, and that a look leaves everything as it was."""
+"""What a forward may not do beside giving each example its outputs, and that a look leaves
+everything as it was.
+"""
 
 import random
 from collections.abc import Callable
@@ -30,7 +32,13 @@ def counting(module: Any, x: Tensor) -> Tensor:
 
 
 def rescaling(module: Any, x: Tensor) -> Tensor:
-    return x + F.embedding(torch.zeros(len(x), dtype=torch.int64), module.layer.weight.T, max_norm=1e-3).sum() * 0
+    return (
+        x
+        + F.embedding(
+            torch.zeros(len(x), dtype=torch.int64), module.layer.weight.T, max_norm=1e-3
+        ).sum()
+        * 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +47,10 @@ def rescaling(module: Any, x: Tensor) -> Tensor:
         (lambda module, x: x + random.random(), "same examples again"),
         (lambda module, x: x + np.random.rand(), "same examples again"),  # noqa: NPY002 (what is refused)
         (lambda module, x: x + torch.rand(()) * 0, "draws random"),
-        (lambda module, x: x + torch.as_tensor(np.random.default_rng().normal()), "same examples again"),
+        (
+            lambda module, x: x + torch.as_tensor(np.random.default_rng().normal()),
+            "same examples again",
+        ),
         (lambda module, x: x * 2 if torch.is_grad_enabled() else x, "is_grad_enabled"),
         (lambda module, x: x * 2 if x.requires_grad else x, "is_grad_enabled"),
         (counting, "the numbers ['calls']"),
@@ -65,18 +76,27 @@ def test_what_a_forward_does_is_named(after: Callable[[nn.Module, Tensor], Any],
 def test_outputs_of_another_kind_are_returned_as_they_are():
     """What they should be is for the caller to say."""
     x = torch.randn(8, 4)
-    for after in (lambda module, x: {"logits": x}, lambda module, x: x[:, 0], lambda module, x: x.long()):
+    for after in (
+        lambda module, x: {"logits": x},
+        lambda module, x: x[:, 0],
+        lambda module, x: x.long(),
+    ):
         outputs, fault = looked_at(After(after), x)
         assert not fault
         assert not one_row_each(outputs, x)
 
 
 def test_training_without_gradients_is_named():
-    """Outputs that lead back to no weight; weights that are frozen, of whole numbers even, need none."""
+    """Outputs that lead back to no weight; weights that are frozen, of whole numbers even, need
+    none.
+    """
     x = torch.randn(8, 4)
     detached = After(lambda module, x: x.detach() if module.training else x).requires_grad_(False)
     names = [name for name, _ in detached.named_parameters()]
-    assert "gives outputs without gradients" in looked_at_training(detached, x, looked_at(detached, x)[0], names).fault
+    assert (
+        "gives outputs without gradients"
+        in looked_at_training(detached, x, looked_at(detached, x)[0], names).fault
+    )
     frozen = After(lambda module, x: x + module.table.sum()).requires_grad_(False)
     frozen.table = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
     assert not looked_at_training(frozen, x, looked_at(frozen, x)[0], names).fault

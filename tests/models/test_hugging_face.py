@@ -30,7 +30,9 @@ SMALL = {
 
 def bert() -> nn.Module:
     torch.manual_seed(0)
-    return BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **SMALL)).eval()
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=50, max_position_embeddings=16, **SMALL)
+    ).eval()
 
 
 def test_tokens_of_any_dtype_give_the_models_own_logits():
@@ -41,15 +43,24 @@ def test_tokens_of_any_dtype_give_the_models_own_logits():
 
 
 def test_a_tokenizers_mapping_trains_as_one_tensor_does():
-    """Tokens and mask by name, with dropout; the mask is the one that is made of a single tensor."""
-    model, tokens = bert().train(), torch.randint(1, 50, (30, 6), generator=torch.Generator().manual_seed(1))
+    """Tokens and mask by name, with dropout; the mask is the one that is made of a single
+    tensor.
+    """
+    model, tokens = (
+        bert().train(),
+        torch.randint(1, 50, (30, 6), generator=torch.Generator().manual_seed(1)),
+    )
     tokens[::3, 4:] = 0
     named = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
     ends = []
     for x in (tokens, named):
         data = bf.data.from_arrays(x, tokens[:, 0] % 3, client_ids=[0, 1, 2] * 10)
         method = bf.algorithms.fedavg(bf.models.logits(model), epochs=1, batch_size=5)
-        ends.append(bf.simulate(method, data, rounds=1, dtype=torch.float64, progress=False).server["w"]["loc"])
+        ends.append(
+            bf.simulate(method, data, rounds=1, dtype=torch.float64, progress=False).server["w"][
+                "loc"
+            ]
+        )
     assert torch.equal(*ends)
 
 
@@ -58,7 +69,9 @@ def test_filled_up_rows_give_what_the_short_ones_give():
     model, tokens = bert(), torch.randint(1, 50, (4, 7))
     filled = torch.cat([tokens, torch.zeros(4, 5, dtype=torch.long)], dim=1)
     assert_close(bf.models.logits(model)(filled), model(input_ids=tokens).logits, rtol=0, atol=1e-5)
-    assert (model(input_ids=filled).logits - model(input_ids=tokens).logits).abs().max() > 0.01  # so it is the mask that does it
+    assert (
+        model(input_ids=filled).logits - model(input_ids=tokens).logits
+    ).abs().max() > 0.01  # so it is the mask that does it
 
 
 def test_a_model_without_a_token_for_filling_up_reads_every_position():
@@ -72,21 +85,29 @@ def test_a_model_without_a_token_for_filling_up_reads_every_position():
 
 def test_images_are_passed_by_their_own_name():
     torch.manual_seed(0)
-    model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_channels=1, **SMALL)).eval()
+    model = ViTForImageClassification(
+        ViTConfig(image_size=8, patch_size=4, num_channels=1, **SMALL)
+    ).eval()
     images = torch.randn(3, 1, 8, 8)
     assert torch.equal(bf.models.logits(model)(images), model(pixel_values=images).logits)
 
 
 def test_it_trains_and_is_equal_by_every_kernel_that_can_run_it():
-    """torch.func cannot batch its attention mask: `auto` finds that out, and `vmap` refuses it with the remedy."""
+    """torch.func cannot batch its attention mask: `auto` finds that out, and `vmap` refuses it with
+    the remedy.
+    """
     tokens = torch.randint(1, 50, (30, 6), generator=torch.Generator().manual_seed(1))
     data = bf.data.from_arrays(tokens, tokens[:, 0] % 3, client_ids=[0, 1, 2] * 10)
     method = bf.algorithms.fedavg(bf.models.logits(bert()), epochs=1, batch_size=5)
     found = {
-        kernel: bf.simulate(method, data, rounds=2, dtype=torch.float64, engine=bf.Engine(kernel), progress=False).server["w"]["loc"]
+        kernel: bf.simulate(
+            method, data, rounds=2, dtype=torch.float64, engine=bf.Engine(kernel), progress=False
+        ).server["w"]["loc"]
         for kernel in ("auto", "live", "reference")
     }
-    assert (found["auto"] - method.layout("w").ravel(dict(method.model.named_parameters()))).abs().max() > 1e-3
+    assert (
+        found["auto"] - method.layout("w").ravel(dict(method.model.named_parameters()))
+    ).abs().max() > 1e-3
     for weights in found.values():
         assert_close(weights, found["reference"], rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"word_embeddings.*kernel='live' or 'auto'"):

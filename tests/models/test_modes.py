@@ -1,4 +1,6 @@
-"""Batch norm and dropout in training: against a bare loop, the same wherever they run, and what is refused."""
+"""Batch norm and dropout in training: against a bare loop, the same wherever they run, and what is
+refused.
+"""
 
 import random
 from collections.abc import Callable
@@ -34,7 +36,15 @@ def seeded(made: Callable[[], nn.Module]) -> nn.Module:
 
 
 def network(rate: float = 0.4, **options: Any) -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6, **options), nn.ReLU(), nn.Dropout(rate), nn.Linear(6, 3)))
+    return seeded(
+        lambda: nn.Sequential(
+            nn.Linear(8, 6),
+            nn.BatchNorm1d(6, **options),
+            nn.ReLU(),
+            nn.Dropout(rate),
+            nn.Linear(6, 3),
+        )
+    )
 
 
 def parted(rate: float = 0.4) -> nn.Module:
@@ -62,7 +72,9 @@ def stepped(model: nn.Module, x: Tensor, y: Tensor, address: int, lr: float) -> 
 
 
 def test_federated_averaging_by_a_bare_loop(data: FederatedData):
-    """Weights and running statistics of two clients over two rounds, dropout at the same addresses; the counter is left alone."""
+    """Weights and running statistics of two clients over two rounds, dropout at the same addresses;
+    the counter is left alone.
+    """
     model = network()
     found = run(bf.algorithms.fedavg(model, epochs=2, batch_size=10, optimiser=SGD(0.3)), data, 2)
     server = {name: t.detach().double().clone() for name, t in model.state_dict().items()}
@@ -75,12 +87,24 @@ def test_federated_averaging_by_a_bare_loop(data: FederatedData):
             own.load_state_dict(server)
             step = 0
             for epoch in range(2):
-                order = generator(2, Purpose.PERMUTATION, round=round, client=j, index=epoch).permutation(len(x))
+                order = generator(
+                    2, Purpose.PERMUTATION, round=round, client=j, index=epoch
+                ).permutation(len(x))
                 for places in torch.from_numpy(order).split(10):
-                    stepped(own, x[places].double(), y[places], key(2, Purpose.FORWARD, round=round, client=j, index=step), 0.3)
+                    stepped(
+                        own,
+                        x[places].double(),
+                        y[places],
+                        key(2, Purpose.FORWARD, round=round, client=j, index=step),
+                        0.3,
+                    )
                     step += 1
             ended.append(own.state_dict())
-        server = {name: (ended[0][name].double() * SIZES[0] + ended[1][name].double() * SIZES[1]) / sum(SIZES) for name in server}
+        server = {
+            name: (ended[0][name].double() * SIZES[0] + ended[1][name].double() * SIZES[1])
+            / sum(SIZES)
+            for name in server
+        }
     made = found.model().state_dict()
     for name in server.keys() - {"1.num_batches_tracked"}:
         assert_close(made[name], server[name], rtol=0, atol=1e-12)
@@ -88,13 +112,20 @@ def test_federated_averaging_by_a_bare_loop(data: FederatedData):
     x = data.test.client(1)[0].double()
     reference = network().double().eval()
     reference.load_state_dict(made)
-    assert_close(found.predict().client(1).probs, reference(x).softmax(-1).detach(), rtol=0, atol=1e-12)
+    assert_close(
+        found.predict().client(1).probs, reference(x).softmax(-1).detach(), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.slow
 def test_the_same_bits_wherever_it_runs(data: FederatedData):
-    """For any number of workers, any chunk, on resume, and whoever draws in other threads; a seed changes all."""
-    data, method = federation(), bf.algorithms.fedrep(parted(), head_epochs=2, body_epochs=1, batch_size=10)
+    """For any number of workers, any chunk, on resume, and whoever draws in other threads; a seed
+    changes all.
+    """
+    data, method = (
+        federation(),
+        bf.algorithms.fedrep(parted(), head_epochs=2, body_epochs=1, batch_size=10),
+    )
     first = run(method, data, 4)
 
     def same(other: Any) -> None:
@@ -109,7 +140,10 @@ def test_the_same_bits_wherever_it_runs(data: FederatedData):
     same(run(method, data, 4, resume=run(method, data, 2)))
     with draws_elsewhere():
         same(run(method, data, 4))
-    assert not torch.equal(run(method, data, 4, seed=3).server["body_buffers"]["loc"], first.server["body_buffers"]["loc"])
+    assert not torch.equal(
+        run(method, data, 4, seed=3).server["body_buffers"]["loc"],
+        first.server["body_buffers"]["loc"],
+    )
 
 
 SEEN: list[tuple[str, Tensor]] = []
@@ -130,11 +164,18 @@ class Recorded(nn.Module):
 
 
 def test_draws_of_a_step_share_one_mask_and_no_others_do(data: FederatedData):
-    """Three draws of a head: the head's own mask is the same for them, another in each step, round and client, and not the body's."""
+    """Three draws of a head: the head's own mask is the same for them, another in each step, round
+    and client, and not the body's.
+    """
     model = seeded(
-        lambda: bf.models.SplitModel(nn.Sequential(nn.Linear(8, 40), Recorded("body")), nn.Sequential(Recorded("head"), nn.Linear(40, 3)))
+        lambda: bf.models.SplitModel(
+            nn.Sequential(nn.Linear(8, 40), Recorded("body")),
+            nn.Sequential(Recorded("head"), nn.Linear(40, 3)),
+        )
     )
-    method = bf.algorithms.pfedvem(model, head_epochs=3, body_epochs=1, batch_size=None, init_scale=0.3, draws=3)
+    method = bf.algorithms.pfedvem(
+        model, head_epochs=3, body_epochs=1, batch_size=None, init_scale=0.3, draws=3
+    )
     SEEN.clear()
     run(method, data, 2, engine=bf.Engine(workers=1))
     seen = SEEN[2 * 2 :]  # a look before training passes twice
@@ -149,25 +190,36 @@ def test_draws_of_a_step_share_one_mask_and_no_others_do(data: FederatedData):
 
 
 def test_components_have_statistics_of_their_own(data: FederatedData):
-    """After one full-batch step, .9 of the start and .1 of the mean over the client's rows, under each component's own weights."""
-    model = seeded(lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)))
+    """After one full-batch step, .9 of the start and .1 of the mean over the client's rows, under
+    each component's own weights.
+    """
+    model = seeded(
+        lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    )
     method = bf.algorithms.fedem(model, components=2, epochs=1, batch_size=None)
     one = data.select([0])
     found, start = run(method, one, 1), method.init(1, seed=2, dtype=torch.float64)
     x = one.train.client(0)[0].double()
     for m in range(2):
         leaves = method.layout("components").leaves(start["components"]["loc"][m])
-        made = method.layout("components_buffers").leaves(found.server["components_buffers"]["loc"][m])
+        made = method.layout("components_buffers").leaves(
+            found.server["components_buffers"]["loc"][m]
+        )
         h = x @ leaves["0.weight"].mT + leaves["0.bias"]
         assert_close(made["1.running_mean"], 0.1 * h.mean(0), rtol=0, atol=1e-12)
         assert_close(made["1.running_var"], 0.9 + 0.1 * h.var(0), rtol=0, atol=1e-12)
 
 
 def test_draws_of_a_body_pass_through_its_norm_one_after_another(data: FederatedData):
-    """Two draws of all weights make two updates of the statistics a step, as in a loop over draws."""
+    """Two draws of all weights make two updates of the statistics a step, as in a loop
+    over draws.
+    """
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
     plain = bf.algorithms.fedavg(model, epochs=1, batch_size=None)
-    prior = bf.priors.Normal(centre=bf.priors.server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    prior = bf.priors.Normal(
+        centre=bf.priors.server_mean("w"),
+        variance=lambda given, view: torch.ones_like(view["n"])[..., None],
+    )
     block = bf.Block(posterior=MeanField(init_scale=0.3), prior=prior, keep=True)
     method = replace(plain, blocks={"w": block}, phases=(replace(plain.phases[0], draws=2),))
     one = data.select([0])
@@ -176,7 +228,9 @@ def test_draws_of_a_body_pass_through_its_norm_one_after_another(data: Federated
     noise = torch.from_numpy(rng.standard_normal((2, method.layout("w").size), np.float32)).double()
     x, mean, var = one.train.client(0)[0].double(), torch.zeros(6).double(), torch.ones(6).double()
     for s in range(2):
-        leaves = method.layout("w").leaves(block.posterior.sample(method.centre("w", start), noise[s]))
+        leaves = method.layout("w").leaves(
+            block.posterior.sample(method.centre("w", start), noise[s])
+        )
         h = x @ leaves["0.weight"].mT + leaves["0.bias"]
         mean, var = 0.9 * mean + 0.1 * h.mean(0), 0.9 * var + 0.1 * h.var(0)
     made = method.layout("w_buffers").leaves(found.private["w_buffers"]["loc"][0])
@@ -185,7 +239,9 @@ def test_draws_of_a_body_pass_through_its_norm_one_after_another(data: Federated
 
 
 def test_which_norms_have_statistics():
-    """Those in training mode that keep them: with weights, without, with frozen ones; and by which block they go."""
+    """Those in training mode that keep them: with weights, without, with frozen ones; and by which
+    block they go.
+    """
     assert set(norms(network())) == {"1"}
     assert not norms(network().eval())
     fixed = network()
@@ -202,7 +258,10 @@ def test_which_norms_have_statistics():
     again = replace(method, draws=0)
     assert list(again.blocks) == list(method.blocks)
     assert method.uplink()["body_buffers.loc"][0] == (12,)
-    kept = replace(method, blocks={**method.blocks, "body": replace(method.blocks["body"], pool=None, keep=True)})
+    kept = replace(
+        method,
+        blocks={**method.blocks, "body": replace(method.blocks["body"], pool=None, keep=True)},
+    )
     assert kept.blocks["body_buffers"].private
 
 
@@ -227,6 +286,10 @@ def _checkpointed(module: Branch, x: Tensor) -> Tensor:
     return checkpoint(lambda t: F.dropout(t, 0.5), x, use_reentrant=False, preserve_rng_state=False)
 
 
+def _numpy_draws(module: Branch, x: Tensor) -> Tensor:
+    return x * np.random.rand()  # noqa: NPY002 (the fault)
+
+
 def _in_the_old_way(module: Branch, x: Tensor) -> Tensor:
     return checkpoint(torch.tanh, x, use_reentrant=True)
 
@@ -247,7 +310,12 @@ class Holding(nn.Module):
 
     def __init__(self, mend: Callable[[nn.Module], Any]) -> None:
         super().__init__()
-        self.one, self.norm, self.last, self.mend = nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), mend
+        self.one, self.norm, self.last, self.mend = (
+            nn.Linear(8, 4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 3),
+            mend,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -256,17 +324,47 @@ class Holding(nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a count": (lambda: Branch(_count), r"changes the buffers \['seen'\] in training, which are no statistics"),
-    "a norm in evaluation mode": (lambda: Holding(nn.Module.eval), r"changes the numbers \['norm\.training'\]"),
-    "a norm's mode": (lambda: Holding(lambda norm: setattr(norm, "training", False)), r"changes the numbers \['norm\.training'\]"),
-    "a count always": (lambda: Branch(_count, always=True), r"changes the buffers \['seen'\] in evaluation mode, too"),
-    "checkpoints": (lambda: Branch(_checkpointed), r"draws random numbers in its backward pass, as checkpointing"),
-    "checkpoints a layer": (lambda: Branch(Checkpointed()), r"draws random numbers in its backward pass of 'more\.part\.1', as"),
-    "checkpoints in the old way": (lambda: Branch(_in_the_old_way), r"has no gradients by torch\.autograd\.grad .*leave that out"),
-    "Python's draws": (lambda: Branch(lambda m, x: x * random.random()), r"draws by other means than torch's"),
-    "NumPy's draws": (lambda: Branch(lambda m, x: x * np.random.rand()), r"draws by other means than torch's"),  # noqa: NPY002 (the fault)
-    "dropout always": (lambda: Branch(lambda m, x: F.dropout(x, 0.5), always=True), r"in evaluation mode, too; .*self.training"),
-    "no rows": (lambda: Branch(lambda m, x: x.mean(0)), r"returns outputs of another form in training mode"),
+    "a count": (
+        lambda: Branch(_count),
+        r"changes the buffers \['seen'\] in training, which are no statistics",
+    ),
+    "a norm in evaluation mode": (
+        lambda: Holding(nn.Module.eval),
+        r"changes the numbers \['norm\.training'\]",
+    ),
+    "a norm's mode": (
+        lambda: Holding(lambda norm: setattr(norm, "training", False)),
+        r"changes the numbers \['norm\.training'\]",
+    ),
+    "a count always": (
+        lambda: Branch(_count, always=True),
+        r"changes the buffers \['seen'\] in evaluation mode, too",
+    ),
+    "checkpoints": (
+        lambda: Branch(_checkpointed),
+        r"draws random numbers in its backward pass, as checkpointing",
+    ),
+    "checkpoints a layer": (
+        lambda: Branch(Checkpointed()),
+        r"draws random numbers in its backward pass of 'more\.part\.1', as",
+    ),
+    "checkpoints in the old way": (
+        lambda: Branch(_in_the_old_way),
+        r"has no gradients by torch\.autograd\.grad .*leave that out",
+    ),
+    "Python's draws": (
+        lambda: Branch(lambda m, x: x * random.random()),
+        r"draws by other means than torch's",
+    ),
+    "NumPy's draws": (lambda: Branch(_numpy_draws), r"draws by other means than torch's"),
+    "dropout always": (
+        lambda: Branch(lambda m, x: F.dropout(x, 0.5), always=True),
+        r"in evaluation mode, too; .*self.training",
+    ),
+    "no rows": (
+        lambda: Branch(lambda m, x: x.mean(0)),
+        r"returns outputs of another form in training mode",
+    ),
 }
 
 
@@ -286,7 +384,11 @@ def test_norms_without_statistics_to_average():
 
 @pytest.mark.parametrize("kernel", ["reference", "vmap"])
 def test_other_kernels_do_not_train_such_models(data: FederatedData, kernel: Any):
-    with pytest.raises(ValueError, match=rf"Sequential has dropout or other draws in training mode, which kernel='{kernel}' cannot train"):
+    with pytest.raises(
+        ValueError,
+        match=rf"Sequential has dropout or other draws in training mode, which kernel='{kernel}' "
+        r"cannot train",
+    ):
         run(bf.algorithms.fedavg(network(0.4)), data, 1, kernel)
     with pytest.raises(ValueError, match=r"batch norm or other statistics in training mode"):
         run(bf.algorithms.fedavg(network(0.0)), data, 1, kernel)
@@ -312,9 +414,14 @@ def test_phases_that_know_nothing_of_it(data: FederatedData):
 
 
 def test_another_forward_in_training(data: FederatedData):
-    """Label smoothing of the logits, without draws or statistics: trained as it is, predicted without."""
+    """Label smoothing of the logits, without draws or statistics: trained as it is, predicted
+    without.
+    """
     scaled = seeded(lambda: Branch(lambda m, x: 2 * x))
-    found = run(bf.algorithms.fedavg(scaled, epochs=1, batch_size=None, optimiser=SGD(0.3)), data.select([0]))
+    found = run(
+        bf.algorithms.fedavg(scaled, epochs=1, batch_size=None, optimiser=SGD(0.3)),
+        data.select([0]),
+    )
     x, y = (t.double() if t.is_floating_point() else t for t in data.train.client(0))
     own = seeded(lambda: nn.Linear(8, 3)).double()
     slopes = torch.autograd.grad(F.cross_entropy(2 * own(x), y), list(own.parameters()))
@@ -322,7 +429,12 @@ def test_another_forward_in_training(data: FederatedData):
     made = found.model()
     assert_close([made.last.weight, made.last.bias], wanted, rtol=0, atol=1e-12)
     x = data.test.client(0)[0].double()
-    assert_close(found.predict().client(0).probs, F.linear(x, *wanted).softmax(-1).detach(), rtol=0, atol=1e-12)
+    assert_close(
+        found.predict().client(0).probs,
+        F.linear(x, *wanted).softmax(-1).detach(),
+        rtol=0,
+        atol=1e-12,
+    )
     with pytest.raises(ValueError, match=r"cannot train"):
         run(bf.algorithms.fedavg(scaled), data, 1, "reference")
 
@@ -339,7 +451,9 @@ class Hidden(nn.Module):
 
 
 def test_draws_of_a_loaded_run_have_addresses(tmp_path, data: FederatedData):
-    """Where this process has not trained the model, clients that join still draw what they draw beside the run itself."""
+    """Where this process has not trained the model, clients that join still draw what they draw
+    beside the run itself.
+    """
 
     def method() -> bf.Algorithm:
         return bf.algorithms.fedper(seeded(Hidden), epochs=2)
@@ -372,7 +486,13 @@ def test_norms_with_one_example_and_named_inputs(data: FederatedData):
     one = federation(sizes=(1, 1))
     for clients in (data, one):
         ends = [
-            bf.simulate(bf.algorithms.fedavg(model, epochs=2, batch_size=10), clients, rounds=1, evaluate_every=None, progress=False)
+            bf.simulate(
+                bf.algorithms.fedavg(model, epochs=2, batch_size=10),
+                clients,
+                rounds=1,
+                evaluate_every=None,
+                progress=False,
+            )
             for model in (made, placed)
         ]
         for name in ("w", "w_buffers"):
@@ -383,5 +503,9 @@ def test_a_norm_has_one_owner():
     """Blocks that share out a norm's weight and bias would each have its statistics."""
     whole = Energy(("w", "b"), ("w", "b"), likelihood="mean")
     blocks = {"w": bf.Block("*.weight"), "b": bf.Block("*.bias")}
-    with pytest.raises(ValueError, match=r"block 'w' covers some of \['1.weight', '1.bias'\].*norm '1'"):
-        bf.Algorithm(network(), blocks, (bf.Descend(whole, epochs=1, batch_size=4),), parts=("w", "b"))
+    with pytest.raises(
+        ValueError, match=r"block 'w' covers some of \['1.weight', '1.bias'\].*norm '1'"
+    ):
+        bf.Algorithm(
+            network(), blocks, (bf.Descend(whole, epochs=1, batch_size=4),), parts=("w", "b")
+        )

@@ -1,4 +1,6 @@
-"""Networks: published sizes, shapes, gradients under vmap, and what is said of sizes that are none."""
+"""Networks: published sizes, shapes, gradients under vmap, and what is said of sizes that
+are none.
+"""
 
 from itertools import pairwise
 
@@ -27,7 +29,9 @@ def test_published_sizes():
     convs = sum(9 * a * b + b for a, b in pairwise(widths))
     assert size(models.cifar100_cnn()) == convs + 100 * 20 + 20
     dense = 800 * 128 + 128 + 128 * 10 + 10
-    assert size(models.leaky_cnn((1, 28, 28), outputs=10)) == 25 * 16 + 16 + 25 * 16 * 32 + 32 + dense  # FedPAC, Fashion-MNIST
+    assert (
+        size(models.leaky_cnn((1, 28, 28), outputs=10)) == 25 * 16 + 16 + 25 * 16 * 32 + 32 + dense
+    )  # FedPAC, Fashion-MNIST
     dense = 576 * 128 + 128 + 128 * 10 + 10
     convs = 3 * 25 * 16 + 16 + 25 * 16 * 32 + 32 + 9 * 32 * 64 + 64
     assert size(models.leaky_cnn((3, 32, 32), outputs=10)) == convs + dense  # FedPAC, CIFAR-10
@@ -35,7 +39,9 @@ def test_published_sizes():
 
 
 def test_the_character_network():
-    """FedEM's sizes for 100 characters; the state after the last character, by the LSTM's equations."""
+    """FedEM's sizes for 100 characters; the state after the last character, by the LSTM's
+    equations.
+    """
     assert size(models.char_lstm(80, outputs=100)) == 825_220
     model = models.char_lstm((5,), outputs=7, embedding=3, hidden=4, layers=2, seed=1)
     assert {key.partition(".")[0] for key, _ in model.named_parameters()} == {"body", "head"}
@@ -49,8 +55,13 @@ def test_the_character_network():
     low = low_cell = torch.zeros(2, 4)
 
     def step(layer, x, state, cell):
-        w = {key: getattr(read, f"{key}_l{layer}") for key in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
-        i, f, g, o = (x @ w["weight_ih"].T + w["bias_ih"] + state @ w["weight_hh"].T + w["bias_hh"]).chunk(4, -1)
+        w = {
+            key: getattr(read, f"{key}_l{layer}")
+            for key in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        }
+        i, f, g, o = (
+            x @ w["weight_ih"].T + w["bias_ih"] + state @ w["weight_hh"].T + w["bias_hh"]
+        ).chunk(4, -1)
         cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
         return o.sigmoid() * cell.tanh(), cell
 
@@ -58,7 +69,10 @@ def test_the_character_network():
         low, low_cell = step(0, model.body.embed.weight[x[:, t].long()], low, low_cell)
         state, cell = step(1, low, state, cell)
     assert_close(outputs, model.head(state))
-    assert not torch.equal(models.char_lstm(5, outputs=7, seed=2).head.weight, models.char_lstm(5, outputs=7, seed=3).head.weight)
+    assert not torch.equal(
+        models.char_lstm(5, outputs=7, seed=2).head.weight,
+        models.char_lstm(5, outputs=7, seed=3).head.weight,
+    )
 
 
 @every
@@ -78,7 +92,10 @@ def test_one_gradient_per_client_under_vmap(name):
     """Stacked copies under vmap give the gradients that each copy gives alone."""
     model = MAKERS[name]().double()
     copies = [MAKERS[name](seed=s).double() for s in range(2)]
-    stacked = {key: torch.stack([dict(c.named_parameters())[key].detach() for c in copies]) for key, _ in model.named_parameters()}
+    stacked = {
+        key: torch.stack([dict(c.named_parameters())[key].detach() for c in copies])
+        for key, _ in model.named_parameters()
+    }
     x = torch.randn(2, 3, *INPUTS[name], dtype=torch.float64)
 
     def loss(parameters, x):
@@ -91,14 +108,28 @@ def test_one_gradient_per_client_under_vmap(name):
             assert_close(together[key][j], value)
 
 
-@pytest.mark.parametrize("name", ["mlp", "mlp-deep", "lenet-grey", "lenet-colour", "leaky-grey", "leaky-colour", "cifar100_cnn"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "mlp-deep", "lenet-grey", "lenet-colour", "leaky-grey", "leaky-colour", "cifar100_cnn"],
+)
 def test_bodies_are_trees_of_the_layers_that_kernels_know(name):
-    known = (nn.Sequential, nn.Linear, nn.Conv2d, nn.ReLU, nn.LeakyReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten)
+    known = (
+        nn.Sequential,
+        nn.Linear,
+        nn.Conv2d,
+        nn.ReLU,
+        nn.LeakyReLU,
+        nn.MaxPool2d,
+        nn.AdaptiveAvgPool2d,
+        nn.Flatten,
+    )
     assert {type(module) for module in MAKERS[name]().body.modules()} <= set(known)
 
 
 def test_the_cifar100_network_pools_with_padding():
-    pools = [layer for layer in models.cifar100_cnn().body.modules() if isinstance(layer, nn.MaxPool2d)]
+    pools = [
+        layer for layer in models.cifar100_cnn().body.modules() if isinstance(layer, nn.MaxPool2d)
+    ]
     assert [pool.padding for pool in pools] == [1] * 4
     x, places = torch.randn(1, 3, 32, 32), []
     for layer in models.cifar100_cnn().body:  # pyright: ignore[reportGeneralTypeIssues]
@@ -113,17 +144,31 @@ def test_the_cifar100_network_pools_with_padding():
     [
         (lambda: models.mlp((), outputs=3), r"inputs .*got \(\)"),
         (lambda: models.mlp(0, outputs=3), r"inputs .*got 0"),
-        (lambda: models.mlp("64", outputs=3), r"inputs .*got '64'"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: models.mlp("64", outputs=3),
+            r"inputs "
+            r".*got '64'",
+        ),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp((1, 28.5), outputs=3), r"inputs .*got \(1, 28.5\)"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=0), r"outputs .*1.* got 0"),
-        (lambda: models.mlp(4, outputs=2.5), r"outputs .*got 2.5"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: models.mlp(4, outputs=2.5),
+            r"outputs "
+            r".*got 2.5",
+        ),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, hidden=(3, 0)), "hidden must be"),
         (lambda: models.mlp(4, outputs=2, hidden="100"), r"hidden .*got '100'"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, hidden=10.5), r"hidden .*got 10.5"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, head_scale=0.0), "head_scale is a standard deviation"),
         (lambda: models.mlp(4, outputs=2, head_scale="1"), r"head_scale .*got '1'"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 16, 32)), r"channels .*got \(6, 16, 32\)"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 0)), r"channels .*got \(6, 0\)"),
+        (
+            lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 16, 32)),
+            r"channels .*got \(6, 16, 32\)",
+        ),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 0)),
+            r"channels .*got \(6, 0\)",
+        ),
         (lambda: models.lenet((1, 28, 28), outputs=10, hidden=84), r"hidden .*two widths.* got 84"),  # pyright: ignore[reportArgumentType]
         (lambda: models.lenet((64,), outputs=10), r"inputs .*12 x 12, got \(64,\); .*mlp"),
         (lambda: models.lenet((1, 8, 8), outputs=10), "at least 12 x 12"),
@@ -151,29 +196,39 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def test_xavier_start():
-    """Weights uniform within sqrt(6 / (fan in + fan out)), biases 0; a head_scale still has the last word on the head."""
+    """Weights uniform within sqrt(6 / (fan in + fan out)), biases 0; a head_scale still has the
+    last word on the head.
+    """
     model = models.mlp((2, 14, 14), hidden=(390, 390), outputs=1, start="xavier")
-    for layer, (before, after) in zip([model.body[1], model.body[3], model.head], [(392, 390), (390, 390), (390, 1)], strict=True):
+    for layer, (before, after) in zip(
+        [model.body[1], model.body[3], model.head], [(392, 390), (390, 390), (390, 1)], strict=True
+    ):
         assert isinstance(layer, nn.Linear)
         bound = (6 / (before + after)) ** 0.5
         assert layer.weight.shape == (after, before)
         assert 0.98 * bound < layer.weight.abs().max() <= bound
         assert (layer.bias == 0).all()
-    assert models.mlp(5, hidden=3, outputs=2, start="xavier", head_scale=0.1).head.bias.abs().min() > 0
+    assert (
+        models.mlp(5, hidden=3, outputs=2, start="xavier", head_scale=0.1).head.bias.abs().min() > 0
+    )
     with pytest.raises(ValueError, match=r"start .*'torch'.*'xavier'.* got 'glorot'"):
         models.mlp(5, outputs=2, start="glorot")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("side", [12, 13, 28, 31, 32, 33])
 def test_lenet_takes_any_size(side):
-    assert models.lenet((2, side, side + 3), outputs=4)(torch.randn(2, 2, side, side + 3)).shape == (2, 4)
+    assert models.lenet((2, side, side + 3), outputs=4)(
+        torch.randn(2, 2, side, side + 3)
+    ).shape == (2, 4)
 
 
 @pytest.mark.parametrize(("depth", "side"), [(1, 12), (1, 13), (1, 28), (3, 16), (3, 17), (3, 32)])
 def test_the_leaky_network_takes_any_size(depth, side):
     model = models.leaky_cnn((depth, side, side + 3), outputs=4)
     assert model(torch.randn(2, depth, side, side + 3)).shape == (2, 4)
-    assert {layer.negative_slope for layer in model.modules() if isinstance(layer, nn.LeakyReLU)} == {0.01}
+    assert {
+        layer.negative_slope for layer in model.modules() if isinstance(layer, nn.LeakyReLU)
+    } == {0.01}
 
 
 def test_a_linear_model_is_all_head():
@@ -181,4 +236,7 @@ def test_a_linear_model_is_all_head():
     plain, image = models.mlp(4, outputs=3, hidden=()), models.mlp((1, 2, 2), outputs=3, hidden=())
     for model, x in ((plain, torch.randn(5, 4)), (image, torch.randn(5, 1, 2, 2))):
         assert [name for name, _ in model.named_parameters()] == ["head.weight", "head.bias"]
-        assert_close(model(x), x.flatten(1) @ model.get_parameter("head.weight").T + model.get_parameter("head.bias"))
+        assert_close(
+            model(x),
+            x.flatten(1) @ model.get_parameter("head.weight").T + model.get_parameter("head.bias"),
+        )

@@ -71,15 +71,28 @@ def test_a_token_that_is_new_to_a_trained_model(make: type[nn.Module], laplace: 
 def test_a_split_without_the_transform():
     """Also of the same numbers and shape; with it the predictions are those of before."""
     rng = np.random.default_rng(0)
-    data = bf.data.from_arrays(rng.integers(0, 256, (40, 2, 3), dtype=np.uint8), np.arange(40) % 2, client_ids=np.arange(40) % 4)
+    data = bf.data.from_arrays(
+        rng.integers(0, 256, (40, 2, 3), dtype=np.uint8),
+        np.arange(40) % 2,
+        client_ids=np.arange(40) % 4,
+    )
     for transform in (lambda x: x / 255, lambda x: x.flatten(1), lambda x: x // 2):
         result = bf.simulate(bf.algorithms.fedavg(Floats()), data.transformed(transform), **ONCE)
         other = replace(result.data.test, transform=lambda x, first=transform: first(x) * 2)
-        with pytest.raises(ValueError, match=r"^split gives the model other inputs .*transform\..*: saved .*, given .*transform=clients"):
+        with pytest.raises(
+            ValueError,
+            match=r"^split gives the model other inputs .*transform\..*: saved .*, given "
+            r".*transform=clients",
+        ):
             result.predict(other)
-        with pytest.raises(ValueError, match=r"^split gives the model other inputs .*transform: saved {.*}, given None; "):
+        with pytest.raises(
+            ValueError,
+            match=r"^split gives the model other inputs .*transform: saved {.*}, given None; ",
+        ):
             result.predict(data.test)
-        assert torch.equal(result.predict(replace(data.test, transform=transform)).probs, result.predict().probs)  # type: ignore[arg-type]
+        assert torch.equal(
+            result.predict(replace(data.test, transform=transform)).probs, result.predict().probs
+        )  # type: ignore[arg-type]
 
 
 class Indexed(nn.Module):
@@ -124,7 +137,9 @@ class Masked(nn.Module):
         lambda x, mask: x.masked_fill(mask, 0),
         lambda x, mask: torch.where(mask, x, x),
         lambda x, mask: x.masked_select(mask),
-        lambda x, mask: nn.MultiheadAttention(3, 1, batch_first=True)(*3 * (x[None],), key_padding_mask=mask[:, 0][None]),
+        lambda x, mask: nn.MultiheadAttention(3, 1, batch_first=True)(
+            *3 * (x[None],), key_padding_mask=mask[:, 0][None]
+        ),
         lambda x, mask: F.scaled_dot_product_attention(*3 * (x[None],), attn_mask=mask[None]),
     ],
 )
@@ -133,27 +148,49 @@ def test_a_mask_of_whole_numbers(use: Any):
     x = {"x": torch.ones(3, 3), "mask": torch.ones(3, 3, dtype=torch.int64)}
     with pytest.raises((RuntimeError, AssertionError)) as raised:
         call(Masked(use), x)
-    assert remedy(raised.value, x) == ("a mask holds truth values, and whole numbers stay such: pass x['mask'].astype(bool)")
+    assert remedy(raised.value, x) == (
+        "a mask holds truth values, and whole numbers stay such: pass x['mask'].astype(bool)"
+    )
 
 
 @pytest.mark.parametrize(
     ("module", "x", "words"),
     [
-        (nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.int64), r"x holds torch\.int64.*x\.astype\('float32'\)"),
-        (nn.Linear(3, 2), torch.ones(4, 3, dtype=torch.uint8), r"x holds torch\.uint8.*clients\.transformed"),
+        (
+            nn.Linear(3, 2),
+            torch.ones(4, 3, dtype=torch.int64),
+            r"x holds torch\.int64.*x\.astype\('float32'\)",
+        ),
+        (
+            nn.Linear(3, 2),
+            torch.ones(4, 3, dtype=torch.uint8),
+            r"x holds torch\.uint8.*clients\.transformed",
+        ),
         (nn.Conv2d(1, 2, 1), torch.ones(4, 1, 3, 3, dtype=torch.uint8), r"x holds torch\.uint8"),
         (nn.BatchNorm1d(3), torch.ones(4, 3, dtype=torch.int64), r"x holds torch\.int64"),
         (nn.LayerNorm(3), torch.ones(4, 3, dtype=torch.int64), r"x holds torch\.int64"),
         (nn.LSTM(3, 2), torch.ones(4, 2, 3, dtype=torch.int64), r"x holds torch\.int64"),
-        (nn.Embedding(3, 2), torch.ones(4, 3), r"an embedding takes whole numbers.*astype\('int64'\)"),
+        (
+            nn.Embedding(3, 2),
+            torch.ones(4, 3),
+            r"an embedding takes whole numbers.*astype\('int64'\)",
+        ),
         (nn.Linear(3, 2), torch.ones(4, 5), r"build it for inputs of this shape"),
-        (nn.Linear(3, 2), torch.ones(4, 5, dtype=torch.int64), r"x holds torch\.int64|for inputs of this shape"),
+        (
+            nn.Linear(3, 2),
+            torch.ones(4, 5, dtype=torch.int64),
+            r"x holds torch\.int64|for inputs of this shape",
+        ),
         (nn.Embedding(3, 2), torch.full((4, 3), 7), r"x 7 to 7: build it with more rows"),
         (nn.Embedding(3, 2), torch.full((4, 3), True), r"an embedding takes whole numbers"),
         (Indexed(), torch.full((4, 1), 9), r"x 9 to 9: build it with more rows"),
         (Misaxed(), torch.ones(4, 3, dtype=torch.int64), r"for inputs of this shape"),
         (nn.Linear(3, 2), {"a": torch.ones(4, 3)}, r"mapping as model\(\*\*x\)"),
-        (nn.Linear(3, 2), (torch.ones(4, 3), torch.ones(4, 3)), r"a tuple of arrays as model\(\*x\)"),
+        (
+            nn.Linear(3, 2),
+            (torch.ones(4, 3), torch.ones(4, 3)),
+            r"a tuple of arrays as model\(\*x\)",
+        ),
     ],
 )
 def test_what_torch_says(module: nn.Module, x: Any, words: str):

@@ -1,4 +1,6 @@
-"""Where weights start: the seed decides, the head may have a scale of its own, and any module's layers can draw anew."""
+"""Where weights start: the seed decides, the head may have a scale of its own, and any module's
+layers can draw anew.
+"""
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ def test_the_seed_decides_and_the_global_generator_is_left_alone(name):
     assert torch.equal(torch.rand(3), expected)
     torch.manual_seed(99)
     again, other = MAKERS[name](seed=4), MAKERS[name](seed=5)
-    for (key, p), q, r in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
+    for (key, p), q, r in zip(
+        first.named_parameters(), again.parameters(), other.parameters(), strict=True
+    ):
         assert torch.equal(p, q)
         if p.unique().numel() > 1:  # a norm starts at ones
             assert not torch.equal(p, r), key
@@ -44,7 +48,9 @@ def test_default_device_does_not_matter():
 
 
 def test_weights_can_be_drawn_anew():
-    """As the layers draw them, by the generator alone; the module and the global generator stay as they are."""
+    """As the layers draw them, by the generator alone; the module and the global generator stay as
+    they are.
+    """
     model = models.mlp(5, outputs=2, hidden=4)
     before = [p.clone() for p in model.parameters()]
     torch.manual_seed(1)
@@ -66,9 +72,13 @@ def test_what_cannot_draw_anew_is_named():
             super().__init__()
             self.factor = nn.Parameter(torch.ones(1))
 
-    with pytest.raises(ValueError, match=r"layers \['1'\] have no reset_parameters\(\).*fedem.*class"):
+    with pytest.raises(
+        ValueError, match=r"layers \['1'\] have no reset_parameters\(\).*fedem.*class"
+    ):
         models.anew(nn.Sequential(nn.Linear(2, 2), Scale()))
-    with pytest.raises(ValueError, match=r"^parameters of the module itself have no reset_parameters\(\)"):
+    with pytest.raises(
+        ValueError, match=r"^parameters of the module itself have no reset_parameters\(\)"
+    ):
         models.anew(Scale())
     with pytest.raises(TypeError, match=r"model .*got str; .*bf\.models\.mlp"):
         models.anew("mlp")  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,6 @@
-"""The transformer: against torch's own layers with its weights, alone and in a batch, under every kernel, in training with dropout."""
+"""The transformer: against torch's own layers with its weights, alone and in a batch, under every
+kernel, in training with dropout.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +36,12 @@ def of_torch(model: Any, **options: Any) -> nn.Module:
     """torch's encoder with norms before its layers, with the weights of a network of ours."""
     layer = nn.TransformerEncoderLayer(8, 2, 32, 0.0, batch_first=True, norm_first=True)
     encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
-    names = {"self_attn.in_proj_": "project.", "self_attn.out_proj.": "gather.", "linear1.": "widen.", "linear2.": "narrow."}
+    names = {
+        "self_attn.in_proj_": "project.",
+        "self_attn.out_proj.": "gather.",
+        "linear1.": "widen.",
+        "linear2.": "narrow.",
+    }
     mine = model.body.state_dict()
     theirs = {}
     for key in encoder.state_dict():
@@ -61,7 +68,9 @@ def test_it_computes_what_layers_of_torch_do():
 
 
 def test_a_text_alone_has_the_outputs_that_it_has_in_a_batch():
-    """In evaluation, without gradients, to rounding; and its later tokens are seen by those before them."""
+    """In evaluation, without gradients, to rounding; and its later tokens are seen by those before
+    them.
+    """
     model = models.transformer(6, **SMALL, dropout=0.5).double().eval()
     x = texts(9)
     with torch.no_grad():
@@ -74,7 +83,9 @@ def test_a_text_alone_has_the_outputs_that_it_has_in_a_batch():
 
 
 def test_what_is_dropped():
-    """In training half of every attention, network and sum; in evaluation nothing, as without dropout."""
+    """In training half of every attention, network and sum; in evaluation nothing, as without
+    dropout.
+    """
     plain, dropping = (models.transformer(6, **SMALL, dropout=rate) for rate in (0.0, 0.5))
     x = texts(4)
     assert torch.equal(plain(x), plain(x))
@@ -87,14 +98,23 @@ def test_what_is_dropped():
         if isinstance(part, nn.Dropout):
             part.register_forward_hook(lambda part, args, out: places.append(tuple(args[0].shape)))
     dropping(x)
-    layer = [(4, 2, 6, 6), (4, 6, 8), (4, 6, 32), (4, 6, 8)]  # attention, what it gathers, the network's inside, what it gives
+    layer = [
+        (4, 2, 6, 6),
+        (4, 6, 8),
+        (4, 6, 32),
+        (4, 6, 8),
+    ]  # attention, what it gathers, the network's inside, what it gives
     assert places == [(4, 6, 8), *layer, *layer]
-    body = models.transformer(6, **SMALL, dropout=0.999).body  # all that layers add is dropped, and the embeddings
+    body = models.transformer(
+        6, **SMALL, dropout=0.999
+    ).body  # all that layers add is dropped, and the embeddings
     assert_close(body(texts(50)).abs().sum(1).median(), torch.tensor(0.0))
 
 
 def test_starts_are_drawn_from_the_seed():
-    first, second, other = (models.transformer(6, **SMALL, seed=seed).state_dict() for seed in (1, 1, 2))
+    first, second, other = (
+        models.transformer(6, **SMALL, seed=seed).state_dict() for seed in (1, 1, 2)
+    )
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert not torch.equal(first["body.embed.weight"], other["body.embed.weight"])
     scaled = models.transformer(6, outputs=400, tokens=7, head_scale=0.01).head.weight
@@ -104,7 +124,10 @@ def test_starts_are_drawn_from_the_seed():
 
 def test_one_gradient_per_client_under_vmap():
     copies = [models.transformer(6, **SMALL, dropout=0.0, seed=s).double() for s in range(2)]
-    stacked = {key: torch.stack([dict(c.named_parameters())[key].detach() for c in copies]) for key, _ in copies[0].named_parameters()}
+    stacked = {
+        key: torch.stack([dict(c.named_parameters())[key].detach() for c in copies])
+        for key, _ in copies[0].named_parameters()
+    }
     x = torch.stack([texts(3), texts(3, 1)])
 
     def loss(parameters, x):
@@ -120,7 +143,12 @@ def test_one_gradient_per_client_under_vmap():
 def test_kernels_agree(clients):
     model = models.transformer(6, **SMALL, dropout=0.0)
     found = [
-        run(bf.algorithms.fedavg(model, epochs=1, batch_size=8, optimiser=SGD(0.1, momentum=0.9)), clients, 2, kernel).server["w"]["loc"]
+        run(
+            bf.algorithms.fedavg(model, epochs=1, batch_size=8, optimiser=SGD(0.1, momentum=0.9)),
+            clients,
+            2,
+            kernel,
+        ).server["w"]["loc"]
         for kernel in ("live", "vmap", "reference")
     ]
     for other in found[1:]:
@@ -129,32 +157,52 @@ def test_kernels_agree(clients):
 
 @pytest.mark.slow
 def test_it_trains_with_dropout(clients):
-    """The third token is found at last; workers change no bit, and methods with a personal head or private norms take it."""
+    """The third token is found at last; workers change no bit, and methods with a personal head or
+    private norms take it.
+    """
     model = models.transformer(6, **SMALL)
     algorithm, by_adam = (
-        bf.algorithms.fedavg(model, epochs=10, batch_size=8, optimiser=optimiser) for optimiser in (SGD(0.1, momentum=0.9), Adam(1e-2))
+        bf.algorithms.fedavg(model, epochs=10, batch_size=8, optimiser=optimiser)
+        for optimiser in (SGD(0.1, momentum=0.9), Adam(1e-2))
     )
-    first, second = (run(algorithm, clients, 2, engine=bf.Engine(workers=workers)).server["w"]["loc"] for workers in (1, 2))
+    first, second = (
+        run(algorithm, clients, 2, engine=bf.Engine(workers=workers)).server["w"]["loc"]
+        for workers in (1, 2)
+    )
     assert torch.equal(first, second)
     done = bf.simulate(by_adam, clients, rounds=8, evaluate_every=None, progress=False)
     assert done.predict(clients.train).summary(clients.train)["accuracy"] > 0.9
     assert set(run(bf.algorithms.fedper(model, epochs=1), clients).private) == {"head"}
     norms = run(bf.algorithms.fedbn(model, epochs=1), clients).private["norms"]["loc"]
     assert norms.shape == (3, 2 * 8 * (2 * 2 + 1))
-    assert run(bf.algorithms.pfedvem(model, body_epochs=1, head_epochs=2), clients).predict(draws=2).probs is not None
+    assert (
+        run(bf.algorithms.pfedvem(model, body_epochs=1, head_epochs=2), clients)
+        .predict(draws=2)
+        .probs
+        is not None
+    )
 
 
 def test_its_curvature(clients):
-    """A Laplace approximation of its head gives what that of a linear model of its features does."""
+    """A Laplace approximation of its head gives what that of a linear model of its
+    features does.
+    """
     model = models.transformer(6, **SMALL, dropout=0.0).double()
     algorithm = bf.algorithms.fedper(model, epochs=1)
-    laplace = replace(algorithm, predictor=bf.predictors.LinearisedLaplace(block="head", precision=1.0))
+    laplace = replace(
+        algorithm, predictor=bf.predictors.LinearisedLaplace(block="head", precision=1.0)
+    )
     client = run(laplace, clients).client(0)
     x = clients.train.client(0)[0]
     probs = client.predict(x).probs
     own = client.model().double()
     features = own.body(x)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-    assert_close(probs, bf.posteriors.Laplace.fit(own.head, features, precision=1.0).predict(features)["probs"], atol=1e-6, rtol=1e-6)  # pyright: ignore[reportArgumentType]
+    assert_close(
+        probs,
+        bf.posteriors.Laplace.fit(own.head, features, precision=1.0).predict(features)["probs"],
+        atol=1e-6,
+        rtol=1e-6,
+    )  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +213,10 @@ def test_its_curvature(clients):
         (lambda: models.transformer(6, outputs=0), r"outputs .*1.* got 0"),
         (lambda: models.transformer(6, outputs=3, tokens=0), r"tokens .*1.* got 0"),
         (lambda: models.transformer(6, outputs=3, d=6.5), r"d .*got 6\.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.transformer(6, outputs=3, d=6), r"heads must divide d, got 4 heads and d=6"),
+        (
+            lambda: models.transformer(6, outputs=3, d=6),
+            r"heads must divide d, got 4 heads and d=6",
+        ),
         (lambda: models.transformer(6, outputs=3, layers=0), r"layers .*1.* got 0"),
         (lambda: models.transformer(6, outputs=3, heads=0), r"heads .*1.* got 0"),
         (lambda: models.transformer(6, outputs=3, dropout=1.0), r"dropout .*\[0, 1\), got 1\.0"),
@@ -185,17 +236,23 @@ class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.last = nn.Embedding(7, 8), nn.Linear(8, 3)
-        self.inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+        self.inner = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2
+        )
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.last(self.inner(self.embed(ids), src_key_padding_mask=~mask).mean(1))
 
 
 def test_torchs_encoder_predicts_as_it_is_trained():
-    """Without gradients torch puts 0 at masked places, unless it is told not to; then the two are another network."""
+    """Without gradients torch puts 0 at masked places, unless it is told not to; then the two are
+    another network.
+    """
     ids = texts(60).numpy()
     mask = np.arange(6) < 2 + ids[:, :1] % 4
-    data = bf.data.from_arrays({"ids": ids, "mask": mask}, ids[:, 0] % 3, client_ids=np.arange(60) % 2)
+    data = bf.data.from_arrays(
+        {"ids": ids, "mask": mask}, ids[:, 0] % 3, client_ids=np.arange(60) % 2
+    )
     result = bf.simulate(bf.algorithms.fedavg(Masked(), epochs=2), data, rounds=2, progress=False)
     x = data.test.client(0)[0]
     wanted = result.predict().client(0).probs
@@ -203,4 +260,9 @@ def test_torchs_encoder_predicts_as_it_is_trained():
     assert_close(module(**x).softmax(-1).detach(), wanted, atol=1e-6, rtol=0)
     with torch.no_grad():
         assert_close(module(**x).softmax(-1), wanted, atol=1e-6, rtol=0)
-    assert_close(result.client(0).predict({"ids": x["ids"], "mask": x["mask"]}).probs, wanted, atol=1e-6, rtol=0)
+    assert_close(
+        result.client(0).predict({"ids": x["ids"], "mask": x["mask"]}).probs,
+        wanted,
+        atol=1e-6,
+        rtol=0,
+    )

@@ -1,4 +1,6 @@
-"""Laplace approximations against algebra, conjugate models, laplace-torch and finite differences."""
+"""Laplace approximations against algebra, conjugate models, laplace-torch and finite
+differences.
+"""
 
 import importlib
 import math
@@ -33,20 +35,36 @@ def test_a_linear_model_is_its_conjugate_posterior():
     assert_close(found["mean"], new @ mean[:, None])
     assert_close(found["variance"][:, 0], (new @ hessian.inverse() * new).sum(1) + 0.25)
     marginal = torch.distributions.MultivariateNormal(
-        torch.zeros(20, dtype=torch.float64), x @ x.T / precision + 0.25 * torch.eye(20, dtype=torch.float64)
+        torch.zeros(20, dtype=torch.float64),
+        x @ x.T / precision + 0.25 * torch.eye(20, dtype=torch.float64),
     )
     assert_close(fitted.log_marginal_likelihood(x, y), marginal.log_prob(y))
-    assert_close(fitted.entropy(), torch.distributions.MultivariateNormal(mean, precision_matrix=hessian).entropy())
+    assert_close(
+        fitted.entropy(),
+        torch.distributions.MultivariateNormal(mean, precision_matrix=hessian).entropy(),
+    )
 
 
 def test_a_subnetwork_is_the_conditional():
-    """The weights S given the others at their mean: the inverse of the block, not the block of the inverse."""
+    """The weights S given the others at their mean: the inverse of the block, not the block of the
+    inverse.
+    """
     model, x, _, precision = linear_model()
     hessian = x.T @ x / 0.25 + precision * torch.eye(3, dtype=torch.float64)
     chosen = torch.tensor([0, 2])
-    fitted = Laplace.fit(model, x, precision=precision, structure="subnetwork", indices=chosen, likelihood=Gaussian(scale=0.5))
+    fitted = Laplace.fit(
+        model,
+        x,
+        precision=precision,
+        structure="subnetwork",
+        indices=chosen,
+        likelihood=Gaussian(scale=0.5),
+    )
     block = hessian[chosen][:, chosen]
-    assert_close(fitted.moments()[1], torch.zeros(3, dtype=torch.float64).index_copy(0, chosen, block.inverse().diagonal()))
+    assert_close(
+        fitted.moments()[1],
+        torch.zeros(3, dtype=torch.float64).index_copy(0, chosen, block.inverse().diagonal()),
+    )
     assert_close(fitted.log_det(), block.logdet())
     noise = numbers(40000, fitted.noise_size)
     drawn = fitted.sample(noise)
@@ -66,14 +84,22 @@ def theirs():
 @pytest.mark.parametrize("form", ["full", "diagonal", "subnetwork"])
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_posteriors_are_those_of_laplace_torch(theirs, form, task):
-    """Variances, log determinant, evidence, functional variance and probit predictions, in float64 to 1e-8."""
+    """Variances, log determinant, evidence, functional variance and probit predictions, in float64
+    to 1e-8.
+    """
     likelihood = Categorical() if task == "classification" else Gaussian(scale=1.0)
     model, x = network(), numbers(12, 4)
     y = torch.arange(12) % 3 if task == "classification" else numbers(12, 3, seed=5)
     chosen = torch.tensor([0, 3, 8, 20, 31, 40])
-    kwargs = {"subset_of_weights": "subnetwork", "subnetwork_indices": chosen} if form == "subnetwork" else {"subset_of_weights": "all"}
+    kwargs = (
+        {"subset_of_weights": "subnetwork", "subnetwork_indices": chosen}
+        if form == "subnetwork"
+        else {"subset_of_weights": "all"}
+    )
     structure = "diag" if form == "diagonal" else "full"
-    backend = importlib.import_module("laplace.curvature").BackPackGGN  # the default one leaves 1e-7
+    backend = importlib.import_module(
+        "laplace.curvature"
+    ).BackPackGGN  # the default one leaves 1e-7
     twin = network()  # BackPACK leaves hooks in what it is given
     other = theirs(
         nn.Sequential(twin.body, twin.head),
@@ -84,18 +110,39 @@ def test_posteriors_are_those_of_laplace_torch(theirs, form, task):
         **kwargs,
     )
     other.fit(DataLoader(TensorDataset(x, y), batch_size=5))
-    fitted = Laplace.fit(model, x, precision=0.3, structure=form, indices=chosen if form == "subnetwork" else None, likelihood=likelihood)
+    fitted = Laplace.fit(
+        model,
+        x,
+        precision=0.3,
+        structure=form,
+        indices=chosen if form == "subnetwork" else None,
+        likelihood=likelihood,
+    )
     new = numbers(7, 4, seed=3)
     mean, covariance = other._glm_predictive_distribution(new)
     found_mean, found = fitted.linearised(new, centre=False)
     assert_close(found_mean, mean.detach(), rtol=1e-8, atol=1e-9)
     assert_close(found, covariance.detach(), rtol=1e-8, atol=1e-9)
-    assert_close(fitted.log_det(), other.log_det_posterior_precision.detach().double(), rtol=1e-8, atol=1e-8)
-    if form != "subnetwork":  # there laplace-torch also counts the prior of weights that are not in it
-        assert_close(fitted.log_marginal_likelihood(x, y), other.log_marginal_likelihood().detach().double(), rtol=1e-8, atol=1e-8)
+    assert_close(
+        fitted.log_det(), other.log_det_posterior_precision.detach().double(), rtol=1e-8, atol=1e-8
+    )
+    if (
+        form != "subnetwork"
+    ):  # there laplace-torch also counts the prior of weights that are not in it
+        assert_close(
+            fitted.log_marginal_likelihood(x, y),
+            other.log_marginal_likelihood().detach().double(),
+            rtol=1e-8,
+            atol=1e-8,
+        )
     if task == "classification":
         probs = other(new, pred_type="glm", link_approx="probit")
-        assert_close(fitted.predict(new, link="per_class", centre=False)["probs"], probs.detach(), rtol=1e-8, atol=1e-9)
+        assert_close(
+            fitted.predict(new, link="per_class", centre=False)["probs"],
+            probs.detach(),
+            rtol=1e-8,
+            atol=1e-9,
+        )
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
@@ -103,12 +150,17 @@ def test_noise_of_another_width(structure: str):
     """Refused, with the width that it takes."""
     fitted = Laplace.fit(network(), numbers(12, 4), structure=structure)
     for shape in ((3, fitted.noise_size + 1), (fitted.noise_size,)):
-        with pytest.raises(ValueError, match=rf"noise .*\[S, {fitted.noise_size}\].* got \[{', '.join(map(str, shape))}\]"):
+        with pytest.raises(
+            ValueError,
+            match=rf"noise .*\[S, {fitted.noise_size}\].* got \[{', '.join(map(str, shape))}\]",
+        ):
             fitted.sample(torch.zeros(shape))
 
 
 def test_evidence_by_finite_differences():
-    """d/d log lambda of the evidence is (D - lambda |loc|^2 - lambda tr H^-1) / 2, MacKay (1992)."""
+    """d/d log lambda of the evidence is (D - lambda |loc|^2 - lambda tr H^-1) / 2, MacKay
+    (1992).
+    """
     model, x, y = network(), numbers(12, 4), torch.arange(12) % 3
 
     def evidence(precision: float) -> Tensor:
@@ -116,9 +168,13 @@ def test_evidence_by_finite_differences():
 
     fitted, step = Laplace.fit(model, x, precision=0.4), 1e-5
     slope = (evidence(0.4 * math.exp(step)) - evidence(0.4 * math.exp(-step))) / (2 * step)
-    expected = 0.5 * (len(fitted.loc) - 0.4 * fitted.loc.square().sum() - 0.4 * fitted.moments()[1].sum())
+    expected = 0.5 * (
+        len(fitted.loc) - 0.4 * fitted.loc.square().sum() - 0.4 * fitted.moments()[1].sum()
+    )
     assert_close(slope, expected, rtol=1e-6, atol=1e-8)
-    away = fitted.log_marginal_likelihood(x, y, centre=fitted.loc) - fitted.log_marginal_likelihood(x, y)
+    away = fitted.log_marginal_likelihood(x, y, centre=fitted.loc) - fitted.log_marginal_likelihood(
+        x, y
+    )
     assert_close(away, 0.2 * fitted.loc.square().sum())
 
 
@@ -126,7 +182,9 @@ def test_every_weight_in_the_subnetwork_is_the_full_posterior():
     """And a diagonal one has 1 / (GGN_rr + precision_r)."""
     model, x = network(), numbers(12, 4)
     full = Laplace.fit(model, x, precision=0.3)
-    every = Laplace.fit(model, x, precision=0.3, structure="subnetwork", indices=torch.arange(len(full.loc)))
+    every = Laplace.fit(
+        model, x, precision=0.3, structure="subnetwork", indices=torch.arange(len(full.loc))
+    )
     assert_close(every.moments(), full.moments())
     assert_close(every.linearised(x), full.linearised(x))
     prior = numbers(len(full.loc), seed=4).exp()
@@ -139,20 +197,41 @@ def test_every_weight_in_the_subnetwork_is_the_full_posterior():
 @pytest.mark.parametrize("examples", [4, 30])
 @pytest.mark.parametrize("structure", ["full", "subnetwork", "diagonal"])
 def test_an_example_that_counts_twice_is_one_that_stands_twice(structure, examples, tmp_path):
-    """In covariance, evidence and predictions, under another precision and structure and after a file; in primal and dual form."""
-    model, x, y, new = network(), numbers(examples, 4), torch.arange(examples) % 3, numbers(7, 4, seed=3)
+    """In covariance, evidence and predictions, under another precision and structure and after a
+    file; in primal and dual form.
+    """
+    model, x, y, new = (
+        network(),
+        numbers(examples, 4),
+        torch.arange(examples) % 3,
+        numbers(7, 4, seed=3),
+    )
     counts = torch.arange(examples) % 3  # 0, 1 or 2 times
     twice = torch.arange(examples).repeat_interleave(counts)
-    options = {"structure": structure, "indices": torch.tensor([0, 3, 8, 20, 31, 40]) if structure == "subnetwork" else None}
+    options = {
+        "structure": structure,
+        "indices": torch.tensor([0, 3, 8, 20, 31, 40]) if structure == "subnetwork" else None,
+    }
     got = Laplace.fit(model, [x[:3], x[3:]], precision=0.3, weight=counts, **options)
     want = Laplace.fit(model, x[twice], precision=0.3, **options)
     got.save(tmp_path / "posterior")
     again = Laplace.load(tmp_path / "posterior", model)
-    for one, other in ((got, want), (again, want), (again.with_precision(x, 0.8), want.with_precision(x[twice], 0.8))):
-        assert_close((one.moments(), one.log_det(), one.diagonal), (other.moments(), other.log_det(), other.diagonal))
+    for one, other in (
+        (got, want),
+        (again, want),
+        (again.with_precision(x, 0.8), want.with_precision(x[twice], 0.8)),
+    ):
+        assert_close(
+            (one.moments(), one.log_det(), one.diagonal),
+            (other.moments(), other.log_det(), other.diagonal),
+        )
         assert_close(one.predict(new), other.predict(new))
-        assert_close(one.log_marginal_likelihood(x, y), other.log_marginal_likelihood(x[twice], y[twice]))
-    assert_close(got.with_structure(x, "full").moments(), want.with_structure(x[twice], "full").moments())
+        assert_close(
+            one.log_marginal_likelihood(x, y), other.log_marginal_likelihood(x[twice], y[twice])
+        )
+    assert_close(
+        got.with_structure(x, "full").moments(), want.with_structure(x[twice], "full").moments()
+    )
     with pytest.raises(TypeError, match=r"weight must be of type Tensor, got list; .*\[N\]"):
         Laplace.fit(nn.Linear(4, 3), torch.randn(5, 4), weight=[1.0] * 5)  # pyright: ignore[reportArgumentType] (what is refused)
     with pytest.raises(ValueError, match=r"'kfac' .*weight"):
@@ -163,13 +242,19 @@ def test_an_example_that_counts_twice_is_one_that_stands_twice(structure, exampl
 def test_independent_weights(case, backend):
     """A diagonal posterior predicts J diag(variance) J', centred or not, whatever the backend."""
     model, x, new = case.model(), case.data(9), case.data(5, seed=3)
-    prior = 0.5 + torch.rand(Curvature(model).size, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    prior = 0.5 + torch.rand(
+        Curvature(model).size, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
     fitted = Laplace.fit(model, x, precision=prior, structure="diagonal", backend=backend)
     j, near = brute.jacobian(model, new), {"atol": 1e-10, "rtol": 1e-9}
     variance = 1 / (brute.ggn(model, Categorical(), x).diagonal() + prior)
     want, centring = j * variance @ j.mT, torch.eye(4, dtype=torch.float64) - 0.25
     assert_close(fitted.linearised(new, centre=False), (model(new).detach(), want), **near)
-    assert_close(fitted.linearised(new.split(2)), (model(new).detach() @ centring, centring @ want @ centring), **near)
+    assert_close(
+        fitted.linearised(new.split(2)),
+        (model(new).detach() @ centring, centring @ want @ centring),
+        **near,
+    )
 
 
 @pytest.mark.parametrize("start", ["full", "diagonal", "kfac"])
@@ -177,18 +262,27 @@ def test_another_structure_is_a_fresh_fit(start, monkeypatch):
     """Of the same weights under the same precision, and the diagonal is not computed anew."""
     model, x, new = network(), numbers(12, 4), numbers(7, 4, seed=3)
     passes, diagonal = [], Curvature.diagonal
-    monkeypatch.setattr(Curvature, "diagonal", lambda self, x, **more: passes.append(x) or diagonal(self, x, **more))
+    monkeypatch.setattr(
+        Curvature, "diagonal", lambda self, x, **more: passes.append(x) or diagonal(self, x, **more)
+    )
     first = Laplace.fit(model, x, precision=0.3, structure=start)
     assert len(passes) == 1
     chosen = first.moments()[1].topk(6).indices
     targets = [("full", None), ("diagonal", None), ("kfac", None), ("subnetwork", chosen)]
     found = [first.with_structure(x, structure, indices=indices) for structure, indices in targets]
-    found += [found[-1].with_structure(x, "full"), found[-1].with_structure(x, "subnetwork", indices=chosen[:2])]
+    found += [
+        found[-1].with_structure(x, "full"),
+        found[-1].with_structure(x, "subnetwork", indices=chosen[:2]),
+    ]
     assert len(passes) == 1
-    for got, (structure, indices) in zip(found, [*targets, ("full", None), ("subnetwork", chosen[:2])], strict=True):
+    for got, (structure, indices) in zip(
+        found, [*targets, ("full", None), ("subnetwork", chosen[:2])], strict=True
+    ):
         want = Laplace.fit(model, x, precision=0.3, structure=structure, indices=indices)
         assert got.structure == structure
-        assert_close((got.moments(), got.log_det()), (want.moments(), want.log_det()), rtol=0, atol=0)
+        assert_close(
+            (got.moments(), got.log_det()), (want.moments(), want.log_det()), rtol=0, atol=0
+        )
         assert_close(got.linearised(new), want.linearised(new), rtol=0, atol=0)
         assert_close((got.precision, got.diagonal), (want.precision, want.diagonal), rtol=0, atol=0)
     with pytest.raises(ValueError, match="structure 'subnetwork' needs indices"):
@@ -211,7 +305,10 @@ def test_a_saved_posterior_predicts_the_same(tmp_path, form):
     noise = numbers(2, fitted.noise_size, seed=4)
     assert_close(again.sample(noise), fitted.sample(noise), rtol=0, atol=0)
     with pytest.raises(ValueError, match="fitted at other weights"):
-        Laplace.load(tmp_path / "posterior.safetensors", bf.models.mlp(4, hidden=6, outputs=3, seed=2).double())
+        Laplace.load(
+            tmp_path / "posterior.safetensors",
+            bf.models.mlp(4, hidden=6, outputs=3, seed=2).double(),
+        )
     with pytest.raises(ValueError, match="covers the parameters"):
         Laplace.load(tmp_path / "posterior.safetensors", model, pattern="head.*")
 
@@ -219,14 +316,24 @@ def test_a_saved_posterior_predicts_the_same(tmp_path, form):
 @pytest.mark.parametrize("structure", ["full", "kfac"])
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-6), (torch.float64, 1e-13)])
 def test_a_saved_posterior_is_the_same_to_rounding(tmp_path, dtype, near, structure):
-    """From several batches, with examples that were split off: the rows of the dual form come back in one batch."""
+    """From several batches, with examples that were split off: the rows of the dual form come back
+    in one batch.
+    """
     case = brute.CASES[0]
     model, x, new = case.model().to(dtype), case.data(27).to(dtype), case.data(7, seed=3).to(dtype)
     fitted = Laplace.fit(model, x.split(5), precision=0.3, structure=structure)
     assert fitted.inverse.form == ("dual" if structure == "full" else "kronecker")
     fitted.save(tmp_path / "posterior.safetensors")
-    again, noise = Laplace.load(tmp_path / "posterior.safetensors", model), numbers(2, fitted.noise_size)
-    for call in (lambda f: f.predict(new)["probs"], lambda f: f.moments()[1], lambda f: f.sample(noise), Laplace.log_det):
+    again, noise = (
+        Laplace.load(tmp_path / "posterior.safetensors", model),
+        numbers(2, fitted.noise_size),
+    )
+    for call in (
+        lambda f: f.predict(new)["probs"],
+        lambda f: f.moments()[1],
+        lambda f: f.sample(noise),
+        Laplace.log_det,
+    ):
         assert_close(call(again), call(fitted), rtol=near, atol=near)
 
 
@@ -258,14 +365,24 @@ def test_the_model_is_left_alone(form):
     assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
     assert model.training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()
+    )
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
-@pytest.mark.parametrize("likelihood", [Gaussian(0.3), Bernoulli(), Categorical()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "likelihood",
+    [Gaussian(0.3), Bernoulli(), Categorical()],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_saved_posterior_keeps_its_likelihood(tmp_path, likelihood, structure):
     """It is what it was without being told, and another one is refused."""
-    model, x, path = network(1 if isinstance(likelihood, Bernoulli) else 3), numbers(12, 4), tmp_path / "posterior.safetensors"
+    model, x, path = (
+        network(1 if isinstance(likelihood, Bernoulli) else 3),
+        numbers(12, 4),
+        tmp_path / "posterior.safetensors",
+    )
     fitted = Laplace.fit(model, x, structure=structure, likelihood=likelihood)
     fitted.save(path)
     for again in (Laplace.load(path, model), Laplace.load(path, model, likelihood=likelihood)):
@@ -273,7 +390,9 @@ def test_a_saved_posterior_keeps_its_likelihood(tmp_path, likelihood, structure)
         assert again.examples == 12
         assert_close(again.predict(x), fitted.predict(x), equal_nan=True)
     for other in (Gaussian(0.4), Categorical() if likelihood != Categorical() else Bernoulli()):
-        with pytest.raises(ValueError, match=rf"posterior.*' .*likelihood .*{type(likelihood).__name__}.*, got"):
+        with pytest.raises(
+            ValueError, match=rf"posterior.*' .*likelihood .*{type(likelihood).__name__}.*, got"
+        ):
             Laplace.load(path, model, likelihood=other)
 
 
@@ -308,9 +427,13 @@ def test_files_from_elsewhere(tmp_path):
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
 def test_a_likelihood_fits_the_outputs(structure):
     """One logit is no softmax, and two are no sigmoid."""
-    with pytest.raises(ValueError, match=r"Categorical\(\) .*model has 1: .*likelihood=Bernoulli\(\)"):
+    with pytest.raises(
+        ValueError, match=r"Categorical\(\) .*model has 1: .*likelihood=Bernoulli\(\)"
+    ):
         Laplace.fit(network(1), numbers(5, 4), structure=structure)
-    with pytest.raises(ValueError, match=r"Bernoulli\(\) .*model has 2: .*likelihood=Categorical\(\)"):
+    with pytest.raises(
+        ValueError, match=r"Bernoulli\(\) .*model has 2: .*likelihood=Categorical\(\)"
+    ):
         Laplace.fit(network(2), numbers(5, 4), structure=structure, likelihood=Bernoulli())
 
 
@@ -322,8 +445,16 @@ def test_a_likelihood_fits_the_outputs(structure):
         (ValueError, {"precision": torch.ones(3)}, r"precision.*51 weights .*got shape \(3,\)"),
         (ValueError, {"precision": 1e-320}, r"precision .*1e-30 and 1e30, got 1e-320 \(51 of 51\)"),
         (ValueError, {"precision": 1e31}, r"precision .*1e-30 and 1e30, got 1e\+31"),
-        (ValueError, {"weight": torch.tensor([1.0, 1.0, -0.5, 1.0, 1.0])}, r"weight .*>= 0.*-0\.5|'kfac' .*weight"),
-        (ValueError, {"weight": torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0])}, r"weight .*>= 0.*nan|'kfac' .*weight"),
+        (
+            ValueError,
+            {"weight": torch.tensor([1.0, 1.0, -0.5, 1.0, 1.0])},
+            r"weight .*>= 0.*-0\.5|'kfac' .*weight",
+        ),
+        (
+            ValueError,
+            {"weight": torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0])},
+            r"weight .*>= 0.*nan|'kfac' .*weight",
+        ),
         (ValueError, {"weight": torch.ones(4)}, r"weight .*got 4 for 5 examples|'kfac' .*weight"),
         (ValueError, {"weight": torch.ones(6)}, r"weight .*got 6 for 5 examples|'kfac' .*weight"),
         (ValueError, {"memory": "1GB"}, r"memory.* got '1GB'"),
@@ -333,7 +464,11 @@ def test_a_likelihood_fits_the_outputs(structure):
         (TypeError, {"x": 3}, r"^x .*\[N, ...\].* got int"),
         (TypeError, {"x": torch.tensor(3.0)}, r"batch .*\[N, ...\].* got a single number"),
         (TypeError, {"x": [()]}, r"batch .*\[N, ...\].* got NoneType"),
-        (TypeError, {"x": [{"y": 1}]}, r"batch .*'x', got a mapping of \['y'\]; pass .*\{'x': batch\}"),
+        (
+            TypeError,
+            {"x": [{"y": 1}]},
+            r"batch .*'x', got a mapping of \['y'\]; pass .*\{'x': batch\}",
+        ),
     ],
 )
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
@@ -349,7 +484,10 @@ def test_what_is_asked_of_a_fit_is_checked(structure):
     x, y = numbers(12, 4), torch.arange(12) % 3
     fitted = Laplace.fit(network(), x.split(5), structure=structure)
     assert fitted.examples == 12
-    for call in (lambda: fitted.with_precision(x[:7], 2.0), lambda: fitted.log_marginal_likelihood(x[:7], y[:7])):
+    for call in (
+        lambda: fitted.with_precision(x[:7], 2.0),
+        lambda: fitted.log_marginal_likelihood(x[:7], y[:7]),
+    ):
         with pytest.raises(ValueError, match=r"^x .*12 examples .*got 7"):
             call()
     assert fitted.with_precision(x.split(7), 2.0).with_precision(x, 3.0).examples == 12
@@ -372,12 +510,17 @@ FORMS: dict[str, dict] = {
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("names", [False, True], ids=["tuple", "mapping"])
 def test_two_inputs_are_the_network_of_one_joined_tensor(name, names, tmp_path):
-    """Moments, determinant, evidence, draws, predictions in closed form, and from a file, to 1e-12."""
+    """Moments, determinant, evidence, draws, predictions in closed form, and from a file,
+    to 1e-12.
+    """
     one, two, x, a, b = brute.two_inputs(7)
     near, data = {"rtol": 1e-12, "atol": 1e-12}, {"x": {"b": b, "a": a} if names else (a, b)}
     y, weight = torch.arange(7) % 4, numbers(7, seed=3).square()
     weight[2] = 0
-    want, found = (Laplace.fit(model, inputs, weight=weight, **FORMS[name]) for model, inputs in ((one, x), (two, data)))
+    want, found = (
+        Laplace.fit(model, inputs, weight=weight, **FORMS[name])
+        for model, inputs in ((one, x), (two, data))
+    )
     assert found.inverse.backend == "func"
     assert found.inverse.form == want.inverse.form
     assert found.examples == 7
@@ -389,17 +532,23 @@ def test_two_inputs_are_the_network_of_one_joined_tensor(name, names, tmp_path):
             assert_close(mine, theirs, **near)
         assert_close(each.log_det(), want.log_det(), **near)
         assert_close(each.sample(noise), want.sample(noise), **near)
-        assert_close(each.log_marginal_likelihood(data, y), want.log_marginal_likelihood(x, y), **near)
+        assert_close(
+            each.log_marginal_likelihood(data, y), want.log_marginal_likelihood(x, y), **near
+        )
         for theirs, mine in zip(want.predict(x).values(), each.predict(data).values(), strict=True):
             assert_close(mine, theirs, **near)
-    assert_close(found.with_precision(data, 2.0).moments(), want.with_precision(x, 2.0).moments(), **near)
+    assert_close(
+        found.with_precision(data, 2.0).moments(), want.with_precision(x, 2.0).moments(), **near
+    )
     with pytest.raises(ValueError, match=r"x must be the 7 examples .*, got 6"):
         found.with_precision({"x": (a[:6], b[:6])}, 2.0)
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.5)])
 def test_tokens_against_dense_matrices(likelihood, tmp_path):
-    """An embedding, its mean and a layer: (GGN + precision)^-1 and J H^-1 J' written out; tokens in the file are whole numbers."""
+    """An embedding, its mean and a layer: (GGN + precision)^-1 and J H^-1 J' written out; tokens in
+    the file are whole numbers.
+    """
     model, tokens = brute.token_model()
     hessian = brute.ggn(model, likelihood, tokens) + 0.7 * torch.eye(49, dtype=torch.float64)
     new = tokens.flip(0)[:4]
@@ -427,7 +576,10 @@ def test_one_byte_for_each_number_stays_so():
             assert (image.dtype, mask.dtype) == (torch.uint8, torch.bool)
             return self.head(image.double() / 255 * mask)
 
-    image, mask = torch.arange(40, dtype=torch.uint8).view(8, 5), torch.arange(40).view(8, 5) % 3 > 0
+    image, mask = (
+        torch.arange(40, dtype=torch.uint8).view(8, 5),
+        torch.arange(40).view(8, 5) % 3 > 0,
+    )
     model = Masked()
     found = Laplace.fit(model, {"x": {"image": image, "mask": mask}})
     want = Laplace.fit(model.head, image.double() / 255 * mask)

@@ -1,4 +1,6 @@
-"""The mean-field Gaussian against closed forms: moments, entropy, divergence, and the optimum on a Gaussian target."""
+"""The mean-field Gaussian against closed forms: moments, entropy, divergence, and the optimum on a
+Gaussian target.
+"""
 
 import math
 
@@ -35,7 +37,9 @@ def belief(*shape: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 0.1, 1.0, 50.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_starts_with_the_scale_asked_for(scale, dtype):
-    """Its standard deviation is `init_scale` everywhere, in the precision of `loc`, which it aliases."""
+    """Its standard deviation is `init_scale` everywhere, in the precision of `loc`, which it
+    aliases.
+    """
     loc = torch.randn(2, 3, dtype=dtype)
     q = MeanField(init_scale=scale).init(loc)
     assert q["loc"] is loc
@@ -43,14 +47,19 @@ def test_starts_with_the_scale_asked_for(scale, dtype):
     mean, variance = MeanField().moments(q)
     assert_close(mean, loc, rtol=0, atol=0)
     assert_close(
-        variance.double().sqrt(), torch.full((2, 3), scale, dtype=torch.float64), rtol=1e-5 if dtype == torch.float32 else 1e-9, atol=0
+        variance.double().sqrt(),
+        torch.full((2, 3), scale, dtype=torch.float64),
+        rtol=1e-5 if dtype == torch.float32 else 1e-9,
+        atol=0,
     )
     q["rho"][0, 0] = 0.0
     assert q["rho"].count_nonzero() >= 5, "every weight has a scale of its own"
 
 
 def test_draws_are_linear_in_the_noise():
-    """One draw is loc + scale * noise, so +1 and -1 lie one standard deviation to either side; without noise it is the mean."""
+    """One draw is loc + scale * noise, so +1 and -1 lie one standard deviation to either side;
+    without noise it is the mean.
+    """
     q = belief(2, 5)
     scale = q["rho"].exp().log1p()
     q_of = MeanField().sample
@@ -62,9 +71,14 @@ def test_draws_are_linear_in_the_noise():
 
 
 def test_draws_have_its_moments():
-    """Gauss-Hermite noise integrates polynomials exactly: draws have the mean, the variance and the kurtosis of N(loc, var)."""
+    """Gauss-Hermite noise integrates polynomials exactly: draws have the mean, the variance and the
+    kurtosis of N(loc, var).
+    """
     nodes, weights = np.polynomial.hermite_e.hermegauss(8)
-    noise, weights = torch.from_numpy(nodes)[:, None], torch.from_numpy(weights / weights.sum())[:, None]
+    noise, weights = (
+        torch.from_numpy(nodes)[:, None],
+        torch.from_numpy(weights / weights.sum())[:, None],
+    )
     q = belief(5)
     draws = MeanField().sample(q, noise.expand(-1, 5))
     mean, variance = MeanField().moments(q)
@@ -90,7 +104,9 @@ def test_entropy_is_torchs():
 
 
 def test_entropy_of_a_collapsed_belief_is_finite():
-    """Where float32's scale underflows, the entropy is still that of log sigma = rho, and so is its slope."""
+    """Where float32's scale underflows, the entropy is still that of log sigma = rho, and so is its
+    slope.
+    """
     rho = torch.full((4,), -200.0, requires_grad=True)
     entropy = MeanField().entropy({"loc": torch.zeros(4), "rho": rho})
     assert_close(entropy.item(), 4 * (-200 + 0.5 * math.log(2 * math.pi * math.e)))
@@ -100,11 +116,24 @@ def test_entropy_of_a_collapsed_belief_is_finite():
 def test_divergence_golden():
     """KL(N(0.5, 0.8^2) || N(0, 1)) = 0.168..., as energy minus entropy; of q to itself it is 0."""
     q = MeanField(init_scale=0.8).init(torch.tensor([0.5]).double())
-    prior = Normal(centre=lambda given, view: torch.zeros(1).double(), variance=lambda given, view: torch.ones(1).double())
-    assert_close((prior.energy(*MeanField().moments(q), {}, {}) - MeanField().entropy(q)).item(), 0.16814355131420977)
+    prior = Normal(
+        centre=lambda given, view: torch.zeros(1).double(),
+        variance=lambda given, view: torch.ones(1).double(),
+    )
+    assert_close(
+        (prior.energy(*MeanField().moments(q), {}, {}) - MeanField().entropy(q)).item(),
+        0.16814355131420977,
+    )
     q = belief(3, 5)
-    itself = Normal(centre=lambda given, view: q["loc"], variance=lambda given, view: MeanField().moments(q)[1])
-    assert_close(itself.energy(*MeanField().moments(q), {}, {}) - MeanField().entropy(q), torch.zeros(3).double(), atol=1e-12, rtol=0)
+    itself = Normal(
+        centre=lambda given, view: q["loc"], variance=lambda given, view: MeanField().moments(q)[1]
+    )
+    assert_close(
+        itself.energy(*MeanField().moments(q), {}, {}) - MeanField().entropy(q),
+        torch.zeros(3).double(),
+        atol=1e-12,
+        rtol=0,
+    )
 
 
 def test_divergence_is_torchs():
@@ -114,7 +143,12 @@ def test_divergence_is_torchs():
     prior = Normal(centre=lambda given, view: p["loc"], variance=lambda given, view: scale.square())
     normal = distributions.Normal(q["loc"], F.softplus(q["rho"]))
     expected = distributions.kl_divergence(normal, distributions.Normal(p["loc"], scale)).sum(-1)
-    assert_close(prior.energy(*MeanField().moments(q), {}, {}) - MeanField().entropy(q), expected, rtol=1e-9, atol=1e-9)
+    assert_close(
+        prior.energy(*MeanField().moments(q), {}, {}) - MeanField().entropy(q),
+        expected,
+        rtol=1e-9,
+        atol=1e-9,
+    )
 
 
 def test_noise_size_and_protocol():
@@ -130,7 +164,8 @@ def test_refuses_scales_that_are_none(scale):
         MeanField(init_scale=scale)
 
 
-# Its optimum on a Gaussian target: noise whose mean is 0 and whose covariance is I integrates a quadratic energy exactly
+# Its optimum on a Gaussian target: noise whose mean is 0 and whose covariance is I integrates a
+# quadratic energy exactly
 
 FEATURES, NOISE, PRIOR = 3, 0.8, 1.5  # standard deviations of the noise and of the prior
 CENTRE = torch.tensor([0.5, -1.0, 0.2], dtype=torch.float64)
@@ -141,7 +176,9 @@ def regression() -> tuple[Tensor, Tensor]:
     rng = torch.Generator().manual_seed(0)
     mixing = torch.tensor([[1.0, 0.6, 0.0], [0.0, 0.8, 0.5], [0.0, 0.0, 0.9]]).double()
     x = torch.randn(12, FEATURES, generator=rng, dtype=torch.float64) @ mixing
-    return x, x @ torch.tensor([1.0, -2.0, 0.5]).double() + NOISE * torch.randn(12, generator=rng, dtype=torch.float64)
+    return x, x @ torch.tensor([1.0, -2.0, 0.5]).double() + NOISE * torch.randn(
+        12, generator=rng, dtype=torch.float64
+    )
 
 
 def sigma_points() -> Tensor:
@@ -158,11 +195,21 @@ def target(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def linear(steps: int) -> bf.Algorithm:
     """One client's Bayesian linear regression, by gradient steps on its summed energy."""
-    prior = Normal(centre=lambda given, view: CENTRE, variance=lambda given, view: torch.tensor([PRIOR**2]).double())
+    prior = Normal(
+        centre=lambda given, view: CENTRE,
+        variance=lambda given, view: torch.tensor([PRIOR**2]).double(),
+    )
     return bf.Algorithm(
         nn.Linear(FEATURES, 1, bias=False),
         {"w": bf.Block(posterior=MeanField(init_scale=0.3), prior=prior, pool=None, keep=True)},
-        (Descend(Energy("w", ("w",), likelihood="sum"), steps=steps, optimiser=SGD(0.012, 0.8), draws=2 * FEATURES),),
+        (
+            Descend(
+                Energy("w", ("w",), likelihood="sum"),
+                steps=steps,
+                optimiser=SGD(0.012, 0.8),
+                draws=2 * FEATURES,
+            ),
+        ),
         parts=("w",),
         likelihood=Gaussian(NOISE),
     )
@@ -175,14 +222,21 @@ def test_optimum_on_a_gaussian_target(kernel, monkeypatch):
     mean, precision = target(x, y)
     assert ((1 / precision.diagonal()) < 0.9 * precision.inverse().diagonal()).all()
 
-    def exact(plan: PhasePlan, shapes: dict[str, tuple[int, int]], active: int) -> dict[str, Tensor]:
+    def exact(
+        plan: PhasePlan, shapes: dict[str, tuple[int, int]], active: int
+    ) -> dict[str, Tensor]:
         assert shapes == {"w": (2 * FEATURES, FEATURES)}
         return {"w": sigma_points().expand(active, -1, -1)}
 
     monkeypatch.setattr(PhasePlan, "noise", exact)
     algorithm = linear(300)
     (phase,) = algorithm.phases
-    plan = PhasePlan(phase, ClientData(x, y, torch.arange(12), np.array([12])), np.array([0]), dtype=torch.float64)
+    plan = PhasePlan(
+        phase,
+        ClientData(x, y, torch.arange(12), np.array([12])),
+        np.array([0]),
+        dtype=torch.float64,
+    )
     server = algorithm.init(1, dtype=torch.float64)
     given = algorithm.given(server, 0, 1)
     rows = {"w": {key: value[None] for key, value in algorithm.rows(server)["w"].items()}}
@@ -195,14 +249,18 @@ def test_optimum_on_a_gaussian_target(kernel, monkeypatch):
 
 
 def test_energy_at_the_optimum_is_evidence_and_divergence():
-    """Energy = -log p(D) + KL(q || posterior), both in closed form: no constant is lost in likelihood, prior or entropy."""
+    """Energy = -log p(D) + KL(q || posterior), both in closed form: no constant is lost in
+    likelihood, prior or entropy.
+    """
     x, y = regression()
     mean, precision = target(x, y)
     algorithm = linear(1)
     q = {"loc": mean, "rho": torch.special.expm1(precision.diagonal().rsqrt()).log()}
     batch = {"x": x, "y": y, "weight": torch.ones(12).double()}
     energy = algorithm.phases[0].energy
-    value, _ = energy(algorithm, {"w": q}, {}, {"n": torch.tensor(12.0).double()}, batch, {"w": sigma_points()})
+    value, _ = energy(
+        algorithm, {"w": q}, {}, {"n": torch.tensor(12.0).double()}, batch, {"w": sigma_points()}
+    )
     covariance = NOISE**2 * torch.eye(12).double() + PRIOR**2 * x @ x.T
     evidence = distributions.MultivariateNormal(x @ CENTRE, covariance).log_prob(y)
     divergence = distributions.kl_divergence(
@@ -215,7 +273,9 @@ def test_energy_at_the_optimum_is_evidence_and_divergence():
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 2.0])
 def test_the_rate_of_the_scales(rate: float):
-    """Draws, moments and entropy are the same to the bit; gradients at rho are that much longer, others as ever."""
+    """Draws, moments and entropy are the same to the bit; gradients at rho are that much longer,
+    others as ever.
+    """
     noise, found = numbers(4, seed=3), []
     for posterior in (MeanField(), MeanField(scale_rate=rate)):
         q = {"loc": numbers(4, seed=1).requires_grad_(), "rho": numbers(4, seed=2).requires_grad_()}

@@ -11,14 +11,21 @@ from bayesfl.posteriors import mixture
 
 def table(rows: int = 12, components: int = 3) -> torch.Tensor:
     """Losses [M, N] of components that differ."""
-    return 2 * torch.rand(components, rows, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return 2 * torch.rand(
+        components, rows, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def test_golden():
     """Three components, one example."""
     pi, losses = (torch.tensor(v, dtype=torch.float64) for v in ([0.5, 0.3, 0.2], [1.0, 2.0, 0.5]))
     q, evidence = mixture.responsibilities(pi, losses[:, None])
-    assert_close(q[0], torch.tensor([0.53185374, 0.11739483, 0.35075143], dtype=torch.float64), atol=1e-8, rtol=0)
+    assert_close(
+        q[0],
+        torch.tensor([0.53185374, 0.11739483, 0.35075143], dtype=torch.float64),
+        atol=1e-8,
+        rtol=0,
+    )
     assert_close(evidence, torch.tensor([-1.06176042], dtype=torch.float64), atol=1e-8, rtol=0)
 
 
@@ -27,7 +34,9 @@ def test_the_bound_is_tight_at_the_responsibilities():
     pi, losses = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64), table()
     q, evidence = mixture.responsibilities(pi, losses)
     assert_close(mixture.bound(pi, losses, q), evidence, atol=1e-12, rtol=0)
-    other = torch.rand(12, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64).softmax(-1)
+    other = torch.rand(
+        12, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    ).softmax(-1)
     gap = (other * (other.log() - q.log())).sum(-1)
     assert_close(evidence - mixture.bound(pi, losses, other), gap, atol=1e-12, rtol=0)
     assert bool((gap > 0).all())
@@ -42,7 +51,9 @@ def test_small_densities():
 
 
 def test_weights_raise_the_likelihood_and_leave_the_start_behind():
-    """EM on the weights alone never lowers the likelihood; two starts meet; padding counts nothing."""
+    """EM on the weights alone never lowers the likelihood; two starts meet; padding counts
+    nothing.
+    """
     losses, counts = table(), torch.ones(12, dtype=torch.float64)
     pi, before = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64), -torch.inf
     for _ in range(2000):
@@ -52,7 +63,9 @@ def test_weights_raise_the_likelihood_and_leave_the_start_behind():
     assert_close(mixture.fit_weights(losses, counts, iterations=2000), pi, atol=1e-6, rtol=0)
     assert_close(pi.sum(), torch.tensor(1.0, dtype=torch.float64))
     padded = torch.cat([losses, torch.full((3, 4), 7.0, dtype=torch.float64)], 1)
-    cut = mixture.fit_weights(padded, torch.cat([counts, torch.zeros(4, dtype=torch.float64)]), iterations=2000)
+    cut = mixture.fit_weights(
+        padded, torch.cat([counts, torch.zeros(4, dtype=torch.float64)]), iterations=2000
+    )
     assert_close(cut, pi, atol=1e-6, rtol=0)
 
 
@@ -62,13 +75,22 @@ def test_a_component_may_die_and_come_back():
     losses = torch.tensor([[60.0], [0.0]], dtype=torch.float64)
     q, _ = mixture.responsibilities(dead, losses)
     assert float(q[0, 1]) > 0.99
-    assert float(mixture.mean_weights(torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.ones(1, dtype=torch.float64))[1]) > 0
+    assert (
+        float(
+            mixture.mean_weights(
+                torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+            )[1]
+        )
+        > 0
+    )
 
 
 def test_shapes_that_do_not_fit():
     """Weights are of components, the last axis but one of the losses."""
     pi, losses = torch.full((3,), 1 / 3), torch.zeros(4, 3)
-    with pytest.raises(ValueError, match=r"losses .*\[..., M, N\].*\[..., M\], got \[4, 3\] for \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"losses .*\[..., M, N\].*\[..., M\], got \[4, 3\] for \[3\]"
+    ):
         mixture.responsibilities(pi, losses)
     with pytest.raises(ValueError, match=r"got \[4, 3\] for \[3\]"):
         mixture.bound(pi, losses, torch.zeros(3, 4))

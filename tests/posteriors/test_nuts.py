@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from bayesfl.base.layout import Layout
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, MultiLabel, Ordinal, Poisson, Quantiles
+from bayesfl.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    MultiLabel,
+    Ordinal,
+    Poisson,
+    Quantiles,
+)
 from bayesfl.posteriors import nuts
 from bayesfl.posteriors.nuts import LIMIT, Samples, _potential
 
@@ -35,11 +43,15 @@ def data() -> tuple[Tensor, Tensor]:
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(12, 3, generator=rng, dtype=torch.float64)
     x[:, 1] = 0.8 * x[:, 0] + 0.6 * x[:, 1]
-    return x, x @ torch.tensor([1.0, -2.0, 0.5]).double() + 0.3 + SCALE * torch.randn(12, generator=rng, dtype=torch.float64)
+    return x, x @ torch.tensor([1.0, -2.0, 0.5]).double() + 0.3 + SCALE * torch.randn(
+        12, generator=rng, dtype=torch.float64
+    )
 
 
 def linear() -> nn.Linear:
-    """Three inputs, one output, all weights 0, where chains start from: nothing here hangs on a shared generator."""
+    """Three inputs, one output, all weights 0, where chains start from: nothing here hangs on a
+    shared generator.
+    """
     model = nn.Linear(3, 1)
     for p in model.parameters():
         nn.init.zeros_(p)
@@ -56,8 +68,20 @@ def exact() -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def regression() -> Samples:
-    """Two chains of 600 draws for y = w x + b, float32 model, a prior of its own for every weight."""
-    return nuts(linear(), Gaussian(SCALE), *data(), precision=PRECISION, centre=CENTRE, draws=600, warmup=150, chains=2, full_mass=True)
+    """Two chains of 600 draws for y = w x + b, float32 model, a prior of its own for every
+    weight.
+    """
+    return nuts(
+        linear(),
+        Gaussian(SCALE),
+        *data(),
+        precision=PRECISION,
+        centre=CENTRE,
+        draws=600,
+        warmup=150,
+        chains=2,
+        full_mass=True,
+    )
 
 
 @pytest.mark.slow
@@ -71,7 +95,12 @@ def test_draws_are_the_conjugate_posterior(regression):
     error = covariance.diagonal().sqrt() / ess.sqrt()
     assert ((regression.moments()[0] - mean).abs() < 4 * error).all()
     scale = covariance.diagonal().sqrt()
-    assert_close(regression.covariance() / scale[:, None] / scale, covariance / scale[:, None] / scale, rtol=0, atol=4 * (2 / 300) ** 0.5)
+    assert_close(
+        regression.covariance() / scale[:, None] / scale,
+        covariance / scale[:, None] / scale,
+        rtol=0,
+        atol=4 * (2 / 300) ** 0.5,
+    )
     assert_close(regression.moments()[1], regression.covariance().diagonal())
     assert (found["r_hat"] - 1).abs().max() < 0.02
     assert not regression.diverging.any()
@@ -86,7 +115,9 @@ def test_predictions_are_the_conjugate_ones(regression):
     variance = ((design @ covariance) * design).sum(-1)
     found = regression.predict(x.float())
     assert regression.outputs(x).shape == (1200, 5, 1)
-    assert_close(found["mean"][:, 0], design @ mean, rtol=0, atol=4 * float((variance / 300).sqrt().max()))
+    assert_close(
+        found["mean"][:, 0], design @ mean, rtol=0, atol=4 * float((variance / 300).sqrt().max())
+    )
     assert_close(found["variance"][:, 0] - SCALE**2, variance, rtol=0.3, atol=0)
     assert_close(found["epistemic"], found["variance"][:, 0] - SCALE**2)
 
@@ -97,7 +128,9 @@ def test_potential_is_the_negative_log_joint():
     mean, covariance = exact()
     model = linear().double()
     potential = _potential(model, Gaussian(SCALE), Layout(model, "*"), x, y, PRECISION, CENTRE)
-    w = torch.randn(D, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    w = torch.randn(
+        D, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).requires_grad_()
     (slope,) = torch.autograd.grad(potential({"w": w}), w)
     assert_close(slope, torch.linalg.solve(covariance, w.detach() - mean))
 
@@ -113,9 +146,13 @@ def test_arviz_gets_every_parameter(regression):
 
 
 def test_seeds_decide_and_nothing_else_changes():
-    """Equal seeds give equal bits whatever the shared generators say, and these, like the module, stay as they were."""
+    """Equal seeds give equal bits whatever the shared generators say, and these, like the module,
+    stay as they were.
+    """
     model = linear().train()
-    before, states = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())  # noqa: NPY002
+    before = copy.deepcopy(model.state_dict())
+    shared = np.random.get_state()[1].copy()  # noqa: NPY002
+    states = torch.get_rng_state(), shared, random.getstate()
     options = {"precision": 1.0, "draws": 8, "warmup": 8, "chains": 2}
     first = nuts(model, Gaussian(SCALE), *data(), **options)
     assert torch.get_rng_state().equal(states[0])
@@ -123,21 +160,32 @@ def test_seeds_decide_and_nothing_else_changes():
     assert random.getstate() == states[2]
     assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert model.training
-    assert all(p.grad is None and p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    assert all(
+        p.grad is None and p.requires_grad and p.dtype == torch.float32 for p in model.parameters()
+    )
     torch.manual_seed(99)
-    again, other = nuts(model, Gaussian(SCALE), *data(), **options), nuts(model, Gaussian(SCALE), *data(), **options, seed=1)
+    again, other = (
+        nuts(model, Gaussian(SCALE), *data(), **options),
+        nuts(model, Gaussian(SCALE), *data(), **options, seed=1),
+    )
     assert again.draws.equal(first.draws)
     assert not other.draws.equal(first.draws)
     assert not first.draws[0].equal(first.draws[1])
 
 
 def test_a_part_of_a_model_is_sampled():
-    """The rest stays at the module's weights; batch norm uses its running statistics and dropout nothing."""
+    """The rest stays at the module's weights; batch norm uses its running statistics and dropout
+    nothing.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh(), nn.Dropout(0.5), nn.Linear(2, 3))
+    model = nn.Sequential(
+        nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh(), nn.Dropout(0.5), nn.Linear(2, 3)
+    )
     x, _ = data()
     y = torch.arange(12) % 3
-    found = nuts(model, Categorical(), x, y, precision=1.0, pattern="4.*", draws=5, warmup=5, chains=1)
+    found = nuts(
+        model, Categorical(), x, y, precision=1.0, pattern="4.*", draws=5, warmup=5, chains=1
+    )
     assert found.layout.names == ("4.weight", "4.bias")
     assert found.draws.shape == (1, 5, 9)
     assert model[1].num_batches_tracked == 0
@@ -195,7 +243,9 @@ def test_input_errors():
     with pytest.raises(ValueError, match="x has no rows"):
         nuts(linear(), Gaussian(), x[:0], y[:0], precision=1.0)
     for name, value in {"x": x.numpy(), "y": y.tolist()}.items():
-        with pytest.raises(TypeError, match=rf"^{name} .*Tensor, got (ndarray|list); .*torch\.as_tensor"):
+        with pytest.raises(
+            TypeError, match=rf"^{name} .*Tensor, got (ndarray|list); .*torch\.as_tensor"
+        ):
             nuts(linear(), Gaussian(), **{"x": x, "y": y, name: value}, precision=1.0)
     with pytest.raises(TypeError, match=r"likelihood .*`nll`, got None; .*Categorical\(\)"):
         nuts(linear(), None, x, y, precision=1.0)  # type: ignore[arg-type]
@@ -208,7 +258,12 @@ def test_input_errors():
         (Bernoulli(), 3, labels, r"Bernoulli\(\) .*model has 3"),
         (Categorical(), 1, labels, r"Categorical\(\) .*model has 1"),
         (Categorical(), 3, labels + 2, r"labels .*0 to 2, got 3"),
-        (Categorical(), 3, labels[:, None].expand(-1, 3), r"labels .*12 inputs, got shape \[12, 3\]"),
+        (
+            Categorical(),
+            3,
+            labels[:, None].expand(-1, 3),
+            r"labels .*12 inputs, got shape \[12, 3\]",
+        ),
         (Gaussian(), 3, y, r"targets .*12 inputs, .*got \[12\] and \[12, 3\]"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -216,11 +271,21 @@ def test_input_errors():
     flat = nn.Sequential(nn.Linear(x.shape[1], 1), nn.Flatten(0))
     with pytest.raises(ValueError, match=r"outputs \[N, O\], got shape \[12\]"):
         nuts(flat, Gaussian(), x, y, precision=1.0)
-    assert nuts(flat, Squares(), x, y, precision=1.0, draws=2, warmup=2, chains=1).draws.shape == (1, 2, 4)  # its own business
+    assert nuts(flat, Squares(), x, y, precision=1.0, draws=2, warmup=2, chains=1).draws.shape == (
+        1,
+        2,
+        4,
+    )  # its own business
     with pytest.raises(ValueError, match=r"precision .*4 weights; got 'a'"):
         nuts(linear(), Gaussian(), x, y, precision="a")  # type: ignore[arg-type]
-    for value, kind in ((True, "bool"), (1j, "complex64"), (torch.ones(4, dtype=torch.bool), "bool")):
-        with pytest.raises(ValueError, match=rf"precision .*(real numbers, got {kind}|a number, got True)"):
+    for value, kind in (
+        (True, "bool"),
+        (1j, "complex64"),
+        (torch.ones(4, dtype=torch.bool), "bool"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"precision .*(real numbers, got {kind}|a number, got True)"
+        ):
             nuts(linear(), Gaussian(), x, y, precision=value)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^x .*Tensor, got ndarray"):
         nuts(linear(), Gaussian(), {"x": x, "more": x.numpy()}, y, precision=1.0)
@@ -235,7 +300,9 @@ def test_input_errors():
 @pytest.mark.parametrize(("draws", "chains"), [(1, 2), (3, 1), (4, 1)])
 def test_few_draws_and_one_chain(draws, chains):
     """Sampled, and what they can't tell is NaN."""
-    found = nuts(linear(), Gaussian(SCALE), *data(), precision=1.0, draws=draws, warmup=5, chains=chains)
+    found = nuts(
+        linear(), Gaussian(SCALE), *data(), precision=1.0, draws=draws, warmup=5, chains=chains
+    )
     assert found.diverging.shape == (chains, draws)
     told = found.diagnostics()
     assert told["r_hat"].isnan().all()
@@ -251,7 +318,11 @@ def test_divergences_are_those_that_pyro_counts(monkeypatch):
             return super().nll(outputs, y) + 1e6 * outputs.squeeze(-1).clamp_min(0.5).square()
 
     theirs, run = [], mcmc.MCMC.run
-    monkeypatch.setattr(mcmc.MCMC, "run", lambda self: (run(self), theirs.append(self.diagnostics()["divergences"]["chain 0"]))[0])
+    monkeypatch.setattr(
+        mcmc.MCMC,
+        "run",
+        lambda self: (run(self), theirs.append(self.diagnostics()["divergences"]["chain 0"]))[0],
+    )
     found = nuts(linear(), Cliff(), *data(), precision=1.0, draws=30, warmup=3, chains=2)
     assert theirs == [chain.nonzero().flatten().tolist() for chain in found.diverging]
     assert theirs[0]
@@ -274,13 +345,18 @@ def test_two_inputs_are_one_that_is_joined(names: bool):
     x[:, 2] = x[:, 2].round()
     inputs = {"code": x[:, 2:].long(), "a": x[:, :2]} if names else (x[:, :2], x[:, 2:].long())
     options = {"precision": 1.0, "draws": 5, "warmup": 5, "chains": 1}
-    want, found = nuts(linear(), Gaussian(SCALE), x, y, **options), nuts(Two(), Gaussian(SCALE), inputs, y, **options)
+    want, found = (
+        nuts(linear(), Gaussian(SCALE), x, y, **options),
+        nuts(Two(), Gaussian(SCALE), inputs, y, **options),
+    )
     assert_close(found.draws, want.draws, rtol=1e-12, atol=1e-12)
     assert_close(found.predict(inputs)["mean"], want.predict(x)["mean"], rtol=1e-12, atol=1e-12)
 
 
 def test_targets_of_other_likelihoods_are_checked():
-    """A learned scale has two outputs for a target; counts, labels and shapes are looked at; a loss is no density."""
+    """A learned scale has two outputs for a target; counts, labels and shapes are looked at; a loss
+    is no density.
+    """
     x, two = torch.randn(12, 4), torch.nn.Linear(4, 2)
     options = {"precision": 1.0, "warmup": 5, "draws": 5, "chains": 1}
     y = torch.randn(12)

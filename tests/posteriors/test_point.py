@@ -31,8 +31,12 @@ def test_conventions():
 
 
 def test_energy_is_the_negative_log_prior():
-    """With entropy 0, energy minus entropy is -log p(w): what maximum a posteriori adds to the loss."""
-    w, centre, variance = (torch.tensor(v).double() for v in ([0.5, 2.0, -1.0], [0.0, 1.0, 1.0], [1.0, 4.0, 0.25]))
+    """With entropy 0, energy minus entropy is -log p(w): what maximum a posteriori adds to the
+    loss.
+    """
+    w, centre, variance = (
+        torch.tensor(v).double() for v in ([0.5, 2.0, -1.0], [0.0, 1.0, 1.0], [1.0, 4.0, 0.25])
+    )
     prior = Normal(centre=lambda given, view: centre, variance=lambda given, view: variance)
     q = Point().init(w)
     energy = prior.energy(*Point().moments(q), {}, {}) - Point().entropy(q)

@@ -9,13 +9,21 @@ from torch.testing import assert_close
 
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll
-from bayesfl.posteriors.prior_precision import GRID, by_evidence, by_validation, largest_alike, predictive_nll
+from bayesfl.posteriors.prior_precision import (
+    GRID,
+    by_evidence,
+    by_validation,
+    largest_alike,
+    predictive_nll,
+)
 from tests.cases import numbers
 from tests.posteriors.made import network
 
 
 def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):
-    """The grid's best where it has a best within; for a prior centred on the weights themselves, none: it stays, with a warning."""
+    """The grid's best where it has a best within; for a prior centred on the weights themselves,
+    none: it stays, with a warning.
+    """
     model, x, y = network(), numbers(40, 4), torch.arange(40) % 3
     fitted = Laplace.fit(model, x, precision=2.0)
     best = by_evidence(fitted, x, y)
@@ -34,44 +42,68 @@ def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):
         return honest(self, x, precision)
 
     monkeypatch.setattr(Laplace, "with_precision", fails)
-    with pytest.warns(UserWarning, match=rf" {beyond[0]:g}\b.*edge of the grid"):  # of what can be computed of it
+    with pytest.warns(
+        UserWarning, match=rf" {beyond[0]:g}\b.*edge of the grid"
+    ):  # of what can be computed of it
         assert by_evidence(fitted, x, y, grid=[GRID[0], *beyond]) is fitted
 
 
 def test_precision_by_validation():
-    """The largest that is within one standard error of the best; overflowing ones are passed over."""
+    """The largest that is within one standard error of the best; overflowing ones are
+    passed over.
+    """
     model, x = network(), numbers(40, 4)
     held, labels = numbers(30, 4, seed=7), torch.arange(30) % 3
     best = by_validation(Laplace.fit(model, x), x, held, labels)
     scores = {p: nll(Laplace.fit(model, x, precision=p).predict(held), labels) for p in GRID}
     least = min(scores, key=lambda p: float(scores[p].sum()))
     apart = {p: score - scores[least] for p, score in scores.items()}
-    assert float(best.precision[0]) == max(p for p, d in apart.items() if d.mean() <= d.std() / len(d) ** 0.5)
+    assert float(best.precision[0]) == max(
+        p for p, d in apart.items() if d.mean() <= d.std() / len(d) ** 0.5
+    )
     probs = best.predict(held)["probs"]
-    assert_close(predictive_nll(best, held, labels), float(-probs[torch.arange(30), labels].log().mean()))
+    assert_close(
+        predictive_nll(best, held, labels), float(-probs[torch.arange(30), labels].log().mean())
+    )
     with pytest.raises(ValueError, match=r"precision .*\(0\.0001, .*finite"):
         by_validation(Laplace.fit(model, x), x, held.fill_(1e200), labels)
 
 
-@pytest.mark.parametrize(("more", "wide", "expected"), [(0.01, 0.005, 0), (0.001, 0.005, 1), (0.001, 0.2, 2)])
+@pytest.mark.parametrize(
+    ("more", "wide", "expected"), [(0.01, 0.005, 0), (0.001, 0.005, 1), (0.001, 0.2, 2)]
+)
 def test_the_largest_that_is_alike(more: float, wide: float, expected: int):
-    """Pairs decide: losses that differ widely between examples are told apart by a difference that is nearly the same for each."""
+    """Pairs decide: losses that differ widely between examples are told apart by a difference that
+    is nearly the same for each.
+    """
     base, noise = 3 * numbers(50, seed=1).abs(), numbers(50, 2, seed=2)
     noise = noise - noise.mean(0)
     losses = torch.stack([base, base + more + 0.01 * noise[:, 0], base + 0.01 + wide * noise[:, 1]])
     apart = losses - losses[0]
     error = apart.std(1) / 50**0.5
-    assert largest_alike(losses.sum(1), losses @ losses.T, 50) == int((apart.mean(1) <= error).nonzero().max()) == expected
+    assert (
+        largest_alike(losses.sum(1), losses @ losses.T, 50)
+        == int((apart.mean(1) <= error).nonzero().max())
+        == expected
+    )
 
 
 def test_candidates_that_do_not_work_are_passed_over():
-    """Infinite and undefined losses; one example has no standard error, and equal candidates are alike."""
-    losses = torch.tensor([[1.0, 2.0], [1.0, 2.0], [torch.inf, 1.0], [torch.nan, 1.0]], dtype=torch.float64)
+    """Infinite and undefined losses; one example has no standard error, and equal candidates are
+    alike.
+    """
+    losses = torch.tensor(
+        [[1.0, 2.0], [1.0, 2.0], [torch.inf, 1.0], [torch.nan, 1.0]], dtype=torch.float64
+    )
     assert largest_alike(losses.sum(1), losses @ losses.T, 2) == 1
     assert largest_alike(losses[:2, 0], losses[:2, :1] @ losses[:2, :1].T, 1) == 1
-    sure = torch.tensor([[1.0, 2.0], [2.0, 3.0]], dtype=torch.float64)  # a difference that does not vary has no error
+    sure = torch.tensor(
+        [[1.0, 2.0], [2.0, 3.0]], dtype=torch.float64
+    )  # a difference that does not vary has no error
     assert largest_alike(sure.sum(1), sure @ sure.T, 2) == 0
-    few = torch.tensor([[1.0, 1.0, 1.0], [1.35, 0.99, 1.0]], dtype=torch.float64)  # .34 more, to an error of .36; over n and not n - 1, .29
+    few = torch.tensor(
+        [[1.0, 1.0, 1.0], [1.35, 0.99, 1.0]], dtype=torch.float64
+    )  # .34 more, to an error of .36; over n and not n - 1, .29
     assert largest_alike(few.sum(1), few @ few.T, 3) == 1
     one = torch.tensor([[1.0], [1.1]], dtype=torch.float64)
     assert largest_alike(one.sum(1), one @ one.T, 1) == 0
@@ -80,7 +112,9 @@ def test_candidates_that_do_not_work_are_passed_over():
 
 
 @pytest.mark.parametrize("link", ["contrasts", "per_class"])
-def test_the_precision_is_chosen_under_the_link_that_predicts(link: Any, monkeypatch: pytest.MonkeyPatch):
+def test_the_precision_is_chosen_under_the_link_that_predicts(
+    link: Any, monkeypatch: pytest.MonkeyPatch
+):
     """In whatever order the grid comes."""
     asked, honest = [], Laplace.predict
 

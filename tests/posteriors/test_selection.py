@@ -15,10 +15,16 @@ from bayesfl.posteriors.selection import ByName, Evidence, select, uncurved_shar
 
 
 def evidence(size: int = 8, *, flat: int = 0, seed: int = 0) -> Evidence:
-    """Random weights, curvatures and prior variances in float64; the last `flat` weights have no curvature."""
+    """Random weights, curvatures and prior variances in float64; the last `flat` weights have no
+    curvature.
+    """
     rng = torch.Generator().manual_seed(seed)
     loc = torch.randn(size, generator=rng, dtype=torch.float64)
-    curvature = torch.rand(size, generator=rng, dtype=torch.float64).mul(5).index_fill(0, torch.arange(size - flat, size), 0.0)
+    curvature = (
+        torch.rand(size, generator=rng, dtype=torch.float64)
+        .mul(5)
+        .index_fill(0, torch.arange(size - flat, size), 0.0)
+    )
     return Evidence(loc, curvature, torch.rand(size, generator=rng, dtype=torch.float64) + 0.5)
 
 
@@ -31,11 +37,15 @@ def test_posterior_variance_is_one_over_the_sum_of_precisions():
 
 @pytest.mark.parametrize("count", range(1, 8))
 def test_wasserstein_is_the_best_of_all_subnetworks(count):
-    """Of all subsets of 8 weights, the one whose posterior N(loc_S, .) x Dirac is closest in W2 to the diagonal posterior."""
+    """Of all subsets of 8 weights, the one whose posterior N(loc_S, .) x Dirac is closest in W2 to
+    the diagonal posterior.
+    """
     e = evidence(seed=count)
     deviation = e.posterior_variance.sqrt()
 
-    def distance(kept: tuple[int, ...]) -> float:  # squared W2 of diagonal Gaussians with equal means: sum (s_r - t_r)^2
+    def distance(
+        kept: tuple[int, ...],
+    ) -> float:  # squared W2 of diagonal Gaussians with equal means: sum (s_r - t_r)^2
         other = torch.zeros_like(deviation)
         other[list(kept)] = deviation[list(kept)]
         return float((deviation - other).square().sum())
@@ -45,7 +55,9 @@ def test_wasserstein_is_the_best_of_all_subnetworks(count):
 
 
 def test_wasserstein_takes_what_the_data_say_nothing_about_first():
-    """Under one prior variance all weights without curvature; the restricted rule none, and then it may find too few."""
+    """Under one prior variance all weights without curvature; the restricted rule none, and then it
+    may find too few.
+    """
     e = evidence(flat=3)
     e = Evidence(e.loc, e.curvature, torch.ones(8, dtype=torch.float64))
     with pytest.warns(UserWarning, match=r"selected weights .*curvature .*selection='random'"):
@@ -60,14 +72,20 @@ def test_wasserstein_takes_what_the_data_say_nothing_about_first():
 
 
 def test_curvature_is_measured_against_the_prior():
-    """A weight counts as curved from GGN times prior variance 1e-12 on, whatever the scale of both."""
+    """A weight counts as curved from GGN times prior variance 1e-12 on, whatever the scale
+    of both.
+    """
     tiny = torch.tensor([2e-12, 0.5e-12], dtype=torch.float64)
     for scale in (1e-6, 1.0, 1e6):
-        assert Evidence(tiny, tiny * scale, torch.full((2,), 1 / scale, dtype=torch.float64)).curved.tolist() == [True, False]
+        assert Evidence(
+            tiny, tiny * scale, torch.full((2,), 1 / scale, dtype=torch.float64)
+        ).curved.tolist() == [True, False]
 
 
 def test_magnitude_and_predictive_variance():
-    """The largest |w|; the largest GGN_rr s_r^2 = 1 - s_r^2 / g_r, the share of the prior variance that the data have removed."""
+    """The largest |w|; the largest GGN_rr s_r^2 = 1 - s_r^2 / g_r, the share of the prior variance
+    that the data have removed.
+    """
     e = evidence()
     assert_close(select("magnitude", e, 3), e.loc.abs().topk(3).indices.sort().values)
     removed = 1 - e.posterior_variance / e.variance
@@ -81,7 +99,9 @@ def test_random_is_a_function_of_the_seed():
     counts = torch.zeros(20)
     for seed in range(400):
         chosen = select("random", Evidence(e.loc, e.curvature, e.variance, seed), 5)
-        assert_close(chosen, select("random", Evidence(other.loc, other.curvature, other.variance, seed), 5))
+        assert_close(
+            chosen, select("random", Evidence(other.loc, other.curvature, other.variance, seed), 5)
+        )
         counts[chosen] += 1
     assert (counts - 100).abs().max() < 5 * (400 * 0.25 * 0.75) ** 0.5
 
@@ -91,7 +111,9 @@ def test_ties_go_to_the_smaller_index():
     e = evidence()
     assert select(lambda e: torch.ones_like(e.loc), e, 3).tolist() == [0, 1, 2]
     many = evidence(20000)
-    assert select(lambda e: (torch.arange(20000) % 3).double(), many, 100).tolist() == list(range(2, 302, 3))
+    assert select(lambda e: (torch.arange(20000) % 3).double(), many, 100).tolist() == list(
+        range(2, 302, 3)
+    )
     assert select(lambda e: -e.loc, e, 8).tolist() == list(range(8))
 
 
@@ -111,7 +133,9 @@ def test_what_is_refused(rule, count, message):
 
 
 def test_by_name():
-    """The weights of the parameters that fit, the first ones where they are too many; without names it says so."""
+    """The weights of the parameters that fit, the first ones where they are too many; without names
+    it says so.
+    """
     layout = Layout(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), "*")
     e = Evidence(torch.zeros(9), torch.ones(9), torch.ones(9), layout=layout)
     assert select(ByName("1.*"), e, 9).tolist() == [6, 7, 8]
@@ -132,7 +156,10 @@ def test_a_rule_that_only_says_yes_or_no():
     ("changed", "words"),
     [
         ({"curvature": torch.ones(3)}, r"loc, curvature .*'curvature': \(3,\)"),
-        ({"loc": torch.ones(4, 1), "curvature": torch.ones(4, 1), "variance": torch.ones(4, 1)}, r"loc, curvature .*'loc': \(4, 1\)"),
+        (
+            {"loc": torch.ones(4, 1), "curvature": torch.ones(4, 1), "variance": torch.ones(4, 1)},
+            r"loc, curvature .*'loc': \(4, 1\)",
+        ),
         ({"layout": Layout(nn.Linear(2, 1), "*")}, r"loc, curvature .*layout of 3"),
         ({"curvature": -torch.ones(4)}, r"curvature .*variance .*got -1 and 1"),
         ({"variance": torch.zeros(4)}, r"curvature .*variance .*got 1 and 0"),
@@ -141,7 +168,14 @@ def test_a_rule_that_only_says_yes_or_no():
 def test_evidence_that_is_none(changed, words):
     """Refused before a rule sees it."""
     with pytest.raises(ValueError, match=words):
-        Evidence(**{"loc": torch.ones(4), "curvature": torch.ones(4), "variance": torch.ones(4), **changed})
+        Evidence(
+            **{
+                "loc": torch.ones(4),
+                "curvature": torch.ones(4),
+                "variance": torch.ones(4),
+                **changed,
+            }
+        )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +183,11 @@ def test_evidence_that_is_none(changed, words):
     [
         (lambda e: torch.zeros(3), 2, r"selection .*\[8\], got torch\.float32 \[3\]"),
         (lambda e: [1.0] * 8, 2, r"selection .*\[8\], got list"),
-        (lambda e: torch.ones(8, dtype=torch.complex64), 2, r"selection .*\[8\], got torch\.complex64 \[8\]"),
+        (
+            lambda e: torch.ones(8, dtype=torch.complex64),
+            2,
+            r"selection .*\[8\], got torch\.complex64 \[8\]",
+        ),
         (lambda e: torch.full((8,), -torch.inf), 2, r"selection .*-inf"),
     ],
 )

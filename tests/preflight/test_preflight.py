@@ -32,37 +32,73 @@ def test_model_and_data_must_fit(clients, model):
     with pytest.raises(ValueError, match="Gaussian is for regression"):
         bf.simulate(bf.algorithms.fedavg(model, likelihood=Gaussian()), clients, rounds=1)
     with pytest.raises(ValueError, match=r"Categorical .*classification.*regression"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1)), bf.data.diabetes(clients=3), rounds=1)
+        bf.simulate(
+            bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1)),
+            bf.data.diabetes(clients=3),
+            rounds=1,
+        )
     with pytest.raises(ValueError, match=r"Bernoulli .*two classes.* 3\b"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), clients, rounds=1)
+        bf.simulate(
+            bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()),
+            clients,
+            rounds=1,
+        )
     with pytest.raises(ValueError, match=r"3 outputs.* 1 targets"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=3), likelihood=Gaussian()), bf.data.diabetes(clients=3), rounds=1)
+        bf.simulate(
+            bf.algorithms.fedavg(bf.models.mlp((10,), outputs=3), likelihood=Gaussian()),
+            bf.data.diabetes(clients=3),
+            rounds=1,
+        )
     x, ids = torch.zeros(8, 8), [0] * 4 + [1] * 4
     few = bf.data.from_arrays(x, [0] * 8, client_ids=ids)
     with pytest.raises(ValueError, match=r"Bernoulli .*two classes.* 1;.*outputs=2"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), few, rounds=1)
+        bf.simulate(
+            bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), few, rounds=1
+        )
     ages = bf.data.from_arrays(x, [0, *range(50, 57)], client_ids=ids)
-    with pytest.raises(ValueError, match=r"1 outputs.* 57 classes; .*outputs=57.*task='regression'"):
+    with pytest.raises(
+        ValueError, match=r"1 outputs.* 57 classes; .*outputs=57.*task='regression'"
+    ):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1)), ages, rounds=1)
     bare = bf.data.FederatedData(
-        splits={"train": clients.train}, outputs=3, task="classification", inputs=(8,), client_names=clients.client_names,
-        source=clients.source, recipe={},
-    )  # fmt: skip
+        splits={"train": clients.train},
+        outputs=3,
+        task="classification",
+        inputs=(8,),
+        client_names=clients.client_names,
+        source=clients.source,
+        recipe={},
+    )
     with pytest.raises(ValueError, match="evaluate_every=None"):
         bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1)
-    assert bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1, evaluate_every=None, progress=False).round == 1
+    assert (
+        bf.simulate(
+            bf.algorithms.fedavg(model), bare, rounds=1, evaluate_every=None, progress=False
+        ).round
+        == 1
+    )
 
 
-@pytest.mark.parametrize(("split", "value", "words"), [("train", 9, "x 0 to 9"), ("train", -1, "x -1 to 8"), ("test", 12, "x 0 to 12")])
+@pytest.mark.parametrize(
+    ("split", "value", "words"),
+    [("train", 9, "x 0 to 9"), ("train", -1, "x -1 to 8"), ("test", 12, "x 0 to 12")],
+)
 @pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.uint16])
 def test_a_token_that_an_embedding_lacks(split, value, words, kind):
-    """It is found before training in whatever row it stands, and the numbers that there are are named."""
+    """It is found before training in whatever row it stands, and the numbers that there are are
+    named.
+    """
     texts = {"train": torch.arange(900).view(300, 3) % 9, "test": torch.arange(90).view(30, 3) % 9}
-    model, ids = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 2)), np.arange(300) % 2
+    model, ids = (
+        nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 2)),
+        np.arange(300) % 2,
+    )
 
     def simulate() -> None:
         x = {name: t.to(kind) for name, t in texts.items()}
-        data = bf.data.from_arrays(x["train"], ids, client_ids=ids, test=(x["test"], ids[:30], ids[:30]))
+        data = bf.data.from_arrays(
+            x["train"], ids, client_ids=ids, test=(x["test"], ids[:30], ids[:30])
+        )
         bf.simulate(bf.algorithms.fedavg(model), data.transformed(lambda x: x.long()), **ONCE)
 
     simulate()
@@ -79,17 +115,25 @@ def test_columns_that_have_embeddings_of_their_own():
     class Columns(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two, self.last = nn.Embedding(100, 2), nn.Embedding(5, 2), nn.Linear(4, 2)
+            self.one, self.two, self.last = (
+                nn.Embedding(100, 2),
+                nn.Embedding(5, 2),
+                nn.Linear(4, 2),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last(torch.cat([self.one(x[:, 0]), self.two(x[:, 1])], 1))
 
     ids = np.arange(300) % 2
     x = np.stack([np.arange(300) % 100, np.arange(300) % 5], 1)
-    bf.simulate(bf.algorithms.fedavg(Columns()), bf.data.from_arrays(x, ids, client_ids=ids), **ONCE)
+    bf.simulate(
+        bf.algorithms.fedavg(Columns()), bf.data.from_arrays(x, ids, client_ids=ids), **ONCE
+    )
     x[150, 1] = 7
     with pytest.raises(ValueError, match="embedding's rows"):
-        bf.simulate(bf.algorithms.fedavg(Columns()), bf.data.from_arrays(x, ids, client_ids=ids), **ONCE)
+        bf.simulate(
+            bf.algorithms.fedavg(Columns()), bf.data.from_arrays(x, ids, client_ids=ids), **ONCE
+        )
 
 
 class Dropping(nn.Module):
@@ -106,9 +150,15 @@ class Dropping(nn.Module):
 def test_classes_that_do_not_occur(model: nn.Module, clients: FederatedData):
     """Next month's data without the last class: the data may be told how many there are."""
     few = bf.data.from_arrays([torch.randn(20, 8)], [torch.arange(20) % 2])
-    with pytest.raises(ValueError, match=r"3 outputs, the data 2 classes.*make the data with outputs=3"):
+    with pytest.raises(
+        ValueError, match=r"3 outputs, the data 2 classes.*make the data with outputs=3"
+    ):
         bf.simulate(bf.algorithms.fedavg(model), few, **ONCE)
-    assert bf.simulate(bf.algorithms.fedavg(model), bf.data.from_arrays([torch.randn(20, 8)], [torch.arange(20) % 2], outputs=3), **ONCE)
+    assert bf.simulate(
+        bf.algorithms.fedavg(model),
+        bf.data.from_arrays([torch.randn(20, 8)], [torch.arange(20) % 2], outputs=3),
+        **ONCE,
+    )
 
 
 def test_a_forward_that_draws_outside_training_is_refused(clients):
@@ -147,7 +197,9 @@ class Shaped(nn.Module):
         (lambda t: t.long(), r"torch.int64"),
     ],
 )
-def test_outputs_of_another_shape_or_type_are_refused(clients: FederatedData, change: Any, words: str):
+def test_outputs_of_another_shape_or_type_are_refused(
+    clients: FederatedData, change: Any, words: str
+):
     with pytest.raises(ValueError, match=rf"Shaped returns .*{words}"):
         bf.simulate(bf.algorithms.fedavg(Shaped(change)), clients, **ONCE)
 
@@ -185,21 +237,34 @@ class Whole(Focal):
 
 
 def test_a_likelihood_whose_slope_is_not_its_derivative_is_refused(model, clients: FederatedData):
-    """As of a subclass that overrides one of the two: kernels use either, and would train on different losses."""
+    """As of a subclass that overrides one of the two: kernels use either, and would train on
+    different losses.
+    """
     for likelihood in (Focal(), Bent()):
         with pytest.raises(ValueError, match=rf"{type(likelihood).__name__}: nll_and_slope"):
             bf.simulate(bf.algorithms.fedavg(model, likelihood=likelihood), clients, **ONCE)
     with pytest.raises(ValueError, match=r"Huber: nll_and_slope"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1), likelihood=Huber(1.0)), bf.data.diabetes(clients=3), **ONCE)
+        bf.simulate(
+            bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1), likelihood=Huber(1.0)),
+            bf.data.diabetes(clients=3),
+            **ONCE,
+        )
     found = [
-        bf.simulate(bf.algorithms.fedavg(model, likelihood=Whole()), clients, engine=bf.Engine(k), **ONCE) for k in ("auto", "reference")
+        bf.simulate(
+            bf.algorithms.fedavg(model, likelihood=Whole()), clients, engine=bf.Engine(k), **ONCE
+        )
+        for k in ("auto", "reference")
     ]
     torch.testing.assert_close(found[0].server, found[1].server)
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Categorical(weights=(1.0, 2.0, 0.5), smoothing=0.1)])
+@pytest.mark.parametrize(
+    "likelihood", [Categorical(), Categorical(weights=(1.0, 2.0, 0.5), smoothing=0.1)]
+)
 def test_the_librarys_own_likelihoods_pass(model, clients: FederatedData, likelihood: Any):
-    assert bf.simulate(bf.algorithms.fedavg(model, likelihood=likelihood), clients, **ONCE).round == 1
+    assert (
+        bf.simulate(bf.algorithms.fedavg(model, likelihood=likelihood), clients, **ONCE).round == 1
+    )
 
 
 class Necked(bf.models.SplitModel):
@@ -215,7 +280,9 @@ class Necked(bf.models.SplitModel):
 
 def test_parameters_in_no_block_are_named(clients: FederatedData):
     """They are never trained: a warning says so, unless they are frozen."""
-    with pytest.warns(UserWarning, match=r"'neck.weight', 'neck.bias'.*2 in all.*requires_grad=False"):
+    with pytest.warns(
+        UserWarning, match=r"'neck.weight', 'neck.bias'.*2 in all.*requires_grad=False"
+    ):
         bf.simulate(bf.algorithms.fedper(Necked()), clients, **ONCE)
     frozen = Necked()
     frozen.neck.requires_grad_(False)
@@ -224,7 +291,9 @@ def test_parameters_in_no_block_are_named(clients: FederatedData):
 
 
 def test_frozen_parameters_that_changed_since_are_refused(clients: FederatedData, tmp_path):
-    """They share memory with the user's module: results made before would silently change. A method made anew is another one."""
+    """They share memory with the user's module: results made before would silently change. A method
+    made anew is another one.
+    """
     model = bf.models.mlp(8, hidden=4, outputs=3)
     model.get_submodule("body").requires_grad_(False)
     method = bf.algorithms.fedavg(model, epochs=1)
@@ -250,7 +319,9 @@ def test_frozen_parameters_that_changed_since_are_refused(clients: FederatedData
 
 
 def test_a_model_that_was_frozen_after_the_method_was_made_is_refused(clients: FederatedData):
-    """The method trains a copy, in which nothing is frozen; weights that have changed since are warned of."""
+    """The method trains a copy, in which nothing is frozen; weights that have changed since are
+    warned of.
+    """
     model = bf.models.mlp(8, hidden=4, outputs=3)
     method = bf.algorithms.fedavg(model, epochs=1)
     model.load_state_dict(bf.models.mlp(8, hidden=4, outputs=3, seed=1).state_dict())
@@ -275,7 +346,9 @@ def test_a_frozen_embedding_with_max_norm_is_left_alone():
     model = Reader()
     model.table.requires_grad_(False)
     before = model.table.weight.clone()
-    data = bf.data.from_arrays(torch.randint(0, 20, (40, 5)), torch.arange(40) % 2, client_ids=[0, 1] * 20)
+    data = bf.data.from_arrays(
+        torch.randint(0, 20, (40, 5)), torch.arange(40) % 2, client_ids=[0, 1] * 20
+    )
     result = bf.simulate(bf.algorithms.fedavg(model, epochs=1), data, rounds=2, progress=False)
     assert torch.equal(model.table.weight, before)
     assert result.predict().probs is not None
@@ -286,7 +359,11 @@ class Around(nn.Module):
 
     def __init__(self, before: Any = None, after: Any = None) -> None:
         super().__init__()
-        self.layer, self.before, self.after = nn.Linear(8, 3), before or (lambda x: x), after or (lambda x: x)
+        self.layer, self.before, self.after = (
+            nn.Linear(8, 3),
+            before or (lambda x: x),
+            after or (lambda x: x),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after(self.layer(self.before(x)))
@@ -312,13 +389,21 @@ class Counting(nn.Module):
         (lambda: Around(after=lambda x: x - x.mean(0)), r"Around .*mixes the rows.*GroupNorm"),
         (lambda: Around(after=lambda x: x - x[:1]), r"Around .*mixes the rows.*GroupNorm"),
         (lambda: Around(after=lambda x: x.cumsum(0)), r"Around .*mixes the rows.*GroupNorm"),
-        (lambda: Around(after=lambda x: F.batch_norm(x, None, None, training=True)), r"Around .*mixes the rows.*GroupNorm"),
-        (lambda: Around(after=lambda x: x if torch.rand(()) < 0.999 else x * 0), r"Around .*draws random numbers"),
+        (
+            lambda: Around(after=lambda x: F.batch_norm(x, None, None, training=True)),
+            r"Around .*mixes the rows.*GroupNorm",
+        ),
+        (
+            lambda: Around(after=lambda x: x if torch.rand(()) < 0.999 else x * 0),
+            r"Around .*draws random numbers",
+        ),
         (lambda: Around(after=Counting()), r"Around .*buffers .*'after\.calls'.*self\.training"),
     ],
 )
 def test_what_a_forward_may_not_do_is_refused(clients: FederatedData, model: Any, words: str):
-    """It would write into everybody's data, depend on padding, or could not be repeated; nothing is left changed by the look at it."""
+    """It would write into everybody's data, depend on padding, or could not be repeated; nothing is
+    left changed by the look at it.
+    """
     torch.manual_seed(0)
     made, before = model(), clients.train.x.clone()
     method, generator = bf.algorithms.fedavg(made), torch.get_rng_state()
@@ -336,31 +421,45 @@ class Averaged(Categorical):
         return F.cross_entropy(outputs, y)
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.nll(outputs, y), (outputs.softmax(-1) - F.one_hot(y, outputs.shape[-1])) / len(y)
+        return self.nll(outputs, y), (outputs.softmax(-1) - F.one_hot(y, outputs.shape[-1])) / len(
+            y
+        )
 
 
 def test_a_loss_for_each_example(model: nn.Module, clients: FederatedData):
     """A mean over the batch would be divided once more, by some kernels."""
-    with pytest.raises(ValueError, match=r"Averaged: nll returns shape \[\].*\[32, 3\].*reduction='none'"):
+    with pytest.raises(
+        ValueError, match=r"Averaged: nll returns shape \[\].*\[32, 3\].*reduction='none'"
+    ):
         bf.simulate(bf.algorithms.fedavg(model, likelihood=Averaged()), clients, **ONCE)
 
 
 def test_what_is_learnt_in_vain_is_warned_of(model: nn.Module, clients: FederatedData):
-    """Widths that are not sent, blocks that nobody keeps, methods without phases; what is kept or sent is silent."""
-    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    """Widths that are not sent, blocks that nobody keeps, methods without phases; what is kept or
+    sent is silent.
+    """
+    prior = Normal(
+        centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None]
+    )
     step = (Descend(Energy("w", ("w",), likelihood="sum"), optimiser=SGD(1e-3)),)
 
     def method(**options: Any) -> bf.Algorithm:
         return bf.Algorithm(model, {"w": Block(**options)}, step, parts=("w",))
 
     belief: dict[str, Any] = {"posterior": MeanField(), "prior": prior}
-    with pytest.warns(UserWarning, match=r"block 'w' .*\['rho'\].*keep=True.*sends=\('loc', 'rho'\)"):
+    with pytest.warns(
+        UserWarning, match=r"block 'w' .*\['rho'\].*keep=True.*sends=\('loc', 'rho'\)"
+    ):
         bf.simulate(method(**belief), clients, **ONCE)
     with pytest.warns(UserWarning, match=r"block 'w' .*\['loc'\].*keep=True"):
         bf.simulate(method(pool=None), clients, **ONCE)
     with pytest.warns(UserWarning, match=r"no phases"):
         bf.simulate(bf.Algorithm(model, {"w": Block()}, (), parts=("w",)), clients, **ONCE)
-    for silent in (method(keep=True, **belief), method(pool=bf.pools.Mean(sends=("loc", "rho")), **belief), method(pool=None, keep=True)):
+    for silent in (
+        method(keep=True, **belief),
+        method(pool=bf.pools.Mean(sends=("loc", "rho")), **belief),
+        method(pool=None, keep=True),
+    ):
         bf.simulate(silent, clients, **ONCE)
 
 
@@ -381,4 +480,6 @@ class Weighted(Categorical):
 
 def test_a_likelihood_with_tensors_in_single_precision_passes(model, clients: FederatedData):
     """The check does not ask for more digits than it has."""
-    assert bf.simulate(bf.algorithms.fedavg(model, likelihood=Weighted()), clients, **ONCE).round == 1
+    assert (
+        bf.simulate(bf.algorithms.fedavg(model, likelihood=Weighted()), clients, **ONCE).round == 1
+    )

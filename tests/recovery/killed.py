@@ -2,8 +2,8 @@
 
 python -m tests.recovery.killed FOLDER OUT ROUNDS [MOMENT COUNT]
 
-MOMENT is write (half of the file is there), flush, rename, folder (before the COUNT-th of them), or round (before its training). Without,
-the run goes to its end and saves its result in OUT.
+MOMENT is write (half of the file is there), flush, rename, folder (before the COUNT-th of them), or
+round (before its training). Without, the run goes to its end and saves its result in OUT.
 """
 
 import importlib
@@ -18,7 +18,9 @@ import torch
 import bayesfl as bf
 from tests.cases import federation
 
-module = importlib.import_module("bayesfl.federation.run.simulation")  # the package holds the function under this name
+module = importlib.import_module(
+    "bayesfl.federation.run.simulation"
+)  # the package holds the function under this name
 
 
 def algorithm() -> bf.Algorithm:
@@ -28,14 +30,25 @@ def algorithm() -> bf.Algorithm:
 
 def run(folder: str, rounds: int, **options: Any) -> Any:
     """All rounds, from the newest checkpoint in the folder."""
-    return bf.simulate(algorithm(), federation(), rounds=rounds, participation=0.5, checkpoint=folder, progress=False, seed=4, **options)
+    return bf.simulate(
+        algorithm(),
+        federation(),
+        rounds=rounds,
+        participation=0.5,
+        checkpoint=folder,
+        progress=False,
+        seed=4,
+        **options,
+    )
 
 
 def die_at(moment: str, count: int) -> None:
     """Arranges for the process to be killed."""
     left = [count]
 
-    def before(function: Callable[..., Any], when: Callable[..., bool] = lambda *arguments: True) -> Callable[..., Any]:
+    def before(
+        function: Callable[..., Any], when: Callable[..., bool] = lambda *arguments: True
+    ) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **more: Any) -> Any:
             if when(*arguments):
                 left[0] -= 1

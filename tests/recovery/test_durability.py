@@ -1,7 +1,8 @@
-"""Checkpoints: a run killed at any moment and repeated ends in the same bits; damage is found; nothing but our own error leaves.
+"""Checkpoints: a run killed at any moment and repeated ends in the same bits; damage is found;
+nothing but our own error leaves.
 
-BAYESFL_DURABILITY=full makes the kills 50 over 30 rounds, the mutations 2,000 and the long run 200 rounds of 1,000 clients; otherwise
-they are few.
+BAYESFL_DURABILITY=full makes the kills 50 over 30 rounds, the mutations 2,000 and the long run 200
+rounds of 1,000 clients; otherwise they are few.
 """
 
 import gc
@@ -41,13 +42,17 @@ def state(result: Result) -> dict[str, Tensor]:
 
 
 def without_times(result: Result) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in result.history]
+    return [
+        {key: value for key, value in row.items() if key not in TIMES} for row in result.history
+    ]
 
 
 def same(one: Result, other: Result) -> bool:
     a, b = state(one), state(other)
     equal = a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-    return equal and str(without_times(one)) == str(without_times(other))  # as text, so that NaN is NaN
+    return equal and str(without_times(one)) == str(
+        without_times(other)
+    )  # as text, so that NaN is NaN
 
 
 def child(*arguments: Any) -> int:
@@ -57,7 +62,9 @@ def child(*arguments: Any) -> int:
 
 @pytest.mark.slow
 def test_killed_again_and_again(tmp_path: Path):
-    """By SIGKILL while it writes, flushes, renames, flushes the folder, or trains: in the end the bits of a run that never stopped."""
+    """By SIGKILL while it writes, flushes, renames, flushes the folder, or trains: in the end the
+    bits of a run that never stopped.
+    """
     folder, out = tmp_path / "checkpoints", tmp_path / "out"
     rng = np.random.default_rng(0)
     for kill in range(KILLS):
@@ -72,17 +79,26 @@ def test_killed_again_and_again(tmp_path: Path):
     result = bf.load(out, killed.algorithm(), killed.federation())
     whole = killed.run(str(tmp_path / "whole"), ROUNDS)
     assert same(result, whole)
-    assert sorted(file.name for file in folder.iterdir()) == [f"round-{ROUNDS - 1:06d}.safetensors", f"round-{ROUNDS:06d}.safetensors"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        f"round-{ROUNDS - 1:06d}.safetensors",
+        f"round-{ROUNDS:06d}.safetensors",
+    ]
 
 
 def test_the_order_of_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The file's bytes are on the disk before its name is, and the name before the next round begins; old ones go last."""
+    """The file's bytes are on the disk before its name is, and the name before the next round
+    begins; old ones go last.
+    """
     calls: list[str] = []
 
     def noting(name: str, function: Any) -> Any:
         def noted(*arguments: Any, **more: Any) -> Any:
             descriptor = arguments[0]
-            kind = " folder" if name == "fsync" and os.path.isdir(f"/proc/self/fd/{descriptor}") else ""
+            kind = (
+                " folder"
+                if name == "fsync" and os.path.isdir(f"/proc/self/fd/{descriptor}")
+                else ""
+            )
             calls.append(name + kind)
             return function(*arguments, **more)
 
@@ -92,12 +108,16 @@ def test_the_order_of_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "replace", noting("replace", os.replace))
     monkeypatch.setattr(Path, "unlink", noting("unlink", Path.unlink))
     killed.run(str(tmp_path), 3, evaluate_every=None)
-    assert calls == ["fsync", "replace", "unlink", "fsync folder"] * 3 + ["unlink"]  # the temporary name's, and the third's oldest
+    assert calls == ["fsync", "replace", "unlink", "fsync folder"] * 3 + [
+        "unlink"
+    ]  # the temporary name's, and the third's oldest
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_resuming_from_a_checkpoint(tmp_path: Path, every: int):
-    """Every k rounds, and at the end; stopped between, a run goes on from the last and gives the same bits."""
+    """Every k rounds, and at the end; stopped between, a run goes on from the last and gives the
+    same bits.
+    """
     stopped: list[int] = []
 
     class Stop(Exception):
@@ -116,7 +136,14 @@ def test_resuming_from_a_checkpoint(tmp_path: Path, every: int):
         with pytest.raises(Stop):
             killed.run(str(tmp_path / "a"), 5, every=every)
         there = [file.name for file in held(tmp_path / "a")]
-        assert there == {1: ["round-000003.safetensors", "round-000002.safetensors"], 2: ["round-000002.safetensors"], 4: []}[every]
+        assert (
+            there
+            == {
+                1: ["round-000003.safetensors", "round-000002.safetensors"],
+                2: ["round-000002.safetensors"],
+                4: [],
+            }[every]
+        )
         result = killed.run(str(tmp_path / "a"), 5, every=every)
     assert same(result, killed.run(str(tmp_path / "b"), 5))
     assert held(tmp_path / "a")[0].name == "round-000005.safetensors"
@@ -124,12 +151,16 @@ def test_resuming_from_a_checkpoint(tmp_path: Path, every: int):
 
 
 def test_a_damaged_checkpoint_and_the_one_before(tmp_path: Path):
-    """A warning names the damaged file, the run goes on from the one before to the same bits; where both are damaged, an error."""
+    """A warning names the damaged file, the run goes on from the one before to the same bits; where
+    both are damaged, an error.
+    """
     whole = killed.run(str(tmp_path / "whole"), 4)
     killed.run(str(tmp_path / "run"), 3)
     newest, before = held(tmp_path / "run")
     newest.write_bytes(newest.read_bytes()[:-7])
-    with pytest.warns(UserWarning, match=r"round-000003\.safetensors' is damaged.*round-000002\.safetensors"):
+    with pytest.warns(
+        UserWarning, match=r"round-000003\.safetensors' is damaged.*round-000002\.safetensors"
+    ):
         result = bf.load(tmp_path / "run", killed.algorithm(), killed.federation())
     assert result.round == 2
     before.write_bytes(b"")
@@ -139,7 +170,8 @@ def test_a_damaged_checkpoint_and_the_one_before(tmp_path: Path):
     newest = held(tmp_path / "again")[0]
     newest.write_bytes(newest.read_bytes()[:100])
     with pytest.warns(UserWarning, match="damaged"):
-        # rounds=3 was a run of its own; schedules read the number of rounds, and this method has none
+        # rounds=3 was a run of its own; schedules read the number of rounds, and this method has
+        # none
         assert same(killed.run(str(tmp_path / "again"), 4), whole)
 
 
@@ -150,7 +182,10 @@ def test_a_damaged_checkpoint_takes_no_place(tmp_path: Path):
     newest.write_bytes(newest.read_bytes()[:-7])
     with pytest.warns(UserWarning, match="damaged"):
         killed.run(str(tmp_path), 5)
-    assert [file.name for file in held(tmp_path)] == ["round-000005.safetensors", "round-000004.safetensors"]
+    assert [file.name for file in held(tmp_path)] == [
+        "round-000005.safetensors",
+        "round-000004.safetensors",
+    ]
 
 
 def test_a_digest_knows_names_types_and_shapes():
@@ -167,29 +202,50 @@ def test_a_digest_knows_names_types_and_shapes():
 
 
 def test_folders_hold_one_run(tmp_path: Path):
-    """What a killed process left is removed; another run, a saved result and a file are refused, before anything is trained."""
+    """What a killed process left is removed; another run, a saved result and a file are refused,
+    before anything is trained.
+    """
     folder = tmp_path / "run"
     folder.mkdir()
-    leftover, own = folder / ".round-000001.0123456789abcdef.safetensors", folder / ".notes.safetensors"
+    leftover, own = (
+        folder / ".round-000001.0123456789abcdef.safetensors",
+        folder / ".notes.safetensors",
+    )
     leftover.write_bytes(b"half")
     own.write_bytes(b"mine")
     result = killed.run(str(folder), 1)
     assert not leftover.exists()
     assert own.read_bytes() == b"mine"
     options: dict[str, Any] = {"rounds": 2, "progress": False}
-    with pytest.raises(ValueError, match=r"keeps its settings, participation: saved 0\.5, given 1\.0; seed: saved 4, given 0; pass"):
+    with pytest.raises(
+        ValueError,
+        match=r"keeps its settings, participation: saved 0\.5, given 1\.0; seed: saved 4, given "
+        r"0; pass",
+    ):
         bf.simulate(killed.algorithm(), killed.federation(), checkpoint=folder, **options)
     with pytest.raises(ValueError, match="holds a run already"):
-        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=folder, resume=result, **options)
+        bf.simulate(
+            killed.algorithm(), killed.federation(), checkpoint=folder, resume=result, **options
+        )
     with pytest.raises(ValueError, match=r"^every .*1.* got 0"):
-        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=tmp_path / "new", every=0, **options)
+        bf.simulate(
+            killed.algorithm(), killed.federation(), checkpoint=tmp_path / "new", every=0, **options
+        )
     assert not (tmp_path / "new").exists()
     result.save(tmp_path / "saved")
     with pytest.raises(ValueError, match="holds a saved result"):
-        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=tmp_path / "saved", resume=tmp_path / "saved", **options)
+        bf.simulate(
+            killed.algorithm(),
+            killed.federation(),
+            checkpoint=tmp_path / "saved",
+            resume=tmp_path / "saved",
+            **options,
+        )
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="path must name a folder"):
-        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=tmp_path / "file", **options)
+        bf.simulate(
+            killed.algorithm(), killed.federation(), checkpoint=tmp_path / "file", **options
+        )
 
 
 def parts(file: bytes) -> tuple[dict[str, Any], bytes]:
@@ -216,7 +272,9 @@ def resealed(file: bytes) -> bytes:
 
 
 def mutated(file: bytes, rng: np.random.Generator) -> bytes:
-    """Bytes changed, cut, doubled or swapped; names, shapes, types and numbers of the header and of the JSON in it replaced."""
+    """Bytes changed, cut, doubled or swapped; names, shapes, types and numbers of the header and of
+    the JSON in it replaced.
+    """
     kind = rng.integers(8)
     if kind == 0:
         changed = bytearray(file)
@@ -231,12 +289,34 @@ def mutated(file: bytes, rng: np.random.Generator) -> bytes:
     header, body = parts(file)
     names = [name for name in header if name != "__metadata__"]
     name = names[int(rng.integers(len(names)))]
-    odd = [None, -1, 0, 1e30, "x", [], {}, True, [[]], "nan", 2**70, "../../x", [1, 2, 3], {"a": {}}]
+    odd = [
+        None,
+        -1,
+        0,
+        1e30,
+        "x",
+        [],
+        {},
+        True,
+        [[]],
+        "nan",
+        2**70,
+        "../../x",
+        [1, 2, 3],
+        {"a": {}},
+    ]
     value = odd[int(rng.integers(len(odd)))]
     if kind == 3:
-        header[name][["dtype", "shape", "data_offsets"][int(rng.integers(3))]] = ["F16", "I64", "BF16", value][int(rng.integers(4))]
+        header[name][["dtype", "shape", "data_offsets"][int(rng.integers(3))]] = [
+            "F16",
+            "I64",
+            "BF16",
+            value,
+        ][int(rng.integers(4))]
     elif kind == 4:
-        header[["server.w.loc", "private", "x.y", name + ".z", ""][int(rng.integers(5))]] = header.pop(name)
+        header[["server.w.loc", "private", "x.y", name + ".z", ""][int(rng.integers(5))]] = (
+            header.pop(name)
+        )
     elif kind == 5:
         body = body[::-1]
     else:
@@ -254,7 +334,9 @@ def mutated(file: bytes, rng: np.random.Generator) -> bytes:
 
 
 def test_nothing_but_our_own_error_leaves(tmp_path: Path):
-    """A damaged file is found by its digest; with a digest made to fit, it is refused by what a run must be, or its values are taken."""
+    """A damaged file is found by its digest; with a digest made to fit, it is refused by what a run
+    must be, or its values are taken.
+    """
     result = killed.run(str(tmp_path / "run"), 2)
     algorithm, data = killed.algorithm(), killed.federation()
     good = held(tmp_path / "run")[0].read_bytes()
@@ -285,23 +367,37 @@ def test_nothing_but_our_own_error_leaves(tmp_path: Path):
 
 
 def test_combine_keeps_to_what_the_server_has(model, clients):
-    """A name that `server` does not give a start would be lost on resuming: refused in the first round."""
+    """A name that `server` does not give a start would be lost on resuming: refused in the first
+    round.
+    """
     block = bf.Block()
-    algorithm = bf.Algorithm(model, {"w": block}, (), parts=("w",), combine=lambda server, ids, uplink: {"extra": torch.ones(1)})
+    algorithm = bf.Algorithm(
+        model,
+        {"w": block},
+        (),
+        parts=("w",),
+        combine=lambda server, ids, uplink: {"extra": torch.ones(1)},
+    )
     with pytest.raises(ValueError, match=r"`combine` .*\['extra'\].*`server`"):
         bf.simulate(algorithm, clients, rounds=1, progress=False)
 
 
 def resident() -> int:
     """What this process holds in memory, in kB."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    )
     return int(line.split()[1])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_memory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A long run with faults in a tenth of all replies and a checkpoint now and then: after the first tenth it takes no more."""
+    """A long run with faults in a tenth of all replies and a checkpoint now and then: after the
+    first tenth it takes no more.
+    """
     data, seen = killed.federation(sizes=(20,) * CLIENTS), {}
     original = killed.module.run_round
 
@@ -311,8 +407,18 @@ def test_memory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return original(rules, server, number, *more, **options)
 
     monkeypatch.setattr(killed.module, "run_round", watched)
-    monkeypatch.setattr(logging.getLogger("bayesfl.federation.rounds.replies"), "disabled", True)  # pytest would keep every line
-    options: dict[str, Any] = {"faults": at_random(0.1, seed=2), "checkpoint": tmp_path, "every": 10, "evaluate_every": None}
+    monkeypatch.setattr(
+        logging.getLogger("bayesfl.federation.rounds.replies"), "disabled", True
+    )  # pytest would keep every line
+    options: dict[str, Any] = {
+        "faults": at_random(0.1, seed=2),
+        "checkpoint": tmp_path,
+        "every": 10,
+        "evaluate_every": None,
+    }
     bf.simulate(killed.algorithm(), data, rounds=LONG, progress=False, **options)
     assert seen[LONG - 1] <= 1.05 * seen[LONG // 10]
-    print(f"{seen[LONG // 10] / 1024:.0f} MiB in round {LONG // 10}, {seen[LONG - 1] / 1024:.0f} MiB in round {LONG - 1}")
+    print(
+        f"{seen[LONG // 10] / 1024:.0f} MiB in round {LONG // 10}, {seen[LONG - 1] / 1024:.0f} MiB "
+        f"in round {LONG - 1}"
+    )

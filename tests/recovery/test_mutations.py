@@ -1,4 +1,5 @@
-"""Uplinks and a server's checkpoints, changed at random: nothing but our own errors leaves, and the round is as without the client.
+"""Uplinks and a server's checkpoints, changed at random: nothing but our own errors leaves, and the
+round is as without the client.
 
 BAYESFL_DURABILITY=full makes the mutations 2,000; otherwise they are few.
 """
@@ -28,7 +29,20 @@ from tests.flower.made import deploy, grid_of, method, simulated
 from tests.recovery.test_durability import joined, mutated, parts, resealed
 
 MUTATIONS = 2000 if os.environ.get("BAYESFL_DURABILITY") == "full" else 200
-ODD: tuple[Any, ...] = (-1, 0, 2**62, 1e30, float("nan"), "x", "../../x", True, [1, 2], b"bytes", [], "")
+ODD: tuple[Any, ...] = (
+    -1,
+    0,
+    2**62,
+    1e30,
+    float("nan"),
+    "x",
+    "../../x",
+    True,
+    [1, 2],
+    b"bytes",
+    [],
+    "",
+)
 
 
 def changed_blob(blob: bytes, rng: np.random.Generator) -> bytes:
@@ -40,7 +54,9 @@ def changed_blob(blob: bytes, rng: np.random.Generator) -> bytes:
     names = [name for name in header if name != "__metadata__"]
     name = names[int(rng.integers(len(names)))]
     if kind == 3:
-        value = ["F16", "I64", "F8_E4M3", None, [2**62, 2**62], [-1], "x", [0, 0]][int(rng.integers(8))]
+        value = ["F16", "I64", "F8_E4M3", None, [2**62, 2**62], [-1], "x", [0, 0]][
+            int(rng.integers(8))
+        ]
         header[name][["dtype", "shape", "data_offsets"][int(rng.integers(3))]] = value
     else:
         header[["body", "more", name + ".x", "", "a.b.c"][int(rng.integers(5))]] = header.pop(name)
@@ -56,12 +72,16 @@ def _seed_of(kind: int, rng: np.random.Generator) -> int:
 
 
 def changed_reply(reply: Message, rng: np.random.Generator, *, fits: bool) -> Message:
-    """A reply whose tensors, settings or records are others; with a digest that fits, where it is to."""
+    """A reply whose tensors, settings or records are others; with a digest that fits, where it is
+    to.
+    """
     content = reply.content
     kind = rng.integers(10)
     if kind < 7:
         blob = changed_blob(content["up"][records.BLOB].data, rng)
-        content["up"] = ArrayRecord({records.BLOB: Array(dtype="uint8", shape=(len(blob),), stype=records.STYPE, data=blob)})
+        content["up"] = ArrayRecord(
+            {records.BLOB: Array(dtype="uint8", shape=(len(blob),), stype=records.STYPE, data=blob)}
+        )
         if fits:
             records.config(content)["digest"] = hashlib.sha256(blob).hexdigest()
     elif kind == 7:
@@ -75,7 +95,9 @@ def changed_reply(reply: Message, rng: np.random.Generator, *, fits: bool) -> Me
         name = list(content)[int(rng.integers(len(content)))]
         del content[name]
         if rng.random() < 0.5:
-            content[name] = [ConfigRecord(), MetricRecord({"train_nll": [1.0]}), ArrayRecord()][int(rng.integers(3))]
+            content[name] = [ConfigRecord(), MetricRecord({"train_nll": [1.0]}), ArrayRecord()][
+                int(rng.integers(3))
+            ]
     else:
         stype = ["numpy.ndarray", records.STYPE][int(rng.integers(2))]
         array = Array(dtype="float64", shape=(2**40, 2**40), stype=stype, data=b"\x93NUMPY")
@@ -98,12 +120,16 @@ class Recorded:
 
 @pytest.mark.slow
 def test_mutated_uplinks(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Refused, and the round is as without the client, or taken, where only numbers or what nobody reads has changed."""
+    """Refused, and the round is as without the client, or taken, where only numbers or what nobody
+    reads has changed.
+    """
     algorithm, rng = method("ditto", model), np.random.default_rng(0)
     change: list[Callable[[Message], Message]] = []
 
     def alter(client: int, message: Message, reply: Message) -> Message:
-        return change[0](reply) if client == 2 and message.metadata.message_type == "train" else reply
+        return (
+            change[0](reply) if client == 2 and message.metadata.message_type == "train" else reply
+        )
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
         return {2: KINDS["lost"]}
@@ -116,7 +142,9 @@ def test_mutated_uplinks(model: nn.Module, clients: FederatedData, tmp_path: Pat
     for _ in range(MUTATIONS):
         seed = int(rng.integers(2**31))
         for fits in (False, True):
-            change[:] = [lambda reply, s=seed, f=fits: changed_reply(reply, np.random.default_rng(s), fits=f)]
+            change[:] = [
+                lambda reply, s=seed, f=fits: changed_reply(reply, np.random.default_rng(s), fits=f)
+            ]
             found = deploy(algorithm, clients, tmp_path, grid, rounds=1)
             if found.history["cohort"][0] == clients.clients:
                 taken += 1
@@ -132,8 +160,12 @@ def test_mutated_uplinks(model: nn.Module, clients: FederatedData, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_mutated_checkpoints(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A server's checkpoint that was changed is refused, or its numbers are taken: also by a server that goes on from it."""
+def test_mutated_checkpoints(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A server's checkpoint that was changed is refused, or its numbers are taken: also by a server
+    that goes on from it.
+    """
 
     class Impatient(Exception):
         """The server waits for clients of other keys."""
@@ -173,7 +205,15 @@ def test_mutated_checkpoints(model: nn.Module, clients: FederatedData, tmp_path:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     try:
-                        deploy(algorithm, clients, tmp_path, grid, rounds=3, checkpoint=folder, timeout=0.01)
+                        deploy(
+                            algorithm,
+                            clients,
+                            tmp_path,
+                            grid,
+                            rounds=3,
+                            checkpoint=folder,
+                            timeout=0.01,
+                        )
                     except (CheckpointError, Impatient):
                         pass
                     except ValueError as error:  # other settings, in words

@@ -1,4 +1,6 @@
-"""What users hand over, arrays, tensors, frames and nested lists, as tensors; one input of a network or several."""
+"""What users hand over, arrays, tensors, frames and nested lists, as tensors; one input of a
+network or several.
+"""
 
 import mmap
 import warnings
@@ -27,10 +29,12 @@ def to_tensor(values: Any, name: str) -> Tensor:
 
 
 def to_inputs(values: Any, name: str = "x", whose: str = "") -> Inputs:
-    """Make inputs of an array, of a tuple of arrays or of a mapping of arrays by name, in the types of their numbers.
+    """Make inputs of an array, of a tuple of arrays or of a mapping of arrays by name, in the types
+    of their numbers.
 
-    Exceptions are float64, which becomes float32, and uint16, uint32 and uint64, which become int64, but for arrays in mapped files; these
-    are converted where they are read. Frames become float32. The tensors may share memory with `values`.
+    Exceptions are float64, which becomes float32, and uint16, uint32 and uint64, which become
+    int64, but for arrays in mapped files; these are converted where they are read. Frames become
+    float32. The tensors may share memory with `values`.
 
     Args:
         values: The arrays.
@@ -38,8 +42,8 @@ def to_inputs(values: Any, name: str = "x", whose: str = "") -> Inputs:
         whose: What follows the name in an error message, as ` of client 3`.
 
     Raises:
-        ValueError: An array holds no numbers or is a single number, arrays have different numbers of rows, a tuple or a mapping is empty,
-            or a name is no text.
+        ValueError: An array holds no numbers or is a single number, arrays have different numbers
+            of rows, a tuple or a mapping is empty, or a name is no text.
         TypeError: An array is None or a torch data set.
     """
     leaves: dict[str, Tensor] = {}
@@ -48,7 +52,8 @@ def to_inputs(values: Any, name: str = "x", whose: str = "") -> Inputs:
     for other, tensor in others:
         if len(tensor) != len(one):
             raise ValueError(
-                f"{first}{whose} has {len(one)} rows and {other}{whose} has {len(tensor)}: several inputs must have one row each for every "
+                f"{first}{whose} has {len(one)} rows and {other}{whose} has {len(tensor)}: several "
+                "inputs must have one row each for every "
                 "example"
             )
     return made
@@ -58,19 +63,27 @@ def _tree(values: Any, name: str, whose: str, leaves: dict[str, Tensor]) -> Inpu
     """Make tensors of a tree of arrays, and note each under its name in `leaves`."""
     if isinstance(values, Mapping | tuple):
         if not values:
-            raise ValueError(f"{name}{whose} is an empty {_kind(values)}: pass at least one array of inputs")
+            raise ValueError(
+                f"{name}{whose} is an empty {_kind(values)}: pass at least one array of inputs"
+            )
         if isinstance(values, tuple):
-            return tuple(_tree(part, f"{name}[{place}]", whose, leaves) for place, part in enumerate(values))
+            return tuple(
+                _tree(part, f"{name}[{place}]", whose, leaves) for place, part in enumerate(values)
+            )
         if wrong := [key for key in values if not isinstance(key, str)]:
             raise ValueError(
-                f"{name}{whose} must name its arrays by text, as the arguments of the model's forward, got {wrong[0]!r}: take "
+                f"{name}{whose} must name its arrays by text, as the arguments of the model's "
+                f"forward, got {wrong[0]!r}: take "
                 "{str(name): array ...}, or a tuple of arrays"
             )
-        return {str(key): _tree(part, f"{name}[{key!r}]", whose, leaves) for key, part in values.items()}
+        return {
+            str(key): _tree(part, f"{name}[{key!r}]", whose, leaves) for key, part in values.items()
+        }
     tensor = _tensor(values, f"{name}{whose}")
     if tensor.dim() < 1 and name.endswith("]"):
         raise ValueError(
-            f"{name}{whose} is a single number, {tensor.item()}: several inputs are a tuple or a mapping of arrays with a row for each "
+            f"{name}{whose} is a single number, {tensor.item()}: several inputs are a tuple or a "
+            "mapping of arrays with a row for each "
             "example; the numbers of a vector are a list or an array"
         )
     if not mapped(tensor):
@@ -86,7 +99,8 @@ def _tensor(values: Any, name: str) -> Tensor:
     """Make a tensor of any real numbers in their own type; it may share memory with `values`."""
     if values is None or isinstance(values, Dataset | DataLoader):
         raise TypeError(
-            f"{name} must be an array, a tensor or nested lists of numbers, got {kind_of(values)}; torch data sets go to from_datasets, "
+            f"{name} must be an array, a tensor or nested lists of numbers, got {kind_of(values)}; "
+            "torch data sets go to from_datasets, "
             "one per client"
         )
     if isinstance(values, Tensor):
@@ -94,33 +108,59 @@ def _tensor(values: Any, name: str) -> Tensor:
     else:
         tensor = _of_array(values, name)
     if tensor.is_complex():
-        raise ValueError(f"{name} must be real numbers, got {tensor.dtype}; pass real and imaginary parts as columns of their own")
+        raise ValueError(
+            f"{name} must be real numbers, got {tensor.dtype}; pass real and imaginary parts as "
+            "columns of their own"
+        )
     return tensor
 
 
 def _of_array(values: Any, name: str) -> Tensor:
     """Make a tensor of an array, a frame or nested lists; an array in a mapped file stays there."""
     if np.ma.is_masked(values):
-        raise ValueError(f"{name} has masked values, below which there may be any numbers; fill them in, as values.filled(...) does")
+        raise ValueError(
+            f"{name} has masked values, below which there may be any numbers; fill them in, as "
+            "values.filled(...) does"
+        )
     try:
         array = np.asarray(values)
         if array.dtype == object and array.ndim == 2 and hasattr(values, "dtypes"):
-            array = numbers_of(values, name)  # of a frame of several types, bools beside floats for instance
-        if array.dtype.kind in "OUST" and array.ndim == 1 and any(isinstance(value, str) for value in array):
-            raise ValueError(f"{name} holds text: make numbers of it, as codes, class_names = pandas.factorize(values, sort=True) does")
+            array = numbers_of(
+                values, name
+            )  # of a frame of several types, bools beside floats for instance
+        if (
+            array.dtype.kind in "OUST"
+            and array.ndim == 1
+            and any(isinstance(value, str) for value in array)
+        ):
+            raise ValueError(
+                f"{name} holds text: make numbers of it, as codes, class_names = "
+                "pandas.factorize(values, sort=True) does"
+            )
         if array.dtype.kind not in "fiub":
-            raise TypeError(f"got {array.dtype}; make real numbers of it, as values.astype(float) does of numbers kept as text")
+            raise TypeError(
+                f"got {array.dtype}; make real numbers of it, as values.astype(float) does of "
+                "numbers kept as text"
+            )
     except (TypeError, ValueError) as error:
         if str(error).startswith(name):
             raise
-        several = "; several inputs of a network are a tuple or a mapping of arrays" if isinstance(values, list) and name[0] == "x" else ""
-        raise ValueError(f"{name} must be an array of numbers, all rows of one shape: {error}{several}") from None
+        several = (
+            "; several inputs of a network are a tuple or a mapping of arrays"
+            if isinstance(values, list) and name[0] == "x"
+            else ""
+        )
+        raise ValueError(
+            f"{name} must be an array of numbers, all rows of one shape: {error}{several}"
+        ) from None
     kind = np.float64 if array.dtype.char == "g" else array.dtype.newbyteorder("=")
     stays = _in_file(array) and kind == array.dtype and all(stride >= 0 for stride in array.strides)
     if not stays:
         array = array.astype(kind, order="C", copy=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nothing writes to inputs
+        warnings.filterwarnings(
+            "ignore", message="The given NumPy array is not writable"
+        )  # nothing writes to inputs
         tensor = torch.from_numpy(array)
     if stays:
         mark_mapped(tensor)
@@ -151,10 +191,14 @@ def as_list(values: Any, name: str, of: str) -> list[Any]:
         TypeError: `values` is a torch data set, a mapping, or nothing that can be iterated.
     """
     if isinstance(values, Dataset | DataLoader):
-        raise TypeError(f"{name} must be a list with one {of} per client, got one {kind_of(values)}: pass a list of them to from_datasets")
+        raise TypeError(
+            f"{name} must be a list with one {of} per client, got one {kind_of(values)}: pass a "
+            "list of them to from_datasets"
+        )
     if isinstance(values, Mapping):
         raise TypeError(
-            f"{name} must be a list with one {of} per client, got {kind_of(values)}: a mapping of all clients' arrays needs client_ids, "
+            f"{name} must be a list with one {of} per client, got {kind_of(values)}: a mapping of "
+            "all clients' arrays needs client_ids, "
             "one per row"
         )
     if not isinstance(values, Iterable):

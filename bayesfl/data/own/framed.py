@@ -1,4 +1,6 @@
-"""Federations of data frames: rows are split first, and what is learnt of columns comes from training rows alone."""
+"""Federations of data frames: rows are split first, and what is learnt of columns comes from
+training rows alone.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -41,67 +43,104 @@ def from_frame(
     source: SourceInfo | None = None,
     seed: int = 0,
 ) -> tuple[FederatedData, Columns]:
-    """Make federated data of a data frame with a row for each example, and what turns later rows into inputs.
+    """Make federated data of a data frame with a row for each example, and what turns later rows
+    into inputs.
 
-    Rows are split first. Of the training rows alone, validation and calibration rows left out, come the means and deviations by which
-    numbers are standardised, the means that stand where numbers are missing, beside an indicator, and the levels of categories. A level
-    that no training row has, and a missing one, is 0 in all columns of its category. These statistics are sums over clients of what
-    `frame_statistics` makes of each, so hospitals that may not pool rows get the same by `Columns.of`.
+    Rows are split first. Of the training rows alone, validation and calibration rows left out, come
+    the means and deviations by which numbers are standardised, the means that stand where numbers
+    are missing, beside an indicator, and the levels of categories. A level that no training row
+    has, and a missing one, is 0 in all columns of its category. These statistics are sums over
+    clients of what `frame_statistics` makes of each, so hospitals that may not pool rows get the
+    same by `Columns.of`.
 
-    Columns other than `client`, `target` and `group` are inputs; leave others out of the frame before. Numbers and truth values are
-    numbers, text is a category.
+    Columns other than `client`, `target` and `group` are inputs; leave others out of the frame
+    before. Numbers and truth values are numbers, text is a category.
 
     Args:
-        frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which is read by pyarrow.
+        frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which
+            is read by pyarrow.
         client: Name of the column that says whose a row is.
-        target: Name of the column to predict, or of several numbers: whole numbers, truth values and text are classes, floats are numbers.
-        group: Name of a column, such as a patient's id, whose rows never stand in two splits, also where clients share it and on other
-            machines with the same seed, as its name and the seed choose the split; None for rows that are independent.
+        target: Name of the column to predict, or of several numbers: whole numbers, truth values
+            and text are classes, floats are numbers.
+        group: Name of a column, such as a patient's id, whose rows never stand in two splits, also
+            where clients share it and on other machines with the same seed, as its name and the
+            seed choose the split; None for rows that are independent.
         categories: Names of columns of numbers that are codes of categories.
-        columns: Columns that were learnt elsewhere, as on a node of a network; None to learn them here.
-        test_share: Share of each client's rows for the test, stratified by class, at least one row, drawn by the client's name from its
-            rows in their order; with `group` the share that a group is drawn with, so that a client with few groups may have none.
+        columns: Columns that were learnt elsewhere, as on a node of a network; None to learn them
+            here.
+        test_share: Share of each client's rows for the test, stratified by class, at least one row,
+            drawn by the client's name from its rows in their order; with `group` the share that a
+            group is drawn with, so that a client with few groups may have none.
         validation: Share of each client's training rows for tuning; 0 for no such split.
         calibration: The same for temperatures and conformal thresholds.
         outputs: Number of classes or targets; None for those found.
         task: `classification` or `regression`; None by the target's type.
-        class_names: One name for each class, in the order of their numbers; None for the target's texts, sorted, or none.
+        class_names: One name for each class, in the order of their numbers; None for the target's
+            texts, sorted, or none.
         source: Name, licence and citation of the data.
         seed: Seed of the splits.
 
     Returns:
-        The federation, and its columns, which it also holds as `data.prepared`: a client's model applies them to frames.
+        The federation, and its columns, which it also holds as `data.prepared`: a client's model
+        applies them to frames.
 
     Raises:
         TypeError: `frame` is no data frame.
         ImportError: A frame of another library than pandas needs pyarrow.
-        ValueError: A column is absent, or holds dates, several types, numbers as text, infinite numbers or too many levels; clients, groups
-            or targets are missing or of the wrong kind; an index repeats; or `from_arrays` refuses a client or a share.
+        ValueError: A column is absent, or holds dates, several types, numbers as text, infinite
+            numbers or too many levels; clients, groups or targets are missing or of the wrong kind;
+            an index repeats; or `from_arrays` refuses a client or a share.
 
     Warns:
-        UserWarning: A column is constant, or has no value at some client; or a client has no rows in a split.
+        UserWarning: A column is constant, or has no value at some client; or a client has no rows
+            in a split.
     """
     table, names = _opened(frame, client, target, group, categories)
     here = columns is None
     if columns is not None:
-        instance("columns", columns, Columns, "Columns.load(path) and Columns.from_json(text) read some")
+        instance(
+            "columns", columns, Columns, "Columns.load(path) and Columns.from_json(text) read some"
+        )
         task = task or ("regression" if columns.outputs is None else None)
         if categories:
-            raise ValueError("categories= is for columns that are learnt here; leave it out beside columns=")
+            raise ValueError(
+                "categories= is for columns that are learnt here; leave it out beside columns="
+            )
         table.need([part.name for part in columns.parts], "columns=")
         if roles := [part.name for part in columns.parts if part.name not in names]:
-            raise ValueError(f"columns= has the inputs {roles}, which are client, target or group here; learn columns for these roles")
+            raise ValueError(
+                f"columns= has the inputs {roles}, which are client, target or group here; learn "
+                "columns for these roles"
+            )
     targets = _targets(table, target, class_names, columns, task)
-    if outputs is None and columns is not None and (task == "classification" or (task is None and targets.y.dtype.kind == "i")):
+    if (
+        outputs is None
+        and columns is not None
+        and (task == "classification" or (task is None and targets.y.dtype.kind == "i"))
+    ):
         outputs = columns.outputs  # classes that do not occur here count, too
     shares = {"test": test_share, "validation": validation, "calibration": calibration}
-    data = _split(table, client, targets, group, shares, outputs=outputs, task=task, seed=seed, source=source or SourceInfo(name="frame"))
+    data = _split(
+        table,
+        client,
+        targets,
+        group,
+        shares,
+        outputs=outputs,
+        task=task,
+        seed=seed,
+        source=source or SourceInfo(name="frame"),
+    )
     if columns is None:
         found = _statistics(table, data, names, categories)
         warn_of_columns(table, names, categories, _rows(data, "train"), targets.y)
         columns = learnt([{**_classes(data, targets), "clients": found}])
         warn_of_clients(found)
-    roles = {"client": client, "target": target if isinstance(target, str) else list(target), "group": group}
+    roles = {
+        "client": client,
+        "target": target if isinstance(target, str) else list(target),
+        "group": group,
+    }
     about = {**roles, **shares, "categories": list(categories), "task": data.task}
     x, strange = columns.applied(table)
     if not here:
@@ -123,10 +162,12 @@ def frame_statistics(
     class_names: Sequence[str] | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return the statistics of the training rows of a frame's clients, of which `Columns.of` learns columns without anybody's rows.
+    """Return the statistics of the training rows of a frame's clients, of which `Columns.of` learns
+    columns without anybody's rows.
 
-    For each client and column these are the number of rows and of missing values, and the mean and the sum of squared deviations, or the
-    levels. They can be written as JSON. A level that a single patient has is told by its name: rename such levels before.
+    For each client and column these are the number of rows and of missing values, and the mean and
+    the sum of squared deviations, or the levels. They can be written as JSON. A level that a single
+    patient has is told by its name: rename such levels before.
 
     The options are those of `from_frame`, and must be the same there for the same training rows.
 
@@ -150,14 +191,32 @@ def frame_statistics(
     table, names = _opened(frame, client, target, group, categories)
     targets = _targets(table, target, class_names, None, task)
     shares = {"test": test_share, "validation": validation, "calibration": calibration}
-    labels = targets.names is None and (task == "classification" or (task is None and targets.y.dtype.kind == "i"))
+    labels = targets.names is None and (
+        task == "classification" or (task is None and targets.y.dtype.kind == "i")
+    )
     outputs = int(targets.y.max()) + 1 if labels else None  # class 0 may be at other clients only
-    data = _split(table, client, targets, group, shares, outputs=outputs, task=task, seed=seed, source=SourceInfo(name="frame"))
+    data = _split(
+        table,
+        client,
+        targets,
+        group,
+        shares,
+        outputs=outputs,
+        task=task,
+        seed=seed,
+        source=SourceInfo(name="frame"),
+    )
     warn_of_columns(table, names, categories, _rows(data, "train"), targets.y)
     return {**_classes(data, targets), "clients": _statistics(table, data, names, categories)}
 
 
-def _opened(frame: Any, client: str, target: str | Sequence[str], group: str | None, categories: Sequence[str]) -> tuple[Table, list[str]]:
+def _opened(
+    frame: Any,
+    client: str,
+    target: str | Sequence[str],
+    group: str | None,
+    categories: Sequence[str],
+) -> tuple[Table, list[str]]:
     """Return the frame as a table, and the names of the inputs.
 
     Raises:
@@ -165,13 +224,23 @@ def _opened(frame: Any, client: str, target: str | Sequence[str], group: str | N
     """
     table = Table(frame)
     if isinstance(categories, str):
-        raise ValueError(f"categories must be a list of names, got {categories!r}; pass [{categories!r}]")
+        raise ValueError(
+            f"categories must be a list of names, got {categories!r}; pass [{categories!r}]"
+        )
     targets = [target] if isinstance(target, str) else list(target)
-    for role, given in (("client", [client]), ("target", targets), ("group", [] if group is None else [group]), ("categories", categories)):
+    for role, given in (
+        ("client", [client]),
+        ("target", targets),
+        ("group", [] if group is None else [group]),
+        ("categories", categories),
+    ):
         table.need(list(given), role)
     taken = [client, *targets, *([] if group is None else [group])]
     if len(set(taken)) < len(taken) or set(taken) & set(categories):
-        raise ValueError(f"a column has one role, got client={client!r}, target={target!r}, group={group!r}, categories={list(categories)}")
+        raise ValueError(
+            f"a column has one role, got client={client!r}, target={target!r}, group={group!r}, "
+            f"categories={list(categories)}"
+        )
     names = [name for name in table.columns if name not in taken]
     if not names:
         raise ValueError(f"no column is left for inputs beside {taken}")
@@ -208,15 +277,33 @@ def _split(
     source: SourceInfo,
 ) -> FederatedData:
     """Return the federation with the rows' numbers in the frame as inputs, [N, 1] int64."""
-    check_shares(**{"test_share" if name == "test" else name: number(name, share) for name, share in shares.items() if share})
+    check_shares(
+        **{
+            "test_share" if name == "test" else name: number(name, share)
+            for name, share in shares.items()
+            if share
+        }
+    )
     ids = _ids(table.values(client), "client")
     y, x = targets.y, np.arange(table.rows)[:, None]
-    of = _by_row(ids, y, shares, seed) if group is None else _by_group(ids, _ids(table.values(group), "group"), shares, seed)
+    of = (
+        _by_row(ids, y, shares, seed)
+        if group is None
+        else _by_group(ids, _ids(table.values(group), "group"), shares, seed)
+    )
     outputs = len(targets.names) if targets.names is not None and outputs is None else outputs
     test = of == "test"
     held = (x[test], y[test], ids[test]) if test.any() else None
-    about: dict[str, Any] = {"outputs": outputs, "task": task, "class_names": targets.names, "seed": seed, "source": source}
-    data = from_arrays(x[~test], y[~test], client_ids=ids[~test], test=held, test_share=0.0, **about)
+    about: dict[str, Any] = {
+        "outputs": outputs,
+        "task": task,
+        "class_names": targets.names,
+        "seed": seed,
+        "source": source,
+    }
+    data = from_arrays(
+        x[~test], y[~test], client_ids=ids[~test], test=held, test_share=0.0, **about
+    )
     splits, rows = dict(data.splits), _rows(data, "train")
     owner = np.repeat(np.arange(data.clients), data.train.counts)
     for name in ("train", "validation", "calibration"):
@@ -224,7 +311,9 @@ def _split(
             continue
         mine = of[rows] == name
         counts = np.bincount(owner[mine], minlength=data.clients)
-        splits[name] = replace(data.train, index=data.train.index[torch.from_numpy(mine)], counts=counts)
+        splits[name] = replace(
+            data.train, index=data.train.index[torch.from_numpy(mine)], counts=counts
+        )
     for name, share in shares.items():
         if not share:
             continue
@@ -240,7 +329,8 @@ def _address(name: Any) -> int:
 
 
 def _by_row(ids: np.ndarray, y: np.ndarray, shares: Mapping[str, float], seed: int) -> np.ndarray:
-    """Return the split of each row, [N] text: drawn for each client by its name, stratified by class, a row in each split at least.
+    """Return the split of each row, [N] text: drawn for each client by its name, stratified by
+    class, a row in each split at least.
 
     Raises:
         ValueError: A client has too few rows.
@@ -258,12 +348,18 @@ def _by_row(ids: np.ndarray, y: np.ndarray, shares: Mapping[str, float], seed: i
             of[taken] = name
             total = len(left) if name == "test" else total
         if not len(left):
-            raise ValueError(f"client {owner!r} has {len(places)} rows, too few for its splits: leave it out, or use smaller shares")
+            raise ValueError(
+                f"client {owner!r} has {len(places)} rows, too few for its splits: leave it out, "
+                "or use smaller shares"
+            )
     return of
 
 
-def _by_group(ids: np.ndarray, groups: np.ndarray, shares: Mapping[str, float], seed: int) -> np.ndarray:
-    """Return the split of each row, [N] text, which is its group's by a number that its name gives on every machine.
+def _by_group(
+    ids: np.ndarray, groups: np.ndarray, shares: Mapping[str, float], seed: int
+) -> np.ndarray:
+    """Return the split of each row, [N] text, which is its group's by a number that its name gives
+    on every machine.
 
     Raises:
         ValueError: A client has no training rows.
@@ -280,21 +376,26 @@ def _by_group(ids: np.ndarray, groups: np.ndarray, shares: Mapping[str, float], 
     if lacking := [owner for owner in dict.fromkeys(ids.tolist()) if owner not in trained]:
         few = len(set(groups[ids == lacking[0]].tolist()))
         raise ValueError(
-            f"client {lacking[0]!r} has no training rows, as its groups, {few}, stand in other splits: use another seed or smaller shares, "
+            f"client {lacking[0]!r} has no training rows, as its groups, {few}, stand in other "
+            "splits: use another seed or smaller shares, "
             "or leave it out"
         )
     return of
 
 
 def _rows(data: FederatedData, split: str) -> np.ndarray:
-    """Return the frame's rows of a split of the federation that `_split` makes, client after client."""
+    """Return the frame's rows of a split of the federation that `_split` makes, client after
+    client.
+    """
     found = data.splits[split]
     x = found.x
     assert isinstance(x, torch.Tensor)
     return x[found.index, 0].numpy()
 
 
-def _statistics(table: Table, data: FederatedData, names: Sequence[str], categories: Sequence[str]) -> dict[str, Any]:
+def _statistics(
+    table: Table, data: FederatedData, names: Sequence[str], categories: Sequence[str]
+) -> dict[str, Any]:
     parts = np.split(_rows(data, "train"), np.cumsum(data.train.counts)[:-1])
     return statistics_of(table, dict(zip(data.client_names, parts, strict=True)), names, categories)
 
@@ -302,20 +403,37 @@ def _statistics(table: Table, data: FederatedData, names: Sequence[str], categor
 def _classes(data: FederatedData, targets: _Targets) -> dict[str, Any]:
     """Return what other machines must know of the classes, as JSON can hold it."""
     names = list(targets.names) if targets.text and targets.names is not None else None
-    return {"classes": names, "ordered": targets.ordered, "outputs": data.outputs if data.task == "classification" else None}
+    return {
+        "classes": names,
+        "ordered": targets.ordered,
+        "outputs": data.outputs if data.task == "classification" else None,
+    }
 
 
-def _with_inputs(data: FederatedData, x: torch.Tensor, columns: Columns, recipe: Mapping[str, Any]) -> FederatedData:
-    """Return the federation with these inputs [N, D] of the frame's rows in place of the rows' numbers."""
+def _with_inputs(
+    data: FederatedData, x: torch.Tensor, columns: Columns, recipe: Mapping[str, Any]
+) -> FederatedData:
+    """Return the federation with these inputs [N, D] of the frame's rows in place of the rows'
+    numbers.
+    """
     made: dict[int, torch.Tensor] = {}
     splits = {}
     for name, split in data.splits.items():
         assert isinstance(split.x, torch.Tensor)
         if id(split.x) not in made:
             made[id(split.x)] = x[split.x[:, 0]]
-        splits[name] = replace(split, x=made[id(split.x)], columns=columns.names, dtype=torch.float32)
+        splits[name] = replace(
+            split, x=made[id(split.x)], columns=columns.names, dtype=torch.float32
+        )
     told = {**data.recipe, "recipe": "from_frame", **recipe}
-    return replace(data, splits=splits, inputs=(x.shape[1],), columns=columns.names, prepared=columns, recipe=told)
+    return replace(
+        data,
+        splits=splits,
+        inputs=(x.shape[1],),
+        columns=columns.names,
+        prepared=columns,
+        recipe=told,
+    )
 
 
 def _ids(values: Values, role: str) -> np.ndarray:
@@ -326,30 +444,45 @@ def _ids(values: Values, role: str) -> np.ndarray:
     """
     if (missing := values.missing).any():
         raise ValueError(
-            f"column {values.name!r} has no {role} in {int(missing.sum())} rows, first row {int(missing.argmax())}: find out whose they "
-            f"are, or leave them out, as frame.dropna(subset=[{values.name!r}]) does"
+            f"column {values.name!r} has no {role} in {int(missing.sum())} rows, first row "
+            f"{int(missing.argmax())}: find out whose they are, or leave them out, as "
+            f"frame.dropna(subset=[{values.name!r}]) does"
         )
     if values.numbers is not None and values.exact is None:
         raise ValueError(
-            f"column {values.name!r} holds floats, and a {role} is a name or a whole number: frame[{values.name!r}].astype('int64') makes "
+            f"column {values.name!r} holds floats, and a {role} is a name or a whole number: "
+            f"frame[{values.name!r}].astype('int64') makes "
             "these of ids that became floats when one was missing"
         )
-    return values.texts if values.texts is not None else values.exact if values.exact is not None else np.empty(0)
+    return (
+        values.texts
+        if values.texts is not None
+        else values.exact
+        if values.exact is not None
+        else np.empty(0)
+    )
 
 
 def _targets(
-    table: Table, target: str | Sequence[str], class_names: Sequence[str] | None, columns: Columns | None, task: Task | None
+    table: Table,
+    target: str | Sequence[str],
+    class_names: Sequence[str] | None,
+    columns: Columns | None,
+    task: Task | None,
 ) -> _Targets:
-    """Return the targets; text is coded by the names that are given, by those of `columns`, by the type's order, or by the alphabet.
+    """Return the targets; text is coded by the names that are given, by those of `columns`, by the
+    type's order, or by the alphabet.
 
     Raises:
-        ValueError: Some are missing, a text is no class that is known, or several targets hold text.
+        ValueError: Some are missing, a text is no class that is known, or several targets hold
+            text.
     """
     found = [table.values(name) for name in ([target] if isinstance(target, str) else target)]
     for values in found:
         if (missing := values.missing).any():
             raise ValueError(
-                f"target {values.name!r} is missing in {int(missing.sum())} rows, first row {int(missing.argmax())}: leave these rows out"
+                f"target {values.name!r} is missing in {int(missing.sum())} rows, first row "
+                f"{int(missing.argmax())}: leave these rows out"
                 + (", or put -100 in place of labels that are not known" if len(found) > 1 else "")
             )
     if class_names is not None:
@@ -357,10 +490,16 @@ def _targets(
     given = None if class_names is None else tuple(map(str, class_names))
     if len(found) == 1 and found[0].texts is not None:
         if task == "regression":
-            raise ValueError(f"target {found[0].name!r} holds text, which is no number; leave out task='regression', or make numbers of it")
+            raise ValueError(
+                f"target {found[0].name!r} holds text, which is no number; leave out "
+                "task='regression', or make numbers of it"
+            )
         learnt = columns.classes if columns is not None else None
         if given and learnt and given != learnt:
-            raise ValueError(f"class_names are {list(given)}, and columns= has the classes {list(learnt)}; leave class_names out")
+            raise ValueError(
+                f"class_names are {list(given)}, and columns= has the classes {list(learnt)}; "
+                "leave class_names out"
+            )
         present = set(found[0].texts.tolist())
         known = given or learnt or found[0].order
         if known is None and not found[0].declared:
@@ -369,20 +508,36 @@ def _targets(
         names = known or in_order(present)
         if strange := sorted(present - set(names)):
             raise ValueError(
-                f"target {found[0].name!r} holds {strange[:5]}, which are none of the classes {list(names)}; name all, as they are written"
+                f"target {found[0].name!r} holds {strange[:5]}, which are none of the classes "
+                f"{list(names)}; name all, as they are written"
             )
         place = {name: k for k, name in enumerate(names)}
         y = np.array([place[text] for text in found[0].texts.tolist()], dtype=np.int64)
-        return _Targets(y, tuple(names), text=True, ordered=given is not None or found[0].order is not None)
+        return _Targets(
+            y, tuple(names), text=True, ordered=given is not None or found[0].order is not None
+        )
     if any(values.numbers is None for values in found):
-        raise ValueError(f"several targets must be numbers, {[values.name for values in found if values.numbers is None]} hold text")
+        raise ValueError(
+            "several targets must be numbers, "
+            f"{[values.name for values in found if values.numbers is None]} hold text"
+        )
     whole = all(values.exact is not None for values in found)
-    if task is None and len(found) == 1 and found[0].exact is not None and given is None and columns is None:
+    if (
+        task is None
+        and len(found) == 1
+        and found[0].exact is not None
+        and given is None
+        and columns is None
+    ):
         if (many := len(set(found[0].exact.tolist()))) > FEW_VALUES:
             raise ValueError(
-                f"target {found[0].name!r} holds {many} different whole numbers, which may be classes or counts and measurements: pass "
+                f"target {found[0].name!r} holds {many} different whole numbers, which may be "
+                "classes or counts and measurements: pass "
                 "task='classification' or task='regression'"
             )
-    parts = [values.exact.astype(np.int64) if whole and values.exact is not None else values.numbers for values in found]
+    parts = [
+        values.exact.astype(np.int64) if whole and values.exact is not None else values.numbers
+        for values in found
+    ]
     y = np.stack([part for part in parts if part is not None], -1)
     return _Targets(y[:, 0] if len(found) == 1 else y, given)

@@ -1,4 +1,6 @@
-"""Items of map-style data sets as rows of columns: pairs (x, y), or rows by the names of their columns."""
+"""Items of map-style data sets as rows of columns: pairs (x, y), or rows by the names of their
+columns.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,12 +21,21 @@ AGAIN = 8
 
 
 def check_map_style(dataset: Any, name: str, *, least: int) -> None:
-    """Raise TypeError if a data set has no length or is not read by number, ValueError if it has fewer than `least` items."""
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, Mapping):
-        splits = f"; of its splits {list(dataset)} take one, as in data['train']" if isinstance(dataset, Mapping) else ""
+    """Raise TypeError if a data set has no length or is not read by number, ValueError if it has
+    fewer than `least` items.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(
+        dataset, Mapping
+    ):
+        splits = (
+            f"; of its splits {list(dataset)} take one, as in data['train']"
+            if isinstance(dataset, Mapping)
+            else ""
+        )
         raise TypeError(
-            f"{name} must be a map-style data set, one with len() and [i], got {kind_of(dataset)}: of a data loader pass loader.dataset, "
-            f"of anything that can be iterated list(...){splits}"
+            f"{name} must be a map-style data set, one with len() and [i], got {kind_of(dataset)}: "
+            "of a data loader pass loader.dataset, of anything that can be iterated "
+            f"list(...){splits}"
         )
     if len(dataset) < least:
         raise ValueError(f"{name} is empty: leave that client out")
@@ -38,7 +49,8 @@ def items(
     *,
     only: Sequence[int] | None = None,
 ) -> Iterator[Rows]:
-    """Yield the items of a data set in pieces of one row or more, by the names of `columns`, or of pairs by those of their tensors.
+    """Yield the items of a data set in pieces of one row or more, by the names of `columns`, or of
+    pairs by those of their tensors.
 
     Args:
         dataset: The data set.
@@ -48,8 +60,8 @@ def items(
         only: Numbers of the items to read; None for all.
 
     Raises:
-        ValueError: An item lacks a column, or holds text or nothing, or gives other numbers when it is read again; pairs have different
-            shapes.
+        ValueError: An item lacks a column, or holds text or nothing, or gives other numbers when it
+            is read again; pairs have different shapes.
     """
     report = read or (lambda rows: None)
     chosen = range(len(dataset)) if only is None else only
@@ -62,17 +74,30 @@ def items(
     for place, i in enumerate(chosen):
         row = _pair(dataset[i], name, i) if columns is None else _row(dataset[i], name, i, columns)
         one = row if one is None else one
-        if columns is None and {key: t.shape for key, t in row.items()} != {key: t.shape for key, t in one.items()}:
+        if columns is None and {key: t.shape for key, t in row.items()} != {
+            key: t.shape for key, t in one.items()
+        }:
             raise ValueError(
-                f"{name} must have items of one shape: item {i} has {_shown(row)}, item {chosen[0]} has {_shown(one)}; reshape, crop or "
+                f"{name} must have items of one shape: item {i} has {_shown(row)}, item "
+                f"{chosen[0]} has {_shown(one)}; reshape, crop or "
                 "pad them alike"
             )
         if place < AGAIN:
-            again = _pair(dataset[i], name, i) if columns is None else _row(dataset[i], name, i, columns)
-            if any(t.shape != again[key].shape or not torch.allclose(t, again[key], 0, 0, equal_nan=True) for key, t in row.items()):
+            again = (
+                _pair(dataset[i], name, i)
+                if columns is None
+                else _row(dataset[i], name, i, columns)
+            )
+            if any(
+                t.shape != again[key].shape
+                or not torch.allclose(t, again[key], 0, 0, equal_nan=True)
+                for key, t in row.items()
+            ):
                 raise ValueError(
-                    f"{name} gives other numbers when item {i} is read again, as random transforms do, and every item is read once: leave "
-                    "them out, and pass them to clients.augmented(...), which draws anew in every step of training"
+                    f"{name} gives other numbers when item {i} is read again, as random transforms "
+                    "do, and every item is read once: leave "
+                    "them out, and pass them to clients.augmented(...), which draws anew in every "
+                    "step of training"
                 )
         report(1)
         yield row
@@ -82,14 +107,18 @@ def _row(item: Any, name: str, i: int, columns: Sequence[str]) -> Rows:
     """Return the named columns of an item."""
     if not isinstance(item, Mapping) or any(key not in item for key in columns):
         has = list(item) if isinstance(item, Mapping) else kind_of(item)
-        raise ValueError(f"{name} must give rows with the columns {list(columns)}, got {has} as item {i}; inputs= and target= name them")
+        raise ValueError(
+            f"{name} must give rows with the columns {list(columns)}, got {has} as item {i}; "
+            "inputs= and target= name them"
+        )
     found = {}
     for key in columns:
         try:
             found[key] = _tensor(item[key])[None]
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"{name} must hold numbers in column {key!r}, its item {i} does not: {error}. Text needs a tokeniser, images of "
+                f"{name} must hold numbers in column {key!r}, its item {i} does not: {error}. Text "
+                "needs a tokeniser, images of "
                 "different sizes one size"
             ) from error
     return found
@@ -101,58 +130,95 @@ def _pair(item: Any, name: str, i: int) -> Rows:
         keys = [repr(key) for key in item] if isinstance(item, Mapping) else ["0", "1"]
         chosen = ", ".join(f"item[{key}]" for key in (keys * 2)[:2])
         raise ValueError(
-            f"{name} must give pairs (x, y), got {kind_of(item)} as item {i}: choose the two, as in [({chosen}) for item in data]"
-            + ", or name columns by inputs= and target=" * isinstance(item, Mapping)
+            f"{name} must give pairs (x, y), got {kind_of(item)} as item {i}: choose the two, as "
+            f"in [({chosen}) for item in data]"
+            + ", or name columns by inputs= and target="
+            * isinstance(item, Mapping)
         )
     try:
         return dict(named(_example(item[0]))) | {"y": torch.as_tensor(item[1])[None]}
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{name} must hold numbers, its item {i} does not: {error}. Images need a transform that makes them tensors, such as "
+            f"{name} must hold numbers, its item {i} does not: {error}. Images need a transform "
+            "that makes them tensors, such as "
             "torchvision's ToTensor()"
         ) from error
 
 
 def _example(x: Any) -> Inputs:
-    """Return one example's inputs as a row; a tuple of numbers is a vector, one of anything else several inputs."""
-    if isinstance(x, Mapping) or (isinstance(x, tuple) and any(np.ndim(part) or isinstance(part, Tensor | Mapping) for part in x)):
-        return {key: _example(part) for key, part in x.items()} if isinstance(x, Mapping) else tuple(map(_example, x))
+    """Return one example's inputs as a row; a tuple of numbers is a vector, one of anything else
+    several inputs.
+    """
+    if isinstance(x, Mapping) or (
+        isinstance(x, tuple)
+        and any(np.ndim(part) or isinstance(part, Tensor | Mapping) for part in x)
+    ):
+        return (
+            {key: _example(part) for key, part in x.items()}
+            if isinstance(x, Mapping)
+            else tuple(map(_example, x))
+        )
     return _tensor(x)[None]
 
 
 def _tensor(value: Any) -> Tensor:
     """Return a tensor of numbers, of an image of PIL, too."""
-    return torch.as_tensor(np.array(value) if hasattr(value, "__array_interface__") and not isinstance(value, Tensor) else value)
+    return torch.as_tensor(
+        np.array(value)
+        if hasattr(value, "__array_interface__") and not isinstance(value, Tensor)
+        else value
+    )
 
 
 def _shown(row: Rows) -> str:
     x = unnamed({key: t for key, t in row.items() if key != "y"})
     assert x is not None  # there is always an input
-    return f"x {list(x.shape[1:]) if isinstance(x, Tensor) else shape_of(x)} and y {list(row['y'].shape)}"
+    return (
+        f"x {list(x.shape[1:]) if isinstance(x, Tensor) else shape_of(x)} and y "
+        f"{list(row['y'].shape)}"
+    )
 
 
 def class_names(dataset: Any, target: str) -> list[str] | None:
-    """Return the names of the classes that a data set of Hugging Face's gives for a column of labels, or of lists of labels."""
+    """Return the names of the classes that a data set of Hugging Face's gives for a column of
+    labels, or of lists of labels.
+    """
     features = getattr(dataset, "features", None)
     feature = features.get(target) if isinstance(features, Mapping) else None
-    found = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+    found = getattr(feature, "names", None) or getattr(
+        getattr(feature, "feature", None), "names", None
+    )
     return list(found) if found else None
 
 
 def together(sets: Sequence[list[Rows]], target: str, mask: str | None) -> list[Rows]:
-    """Join the rows of every data set, lists filled up to the longest of all; a set without rows has the first one's columns."""
+    """Join the rows of every data set, lists filled up to the longest of all; a set without rows
+    has the first one's columns.
+    """
     keys = list(sets[0][0])
     lists, lengths = [], []
     if mask is not None:
-        lists, lengths = ragged({key: [tuple(row[key].shape[1:]) for one in sets for row in one] for key in keys}, mask)
+        lists, lengths = ragged(
+            {key: [tuple(row[key].shape[1:]) for one in sets for row in one] for key in keys}, mask
+        )
     width, start = max(lengths, default=0), 0
-    known = {key: next((row[key] for one in sets for row in one if row[key].numel()), sets[0][0][key]) for key in lists}
+    known = {
+        key: next((row[key] for one in sets for row in one if row[key].numel()), sets[0][0][key])
+        for key in lists
+    }
     out = []
     for one in sets:
         rows = one or [{key: t[:0] for key, t in sets[0][0].items()}]
         fill = {key: IGNORE if key == target else 0 for key in lists}
         joined = {
-            key: torch.cat([_filled(row[key], width, fill[key], known[key].dtype) if key in lists else row[key] for row in rows])
+            key: torch.cat(
+                [
+                    _filled(row[key], width, fill[key], known[key].dtype)
+                    if key in lists
+                    else row[key]
+                    for row in rows
+                ]
+            )
             for key in (keys if mask is not None else rows[0])
         }
         if mask is not None and mask not in keys and any(key != target for key in lists):
@@ -164,5 +230,7 @@ def together(sets: Sequence[list[Rows]], target: str, mask: str | None) -> list[
 
 
 def _filled(t: Tensor, width: int, value: int, kind: torch.dtype) -> Tensor:
-    """Return lists [b, n] filled up to `width`; empty ones, which have no type of their own, in that of the others."""
+    """Return lists [b, n] filled up to `width`; empty ones, which have no type of their own, in
+    that of the others.
+    """
     return F.pad(t if t.numel() else t.to(kind), (0, width - t.shape[1]), value=value)

@@ -1,4 +1,6 @@
-"""The rows of the training or the test data, found for every client: of one array per client, or of arrays that all share."""
+"""The rows of the training or the test data, found for every client: of one array per client, or of
+arrays that all share.
+"""
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -20,7 +22,8 @@ class Part(NamedTuple):
     """The training or the test data of all clients.
 
     Args:
-        x: Inputs [N, ...]: client after client, in memory of their own; where a tensor is mapped, all in the order of its file.
+        x: Inputs [N, ...]: client after client, in memory of their own; where a tensor is mapped,
+            all in the order of its file.
         ys: Labels or targets of each client, in the order of its rows.
         rows: Rows in `x` of each client.
         client_ids: The client of each row as it was given; None for one array per client.
@@ -44,7 +47,9 @@ class Part(NamedTuple):
         return out
 
 
-def per_client(x: Sequence[Any], y: Any, names: Sequence[str] | None = None, train: Part | None = None) -> Part:
+def per_client(
+    x: Sequence[Any], y: Any, names: Sequence[str] | None = None, train: Part | None = None
+) -> Part:
     """Join lists of one thing per client; an error names the first client that does not fit.
 
     Args:
@@ -54,7 +59,8 @@ def per_client(x: Sequence[Any], y: Any, names: Sequence[str] | None = None, tra
         train: The training data, where these are test data.
 
     Raises:
-        ValueError: Clients have different inputs, or inputs and labels of different lengths, or there are none.
+        ValueError: Clients have different inputs, or inputs and labels of different lengths, or
+            there are none.
         TypeError: Something is no array.
     """
     part = "" if train is None else "test "
@@ -66,34 +72,50 @@ def per_client(x: Sequence[Any], y: Any, names: Sequence[str] | None = None, tra
     xs = [to_inputs(value, f"{part}x", f" of {whose(j)}") for j, value in enumerate(x)]
     if not xs:
         raise ValueError(f"{part}x is empty: pass one array of inputs per client")
-    ys = [to_tensor(value, f"{part}y of {whose(j)}") for j, value in enumerate(as_list(y, f"{part}y", "array of labels or targets"))]
+    ys = [
+        to_tensor(value, f"{part}y of {whose(j)}")
+        for j, value in enumerate(as_list(y, f"{part}y", "array of labels or targets"))
+    ]
     if len(xs) != len(ys):
         raise ValueError(
-            f"{part}x has {len(xs)} clients, {part}y has {len(ys)}; pass as many arrays of labels or targets as of inputs. Are these "
+            f"{part}x has {len(xs)} clients, {part}y has {len(ys)}; pass as many arrays of labels "
+            "or targets as of inputs. Are these "
             "arrays of all clients? Then pass client_ids, one per row"
         )
     for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
         name, leaf = next(named(xj, f"{part}x"))
         if leaf.dim() < 1 or yj.dim() < 1 or len(leaf) != len(yj):
             raise ValueError(
-                f"{whose(j)} has {name} of shape {list(leaf.shape)} and {part}y of shape {list(yj.shape)}; they must have as many rows. "
+                f"{whose(j)} has {name} of shape {list(leaf.shape)} and {part}y of shape "
+                f"{list(yj.shape)}; they must have as many rows. "
                 "Are these pooled arrays? Then pass client_ids, one per row"
             )
     some = next((j for j, yj in enumerate(ys) if len(yj)), 0)
     xs = [_alike(f"{part}x", whose(j), xj, whose(some), xs[some]) for j, xj in enumerate(xs)]
     for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
-        for (name, own), (_, one) in zip((*named(xj), ("y", yj)), (*named(xs[0]), ("y", ys[0])), strict=True):
+        for (name, own), (_, one) in zip(
+            (*named(xj), ("y", yj)), (*named(xs[0]), ("y", ys[0])), strict=True
+        ):
             if own.shape[1:] != one.shape[1:]:
                 raise ValueError(
-                    f"{part}{name} must have rows of one shape: {whose(j)} has {list(own.shape[1:])}, {whose(0)} {list(one.shape[1:])}; "
+                    f"{part}{name} must have rows of one shape: {whose(j)} has "
+                    f"{list(own.shape[1:])}, {whose(0)} {list(one.shape[1:])}; "
                     "reshape, crop or pad them alike"
                 )
     ends = np.cumsum([len(yj) for yj in ys])
-    return Part(join(xs), ys, [np.arange(end - len(yj), end, dtype=np.int64) for end, yj in zip(ends, ys, strict=True)], None)
+    return Part(
+        join(xs),
+        ys,
+        [np.arange(end - len(yj), end, dtype=np.int64) for end, yj in zip(ends, ys, strict=True)],
+        None,
+    )
 
 
-def by_client(x: Any, y: Any, ids: Any, order: Sequence[Hashable] | None = None) -> tuple[Part, list[Hashable]]:
-    """Find each client's rows of arrays that all share; clients are in the order of their sorted ids.
+def by_client(
+    x: Any, y: Any, ids: Any, order: Sequence[Hashable] | None = None
+) -> tuple[Part, list[Hashable]]:
+    """Find each client's rows of arrays that all share; clients are in the order of their sorted
+    ids.
 
     Args:
         x: Inputs of all.
@@ -105,30 +127,46 @@ def by_client(x: Any, y: Any, ids: Any, order: Sequence[Hashable] | None = None)
         The rows, and the clients' ids in their order.
 
     Raises:
-        ValueError: Arrays have different lengths, a row has no client, two ids are one name, or a client of test data is unknown.
+        ValueError: Arrays have different lengths, a row has no client, two ids are one name, or a
+            client of test data is unknown.
         TypeError: Something is no array.
     """
     part = "" if order is None else "test "
     inputs, ys = to_inputs(x, f"{part}x"), to_tensor(y, f"{part}y")
     name, leaf = next(named(inputs, f"{part}x"))
     if leaf.dim() < 1 or ys.dim() < 1 or len(leaf) != len(ys):
-        several = "; several inputs are a tuple of arrays, not a list" if isinstance(x, list) and leaf.dim() and len(leaf) == len(x) else ""
-        raise ValueError(f"{name} and {part}y must have as many rows, got shapes {list(leaf.shape)} and {list(ys.shape)}{several}")
+        several = (
+            "; several inputs are a tuple of arrays, not a list"
+            if isinstance(x, list) and leaf.dim() and len(leaf) == len(x)
+            else ""
+        )
+        raise ValueError(
+            f"{name} and {part}y must have as many rows, got shapes {list(leaf.shape)} and "
+            f"{list(ys.shape)}{several}"
+        )
     if not len(leaf) and order is None:
-        raise ValueError("x is empty: pass one row of inputs for each example, and the client of each row as client_ids")
+        raise ValueError(
+            "x is empty: pass one row of inputs for each example, and the client of each row as "
+            "client_ids"
+        )
     owners = plain_ids(ids, f"{part}client_ids")
     if len(owners) != len(leaf):
-        raise ValueError(f"{part}client_ids must name a client for each of the {len(leaf)} rows, got {len(owners)}")
+        raise ValueError(
+            f"{part}client_ids must name a client for each of the {len(leaf)} rows, got "
+            f"{len(owners)}"
+        )
     if missing := [row for row, owner in enumerate(owners) if _missing(owner)]:
         raise ValueError(
-            f"{part}client_ids names no client for {len(missing)} of {len(owners)} rows, the first is row {missing[0]} "
-            f"({owners[missing[0]]!r}); leave these rows out, or give them the id of their client"
+            f"{part}client_ids names no client for {len(missing)} of {len(owners)} rows, the first "
+            f"is row {missing[0]} ({owners[missing[0]]!r}); leave these rows out, or give them the "
+            "id of their client"
         )
     places = places_of(owners)
     found = _sorted(places) if order is None else list(order)
     if strangers := [owner for owner in places if owner not in set(found)]:
         raise ValueError(
-            f"{part}client_ids name client {strangers[0]!r}, who has no training data: leave its rows out; known are {found[:10]}"
+            f"{part}client_ids name client {strangers[0]!r}, who has no training data: leave its "
+            f"rows out; known are {found[:10]}"
         )
     rows = [np.array(places.get(owner, []), dtype=np.int64) for owner in found]
     divided = [ys[torch.from_numpy(r)] for r in rows]
@@ -137,37 +175,49 @@ def by_client(x: Any, y: Any, ids: Any, order: Sequence[Hashable] | None = None)
         return Part(kept, divided, rows, owners), found
     after = torch.from_numpy(np.concatenate(rows))
     ends = np.cumsum([len(r) for r in rows])
-    contiguous = [np.arange(end - len(r), end, dtype=np.int64) for end, r in zip(ends, rows, strict=True)]
-    return Part(each(lambda t: t.index_select(0, after), inputs), divided, contiguous, owners), found
+    contiguous = [
+        np.arange(end - len(r), end, dtype=np.int64) for end, r in zip(ends, rows, strict=True)
+    ]
+    return Part(
+        each(lambda t: t.index_select(0, after), inputs), divided, contiguous, owners
+    ), found
 
 
 def check_test(test: Part, train: Part) -> Part:
-    """Return test data, after a check that they have the inputs and the shapes of the training data.
+    """Return test data, after a check that they have the inputs and the shapes of the training
+    data.
 
     Raises:
         ValueError: They have others.
     """
     test = test._replace(x=_alike("x", "the test part", test.x, "the training part", train.x))
-    for (name, held), (_, trained) in zip((*named(test.x), ("y", test.ys[0])), (*named(train.x), ("y", train.ys[0])), strict=True):
+    for (name, held), (_, trained) in zip(
+        (*named(test.x), ("y", test.ys[0])), (*named(train.x), ("y", train.ys[0])), strict=True
+    ):
         if held.shape[1:] != trained.shape[1:]:
             raise ValueError(
-                f"test {name} must have rows of the training data's shape {list(trained.shape[1:])}, got {list(held.shape[1:])}"
+                f"test {name} must have rows of the training data's shape "
+                f"{list(trained.shape[1:])}, got {list(held.shape[1:])}"
             )
     return test
 
 
 def _alike(name: str, whose: str, x: Inputs, others: str, like: Inputs) -> Inputs:
-    """Return inputs, after a check that they have the tensors of `like` and types like theirs; inputs without rows take these types."""
+    """Return inputs, after a check that they have the tensors of `like` and types like theirs;
+    inputs without rows take these types.
+    """
     mine, theirs = dict(named(x, name)), dict(named(like, name))
     if mine.keys() != theirs.keys():
         raise ValueError(
-            f"{whose} has the inputs {', '.join(mine)}, {others} {', '.join(theirs)}: pass the same ones, by the same names, for all"
+            f"{whose} has the inputs {', '.join(mine)}, {others} {', '.join(theirs)}: pass the "
+            "same ones, by the same names, for all"
         )
     for what, own in mine.items():
         one = theirs[what]
         if _read_as(own) != _read_as(one) and len(own) and len(one):
             raise ValueError(
-                f"{what} must hold numbers of one type: {whose} has {own.dtype}, {others} {one.dtype}; convert them alike, as "
+                f"{what} must hold numbers of one type: {whose} has {own.dtype}, {others} "
+                f"{one.dtype}; convert them alike, as "
                 "values.astype('float32') does where both are quantities"
             )
     return _ordered(x, like)
@@ -175,7 +225,9 @@ def _alike(name: str, whose: str, x: Inputs, others: str, like: Inputs) -> Input
 
 def _read_as(t: Tensor) -> str:
     """Say in what type numbers are read."""
-    return "a float" if t.is_floating_point() else "torch.int64" if t.dtype in WIDE else str(t.dtype)
+    return (
+        "a float" if t.is_floating_point() else "torch.int64" if t.dtype in WIDE else str(t.dtype)
+    )
 
 
 def _ordered(x: Any, like: Any) -> Inputs:
@@ -197,15 +249,23 @@ def plain_ids(ids: Any, name: str) -> list[Hashable]:
         return ids.tolist()
     if isinstance(ids, np.ndarray | Tensor) or not isinstance(ids, Iterable):
         what = f"shape {list(ids.shape)}" if isinstance(ids, np.ndarray | Tensor) else kind_of(ids)
-        raise ValueError(f"{name} must be a list or a vector with the client of each row, got {what}")
+        raise ValueError(
+            f"{name} must be a list or a vector with the client of each row, got {what}"
+        )
     return [v.item() if isinstance(v, np.generic | Tensor) else v for v in ids]
 
 
 def _missing(owner: Any) -> bool:
-    """Say whether a client id is none: None, NaN or a missing value of pandas, or what these become as text."""
+    """Say whether a client id is none: None, NaN or a missing value of pandas, or what these become
+    as text.
+    """
     if isinstance(owner, str):
         return owner.strip() in MISSING
-    return owner is None or type(owner).__name__ in ("NAType", "NaTType") or (isinstance(owner, float) and math.isnan(owner))
+    return (
+        owner is None
+        or type(owner).__name__ in ("NAType", "NaTType")
+        or (isinstance(owner, float) and math.isnan(owner))
+    )
 
 
 def places_of(owners: Iterable[Hashable]) -> dict[Hashable, list[int]]:
@@ -222,7 +282,8 @@ def _sorted(owners: Mapping[Hashable, Any]) -> list[Hashable]:
     for owner in owners:
         if (other := texts.setdefault(str(owner), owner)) is not owner:
             raise ValueError(
-                f"client_ids {other!r} and {owner!r} would be two clients of one name: give one client's rows one id, as "
+                f"client_ids {other!r} and {owner!r} would be two clients of one name: give one "
+                "client's rows one id, as "
                 "[str(i) for i in client_ids] does"
             )
     try:
@@ -242,18 +303,25 @@ def environments_of(values: Any, train: Part, order: Sequence[Hashable]) -> list
         pooled = to_tensor(values, "environments")
         if pooled.shape != (len(train.client_ids),):
             raise ValueError(
-                f"environments must have one number for each of the {len(train.client_ids)} rows, got shape {list(pooled.shape)}"
+                f"environments must have one number for each of the {len(train.client_ids)} rows, "
+                f"got shape {list(pooled.shape)}"
             )
         places = places_of(train.client_ids)
         parts = [pooled[torch.tensor(places[owner], dtype=torch.int64)] for owner in order]
     else:
-        parts = [to_tensor(value, f"environments of client {j}") for j, value in enumerate(as_list(values, "environments", "array"))]
+        parts = [
+            to_tensor(value, f"environments of client {j}")
+            for j, value in enumerate(as_list(values, "environments", "array"))
+        ]
     if len(parts) != len(train.ys):
-        raise ValueError(f"environments must be one array for each of the {len(train.ys)} clients, got {len(parts)}")
+        raise ValueError(
+            f"environments must be one array for each of the {len(train.ys)} clients, got "
+            f"{len(parts)}"
+        )
     for j, (part, yj) in enumerate(zip(parts, train.ys, strict=True)):
         if part.shape != (len(yj),) or part.is_floating_point():
             raise ValueError(
-                f"environments of client {j} must be whole numbers, one for each of its {len(yj)} rows, got {part.dtype} of shape "
-                f"{list(part.shape)}"
+                f"environments of client {j} must be whole numbers, one for each of its {len(yj)} "
+                f"rows, got {part.dtype} of shape {list(part.shape)}"
             )
     return parts

@@ -1,4 +1,6 @@
-"""Federations of map-style data sets: torch's, rows of Hugging Face's by the names of their columns, partitions of Flower's."""
+"""Federations of map-style data sets: torch's, rows of Hugging Face's by the names of their
+columns, partitions of Flower's.
+"""
 
 import hashlib
 import os
@@ -27,68 +29,127 @@ def from_datasets(
     folder: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> FederatedData:
-    """Make federated data of one map-style data set per client; every item is read once, a few of them again.
+    """Make federated data of one map-style data set per client; every item is read once, a few of
+    them again.
 
-    Items are pairs (x, y), or, with `inputs` and `target`, rows by name as those of Hugging Face's `datasets` and of a partition that
-    Flower Datasets loads. `x` is a tensor or an array, or a tuple or a mapping of several, see `from_arrays`. Classes that such a data set
-    names by its `features` have these names.
+    Items are pairs (x, y), or, with `inputs` and `target`, rows by name as those of Hugging Face's
+    `datasets` and of a partition that Flower Datasets loads. `x` is a tensor or an array, or a
+    tuple or a mapping of several, see `from_arrays`. Classes that such a data set names by its
+    `features` have these names.
 
-    Lists whose lengths differ between rows, as texts are, are filled up with 0 to the longest of all clients, and labels [T] with -100.
-    Then an input `mask`, bool, is added that says which places are the row's own, unless the rows have one of that name.
+    Lists whose lengths differ between rows, as texts are, are filled up with 0 to the longest of
+    all clients, and labels [T] with -100. Then an input `mask`, bool, is added that says which
+    places are the row's own, unless the rows have one of that name.
 
-    Data larger than memory get a `folder`: the first call writes all items into it, one after the other, and every call maps these files.
-    A column then holds numbers of one type.
-    A later call reads three items of each data set and compares them and the lengths with what was written; delete the folder if anything
-    else has changed.
+    Data larger than memory get a `folder`: the first call writes all items into it, one after the
+    other, and every call maps these files. A column then holds numbers of one type. A later call
+    reads three items of each data set and compares them and the lengths with what was written;
+    delete the folder if anything else has changed.
 
     Args:
         datasets: One data set for each client.
-        inputs: Name of the column that is the input, or of several, by which the model is called, `model(**x)`; None for pairs.
+        inputs: Name of the column that is the input, or of several, by which the model is called,
+            `model(**x)`; None for pairs.
         target: Name of the column to predict, with `inputs`.
-        mask: Name of the input that says which places of filled-up lists are none, by the name of the model's argument.
+        mask: Name of the input that says which places of filled-up lists are none, by the name of
+            the model's argument.
         test: Test data sets, one for each client; None takes a share of each client's examples.
         folder: Folder of the items' files, new or from an earlier call; None keeps them in memory.
         **options: Those of `from_arrays` but `client_ids`.
 
     Raises:
-        ValueError: A data set does not give pairs of numbers or lacks a column, or draws at random; lists of one row have different
-            lengths; only one of `inputs` and `target` is given; data sets name classes differently; the folder holds something else; or
-            `from_arrays` refuses them.
+        ValueError: A data set does not give pairs of numbers or lacks a column, or draws at random;
+            lists of one row have different lengths; only one of `inputs` and `target` is given;
+            data sets name classes differently; the folder holds something else; or `from_arrays`
+            refuses them.
         TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
     """
     if "client_ids" in options:
-        raise TypeError("client_ids is for the pooled arrays of from_arrays; from_datasets takes one data set per client, see names=")
+        raise TypeError(
+            "client_ids is for the pooled arrays of from_arrays; from_datasets takes one data set "
+            "per client, see names="
+        )
     if (inputs is None) != (target is None):
-        raise ValueError("inputs= and target= name columns of rows together; leave both out for data sets of pairs (x, y)")
-    given = [(f"datasets[{j}]", one) for j, one in enumerate(as_list(datasets, "datasets", "data set"))]
+        raise ValueError(
+            "inputs= and target= name columns of rows together; leave both out for data sets of "
+            "pairs (x, y)"
+        )
+    given = [
+        (f"datasets[{j}]", one) for j, one in enumerate(as_list(datasets, "datasets", "data set"))
+    ]
     if not given:
         raise ValueError("datasets is empty: pass one data set per client")
-    held = [(f"test[{j}]", one) for j, one in enumerate(as_list(test, "test", "data set"))] if test is not None else []
+    held = (
+        [(f"test[{j}]", one) for j, one in enumerate(as_list(test, "test", "data set"))]
+        if test is not None
+        else []
+    )
     for name, one in [*given, *held]:
-        check_map_style(one, name, least=0 if name.startswith("test") else 1)  # a client may have no test data
-    columns = None if inputs is None else [*([inputs] if isinstance(inputs, str) else inputs), str(target)]
+        check_map_style(
+            one, name, least=0 if name.startswith("test") else 1
+        )  # a client may have no test data
+    columns = (
+        None
+        if inputs is None
+        else [*([inputs] if isinstance(inputs, str) else inputs), str(target)]
+    )
     if columns is None and mask != "attention_mask":
-        raise ValueError(f"mask={mask!r} is for rows by name, whose columns inputs= and target= name; leave it out for pairs (x, y)")
+        raise ValueError(
+            f"mask={mask!r} is for rows by name, whose columns inputs= and target= name; leave it "
+            "out for pairs (x, y)"
+        )
     if columns and columns[-1] in columns[:-1]:
         raise ValueError(f"target {target!r} is among inputs= {columns[:-1]}: leave it out there")
     asked = options.get("class_names") is None and options.get("task") != "regression"
-    if asked and columns and (classes := _classes([*given, *held], columns[-1])) and options.get("outputs") in (None, len(classes)):
+    if (
+        asked
+        and columns
+        and (classes := _classes([*given, *held], columns[-1]))
+        and options.get("outputs") in (None, len(classes))
+    ):
         options |= {"class_names": classes, "outputs": len(classes)}
     sizes = [len(one) for _, one in given]
-    with tqdm(total=sum(len(one) for _, one in given + held), unit="row", disable=None, leave=False) as bar:
+    with tqdm(
+        total=sum(len(one) for _, one in given + held), unit="row", disable=None, leave=False
+    ) as bar:
         read = [items(one, name, columns, bar.update) for name, one in given + held]
         if folder is not None:
-            signature = {"rows": sizes, "test rows": [len(one) for _, one in held], "inputs": inputs, "target": target, "mask": mask}
+            signature = {
+                "rows": sizes,
+                "test rows": [len(one) for _, one in held],
+                "inputs": inputs,
+                "target": target,
+                "mask": mask,
+            }
             signature["items"] = [_digest(one, name, columns) for name, one in given + held]
-            mapped = stored(folder, signature, read, rows=bar.total, target=target or "y", mask=mask if columns else None)
-            return _from_files(*_tree(mapped, inputs, target), sizes, signature["test rows"] if test is not None else None, options)
-        joined = [_tree(one, inputs, target) for one in together([list(one) for one in read], target or "y", mask if columns else None)]
+            mapped = stored(
+                folder,
+                signature,
+                read,
+                rows=bar.total,
+                target=target or "y",
+                mask=mask if columns else None,
+            )
+            return _from_files(
+                *_tree(mapped, inputs, target),
+                sizes,
+                signature["test rows"] if test is not None else None,
+                options,
+            )
+        joined = [
+            _tree(one, inputs, target)
+            for one in together(
+                [list(one) for one in read], target or "y", mask if columns else None
+            )
+        ]
     pairs, tests = joined[: len(given)], joined[len(given) :]
     parts = ([x for x, _ in tests], [y for _, y in tests]) if test is not None else None
     return from_arrays([x for x, _ in pairs], [y for _, y in pairs], test=parts, **options)
 
 
-def _tree(columns: Mapping[str, Any], inputs: str | Sequence[str] | None, target: str | None) -> tuple[Any, Any]:
+def _tree(
+    columns: Mapping[str, Any], inputs: str | Sequence[str] | None, target: str | None
+) -> tuple[Any, Any]:
     """Return inputs and targets of joined columns."""
     if inputs is None or target is None:
         return unnamed({key: t for key, t in columns.items() if key != "y"}), columns["y"]
@@ -99,18 +160,30 @@ def _tree(columns: Mapping[str, Any], inputs: str | Sequence[str] | None, target
     return {key: columns[key] for key in (*own, *added)}, columns[target]
 
 
-def _from_files(x: Any, y: Any, sizes: list[int], tests: list[int] | None, options: dict[str, Any]) -> FederatedData:
-    """Make federated data of arrays in files that hold one client's rows after the other's, training rows first."""
+def _from_files(
+    x: Any, y: Any, sizes: list[int], tests: list[int] | None, options: dict[str, Any]
+) -> FederatedData:
+    """Make federated data of arrays in files that hold one client's rows after the other's,
+    training rows first.
+    """
     owners, n = np.repeat(np.arange(len(sizes)), sizes), sum(sizes)
     test = None
     if tests is not None:
         if len(tests) != len(sizes):
-            raise ValueError(f"test has {len(tests)} clients, the training data {len(sizes)}; an empty data set is one without test data")
+            raise ValueError(
+                f"test has {len(tests)} clients, the training data {len(sizes)}; an empty data set "
+                "is one without test data"
+            )
         test = (at(x, slice(n, None)), y[n:], np.repeat(np.arange(len(sizes)), tests))
     if options.get("environments") is not None:
-        given = [np.asarray(own) for own in as_list(options["environments"], "environments", "array")]
+        given = [
+            np.asarray(own) for own in as_list(options["environments"], "environments", "array")
+        ]
         if [len(own) for own in given] != sizes:
-            raise ValueError(f"environments must have one number for each row, {sizes}, got {[len(own) for own in given]}")
+            raise ValueError(
+                f"environments must have one number for each row, {sizes}, got "
+                f"{[len(own) for own in given]}"
+            )
         options = options | {"environments": np.concatenate(given)}
     options = {"names": generated(len(sizes))} | options
     return from_arrays(at(x, slice(n)), y[:n], client_ids=owners, test=test, **options)
@@ -126,7 +199,8 @@ def _classes(sets: Sequence[tuple[str, Any]], target: str) -> list[str] | None:
     first = next(iter(named.values()))
     if other := [name for name, found in named.items() if found != first and len(dict(sets)[name])]:
         raise ValueError(
-            f"{other[0]} has the classes {named[other[0]]}, {sets[0][0]} has {first}: labels may mean different things; give all the "
+            f"{other[0]} has the classes {named[other[0]]}, {sets[0][0]} has {first}: labels may "
+            "mean different things; give all the "
             "same features, as data.cast_column does, or pass class_names= if they mean the same"
         )
     return first
@@ -135,9 +209,16 @@ def _classes(sets: Sequence[tuple[str, Any]], target: str) -> list[str] | None:
 def _digest(dataset: Any, name: str, columns: Sequence[str] | None) -> str:
     """Return a digest of three items of a data set, by which a folder knows it."""
     digest = hashlib.sha256()
-    for row in items(dataset, name, columns, only=sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []):
+    for row in items(
+        dataset,
+        name,
+        columns,
+        only=sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else [],
+    ):
         for i in range(len(next(iter(row.values())))):
             for key, t in row.items():
                 kept = as_kept(t[i]).contiguous()
-                digest.update(f"{key} {kept.dtype} {tuple(kept.shape)}".encode() + kept.numpy().tobytes())
+                digest.update(
+                    f"{key} {kept.dtype} {tuple(kept.shape)}".encode() + kept.numpy().tobytes()
+                )
     return digest.hexdigest()

@@ -1,4 +1,6 @@
-"""Recipes with label skew in groups: clients of a group have the same classes, or mostly the same ones."""
+"""Recipes with label skew in groups: clients of a group have the same classes, or mostly the same
+ones.
+"""
 
 from collections.abc import Sequence
 from weakref import ref
@@ -33,43 +35,62 @@ def dominant_classes(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Divide a data set among groups of clients; most of a client's examples are of the few classes that dominate in its group.
+    """Divide a data set among groups of clients; most of a client's examples are of the few classes
+    that dominate in its group.
 
-    A share `uniform` of a client's examples is of all classes alike, the rest of the dominant classes of its group.
+    A share `uniform` of a client's examples is of all classes alike, the rest of the dominant
+    classes of its group.
 
-    Client j is in group j mod G. Unless `groups` are given, group g has the classes 2g, 2g + 1 and 2g + 2, modulo the number of classes, so
-    that neighbours have one class in common if the number of classes is even and at least six: with ten {0, 1, 2}, {2, 3, 4}, {4, 5, 6},
-    {6, 7, 8}, {8, 9, 0}, as in the paper.
+    Client j is in group j mod G. Unless `groups` are given, group g has the classes 2g, 2g + 1 and
+    2g + 2, modulo the number of classes, so that neighbours have one class in common if the number
+    of classes is even and at least six: with ten {0, 1, 2}, {2, 3, 4}, {4, 5, 6}, {6, 7, 8}, {8, 9,
+    0}, as in the paper.
 
-    Each class's rows, of the training and of the test part, are a shuffled queue from which clients take one after another; it starts again
-    at its end. Clients may therefore share examples, though none has one twice: `recipe["shared"]` has the numbers of training and test
-    rows that belong to several clients. If training rows do, a validation or calibration part is refused, since other clients would train
-    on it.
+    Each class's rows, of the training and of the test part, are a shuffled queue from which clients
+    take one after another; it starts again at its end. Clients may therefore share examples, though
+    none has one twice: `recipe["shared"]` has the numbers of training and test rows that belong to
+    several clients. If training rows do, a validation or calibration part is refused, since other
+    clients would train on it.
 
-    Sizes of the paper, as `train` and `test`, with 20 or 100 clients: CIFAR-10 and CINIC-10 600 and 300, Fashion-MNIST 600 and 600; EMNIST
-    1,000 and 600 with digits, capitals and small letters as three groups. The authors' code takes rows in their order and, on CIFAR-10,
-    starts at the 2,000th.
+    Sizes of the paper, as `train` and `test`, with 20 or 100 clients: CIFAR-10 and CINIC-10 600 and
+    300, Fashion-MNIST 600 and 600; EMNIST 1,000 and 600 with digits, capitals and small letters as
+    three groups. The authors' code takes rows in their order and, on CIFAR-10, starts at the
+    2,000th.
 
     Args:
-        uniform: Share of these rows that is of all classes alike, within [0, 1]; numbers are rounded so that they add up.
-        groups: Dominant classes of each group; a class may be in several. None for the groups above.
+        uniform: Share of these rows that is of all classes alike, within [0, 1]; numbers are
+            rounded so that they add up.
+        groups: Dominant classes of each group; a class may be in several. None for the groups
+            above.
 
     Raises:
-        ValueError: There are more clients than training rows, a group is empty or has an unknown class, a client is to get more rows of a
-            class than there are, or a validation or calibration part is asked for while clients share training rows.
+        ValueError: There are more clients than training rows, a group is empty or has an unknown
+            class, a client is to get more rows of a class than there are, or a validation or
+            calibration part is asked for while clients share training rows.
 
     References:
-        Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023,
-        arXiv:2306.11867, experiments; the groups and the queues from the authors' code, github.com/JianXu95/FedPAC.
+        Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier
+        collaboration", ICLR 2023, arXiv:2306.11867, experiments; the groups and the queues from the
+        authors' code, github.com/JianXu95/FedPAC.
     """
-    options = shared.Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = shared.Options(
+        source=source,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
+    )
     opened = options.open()
     y_train, y_test = shared.classes(opened, "dominant_classes")
     count = opened.outputs
     shared.check_clients(clients, len(y_train), "training examples")
     if groups is None:
         if count < 4:
-            raise ValueError(f"{opened.info.name!r} has {count} classes, too few for groups of three: pass groups=, such as [[0], [1]]")
+            raise ValueError(
+                f"{opened.info.name!r} has {count} classes, too few for groups of three: pass "
+                "groups=, such as [[0], [1]]"
+            )
         groups = [[(2 * g + k) % count for k in range(3)] for g in range(-(-count // 2))]
     held = [sorted({int(k) for k in group}) for group in groups]
     if not held or any(not group or group[0] < 0 or group[-1] >= count for group in held):
@@ -82,10 +103,13 @@ def dominant_classes(
     for labels, size in ((y_train, train), (y_test, test)):
         wanted = np.array([partitions.largest_remainder(size, row) for row in shares])
         rows.append(partitions.deal_around(labels, wanted[np.arange(clients) % len(held)], rng))
-    twice = [int((np.unique(np.concatenate(part), return_counts=True)[1] > 1).sum()) for part in rows]
+    twice = [
+        int((np.unique(np.concatenate(part), return_counts=True)[1] > 1).sum()) for part in rows
+    ]
     if twice[0] and (validation or calibration):
         raise ValueError(
-            f"{twice[0]} training examples belong to several clients, so that one's validation or calibration part would be trained on "
+            f"{twice[0]} training examples belong to several clients, so that one's validation or "
+            "calibration part would be trained on "
             "by another: take a smaller `train`, fewer clients, or neither part"
         )
     return options.federate(
@@ -120,39 +144,54 @@ def label_groups(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Give every client consecutive classes, with equally many examples of each, from the pooled training and test data.
+    """Give every client consecutive classes, with equally many examples of each, from the pooled
+    training and test data.
 
-    Client u has the classes (labels * u + k) mod O for k < labels, where O is the number of classes. With 5 of 10 classes, as in
-    the paper, that makes two groups only: classes 0 to 4 for the even clients, 5 to 9 for the odd ones. The paper specifies only that
-    clients have 5 of 10 labels; the groups come from the authors' code.
+    Client u has the classes (labels * u + k) mod O for k < labels, where O is the number of
+    classes. With 5 of 10 classes, as in the paper, that makes two groups only: classes 0 to 4 for
+    the even clients, 5 to 9 for the odd ones. The paper specifies only that clients have 5 of 10
+    labels; the groups come from the authors' code.
 
-    The data's own division is not kept: training and test part are pooled, and every client gets `train` and `test` examples of
-    each of its classes from the pool, without replacement, so that no example belongs to two clients or to both splits.
-    Results are therefore not comparable to those on the official test part; `recipe["pooled"]` is True. The authors' code takes
-    examples in their order and reaches the numbers per class on average; here they are drawn at random and exact.
+    The data's own division is not kept: training and test part are pooled, and every client gets
+    `train` and `test` examples of each of its classes from the pool, without replacement, so that
+    no example belongs to two clients or to both splits. Results are therefore not comparable to
+    those on the official test part; `recipe["pooled"]` is True. The authors' code takes examples in
+    their order and reaches the numbers per class on average; here they are drawn at random and
+    exact.
 
-    Sizes of the paper, as `train` and `test`: MNIST and Fashion-MNIST with 10 clients, small 50 and 950, large 900 and 300;
-    CIFAR-10 with 20 clients, small 25 and 475, large 450 and 150, which takes every image there is.
+    Sizes of the paper, as `train` and `test`: MNIST and Fashion-MNIST with 10 clients, small 50 and
+    950, large 900 and 300; CIFAR-10 with 20 clients, small 25 and 475, large 450 and 150, which
+    takes every image there is.
 
-    Inputs are `centred` as the authors do it, by mean 0.5 and standard deviation 0.5 of pixels within [0, 1]. It matters to methods that
-    compute curvature: at [0, 1] a pixel that is always black is always 0, so that the weights on it have no curvature at all.
+    Inputs are `centred` as the authors do it, by mean 0.5 and standard deviation 0.5 of pixels
+    within [0, 1]. It matters to methods that compute curvature: at [0, 1] a pixel that is always
+    black is always 0, so that the weights on it have no curvature at all.
 
     Args:
-        source: Name of a data set, or a source of your own, whose inputs must lie within [0, 1] to be centred.
+        source: Name of a data set, or a source of your own, whose inputs must lie within [0, 1] to
+            be centred.
         train: Number of training rows of each class and client, before validation and calibration.
         test: Number of test rows of each class and client.
-        centred: Whether to map inputs from [0, 1] to [-1, 1]. Otherwise they stay as `load` gives them: images standardised by their usual
-            mean and deviation, digits within [0, 1].
+        centred: Whether to map inputs from [0, 1] to [-1, 1]. Otherwise they stay as `load` gives
+            them: images standardised by their usual mean and deviation, digits within [0, 1].
 
     Raises:
-        ValueError: `labels` exceeds the number of classes, a class has too few rows, or inputs to be centred lie outside [0, 1].
+        ValueError: `labels` exceeds the number of classes, a class has too few rows, or inputs to
+            be centred lie outside [0, 1].
 
     References:
-        Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty quantification", 2024,
-        arXiv:2404.15657, experiments; the groups, the pooling and the centring from the authors' code,
-        github.com/hyLiu1994/BPFedMePD.
+        Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty
+        quantification", 2024, arXiv:2404.15657, experiments; the groups, the pooling and the
+        centring from the authors' code, github.com/hyLiu1994/BPFedMePD.
     """
-    options = shared.Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = shared.Options(
+        source=source,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
+    )
     opened = options.open()
     y = np.concatenate(shared.classes(opened, "label_groups"))
     shared.check_labels(labels, opened)
@@ -180,7 +219,8 @@ def label_groups(
 
 
 def _centred(source: Source) -> Tensor:
-    """Map inputs from [0, 1] to [-1, 1], after undoing the usual standardisation of known images; the copy is shared while it is in use.
+    """Map inputs from [0, 1] to [-1, 1], after undoing the usual standardisation of known images;
+    the copy is shared while it is in use.
 
     Raises:
         ValueError: The inputs lie outside [0, 1].

@@ -1,4 +1,6 @@
-"""Coloured images: their colour agrees with the label to a different degree in every environment, their shape always in the same way."""
+"""Coloured images: their colour agrees with the label to a different degree in every environment,
+their shape always in the same way.
+"""
 
 import math
 from collections.abc import Sequence
@@ -28,10 +30,14 @@ def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
     """Check the agreements of every client's environments, and return them as lists."""
     values = _plain(values)
     if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
-        raise ValueError(f"{name} must have one share for each client, or one tuple of them, got {values!r}")
+        raise ValueError(
+            f"{name} must have one share for each client, or one tuple of them, got {values!r}"
+        )
     nested = [list(own) if isinstance(own, Sequence) else [own] for own in map(_plain, values)]
     if not all(nested):
-        raise ValueError(f"{name} must have at least one environment for each client, got {values!r}")
+        raise ValueError(
+            f"{name} must have at least one environment for each client, got {values!r}"
+        )
     return [[_share(name, share) for share in own] for own in nested]
 
 
@@ -41,7 +47,9 @@ def _plain(values: Any) -> Any:
 
 
 def _coloured(grey: Tensor, y: Tensor, drawn: Tensor, agreement: Tensor | float) -> Tensor:
-    """Paint images into two channels [N, 2, H, W], one of them black: the colour is the label's with probability `agreement`."""
+    """Paint images into two channels [N, 2, H, W], one of them black: the colour is the label's
+    with probability `agreement`.
+    """
     colour = torch.where(drawn < agreement, y, 1 - y)
     x = grey.new_zeros(len(grey), 2, *grey.shape[1:])
     x[torch.arange(len(grey)), colour] = grey
@@ -64,61 +72,90 @@ def coloured(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Paint images in two colours: in training, colour predicts the label better than shape does; in the test, colour misleads.
+    """Paint images in two colours: in training, colour predicts the label better than shape does;
+    in the test, colour misleads.
 
-    The label is whether the class is among the first half, flipped with probability `flip`: no shape can be right more often than
-    1 - `flip`. The colour agrees with that noisy label with a probability of its own in each client's training data, and with
-    `test_agreement` in every client's test data; `recoloured` gives the same test images other colours. Client i's images, of both parts,
-    are rotated by i quarter turns counter-clockwise. Inputs are [2, H, W] within [0, 1]; of images of 28 x 28 every second pixel is kept.
+    The label is whether the class is among the first half, flipped with probability `flip`: no
+    shape can be right more often than 1 - `flip`. The colour agrees with that noisy label with a
+    probability of its own in each client's training data, and with `test_agreement` in every
+    client's test data; `recoloured` gives the same test images other colours. Client i's images, of
+    both parts, are rotated by i quarter turns counter-clockwise. Inputs are [2, H, W] within [0,
+    1]; of images of 28 x 28 every second pixel is kept.
 
-    * `coloured("fashion-mnist", test=10_000)`: RC-FMNIST, four clients, as the authors' generator makes it.
-    * `coloured("mnist", agreement=(0.95, 0.9, 0.85, 0.8), test_agreement=0.5, test=10_000)`: RC-MNIST, by the values in its folder's name.
+    * `coloured("fashion-mnist", test=10_000)`: RC-FMNIST, four clients, as the authors' generator
+    makes it.
+    * `coloured("mnist", agreement=(0.95, 0.9, 0.85, 0.8), test_agreement=0.5, test=10_000)`:
+    RC-MNIST, by the values in its folder's name.
     * `rotate=False`: the same without a mark by which a network could tell clients apart.
-    * `coloured("mnist", agreement=((0.8, 0.9),), rotate=False, test=10_000)`: IRM's coloured MNIST, on one machine.
+    * `coloured("mnist", agreement=((0.8, 0.9),), rotate=False, test=10_000)`: IRM's coloured MNIST,
+    on one machine.
 
     Args:
-        source: Name of a data set of grey images, or a source of your own with inputs [1, H, W] (or H H numbers) within [0, 1].
-        agreement: For each client the probability that colour agrees with label in training, or several, one for each of its environments.
+        source: Name of a data set of grey images, or a source of your own with inputs [1, H, W] (or
+            H H numbers) within [0, 1].
+        agreement: For each client the probability that colour agrees with label in training, or
+            several, one for each of its environments.
         test_agreement: The same probability in the test data.
         rotate: Whether each client's images are rotated.
         flip: Probability of a flipped label, in [0, 1].
-        test: Number of rows, the last of the source's training part, that are the test data, as IRM's code has it with 10,000 of MNIST;
-            None for the source's own test part.
+        test: Number of rows, the last of the source's training part, that are the test data, as
+            IRM's code has it with 10,000 of MNIST; None for the source's own test part.
 
     Raises:
-        ValueError: An agreement lies outside [0, 1], the data are no grey images or have a single class, or there are fewer rows than
-            environments.
+        ValueError: An agreement lies outside [0, 1], the data are no grey images or have a single
+            class, or there are fewer rows than environments.
 
     References:
-        Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893, section 5.2, and its code. Turned,
-        for clients: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-distribution generalization in federated
-        learning", 2022, arXiv:2211.11243; shares and order of the draws from its code, github.com/Tangx-yy/Per-InvFL.
+        Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019,
+        arXiv:1907.02893, section 5.2, and its code. Turned, for clients: Tang, Guo, Zhang,
+        "Exploiting personalized invariance for better out-of-distribution generalization in
+        federated learning", 2022, arXiv:2211.11243; shares and order of the draws from its code,
+        github.com/Tangx-yy/Per-InvFL.
     """
     if (name := source.info.name if isinstance(source, Source) else source) in _NO_IMAGES:
-        raise ValueError(f"coloured needs grey images, and the data {name!r} are no images: take 'digits', 'mnist' or 'fashion-mnist'")
+        raise ValueError(
+            f"coloured needs grey images, and the data {name!r} are no images: take 'digits', "
+            "'mnist' or 'fashion-mnist'"
+        )
     options = shared.Options(
-        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+        source=source,
+        max_size=max_size,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
     )
     opened = options.load()
     nested = _shares("agreement", agreement)
     if opened.task != "classification" or opened.outputs < 2:
-        raise ValueError(f"coloured needs images of two classes or more, {opened.info.name!r} has none")
-    parts = [(client, environment) for client, own in enumerate(nested) for environment in range(len(own))]
+        raise ValueError(
+            f"coloured needs images of two classes or more, {opened.info.name!r} has none"
+        )
+    parts = [
+        (client, environment)
+        for client, own in enumerate(nested)
+        for environment in range(len(own))
+    ]
     if test is not None and test > opened.train - len(parts):
         raise ValueError(
-            f"test must leave a row for each of {len(parts)} environments of the {opened.train} in the training part of "
-            f"{opened.info.name!r}, got {test}: take less"
+            f"test must leave a row for each of {len(parts)} environments of the {opened.train} in "
+            f"the training part of {opened.info.name!r}, got {test}: take less"
         )
     rows = len(opened.x) if test is None else opened.train
     train = opened.train if test is None else opened.train - test
     if min(train, rows - train) < len(parts):
         raise ValueError(
-            f"{len(parts)} environments need as many rows in each part, {opened.info.name!r} leaves {train} for training and "
-            f"{rows - train} for the test: use fewer clients, or another test="
+            f"{len(parts)} environments need as many rows in each part, {opened.info.name!r} "
+            f"leaves {train} for training and {rows - train} for the test: use fewer clients, or "
+            "another test="
         )
     grey = _grey(opened)[:rows]
     first = (opened.y[:rows] < opened.outputs // 2).long()
-    flipped, drawn = (torch.from_numpy(generator(seed, Purpose.PARTITION, phase=word).random(rows)) for word in (_FLIP, _COLOUR))
+    flipped, drawn = (
+        torch.from_numpy(generator(seed, Purpose.PARTITION, phase=word).random(rows))
+        for word in (_FLIP, _COLOUR)
+    )
     y = torch.where(flipped < flip, 1 - first, first)
     order = generator(seed, Purpose.PARTITION).permutation(train)
 
@@ -160,7 +197,8 @@ def coloured(
 
 @declared
 def recoloured(clients: FederatedData, agreement: shared.Share) -> ClientData:
-    """Colour the test images of `coloured` data anew, so that colour and label agree with another probability; all else stays the same.
+    """Colour the test images of `coloured` data anew, so that colour and label agree with another
+    probability; all else stays the same.
 
     `result.predict(split).summary(split)` measures one trained model on it.
 
@@ -174,10 +212,15 @@ def recoloured(clients: FederatedData, agreement: shared.Share) -> ClientData:
     """
     instance("clients", clients, FederatedData, "pass what bf.data.coloured() made")
     if clients.recipe.get("recipe") != "coloured":
-        raise ValueError(f"recoloured needs data made by coloured(), got ones made by {clients.recipe.get('recipe')!r}")
+        raise ValueError(
+            "recoloured needs data made by coloured(), got ones made by "
+            f"{clients.recipe.get('recipe')!r}"
+        )
     split = clients.test
     rows = split.index
-    drawn = torch.from_numpy(generator(clients.recipe["seed"], Purpose.PARTITION, phase=_COLOUR).random(len(split.x)))[rows.cpu()]
+    drawn = torch.from_numpy(
+        generator(clients.recipe["seed"], Purpose.PARTITION, phase=_COLOUR).random(len(split.x))
+    )[rows.cpu()]
     assert isinstance(split.x, Tensor)
     x = split.x.clone()
     x[rows] = _coloured(split.x[rows].sum(1), split.y[rows], drawn.to(rows.device), agreement)
@@ -185,12 +228,17 @@ def recoloured(clients: FederatedData, agreement: shared.Share) -> ClientData:
 
 
 def _grey(source: Source) -> Tensor:
-    """Return a source's images as [N, H, W] within [0, 1]; of images of 28 x 28, every second pixel."""
+    """Return a source's images as [N, H, W] within [0, 1]; of images of 28 x 28, every second
+    pixel.
+    """
     shape = tuple(source.x.shape[1:])
     side = math.isqrt(shape[0])
     if len(shape) == 1 and side * side == shape[0]:
         shape = (1, side, side)
     if len(shape) != 3 or shape[0] != 1:
-        raise ValueError(f"coloured needs grey images, inputs of shape [1, H, W] or of H H numbers, {source.info.name!r} has {list(shape)}")
+        raise ValueError(
+            "coloured needs grey images, inputs of shape [1, H, W] or of H H numbers, "
+            f"{source.info.name!r} has {list(shape)}"
+        )
     x = unit_range(source, "coloured needs inputs within [0, 1]").view(-1, *shape[1:])
     return x[:, ::2, ::2] if shape[1:] == (28, 28) else x

@@ -1,4 +1,6 @@
-"""Recipes with concept shift: the same label has different meanings in different groups of clients."""
+"""Recipes with concept shift: the same label has different meanings in different groups of
+clients.
+"""
 
 import math
 
@@ -27,29 +29,40 @@ def concept_drift(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Divide a data set so that labels have different meanings: each client has one subclass of every superclass.
+    """Divide a data set so that labels have different meanings: each client has one subclass of
+    every superclass.
 
-    Labels are superclasses ("vehicle" is a bus to one client and a train to another). Clients come in groups as large as a superclass:
-    within a group every subclass goes to one client, and each class is cut at the same random places into one piece per group, so that
-    clients of a group have equally many rows and groups do not. A client has on average the number of training rows divided by that of
-    clients. It is tested on all test rows of its subclasses.
+    Labels are superclasses ("vehicle" is a bus to one client and a train to another). Clients come
+    in groups as large as a superclass: within a group every subclass goes to one client, and each
+    class is cut at the same random places into one piece per group, so that clients of a group have
+    equally many rows and groups do not. A client has on average the number of training rows divided
+    by that of clients. It is tested on all test rows of its subclasses.
 
-    With `cifar100` (20 superclasses of 5) this is the partition of the paper, from the authors' code. Other data without
-    superclasses of their own pair classes: superclass k is classes 2k and 2k + 1.
+    With `cifar100` (20 superclasses of 5) this is the partition of the paper, from the authors'
+    code. Other data without superclasses of their own pair classes: superclass k is classes 2k and
+    2k + 1.
 
     Args:
         clients: Number of clients, a multiple of the size of a superclass.
         min_piece: Smallest number of training rows of a class in a piece.
 
     Raises:
-        ValueError: `clients` is no such multiple or too large, or `superclasses` are not groups of one size of different classes.
+        ValueError: `clients` is no such multiple or too large, or `superclasses` are not groups of
+            one size of different classes.
 
     References:
-        Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
-        FL-NeurIPS 2022, experiments; details from the authors' code, github.com/JunyiZhu-AI/confidence_aware_PFL.
+        Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
+        hierarchical Bayesian modeling", FL-NeurIPS 2022, experiments; details from the authors'
+        code, github.com/JunyiZhu-AI/confidence_aware_PFL.
     """
     options = shared.Options(
-        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+        source=source,
+        max_size=max_size,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
     )
     opened = options.open()
     y_train, y_test = shared.classes(opened, "concept_drift")
@@ -60,8 +73,9 @@ def concept_drift(
     most = fewest // min_piece * size
     if clients % size or clients > most:
         raise ValueError(
-            f"clients must be a multiple of {size}, the number of classes in a superclass, and at most {most}, because the smallest class "
-            f"has {fewest} training examples and each group of {size} clients takes at least {min_piece}; got {clients}"
+            f"clients must be a multiple of {size}, the number of classes in a superclass, and at "
+            f"most {most}, because the smallest class has {fewest} training examples and each "
+            f"group of {size} clients takes at least {min_piece}; got {clients}"
         )
     rng = generator(seed, Purpose.PARTITION)
     train, held = partitions.drift(y_train, groups, clients, min_piece, rng)
@@ -78,7 +92,13 @@ def concept_drift(
         opened,
         train,
         test,
-        {"recipe": "concept_drift", "source": opened.info.name, "clients": clients, "superclasses": groups, "min_piece": min_piece},
+        {
+            "recipe": "concept_drift",
+            "source": opened.info.name,
+            "clients": clients,
+            "superclasses": groups,
+            "min_piece": min_piece,
+        },
         y=mapped[opened.y],
         outputs=len(groups),
         class_names=names,
@@ -99,33 +119,52 @@ def swapped_labels(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Divide a data set evenly among groups of clients that exchange the labels of some classes, in training and test data alike.
+    """Divide a data set evenly among groups of clients that exchange the labels of some classes, in
+    training and test data alike.
 
-    Rows are divided as by `iid`, without skew of the inputs. Client j is in group j mod G. The first group keeps all labels; in each other
-    one, `swaps` disjoint pairs of classes, drawn for the group, exchange theirs, no two groups alike. `recipe["names"]` [G, O] holds,
-    for each group, the label of every one of the O classes.
+    Rows are divided as by `iid`, without skew of the inputs. Client j is in group j mod G. The
+    first group keeps all labels; in each other one, `swaps` disjoint pairs of classes, drawn for
+    the group, exchange theirs, no two groups alike. `recipe["names"]` [G, O] holds, for each group,
+    the label of every one of the O classes.
 
     Args:
         groups: Number of groups G, at most that of clients.
         swaps: Number of pairs that exchange labels.
 
     Raises:
-        ValueError: There are more clients than rows, more pairs than classes make, or too many groups for all to differ.
+        ValueError: There are more clients than rows, more pairs than classes make, or too many
+            groups for all to differ.
     """
     options = shared.Options(
-        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+        source=source,
+        max_size=max_size,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
     )
     opened = options.open()
     shared.classes(opened, "swapped_labels")
     count = opened.outputs
     shared.check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
     if groups > clients:
-        raise ValueError(f"groups must lie within [1, {clients}], the number of clients, got {groups}")
+        raise ValueError(
+            f"groups must lie within [1, {clients}], the number of clients, got {groups}"
+        )
     if swaps > count // 2:
-        raise ValueError(f"swaps must lie within [1, {count // 2}], the number of pairs that {count} classes make, got {swaps}")
-    ways = math.factorial(count) // (math.factorial(count - 2 * swaps) * math.factorial(swaps) * 2**swaps)
+        raise ValueError(
+            f"swaps must lie within [1, {count // 2}], the number of pairs that {count} classes "
+            f"make, got {swaps}"
+        )
+    ways = math.factorial(count) // (
+        math.factorial(count - 2 * swaps) * math.factorial(swaps) * 2**swaps
+    )
     if groups - 1 > ways:
-        raise ValueError(f"{swaps} pairs of {count} classes can change names in {ways} ways: use at most {ways + 1} groups, got {groups}")
+        raise ValueError(
+            f"{swaps} pairs of {count} classes can change names in {ways} ways: use at most "
+            f"{ways + 1} groups, got {groups}"
+        )
     rng = generator(seed, Purpose.PARTITION)
     train, test = deal_evenly(opened, clients, rng)
     names = [list(range(count))]

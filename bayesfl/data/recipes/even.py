@@ -1,4 +1,6 @@
-"""Recipes that give clients equal parts of the rows: drawn at random, or in the order of a feature."""
+"""Recipes that give clients equal parts of the rows: drawn at random, or in the order of a
+feature.
+"""
 
 from typing import Literal, get_args
 
@@ -14,10 +16,17 @@ from bayesfl.data.sources import Source
 Feature = Literal["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"]
 
 
-def deal_evenly(source: Source, clients: int, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def deal_evenly(
+    source: Source, clients: int, rng: np.random.Generator
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Divide shuffled training and test rows into equal parts, to within one."""
-    parts = [np.array_split(rng.permutation(rows), clients) for rows in (source.train, len(source.x) - source.train)]
-    return partitions.join([[part] for part in parts[0]]), partitions.join([[part] for part in parts[1]])
+    parts = [
+        np.array_split(rng.permutation(rows), clients)
+        for rows in (source.train, len(source.x) - source.train)
+    ]
+    return partitions.join([[part] for part in parts[0]]), partitions.join(
+        [[part] for part in parts[1]]
+    )
 
 
 @declared
@@ -32,18 +41,30 @@ def iid(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Divide shuffled rows into equal parts, to within one, without any skew; for classification and regression.
+    """Divide shuffled rows into equal parts, to within one, without any skew; for classification
+    and regression.
 
     Raises:
         ValueError: There are more clients than training or test rows.
     """
     options = shared.Options(
-        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+        source=source,
+        max_size=max_size,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
     )
     opened = options.open()
     shared.check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
     train, test = deal_evenly(opened, clients, generator(seed, Purpose.PARTITION))
-    return options.federate(opened, train, test, {"recipe": "iid", "source": opened.info.name, "clients": clients, **_scale(opened)})
+    return options.federate(
+        opened,
+        train,
+        test,
+        {"recipe": "iid", "source": opened.info.name, "clients": clients, **_scale(opened)},
+    )
 
 
 @declared
@@ -55,31 +76,50 @@ def diabetes(
     validation: shared.Validation = 0.0,
     calibration: shared.Calibration = 0.0,
 ) -> FederatedData:
-    """Divide a regression data set: disease progression of 442 patients from ten features, 354 of them for training; part of scikit-learn.
+    """Divide a regression data set: disease progression of 442 patients from ten features, 354 of
+    them for training; part of scikit-learn.
 
-    Features and target are standardised by the training rows; `recipe["target_mean"]` and `recipe["target_scale"]` convert
-    targets back to their units.
+    Features and target are standardised by the training rows; `recipe["target_mean"]` and
+    `recipe["target_scale"]` convert targets back to their units.
 
     Args:
-        by: Feature in whose order the patients are cut into equal parts, ties at random, which skews the clients. None for no skew.
+        by: Feature in whose order the patients are cut into equal parts, ties at random, which
+            skews the clients. None for no skew.
 
     Raises:
         ValueError: There are more clients than test rows.
     """
     if by is None:
-        return iid("diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration)
-    options = shared.Options(source="diabetes", seed=seed, validation=validation, calibration=calibration)
+        return iid(
+            "diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration
+        )
+    options = shared.Options(
+        source="diabetes", seed=seed, validation=validation, calibration=calibration
+    )
     source = options.open()
     shared.check_clients(clients, len(source.x) - source.train, "test examples")
     rng = generator(seed, Purpose.PARTITION)
     parts = []
     for x in (source.x_train, source.x_test):
         shuffled = rng.permutation(len(x))
-        order = shuffled[np.argsort(x[shuffled, get_args(Feature).index(by)].numpy(), kind="stable")]
+        order = shuffled[
+            np.argsort(x[shuffled, get_args(Feature).index(by)].numpy(), kind="stable")
+        ]
         parts.append(partitions.join([[part] for part in np.array_split(order, clients)]))
-    return options.federate(source, parts[0], parts[1], {"recipe": "diabetes", "by": by, "clients": clients, **_scale(source)})
+    return options.federate(
+        source,
+        parts[0],
+        parts[1],
+        {"recipe": "diabetes", "by": by, "clients": clients, **_scale(source)},
+    )
 
 
 def _scale(source: Source) -> dict[str, float]:
-    """Return the recipe's entries that convert a regression's targets back to their units; none for other data."""
-    return {} if source.scale is None else {"target_mean": round(source.scale[0], 9), "target_scale": round(source.scale[1], 9)}
+    """Return the recipe's entries that convert a regression's targets back to their units; none for
+    other data.
+    """
+    return (
+        {}
+        if source.scale is None
+        else {"target_mean": round(source.scale[0], 9), "target_scale": round(source.scale[1], 9)}
+    )

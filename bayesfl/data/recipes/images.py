@@ -1,4 +1,6 @@
-"""Image data sets: reading from every layout in which they are stored, their usual standardisation, and its inverse."""
+"""Image data sets: reading from every layout in which they are stored, their usual standardisation,
+and its inverse.
+"""
 
 import gzip
 import logging
@@ -18,11 +20,15 @@ log = logging.getLogger(__name__)
 
 # fmt: off
 FINE_TO_COARSE = (
-    4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7, 6, 13, 15, 3, 15, 0, 11, 1, 10, 12, 14, 16, 9, 11, 5,
-    5, 19, 8, 8, 15, 13, 14, 17, 18, 10, 16, 4, 17, 4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16, 12, 9, 13,
-    15, 13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13,
+    4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11,
+    6, 11, 5, 10, 7, 6, 13, 15, 3, 15, 0, 11, 1, 10, 12, 14, 16, 9, 11, 5,
+    5, 19, 8, 8, 15, 13, 14, 17, 18, 10, 16, 4, 17, 4, 2, 0, 17, 4, 18, 17,
+    10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16, 12, 9, 13, 15, 13,
+    16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13,
 )
-"""Superclass of each of CIFAR-100's 100 classes (Krizhevsky, 2009); both numbered in alphabetical order."""
+"""Superclass of each of CIFAR-100's 100 classes (Krizhevsky, 2009); both numbered in alphabetical
+order.
+"""
 # fmt: on
 
 NORMALISATION = {
@@ -39,8 +45,25 @@ _FOLDER = {
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
 }
-_TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "emnist-letters": "EMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
-_FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_TORCHVISION = {
+    "mnist": "MNIST",
+    "fashion-mnist": "FashionMNIST",
+    "emnist-letters": "EMNIST",
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
+}
+_FASHION = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 _NAMES = {"fashion-mnist": _FASHION, "emnist-letters": tuple(string.ascii_lowercase)}
 
 
@@ -58,16 +81,22 @@ def read_idx(path: str | Path) -> np.ndarray:
         data = file.read()
     start = 4 + 4 * data[3] if len(data) >= 4 else 4
     if len(data) < start or data[:3] != b"\x00\x00\x08":
-        raise ValueError(f"{path} is not an idx file of unsigned bytes: it begins with {data[:4].hex()}")
+        raise ValueError(
+            f"{path} is not an idx file of unsigned bytes: it begins with {data[:4].hex()}"
+        )
     shape = tuple(int(n) for n in np.frombuffer(data[4:start], dtype=">u4"))
     values = np.frombuffer(data[start:], dtype=np.uint8)
     if len(values) != math.prod(shape):
-        raise ValueError(f"{path} should hold an array of shape {shape} but has {len(values)} bytes: it may be cut short, fetch it again")
+        raise ValueError(
+            f"{path} should hold an array of shape {shape} but has {len(values)} bytes: it may be "
+            "cut short, fetch it again"
+        )
     return values.reshape(shape)
 
 
 def read_images(name: str, root: Path, download: bool) -> Source:
-    """Read an image data set from the folder `root`, and standardise it by its usual means and deviations.
+    """Read an image data set from the folder `root`, and standardise it by its usual means and
+    deviations.
 
     Raises:
         FileNotFoundError: The files are absent, and could not be downloaded or `download` is False.
@@ -96,26 +125,42 @@ def read_images(name: str, root: Path, download: bool) -> Source:
     raise FileNotFoundError(_absent(name, root, looked, download))
 
 
-def _absent(name: str, root: Path, looked: list[Path], download: bool, error: Exception | None = None) -> str:
-    """Return the message that a data set is absent: the reason, the places where it was looked for, and how to get it."""
+def _absent(
+    name: str, root: Path, looked: list[Path], download: bool, error: Exception | None = None
+) -> str:
+    """Return the message that a data set is absent: the reason, the places where it was looked for,
+    and how to get it.
+    """
     what = "is not on disk"
     if error is not None:
         reason = " ".join(str(error).split())
-        what += f", and torchvision could not fetch it: {reason}" if download else f" as a whole: {reason}"
+        what += (
+            f", and torchvision could not fetch it: {reason}"
+            if download
+            else f" as a whole: {reason}"
+        )
     places = "\n  ".join(dict.fromkeys(map(str, looked)))
     first = "Try again with a network connection" if download else "Pass download=True"
     return (
-        f"the data set {name!r} {what}. Looked at\n  {places}\n{first} to let torchvision fetch it into {root}, put one of these files "
+        f"the data set {name!r} {what}. Looked at\n  {places}\n{first} to let torchvision fetch it "
+        f"into {root}, put one of these files "
         "there, or name another folder by root= or by the environment variable BAYESFL_DATA"
     )
 
 
 def _idx_arrays(folder: Path) -> dict[str, np.ndarray] | None:
     """Read the four arrays of MNIST's layout; None if one of them is absent."""
-    names = {"x_train": "train-images-idx3", "y_train": "train-labels-idx1", "x_test": "t10k-images-idx3", "y_test": "t10k-labels-idx1"}
+    names = {
+        "x_train": "train-images-idx3",
+        "y_train": "train-labels-idx1",
+        "x_test": "t10k-images-idx3",
+        "y_test": "t10k-labels-idx1",
+    }
     found = {}
     for key, stem in names.items():
-        paths = [path for end in ("-ubyte", "-ubyte.gz") if (path := folder / f"{stem}{end}").is_file()]
+        paths = [
+            path for end in ("-ubyte", "-ubyte.gz") if (path := folder / f"{stem}{end}").is_file()
+        ]
         if not paths:
             return None
         found[key] = paths[0]
@@ -127,26 +172,39 @@ def _torchvision_arrays(name: str, root: Path, download: bool) -> dict[str, np.n
     try:
         torchvision()
     except ImportError:
-        raise ImportError(f"reading or fetching {name} in its original form needs torchvision: pip install torchvision") from None
+        raise ImportError(
+            f"reading or fetching {name} in its original form needs torchvision: pip install "
+            "torchvision"
+        ) from None
     from torchvision import datasets
 
     log.info("reading %s through torchvision in %s", name, root)
     arrays = {}
     for part, train in (("train", True), ("test", False)):
         letters = {"split": "letters"} if name == "emnist-letters" else {}
-        data = getattr(datasets, _TORCHVISION[name])(str(root), train=train, download=download, **letters)
+        data = getattr(datasets, _TORCHVISION[name])(
+            str(root), train=train, download=download, **letters
+        )
         x = np.asarray(data.data)
-        arrays |= {f"x_{part}": x.swapaxes(1, 2) if letters else x, f"y_{part}": np.asarray(data.targets)}  # EMNIST's images are transposed
+        arrays |= {
+            f"x_{part}": x.swapaxes(1, 2) if letters else x,
+            f"y_{part}": np.asarray(data.targets),
+        }  # EMNIST's images are transposed
     if name.startswith("cifar"):
         arrays["label_names"] = np.asarray(data.classes)
     return arrays
 
 
 def _standardised(name: str, arrays: dict[str, np.ndarray]) -> Source:
-    """Make a source, float32 [N, channels, H, W], of uint8 images [N, H, W] or [N, H, W, 3] and labels."""
+    """Make a source, float32 [N, channels, H, W], of uint8 images [N, H, W] or [N, H, W, 3] and
+    labels.
+    """
     missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in arrays]
     if missing:
-        raise ValueError(f"the file of {name!r} lacks {missing}: it must hold x_train, y_train, x_test and y_test")
+        raise ValueError(
+            f"the file of {name!r} lacks {missing}: it must hold x_train, y_train, x_test and "
+            "y_test"
+        )
     raw, mean, std = arrays, *NORMALISATION[name]
     train, test = len(raw["x_train"]), len(raw["x_test"])
     height, width = raw["x_train"].shape[1:3]
@@ -177,7 +235,8 @@ def _standardised(name: str, arrays: dict[str, np.ndarray]) -> Source:
 
 
 def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
-    """Return a copy of a source's inputs within [0, 1], with the usual standardisation of known images undone.
+    """Return a copy of a source's inputs within [0, 1], with the usual standardisation of known
+    images undone.
 
     Args:
         source: The source.
@@ -189,14 +248,21 @@ def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
     """
     if not source.x.is_floating_point():
         raise ValueError(
-            f"{why}, those of {source.info.name!r} are {source.x.dtype}: make floats of them, as x.float() / 255 does of bytes"
+            f"{why}, those of {source.info.name!r} are {source.x.dtype}: make floats of them, as "
+            "x.float() / 255 does of bytes"
         )
     x = source.x.clone()
     if source.info.name in NORMALISATION and source.info is INFO[source.info.name]:
-        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in NORMALISATION[source.info.name])
-        x.mul_(std).add_(mean).mul_(255).round_().div_(255)  # rounding gives exactly the stored bytes
+        mean, std = (
+            torch.tensor(numbers)[:, None, None] for numbers in NORMALISATION[source.info.name]
+        )
+        x.mul_(std).add_(mean).mul_(255).round_().div_(
+            255
+        )  # rounding gives exactly the stored bytes
     least, most = x.aminmax()
     if not (least >= 0 and most <= 1):
         remedy = ", ".join(filter(None, ("scale them to [0, 1]", otherwise)))
-        raise ValueError(f"{why}, those of {source.info.name!r} lie within [{least:.4g}, {most:.4g}]: {remedy}")
+        raise ValueError(
+            f"{why}, those of {source.info.name!r} lie within [{least:.4g}, {most:.4g}]: {remedy}"
+        )
     return x

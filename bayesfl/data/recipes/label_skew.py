@@ -1,4 +1,6 @@
-"""Recipes with label skew: clients have different classes, or the same classes in different proportions."""
+"""Recipes with label skew: clients have different classes, or the same classes in different
+proportions.
+"""
 
 from typing import Literal
 
@@ -27,8 +29,9 @@ def labels_per_client(
 ) -> FederatedData:
     """Divide a data set so that every client has a few classes only.
 
-    Classes are assigned as evenly as possible, and each class's training rows are divided among the clients that have it. A client is
-    tested on all test rows of its classes, whatever its share of the training rows; so clients with a class in common share its test rows.
+    Classes are assigned as evenly as possible, and each class's training rows are divided among the
+    clients that have it. A client is tested on all test rows of its classes, whatever its share of
+    the training rows; so clients with a class in common share its test rows.
 
     Args:
         sizes: Whether a class is divided into `equal` parts, or at `random` places.
@@ -37,11 +40,17 @@ def labels_per_client(
         ValueError: `labels` exceeds the number of classes, or there are more clients than rows.
 
     References:
-        McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3,
-        for two classes per client.
+        McMahan et al., "Communication-efficient learning of deep networks from decentralized data",
+        AISTATS 2017, section 3, for two classes per client.
     """
     options = shared.Options(
-        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+        source=source,
+        max_size=max_size,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
     )
     opened = options.open()
     y_train, y_test = shared.classes(opened, "labels_per_client")
@@ -55,7 +64,13 @@ def labels_per_client(
         opened,
         train,
         partitions.join([[by_class[k] for k in mine] for mine in held]),
-        {"recipe": "labels_per_client", "source": opened.info.name, "clients": clients, "labels": labels, "sizes": sizes},
+        {
+            "recipe": "labels_per_client",
+            "source": opened.info.name,
+            "clients": clients,
+            "labels": labels,
+            "sizes": sizes,
+        },
     )
 
 
@@ -72,12 +87,15 @@ def shards(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Sort the training rows by label, cut them into shards of one size, and give every client a few: the pathological partition.
+    """Sort the training rows by label, cut them into shards of one size, and give every client a
+    few: the pathological partition.
 
-    Every training row belongs to one client, and clients have equally many (to within a row for each shard). A client has about as many
-    classes as shards: a shard where one class ends and the next begins has two, and two shards may be of one class. Its share of a class's
-    test rows is its share of that class's training rows, rounded; a client that would get none receives one that another client has too.
-    FedEM's code pools training and test rows and divides each client's 80 : 20; here the data's own division is kept.
+    Every training row belongs to one client, and clients have equally many (to within a row for
+    each shard). A client has about as many classes as shards: a shard where one class ends and the
+    next begins has two, and two shards may be of one class. Its share of a class's test rows is its
+    share of that class's training rows, rounded; a client that would get none receives one that
+    another client has too. FedEM's code pools training and test rows and divides each client's 80 :
+    20; here the data's own division is kept.
 
     Args:
         shards: Number of shards of each client.
@@ -86,17 +104,26 @@ def shards(
         ValueError: There are more shards than training rows.
 
     References:
-        McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3.
+        McMahan et al., "Communication-efficient learning of deep networks from decentralized data",
+        AISTATS 2017, section 3.
     """
     options = shared.Options(
-        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+        source=source,
+        max_size=max_size,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
     )
     opened = options.open()
     y_train, y_test = shared.classes(opened, "shards")
     shared.check_clients(clients, len(y_train) // shards, f"sets of {shards} training examples")
     rng = generator(seed, Purpose.PARTITION)
     train = partitions.shards(y_train, clients, shards, rng)
-    counts = np.stack([np.bincount(y_train[rows], minlength=opened.outputs) for rows in train], axis=1)
+    counts = np.stack(
+        [np.bincount(y_train[rows], minlength=opened.outputs) for rows in train], axis=1
+    )
     return options.federate(
         opened,
         train,
@@ -120,47 +147,65 @@ def dirichlet(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Divide each class among all clients in proportions drawn from a symmetric Dirichlet, which skews labels and sizes.
+    """Divide each class among all clients in proportions drawn from a symmetric Dirichlet, which
+    skews labels and sizes.
 
-    If a client has fewer than `min_size` rows, all proportions are drawn again, up to 100 draws in all; then small clients are topped up
-    from the largest, so that the call ends for any alpha (`recipe["moved"]` is the number of rows that were moved). A client's share of a
-    class's test rows is its share of that class's training rows, rounded; a client that would get none receives one that another client has
-    too.
+    If a client has fewer than `min_size` rows, all proportions are drawn again, up to 100 draws in
+    all; then small clients are topped up from the largest, so that the call ends for any alpha
+    (`recipe["moved"]` is the number of rows that were moved). A client's share of a class's test
+    rows is its share of that class's training rows, rounded; a client that would get none receives
+    one that another client has too.
 
-    With `label_clusters`, classes are first put into so many groups at random, of equal size to within one, and a group's rows are divided
-    as those of one class: FedEM's CIFAR-10 is 80 clients, alpha 0.4 and 3 groups. Its code draws the numbers from a multinomial and divides
-    pooled rows 80 : 20; here they are the proportions, rounded, and the data's own division is kept. `recipe["label_clusters"]` has the
-    groups.
+    With `label_clusters`, classes are first put into so many groups at random, of equal size to
+    within one, and a group's rows are divided as those of one class: FedEM's CIFAR-10 is 80
+    clients, alpha 0.4 and 3 groups. Its code draws the numbers from a multinomial and divides
+    pooled rows 80 : 20; here they are the proportions, rounded, and the data's own division is
+    kept. `recipe["label_clusters"]` has the groups.
 
     Args:
         alpha: Concentration, > 0: the smaller, the more skewed.
         min_size: Smallest number of training rows of a client, before validation and calibration.
-        label_clusters: Number of groups of classes that are divided together; None divides each class by itself.
+        label_clusters: Number of groups of classes that are divided together; None divides each
+            class by itself.
 
     Raises:
         ValueError: There are too few rows for so many clients, or more groups than classes.
 
     References:
-        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, section 4. Groups: Marfoq et al.,
-        "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, experiments.
+        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019,
+        section 4. Groups: Marfoq et al., "Federated multi-task learning under a mixture of
+        distributions", NeurIPS 2021, experiments.
     """
     options = shared.Options(
-        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+        source=source,
+        max_size=max_size,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
     )
     opened = options.open()
     y_train, y_test = shared.classes(opened, "dirichlet")
     shared.check_clients(clients, len(y_train), "training examples")
     if clients * min_size > len(y_train):
         raise ValueError(
-            f"{clients} clients of at least {min_size} examples need {clients * min_size}, {opened.info.name!r} has {len(y_train)} "
+            f"{clients} clients of at least {min_size} examples need {clients * min_size}, "
+            f"{opened.info.name!r} has {len(y_train)} "
             "training examples: use fewer clients or a smaller min_size"
         )
     rng = generator(seed, Purpose.PARTITION)
     clusters = None
     if label_clusters is not None:
         if label_clusters > opened.outputs:
-            raise ValueError(f"label_clusters must lie within [1, {opened.outputs}], the number of classes, got {label_clusters}")
-        clusters = [np.sort(group) for group in np.array_split(rng.permutation(opened.outputs), label_clusters)]
+            raise ValueError(
+                f"label_clusters must lie within [1, {opened.outputs}], the number of classes, got "
+                f"{label_clusters}"
+            )
+        clusters = [
+            np.sort(group)
+            for group in np.array_split(rng.permutation(opened.outputs), label_clusters)
+        ]
         cluster_of = np.empty(opened.outputs, dtype=np.int64)
         for k, group in enumerate(clusters):
             cluster_of[group] = k
@@ -178,7 +223,11 @@ def dirichlet(
             "alpha": alpha,
             "min_size": min_size,
             "moved": moved,
-            **({} if clusters is None else {"label_clusters": [group.tolist() for group in clusters]}),
+            **(
+                {}
+                if clusters is None
+                else {"label_clusters": [group.tolist() for group in clusters]}
+            ),
         },
     )
 
@@ -198,28 +247,41 @@ def pachinko(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Divide a data set along a tree of superclasses and classes: a client has few superclasses, and most classes of these.
+    """Divide a data set along a tree of superclasses and classes: a client has few superclasses,
+    and most classes of these.
 
-    Pachinko allocation: every client draws weights of the superclasses from a symmetric Dirichlet of `alpha`, and weights of the classes in
-    each from one of `beta`. For every training row it draws a superclass and then a class by these weights, without replacement; classes
-    without rows left are no longer drawn. All clients have equally many rows. Test rows are divided as in `shards`. FedEM's code pools the
-    60,000 images, 600 for a client, and divides each client's 80 : 20; here the data's own division is kept, 500 training and about 100
-    test images.
+    Pachinko allocation: every client draws weights of the superclasses from a symmetric Dirichlet
+    of `alpha`, and weights of the classes in each from one of `beta`. For every training row it
+    draws a superclass and then a class by these weights, without replacement; classes without rows
+    left are no longer drawn. All clients have equally many rows. Test rows are divided as in
+    `shards`. FedEM's code pools the 60,000 images, 600 for a client, and divides each client's 80 :
+    20; here the data's own division is kept, 500 training and about 100 test images.
 
     Args:
-        source: Name of a data set, or a source of your own. In data without superclasses, superclass k is classes 2k and 2k + 1.
-        size: Number of training rows of each client, before validation and calibration; None divides all rows equally, but for a remainder.
+        source: Name of a data set, or a source of your own. In data without superclasses,
+            superclass k is classes 2k and 2k + 1.
+        size: Number of training rows of each client, before validation and calibration; None
+            divides all rows equally, but for a remainder.
         alpha: Concentration over superclasses, > 0.
         beta: Concentration over the classes of one superclass, > 0.
 
     Raises:
-        ValueError: There are too few rows for so many clients, or the superclasses are not groups of one size of different classes.
+        ValueError: There are too few rows for so many clients, or the superclasses are not groups
+            of one size of different classes.
 
     References:
-        Reddi et al., "Adaptive federated optimization", ICLR 2021, appendix on CIFAR-100 (after Li and McCallum, "Pachinko allocation",
-        ICML 2006); the values of Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021.
+        Reddi et al., "Adaptive federated optimization", ICLR 2021, appendix on CIFAR-100 (after Li
+        and McCallum, "Pachinko allocation", ICML 2006); the values of Marfoq et al., "Federated
+        multi-task learning under a mixture of distributions", NeurIPS 2021.
     """
-    options = shared.Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = shared.Options(
+        source=source,
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        root=root,
+        download=download,
+    )
     opened = options.open()
     y_train, y_test = shared.classes(opened, "pachinko")
     groups = shared.superclass_groups(opened, superclasses)
@@ -228,7 +290,10 @@ def pachinko(
     shared.check_clients(clients, rows, "training examples")
     size = rows // clients if size is None else size
     if clients * size > rows:
-        raise ValueError(f"{clients} clients of {size} training examples need {clients * size}, there are {rows}: take fewer, or size=None")
+        raise ValueError(
+            f"{clients} clients of {size} training examples need {clients * size}, there are "
+            f"{rows}: take fewer, or size=None"
+        )
     rng = generator(seed, Purpose.PARTITION)
     counts = partitions.pachinko_counts(sizes, groups, clients, size, alpha, beta, rng)
     return options.federate(

@@ -1,4 +1,6 @@
-"""Reading of data sets from disk: the folder of their files, and the tables and texts among them; images have a module of their own."""
+"""Reading of data sets from disk: the folder of their files, and the tables and texts among them;
+images have a module of their own.
+"""
 
 import csv
 import os
@@ -21,11 +23,13 @@ from bayesfl.data.sources import INFO, Source
 def load(name: str, *, root: str | Path | None = None, download: bool = False) -> Source:
     """Read one of the `available()` data sets, from disk once per process.
 
-    `digits` and `diabetes` come with scikit-learn. The others are looked for in `root`, else in the folder that the environment
-    variable BAYESFL_DATA names, else in the user's cache (`~/.cache/bayesfl/datasets` on Linux): as `<name>.npz` (`x_train`,
-    `x_test` uint8 images, `y_train`, `y_test`), as the original idx files (`MNIST/raw`, `FashionMNIST/raw`, gzipped or not), as
-    `heart_disease/heart.csv` or the repository's `heart_disease/processed.*.data`, as `shakespeare/moby_plays.txt`, or as torchvision
-    stores them. `emnist-letters` is used in place of EMNIST by class: 26 letters, the files' labels 1 to 26 as 0 to 25, images upright.
+    `digits` and `diabetes` come with scikit-learn. The others are looked for in `root`, else in the
+    folder that the environment variable BAYESFL_DATA names, else in the user's cache
+    (`~/.cache/bayesfl/datasets` on Linux): as `<name>.npz` (`x_train`, `x_test` uint8 images,
+    `y_train`, `y_test`), as the original idx files (`MNIST/raw`, `FashionMNIST/raw`, gzipped or
+    not), as `heart_disease/heart.csv` or the repository's `heart_disease/processed.*.data`, as
+    `shakespeare/moby_plays.txt`, or as torchvision stores them. `emnist-letters` is used in place
+    of EMNIST by class: 26 letters, the files' labels 1 to 26 as 0 to 25, images upright.
 
     Args:
         name: The data set's name.
@@ -37,7 +41,10 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False) -
         FileNotFoundError: Its files are absent; the message lists where they were looked for.
     """
     if name not in INFO:
-        raise ValueError(f"there is no data set {name!r}; known are {', '.join(INFO)}. Your own data: bf.data.from_arrays(x, y)")
+        raise ValueError(
+            f"there is no data set {name!r}; known are {', '.join(INFO)}. Your own data: "
+            "bf.data.from_arrays(x, y)"
+        )
     return _load(name, Path(root) if root is not None else default_root(), download)
 
 
@@ -68,7 +75,9 @@ def _load(name: str, root: Path, download: bool) -> Source:
 
 
 def _official_split(labels: np.ndarray | None, rows: int) -> np.ndarray:
-    """Return an order of the rows whose first 80% are for training, for data sets without an official split."""
+    """Return an order of the rows whose first 80% are for training, for data sets without an
+    official split.
+    """
     rng = generator(0, Purpose.SPLIT, phase=OFFICIAL)
     return np.concatenate(stratified(labels, np.arange(rows), round(0.2 * rows), rng))
 
@@ -111,22 +120,44 @@ def _diabetes() -> Source:
 
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
-_COLUMNS = ("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg", "thalach", "exang", "oldpeak", "slope", "ca", "thal", "num")
+_COLUMNS = (
+    "age",
+    "sex",
+    "cp",
+    "trestbps",
+    "chol",
+    "fbs",
+    "restecg",
+    "thalach",
+    "exang",
+    "oldpeak",
+    "slope",
+    "ca",
+    "thal",
+    "num",
+)
 _NUMBERS = ("age", "sex", "trestbps", "chol", "fbs", "thalach", "exang", "oldpeak")
 _DUMMIES = (("cp", (2, 3, 4)), ("restecg", (1, 2)))  # the first level is the reference
 
 
 def _heart_rows(root: Path) -> list[dict[str, str]]:
-    """Read every patient's attributes as text: from one table with the hospital in column `centre`, or from the repository's four files."""
+    """Read every patient's attributes as text: from one table with the hospital in column `centre`,
+    or from the repository's four files.
+    """
     folder = root / "heart_disease"
-    table, files = folder / "heart.csv", {name: folder / f"processed.{name}.data" for name in HOSPITALS}
+    table, files = (
+        folder / "heart.csv",
+        {name: folder / f"processed.{name}.data" for name in HOSPITALS},
+    )
     if table.is_file():
         with table.open(newline="") as file:
             return list(csv.DictReader(file))
     if not all(path.is_file() for path in files.values()):
         raise FileNotFoundError(
-            f"the heart disease data are not on disk. Looked at\n  {table}\n  {folder / 'processed.*.data'}\nPut the four files "
-            f"processed.<hospital>.data ({', '.join(HOSPITALS)}) of {INFO['heart'].url} there, or name another folder by root= or by the "
+            f"the heart disease data are not on disk. Looked at\n  {table}\n  "
+            f"{folder / 'processed.*.data'}\nPut the four files processed.<hospital>.data "
+            f"({', '.join(HOSPITALS)}) of {INFO['heart'].url} there, or name another folder by "
+            "root= or by the "
             "environment variable BAYESFL_DATA"
         )
     rows = []
@@ -137,12 +168,16 @@ def _heart_rows(root: Path) -> list[dict[str, str]]:
 
 
 def _heart(root: Path) -> Source:
-    """Read the complete rows of four hospitals, neither split nor standardised: 8 numbers and 5 dummies."""
+    """Read the complete rows of four hospitals, neither split nor standardised: 8 numbers and 5
+    dummies.
+    """
     x, y, owners = [], [], []
     for row in _heart_rows(root):
         if any(row[key] in ("", "?") for key in (*_NUMBERS, "cp", "restecg", "num")):
             continue
-        dummies = [float(int(float(row[key])) == level) for key, levels in _DUMMIES for level in levels]
+        dummies = [
+            float(int(float(row[key])) == level) for key, levels in _DUMMIES for level in levels
+        ]
         x.append([float(row[key]) for key in _NUMBERS] + dummies)
         y.append(int(float(row["num"]) > 0))
         owners.append(HOSPITALS.index(row["centre"]))
@@ -160,15 +195,19 @@ def _heart(root: Path) -> Source:
 
 
 CHUNK = 80  # characters of an example
-_OPENING = re.compile(r"^(ACT|PROLOGUE|INDUCTION)", re.MULTILINE)  # the text before it lists the characters of the play
+_OPENING = re.compile(
+    r"^(ACT|PROLOGUE|INDUCTION)", re.MULTILINE
+)  # the text before it lists the characters of the play
 
 
 def speeches(text: str) -> dict[str, str]:
-    """Return the words of each role, {"play, speaker": text}, roles in the order in which they first speak.
+    """Return the words of each role, {"play, speaker": text}, roles in the order in which they
+    first speak.
 
     Args:
-        text: Plays, each begun by a line `@@PLAY name`; a speech begins with its speaker and a tab and ends at the next blank line.
-            Text in square brackets is left out; runs of blanks become one blank, and runs of line ends one line end.
+        text: Plays, each begun by a line `@@PLAY name`; a speech begins with its speaker and a tab
+            and ends at the next blank line. Text in square brackets is left out; runs of blanks
+            become one blank, and runs of line ends one line end.
     """
     said: dict[str, list[str]] = {}
     for play in text.split("@@PLAY ")[1:]:
@@ -178,18 +217,23 @@ def speeches(text: str) -> dict[str, str]:
             speaker, tab, words = re.sub(r"\[[^\]]*\]", "", block).strip("\n").partition("\t")
             words = re.sub(r"\s*\n\s*", "\n", re.sub(r"[ \t]+", " ", words)).strip()
             if tab and words and speaker.strip() and not speaker.startswith("SCENE"):
-                said.setdefault(f"{name.strip()}, {' '.join(speaker.split()).rstrip(':')}", []).append(words)
+                said.setdefault(
+                    f"{name.strip()}, {' '.join(speaker.split()).rstrip(':')}", []
+                ).append(words)
     return {role: "\n".join(parts) for role, parts in said.items()}
 
 
 def _shakespeare(root: Path) -> Source:
-    """Read each role's words as chunks, each with the character after it, role after role; they are not split."""
+    """Read each role's words as chunks, each with the character after it, role after role; they are
+    not split.
+    """
     path = root / "shakespeare" / "moby_plays.txt"
     if not path.is_file():
         raise FileNotFoundError(
-            f"the plays are not on disk. Looked at\n  {path}\nPut the plays of {INFO['shakespeare'].url} there as one text, each begun by "
-            "a line '@@PLAY name', its speeches by the speaker and a tab and ended by a blank line; or name another folder by root= or by "
-            "the environment variable BAYESFL_DATA"
+            f"the plays are not on disk. Looked at\n  {path}\nPut the plays of "
+            f"{INFO['shakespeare'].url} there as one text, each begun by "
+            "a line '@@PLAY name', its speeches by the speaker and a tab and ended by a blank "
+            "line; or name another folder by root= or by the environment variable BAYESFL_DATA"
         )
     number = np.full(128, -1)
     number[[ord(c) for c in string.printable]] = np.arange(len(string.printable))
@@ -200,13 +244,19 @@ def _shakespeare(root: Path) -> Source:
         if not n:
             continue
         if (codes < 0).any():
-            raise ValueError(f"{path} has characters that are not printable, in what {role!r} says: take them out")
+            raise ValueError(
+                f"{path} has characters that are not printable, in what {role!r} says: take them "
+                "out"
+            )
         x.append(codes[: n * CHUNK].reshape(n, CHUNK))
         y.append(codes[CHUNK : n * CHUNK + 1 : CHUNK])
         owners.append(np.full(n, len(names)))
         names.append(role)
     if not names:
-        raise ValueError(f"{path} has no speech of more than {CHUNK} characters after a line '@@PLAY name': it is not such a text")
+        raise ValueError(
+            f"{path} has no speech of more than {CHUNK} characters after a line '@@PLAY name': it "
+            "is not such a text"
+        )
     return Source(
         x=torch.from_numpy(np.concatenate(x)),
         y=torch.from_numpy(np.concatenate(y)),

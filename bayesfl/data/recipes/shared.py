@@ -1,8 +1,10 @@
 """Recipes: one call makes a federation from the name of a data set, as papers do.
 
-This module holds what they have in common: their options, and the steps that several need. Recipes of equal parts, of label skew and of
-concept shift keep the data's own division into training and test rows, all but `label_groups`; all recipes share one copy of the data
-between clients. The same arguments give the same partition on every machine; two federations are the same if their `FederatedData.hash` is.
+This module holds what they have in common: their options, and the steps that several need. Recipes
+of equal parts, of label skew and of concept shift keep the data's own division into training and
+test rows, all but `label_groups`; all recipes share one copy of the data between clients. The same
+arguments give the same partition on every machine; two federations are the same if their
+`FederatedData.hash` is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,21 +30,37 @@ SourceName: TypeAlias = Annotated[str | Source, "Name of a data set, or a source
 Clients: TypeAlias = Annotated[int, AT_LEAST_1, "Number of clients."]
 Labels: TypeAlias = Annotated[int, AT_LEAST_1, "Number of classes of each client."]
 Superclasses: TypeAlias = Annotated[
-    Sequence[Sequence[int]] | None, "The classes of each superclass, in groups of one size; None for the source's own."
+    Sequence[Sequence[int]] | None,
+    "The classes of each superclass, in groups of one size; None for the source's own.",
 ]
-TrainRows: TypeAlias = Annotated[int, AT_LEAST_1, "Number of training rows of each client, before validation and calibration."]
+TrainRows: TypeAlias = Annotated[
+    int, AT_LEAST_1, "Number of training rows of each client, before validation and calibration."
+]
 TestRows: TypeAlias = Annotated[int, AT_LEAST_1, "Number of test rows of each client."]
 Share: TypeAlias = Annotated[float, Range(0, 1, "[]")]
 MaxSize: TypeAlias = Annotated[
     int | None,
     AT_LEAST_1,
-    "Largest number of training rows of each client, before validation and calibration. Those beyond it are left out, each class in "
-    "proportion. None for all.",
+    "Largest number of training rows of each client, before validation and calibration. Those "
+    "beyond it are left out, each class in proportion. None for all.",
 ]
-Seed: TypeAlias = Annotated[int, AT_LEAST_0, "Seed of all that is drawn: the partition, any rows left out, and the two shares below."]
-Validation: TypeAlias = Annotated[float, _SHARE, "Share of each client's training rows for tuning, at least one row; 0 for no such split."]
-Calibration: TypeAlias = Annotated[float, _SHARE, "The same for temperatures and conformal thresholds, disjoint from `validation`."]
-Root: TypeAlias = Annotated[str | Path | None, "Folder of the data's files; None for the one in which `bayesfl.data.load` looks."]
+Seed: TypeAlias = Annotated[
+    int,
+    AT_LEAST_0,
+    "Seed of all that is drawn: the partition, any rows left out, and the two shares below.",
+]
+Validation: TypeAlias = Annotated[
+    float,
+    _SHARE,
+    "Share of each client's training rows for tuning, at least one row; 0 for no such split.",
+]
+Calibration: TypeAlias = Annotated[
+    float, _SHARE, "The same for temperatures and conformal thresholds, disjoint from `validation`."
+]
+Root: TypeAlias = Annotated[
+    str | Path | None,
+    "Folder of the data's files; None for the one in which `bayesfl.data.load` looks.",
+]
 Download: TypeAlias = Annotated[bool, "Whether torchvision may download images that are absent."]
 
 
@@ -51,8 +69,9 @@ Download: TypeAlias = Annotated[bool, "Whether torchvision may download images t
 class Options:
     """The options of every recipe, by these names, and with these defaults unless it has others.
 
-    Recipes of one data set have no `source`, and those that need no files no `root` and no `download`. Those that fix or standardise
-    each client's training rows themselves have no `max_size`.
+    Recipes of one data set have no `source`, and those that need no files no `root` and no
+    `download`. Those that fix or standardise each client's training rows themselves have no
+    `max_size`.
     """
 
     source: SourceName = "digits"
@@ -65,7 +84,11 @@ class Options:
 
     def load(self) -> Source:
         """Return the source that was given, or read the data set that was named."""
-        return self.source if isinstance(self.source, Source) else load(self.source, root=self.root, download=self.download)
+        return (
+            self.source
+            if isinstance(self.source, Source)
+            else load(self.source, root=self.root, download=self.download)
+        )
 
     def open(self) -> Source:
         """Return a data set that is to be divided among clients.
@@ -76,7 +99,10 @@ class Options:
         opened = self.load()
         if opened.owners is not None:
             own = "shakespeare()" if opened.info.name == "shakespeare" else "heart_disease()"
-            raise ValueError(f"{opened.info.name!r} belongs to its own clients already and has no test part to share out; use {own}")
+            raise ValueError(
+                f"{opened.info.name!r} belongs to its own clients already and has no test part to "
+                f"share out; use {own}"
+            )
         return opened
 
     def federate(
@@ -94,27 +120,35 @@ class Options:
         class_names: Sequence[str] | None = None,
         environment: Tensor | None = None,
     ) -> FederatedData:
-        """Give each client its rows of a data set, and take the validation and calibration shares out of its training rows.
+        """Give each client its rows of a data set, and take the validation and calibration shares
+        out of its training rows.
 
         Args:
             source: The data set.
             train: Training rows of each client.
             test: Test rows of each client, numbered from 0 within the source's test part.
             recipe: The partition's name and options; the shares and the seed are added to them.
-            pooled: Whether test rows are numbered through all of the source, as training rows are, so that its own division is not kept.
+            pooled: Whether test rows are numbered through all of the source, as training rows are,
+                so that its own division is not kept.
             x: Inputs in place of the source's; None for the source's.
             y: Labels in place of the source's; None for the source's.
             outputs: Number of classes in place of the source's; None for the source's.
             names: One name for each client; by default `client 0` and so on.
             class_names: One name for each class; None for the source's.
-            environment: Environment from which each row comes, [N] int64, from 0 within each client; None for no environments.
+            environment: Environment from which each row comes, [N] int64, from 0 within each
+                client; None for no environments.
 
         Raises:
-            ValueError: The shares add up to 1 or more, or a client would have no training rows left.
+            ValueError: The shares add up to 1 or more, or a client would have no training rows
+                left.
         """
         y = source.y if y is None else y
         if self.max_size is not None:
-            train = self._limited(train, self.max_size, y.numpy() if source.task == "classification" and y.dim() == 1 else None)
+            train = self._limited(
+                train,
+                self.max_size,
+                y.numpy() if source.task == "classification" and y.dim() == 1 else None,
+            )
             recipe = {**recipe, "max_size": self.max_size}
         return assemble(
             source.x if x is None else x,
@@ -132,7 +166,9 @@ class Options:
             environment=environment,
         )
 
-    def _limited(self, rows: Sequence[np.ndarray], most: int, labels: np.ndarray | None) -> list[np.ndarray]:
+    def _limited(
+        self, rows: Sequence[np.ndarray], most: int, labels: np.ndarray | None
+    ) -> list[np.ndarray]:
         """Return at most `most` of each client's rows."""
         kept = []
         for j, mine in enumerate(rows):
@@ -149,37 +185,58 @@ def classes(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:
         ValueError: The data set is for regression.
     """
     if source.task != "classification":
-        raise ValueError(f"{recipe} shares data out by class, {source.info.name!r} is a regression: use iid, or diabetes(by=...)")
+        raise ValueError(
+            f"{recipe} shares data out by class, {source.info.name!r} is a regression: use iid, or "
+            "diabetes(by=...)"
+        )
     return source.y_train.numpy(), source.y_test.numpy()
 
 
 def check_clients(clients: int, most: int, what: str) -> None:
-    """Raise ValueError if there are more clients than `most`; the message says that there are so many of `what`."""
+    """Raise ValueError if there are more clients than `most`; the message says that there are so
+    many of `what`.
+    """
     if clients > most:
-        raise ValueError(f"clients must be at most {most}, as many as there are {what}, got {clients}")
+        raise ValueError(
+            f"clients must be at most {most}, as many as there are {what}, got {clients}"
+        )
 
 
 def check_labels(labels: int, source: Source) -> None:
     """Raise ValueError if a client is to have more classes than there are."""
     if labels > source.outputs:
-        raise ValueError(f"labels must lie within [1, {source.outputs}], the number of classes of {source.info.name!r}, got {labels}")
+        raise ValueError(
+            f"labels must lie within [1, {source.outputs}], the number of classes of "
+            f"{source.info.name!r}, got {labels}"
+        )
 
 
 def superclass_groups(opened: Source, given: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """Return the classes of each superclass: those given, else the source's own, else classes in pairs.
+    """Return the classes of each superclass: those given, else the source's own, else classes in
+    pairs.
 
     Raises:
-        ValueError: The groups are not of one size or not of different classes, or the number of classes is odd and none are given.
+        ValueError: The groups are not of one size or not of different classes, or the number of
+            classes is odd and none are given.
     """
     given = given if given is not None else opened.superclasses
     if given is None:
         if opened.outputs % 2:
             raise ValueError(
-                f"{opened.info.name!r} has {opened.outputs} classes, which don't make pairs: pass superclasses=, groups of one size"
+                f"{opened.info.name!r} has {opened.outputs} classes, which don't make pairs: pass "
+                "superclasses=, groups of one size"
             )
         given = [(k, k + 1) for k in range(0, opened.outputs, 2)]
     groups = [[int(k) for k in group] for group in given]
     flat = [k for group in groups for k in group]
-    if not flat or len({len(group) for group in groups}) > 1 or len(set(flat)) < len(flat) or not set(flat) <= set(range(opened.outputs)):
-        raise ValueError(f"superclasses must be groups of one size of different classes within [0, {opened.outputs}), got {groups}")
+    if (
+        not flat
+        or len({len(group) for group in groups}) > 1
+        or len(set(flat)) < len(flat)
+        or not set(flat) <= set(range(opened.outputs))
+    ):
+        raise ValueError(
+            "superclasses must be groups of one size of different classes within [0, "
+            f"{opened.outputs}), got {groups}"
+        )
     return groups

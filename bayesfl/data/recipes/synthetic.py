@@ -13,8 +13,8 @@ from bayesfl.data.recipes import shared
 from bayesfl.data.sources import SourceInfo
 
 MARFOQ = (
-    "Marfoq, Neglia, Bellet, Kameni, Vidal, 'Federated multi-task learning under a mixture of distributions', NeurIPS 2021, "
-    "github.com/omarfoq/FedEM"
+    "Marfoq, Neglia, Bellet, Kameni, Vidal, 'Federated multi-task learning under a mixture of "
+    "distributions', NeurIPS 2021, github.com/omarfoq/FedEM"
 )
 
 
@@ -27,41 +27,49 @@ def linear_mixture(
     alpha: Positive = 0.4,
     noise: NotNegative = 0.1,
     test: shared.TestRows = 2000,
-    seed: Annotated[int, Range(0, 2**32, "[", why="NumPy's legacy generator takes seeds below 2**32")] = 12345,
+    seed: Annotated[
+        int, Range(0, 2**32, "[", why="NumPy's legacy generator takes seeds below 2**32")
+    ] = 12345,
     validation: shared.Validation = 0.0,
     calibration: shared.Calibration = 0.0,
 ) -> FederatedData:
-    """Draw labels of two classes by one of M linear rules for each example; clients use the rules in different proportions.
+    """Draw labels of two classes by one of M linear rules for each example; clients use the rules
+    in different proportions.
 
-        pi_j ~ Dirichlet(alpha 1_M),  theta_m ~ U[-1, 1]^d,  n_j = min(int(LogNormal(4, 2)) + 50, 1000),
+        pi_j ~ Dirichlet(alpha 1_M),  theta_m ~ U[-1, 1]^d,
+        n_j = min(int(LogNormal(4, 2)) + 50, 1000),
         x ~ U[-1, 1]^d,  z ~ pi_j,  y = round(sigmoid(theta_z' x + e)),  e ~ N(0, noise^2):
 
-    a threshold of the noisy score, no Bernoulli draw, so that one rule is nearly always right where it applies. With the default seed the
-    300 sizes are those of the paper's experiment, 67,758 examples in all. `recipe["weights"]` has pi [J, M], `recipe["rules"]` theta
-    [M, d].
+    a threshold of the noisy score, no Bernoulli draw, so that one rule is nearly always right where
+    it applies. With the default seed the 300 sizes are those of the paper's experiment, 67,758
+    examples in all. `recipe["weights"]` has pi [J, M], `recipe["rules"]` theta [M, d].
 
     Args:
         clients: Number of clients J.
         components: Number of rules M.
         inputs: Number of inputs d.
-        alpha: Concentration of the weights, > 0: the smaller, the more alike are a client's examples.
+        alpha: Concentration of the weights, > 0: the smaller, the more alike are a client's
+            examples.
         noise: Standard deviation of the score's noise, >= 0.
         test: Number of test examples of each client; the authors take 5,000, which need 900 MB.
-        seed: Seed of all draws, below 2^32. They come from NumPy's legacy generator, which gives the authors' sizes; the validation and
-            calibration shares use the seed too.
+        seed: Seed of all draws, below 2^32. They come from NumPy's legacy generator, which gives
+            the authors' sizes; the validation and calibration shares use the seed too.
 
     Raises:
         ValueError: `alpha` is so small that its draws underflow.
 
     References:
-        Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, experiments;
-        sizes from the authors' code, github.com/omarfoq/FedEM.
+        Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of
+        distributions", NeurIPS 2021, experiments; sizes from the authors' code,
+        github.com/omarfoq/FedEM.
     """
     rng = np.random.RandomState(seed)
     sizes = np.minimum(rng.lognormal(4, 2, clients).astype(int) + 50, 1000)
     weights = rng.dirichlet(np.full(components, alpha), clients)
     if not np.isfinite(weights).all():
-        raise ValueError(f"alpha is so small that its draws underflow: take 0.01 or more, got {alpha}")
+        raise ValueError(
+            f"alpha is so small that its draws underflow: take 0.01 or more, got {alpha}"
+        )
     rules = rng.uniform(-1, 1, (components, inputs))
     total = int(sizes.sum()) + clients * test
     x, y = torch.empty(total, inputs), torch.empty(total, dtype=torch.long)
@@ -84,7 +92,12 @@ def linear_mixture(
         task="classification",
         names=generated(clients),
         class_names=None,
-        source=SourceInfo(name="linear mixture", licence="made up", citation=MARFOQ, url="https://github.com/omarfoq/FedEM"),
+        source=SourceInfo(
+            name="linear mixture",
+            licence="made up",
+            citation=MARFOQ,
+            url="https://github.com/omarfoq/FedEM",
+        ),
         recipe={
             "recipe": "linear_mixture",
             "clients": clients,

@@ -1,4 +1,6 @@
-"""Columns of a data frame as inputs of a network: what is learnt of training rows, and how it is applied to any rows."""
+"""Columns of a data frame as inputs of a network: what is learnt of training rows, and how it is
+applied to any rows.
+"""
 
 import json
 import math
@@ -19,7 +21,9 @@ from bayesfl.data.tables.texts import check_levels, check_text, in_order
 STRANGE = 0.2
 """Share of rows with unknown levels from which on a warning names them."""
 SINGLE, SEVERAL, SEVERAL_ROWS = 20.0, 3.0, 5
-"""Standard deviations from the training rows' mean at which a warning names a row, or the median of so many rows or more."""
+"""Standard deviations from the training rows' mean at which a warning names a row, or the median of
+so many rows or more.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,10 @@ class Number:
     Args:
         name: The column's name.
         mean: Mean of the training rows that have a value, which stands where one is missing.
-        scale: Standard deviation of the training rows with the mean in place of what is missing; 1 for a constant.
-        flagged: Whether an indicator of missing values stands beside it, as where training rows lack some.
+        scale: Standard deviation of the training rows with the mean in place of what is missing; 1
+            for a constant.
+        flagged: Whether an indicator of missing values stands beside it, as where training rows
+            lack some.
     """
 
     name: str
@@ -54,11 +60,13 @@ class Category:
 
 @dataclass(frozen=True)
 class Columns:
-    """What turns rows of a data frame into inputs; learnt of training rows, applied to all others, never fitted again.
+    """What turns rows of a data frame into inputs; learnt of training rows, applied to all others,
+    never fitted again.
 
     Args:
         parts: The columns, in the order of the frame.
-        classes: Names of the classes of a target that is text, in the order of their numbers; None for others.
+        classes: Names of the classes of a target that is text, in the order of their numbers; None
+            for others.
         outputs: Number of classes; None where it is not known, or for numbers.
 
     Raises:
@@ -75,7 +83,10 @@ class Columns:
 
     def __repr__(self) -> str:
         numbers = sum(isinstance(part, Number) for part in self.parts)
-        return f"Columns({numbers} numbers, {len(self.parts) - numbers} categories; {len(self.names)} inputs)"
+        return (
+            f"Columns({numbers} numbers, {len(self.parts) - numbers} categories; "
+            f"{len(self.names)} inputs)"
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,7 +100,8 @@ class Columns:
         return tuple(found)
 
     def apply(self, frame: Any) -> np.ndarray:
-        """Make inputs of the rows of a frame; it needs these columns, in any order, and may have others.
+        """Make inputs of the rows of a frame; it needs these columns, in any order, and may have
+        others.
 
         Args:
             frame: A data frame of pandas, or of polars and others by Arrow's capsule interface.
@@ -99,10 +111,12 @@ class Columns:
 
         Raises:
             TypeError: It is no frame.
-            ValueError: A column is absent, or of another kind than in training; or numbers are infinite.
+            ValueError: A column is absent, or of another kind than in training; or numbers are
+                infinite.
 
         Warns:
-            UserWarning: Rows are unlike the training rows: numbers far off, as in another unit, or levels that these had not.
+            UserWarning: Rows are unlike the training rows: numbers far off, as in another unit, or
+                levels that these had not.
         """
         x, strange = self.applied(frame if isinstance(frame, Table) else Table(frame))
         warn_of_rows(strange)
@@ -129,8 +143,9 @@ class Columns:
                 other = found[~out[:, place : place + len(part.levels)].any(1) & ~values.missing]
                 if len(other) and len(other) >= STRANGE * table.rows:
                     strange[part.name] = (
-                        f"{len(other)} of {table.rows} rows have no level of the training rows, {list(part.levels[:5])}, but for instance "
-                        f"{other[0]!r}, so that all are 0; look at how it is written"
+                        f"{len(other)} of {table.rows} rows have no level of the training rows, "
+                        f"{list(part.levels[:5])}, but for instance {other[0]!r}, so that all are "
+                        "0; look at how it is written"
                     )
                 place += len(part.levels)
                 continue
@@ -140,23 +155,30 @@ class Columns:
             out[:, place] = away
             if told := _far(away[~missing], part, numbers[~missing]):
                 strange[part.name] = told
-            elif not part.flagged and (lacking := int(missing.sum())) >= max(1, STRANGE * table.rows):
-                strange[part.name] = f"{lacking} of {table.rows} rows lack it, which no training row did: the mean stands there"
+            elif not part.flagged and (lacking := int(missing.sum())) >= max(
+                1, STRANGE * table.rows
+            ):
+                strange[part.name] = (
+                    f"{lacking} of {table.rows} rows lack it, which no training row did: the mean "
+                    "stands there"
+                )
             if part.flagged:
                 out[:, place + 1] = missing
             place += 1 + part.flagged
         return out, strange
 
     def values(self, x: Any, name: str) -> np.ndarray:
-        """Read a column's values back from inputs that `apply` made, as `clients.test.client(j)[0]`.
+        """Read a column's values back from inputs that `apply` made, as
+        `clients.test.client(j)[0]`.
 
         Args:
             x: Inputs, [N, len(names)].
             name: The column's name.
 
         Returns:
-            Values [N]. Numbers are in their unit, to a hundred-thousandth of their deviation, and NaN where missing values are flagged;
-            categories are their levels, None where a row has none of them. A comparison with NaN is False.
+            Values [N]. Numbers are in their unit, to a hundred-thousandth of their deviation, and
+            NaN where missing values are flagged; categories are their levels, None where a row has
+            none of them. A comparison with NaN is False.
 
         Raises:
             ValueError: There is no such column, or the inputs have another width.
@@ -166,7 +188,9 @@ class Columns:
             raise ValueError(f"{name!r} is none of the columns {known}")
         x = np.asarray(x)
         if x.ndim != 2 or x.shape[1] != len(self.names):
-            raise ValueError(f"x must be [N, {len(self.names)}], as apply makes it, got shape {list(x.shape)}")
+            raise ValueError(
+                f"x must be [N, {len(self.names)}], as apply makes it, got shape {list(x.shape)}"
+            )
         part = self.parts[known.index(name)]
         if isinstance(part, Number):
             place = self.names.index(name)
@@ -180,7 +204,9 @@ class Columns:
         return found
 
     def to_json(self) -> str:
-        """Return the columns as JSON text, to travel to other machines; it holds means, deviations and levels, and no rows."""
+        """Return the columns as JSON text, to travel to other machines; it holds means, deviations
+        and levels, and no rows.
+        """
         parts = [{"kind": type(part).__name__.lower(), **asdict(part)} for part in self.parts]
         return json.dumps({"columns": parts, "classes": self.classes, "outputs": self.outputs})
 
@@ -194,7 +220,11 @@ class Columns:
         try:
             found = json.loads(text)
             classes = None if found["classes"] is None else tuple(map(str, found["classes"]))
-            return cls(tuple(map(_part, found["columns"])), classes, None if found["outputs"] is None else int(found["outputs"]))
+            return cls(
+                tuple(map(_part, found["columns"])),
+                classes,
+                None if found["outputs"] is None else int(found["outputs"]),
+            )
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no JSON of Columns: {error!r}") from error
 
@@ -213,17 +243,20 @@ class Columns:
 
     @classmethod
     def of(cls, statistics: Sequence[Mapping[str, Any]]) -> "Columns":
-        """Learn columns of the statistics of several clients, which `frame_statistics` makes; no rows are needed.
+        """Learn columns of the statistics of several clients, which `frame_statistics` makes; no
+        rows are needed.
 
-        Means and deviations are those of all training rows together, by sums of each client's: Chan, Golub, LeVeque, "Algorithms for
-        computing the sample variance", The American Statistician 37(3), 1983, eq. 2.1.
+        Means and deviations are those of all training rows together, by sums of each client's:
+        Chan, Golub, LeVeque, "Algorithms for computing the sample variance", The American
+        Statistician 37(3), 1983, eq. 2.1.
 
         Args:
-            statistics: Those of one client or of several each; inputs are in the order of the first's columns.
+            statistics: Those of one client or of several each; inputs are in the order of the
+                first's columns.
 
         Raises:
-            ValueError: There are none, a client occurs twice, they are of other columns or kinds, a column has no value anywhere, or a
-                category too many levels.
+            ValueError: There are none, a client occurs twice, they are of other columns or kinds, a
+                column has no value anywhere, or a category too many levels.
 
         Warns:
             UserWarning: A column is constant, or has no value, at some client.
@@ -240,22 +273,38 @@ def learnt(statistics: Sequence[Mapping[str, Any]]) -> Columns:
         ValueError: As by `Columns.of`.
     """
     if isinstance(statistics, Mapping):
-        raise ValueError("statistics must be a list of what frame_statistics returned; put [...] around a single one")
+        raise ValueError(
+            "statistics must be a list of what frame_statistics returned; put [...] around a "
+            "single one"
+        )
     try:
-        found = [{column["name"]: column for column in one} for each in statistics for one in each["clients"].values()]
+        found = [
+            {column["name"]: column for column in one}
+            for each in statistics
+            for one in each["clients"].values()
+        ]
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"statistics must be a list of what frame_statistics returned, got {type(statistics[0]).__name__}") from error
+        raise ValueError(
+            "statistics must be a list of what frame_statistics returned, got "
+            f"{type(statistics[0]).__name__}"
+        ) from error
     if not found:
         raise ValueError("statistics is empty: pass those of one client at least")
     if any(other.keys() != found[0].keys() for other in found):
         apart = sorted(set().union(*found) - set(found[0]).intersection(*found))
-        raise ValueError(f"clients have other columns: {apart[:10]} are not everywhere; select the same everywhere")
+        raise ValueError(
+            f"clients have other columns: {apart[:10]} are not everywhere; select the same "
+            "everywhere"
+        )
     parts: list[Number | Category] = []
     for name in found[0]:
         mine = [one[name] for one in found]
         kinds = {column["kind"] for column in mine if column["rows"] > column.get("missing", 0)}
         if len(kinds) > 1:
-            raise ValueError(f"column {name!r} holds numbers at some clients and text at others; name it in categories= everywhere")
+            raise ValueError(
+                f"column {name!r} holds numbers at some clients and text at others; name it in "
+                "categories= everywhere"
+            )
         if not kinds:
             raise ValueError(f"column {name!r} has no value in any training row; leave it out")
         parts.append(_number(name, mine) if kinds == {"number"} else _category(name, mine))
@@ -263,12 +312,16 @@ def learnt(statistics: Sequence[Mapping[str, Any]]) -> Columns:
     outputs = [each["outputs"] for each in statistics if each["outputs"] is not None]
     clients = [client for each in statistics for client in each["clients"]]
     if twice := sorted({client for client in clients if clients.count(client) > 1}):
-        raise ValueError(f"statistics has the clients {twice[:5]} more than once: pass those of each once")
+        raise ValueError(
+            f"statistics has the clients {twice[:5]} more than once: pass those of each once"
+        )
     return Columns(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 
 
 def warn_of_rows(strange: Mapping[str, str]) -> None:
-    """Warn, at the caller's caller, of rows that are unlike the training rows, see `Columns.applied`."""
+    """Warn, at the caller's caller, of rows that are unlike the training rows, see
+    `Columns.applied`.
+    """
     for name, told in strange.items():
         warn(f"column {name!r}: {told}")
 
@@ -283,18 +336,29 @@ def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:
     """
     size = np.abs(away)
     if 0 <= part.mean <= 1:
-        size = np.where((numbers == 0) | (numbers == 1), 0, size)  # of a rare yes, which is far from a mean near 0
-    known = f"training rows have a mean of {part.mean:.4g} and a standard deviation of {part.scale:.4g}"
+        size = np.where(
+            (numbers == 0) | (numbers == 1), 0, size
+        )  # of a rare yes, which is far from a mean near 0
+    known = (
+        f"training rows have a mean of {part.mean:.4g} and a standard deviation of {part.scale:.4g}"
+    )
     if len(away) and size.max() > SINGLE:
         count = int((size > SINGLE).sum())
-        return f"{count} of {len(away)} rows are far from the training rows, for instance {numbers[size.argmax()]:g}; {known}"
+        return (
+            f"{count} of {len(away)} rows are far from the training rows, for instance "
+            f"{numbers[size.argmax()]:g}; {known}"
+        )
     if len(away) >= SEVERAL_ROWS and np.median(size) > SEVERAL:
-        return f"half of the rows are far off, their median is {np.median(numbers):g}; {known}: is it another unit?"
+        return (
+            f"half of the rows are far off, their median is {np.median(numbers):g}; {known}: is "
+            "it another unit?"
+        )
     return ""
 
 
 def _classes(statistics: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
-    """Return the names of the classes: those of all clients, sorted, or the one order that all give; None where targets are no text.
+    """Return the names of the classes: those of all clients, sorted, or the one order that all
+    give; None where targets are no text.
 
     Raises:
         ValueError: Some targets are text and others are not, or clients give other names or orders.
@@ -304,21 +368,31 @@ def _classes(statistics: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
     if not named:
         return None
     if len(named) < len(given):
-        raise ValueError("the target is text at some clients and numbers at others; make it one kind everywhere")
+        raise ValueError(
+            "the target is text at some clients and numbers at others; make it one kind everywhere"
+        )
     if not any(each["ordered"] for each in statistics):
         return in_order(set().union(*named))
     if len(set(named)) > 1:
         raise ValueError(
-            f"clients give the classes in different orders or names, {sorted(set(named))[:3]}; pass one class_names= everywhere"
+            f"clients give the classes in different orders or names, {sorted(set(named))[:3]}; "
+            "pass one class_names= everywhere"
         )
     return named[0]
 
 
 def _part(found: Mapping[str, Any]) -> Number | Category:
     if found["kind"] == "number":
-        if not (math.isfinite(found["mean"]) and math.isfinite(found["scale"]) and found["scale"] > 0):
-            raise ValueError(f"column {found['name']!r} has mean {found['mean']} and scale {found['scale']}: finite ones, > 0, are needed")
-        return Number(str(found["name"]), float(found["mean"]), float(found["scale"]), bool(found["flagged"]))
+        if not (
+            math.isfinite(found["mean"]) and math.isfinite(found["scale"]) and found["scale"] > 0
+        ):
+            raise ValueError(
+                f"column {found['name']!r} has mean {found['mean']} and scale {found['scale']}: "
+                "finite ones, > 0, are needed"
+            )
+        return Number(
+            str(found["name"]), float(found["mean"]), float(found["scale"]), bool(found["flagged"])
+        )
     return Category(str(found["name"]), tuple(map(str, found["levels"])))
 
 
@@ -345,7 +419,8 @@ def _category(name: str, mine: Sequence[Mapping[str, Any]]) -> Category:
 def statistics_of(
     table: Table, clients: Mapping[str, np.ndarray], names: Sequence[str], categories: Sequence[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return what `Columns.of` needs of clients' training rows: counts, means, sums of squares and levels, as JSON can hold them.
+    """Return what `Columns.of` needs of clients' training rows: counts, means, sums of squares and
+    levels, as JSON can hold them.
 
     Args:
         table: The frame.
@@ -354,21 +429,33 @@ def statistics_of(
         categories: Those of them that are categories though they may hold numbers.
 
     Raises:
-        ValueError: A column holds neither numbers nor text, or infinite numbers, or numbers as text.
+        ValueError: A column holds neither numbers nor text, or infinite numbers, or numbers as
+            text.
     """
     found: dict[str, list[dict[str, Any]]] = {client: [] for client in clients}
     for name in names:
         values = table.values(name)
         if values.texts is not None and name not in categories and not values.declared:
-            check_text(name, sorted(set(values.levels()[~values.missing].tolist())), "name it in categories= if they are codes")
+            check_text(
+                name,
+                sorted(set(values.levels()[~values.missing].tolist())),
+                "name it in categories= if they are codes",
+            )
         for client, rows in clients.items():
             found[client].append(_statistics(_chosen(values, rows), name in categories))
     return found
 
 
 def _chosen(values: Values, rows: np.ndarray) -> Values:
-    numbers, texts = (None if part is None else part[rows] for part in (values.numbers, values.texts))
-    return replace(values, numbers=numbers, texts=texts, exact=None if values.exact is None else values.exact[rows])
+    numbers, texts = (
+        None if part is None else part[rows] for part in (values.numbers, values.texts)
+    )
+    return replace(
+        values,
+        numbers=numbers,
+        texts=texts,
+        exact=None if values.exact is None else values.exact[rows],
+    )
 
 
 def _statistics(values: Values, category: bool) -> dict[str, Any]:
@@ -382,7 +469,12 @@ def _statistics(values: Values, category: bool) -> dict[str, Any]:
     mean = float(known.mean()) if len(known) else 0.0
     if len(known) and known.min() == known.max():  # of which the mean may differ by rounding
         return {**about, "kind": "number", "mean": float(known[0]), "squares": 0.0}
-    return {**about, "kind": "number", "mean": mean, "squares": float(np.square(known - mean).sum())}
+    return {
+        **about,
+        "kind": "number",
+        "mean": mean,
+        "squares": float(np.square(known - mean).sum()),
+    }
 
 
 def _numbers(values: Values) -> np.ndarray:
@@ -394,5 +486,8 @@ def _numbers(values: Values) -> np.ndarray:
     if values.numbers is None:
         if values.missing.all():
             return np.full(len(values.missing), np.nan)
-        raise ValueError(f"column {values.name!r} holds text where the training data hold numbers; make numbers of it by pandas.to_numeric")
+        raise ValueError(
+            f"column {values.name!r} holds text where the training data hold numbers; make numbers "
+            "of it by pandas.to_numeric"
+        )
     return values.numbers

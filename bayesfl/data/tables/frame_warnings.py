@@ -1,4 +1,6 @@
-"""Warnings of what a data frame holds that is seldom meant: ids, dates as numbers, slips of the pen, copies of the target."""
+"""Warnings of what a data frame holds that is seldom meant: ids, dates as numbers, slips of the
+pen, copies of the target.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +11,9 @@ from bayesfl.base.checks import warn
 from bayesfl.data.tables.table import Table, Values
 
 FAR = 1000.0
-"""A number so many times further from the median than the middle half of the rows is taken for a slip."""
+"""A number so many times further from the median than the middle half of the rows is taken for a
+slip.
+"""
 ROWS = 50
 """Rows that are needed before what all have in common is taken for more than chance."""
 
@@ -27,19 +31,30 @@ def warn_of_clients(statistics: Mapping[str, Any]) -> None:
         for column in columns:
             if column["rows"] == column["missing"]:
                 absent.setdefault(column["name"], []).append(client)
-            elif column["rows"] > 1 and (column.get("squares") == 0 or len(column.get("levels", ())) == 1):
+            elif column["rows"] > 1 and (
+                column.get("squares") == 0 or len(column.get("levels", ())) == 1
+            ):
                 constant.setdefault(column["name"], []).append(client)
     everyone = len(statistics)
-    told = [f"{name!r} has no value in the training rows of {few(clients)}" for name, clients in absent.items()]
-    told += [f"{name!r} is constant in those of {'all clients' if len(on) == everyone else few(on)}" for name, on in constant.items()]
+    told = [
+        f"{name!r} has no value in the training rows of {few(clients)}"
+        for name, clients in absent.items()
+    ]
+    told += [
+        f"{name!r} is constant in those of {'all clients' if len(on) == everyone else few(on)}"
+        for name, on in constant.items()
+    ]
     if told:
         warn(
-            f"columns say nothing at some clients, and may tell these from others: {'; '.join(told[:10])}"
-            f"{f'; and {len(told) - 10} more' if len(told) > 10 else ''}. Leave them out, if that is not meant",
+            "columns say nothing at some clients, and may tell these from others: "
+            f"{'; '.join(told[:10])}{f'; and {len(told) - 10} more' if len(told) > 10 else ''}. "
+            "Leave them out, if that is not meant",
         )
 
 
-def warn_of_columns(table: Table, names: Sequence[str], categories: Sequence[str], rows: np.ndarray, y: np.ndarray) -> None:
+def warn_of_columns(
+    table: Table, names: Sequence[str], categories: Sequence[str], rows: np.ndarray, y: np.ndarray
+) -> None:
     """Warn, at the caller's caller, of inputs that are probably no measurements.
 
     Args:
@@ -57,7 +72,10 @@ def warn_of_columns(table: Table, names: Sequence[str], categories: Sequence[str
         if len(rows) >= ROWS and y.ndim == 1 and _tells(values, rows, y[rows]):
             told.append(f"{name!r} tells the target of every row, as a copy of it does")
     if told:
-        warn(f"look at these inputs: {'; '.join(told)}. Leave them out or mend them, if that is not meant")
+        warn(
+            f"look at these inputs: {'; '.join(told)}. Leave them out or mend them, if that is not "
+            "meant"
+        )
 
 
 def _of_numbers(values: Values, rows: np.ndarray) -> list[str]:
@@ -71,23 +89,43 @@ def _of_numbers(values: Values, rows: np.ndarray) -> list[str]:
         if len(set(values.exact[rows].tolist())) == len(rows):
             told.append(f"{values.name!r} has another whole number in every row, as an id has")
         year, month, day = known // 10_000, known // 100 % 100, known % 100
-        if bool(((year >= 1900) & (year <= 2100) & (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)).all()):
+        if bool(
+            (
+                (year >= 1900)
+                & (year <= 2100)
+                & (month >= 1)
+                & (month <= 12)
+                & (day >= 1)
+                & (day <= 31)
+            ).all()
+        ):
             told.append(f"{values.name!r} looks like dates written as numbers")
     low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
     away = np.abs(known - middle)
     if high > low and away.max() > FAR * (high - low):
-        told.append(f"{values.name!r} holds {known[away.argmax()]:g}, while half of the rows are from {low:g} to {high:g}")
+        told.append(
+            f"{values.name!r} holds {known[away.argmax()]:g}, while half of the rows are from "
+            f"{low:g} to {high:g}"
+        )
     return told
 
 
 def _tells(values: Values, rows: np.ndarray, y: np.ndarray) -> bool:
-    """Say whether a column has one value for each of at least two targets: equal ones, or levels that come with one class each."""
+    """Say whether a column has one value for each of at least two targets: equal ones, or levels
+    that come with one class each.
+    """
     if y.dtype.kind != "i":
         if values.numbers is None:
             return False
         held = values.numbers[rows]
         spread = float(np.std(held)) if np.isfinite(held).all() else 0.0
-        return spread > 0 and float(np.std(y)) > 0 and abs(float(np.corrcoef(held, y.astype(float))[0, 1])) > 1 - 1e-9
+        return (
+            spread > 0
+            and float(np.std(y)) > 0
+            and abs(float(np.corrcoef(held, y.astype(float))[0, 1])) > 1 - 1e-9
+        )
     levels = values.levels()[rows]
     pairs = set(zip(levels.tolist(), y.tolist(), strict=True))
-    return len(pairs) == len({level for level, _ in pairs}) == len({label for _, label in pairs}) > 1
+    return (
+        len(pairs) == len({level for level, _ in pairs}) == len({label for _, label in pairs}) > 1
+    )

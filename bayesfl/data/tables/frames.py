@@ -12,17 +12,23 @@ def numbers_of(frame: Any, name: str) -> np.ndarray:
     Raises:
         ValueError: A column holds something else than numbers and truth values; it is named.
     """
-    kinds = {column: getattr(dtype, "numpy_dtype", dtype) for column, dtype in frame.dtypes.items()}  # of pandas' nullable types, too
-    wrong = [str(column) for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "fiub"]
+    kinds = {
+        column: getattr(dtype, "numpy_dtype", dtype) for column, dtype in frame.dtypes.items()
+    }  # of pandas' nullable types, too
+    wrong = [
+        str(column) for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "fiub"
+    ]
     if wrong:
         raise ValueError(
-            f"{name}: columns {wrong[:10]} hold no numbers; make numbers of them first, as pandas.get_dummies does of categories"
+            f"{name}: columns {wrong[:10]} hold no numbers; make numbers of them first, as "
+            "pandas.get_dummies does of categories"
         )
     return frame.to_numpy(dtype=np.float64, na_value=np.nan)
 
 
 def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
-    """Check that all frames have the columns of the first one, in its order; arrays, and frames without names, are not looked at.
+    """Check that all frames have the columns of the first one, in its order; arrays, and frames
+    without names, are not looked at.
 
     Args:
         name: Name of the argument, `x` or `y`.
@@ -36,7 +42,9 @@ def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
     given = [("", "", train), ("test ", "", test)]
     if not pooled:
         lists = [(part, values) for part, _, values in given if isinstance(values, Sequence)]
-        given = [(part, f" of client {j}", own) for part, values in lists for j, own in enumerate(values)]
+        given = [
+            (part, f" of client {j}", own) for part, values in lists for j, own in enumerate(values)
+        ]
     frames: dict[str, list[tuple[str, list[Any]]]] = {}
     for part, whose, value in given:
         for leaf, one in _leaves(name, value):
@@ -47,7 +55,9 @@ def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
 
 
 def _check_alike(first: tuple[str, list[Any]], *others: tuple[str, list[Any]]) -> None:
-    """Check that frames have the columns of the first one, given the name and the columns of each."""
+    """Check that frames have the columns of the first one, given the name and the columns
+    of each.
+    """
     for part, columns in others:
         first_name, known = first
         lacks, more = [c for c in known if c not in columns], [c for c in columns if c not in known]
@@ -57,12 +67,19 @@ def _check_alike(first: tuple[str, list[Any]], *others: tuple[str, list[Any]]) -
             what = f"lacks columns {lacks[:10]} of {first_name} and has {more[:10]} besides"
         else:
             apart = [(a, b) for a, b in zip(columns, known, strict=False) if a != b][:10]
-            what = f"has the columns of {first_name} in another order, {[a for a, _ in apart]} where that has {[b for _, b in apart]}"
-        raise ValueError(f"{part} {what}: columns are taken by their places, so select the same in one order, as test[train.columns] does")
+            what = (
+                f"has the columns of {first_name} in another order, {[a for a, _ in apart]} "
+                f"where that has {[b for _, b in apart]}"
+            )
+        raise ValueError(
+            f"{part} {what}: columns are taken by their places, so select the same in one order, "
+            "as test[train.columns] does"
+        )
 
 
 def check_rows(x: Any, y: Any, ids: Any, environments: Any, test: Any, *, pooled: bool) -> None:
-    """Check by `check_index` what `from_arrays` joins row by row: of the training and of the test, pooled or client by client.
+    """Check by `check_index` what `from_arrays` joins row by row: of the training and of the test,
+    pooled or client by client.
 
     Raises:
         ValueError: Two pandas objects of as many rows have other indices.
@@ -71,17 +88,22 @@ def check_rows(x: Any, y: Any, ids: Any, environments: Any, test: Any, *, pooled
         check_index(**dict(_leaves("x", x)), y=y, client_ids=ids, environments=environments)
         if test is not None:
             inputs = {f"test {name}": v for name, v in _leaves("x", test[0])}
-            check_index(**inputs, **dict(zip(("test y", "test client_ids"), test[1:], strict=False)))
+            check_index(
+                **inputs, **dict(zip(("test y", "test client_ids"), test[1:], strict=False))
+            )
         return
     for part, (xs, ys) in {"": (x, y), "test ": test or ([], [])}.items():
-        both = (xs, ys) if isinstance(xs, Sequence) and isinstance(ys, Sequence) else ((), ())  # what is no list is refused elsewhere
+        both = (
+            (xs, ys) if isinstance(xs, Sequence) and isinstance(ys, Sequence) else ((), ())
+        )  # what is no list is refused elsewhere
         for j, (one, other) in enumerate(zip(*both, strict=False)):
             own = {f"{part}{name} of client {j}": v for name, v in _leaves("x", one)}
             check_index(**own, **{f"{part}y of client {j}": other})
 
 
 def check_index(**parts: Any) -> None:
-    """Check that pandas objects which are joined row by row have the same index, as they have not after one of them was shuffled.
+    """Check that pandas objects which are joined row by row have the same index, as they have not
+    after one of them was shuffled.
 
     Raises:
         ValueError: Two of as many rows have other indices; the message names them.
@@ -91,13 +113,16 @@ def check_index(**parts: Any) -> None:
         first, known = found[0]
         if len(index) == len(known) and not index.equals(known):
             raise ValueError(
-                f"{name} and {first} have the same number of rows and other indices: they are joined by place, so bring them into one "
-                f"order, as {name}.loc[{first}.index] does, or call reset_index(drop=True) on both if their places are right"
+                f"{name} and {first} have the same number of rows and other indices: they are "
+                f"joined by place, so bring them into one order, as {name}.loc[{first}.index] "
+                "does, or call reset_index(drop=True) on both if their places are right"
             )
 
 
 def names_of(x: Any, *, pooled: bool) -> tuple[str, ...] | None:
-    """Return the names of the columns of a frame, or of the first of several that has some; None where none has."""
+    """Return the names of the columns of a frame, or of the first of several that has some; None
+    where none has.
+    """
     for one in [x] if pooled or not isinstance(x, Sequence) else x:
         columns = columns_of(one)
         if columns and columns != list(range(len(columns))):
@@ -113,7 +138,8 @@ def same_columns(what: str, found: Sequence[str] | None, known: Sequence[str] | 
     """
     if found is not None and known is not None and tuple(found) != tuple(known):
         raise ValueError(
-            f"{what} has the columns {list(found)[:20]}, the model was trained on {list(known)[:20]}; select these, in this order"
+            f"{what} has the columns {list(found)[:20]}, the model was trained on "
+            f"{list(known)[:20]}; select these, in this order"
         )
 
 
@@ -124,7 +150,9 @@ def columns_of(value: Any) -> list[Any]:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what stands in a tuple or a mapping of inputs, with the expression that finds it; what is neither stands alone."""
+    """Yield what stands in a tuple or a mapping of inputs, with the expression that finds it; what
+    is neither stands alone.
+    """
     if not isinstance(value, Mapping | tuple):
         yield name, value
         return

@@ -1,4 +1,6 @@
-"""Columns of data frames, of pandas or of anything that speaks Arrow's capsule interface, as plain arrays with what is missing."""
+"""Columns of data frames, of pandas or of anything that speaks Arrow's capsule interface, as plain
+arrays with what is missing.
+"""
 
 import datetime
 import re
@@ -23,7 +25,8 @@ class Values:
         name: The column's name.
         numbers: Numbers [N] in float64, NaN where one is missing; None for text.
         texts: Texts [N], None where one is missing; None for numbers.
-        exact: The same numbers [N] without rounding, None where one is missing, if their type holds whole numbers alone; None else.
+        exact: The same numbers [N] without rounding, None where one is missing, if their type holds
+            whole numbers alone; None else.
         order: Levels of a category in the order that its type gives them; None without an order.
         declared: Whether the type says that it is a category.
     """
@@ -44,8 +47,16 @@ class Values:
         return np.array([value is None for value in self.texts], dtype=bool)
 
     def levels(self) -> np.ndarray:
-        """Return each row's level of a category as text [N], None where it is missing; 3, 3.0 and the text 3.0 are one level."""
-        held = self.exact if self.exact is not None else self.numbers if self.numbers is not None else self.texts
+        """Return each row's level of a category as text [N], None where it is missing; 3, 3.0 and
+        the text 3.0 are one level.
+        """
+        held = (
+            self.exact
+            if self.exact is not None
+            else self.numbers
+            if self.numbers is not None
+            else self.texts
+        )
         assert held is not None
         given = held.tolist()
         return np.array([None if v is None or v != v else _level(v) for v in given], dtype=object)
@@ -68,26 +79,35 @@ class Table:
     Raises:
         TypeError: It is no frame.
         ImportError: It is not of pandas, and pyarrow is absent.
-        ValueError: It has no rows, or two columns of one name; or the index of a frame of pandas repeats.
+        ValueError: It has no rows, or two columns of one name; or the index of a frame of pandas
+            repeats.
     """
 
     def __init__(self, frame: Any, name: str = "frame") -> None:
         self._name, self._pandas = name, hasattr(frame, "iloc")
         if not is_frame(frame):
-            raise TypeError(f"{name} must be a data frame, of pandas or polars say, got {type(frame).__name__}; pandas.DataFrame makes one")
+            raise TypeError(
+                f"{name} must be a data frame, of pandas or polars say, got "
+                f"{type(frame).__name__}; pandas.DataFrame makes one"
+            )
         if not self._pandas:
             frame = _arrow(frame)
         self._frame = frame
-        self.columns = [str(column) for column in (frame.columns if self._pandas else frame.column_names)]
+        self.columns = [
+            str(column) for column in (frame.columns if self._pandas else frame.column_names)
+        ]
         self.rows = len(frame)
         if not self.rows:
             raise ValueError(f"{name} has no rows")
         if twice := sorted({column for column in self.columns if self.columns.count(column) > 1}):
-            raise ValueError(f"{name} has several columns called {twice[:5]}; give them names of their own")
+            raise ValueError(
+                f"{name} has several columns called {twice[:5]}; give them names of their own"
+            )
         if self._pandas and not frame.index.is_unique:
             again = frame.index[frame.index.duplicated()].tolist()[0]
             raise ValueError(
-                f"{name} has the index {again!r} more than once, as after concat: if the rows are different, call reset_index(drop=True), "
+                f"{name} has the index {again!r} more than once, as after concat: if the rows are "
+                "different, call reset_index(drop=True), "
                 "if they are the same, drop_duplicates()"
             )
 
@@ -98,13 +118,16 @@ class Table:
             ValueError: One is absent; the message names it.
         """
         if absent := [name for name in names if name not in self.columns]:
-            raise ValueError(f"{role}: {self._name} has no columns {absent[:10]}, only {self.columns[:40]}")
+            raise ValueError(
+                f"{role}: {self._name} has no columns {absent[:10]}, only {self.columns[:40]}"
+            )
 
     def values(self, name: str) -> Values:
         """Read one column.
 
         Raises:
-            ValueError: It holds dates, several types, numbers that are infinite or too large, or anything that is neither number nor text.
+            ValueError: It holds dates, several types, numbers that are infinite or too large, or
+                anything that is neither number nor text.
         """
         return _finite(self._values(name))
 
@@ -116,14 +139,35 @@ class Table:
                 raise ValueError(_dates(name))
             missing = column.isna().to_numpy()
             if kind in "biuf":
-                exact = None if kind == "f" else column.to_numpy(dtype="uint64" if kind == "u" else "int64") if not missing.any() else None
+                exact = (
+                    None
+                    if kind == "f"
+                    else column.to_numpy(dtype="uint64" if kind == "u" else "int64")
+                    if not missing.any()
+                    else None
+                )
                 if kind != "f" and exact is None:
-                    exact = _exact([None if none else value for none, value in zip(missing, column.astype(object), strict=True)])
-                return Values(name, numbers=column.to_numpy(dtype=np.float64, na_value=np.nan), exact=exact)
-            found = _of_objects(name, [None if none else value for none, value in zip(missing, column.astype(object), strict=True)])
+                    exact = _exact(
+                        [
+                            None if none else value
+                            for none, value in zip(missing, column.astype(object), strict=True)
+                        ]
+                    )
+                return Values(
+                    name, numbers=column.to_numpy(dtype=np.float64, na_value=np.nan), exact=exact
+                )
+            found = _of_objects(
+                name,
+                [
+                    None if none else value
+                    for none, value in zip(missing, column.astype(object), strict=True)
+                ],
+            )
             if column.dtype.name != "category":
                 return found
-            return _declared(_finite(found), column.dtype.categories if column.dtype.ordered else None)
+            return _declared(
+                _finite(found), column.dtype.categories if column.dtype.ordered else None
+            )
         import pyarrow as pa
 
         column = self._frame[name]
@@ -137,7 +181,9 @@ class Table:
         if not pa.types.is_dictionary(column.type):
             return _of_objects(name, column.to_pylist())
         levels = column.unify_dictionaries().chunk(0).dictionary.to_pylist()
-        told = column.type.ordered or any(key.startswith(b"_PL_ENUM") for key in self._frame.schema.field(name).metadata or ())
+        told = column.type.ordered or any(
+            key.startswith(b"_PL_ENUM") for key in self._frame.schema.field(name).metadata or ()
+        )
         return _declared(_of_objects(name, column.to_pylist()), levels if told else None)
 
 
@@ -146,7 +192,8 @@ def _finite(values: Values) -> Values:
     if values.numbers is not None and (large := np.abs(values.numbers) > LARGEST).any():
         row = int(large.argmax())
         raise ValueError(
-            f"column {values.name!r} holds infinite or too large numbers, first {values.numbers[row]} in row {row}; replace them"
+            f"column {values.name!r} holds infinite or too large numbers, first "
+            f"{values.numbers[row]} in row {row}; replace them"
         )
     return values
 
@@ -157,14 +204,26 @@ def _exact(values: Any) -> np.ndarray:
 
 
 def _declared(values: Values, order: Any) -> Values:
-    """Return a column whose type says that it is a category as text, with its levels in their order where they have one."""
+    """Return a column whose type says that it is a category as text, with its levels in their order
+    where they have one.
+    """
     texts = values.levels() if values.texts is None else values.texts
-    named = None if order is None else tuple(level if isinstance(level, str) else _level(level) for level in order if level is not None)
+    named = (
+        None
+        if order is None
+        else tuple(
+            level if isinstance(level, str) else _level(level)
+            for level in order
+            if level is not None
+        )
+    )
     return Values(values.name, texts=texts, order=named, declared=True)
 
 
 def is_frame(value: Any) -> bool:
-    """Say whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule interface; one column is none."""
+    """Say whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule
+    interface; one column is none.
+    """
     read = hasattr(value, "iloc") or hasattr(value, "__arrow_c_stream__")
     return read and (hasattr(value, "columns") or hasattr(value, "column_names"))
 
@@ -173,16 +232,27 @@ def _of_objects(name: str, values: list[Any]) -> Values:
     """Read values of any type, None where one is missing."""
     found = {type(value) for value in values if value is not None}
     if found and found <= {bool, np.bool_}:
-        return Values(name, numbers=np.array([np.nan if v is None else float(v) for v in values]), exact=_exact(values))
-    if found and all(issubclass(kind, int | float | np.integer | np.floating | Decimal) for kind in found):
+        return Values(
+            name,
+            numbers=np.array([np.nan if v is None else float(v) for v in values]),
+            exact=_exact(values),
+        )
+    if found and all(
+        issubclass(kind, int | float | np.integer | np.floating | Decimal) for kind in found
+    ):
         whole = all(issubclass(kind, int | np.integer) for kind in found)
-        return Values(name, numbers=np.array([np.nan if v is None else float(v) for v in values]), exact=_exact(values) if whole else None)
+        return Values(
+            name,
+            numbers=np.array([np.nan if v is None else float(v) for v in values]),
+            exact=_exact(values) if whole else None,
+        )
     if any(issubclass(kind, datetime.date | datetime.timedelta | np.datetime64) for kind in found):
         raise ValueError(_dates(name))
     if any(not issubclass(kind, str) for kind in found):
         shown = sorted(kind.__name__ for kind in found)
         raise ValueError(
-            f"column {name!r} holds values of the types {shown}: make it of one, as frame[{name!r}].astype(str) or pandas.to_numeric does, "
+            f"column {name!r} holds values of the types {shown}: make it of one, as "
+            f"frame[{name!r}].astype(str) or pandas.to_numeric does, "
             "or leave it out"
         )
     return Values(name, texts=np.array(values, dtype=object))
@@ -190,8 +260,8 @@ def _of_objects(name: str, values: list[Any]) -> Values:
 
 def _dates(name: str) -> str:
     return (
-        f"column {name!r} holds dates or durations: make numbers of it that mean something at prediction, as days since an event, "
-        f"(frame[{name!r}] - start).dt.days, or leave it out"
+        f"column {name!r} holds dates or durations: make numbers of it that mean something at "
+        f"prediction, as days since an event, (frame[{name!r}] - start).dt.days, or leave it out"
     )
 
 
@@ -200,6 +270,7 @@ def _arrow(frame: Any) -> Any:
         import pyarrow as pa
     except ImportError as error:
         raise ImportError(
-            f"a frame of {type(frame).__module__.split('.')[0]} is read by pyarrow, which is not installed; or pass frame.to_pandas()"
+            f"a frame of {type(frame).__module__.split('.')[0]} is read by pyarrow, which is not "
+            "installed; or pass frame.to_pandas()"
         ) from error
     return pa.table(frame)

@@ -1,4 +1,5 @@
-"""Calibration after training: temperatures, biases, conformal sets and more, fitted by surveys of the clients.
+"""Calibration after training: temperatures, biases, conformal sets and more, fitted by surveys of
+the clients.
 
 >>> served = result.calibrate(Temperature(), Bias(), Conformal(level=0.9))  # doctest: +SKIP
 >>> served.predict().sets  # doctest: +SKIP

@@ -22,17 +22,21 @@ THRESHOLDS = 200
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Abstention:
-    """Answer rows whose doubt, 1 less the largest probability, is at most a threshold, so that at most `risk` of the answers are wrong.
+    """Answer rows whose doubt, 1 less the largest probability, is at most a threshold, so that at
+    most `risk` of the answers are wrong.
 
-    Thresholds are fixed beforehand, from doubt = `risk` upwards. One after the other is tested on all clients' rows together: whether the
-    Clopper-Pearson bound, at 1 - `delta`, of the share of wrong answers is at most `risk`. The first that fails ends the sequence, and the
-    one before it is taken. So the promise, that the true share of wrong answers among those given is at most `risk`, holds with a
-    probability of at least 1 - `delta` over the data (Angelopoulos, Bates, Candès, Jordan and Lei, "Learn then test", Annals of Applied
-    Statistics 19, 2025, fixed-sequence testing). It is of all clients' rows together; a client's own share may be higher, see the column
-    `answered_accuracy` of `Predictions.table`.
+    Thresholds are fixed beforehand, from doubt = `risk` upwards. One after the other is tested on
+    all clients' rows together: whether the Clopper-Pearson bound, at 1 - `delta`, of the share of
+    wrong answers is at most `risk`. The first that fails ends the sequence, and the one before it
+    is taken. So the promise, that the true share of wrong answers among those given is at most
+    `risk`, holds with a probability of at least 1 - `delta` over the data (Angelopoulos, Bates,
+    Candès, Jordan and Lei, "Learn then test", Annals of Applied Statistics 19, 2025, fixed-sequence
+    testing). It is of all clients' rows together; a client's own share may be higher, see the
+    column `answered_accuracy` of `Predictions.table`.
 
-    Of calibrated probabilities the share of wrong answers below a doubt of `risk` is below `risk`, so the first test is one that should
-    pass: fit a `Temperature` before. It needs at least log(delta) / log(1 - risk) rows below it, 59 for 5 % and 5 %.
+    Of calibrated probabilities the share of wrong answers below a doubt of `risk` is below `risk`,
+    so the first test is one that should pass: fit a `Temperature` before. It needs at least
+    log(delta) / log(1 - risk) rows below it, 59 for 5 % and 5 %.
 
     Args:
         risk: Largest share of wrong answers, in (0, 1).
@@ -51,11 +55,16 @@ class Abstention:
             ValueError: What is predicted has no classes.
         """
         if outputs.task != "classification":
-            raise ValueError("Abstention counts wrong classes, and this is a regression: leave it out; Conformal makes intervals")
+            raise ValueError(
+                "Abstention counts wrong classes, and this is a regression: leave it out; "
+                "Conformal makes intervals"
+            )
         return {"thresholds": torch.linspace(self.risk, 1.0, THRESHOLDS, dtype=torch.float64)}
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the counts of rows, and of wrong ones, between each threshold and the one before."""
+        """Return the shapes of the counts of rows, and of wrong ones, between each threshold and
+        the one before.
+        """
         return {"n_rows": (THRESHOLDS,), "n_wrong": (THRESHOLDS,)}
 
     def ask(self, told: Tensors, mine: Mine) -> Tensors:
@@ -65,13 +74,18 @@ class Abstention:
             ValueError: Rows have several labels each.
         """
         if mine.predictions.probs is not None and mine.predictions.probs.dim() == 4:
-            raise ValueError("Abstention counts rows as independent, and the several labels of one row are not: leave it out")
+            raise ValueError(
+                "Abstention counts rows as independent, and the several labels of one row are not: "
+                "leave it out"
+            )
         logits, labels, mask = mine.labelled
         place = torch.bucketize(_doubt(logits), told["thresholds"]).clamp_max(THRESHOLDS - 1)
         wrong = mask & (logits.argmax(-1) != labels)
 
         def counted(rows: Tensor) -> Tensor:
-            return torch.zeros(len(mask), THRESHOLDS, dtype=torch.float64).scatter_add_(1, place, rows.double())
+            return torch.zeros(len(mask), THRESHOLDS, dtype=torch.float64).scatter_add_(
+                1, place, rows.double()
+            )
 
         return {"n_rows": counted(mask), "n_wrong": counted(wrong)}
 
@@ -82,11 +96,14 @@ class Abstention:
         good = int(passes.long().cumprod(0).sum())
         if not good:
             warn(
-                f"no answer is given: of {int(n[0])} rows in {self.split!r} of a doubt of at most {self.risk:g}, {int(wrong[0])} are "
-                f"wrong, which does not show a risk of {self.risk:g} with confidence {1 - self.delta:g}; give it more rows or allow "
+                f"no answer is given: of {int(n[0])} rows in {self.split!r} of a doubt of at most "
+                f"{self.risk:g}, {int(wrong[0])} are wrong, which does not show a risk of "
+                f"{self.risk:g} with confidence {1 - self.delta:g}; give it more rows or allow "
                 "more risk, and fit a Temperature before if there is none",
             )
-        threshold = told["thresholds"][good - 1] if good else told["thresholds"].new_tensor(-math.inf)
+        threshold = (
+            told["thresholds"][good - 1] if good else told["thresholds"].new_tensor(-math.inf)
+        )
         return {"threshold": threshold}, True
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:

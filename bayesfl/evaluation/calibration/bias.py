@@ -20,12 +20,15 @@ _ROUNDING = 1e-13
 
 @dataclass(frozen=True, kw_only=True)
 class Bias(Local):
-    """Add to each client's logits a vector b_j [O] of its own, with prior N(0, I), for what differs between clients in frequent classes.
+    """Add to each client's logits a vector b_j [O] of its own, with prior N(0, I), for what differs
+    between clients in frequent classes.
 
-    b_j maximises sum_i log softmax(z_i + b)_{y_i} - |b|^2 / 2 over the client's examples, z_i the logits after the steps before. The
-    objective is strictly concave; Newton's steps are halved until they improve it. Nothing is sent. A client without examples has b_j = 0.
+    b_j maximises sum_i log softmax(z_i + b)_{y_i} - |b|^2 / 2 over the client's examples, z_i the
+    logits after the steps before. The objective is strictly concave; Newton's steps are halved
+    until they improve it. Nothing is sent. A client without examples has b_j = 0.
 
-    Under label skew it mends what a global model cannot know; where clients are alike it costs little, as the prior holds b at 0.
+    Under label skew it mends what a global model cannot know; where clients are alike it costs
+    little, as the prior holds b at 0.
 
     Args:
         split: The split that it is fitted to.
@@ -40,13 +43,18 @@ class Bias(Local):
             ValueError: What is predicted has no classes.
         """
         if outputs.task != "classification":
-            raise ValueError("Bias changes probabilities of classes, and this is a regression: leave it out; Conformal makes intervals")
+            raise ValueError(
+                "Bias changes probabilities of classes, and this is a regression: leave it out; "
+                "Conformal makes intervals"
+            )
         return {}
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
         """Return every client's b_j, [J, O]."""
         logits, labels, mask = mine.labelled
-        seen = torch.zeros(len(logits), logits.shape[-1], dtype=torch.float64).scatter_add_(1, labels, mask.double())
+        seen = torch.zeros(len(logits), logits.shape[-1], dtype=torch.float64).scatter_add_(
+            1, labels, mask.double()
+        )
 
         def loss(b: Tensor) -> Tensor:
             z = (logits + b.unsqueeze(1)).logsumexp(-1)
@@ -59,7 +67,8 @@ class Bias(Local):
             slope = probs.sum(1) - seen + b
             if not len(b) or float(slope.abs().max()) <= _ENOUGH:
                 break
-            # Of zero rows, as of padding, p p' adds nothing; within a client p is a row's probabilities, masked once.
+            # Of zero rows, as of padding, p p' adds nothing; within a client p is a row's
+            # probabilities, masked once.
             curvature = torch.diag_embed(probs.sum(1) + 1) - probs.mT @ probs
             step = torch.linalg.solve(curvature, slope.unsqueeze(-1)).squeeze(-1)
             then, most = loss(b - step), now + _ROUNDING * (1 + now.abs())
@@ -75,4 +84,6 @@ class Bias(Local):
         """Return predictions with softmax(log(probs) + b_j)."""
         logits = mine.logits
         b = own["bias"]
-        return changed(mine.predictions, logits + b.reshape(len(b), *[1] * (logits.dim() - 2), b.shape[-1]))
+        return changed(
+            mine.predictions, logits + b.reshape(len(b), *[1] * (logits.dim() - 2), b.shape[-1])
+        )

@@ -16,17 +16,20 @@ from bayesfl.evaluation.surveys import Mine, Outputs
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Choice(Local):
-    """Let each client predict with the server's model where that is better than its own, by an exact test on its own rows.
+    """Let each client predict with the server's model where that is better than its own, by an
+    exact test on its own rows.
 
-    Rows count on which exactly one of the two is right; of numbers, on which one is nearer. If neither is better, each wins such a row with
-    probability 1/2, so a client takes the server's model if so many wins of it have a probability of at most `delta` (McNemar,
-    Psychometrika 12, 1947, in its exact form). Otherwise, and without rows, it keeps its own. Nothing is sent.
+    Rows count on which exactly one of the two is right; of numbers, on which one is nearer. If
+    neither is better, each wins such a row with probability 1/2, so a client takes the server's
+    model if so many wins of it have a probability of at most `delta` (McNemar, Psychometrika 12,
+    1947, in its exact form). Otherwise, and without rows, it keeps its own. Nothing is sent.
 
-    It comes before other steps, which are then fitted to the predictions chosen. The method needs a server's model beside clients' own, as
-    fine-tuning or a personal block gives it.
+    It comes before other steps, which are then fitted to the predictions chosen. The method needs a
+    server's model beside clients' own, as fine-tuning or a personal block gives it.
 
     Args:
-        delta: Probability with which a client may take the server's model although that is no better, in (0, 1).
+        delta: Probability with which a client may take the server's model although that is no
+            better, in (0, 1).
         split: The split on which the two are compared, which neither was trained on.
     """
 
@@ -39,7 +42,9 @@ class Choice(Local):
         return {}
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return which clients take the server's model, `shared`, and on how many rows that is better and worse, [J] each."""
+        """Return which clients take the server's model, `shared`, and on how many rows that is
+        better and worse, [J] each.
+        """
         from scipy.stats import binom
 
         own, shared = _losses(mine, mine.predictions), _losses(mine, _shared(mine))
@@ -55,7 +60,9 @@ class Choice(Local):
             if isinstance(t, Tensor) and name not in ("mask", "labels"):
                 theirs = getattr(other, name)
                 theirs = torch.full_like(t, torch.nan) if theirs is None else theirs.to(t)
-                found[name] = torch.where(own["shared"].reshape(-1, *[1] * (t.dim() - 1)), theirs, t)
+                found[name] = torch.where(
+                    own["shared"].reshape(-1, *[1] * (t.dim() - 1)), theirs, t
+                )
         return replace(given, **found)
 
 
@@ -67,17 +74,24 @@ def _shared(mine: Mine) -> Predictions:
     """
     if mine.shared is None:
         raise ValueError(
-            "these predictions come without those of the server's model, `Mine.shared`, which Choice compares; result.calibrate makes both"
+            "these predictions come without those of the server's model, `Mine.shared`, which "
+            "Choice compares; result.calibrate makes both"
         )
     return mine.shared
 
 
 def _losses(mine: Mine, predictions: Predictions) -> Tensor:
-    """Return how bad each row's prediction is, [J, M]: 1 if it is wrong, or how far it is; 0 in rows that pad."""
+    """Return how bad each row's prediction is, [J, M]: 1 if it is wrong, or how far it is; 0 in
+    rows that pad.
+    """
     if predictions.probs is not None:
-        logits, labels, mask = replace(mine, predictions=replace(predictions, labels=mine.predictions.labels)).labelled
+        logits, labels, mask = replace(
+            mine, predictions=replace(predictions, labels=mine.predictions.labels)
+        ).labelled
         return ((logits.argmax(-1) != labels) & mask).double()
     y, mask, centre = mine.predictions.labels, mine.predictions.mask.cpu(), predictions.mean
     assert y is not None  # of a split of the federation
     assert centre is not None  # as numbers have
-    return ((y.reshape(centre.shape).double() - centre.cpu().double()).square().sum(-1)).masked_fill(~mask, 0.0)
+    return (
+        (y.reshape(centre.shape).double() - centre.cpu().double()).square().sum(-1)
+    ).masked_fill(~mask, 0.0)

@@ -1,4 +1,6 @@
-"""Conformal sets and intervals of each client, whose threshold is its own scores' and the federation's together."""
+"""Conformal sets and intervals of each client, whose threshold is its own scores' and the
+federation's together.
+"""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +13,13 @@ from torch import Tensor
 from bayesfl.base.checks import warn
 from bayesfl.base.options import PROBABILITY, Range, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.calibration.scores import Score, class_scores, intervals, largest_class_score, number_scores
+from bayesfl.evaluation.calibration.scores import (
+    Score,
+    class_scores,
+    intervals,
+    largest_class_score,
+    number_scores,
+)
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -20,44 +28,61 @@ SHRINKS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, math.inf)
 """The values of n0 of which shrink="pinball" takes one."""
 
 BINS = 1024
-"""Bins of the histogram by which the federation's scores are known; a threshold at a bin's upper end is at most a bin too large."""
+"""Bins of the histogram by which the federation's scores are known; a threshold at a bin's upper
+end is at most a bin too large.
+"""
 POWERS = 64
-"""Scores of numbers are counted up to each of so many powers of 2 first, from 2^-32, which gives the histogram its range."""
+"""Scores of numbers are counted up to each of so many powers of 2 first, from 2^-32, which gives
+the histogram its range.
+"""
 _POWERS_OF_2 = 2.0 ** (torch.arange(POWERS, dtype=torch.float64) - POWERS // 2)
 TAIL = 128
-"""Bins of numbers' scores beyond the equal ones, each a constant factor above the one before, up to the largest power of 2."""
+"""Bins of numbers' scores beyond the equal ones, each a constant factor above the one before, up to
+the largest power of 2.
+"""
 _BEYOND = 0.5
-"""Share of the scores that a set may miss, of which so much may lie beyond the equal bins, as outliers do."""
+"""Share of the scores that a set may miss, of which so much may lie beyond the equal bins, as
+outliers do.
+"""
 _DECIMALS = 6
-_ROUNDING = 1e-9  # so that a rank is not rounded up where it would be whole but for floating-point error
+_ROUNDING = (
+    1e-9  # so that a rank is not rounded up where it would be whole but for floating-point error
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Conformal:
-    """Make a set of classes, or an interval, for every example, which holds the truth with a probability of `level`.
+    """Make a set of classes, or an interval, for every example, which holds the truth with a
+    probability of `level`.
 
-    A set holds what scores at most the client's threshold t_j. With its own n_j scores s_ij, the share F(s) of all clients' N scores up to
-    s, and n0 = `shrink`,
+    A set holds what scores at most the client's threshold t_j. With its own n_j scores s_ij, the
+    share F(s) of all clients' N scores up to s, and n0 = `shrink`,
 
         t_j = inf{ s : #{i : s_ij <= s} + n0 F(s) >= level (n_j + n0 + 1) },
 
-    which is everything where no s suffices. All clients' scores count as n0 together, the client's own as 1 each, the new example's as 1.
-    If all clients are alike, coverage is at least `level`; Barber, Candès, Ramdas and Tibshirani, "Conformal prediction beyond
-    exchangeability", Annals of Statistics 51, 2023, theorem 2, bounds what foreign scores cost otherwise. `shrink=0` uses the client's own
-    scores alone, and promises `level` to each; a client with fewer than level / (1 - level) gets everything. `shrink=math.inf` uses all
-    scores as if of one source. n0 has to be fixed before the scores are seen. `shrink="pinball"` takes the value of `SHRINKS`, one for all
-    clients, with the smallest pinball loss of every score under the threshold that its client has without it; then no theorem holds.
+    which is everything where no s suffices. All clients' scores count as n0 together, the client's
+    own as 1 each, the new example's as 1. If all clients are alike, coverage is at least `level`;
+    Barber, Candès, Ramdas and Tibshirani, "Conformal prediction beyond exchangeability", Annals of
+    Statistics 51, 2023, theorem 2, bounds what foreign scores cost otherwise. `shrink=0` uses the
+    client's own scores alone, and promises `level` to each; a client with fewer than level / (1 -
+    level) gets everything. `shrink=math.inf` uses all scores as if of one source. n0 has to be
+    fixed before the scores are seen. `shrink="pinball"` takes the value of `SHRINKS`, one for all
+    clients, with the smallest pinball loss of every score under the threshold that its client has
+    without it; then no theorem holds.
 
-    The federation's scores are known as a histogram, whose bins count at their upper ends: thresholds can only be larger for it, by at most
-    a bin. The client's own are exact. Sets are often empty where a model is right more often than `level` says: then no class fits as
-    well as true ones did. `never_empty` adds the most probable class, which only raises coverage.
+    The federation's scores are known as a histogram, whose bins count at their upper ends:
+    thresholds can only be larger for it, by at most a bin. The client's own are exact. Sets are
+    often empty where a model is right more often than `level` says: then no class fits as well as
+    true ones did. `never_empty` adds the most probable class, which only raises coverage.
 
     Args:
         level: Probability with which a set is to hold the truth, in (0, 1).
-        score: What is compared, of classes, see `class_scores`; numbers have one score, see `number_scores`.
+        score: What is compared, of classes, see `class_scores`; numbers have one score, see
+            `number_scores`.
         shrink: n0, >= 0, in examples; or `pinball`.
-        by: Whether the thresholds are of `client`s, or of clients and labels: then `level` holds for examples of each class.
+        by: Whether the thresholds are of `client`s, or of clients and labels: then `level` holds
+            for examples of each class.
         never_empty: Whether sets of classes hold at least the most probable class.
         split: The split whose scores are used, to which nothing else was fitted.
     """
@@ -75,21 +100,34 @@ class Conformal:
         return self.score != "lac"
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return the ends of the histogram's bins, of classes; of numbers nothing, as their range is asked first.
+        """Return the ends of the histogram's bins, of classes; of numbers nothing, as their range
+        is asked first.
 
         Raises:
             ValueError: Numbers are predicted, and an option is for classes.
         """
         if outputs.task == "classification":
             groups = outputs.count if self.by == "label" else 1
-            return {"groups": torch.tensor(groups), "edges": _ends(0.0, largest_class_score(self.score, outputs.count), BINS)}
-        given = {"by": self.by == "label", "score": self.score != "lac", "never_empty": self.never_empty}
+            return {
+                "groups": torch.tensor(groups),
+                "edges": _ends(0.0, largest_class_score(self.score, outputs.count), BINS),
+            }
+        given = {
+            "by": self.by == "label",
+            "score": self.score != "lac",
+            "never_empty": self.never_empty,
+        }
         if idle := [name for name, found in given.items() if found]:
-            raise ValueError(f"{idle[0]}={getattr(self, idle[0])!r} is for sets of classes, and this is a regression; leave it out")
+            raise ValueError(
+                f"{idle[0]}={getattr(self, idle[0])!r} is for sets of classes, and this is a "
+                "regression; leave it out"
+            )
         return {"groups": torch.tensor(1)}
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of counts of scores, in each bin and beyond the last, or of numbers' by their power of 2; or that of losses."""
+        """Return the shape of counts of scores, in each bin and beyond the last, or of numbers' by
+        their power of 2; or that of losses.
+        """
         if "edges" not in told:
             return {"n_powers": (2, POWERS + 1)}
         if "counts" in told:
@@ -97,17 +135,28 @@ class Conformal:
         return {"n_scores": (int(told["groups"]), BINS + 1)}
 
     def ask(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return the clients' counts of scores, [J, G, bins + 1], or their summed losses under each value of n0, [J, K]."""
+        """Return the clients' counts of scores, [J, G, bins + 1], or their summed losses under each
+        value of n0, [J, K].
+        """
         scores, group, mask = self._scores(mine)
         if "counts" in told:
             return {"pinball": self._losses(told, scores, group, mask)}
         if "edges" not in told:
-            return {"n_powers": _counted(torch.bucketize(scores.abs(), _POWERS_OF_2), (scores < 0).long(), mask, 2, POWERS + 1)}
+            return {
+                "n_powers": _counted(
+                    torch.bucketize(scores.abs(), _POWERS_OF_2),
+                    (scores < 0).long(),
+                    mask,
+                    2,
+                    POWERS + 1,
+                )
+            }
         place = torch.bucketize(scores, told["edges"])
         return {"n_scores": _counted(place, group, mask, int(told["groups"]), BINS + 1)}
 
     def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the bins' ends once the range is known, then their counts, after which nothing is left to ask.
+        """Return the bins' ends once the range is known, then their counts, after which nothing is
+        left to ask.
 
         Raises:
             ValueError: No client has an example.
@@ -119,97 +168,147 @@ class Conformal:
             allowed = _BEYOND * (1 - self.level) * counts.sum()
             if not counts[:, 1:].sum() > 0.5 * counts.sum() or beyond[-1] > allowed:
                 warn(
-                    f"scores of targets lie outside 2^-{POWERS // 2} to 2^{POWERS // 2 - 1}, so that intervals may be far too wide: scale "
+                    f"scores of targets lie outside 2^-{POWERS // 2} to 2^{POWERS // 2 - 1}, so "
+                    "that intervals may be far too wide: scale "
                     "the targets, to a standard deviation of 1 for instance",
                 )
             high = float(_POWERS_OF_2[min(int((beyond > allowed).sum()), POWERS - 1)])
             negative = counts[1, :-1].nonzero()
             low = -float(_POWERS_OF_2[int(negative.max())]) if len(negative) else 0.0
             near = _ends(max(low, -high), high, BINS - TAIL)
-            far = high * (2 * _POWERS_OF_2[-1] / high) ** (torch.arange(1, TAIL + 1, dtype=torch.float64) / TAIL)
+            far = high * (2 * _POWERS_OF_2[-1] / high) ** (
+                torch.arange(1, TAIL + 1, dtype=torch.float64) / TAIL
+            )
             return told | {"edges": torch.cat([near, far])}, False
         if "counts" in told:
-            return told | {"shrink": torch.tensor(SHRINKS[int(total["pinball"].argmin())], dtype=torch.float64)}, True
+            return told | {
+                "shrink": torch.tensor(SHRINKS[int(total["pinball"].argmin())], dtype=torch.float64)
+            }, True
         self._some(total["n_scores"].sum())
         return told | {"counts": total["n_scores"]}, self.shrink != "pinball"
 
     def _losses(self, told: Tensors, scores: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-        """Return each client's pinball losses, each score under the threshold of the others, [J, K]; beyond the end counts as the end."""
+        """Return each client's pinball losses, each score under the threshold of the others, [J,
+        K]; beyond the end counts as the end.
+        """
         out = torch.zeros(len(scores), len(SHRINKS), dtype=torch.float64)
         end = told["edges"][-1]
         for k, shrink in enumerate(SHRINKS):
             for g in range(int(told["groups"])):
                 own = mask & (group == g)
-                t = without_one(scores, own, told["edges"], told["counts"][g], level=self.level, shrink=shrink).clamp_max(end)
+                t = without_one(
+                    scores, own, told["edges"], told["counts"][g], level=self.level, shrink=shrink
+                ).clamp_max(end)
                 above = scores.clamp_max(end) - t
-                out[:, k] += torch.where(own, torch.maximum(self.level * above, (self.level - 1) * above), 0.0).sum(-1)
+                out[:, k] += torch.where(
+                    own, torch.maximum(self.level * above, (self.level - 1) * above), 0.0
+                ).sum(-1)
         return out
 
     def _some(self, examples: Tensor) -> None:
         if not examples > 0:
-            raise ValueError(f"no client has an example in the split {self.split!r}: make the data with {self.split}=0.1")
+            raise ValueError(
+                f"no client has an example in the split {self.split!r}: make the data with "
+                f"{self.split}=0.1"
+            )
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the numbers of their own scores [J, G].
+        """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the
+        numbers of their own scores [J, G].
 
-        For alarms, which compare rows to come with these, also `scores` as of `scored` and `epistemic` of every row, [J, N], NaN for none.
+        For alarms, which compare rows to come with these, also `scores` as of `scored` and
+        `epistemic` of every row, [J, N], NaN for none.
         """
         scores, group, mask = self._scores(mine)
         found, numbers = [], []
         shrink = float(told["shrink"]) if "shrink" in told else float(self.shrink)
         for g in range(int(told["groups"])):
             own = mask & (group == g)
-            found.append(thresholds(scores, own, told["edges"], told["counts"][g], level=self.level, shrink=shrink))
+            found.append(
+                thresholds(
+                    scores, own, told["edges"], told["counts"][g], level=self.level, shrink=shrink
+                )
+            )
             numbers.append(own.sum(-1))
         kept = {"scores": self.scored(mine), "epistemic": doubt(mine)}
         kept = {name: t.masked_fill(~mask, torch.nan) for name, t in kept.items()}
         return {"threshold": torch.stack(found, -1), "n_scores": torch.stack(numbers, -1), **kept}
 
     def scored(self, mine: Mine) -> Tensor:
-        """Return the scores of labels or targets, [J, N] in float64, by which an alarm compares rows; with u = 1/2 for those that draw.
+        """Return the scores of labels or targets, [J, N] in float64, by which an alarm compares
+        rows; with u = 1/2 for those that draw.
 
-        Scores of classes are rounded: where a model is sure, floating-point error would otherwise decide which row is stranger, and rows
-        that are predicted one by one might have another error than calibration rows, which are predicted together.
+        Scores of classes are rounded: where a model is sure, floating-point error would otherwise
+        decide which row is stranger, and rows that are predicted one by one might have another
+        error than calibration rows, which are predicted together.
 
         Raises:
             ValueError: Labels or targets are not known, or a prediction is not finite.
         """
-        scores = self._scores(mine, torch.full(mine.predictions.mask.shape, 0.5, dtype=torch.float64))[0]
+        scores = self._scores(
+            mine, torch.full(mine.predictions.mask.shape, 0.5, dtype=torch.float64)
+        )[0]
         return scores if mine.predictions.probs is None else scores.round(decimals=_DECIMALS)
 
     def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
-        """Return predictions with `sets` of classes, or with the ends of intervals as `lower` and `upper`."""
+        """Return predictions with `sets` of classes, or with the ends of intervals as `lower` and
+        `upper`.
+        """
         given, threshold = mine.predictions, own["threshold"]
         if given.probs is None:
             lower, upper = intervals(given, threshold[:, 0])
-            return replace(given, lower=lower.to(_like(given)), upper=upper.to(_like(given)), level=self.level)
+            return replace(
+                given, lower=lower.to(_like(given)), upper=upper.to(_like(given)), level=self.level
+            )
         logits, inside = mine.logits, given.mask.cpu()
         u = mine.uniform(1) if self.draws else torch.zeros(given.mask.shape, dtype=torch.float64)
         if logits.dim() == 4:
-            u, inside = u.unsqueeze(-1).expand(logits.shape[:-1]), inside.unsqueeze(-1).expand(logits.shape[:-1])
+            u, inside = (
+                u.unsqueeze(-1).expand(logits.shape[:-1]),
+                inside.unsqueeze(-1).expand(logits.shape[:-1]),
+            )
         probs = logits.softmax(-1)
-        sets = class_scores(self.score, probs, u) <= threshold.reshape(len(threshold), *[1] * (logits.dim() - 2), -1)
+        sets = class_scores(self.score, probs, u) <= threshold.reshape(
+            len(threshold), *[1] * (logits.dim() - 2), -1
+        )
         if self.never_empty:
             sets = sets.scatter(-1, probs.argmax(-1, keepdim=True), True)
         return replace(given, sets=sets & inside.unsqueeze(-1), level=self.level)
 
     def _scores(self, mine: Mine, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores [J, N], the group of each, and which are of examples; by draws u [J, N], or those of calibration rows."""
+        """Return scores [J, N], the group of each, and which are of examples; by draws u [J, N], or
+        those of calibration rows.
+        """
         given = mine.predictions
         if given.probs is None:
             if given.labels is None:
-                raise ValueError("the targets of these predictions are not known; predict a split of the federation")
+                raise ValueError(
+                    "the targets of these predictions are not known; predict a split of the "
+                    "federation"
+                )
             mask = given.mask.cpu()
             scores = number_scores(given, given.labels.cpu()).masked_fill(~mask, 0.0)
             mine.refuse_broken(scores)
             return scores, torch.zeros_like(mask, dtype=torch.int64), mask
         logits, labels, mask = mine.labelled
         if u is None:
-            u = mine.uniform(0) if self.draws else torch.zeros(given.mask.shape, dtype=torch.float64)
+            u = (
+                mine.uniform(0)
+                if self.draws
+                else torch.zeros(given.mask.shape, dtype=torch.float64)
+            )
         if logits.shape[1] != u.shape[1]:
             u = u.repeat_interleave(logits.shape[1] // u.shape[1], 1)
-        scores = class_scores(self.score, logits.softmax(-1), u).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        return scores.masked_fill(~mask, 0.0), labels if self.by == "label" else torch.zeros_like(labels), mask
+        scores = (
+            class_scores(self.score, logits.softmax(-1), u)
+            .gather(-1, labels.unsqueeze(-1))
+            .squeeze(-1)
+        )
+        return (
+            scores.masked_fill(~mask, 0.0),
+            labels if self.by == "label" else torch.zeros_like(labels),
+            mask,
+        )
 
 
 def _ends(low: float, high: float, bins: int) -> Tensor:
@@ -218,13 +317,18 @@ def _ends(low: float, high: float, bins: int) -> Tensor:
 
 
 def doubt(mine: Mine) -> Tensor:
-    """Return the epistemic uncertainty of every row, [J, N] in float64, of classes rounded as `Conformal.scored`; NaN for none."""
+    """Return the epistemic uncertainty of every row, [J, N] in float64, of classes rounded as
+    `Conformal.scored`; NaN for none.
+    """
     found = mine.predictions.epistemic.cpu().flatten(1).double()
     return found if mine.predictions.probs is None else found.round(decimals=_DECIMALS)
 
 
-def thresholds(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float) -> Tensor:
-    """Return each client's threshold, [J] in float64, see `Conformal`; infinite where it admits everything.
+def thresholds(
+    scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float
+) -> Tensor:
+    """Return each client's threshold, [J] in float64, see `Conformal`; infinite where it admits
+    everything.
 
     Args:
         scores: The clients' own scores, [J, N].
@@ -239,13 +343,21 @@ def thresholds(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, l
     return _first(scores, mask, edges, counts, shrink, level * (mask.sum(-1).double() + shrink + 1))
 
 
-def without_one(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float) -> Tensor:
-    """Return for every score the threshold that its client has without it, [J, N]; all clients' scores still hold it. See `thresholds`."""
+def without_one(
+    scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float
+) -> Tensor:
+    """Return for every score the threshold that its client has without it, [J, N]; all clients'
+    scores still hold it. See `thresholds`.
+    """
     if shrink == math.inf:
         return _pooled(edges, counts, level).expand(scores.shape).clone()
     needed = level * (mask.sum(-1).double() + shrink)
-    low, high = (_first(scores, mask, edges, counts, shrink, needed + more)[:, None] for more in (0, 1))
-    return torch.where(scores > low, low, high)  # a score above the threshold is not counted there in any case
+    low, high = (
+        _first(scores, mask, edges, counts, shrink, needed + more)[:, None] for more in (0, 1)
+    )
+    return torch.where(
+        scores > low, low, high
+    )  # a score above the threshold is not counted there in any case
 
 
 def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:
@@ -254,15 +366,30 @@ def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:
     return torch.cat([edges[enough], edges.new_tensor([math.inf])]).min()
 
 
-def _first(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, shrink: float, needed: Tensor) -> Tensor:
-    """Return the smallest s at which a client's own scores up to s, and `shrink` times all clients' share of them, reach `needed` [J]."""
-    below = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])  # scores up to each end, after none
+def _first(
+    scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, shrink: float, needed: Tensor
+) -> Tensor:
+    """Return the smallest s at which a client's own scores up to s, and `shrink` times all clients'
+    share of them, reach `needed` [J].
+    """
+    below = torch.cat(
+        [counts.new_zeros(1), counts[:-1].cumsum(0)]
+    )  # scores up to each end, after none
     share = below / counts.sum().clamp_min(1)
     own = scores.masked_fill(~mask, math.inf).sort(-1).values
     least = needed.unsqueeze(-1) - _ROUNDING
-    at_own = torch.arange(1, own.shape[1] + 1) + shrink * share[torch.searchsorted(edges, own, right=True)]
-    at_edges = torch.searchsorted(own, edges.expand(len(own), -1).contiguous(), right=True) + shrink * share[1:]
-    candidates = [own.masked_fill(at_own < least, math.inf), edges.expand(len(own), -1).masked_fill(at_edges < least, math.inf)]
+    at_own = (
+        torch.arange(1, own.shape[1] + 1)
+        + shrink * share[torch.searchsorted(edges, own, right=True)]
+    )
+    at_edges = (
+        torch.searchsorted(own, edges.expand(len(own), -1).contiguous(), right=True)
+        + shrink * share[1:]
+    )
+    candidates = [
+        own.masked_fill(at_own < least, math.inf),
+        edges.expand(len(own), -1).masked_fill(at_edges < least, math.inf),
+    ]
     return torch.cat([*candidates, edges.new_full((len(own), 1), math.inf)], -1).amin(-1)
 
 

@@ -1,4 +1,6 @@
-"""Scores by which conformal sets are made: how badly a class or a number fits a prediction; sets hold what scores at most a threshold."""
+"""Scores by which conformal sets are made: how badly a class or a number fits a prediction; sets
+hold what scores at most a threshold.
+"""
 
 from typing import Literal, TypeAlias
 
@@ -10,16 +12,20 @@ from bayesfl.evaluation.predictions import Predictions
 Score: TypeAlias = Literal["lac", "aps", "raps"]
 
 RAPS_WEIGHT, RAPS_FREE = 0.01, 5
-"""RAPS adds 0.01 for every more probable class beyond the fifth: values of its paper's experiments, which are not tuned here."""
+"""RAPS adds 0.01 for every more probable class beyond the fifth: values of its paper's experiments,
+which are not tuned here.
+"""
 
 
 def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the score of every class, [..., O] in float64, of probabilities [..., O].
 
-    `lac` is 1 - p_c (Sadinle, Lei and Wasserman, JASA 114, 2019), which gives the smallest sets on average. `aps` is the probability of all
-    classes more probable than c, and u times that of c (Romano, Sesia and Candès, NeurIPS 2020), which gives sets whose size follows the
-    difficulty of an example; they are larger than those of `lac`. `raps` is that, and a penalty on ranks (Angelopoulos, Bates, Malik and
-    Jordan, ICLR 2021): 0.01 for each class beyond the fifth, without its tuning; of five classes or fewer it is `aps`.
+    `lac` is 1 - p_c (Sadinle, Lei and Wasserman, JASA 114, 2019), which gives the smallest sets on
+    average. `aps` is the probability of all classes more probable than c, and u times that of c
+    (Romano, Sesia and Candès, NeurIPS 2020), which gives sets whose size follows the difficulty of
+    an example; they are larger than those of `lac`. `raps` is that, and a penalty on ranks
+    (Angelopoulos, Bates, Malik and Jordan, ICLR 2021): 0.01 for each class beyond the fifth,
+    without its tuning; of five classes or fewer it is `aps`.
 
     Args:
         score: One of the three.
@@ -31,9 +37,13 @@ def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
         return 1 - probs
     order = torch.sort(probs, dim=-1, descending=True, stable=True).indices
     ordered = probs.gather(-1, order)
-    ranked = (ordered.cumsum(-1) - ordered * (1 - uniform.double().unsqueeze(-1))).clamp_max(1.0)  # sums of probabilities round
+    ranked = (ordered.cumsum(-1) - ordered * (1 - uniform.double().unsqueeze(-1))).clamp_max(
+        1.0
+    )  # sums of probabilities round
     if score == "raps":
-        ranked = ranked + RAPS_WEIGHT * (torch.arange(1, probs.shape[-1] + 1) - RAPS_FREE).clamp_min(0)
+        ranked = ranked + RAPS_WEIGHT * (
+            torch.arange(1, probs.shape[-1] + 1) - RAPS_FREE
+        ).clamp_min(0)
     return torch.empty_like(ranked).scatter_(-1, order, ranked)
 
 
@@ -43,10 +53,12 @@ def largest_class_score(score: Score, classes: int) -> float:
 
 
 def number_scores(predictions: Predictions, targets: Tensor) -> Tensor:
-    """Return the score of targets [J, N, O] under predicted numbers, the largest of an example's, [J, N] in float64.
+    """Return the score of targets [J, N, O] under predicted numbers, the largest of an example's,
+    [J, N] in float64.
 
-    |y - m| / s of a mean m and a standard deviation s (Lei, G'Sell, Rinaldo, Tibshirani and Wasserman, JASA 113, 2018); of intervals
-    max(lower - y, y - upper), which is negative inside (Romano, Patterson and Candès, NeurIPS 2019).
+    |y - m| / s of a mean m and a standard deviation s (Lei, G'Sell, Rinaldo, Tibshirani and
+    Wasserman, JASA 113, 2018); of intervals max(lower - y, y - upper), which is negative inside
+    (Romano, Patterson and Candès, NeurIPS 2019).
     """
     y = targets.double().reshape(*predictions.mask.shape, -1)
     if predictions.variance is None:
@@ -56,12 +68,16 @@ def number_scores(predictions: Predictions, targets: Tensor) -> Tensor:
 
 
 def intervals(predictions: Predictions, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower and upper ends, [J, N, O], of the numbers that score at most a client's threshold [J]; crossed ends meet."""
+    """Return the lower and upper ends, [J, N, O], of the numbers that score at most a client's
+    threshold [J]; crossed ends meet.
+    """
     t = threshold.reshape(-1, 1, 1)
     if predictions.variance is None:
         lower, upper = _double(predictions.lower) - t, _double(predictions.upper) + t
         middle = (lower + upper) / 2
-        return torch.minimum(lower, middle.nan_to_num(nan=-torch.inf)), torch.maximum(upper, middle.nan_to_num(nan=torch.inf))
+        return torch.minimum(lower, middle.nan_to_num(nan=-torch.inf)), torch.maximum(
+            upper, middle.nan_to_num(nan=torch.inf)
+        )
     half = t * _double(predictions.variance).sqrt()
     return _double(predictions.mean) - half, _double(predictions.mean) + half
 

@@ -16,7 +16,8 @@ from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, conduct, toge
 class Step(Survey[Mine], Protocol):
     """A survey whose result is applied to predictions.
 
-    A step may say `compares = True`, and is then given `Mine.shared`; and `draws = True`, and is then given `Mine.rows`.
+    A step may say `compares = True`, and is then given `Mine.shared`; and `draws = True`, and is
+    then given `Mine.rows`.
     """
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
@@ -35,7 +36,9 @@ class Step(Survey[Mine], Protocol):
 
 
 class Local:
-    """What a step has in common with others that each client fits alone: nothing is asked, and nothing sent."""
+    """What a step has in common with others that each client fits alone: nothing is asked, and
+    nothing sent.
+    """
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return nothing, as nothing is asked."""
@@ -78,7 +81,8 @@ class Fitted:
 
 
 def fit(step: Step, mine: Mine, outputs: Outputs, put: Put | None = None) -> Fitted:
-    """Fit a step to clients' predictions on its split, to which the steps before it have been applied.
+    """Fit a step to clients' predictions on its split, to which the steps before it have been
+    applied.
 
     Args:
         step: The step.
@@ -94,7 +98,9 @@ def fit(step: Step, mine: Mine, outputs: Outputs, put: Put | None = None) -> Fit
 
 
 def compares(steps: Iterable[Any]) -> bool:
-    """Say whether one of some steps compares clients' own predictions with those of the server's model."""
+    """Say whether one of some steps compares clients' own predictions with those of the server's
+    model.
+    """
     return any(getattr(step, "compares", False) for step in steps)
 
 
@@ -111,8 +117,14 @@ def applied(steps: Iterable[Fitted], mine: Mine) -> Mine:
 
 
 def changed(predictions: Predictions, logits: Tensor) -> Predictions:
-    """Return predictions with the probabilities of these logits; the epistemic part stays, capped at the entropy of these."""
+    """Return predictions with the probabilities of these logits; the epistemic part stays, capped
+    at the entropy of these.
+    """
     assert predictions.probs is not None
     inside = predictions.mask.reshape(*predictions.mask.shape, *[1] * (logits.dim() - 2)).cpu()
     probs = torch.where(inside, logits.softmax(-1), torch.nan).to(predictions.probs)
-    return replace(predictions, probs=probs, epistemic=torch.minimum(predictions.epistemic, torch.special.entr(probs).sum(-1)))
+    return replace(
+        predictions,
+        probs=probs,
+        epistemic=torch.minimum(predictions.epistemic, torch.special.entr(probs).sum(-1)),
+    )

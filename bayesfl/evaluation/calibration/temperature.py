@@ -1,4 +1,6 @@
-"""Temperature scaling as a survey: one temperature of all clients by Newton on sums, and each client's own shrunk to it."""
+"""Temperature scaling as a survey: one temperature of all clients by Newton on sums, and each
+client's own shrunk to it.
+"""
 
 import math
 from collections.abc import Mapping
@@ -17,36 +19,47 @@ from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
 COLDEST, HOTTEST = 0.05, 20.0
-"""Smallest and largest temperature considered. If every prediction is right, the likelihood alone has no optimum: it is best at 0."""
+"""Smallest and largest temperature considered. If every prediction is right, the likelihood alone
+has no optimum: it is best at 0.
+"""
 ENOUGH = 2e-16
-"""Newton's steps end where g^2 <= ENOUGH n h: what is left to gain is far below the rounding of n examples' losses."""
+"""Newton's steps end where g^2 <= ENOUGH n h: what is left to gain is far below the rounding of n
+examples' losses.
+"""
 GRID = 61
 """Temperatures tried before the best is refined; each is 10 % above the one before."""
 _STEPS = 48
 _ENOUGH = 1e-13
-"""Largest change of log T at which Newton's steps, or halvings, for a client's own temperature end."""
+"""Largest change of log T at which Newton's steps, or halvings, for a client's own
+temperature end.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Temperature:
-    """Divide logits by a temperature T that minimises the negative log likelihood of held-out labels; the order of classes stays.
+    """Divide logits by a temperature T that minimises the negative log likelihood of held-out
+    labels; the order of classes stays.
 
-    The pooled temperature T_0 = 1 / beta is found by Newton's method on sums over all examples of the slope g and the curvature h of the
-    negative log likelihood in beta, which is convex, within a bracket. A client's own minimises
+    The pooled temperature T_0 = 1 / beta is found by Newton's method on sums over all examples of
+    the slope g and the curvature h of the negative log likelihood in beta, which is convex, within
+    a bracket. A client's own minimises
 
         sum_i nll_i(T) + 1/2 strength I (log T - log T_0)^2,
 
-    a Gaussian prior on log T as precise as the information in `strength` average examples, I of one about log T at T_0 (Kass and Wasserman,
-    JASA 90, 1995). So a client whose n examples are like all others' is moved n / (n + strength) of the way to its own optimum.
+    a Gaussian prior on log T as precise as the information in `strength` average examples, I of one
+    about log T at T_0 (Kass and Wasserman, JASA 90, 1995). So a client whose n examples are like
+    all others' is moved n / (n + strength) of the way to its own optimum.
 
     Args:
         split: The split that it is fitted to.
-        strength: Weight of the pooled temperature in a client's, in examples, >= 0; `math.inf` gives every client the pooled one, 0 each
-            its own alone, which is an end of the range, 0.05, where all of its labels are the most probable classes.
+        strength: Weight of the pooled temperature in a client's, in examples, >= 0; `math.inf`
+            gives every client the pooled one, 0 each its own alone, which is an end of the range,
+            0.05, where all of its labels are the most probable classes.
 
     References:
-        Guo, Pleiss, Sun, Weinberger, "On calibration of modern neural networks", ICML 2017, section 4.2.
+        Guo, Pleiss, Sun, Weinberger, "On calibration of modern neural networks", ICML 2017, section
+        4.2.
     """
 
     split: str = "validation"
@@ -59,26 +72,45 @@ class Temperature:
             ValueError: What is predicted has no classes.
         """
         if outputs.task != "classification":
-            raise ValueError("Temperature changes probabilities of classes, and this is a regression, of which Conformal makes intervals")
-        found = {"beta": 1.0, "low": 1 / HOTTEST, "high": 1 / COLDEST, "low_tried": 0.0, "high_tried": 0.0}
+            raise ValueError(
+                "Temperature changes probabilities of classes, and this is a regression, of which "
+                "Conformal makes intervals"
+            )
+        found = {
+            "beta": 1.0,
+            "low": 1 / HOTTEST,
+            "high": 1 / COLDEST,
+            "low_tried": 0.0,
+            "high_tried": 0.0,
+        }
         found |= {"information": 0.0, "bounded": 1.0}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of g, h, and the numbers of examples and of those whose label is not the most probable class."""
+        """Return the shapes of g, h, and the numbers of examples and of those whose label is not
+        the most probable class.
+        """
         return {"g": (), "h": (), "n_examples": (), "n_wrong": ()}
 
     def ask(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return slope and curvature of the clients' negative log likelihoods in beta, in nats, and two counts; sums over examples, [J]."""
+        """Return slope and curvature of the clients' negative log likelihoods in beta, in nats, and
+        two counts; sums over examples, [J].
+        """
         logits, labels, mask = mine.labelled
         probs = (told["beta"] * logits).softmax(-1)
         mean, true = (probs * logits).sum(-1), logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         h = (probs * (logits - mean.unsqueeze(-1)).square()).sum(-1)
         wrong = (true < logits.amax(-1)) & mask
-        return {"g": ((mean - true) * mask).sum(-1), "h": (h * mask).sum(-1), "n_examples": mask.sum(-1), "n_wrong": wrong.sum(-1)}
+        return {
+            "g": ((mean - true) * mask).sum(-1),
+            "h": (h * mask).sum(-1),
+            "n_examples": mask.sum(-1),
+            "n_wrong": wrong.sum(-1),
+        }
 
     def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the next beta: Newton's; where that leaves the bracket its end, if that was not tried, or its middle.
+        """Return the next beta: Newton's; where that leaves the bracket its end, if that was not
+        tried, or its middle.
 
         Raises:
             ValueError: No client has an example.
@@ -86,14 +118,22 @@ class Temperature:
         beta, low, high = (float(told[name]) for name in ("beta", "low", "high"))
         g, h, n = (float(total[name]) for name in ("g", "h", "n_examples"))
         if not n > 0:
-            raise ValueError(f"no client has an example in the split {self.split!r}: make the data with {self.split}=0.1")
+            raise ValueError(
+                f"no client has an example in the split {self.split!r}: make the data with "
+                f"{self.split}=0.1"
+            )
         now = told | {"information": told["beta"].square() * total["h"] / n}
         if g == h == 0:
-            return now, True  # no prediction tells the classes apart, and no temperature changes one
+            return (
+                now,
+                True,
+            )  # no prediction tells the classes apart, and no temperature changes one
         if not total["n_wrong"] > 0:
             return self._unbounded(now, 1 / COLDEST), True
         if g * g <= ENOUGH * n * h:
-            return now | {"beta": (told["beta"] - total["g"] / total["h"]).clamp(low, high)}, True  # the step that the sums still give
+            return now | {
+                "beta": (told["beta"] - total["g"] / total["h"]).clamp(low, high)
+            }, True  # the step that the sums still give
         if beta == (1 / COLDEST if g < 0 else 1 / HOTTEST):
             return self._unbounded(now, beta), True
         low, high = (beta, high) if g < 0 else (low, beta)
@@ -107,15 +147,31 @@ class Temperature:
             following = math.sqrt(low * high) if low_tried else low
         if following == beta:
             return now, True  # the ends are neighbouring numbers
-        new = {"beta": following, "low": low, "high": high, "low_tried": float(low_tried), "high_tried": float(high_tried)}
-        return now | {name: torch.tensor(value, dtype=torch.float64) for name, value in new.items()}, False
+        new = {
+            "beta": following,
+            "low": low,
+            "high": high,
+            "low_tried": float(low_tried),
+            "high_tried": float(high_tried),
+        }
+        return now | {
+            name: torch.tensor(value, dtype=torch.float64) for name, value in new.items()
+        }, False
 
     def _unbounded(self, now: Tensors, beta: float) -> Tensors:
         warn(
-            f"the split {self.split!r} does not bound the temperature, which is set to {1 / beta:.3g}, an end of the range considered: "
-            + ("every label, or nearly so, is the most probable class" if beta > 1 else "predictions do not tell the labels"),
+            f"the split {self.split!r} does not bound the temperature, which is set to "
+            f"{1 / beta:.3g}, an end of the range considered: "
+            + (
+                "every label, or nearly so, is the most probable class"
+                if beta > 1
+                else "predictions do not tell the labels"
+            ),
         )
-        return now | {"beta": torch.tensor(beta, dtype=torch.float64), "bounded": torch.zeros((), dtype=torch.float64)}
+        return now | {
+            "beta": torch.tensor(beta, dtype=torch.float64),
+            "bounded": torch.zeros((), dtype=torch.float64),
+        }
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
         """Return every client's own temperature, [J]."""
@@ -132,15 +188,19 @@ class Temperature:
     def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
         """Return predictions with softmax(log(probs) / T)."""
         logits = mine.logits
-        return changed(mine.predictions, logits / own["temperature"].reshape(-1, *[1] * (logits.dim() - 1)))
+        return changed(
+            mine.predictions, logits / own["temperature"].reshape(-1, *[1] * (logits.dim() - 1))
+        )
 
 
 @dataclass(frozen=True)
 class Tempered:
-    """Logits [J, O, N], whose largest of an example is 0, and labels [J, N] as functions of log T [J], and a grid of values to try.
+    """Logits [J, O, N], whose largest of an example is 0, and labels [J, N] as functions of log T
+    [J], and a grid of values to try.
 
-    Logits are 0 in padded rows, which therefore add a constant to `nll` and 0 to the others. Classes come before examples because torch's
-    sums over a few classes are several times slower along the last axis.
+    Logits are 0 in padded rows, which therefore add a constant to `nll` and 0 to the others.
+    Classes come before examples because torch's sums over a few classes are several times slower
+    along the last axis.
     """
 
     logits: Tensor
@@ -155,11 +215,14 @@ class Tempered:
     def nll(self, log_t: Tensor) -> Tensor:
         """Compute the negative log likelihood of each client, summed over examples [J], in nats."""
         beta = (-log_t).exp()
-        # No largest logit has to be taken out, since it is 0, and in place: this is the costly part of a calibration.
+        # No largest logit has to be taken out, since it is 0, and in place: this is the costly part
+        # of a calibration.
         return (self.logits * beta[:, None, None]).exp_().sum(1).log_().sum(-1) - self.true * beta
 
     def slopes(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the derivative of `nll` by log T, u_y - E u for u = logits / T, and the Fisher information, Var u; sums [J]."""
+        """Compute the derivative of `nll` by log T, u_y - E u for u = logits / T, and the Fisher
+        information, Var u; sums [J].
+        """
         beta = (-log_t).exp()
         u = self.logits * beta[:, None, None]
         e = u.exp()
@@ -171,15 +234,20 @@ class Tempered:
         return self.true * beta - mean.sum(-1), information
 
     def minimise(self, centre: Tensor, pull: Tensor) -> Tensor:
-        """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within the grid.
+        """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within
+        the grid.
 
-        The likelihood alone has one optimum (it is convex in 1 / T), but with the quadratic term there may be several: hence the grid,
-        between whose neighbours Newton's steps, or halvings, go on. If the nll does not depend on T, the result is `centre`.
+        The likelihood alone has one optimum (it is convex in 1 / T), but with the quadratic term
+        there may be several: hence the grid, between whose neighbours Newton's steps, or halvings,
+        go on. If the nll does not depend on T, the result is `centre`.
         """
         tried = torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
         values = tried + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
         best = values.argmin(-1)
-        low, high = self.grid[(best - 1).clamp_min(0)], self.grid[(best + 1).clamp_max(len(self.grid) - 1)]
+        low, high = (
+            self.grid[(best - 1).clamp_min(0)],
+            self.grid[(best + 1).clamp_max(len(self.grid) - 1)],
+        )
         now = self.grid[best]
         for _ in range(_STEPS):
             slope, information = self.slopes(now)
@@ -187,7 +255,9 @@ class Tempered:
             slope = slope + pull * (now - centre)
             low, high = torch.where(slope < 0, now, low), torch.where(slope < 0, high, now)
             step = now - slope / curvature
-            then = torch.where((curvature > 0) & (step > low) & (step < high), step, (low + high) / 2)
+            then = torch.where(
+                (curvature > 0) & (step > low) & (step < high), step, (low + high) / 2
+            )
             moved, now = (then - now).abs().amax(), then
             if moved <= _ENOUGH:
                 break

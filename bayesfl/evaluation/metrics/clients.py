@@ -1,4 +1,6 @@
-"""Clients and their rows: checks of padded input, pooling of all examples, and summaries over clients."""
+"""Clients and their rows: checks of padded input, pooling of all examples, and summaries over
+clients.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,11 +25,15 @@ def index_of(names: Sequence[str] | None, mask: Tensor) -> dict[str, np.ndarray]
         ValueError: There is another number of names.
     """
     check_names(names, len(mask))
-    return {"client": np.arange(len(mask)) if names is None else np.array(names), "examples": mask.sum(-1).cpu().numpy()}
+    return {
+        "client": np.arange(len(mask)) if names is None else np.array(names),
+        "examples": mask.sum(-1).cpu().numpy(),
+    }
 
 
 def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pool all examples of all clients: [J, N, *] becomes [1, J * N, *], for any measure of `bayesfl.metrics`.
+    """Pool all examples of all clients: [J, N, *] becomes [1, J * N, *], for any measure of
+    `bayesfl.metrics`.
 
     Args:
         probs: Predictions, [J, N, O].
@@ -40,8 +46,11 @@ def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, T
     return probs.flatten(0, 1)[None], labels.flatten(0, 1)[None], mask.flatten(0, 1)[None]
 
 
-def pooled(measure: Callable[..., Tensor], probs: Tensor, labels: Tensor, mask: Tensor, **options: Any) -> float:
-    """Compute a measure of all clients' examples together, as in `pooled(ece, probs, labels, mask, bins=10)`.
+def pooled(
+    measure: Callable[..., Tensor], probs: Tensor, labels: Tensor, mask: Tensor, **options: Any
+) -> float:
+    """Compute a measure of all clients' examples together, as in `pooled(ece, probs, labels, mask,
+    bins=10)`.
 
     Args:
         measure: A function of `bayesfl.metrics` that takes `probs`, `labels` and `mask`.
@@ -54,10 +63,11 @@ def pooled(measure: Callable[..., Tensor], probs: Tensor, labels: Tensor, mask: 
 
 
 def bottom_decile(values: Tensor | np.ndarray) -> float:
-    """Return the lowest decile over clients: of J values in ascending order, the one at position floor(J / 10), counted from 0.
+    """Return the lowest decile over clients: of J values in ascending order, the one at position
+    floor(J / 10), counted from 0.
 
-    Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, report it so. It suits measures of which
-    more is better.
+    Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021,
+    report it so. It suits measures of which more is better.
 
     Args:
         values: One value for each client, [J]; NaN is left out.
@@ -76,7 +86,9 @@ def bottom_decile(values: Tensor | np.ndarray) -> float:
 
 
 def mean_of_clients(values: Tensor, broken: Tensor) -> float:
-    """Average over clients [J] the values that are not NaN; NaN if any client's predictions are broken, or all values are NaN."""
+    """Average over clients [J] the values that are not NaN; NaN if any client's predictions are
+    broken, or all values are NaN.
+    """
     return math.nan if broken.any() else float(values.nanmean())
 
 
@@ -89,6 +101,11 @@ def check_rows(predictions: Tensor, mask: Tensor, **others: Tensor) -> None:
     rows = predictions.shape[:2]
     for name, value in {**others, "mask": mask}.items():
         if value.shape != rows:
-            raise ValueError(f"{name} must be [J, N] = {list(rows)}, one entry for each row of predictions; got shape {list(value.shape)}")
+            raise ValueError(
+                f"{name} must be [J, N] = {list(rows)}, one entry for each row of predictions; got "
+                f"shape {list(value.shape)}"
+            )
     if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool, True where a row is an example; got {mask.dtype}, use mask.bool()")
+        raise ValueError(
+            f"mask must be bool, True where a row is an example; got {mask.dtype}, use mask.bool()"
+        )

@@ -1,4 +1,6 @@
-"""Predictive distributions of numbers by their moments: normal ones, and of counts negative binomial ones."""
+"""Predictive distributions of numbers by their moments: normal ones, and of counts negative
+binomial ones.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,15 +13,22 @@ from torch import Tensor
 Kind: TypeAlias = Literal["normal", "counts"]
 """Distributions that a mean and a variance stand for."""
 
-NODES = 128  # of a quadrature; scores are right to 1e-9 where the variance is at most ten times the mean
-POISSON = 1e-7  # excess of the variance over the mean, as a share of it, below which counts are Poisson
+# of a quadrature; scores are right to 1e-9 where the variance is at most ten times the mean
+NODES = 128
+POISSON = (
+    1e-7  # excess of the variance over the mean, as a share of it, below which counts are Poisson
+)
 
 
 class Distribution(Protocol):
-    """The interface of predictive distributions, elementwise over tensors of any shape, in float64."""
+    """The interface of predictive distributions, elementwise over tensors of any shape, in
+    float64.
+    """
 
     def nll(self, y: Tensor) -> Tensor:
-        """Return the negative logarithm of the density, or of the probability of a count, in nats."""
+        """Return the negative logarithm of the density, or of the probability of a count,
+        in nats.
+        """
         ...
 
     def cdf(self, y: Tensor) -> Tensor:
@@ -52,7 +61,9 @@ class Normal:
 
     def nll(self, y: Tensor) -> Tensor:
         """Return the negative log density, in nats."""
-        return 0.5 * ((y - self.mean).square() / self.variance + (2 * math.pi * self.variance).log())
+        return 0.5 * (
+            (y - self.mean).square() / self.variance + (2 * math.pi * self.variance).log()
+        )
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y <= y)."""
@@ -65,16 +76,22 @@ class Normal:
         return self.mean + self.scale * torch.special.ndtri(torch.tensor(p, dtype=torch.float64))
 
     def crps(self, y: Tensor) -> Tensor:
-        """Return the score s (z (2 Phi(z) - 1) + 2 phi(z) - pi^(-1/2)) with z = (y - m) / s; Gneiting et al. (2005), eq. 5."""
+        """Return the score s (z (2 Phi(z) - 1) + 2 phi(z) - pi^(-1/2)) with z = (y - m) / s;
+        Gneiting et al. (2005), eq. 5.
+        """
         z = (y - self.mean) / self.scale
         density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
-        return self.scale * (z * (2 * torch.special.ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi))
+        return self.scale * (
+            z * (2 * torch.special.ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi)
+        )
 
 
 class Counts:
-    """Negative binomial distributions of these moments, which are Poisson where the variance is the mean.
+    """Negative binomial distributions of these moments, which are Poisson where the variance is the
+    mean.
 
-    A Poisson rate with a gamma distribution makes such counts, so that the excess of the variance is the variance of the rate.
+    A Poisson rate with a gamma distribution makes such counts, so that the excess of the variance
+    is the variance of the rate.
 
     Args:
         mean: Means, > 0.
@@ -88,10 +105,15 @@ class Counts:
         excess = np.maximum(variance.numpy() - self._m, 0.0)
         self._v, self._spread_out = self._m + excess, excess > POISSON * self._m
         self._size = np.divide(self._m**2, excess, out=np.ones_like(excess), where=self._spread_out)
-        self._poisson, self._binomial = stats.poisson(self._m), stats.nbinom(self._size, self._m / self._v)
+        self._poisson, self._binomial = (
+            stats.poisson(self._m),
+            stats.nbinom(self._size, self._m / self._v),
+        )
 
     def _either(self, function: Callable[[Any], np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.where(self._spread_out, function(self._binomial), function(self._poisson)))
+        return torch.from_numpy(
+            np.where(self._spread_out, function(self._binomial), function(self._poisson))
+        )
 
     def nll(self, y: Tensor) -> Tensor:
         """Return the negative log probability, in nats; infinite of what is no count."""
@@ -110,27 +132,38 @@ class Counts:
         return self._either(lambda one: one.ppf(p))
 
     def crps(self, y: Tensor) -> Tensor:
-        """Return the score E|Y - y| - E|Y - Y'| / 2, where Y' is a copy of Y; Gneiting and Raftery (2007), eq. 21."""
+        """Return the score E|Y - y| - E|Y - Y'| / 2, where Y' is a copy of Y; Gneiting and Raftery
+        (2007), eq. 21.
+        """
         from scipy import stats
 
-        # E[Y 1(Y <= y)] is m times the probability of at most y - 1 under Poisson, or under the negative binomial of one more in its size.
+        # E[Y 1(Y <= y)] is m times the probability of at most y - 1 under Poisson, or under the
+        # negative binomial of one more in its size.
         more = stats.nbinom(self._size + 1, self._m / self._v)
         x = y.numpy()
         upto = self._m * np.where(self._spread_out, more.cdf(x - 1), self._poisson.cdf(x - 1))
         apart = x * (2 * self.cdf(y).numpy() - 1) + self._m - 2 * upto
-        return torch.from_numpy(apart - 0.5 * self._apart()).clamp_min(0)  # of extreme spreads, rounding
+        return torch.from_numpy(apart - 0.5 * self._apart()).clamp_min(
+            0
+        )  # of extreme spreads, rounding
 
     def _apart(self) -> np.ndarray:
-        """Return E|Y - Y'|, 1 / pi times the integral of (1 - |f(t)|^2) / (1 - cos t) over (0, pi), where f is the characteristic function.
+        """Return E|Y - Y'|, 1 / pi times the integral of (1 - |f(t)|^2) / (1 - cos t) over (0, pi),
+        where f is the characteristic function.
 
-        With t = sinh(u) / sqrt(v) the integrand is smooth at all scales, as the rule of Gauss and Legendre needs it.
+        With t = sinh(u) / sqrt(v) the integrand is smooth at all scales, as the rule of Gauss and
+        Legendre needs it.
         """
         scale, total = 1 / np.sqrt(self._v), np.zeros_like(self._m)
         end = np.arcsinh(math.pi / scale)
         for node, weight in zip(*np.polynomial.legendre.leggauss(NODES), strict=True):
             u = 0.5 * end * (node + 1)
             step = 2 * np.sin(0.5 * scale * np.sinh(u)) ** 2  # 1 - cos t
-            power = np.where(self._spread_out, self._size * np.log1p(2 * self._v / self._size * step), 2 * self._m * step)
+            power = np.where(
+                self._spread_out,
+                self._size * np.log1p(2 * self._v / self._size * step),
+                2 * self._m * step,
+            )
             total -= weight * np.expm1(-power) / step * scale * np.cosh(u)
         return 0.5 * end * total / math.pi
 

@@ -12,7 +12,13 @@ from bayesfl.evaluation.metrics.clients import check_rows, index_of, mean_of_cli
 
 
 def interval_summary(
-    lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, *, level: float = 0.9, middle: Tensor | None = None
+    lower: Tensor,
+    upper: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    level: float = 0.9,
+    middle: Tensor | None = None,
 ) -> dict[str, float]:
     """Summarise the intervals that a federation predicts for its targets.
 
@@ -22,23 +28,34 @@ def interval_summary(
         targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
         level: Probability that an interval should hold its target, in (0, 1).
-        middle: The intervals' middles, [J, N, O], where these cannot be computed, as those of endless intervals; None computes them.
+        middle: The intervals' middles, [J, N, O], where these cannot be computed, as those of
+            endless intervals; None computes them.
 
     Returns:
-        Means over the clients that have examples. `rmse`: of the intervals' middles. `pinball`: the loss of both quantiles, summed over
-        targets. `coverage`: the share of targets inside. `width`: the mean width. `interval_score`: the width plus 2 / (1 - level) times
-        what a target lies outside, which is proper; it is 2 / (1 - level) times the loss. The same names with the prefix `pooled_`: of all
-        clients' examples pooled. An interval may be endless, as conformal ones of a client with few rows: then the measures but for
-        `coverage` and `rmse` are infinite, and `rmse` is NaN without `middle`.
+        Means over the clients that have examples. `rmse`: of the intervals' middles. `pinball`: the
+        loss of both quantiles, summed over targets. `coverage`: the share of targets inside.
+        `width`: the mean width. `interval_score`: the width plus 2 / (1 - level) times what a
+        target lies outside, which is proper; it is 2 / (1 - level) times the loss. The same names
+        with the prefix `pooled_`: of all clients' examples pooled. An interval may be endless, as
+        conformal ones of a client with few rows: then the measures but for `coverage` and `rmse`
+        are infinite, and `rmse` is NaN without `middle`.
 
     References:
-        Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102, 2007, eq. 43.
+        Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102,
+        2007, eq. 43.
     """
     values, broken, mask = _measures(lower, upper, targets, mask, level, middle)
-    each = {name: _average(name, t, mask).masked_fill(broken, math.nan) for name, t in values.items()}
+    each = {
+        name: _average(name, t, mask).masked_fill(broken, math.nan) for name, t in values.items()
+    }
     summary = {name: mean_of_clients(t, t.isnan() & mask.any(-1)) for name, t in each.items()}
-    flat = {name: float(_average(name, t.flatten()[None], mask.flatten()[None])) for name, t in values.items()}
-    return summary | {f"pooled_{name}": math.nan if broken.any() else value for name, value in flat.items()}
+    flat = {
+        name: float(_average(name, t.flatten()[None], mask.flatten()[None]))
+        for name, t in values.items()
+    }
+    return summary | {
+        f"pooled_{name}": math.nan if broken.any() else value for name, value in flat.items()
+    }
 
 
 def interval_table(
@@ -51,7 +68,8 @@ def interval_table(
     middle: Tensor | None = None,
     names: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return every measure of `interval_summary` of every client as columns [J], ready for a data frame.
+    """Return every measure of `interval_summary` of every client as columns [J], ready for a data
+    frame.
 
     Args:
         lower: Lower ends, [J, N, O].
@@ -63,10 +81,14 @@ def interval_table(
         names: Names of the clients, as `clients.client_names`; None for their numbers.
 
     Returns:
-        `client` (names or numbers) and `examples` (integers), `rmse`, `pinball`, `coverage`, `width` and `interval_score`.
+        `client` (names or numbers) and `examples` (integers), `rmse`, `pinball`, `coverage`,
+        `width` and `interval_score`.
     """
     values, broken, mask = _measures(lower, upper, targets, mask, level, middle)
-    return index_of(names, mask) | {name: _average(name, t, mask).masked_fill(broken, math.nan).numpy() for name, t in values.items()}
+    return index_of(names, mask) | {
+        name: _average(name, t, mask).masked_fill(broken, math.nan).numpy()
+        for name, t in values.items()
+    }
 
 
 def _average(name: str, values: Tensor, mask: Tensor) -> Tensor:
@@ -77,30 +99,46 @@ def _average(name: str, values: Tensor, mask: Tensor) -> Tensor:
 def _measures(
     lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level: float, middle: Tensor | None
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return every measure of every example [J, N], of `rmse` its square, which clients have ends that are NaN, and the mask.
+    """Return every measure of every example [J, N], of `rmse` its square, which clients have ends
+    that are NaN, and the mask.
 
     Raises:
-        ValueError: Shapes do not fit, targets are not finite, a lower end is above the upper one, or `level` is out of range.
+        ValueError: Shapes do not fit, targets are not finite, a lower end is above the upper one,
+            or `level` is out of range.
     """
     probability("level", level, "of the interval")
-    lower, upper, targets, mask = (torch.as_tensor(t).detach().cpu() for t in (lower, upper, targets, mask))
+    lower, upper, targets, mask = (
+        torch.as_tensor(t).detach().cpu() for t in (lower, upper, targets, mask)
+    )
     if lower.dim() != 3:
-        raise ValueError(f"lower must be [J, N, O], one row of ends per example; got shape {list(lower.shape)}")
+        raise ValueError(
+            f"lower must be [J, N, O], one row of ends per example; got shape {list(lower.shape)}"
+        )
     targets = targets[..., None] if targets.dim() == 2 and lower.shape[-1] == 1 else targets
     for name, value in {"upper": upper, "targets": targets}.items():
         if value.shape != lower.shape:
-            raise ValueError(f"{name} must have the shape of lower, {list(lower.shape)}; got {list(value.shape)}")
+            raise ValueError(
+                f"{name} must have the shape of lower, {list(lower.shape)}; got {list(value.shape)}"
+            )
     check_rows(lower, mask)
     if bool((targets.isfinite().all(-1) < mask).any()):
-        raise ValueError("targets must be finite where mask is True; mask the rows that are padding")
-    there = ((lower < math.inf) & (upper > -math.inf)).all(-1)  # not NaN; a lower end may be -inf, an upper one inf
+        raise ValueError(
+            "targets must be finite where mask is True; mask the rows that are padding"
+        )
+    there = ((lower < math.inf) & (upper > -math.inf)).all(
+        -1
+    )  # not NaN; a lower end may be -inf, an upper one inf
     use = (mask & there)[..., None]
     low, high, y = (t.to(torch.float64).masked_fill(~use, 0) for t in (lower, upper, targets))
     if bool((low > high).any()):
         raise ValueError("a lower end is above its upper one; sort the two")
     outside = (low - y).clamp_min(0) + (y - high).clamp_min(0)
     score = high - low + 2 / (1 - level) * outside
-    centre = (low + high) / 2 if middle is None else middle.detach().cpu().reshape(low.shape).double().masked_fill(~use, 0)
+    centre = (
+        (low + high) / 2
+        if middle is None
+        else middle.detach().cpu().reshape(low.shape).double().masked_fill(~use, 0)
+    )
     found = {
         "rmse": (y - centre).square().mean(-1),
         "pinball": (0.5 * (1 - level) * score).sum(-1),

@@ -1,4 +1,6 @@
-"""Measures of predicted numbers: error, density, score and coverage under a normal distribution, or one of counts."""
+"""Measures of predicted numbers: error, density, score and coverage under a normal distribution, or
+one of counts.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +31,8 @@ def rmse(mean: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """Compute the mean negative log density of the targets under N(mean, variance): nats per example, summed over outputs, with constants.
+    """Compute the mean negative log density of the targets under N(mean, variance): nats per
+    example, summed over outputs, with constants.
 
     Args:
         mean: Predictive means, [J, N, O].
@@ -43,8 +46,17 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) 
     return _Fitted.of(mean, variance, targets, mask).nll()
 
 
-def coverage(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, level: float = 0.9, *, distribution: Kind = "normal") -> Tensor:
-    """Compute the share of targets inside the central interval that should hold a share `level` of them.
+def coverage(
+    mean: Tensor,
+    variance: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    level: float = 0.9,
+    *,
+    distribution: Kind = "normal",
+) -> Tensor:
+    """Compute the share of targets inside the central interval that should hold a share `level` of
+    them.
 
     Args:
         mean: Predictive means, [J, N, O].
@@ -52,8 +64,9 @@ def coverage(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, leve
         targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
         level: Probability of the interval, in (0, 1).
-        distribution: `normal`, or `counts`, of which one at an interval's end lies inside in part, as its transform spread evenly does, see
-            `pit_histogram`: so calibrated predictions have a share of `level`, though counts lie apart.
+        distribution: `normal`, or `counts`, of which one at an interval's end lies inside in part,
+            as its transform spread evenly does, see `pit_histogram`: so calibrated predictions have
+            a share of `level`, though counts lie apart.
 
     Returns:
         Shape [J], in [0, 1]; above `level` means too wide, below it too narrow.
@@ -61,11 +74,15 @@ def coverage(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, leve
     return _Fitted.of(mean, variance, targets, mask, distribution).coverage(level)
 
 
-def crps(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, distribution: Kind = "normal") -> Tensor:
-    """Compute the mean continuous ranked probability score, averaged over outputs, in the targets' unit; of point predictions |y - m|.
+def crps(
+    mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, distribution: Kind = "normal"
+) -> Tensor:
+    """Compute the mean continuous ranked probability score, averaged over outputs, in the targets'
+    unit; of point predictions |y - m|.
 
-    It is proper, as the NLL, and a target far out counts by its distance, not by its square. Gneiting and Raftery, "Strictly proper
-    scoring rules, prediction, and estimation", JASA 102, 2007.
+    It is proper, as the NLL, and a target far out counts by its distance, not by its square.
+    Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102,
+    2007.
 
     Args:
         mean: Predictive means, [J, N, O].
@@ -81,12 +98,20 @@ def crps(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, distr
 
 
 def pit_histogram(
-    mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, bins: int = 10, distribution: Kind = "normal"
+    mean: Tensor,
+    variance: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    bins: int = 10,
+    distribution: Kind = "normal",
 ) -> Tensor:
-    """Compute the histogram of probability integral transforms P(Y <= y), which is flat where predictions are calibrated.
+    """Compute the histogram of probability integral transforms P(Y <= y), which is flat where
+    predictions are calibrated.
 
-    A hump in the middle means predictions that are too wide, a valley too narrow, a slope a bias. A count y is spread evenly over
-    P(Y < y) to P(Y <= y): Czado, Gneiting, Held, "Predictive model assessment for count data", Biometrics 65(4), 2009, eq. 2.
+    A hump in the middle means predictions that are too wide, a valley too narrow, a slope a bias. A
+    count y is spread evenly over P(Y < y) to P(Y <= y): Czado, Gneiting, Held, "Predictive model
+    assessment for count data", Biometrics 65(4), 2009, eq. 2.
 
     Args:
         mean: Predictive means, [J, N, O].
@@ -104,7 +129,9 @@ def pit_histogram(
     return _Fitted.of(mean, variance, targets, mask, distribution).pit(bins)
 
 
-def regression_summary(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, distribution: Kind = "normal") -> dict[str, float]:
+def regression_summary(
+    mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, distribution: Kind = "normal"
+) -> dict[str, float]:
     """Summarise the predictions of a federation of regressors.
 
     Args:
@@ -115,12 +142,16 @@ def regression_summary(mean: Tensor, variance: Tensor, targets: Tensor, mask: Te
         distribution: `normal` or `counts`.
 
     Returns:
-        `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90`: means over the clients that have examples. The same names with the prefix
-        `pooled_`: of all clients' examples pooled.
+        `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90`: means over the clients that have
+        examples. The same names with the prefix `pooled_`: of all clients' examples pooled.
     """
     fitted = _Fitted.of(mean, variance, targets, mask, distribution)
-    summary = {name: mean_of_clients(values, fitted.broken) for name, values in fitted.measures().items()}
-    return summary | {f"pooled_{name}": float(value) for name, value in fitted.pooled().measures().items()}
+    summary = {
+        name: mean_of_clients(values, fitted.broken) for name, values in fitted.measures().items()
+    }
+    return summary | {
+        f"pooled_{name}": float(value) for name, value in fitted.pooled().measures().items()
+    }
 
 
 def regression_table(
@@ -143,18 +174,21 @@ def regression_table(
         distribution: `normal` or `counts`.
 
     Returns:
-        `client` (names or numbers) and `examples` (integers), `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90`, and `width_90`, the
-        mean width of the 90% intervals in the targets' unit.
+        `client` (names or numbers) and `examples` (integers), `rmse`, `nll`, `crps`, `coverage_50`,
+        `coverage_90`, and `width_90`, the mean width of the 90% intervals in the targets' unit.
     """
     fitted = _Fitted.of(mean, variance, targets, mask, distribution)
     return index_of(names, fitted.mask) | {
-        name: values.numpy() for name, values in (fitted.measures() | {"width_90": fitted.width(0.9)}).items()
+        name: values.numpy()
+        for name, values in (fitted.measures() | {"width_90": fitted.width(0.9)}).items()
     }
 
 
 @dataclass(frozen=True)
 class _Fitted:
-    """Checked predictions, with mean and target 0 (of counts 1) and variance 1 in every row that is padding or not finite."""
+    """Checked predictions, with mean and target 0 (of counts 1) and variance 1 in every row that is
+    padding or not finite.
+    """
 
     mean: Tensor  # [J, N, O]
     variance: Tensor  # [J, N, O]
@@ -164,31 +198,65 @@ class _Fitted:
     kind: Kind = "normal"
 
     @classmethod
-    def of(cls, mean: Tensor, variance: Tensor | None, targets: Tensor, mask: Tensor, kind: Kind = "normal") -> "_Fitted":
+    def of(
+        cls,
+        mean: Tensor,
+        variance: Tensor | None,
+        targets: Tensor,
+        mask: Tensor,
+        kind: Kind = "normal",
+    ) -> "_Fitted":
         if kind not in KINDS:
             raise ValueError(f"distribution must be one of {list(KINDS)}, got {kind!r}")
         mean, targets, mask = (torch.as_tensor(t).detach().cpu() for t in (mean, targets, mask))
         if mean.dim() != 3:
-            raise ValueError(f"mean must be [J, N, O], one row of outputs per example; got shape {list(mean.shape)}")
+            raise ValueError(
+                "mean must be [J, N, O], one row of outputs per example; got shape "
+                f"{list(mean.shape)}"
+            )
         if targets.dim() == 2 and mean.shape[-1] == 1:
             targets = targets[..., None]
-        variance = torch.ones_like(mean) if variance is None else torch.as_tensor(variance).detach().cpu()
+        variance = (
+            torch.ones_like(mean) if variance is None else torch.as_tensor(variance).detach().cpu()
+        )
         for name, value in {"variance": variance, "targets": targets}.items():
             if value.shape != mean.shape:
-                remedy = "; targets may leave out the last axis only where there is one output" if name == "targets" else ""
-                raise ValueError(f"{name} must have the shape of mean, {list(mean.shape)}; got {list(value.shape)}{remedy}")
+                remedy = (
+                    "; targets may leave out the last axis only where there is one output"
+                    if name == "targets"
+                    else ""
+                )
+                raise ValueError(
+                    f"{name} must have the shape of mean, {list(mean.shape)}; got "
+                    f"{list(value.shape)}{remedy}"
+                )
         check_rows(mean, mask)
         if bool((targets.isfinite().all(-1) < mask).any()):
-            raise ValueError("targets must be finite where mask is True; mask the rows that are padding")
+            raise ValueError(
+                "targets must be finite where mask is True; mask the rows that are padding"
+            )
         finite = mean.isfinite().all(-1) & variance.isfinite().all(-1)
         use = (mask & finite)[..., None]
         filled = float(kind == "counts")  # a mean of counts is above 0
         mean, targets = (t.to(torch.float64).masked_fill(~use, filled) for t in (mean, targets))
         variance = variance.to(torch.float64).masked_fill(~use, 1)
         if variance.numel() and not float(variance.min()) > 0:
-            raise ValueError(f"variance must be > 0, got {float(variance.min()):.4g}; add the variance of the observation noise")
-        if kind == "counts" and mean.numel() and (not float(mean.min()) > 0 or bool(((targets < 0) | (targets != targets.round())).any())):
-            raise ValueError("distribution='counts' is for means > 0 and targets that are whole numbers >= 0; leave it out for others")
+            raise ValueError(
+                f"variance must be > 0, got {float(variance.min()):.4g}; add the variance of the "
+                "observation noise"
+            )
+        if (
+            kind == "counts"
+            and mean.numel()
+            and (
+                not float(mean.min()) > 0
+                or bool(((targets < 0) | (targets != targets.round())).any())
+            )
+        ):
+            raise ValueError(
+                "distribution='counts' is for means > 0 and targets that are whole numbers >= 0; "
+                "leave it out for others"
+            )
         return cls(mean, variance, targets, mask, (mask & ~finite).any(-1), kind)
 
     @cached_property
@@ -198,7 +266,12 @@ class _Fitted:
     def pooled(self) -> "_Fitted":
         mean, targets, mask = pool(self.mean, self.targets, self.mask)
         return replace(
-            self, mean=mean, variance=self.variance.flatten(0, 1)[None], targets=targets, mask=mask, broken=self.broken.any()[None]
+            self,
+            mean=mean,
+            variance=self.variance.flatten(0, 1)[None],
+            targets=targets,
+            mask=mask,
+            broken=self.broken.any()[None],
         )
 
     def measures(self) -> dict[str, Tensor]:
@@ -233,12 +306,20 @@ class _Fitted:
     @cached_property
     def _transform(self) -> tuple[Tensor, Tensor]:
         """Return P(Y < y) and P(Y <= y), [J, N, O, 1] each."""
-        return self.distribution.below(self.targets)[..., None], self.distribution.cdf(self.targets)[..., None]
+        return self.distribution.below(self.targets)[..., None], self.distribution.cdf(
+            self.targets
+        )[..., None]
 
     def _passed(self, edges: Tensor) -> Tensor:
-        """Return which share of P(Y < y) to P(Y <= y) lies below each edge, [J, N, O, edges]; where both round to 1, all of it at 1."""
+        """Return which share of P(Y < y) to P(Y <= y) lies below each edge, [J, N, O, edges]; where
+        both round to 1, all of it at 1.
+        """
         lower, upper = self._transform
-        return ((edges - lower) / (upper - lower).clamp_min(1e-300)).clamp(0, 1).masked_fill((edges >= upper) & (edges > 0), 1)
+        return (
+            ((edges - lower) / (upper - lower).clamp_min(1e-300))
+            .clamp(0, 1)
+            .masked_fill((edges >= upper) & (edges > 0), 1)
+        )
 
     def pit(self, bins: int) -> Tensor:
         if self.kind == "normal":  # the bin that holds the value, the last one 1, too

@@ -1,4 +1,6 @@
-"""Calibration of classifiers: the difference between confidence and accuracy, and the bins of a reliability diagram."""
+"""Calibration of classifiers: the difference between confidence and accuracy, and the bins of a
+reliability diagram.
+"""
 
 import math
 from dataclasses import dataclass
@@ -11,22 +13,28 @@ from torch import Tensor
 from bayesfl.evaluation.metrics.scores import Scored
 
 Norm: TypeAlias = Literal["l1", "l2", "max"]
-"""Ways in which the calibration gaps of the bins become one number: weighted mean, root of the weighted mean square, largest."""
+"""Ways in which the calibration gaps of the bins become one number: weighted mean, root of the
+weighted mean square, largest.
+"""
 
 
 def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15, norm: Norm = "l1") -> Tensor:
-    """Compute the expected calibration error: how far confidence, the largest probability, is from accuracy.
+    """Compute the expected calibration error: how far confidence, the largest probability, is from
+    accuracy.
 
-    Examples are binned by confidence; bin k holds (k / bins, (k + 1) / bins], and confidence 0 goes to the first. Each bin has a gap
-    |accuracy - mean confidence|, weighted by its share of the examples. Guo et al., "On calibration of modern neural networks",
-    ICML 2017, equations 3 and 5. A small client has few examples in a bin, which biases its value upwards: compare clients of similar size.
+    Examples are binned by confidence; bin k holds (k / bins, (k + 1) / bins], and confidence 0 goes
+    to the first. Each bin has a gap |accuracy - mean confidence|, weighted by its share of the
+    examples. Guo et al., "On calibration of modern neural networks", ICML 2017, equations 3 and 5.
+    A small client has few examples in a bin, which biases its value upwards: compare clients of
+    similar size.
 
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
         mask: Which rows are examples, [J, N] bool.
         bins: Number of bins of equal width.
-        norm: `l1`, the weighted mean of the gaps; `l2`, the root of their weighted mean square; `max`, the largest.
+        norm: `l1`, the weighted mean of the gaps; `l2`, the root of their weighted mean square;
+            `max`, the largest.
 
     Returns:
         Shape [J], in [0, 1].
@@ -35,7 +43,8 @@ def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15, norm: Norm 
 
 
 def mce(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> Tensor:
-    """Compute the maximum calibration error: the largest gap of `ece` over bins that hold an example.
+    """Compute the maximum calibration error: the largest gap of `ece` over bins that hold an
+    example.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -51,7 +60,8 @@ def mce(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> Tensor:
 
 @dataclass(frozen=True)
 class ReliabilityBins:
-    """The bins of a reliability diagram; bin k holds confidences in (edges[k], edges[k + 1]], the first also 0.
+    """The bins of a reliability diagram; bin k holds confidences in (edges[k], edges[k + 1]], the
+    first also 0.
 
     Args:
         edges: Bounds of the bins, [bins + 1], from 0 to 1.
@@ -74,15 +84,23 @@ class ReliabilityBins:
     def ece(self) -> float:
         """Return the expected calibration error of these bins; NaN without examples."""
         gaps = np.abs(self.accuracy - self.confidence)[self.count > 0]
-        return float(gaps @ self.count[self.count > 0] / self.examples) if self.examples else math.nan
+        return (
+            float(gaps @ self.count[self.count > 0] / self.examples) if self.examples else math.nan
+        )
 
     @property
     def mce(self) -> float:
         """Return the maximum calibration error of these bins; NaN without examples."""
-        return float(np.abs(self.accuracy - self.confidence)[self.count > 0].max()) if self.examples else math.nan
+        return (
+            float(np.abs(self.accuracy - self.confidence)[self.count > 0].max())
+            if self.examples
+            else math.nan
+        )
 
 
-def reliability_bins(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> ReliabilityBins:
+def reliability_bins(
+    probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15
+) -> ReliabilityBins:
     """Compute accuracy and mean confidence by bins of confidence, over all examples of all clients.
 
     Args:
@@ -97,16 +115,20 @@ def reliability_bins(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15
     scored = Scored.of(probs, labels, mask)
     if scored.broken.any():
         raise ValueError(
-            f"clients {scored.broken.nonzero().flatten().tolist()} have predictions that are not finite: the run diverged (lower its "
+            f"clients {scored.broken.nonzero().flatten().tolist()} have predictions that are not "
+            "finite: the run diverged (lower its "
             "learning rate), or `mask` covers padded rows"
         )
     count, hits, confidence = (t[0].numpy() for t in binned(scored.pooled(), bins))
     with np.errstate(invalid="ignore"):
-        return ReliabilityBins(np.arange(bins + 1) / bins, confidence / count, hits / count, count.astype(np.int64))
+        return ReliabilityBins(
+            np.arange(bins + 1) / bins, confidence / count, hits / count, count.astype(np.int64)
+        )
 
 
 def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of examples, the number of right predictions and the sum of confidences by bins of confidence, [J, bins] each.
+    """Return the number of examples, the number of right predictions and the sum of confidences by
+    bins of confidence, [J, bins] each.
 
     Raises:
         ValueError: `bins` is no integer >= 1.
@@ -116,7 +138,11 @@ def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
     confidence = scored.top[0]
     inner = torch.arange(1, bins, dtype=torch.float64) / bins
     where = torch.bucketize(confidence, inner)
-    return scored.count(where, bins), scored.count(where, bins, scored.hits), scored.count(where, bins, confidence)
+    return (
+        scored.count(where, bins),
+        scored.count(where, bins, scored.hits),
+        scored.count(where, bins, confidence),
+    )
 
 
 def calibration_error(scored: Scored, bins: int, norm: Norm = "l1") -> Tensor:
@@ -132,4 +158,6 @@ def calibration_error(scored: Scored, bins: int, norm: Norm = "l1") -> Tensor:
     share = count / count.sum(-1, keepdim=True)
     if norm == "max":
         return scored.nan_broken(torch.where(count.any(-1), gap.amax(-1), math.nan))
-    return scored.nan_broken((share * gap).sum(-1) if norm == "l1" else (share * gap.square()).sum(-1).sqrt())
+    return scored.nan_broken(
+        (share * gap).sum(-1) if norm == "l1" else (share * gap.square()).sum(-1).sqrt()
+    )

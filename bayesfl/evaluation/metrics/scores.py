@@ -1,4 +1,6 @@
-"""Measures of predicted classes: accuracy, likelihood, Brier score, F1 score and area under the ROC curve, client by client."""
+"""Measures of predicted classes: accuracy, likelihood, Brier score, F1 score and area under the ROC
+curve, client by client.
+"""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ def accuracy(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 def nll(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     """Compute the mean negative log probability of the true class, in nats per example.
 
-    A probability below the smallest normal float64 counts as that, 2.2e-308: a certain and wrong prediction costs 708.4 nats, not inf.
+    A probability below the smallest normal float64 counts as that, 2.2e-308: a certain and wrong
+    prediction costs 708.4 nats, not inf.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -41,10 +44,11 @@ def nll(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def brier(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Compute the Brier score: squared error of the probabilities, summed over classes and averaged over examples.
+    """Compute the Brier score: squared error of the probabilities, summed over classes and averaged
+    over examples.
 
-    Brier, "Verification of forecasts expressed in terms of probability", Monthly Weather Review 1950. With two classes it is twice the
-    score that counts only one of them.
+    Brier, "Verification of forecasts expressed in terms of probability", Monthly Weather Review
+    1950. With two classes it is twice the score that counts only one of them.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -58,7 +62,8 @@ def brier(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def macro_f1(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Compute the F1 score averaged over the classes that occur among a client's labels or predictions.
+    """Compute the F1 score averaged over the classes that occur among a client's labels or
+    predictions.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -72,10 +77,12 @@ def macro_f1(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def auroc(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Compute the area under the ROC curve: the probability that a positive example scores above a negative one, ties counting half.
+    """Compute the area under the ROC curve: the probability that a positive example scores above a
+    negative one, ties counting half.
 
-    With two classes the score is the probability of class 1. With more it is one class against the rest, averaged over the classes of
-    which a client has both positives and negatives. NaN for a client without such a class.
+    With two classes the score is the probability of class 1. With more it is one class against the
+    rest, averaged over the classes of which a client has both positives and negatives. NaN for a
+    client without such a class.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -102,37 +109,49 @@ class Scored:
         """Check predictions, labels and mask, and make a `Scored` of them.
 
         Raises:
-            ValueError: The shapes or types do not fit, or a label or probability is out of range; the message names the remedy.
+            ValueError: The shapes or types do not fit, or a label or probability is out of range;
+                the message names the remedy.
         """
         probs, labels, mask = (torch.as_tensor(t).detach().cpu() for t in (probs, labels, mask))
         if probs.dim() != 3 or not probs.shape[-1]:
             raise ValueError(
-                f"probs must be [J, N, O], one row of class probabilities per example; got shape {list(probs.shape)}"
-                + "; of several labels of each example take predictions.places()" * (probs.dim() == 4)
+                "probs must be [J, N, O], one row of class probabilities per example; got shape "
+                f"{list(probs.shape)}"
+                + "; of several labels of each example take predictions.places()"
+                * (probs.dim() == 4)
             )
         check_rows(probs, mask, labels=labels)
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            raise ValueError(f"labels must be class numbers of an integer type, got {labels.dtype}; use labels.long()")
+            raise ValueError(
+                f"labels must be class numbers of an integer type, got {labels.dtype}; use "
+                "labels.long()"
+            )
         labels = labels.long().masked_fill(~mask, 0)
         outputs = probs.shape[-1]
         lowest, highest = (int(labels.min()), int(labels.max())) if labels.numel() else (0, 0)
         if lowest < 0 or highest >= outputs:
             raise ValueError(
-                f"labels must lie in [0, {outputs}), the classes that probs has columns for; got {lowest} to {highest}. "
+                f"labels must lie in [0, {outputs}), the classes that probs has columns for; got "
+                f"{lowest} to {highest}. "
                 "Number the classes from 0, or mask the rows that are padding."
             )
-        finite, exact = probs.isfinite().all(-1), probs.dtype if probs.is_floating_point() else torch.float64
+        finite, exact = (
+            probs.isfinite().all(-1),
+            probs.dtype if probs.is_floating_point() else torch.float64,
+        )
         probs = probs.to(torch.float64).masked_fill(~(mask & finite)[..., None], 0)
         if probs.numel() and not (-1e-6 <= float(probs.min()) and float(probs.max()) <= 1 + 1e-2):
             raise ValueError(
-                f"probs must be probabilities in [0, 1], got {float(probs.min()):.4g} to {float(probs.max()):.4g}; "
+                f"probs must be probabilities in [0, 1], got {float(probs.min()):.4g} to "
+                f"{float(probs.max()):.4g}; "
                 "of logits take softmax(-1), of log probabilities exp()"
             )
         total = probs.sum(-1)[mask & finite]
         # Each probability of a row in half precision is rounded, which shows in their sum.
         if len(total) and float((total - 1).abs().max()) > max(1e-3, 2 * torch.finfo(exact).eps):
             raise ValueError(
-                f"probs of each example must sum to 1, got sums from {float(total.min()):.4g} to {float(total.max()):.4g}; of scores take "
+                f"probs of each example must sum to 1, got sums from {float(total.min()):.4g} to "
+                f"{float(total.max()):.4g}; of scores take "
                 "probs / probs.sum(-1, keepdim=True), of logits softmax(-1)"
             )
         return cls(probs, labels, mask, (mask & ~finite).any(-1))
@@ -166,15 +185,21 @@ class Scored:
         return self.average(-self.true.clamp(torch.finfo(torch.float64).tiny, 1).log())
 
     def brier(self) -> Tensor:
-        """Compute the squared error of the probabilities, summed over classes and averaged over examples, [J]."""
-        return self.average(self.probs.square().sum(-1) - self.true.square() + (1 - self.true).square())
+        """Compute the squared error of the probabilities, summed over classes and averaged over
+        examples, [J].
+        """
+        return self.average(
+            self.probs.square().sum(-1) - self.true.square() + (1 - self.true).square()
+        )
 
     def macro_f1(self) -> Tensor:
         """Compute the F1 score averaged over classes, [J]."""
         outputs, predicted = self.probs.shape[-1], self.top[1]
         right = self.count(predicted, outputs, self.hits)
         total = self.count(predicted, outputs) + self.count(self.labels, outputs)
-        return self.nan_broken((2 * right / total).nanmean(-1))  # 0 / 0 marks a class that does not occur
+        return self.nan_broken(
+            (2 * right / total).nanmean(-1)
+        )  # 0 / 0 marks a class that does not occur
 
     def auroc(self) -> Tensor:
         """Compute the area under the ROC curve averaged over classes, [J]."""
@@ -186,23 +211,40 @@ class Scored:
             score, order = self.probs[..., k].masked_fill(~self.mask, math.inf).sort(-1)
             change = score[:, 1:] != score[:, :-1]
             first = torch.where(torch.cat([edge, change], -1), position, 0).cummax(-1).values
-            last = torch.where(torch.cat([change, edge], -1), position, rows).flip(-1).cummin(-1).values.flip(-1)
+            last = (
+                torch.where(torch.cat([change, edge], -1), position, rows)
+                .flip(-1)
+                .cummin(-1)
+                .values.flip(-1)
+            )
             positive = ((self.labels == k) & self.mask).gather(-1, order)
-            below = (first + last).double() / 2 * positive  # number of examples ranked below, ties counting half
+            below = (
+                (first + last).double() / 2 * positive
+            )  # number of examples ranked below, ties counting half
             ours = positive.sum(-1)
-            areas.append((below.sum(-1) - ours * (ours - 1) / 2) / (ours * (self.mask.sum(-1) - ours)))
+            areas.append(
+                (below.sum(-1) - ours * (ours - 1) / 2) / (ours * (self.mask.sum(-1) - ours))
+            )
         return self.nan_broken(torch.stack(areas, -1).nanmean(-1))
 
     def average(self, values: Tensor) -> Tensor:
         """Average values [J, N] over each client's examples: [J]."""
-        return self.nan_broken((values * self.mask).sum(-1, dtype=torch.float64) / self.mask.sum(-1))
+        return self.nan_broken(
+            (values * self.mask).sum(-1, dtype=torch.float64) / self.mask.sum(-1)
+        )
 
     def count(self, where: Tensor, size: int, weight: Tensor | None = None) -> Tensor:
-        """Sum `weight` [J, N] of each client's examples by the place `where` [J, N] in [0, size): [J, size]; None counts examples."""
+        """Sum `weight` [J, N] of each client's examples by the place `where` [J, N] in [0, size):
+        [J, size]; None counts examples.
+        """
         clients = len(where)
         weights = self.mask.double() if weight is None else self.mask * weight.double()
         index = where + size * torch.arange(clients)[:, None]
-        return torch.bincount(index.flatten(), weights.flatten(), minlength=clients * size).double().view(clients, size)
+        return (
+            torch.bincount(index.flatten(), weights.flatten(), minlength=clients * size)
+            .double()
+            .view(clients, size)
+        )
 
     def nan_broken(self, values: Tensor) -> Tensor:
         """Set values [J] to NaN for clients with a prediction that is not finite."""

@@ -1,4 +1,6 @@
-"""All measures of a federation of classifiers at once: as one number each, and as a table of clients."""
+"""All measures of a federation of classifiers at once: as one number each, and as a table of
+clients.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +13,9 @@ from bayesfl.evaluation.metrics.reliability import calibration_error
 from bayesfl.evaluation.metrics.scores import Scored
 
 
-def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15) -> dict[str, float]:
+def classification_summary(
+    probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15
+) -> dict[str, float]:
     """Summarise the predictions of a federation of classifiers.
 
     Args:
@@ -21,14 +25,17 @@ def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins:
         bins: Number of confidence bins.
 
     Returns:
-        `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`: means over clients, each client counting once, those without
-        examples (or without an AUROC) left out. `accuracy_decile`: accuracy of the worst-served tenth of the clients. `pooled_accuracy`,
+        `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`: means over clients, each
+        client counting once, those without examples (or without an AUROC) left out.
+        `accuracy_decile`: accuracy of the worst-served tenth of the clients. `pooled_accuracy`,
         `pooled_nll`, `pooled_ece`, `pooled_mce`, `pooled_brier`: of all clients' examples pooled.
     """
     scored = Scored.of(probs, labels, mask)
     clients, pooled = _measures(scored, bins), scored.pooled()
     summary = {name: mean_of_clients(values, scored.broken) for name, values in clients.items()}
-    summary["accuracy_decile"] = math.nan if scored.broken.any() else bottom_decile(clients["accuracy"])
+    summary["accuracy_decile"] = (
+        math.nan if scored.broken.any() else bottom_decile(clients["accuracy"])
+    )
     together = {
         "accuracy": pooled.accuracy(),
         "nll": pooled.nll(),
@@ -40,7 +47,12 @@ def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins:
 
 
 def per_client_table(
-    probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15, names: Sequence[str] | None = None
+    probs: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    *,
+    bins: int = 15,
+    names: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return every measure of every client as columns [J], ready for a data frame.
 
@@ -52,10 +64,13 @@ def per_client_table(
         names: Names of the clients, as `clients.client_names`; None for their numbers.
 
     Returns:
-        `client` (names or numbers) and `examples` (integers), `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1`, `auroc`.
+        `client` (names or numbers) and `examples` (integers), `accuracy`, `nll`, `ece`, `mce`,
+        `brier`, `macro_f1`, `auroc`.
     """
     scored = Scored.of(probs, labels, mask)
-    return index_of(names, scored.mask) | {name: values.numpy() for name, values in _measures(scored, bins).items()}
+    return index_of(names, scored.mask) | {
+        name: values.numpy() for name, values in _measures(scored, bins).items()
+    }
 
 
 def _measures(scored: Scored, bins: int) -> dict[str, Tensor]:

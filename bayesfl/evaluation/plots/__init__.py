@@ -1,8 +1,10 @@
-"""Reliability diagrams of classes and numbers, learning and risk-coverage curves, promises and what is kept of them, and mixing weights.
+"""Reliability diagrams of classes and numbers, learning and risk-coverage curves, promises and what
+is kept of them, and mixing weights.
 
-Matplotlib is imported only when something is drawn, and only its object-oriented interface is used: no backend is switched, no figure is
-registered with pyplot, nothing is shown. Without `ax` a figure is made, to be saved by `axes.figure.savefig("diagram.png")`; to draw into
-a figure of your own, pass `ax`. Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
+Matplotlib is imported only when something is drawn, and only its object-oriented interface is used:
+no backend is switched, no figure is registered with pyplot, nothing is shown. Without `ax` a figure
+is made, to be saved by `axes.figure.savefig("diagram.png")`; to draw into a figure of your own,
+pass `ax`. Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 """
 
 from bayesfl.evaluation.plots.clients import collaboration

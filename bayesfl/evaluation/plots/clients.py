@@ -21,12 +21,15 @@ def collaboration(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw the mixing weights: a darker cell means a larger share of the column's client in the row's model.
+    """Draw the mixing weights: a darker cell means a larger share of the column's client in the
+    row's model.
 
     Args:
-        weights: Of J clients, [J, J] >= 0, as FedPAC's `result.server["head"]["weights"]`; a row of 0 is a client that never took part.
-        groups: Where it is known which clients are alike, the group of each, [J]: clients stand in the order of their groups, with lines
-            between these, so that weights within groups are blocks on the diagonal.
+        weights: Of J clients, [J, J] >= 0, as FedPAC's `result.server["head"]["weights"]`; a row of
+            0 is a client that never took part.
+        groups: Where it is known which clients are alike, the group of each, [J]: clients stand in
+            the order of their groups, with lines between these, so that weights within groups are
+            blocks on the diagonal.
         names: Names of all clients, as `clients.client_names`; None for their numbers.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
@@ -35,22 +38,37 @@ def collaboration(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: The weights are not square, not finite or negative, or `groups` or `names` has another length.
+        ValueError: The weights are not square, not finite or negative, or `groups` or `names` has
+            another length.
     """
     from matplotlib.colors import LinearSegmentedColormap
 
-    shown = np.asarray(weights.detach().cpu() if isinstance(weights, Tensor) else weights, dtype=float)
+    shown = np.asarray(
+        weights.detach().cpu() if isinstance(weights, Tensor) else weights, dtype=float
+    )
     if shown.ndim != 2 or shown.shape[0] != shown.shape[1] or not len(shown):
-        raise ValueError(f"weights must be square, a row and a column for each client, got shape {list(shown.shape)}")
+        raise ValueError(
+            "weights must be square, a row and a column for each client, got shape "
+            f"{list(shown.shape)}"
+        )
     if not (np.isfinite(shown).all() and (shown >= 0).all()):
-        raise ValueError(f"weights must be finite and >= 0, got {shown.min():.3g} to {shown.max():.3g}")
+        raise ValueError(
+            f"weights must be finite and >= 0, got {shown.min():.3g} to {shown.max():.3g}"
+        )
     if groups is not None and len(groups) != len(shown):
-        raise ValueError(f"groups must name one group for each of {len(shown)} clients, got {len(groups)}")
+        raise ValueError(
+            f"groups must name one group for each of {len(shown)} clients, got {len(groups)}"
+        )
     check_names(names, len(shown))
-    order = np.arange(len(shown)) if groups is None else np.argsort(np.asarray(groups), kind="stable")
+    order = (
+        np.arange(len(shown)) if groups is None else np.argsort(np.asarray(groups), kind="stable")
+    )
     ax = new_figure((4.6, 4.0)).add_subplot() if ax is None else ax
     image = ax.imshow(
-        shown[np.ix_(order, order)], cmap=LinearSegmentedColormap.from_list("", ["white", BLUE]), vmin=0, vmax=shown.max() or 1
+        shown[np.ix_(order, order)],
+        cmap=LinearSegmentedColormap.from_list("", ["white", BLUE]),
+        vmin=0,
+        vmax=shown.max() or 1,
     )
     if groups is not None:
         kinds = np.asarray(groups)[order]

@@ -1,4 +1,6 @@
-"""Curves, one line a method: a measure against the rounds, and errors against the share of examples that are answered."""
+"""Curves, one line a method: a measure against the rounds, and errors against the share of examples
+that are answered.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,8 @@ from bayesfl.evaluation.report import mean_and_error, words
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SETTLED = 0.05  # a risk-coverage curve jumps before this share of the examples; its axis need not reach these peaks
+# a risk-coverage curve jumps before this share of the examples; its axis need not reach these peaks
+_SETTLED = 0.05
 
 
 def learning_curves(
@@ -27,12 +30,14 @@ def learning_curves(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw a measure against the rounds, one line a method; of several seeds the mean, and a band of one standard error to each side.
+    """Draw a measure against the rounds, one line a method; of several seeds the mean, and a band
+    of one standard error to each side.
 
     Args:
-        histories: {method: a history, or a list of histories, one a seed}. A history has arrays of equal length under `x` and `metric`,
-            as a mapping or data frame, or is a result with such a `history`. Rounds that were not evaluated, NaN, are left out; of several
-            seeds the rounds count at which all were evaluated.
+        histories: {method: a history, or a list of histories, one a seed}. A history has arrays of
+            equal length under `x` and `metric`, as a mapping or data frame, or is a result with
+            such a `history`. Rounds that were not evaluated, NaN, are left out; of several seeds
+            the rounds count at which all were evaluated.
         metric: What to draw; by default the personal accuracy, of regressions the personal RMSE.
         x: What to draw it against.
         ax: Where to draw; by default a new figure.
@@ -47,11 +52,17 @@ def learning_curves(
     from matplotlib.ticker import MaxNLocator
 
     if not isinstance(histories, Mapping):
-        raise ValueError(f"histories must be {{method: history}}, got {type(histories).__name__}; name it, as in {{'mine': result}}")
+        raise ValueError(
+            f"histories must be {{method: history}}, got {type(histories).__name__}; name it, as "
+            f"in {{'mine': result}}"
+        )
     if not histories:
         raise ValueError("histories is empty: give at least one {method: history}")
     runs = {
-        name: [getattr(h, "history", h) for h in (history if isinstance(history, (list, tuple)) else [history])]
+        name: [
+            getattr(h, "history", h)
+            for h in (history if isinstance(history, (list, tuple)) else [history])
+        ]
         for name, history in histories.items()
     }
     columns = {name: [_columns(name, run) for run in seeds] for name, seeds in runs.items()}
@@ -59,18 +70,35 @@ def learning_curves(
         metric = _headline([keys for seeds in columns.values() for keys in seeds])
     ax = new_figure((5.6, 3.6)).add_subplot() if ax is None else ax
     for name, (colour, dash) in zip(runs, looks(), strict=False):
-        seeds = [_curve(name, run, keys, x, metric) for run, keys in zip(runs[name], columns[name], strict=True)]
+        seeds = [
+            _curve(name, run, keys, x, metric)
+            for run, keys in zip(runs[name], columns[name], strict=True)
+        ]
         common = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
         if not common:
-            raise ValueError(f"{name!r}: {metric!r} was evaluated at no round" + (" that all seeds share" if len(seeds) > 1 else ""))
+            raise ValueError(
+                f"{name!r}: {metric!r} was evaluated at no round"
+                + (" that all seeds share" if len(seeds) > 1 else "")
+            )
         stats = np.array([mean_and_error([seed[at] for seed in seeds]) for at in common])
         marker = "o" if len(common) <= 15 else ""
-        ax.plot(common, stats[:, 0], color=colour, linestyle=dash, marker=marker, markersize=3.5, linewidth=1.8, label=name)
+        ax.plot(
+            common,
+            stats[:, 0],
+            color=colour,
+            linestyle=dash,
+            marker=marker,
+            markersize=3.5,
+            linewidth=1.8,
+            label=name,
+        )
         if len(seeds) > 1:
             low, high = stats[:, 0] - stats[:, 1], stats[:, 0] + stats[:, 1]
             ax.fill_between(common, low, high, color=colour, alpha=0.18, linewidth=0)
     if x == "round":
-        ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+        ax.xaxis.set_major_locator(
+            MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+        )
     ax.set_xlabel(words(x))
     ax.set_ylabel(words(metric))
     ax.set_title(title or "")
@@ -80,15 +108,18 @@ def learning_curves(
     return ax
 
 
-def risk_coverage(entries: Mapping[str, Any], *, ax: "Axes | None" = None, title: str | None = None) -> "Axes":
+def risk_coverage(
+    entries: Mapping[str, Any], *, ax: "Axes | None" = None, title: str | None = None
+) -> "Axes":
     """Draw the error rate among answered examples against the share answered, most confident first.
 
-    One line a method, over all examples of all clients; lower is better, and the right end is the error rate. The legend has the area
-    under each curve (AURC). Geifman, Uziel and El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
+    One line a method, over all examples of all clients; lower is better, and the right end is the
+    error rate. The legend has the area under each curve (AURC). Geifman, Uziel and El-Yaniv,
+    "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
 
     Args:
-        entries: {method: a simulation's result, or (probs, labels, mask)}, whose doubt is 1 - the largest probability; or, by any other
-            score, what `bf.detection.risk_coverage` gives.
+        entries: {method: a simulation's result, or (probs, labels, mask)}, whose doubt is 1 - the
+            largest probability; or, by any other score, what `bf.detection.risk_coverage` gives.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
 
@@ -99,7 +130,10 @@ def risk_coverage(entries: Mapping[str, Any], *, ax: "Axes | None" = None, title
         ValueError: There is no entry, or one does not fit or has no examples.
     """
     if not entries:
-        raise ValueError("entries is empty: give at least one {method: result, (probs, labels, mask) or risk-coverage curve}")
+        raise ValueError(
+            "entries is empty: give at least one {method: result, (probs, labels, mask) or "
+            "risk-coverage curve}"
+        )
     curves = {name: _risks(entry) for name, entry in entries.items()}
     empty = [name for name, curve in curves.items() if not len(curve.risk)]
     if empty:
@@ -107,9 +141,23 @@ def risk_coverage(entries: Mapping[str, Any], *, ax: "Axes | None" = None, title
     ax = new_figure((5.0, 3.6)).add_subplot() if ax is None else ax
     for (name, curve), (colour, dash) in zip(curves.items(), looks(), strict=False):
         label = f"{name} (AURC {curve.aurc:.4f})"
-        ax.plot(curve.coverage, curve.risk, color=colour, linestyle=dash, linewidth=1.8, label=label)
-    ax.set(xlim=(0, 1), xlabel="share of the examples answered", ylabel="error rate among the answers", title=title or "")
-    ax.set_ylim(0, 1.1 * max(1e-3, *(float(curve.risk[curve.coverage >= _SETTLED].max()) for curve in curves.values())))
+        ax.plot(
+            curve.coverage, curve.risk, color=colour, linestyle=dash, linewidth=1.8, label=label
+        )
+    ax.set(
+        xlim=(0, 1),
+        xlabel="share of the examples answered",
+        ylabel="error rate among the answers",
+        title=title or "",
+    )
+    ax.set_ylim(
+        0,
+        1.1
+        * max(
+            1e-3,
+            *(float(curve.risk[curve.coverage >= _SETTLED].max()) for curve in curves.values()),
+        ),
+    )
     clean(ax, grid="both")
     ax.legend(frameon=False, fontsize="small", loc="best")
     return ax
@@ -119,7 +167,10 @@ def _columns(name: str, history: Any) -> list[str]:
     """List the names of a history's columns."""
     columns = getattr(history, "columns", None)  # of a History or a data frame
     if columns is None and not isinstance(history, Mapping):
-        raise ValueError(f"{name!r}: a history must be a result, a result's history, or columns by name, got {type(history).__name__}")
+        raise ValueError(
+            f"{name!r}: a history must be a result, a result's history, or columns by name, got "
+            f"{type(history).__name__}"
+        )
     return list(history if columns is None else columns)
 
 
@@ -128,21 +179,29 @@ def _headline(columns: Sequence[Sequence[str]]) -> str:
     for measure in HEADLINES:
         if all(measure in keys for keys in columns):
             return measure
-    shared = [key for key in (columns[0] if columns else ()) if all(key in keys for keys in columns)]
+    shared = [
+        key for key in (columns[0] if columns else ()) if all(key in keys for keys in columns)
+    ]
     raise ValueError(
-        f"metric must be given: not every history has {HEADLINES[0]!r}, nor every one {HEADLINES[1]!r}, which are written where a run is "
-        f"evaluated; columns that all have are {shared}"
+        f"metric must be given: not every history has {HEADLINES[0]!r}, nor every one "
+        f"{HEADLINES[1]!r}, which are written where a run is evaluated; columns that all have are "
+        f"{shared}"
     )
 
 
-def _curve(name: str, history: Any, columns: Sequence[str], x: str, metric: str) -> dict[float, float]:
+def _curve(
+    name: str, history: Any, columns: Sequence[str], x: str, metric: str
+) -> dict[float, float]:
     """Take {round: value} of one seed, without the rounds that were not evaluated."""
     for key in (x, metric):
         if key not in columns:
             raise ValueError(f"{name!r}: the history has no {key!r}; it has {list(columns)}")
     at, values = (np.asarray(history[key], dtype=np.float64) for key in (x, metric))
     if at.shape != values.shape or at.ndim != 1:
-        raise ValueError(f"{name!r}: {x!r} and {metric!r} must be of one length, got shapes {at.shape} and {values.shape}")
+        raise ValueError(
+            f"{name!r}: {x!r} and {metric!r} must be of one length, got shapes {at.shape} and "
+            f"{values.shape}"
+        )
     return {float(a): float(v) for a, v in zip(at, values, strict=True) if np.isfinite(v)}
 
 

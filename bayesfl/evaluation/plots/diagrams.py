@@ -17,19 +17,36 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_OVER: dict[str, Any] = {"facecolor": "#F6CDB2", "edgecolor": "#D55E00", "hatch": "////", "label": "overconfident", "gid": "overconfident"}
-_UNDER: dict[str, Any] = {"facecolor": "none", "edgecolor": "white", "hatch": "....", "label": "underconfident", "gid": "underconfident"}
+_OVER: dict[str, Any] = {
+    "facecolor": "#F6CDB2",
+    "edgecolor": "#D55E00",
+    "hatch": "////",
+    "label": "overconfident",
+    "gid": "overconfident",
+}
+_UNDER: dict[str, Any] = {
+    "facecolor": "none",
+    "edgecolor": "white",
+    "hatch": "....",
+    "label": "underconfident",
+    "gid": "underconfident",
+}
 _CLIENTS = 12  # panels that by="client" draws unless told which
 _FEW = 20  # a bin of fewer examples is an outline, filled palely
 _PALE = 0.2
 _PALE_OVER = "#ECB78C"  # vermilion, less than half of it, on white
 _PALE_UNDER = "#8FB6D3"  # blue, about half of it, on white
-_BOX = (0.6, 0.75)  # the box of numbers reaches this far right of the upper left corner, and this far down
+_BOX = (
+    0.6,
+    0.75,
+)  # the box of numbers reaches this far right of the upper left corner, and this far down
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One diagram: its bins, and the mean of the clients' calibration errors where several are pooled, else None."""
+    """One diagram: its bins, and the mean of the clients' calibration errors where several are
+    pooled, else None.
+    """
 
     bins: ReliabilityBins
     mean_ece: float | None = None
@@ -37,7 +54,9 @@ class _Panel:
     @classmethod
     def of(cls, probs: Tensor, labels: Tensor, mask: Tensor, bins: int) -> "_Panel":
         own = ece(probs, labels, mask, bins=bins)[mask.any(-1)]
-        return cls(reliability_bins(probs, labels, mask, bins), float(own.mean()) if len(own) > 1 else None)
+        return cls(
+            reliability_bins(probs, labels, mask, bins), float(own.mean()) if len(own) > 1 else None
+        )
 
     @property
     def numbers(self) -> str:
@@ -47,7 +66,9 @@ class _Panel:
         examples = f"n = {self.bins.examples:,}".replace(",", "\u2009")
         if self.mean_ece is None:
             return f"ECE {self.bins.ece:.3f}\n{examples}"
-        return f"ECE, pooled {self.bins.ece:.3f}\nECE, clients' mean {self.mean_ece:.3f}\n{examples}"
+        return (
+            f"ECE, pooled {self.bins.ece:.3f}\nECE, clients' mean {self.mean_ece:.3f}\n{examples}"
+        )
 
 
 def reliability(
@@ -62,28 +83,36 @@ def reliability(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> Any:
-    """Draw a reliability diagram: accuracy by bins of confidence, and how many examples each bin holds.
+    """Draw a reliability diagram: accuracy by bins of confidence, and how many examples each bin
+    holds.
 
-    Blue bars are the accuracy of each bin. The gap to the bin's mean confidence is marked: above the bar, hatched in vermilion, where the
-    model claims more than it achieves; inside the bar, dotted, where it claims less. Thin lines are intervals of a binomial share (Wilson,
-    level 0.95) for each accuracy; bins of fewer than 20 examples are pale with an outline. The expected calibration error (ECE) is the mean
-    of the gaps, weighted by the counts in the histogram beneath, whose scale is logarithmic. Where several clients are pooled, the mean of
-    their own errors stands beside it: it is larger, since each client has fewer examples. Guo et al., "On calibration of modern neural
-    networks", ICML 2017.
+    Blue bars are the accuracy of each bin. The gap to the bin's mean confidence is marked: above
+    the bar, hatched in vermilion, where the model claims more than it achieves; inside the bar,
+    dotted, where it claims less. Thin lines are intervals of a binomial share (Wilson, level 0.95)
+    for each accuracy; bins of fewer than 20 examples are pale with an outline. The expected
+    calibration error (ECE) is the mean of the gaps, weighted by the counts in the histogram
+    beneath, whose scale is logarithmic. Where several clients are pooled, the mean of their own
+    errors stands beside it: it is larger, since each client has fewer examples. Guo et al., "On
+    calibration of modern neural networks", ICML 2017.
 
     Args:
-        source: A simulation's result, whose personal predictions on its test data are used; or class probabilities, [J, N, O] or [N, O].
+        source: A simulation's result, whose personal predictions on its test data are used; or
+            class probabilities, [J, N, O] or [N, O].
         labels: True classes, [J, N] or [N]; only where `source` is probabilities.
         mask: Which rows are examples, bool and shaped as `labels`; by default all.
         bins: Number of bins of equal width.
         by: `pooled`, one diagram of all examples; `client`, one per client under its name.
-        clients: Which clients, by name or number; by default all when pooled, and the first 12 that have examples by client.
-        names: Names of all clients, the titles of their diagrams; by default those of the result's data, or numbers.
-        ax: Where to draw a pooled diagram; it makes room for the histogram beneath. By default a new figure.
+        clients: Which clients, by name or number; by default all when pooled, and the first 12 that
+            have examples by client.
+        names: Names of all clients, the titles of their diagrams; by default those of the result's
+            data, or numbers.
+        ax: Where to draw a pooled diagram; it makes room for the histogram beneath. By default a
+            new figure.
         title: Of the diagram, or of the figure.
 
     Returns:
-        The diagram's matplotlib Axes; by client an array of them, in the order of `clients`. `axes.figure` is the figure.
+        The diagram's matplotlib Axes; by client an array of them, in the order of `clients`.
+        `axes.figure` is the figure.
 
     Raises:
         TypeError: A client is neither a name nor a number.
@@ -94,7 +123,10 @@ def reliability(
     chosen = None
     if clients is not None:
         given: Any = clients.tolist() if hasattr(clients, "tolist") else clients  # pyright: ignore[reportAttributeAccessIssue] (an array has it)
-        chosen = [place(client, called) for client in (given if isinstance(given, list | tuple | range) else [given])]
+        chosen = [
+            place(client, called)
+            for client in (given if isinstance(given, list | tuple | range) else [given])
+        ]
     if chosen == []:
         raise ValueError("clients is empty: name at least one, or leave it out for all")
     if by == "pooled":
@@ -102,27 +134,43 @@ def reliability(
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
         _diagram(ax, _split(ax), pooled, corner=False)
-        ax.legend(handles=_key(), loc="upper left", fontsize="small", handlelength=1.3, edgecolor="none", framealpha=0.9, borderaxespad=0.2)
+        ax.legend(
+            handles=_key(),
+            loc="upper left",
+            fontsize="small",
+            handlelength=1.3,
+            edgecolor="none",
+            framealpha=0.9,
+            borderaxespad=0.2,
+        )
         ax.set_title(title or "")
         return ax
     if by != "client":
         raise ValueError(f"by must be 'pooled' or 'client', got {by!r}")
     if ax is not None:
-        raise ValueError("by='client' makes a figure of its own; leave ax out, or draw one client with by='pooled', clients=[j], ax=ax")
+        raise ValueError(
+            "by='client' makes a figure of its own; leave ax out, or draw one client with "
+            "by='pooled', clients=[j], ax=ax"
+        )
     if chosen is None:
         chosen = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS]
     if not chosen:
         raise ValueError("there is no client with examples to draw; check mask")
     panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in chosen]
     lines = -(-len(panels) // 4)
-    titles = [f"client {called[j]}" if names is None and called[j].isdigit() else called[j] for j in chosen]
+    titles = [
+        f"client {called[j]}" if names is None and called[j].isdigit() else called[j]
+        for j in chosen
+    ]
     figure, axes = _panels(panels, titles, -(-len(panels) // lines))  # lines of the same length
     if title:
         figure.suptitle(title)
     return axes
 
 
-def reliability_compare(entries: Mapping[str, Any], *, bins: int = 15, columns: int | None = None) -> "Figure":
+def reliability_compare(
+    entries: Mapping[str, Any], *, bins: int = 15, columns: int | None = None
+) -> "Figure":
     """Draw reliability diagrams of several methods side by side, on one scale.
 
     They are read as those of `reliability`.
@@ -139,13 +187,19 @@ def reliability_compare(entries: Mapping[str, Any], *, bins: int = 15, columns: 
         ValueError: There is no entry, or one does not fit.
     """
     if not entries:
-        raise ValueError("entries is empty: give at least one {method: result or (probs, labels, mask)}")
+        raise ValueError(
+            "entries is empty: give at least one {method: result or (probs, labels, mask)}"
+        )
     panels = [_Panel.of(*predictions(entry, None, None), bins) for entry in entries.values()]
     return _panels(panels, list(entries), min(4, len(panels)) if columns is None else columns)[0]
 
 
 def _panels(
-    panels: Sequence[_Panel], titles: Sequence[str], columns: int, *, size: tuple[float, float] = (3.0, 3.4)
+    panels: Sequence[_Panel],
+    titles: Sequence[str],
+    columns: int,
+    *,
+    size: tuple[float, float] = (3.0, 3.4),
 ) -> tuple["Figure", np.ndarray]:
     """Draw a grid of diagrams whose histograms have one scale, the outer ones with the words."""
     if columns < 1:
@@ -160,16 +214,35 @@ def _panels(
         line, column = divmod(spot, columns)
         axes[spot] = ax = figure.add_subplot(grid[2 * line, column])
         beneath = figure.add_subplot(grid[2 * line + 1, column], sharex=ax, label="histogram")
-        _diagram(ax, beneath, panel, across=spot + columns >= len(panels), up=column == 0, tallest=tallest)
+        _diagram(
+            ax,
+            beneath,
+            panel,
+            across=spot + columns >= len(panels),
+            up=column == 0,
+            tallest=tallest,
+        )
         ax.set_title(title, fontsize="medium")
     figure.legend(
-        handles=_key(), loc="outside lower center", ncols={1: 2, 2: 3}.get(columns, 5), frameon=False, fontsize="small", handlelength=1.3
+        handles=_key(),
+        loc="outside lower center",
+        ncols={1: 2, 2: 3}.get(columns, 5),
+        frameon=False,
+        fontsize="small",
+        handlelength=1.3,
     )
     return figure, axes
 
 
 def _diagram(
-    ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True, up: bool = True, corner: bool = True, tallest: int | None = None
+    ax: "Axes",
+    beneath: "Axes",
+    panel: _Panel,
+    *,
+    across: bool = True,
+    up: bool = True,
+    corner: bool = True,
+    tallest: int | None = None,
 ) -> None:
     """Draw one reliability diagram in `ax` and its histogram in `beneath`, which shares the x axis.
 
@@ -179,7 +252,8 @@ def _diagram(
         panel: What to draw.
         across: Whether to write along the x axis.
         up: Whether to write along the y axes.
-        corner: Whether the upper left corner is free for the box of numbers, if no bar is there; else it is in the lower right one.
+        corner: Whether the upper left corner is free for the box of numbers, if no bar is there;
+            else it is in the lower right one.
         tallest: Count that the histogram's axis reaches; by default its own largest.
     """
     from scipy.stats import binomtest
@@ -187,19 +261,46 @@ def _diagram(
     bins = panel.bins
     left, width, filled = bins.edges[:-1], np.diff(bins.edges), bins.count > 0
     height = np.where(filled, bins.accuracy, 0.0)
-    bars = ax.bar(left, height, width, align="edge", color=BLUE, edgecolor="white", linewidth=0.6, label="accuracy", gid="accuracy")
+    bars = ax.bar(
+        left,
+        height,
+        width,
+        align="edge",
+        color=BLUE,
+        edgecolor="white",
+        linewidth=0.6,
+        label="accuracy",
+        gid="accuracy",
+    )
     for bar, count in zip(bars, bins.count, strict=True):
         _paint(bar, BLUE if count < _FEW else "white", 0.85 if count >= _FEW else _PALE)
     low, high = np.fmin(bins.accuracy, bins.confidence), np.fmax(bins.accuracy, bins.confidence)
     over = filled & (bins.confidence >= bins.accuracy)
     for which, look, edge in ((over, _OVER, _PALE_OVER), (filled & ~over, _UNDER, _PALE_UNDER)):
-        gaps = ax.bar(left[which], (high - low)[which], width[which], bottom=low[which], align="edge", linewidth=0.6, **look)
+        gaps = ax.bar(
+            left[which],
+            (high - low)[which],
+            width[which],
+            bottom=low[which],
+            align="edge",
+            linewidth=0.6,
+            **look,
+        )
         for gap, count in zip(gaps, bins.count[which], strict=True):
             if count < _FEW:
                 _paint(gap, edge, _PALE)  # white dots would not show on what is pale
-    for middle, count, right in zip((left + width / 2)[filled], bins.count[filled], bins.accuracy[filled], strict=True):
+    for middle, count, right in zip(
+        (left + width / 2)[filled], bins.count[filled], bins.accuracy[filled], strict=True
+    ):
         ends = binomtest(round(right * count), int(count)).proportion_ci(method="wilson")
-        ax.plot([middle] * 2, [ends.low, ends.high], color=INK, linewidth=0.9, alpha=1.0 if count >= _FEW else 0.6, gid="interval")
+        ax.plot(
+            [middle] * 2,
+            [ends.low, ends.high],
+            color=INK,
+            linewidth=0.9,
+            alpha=1.0 if count >= _FEW else 0.6,
+            gid="interval",
+        )
     ax.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1, gid="diagonal")
     ax.set(xlim=(0, 1), ylim=(0, 1))
     clean(ax, grid="y")
@@ -213,9 +314,23 @@ def _diagram(
         va="top" if free else "bottom",
         fontsize="x-small" if panel.mean_ece is not None else "small",
         linespacing=1.4,
-        bbox={"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
+        bbox={
+            "boxstyle": "round,pad=0.35",
+            "facecolor": "white",
+            "edgecolor": "none",
+            "alpha": 0.75,
+        },
     )
-    beneath.bar(left, bins.count, width, align="edge", color=GREY, edgecolor="white", linewidth=0.6, gid="count")
+    beneath.bar(
+        left,
+        bins.count,
+        width,
+        align="edge",
+        color=GREY,
+        edgecolor="white",
+        linewidth=0.6,
+        gid="count",
+    )
     _count(beneath, tallest or int(bins.count.max()))
     beneath.set_xticks(np.linspace(0, 1, 6))
     clean(beneath)
@@ -229,14 +344,18 @@ def _diagram(
 
 
 def _only(mask: Tensor, clients: Sequence[int]) -> Tensor:
-    """Return the mask of some clients' examples alone; errors then name clients by their own numbers."""
+    """Return the mask of some clients' examples alone; errors then name clients by their own
+    numbers.
+    """
     chosen = torch.zeros(len(mask), 1, dtype=torch.bool)
     chosen[list(clients)] = True
     return mask & chosen.to(mask.device)
 
 
 def _paint(bar: Any, edge: str, alpha: float) -> None:
-    """Colour a bar's edge and hatch, and make its face, where it has one, as opaque as `alpha` says."""
+    """Colour a bar's edge and hatch, and make its face, where it has one, as opaque as `alpha`
+    says.
+    """
     from matplotlib.colors import to_rgba
 
     face = bar.get_facecolor()
@@ -245,15 +364,23 @@ def _paint(bar: Any, edge: str, alpha: float) -> None:
 
 
 def _count(ax: "Axes", tallest: int) -> None:
-    """Give a histogram a logarithmic axis on which a single example is still a bar, with powers of ten as ticks."""
+    """Give a histogram a logarithmic axis on which a single example is still a bar, with powers of
+    ten as ticks.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     decades = len(str(max(tallest, 1)))
-    ax.set_ylim(0.5, 1.5 * max(tallest, 10))  # first: of no examples alone, the scale would have no limits of its own
+    ax.set_ylim(
+        0.5, 1.5 * max(tallest, 10)
+    )  # first: of no examples alone, the scale would have no limits of its own
     ax.set_yscale("log", nonpositive="clip")
-    ax.yaxis.set_major_locator(FixedLocator([10**k for k in range(0, max(decades, 2), 1 if decades < 5 else 2)]))
+    ax.yaxis.set_major_locator(
+        FixedLocator([10**k for k in range(0, max(decades, 2), 1 if decades < 5 else 2)])
+    )
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}".replace(",", "\u2009")))
+    ax.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}".replace(",", "\u2009"))
+    )
 
 
 def _key() -> list[Any]:
@@ -263,10 +390,27 @@ def _key() -> list[Any]:
     from matplotlib.patches import Patch
 
     gaps = [
-        Patch(facecolor=_OVER["facecolor"], edgecolor=_OVER["edgecolor"], hatch=_OVER["hatch"], linewidth=0.6, label=_OVER["label"]),
-        Patch(facecolor=BLUE, edgecolor="white", hatch=_UNDER["hatch"], linewidth=0.6, label=_UNDER["label"]),
+        Patch(
+            facecolor=_OVER["facecolor"],
+            edgecolor=_OVER["edgecolor"],
+            hatch=_OVER["hatch"],
+            linewidth=0.6,
+            label=_OVER["label"],
+        ),
+        Patch(
+            facecolor=BLUE,
+            edgecolor="white",
+            hatch=_UNDER["hatch"],
+            linewidth=0.6,
+            label=_UNDER["label"],
+        ),
     ]
-    few = Patch(facecolor=to_rgba(BLUE, _PALE), edgecolor=BLUE, linewidth=0.6, label=f"fewer than {_FEW} examples")
+    few = Patch(
+        facecolor=to_rgba(BLUE, _PALE),
+        edgecolor=BLUE,
+        linewidth=0.6,
+        label=f"fewer than {_FEW} examples",
+    )
     return [
         Patch(facecolor=BLUE, alpha=0.85, label="accuracy"),
         *gaps,

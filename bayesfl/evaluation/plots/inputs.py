@@ -1,4 +1,6 @@
-"""The input of the diagrams: the class probabilities of a simulation's result, or those that are given."""
+"""The input of the diagrams: the class probabilities of a simulation's result, or those that are
+given.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,31 +13,42 @@ from bayesfl.data.outline import known_names
 from bayesfl.evaluation.predictions import per_place
 
 
-def predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Find what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given; label by label where an example has several.
+def predictions(
+    source: Any, labels: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given; label by
+    label where an example has several.
 
     Raises:
         ValueError: There are no labels, two sorts of them, or a result of regression.
     """
     if hasattr(source, "predict") and hasattr(source, "data"):
         if labels is not None or mask is not None:
-            raise ValueError("a result brings its own labels and mask; leave them out, or pass probabilities instead of the result")
+            raise ValueError(
+                "a result brings its own labels and mask; leave them out, or pass probabilities "
+                "instead of the result"
+            )
         test = source.data.test
         probs = source.predict(test).probs
         if probs is None:
-            raise ValueError("this result is of regression, whose diagram is plots.interval_reliability(result)")
+            raise ValueError(
+                "this result is of regression, whose diagram is plots.interval_reliability(result)"
+            )
         return per_place(probs, *test.padded_labels())
     if labels is None and isinstance(source, (tuple, list)) and len(source) == 3:
         source, labels, mask = source
     if labels is None:
-        raise ValueError("probabilities need labels: pass (probs, labels, mask), or a simulation's result")
+        raise ValueError(
+            "probabilities need labels: pass (probs, labels, mask), or a simulation's result"
+        )
     probs, labels = torch.as_tensor(source), torch.as_tensor(labels)
     mask = torch.ones_like(labels, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
     return (probs[None], labels[None], mask[None]) if probs.dim() == 2 else (probs, labels, mask)
 
 
 def names_of(source: Any, given: Sequence[str] | None, clients: int) -> Sequence[str]:
-    """Return the clients' names as they are given, else of a result those of its data, else their numbers.
+    """Return the clients' names as they are given, else of a result those of its data, else their
+    numbers.
 
     Raises:
         TypeError: Names are given, but no list.

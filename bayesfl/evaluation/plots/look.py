@@ -1,4 +1,6 @@
-"""The common look of all diagrams: their colours, a figure that is not registered with pyplot, quiet axes."""
+"""The common look of all diagrams: their colours, a figure that is not registered with pyplot,
+quiet axes.
+"""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -9,7 +11,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""The colours of all diagrams, by Okabe and Ito: blue, vermilion, green, purple, orange, sky blue, black, yellow."""
+"""The colours of all diagrams, by Okabe and Ito: blue, vermilion, green, purple, orange, sky blue,
+black, yellow.
+"""
 BLUE, GREY, INK = "#0072B2", "#8A8F94", "#333333"
 _DASHES = ("-", "--", ":", "-.")
 
@@ -27,7 +31,9 @@ def new_figure(size: tuple[float, float]) -> "Figure":
 
 
 def clean(ax: "Axes", *, grid: Literal["both", "y"] | None = None) -> None:
-    """Take away the upper and the right side of the frame, and put axes behind what is drawn; draw a grid where asked to."""
+    """Take away the upper and the right side of the frame, and put axes behind what is drawn; draw
+    a grid where asked to.
+    """
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color("0.5")
     ax.tick_params(color="0.5", labelsize="small")
@@ -37,5 +43,7 @@ def clean(ax: "Axes", *, grid: Literal["both", "y"] | None = None) -> None:
 
 
 def some(count: int) -> list[int]:
-    """Return the places that are named on an axis of so many: all, or of many every few, 20 at most."""
+    """Return the places that are named on an axis of so many: all, or of many every few, 20 at
+    most.
+    """
     return list(range(0, count, max(1, -(-count // 20))))

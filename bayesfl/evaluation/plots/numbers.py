@@ -29,16 +29,19 @@ def interval_reliability(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw the share of targets inside central intervals against the share that should be there, and the PIT histogram beneath.
+    """Draw the share of targets inside central intervals against the share that should be there,
+    and the PIT histogram beneath.
 
-    The blue line is of all targets pooled, grey ones of each client. Below the diagonal intervals are too narrow, above it too wide. The
-    band is where the blue line lies with probability 0.95, at each level alone, if predictions are calibrated and examples independent. A
-    flat histogram means calibrated predictions, see `bayesfl.metrics.pit_histogram`. Kuleshov, Fenner, Ermon, "Accurate uncertainties for
-    deep learning using calibrated regression", ICML 2018.
+    The blue line is of all targets pooled, grey ones of each client. Below the diagonal intervals
+    are too narrow, above it too wide. The band is where the blue line lies with probability 0.95,
+    at each level alone, if predictions are calibrated and examples independent. A flat histogram
+    means calibrated predictions, see `bayesfl.metrics.pit_histogram`. Kuleshov, Fenner, Ermon,
+    "Accurate uncertainties for deep learning using calibrated regression", ICML 2018.
 
     Args:
-        source: A simulation's result, whose personal predictions on its test data are used, under the distribution of its likelihood; or
-            (mean, variance, targets, mask) of normal ones, as `bayesfl.metrics.coverage` takes them.
+        source: A simulation's result, whose personal predictions on its test data are used, under
+            the distribution of its likelihood; or (mean, variance, targets, mask) of normal ones,
+            as `bayesfl.metrics.coverage` takes them.
         clients: Which clients, by name or number; None for all.
         names: Names of all clients; by default those of the result's data, or numbers.
         bins: Number of bins of the histogram.
@@ -50,13 +53,19 @@ def interval_reliability(
 
     Raises:
         TypeError: A client is neither a name nor a number.
-        ValueError: The source is of classes or of intervals of one level, the shapes do not fit, or a client is not there.
+        ValueError: The source is of classes or of intervals of one level, the shapes do not fit, or
+            a client is not there.
     """
     mean, variance, targets, mask, kind = _predictions(source)
     if clients is not None:
         called = names_of(source, names, len(mask))
         kept = torch.zeros(len(mask), 1, dtype=torch.bool)
-        kept[[place(client, called) for client in ([clients] if isinstance(clients, int | str) else clients)]] = True
+        kept[
+            [
+                place(client, called)
+                for client in ([clients] if isinstance(clients, int | str) else clients)
+            ]
+        ] = True
         mask = mask & kept
     if not mask.any():
         raise ValueError("there is no client with examples to draw; check mask")
@@ -65,7 +74,10 @@ def interval_reliability(
     pooled = (pooled_mean, variance.flatten(0, 1)[None], pooled_targets, everyone)
 
     def shares(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) -> np.ndarray:
-        return torch.stack([coverage(mean, variance, targets, mask, float(p), distribution=kind) for p in LEVELS], -1).numpy()
+        return torch.stack(
+            [coverage(mean, variance, targets, mask, float(p), distribution=kind) for p in LEVELS],
+            -1,
+        ).numpy()
 
     if ax is None:
         figure = new_figure((4.0, 4.7))
@@ -75,12 +87,35 @@ def interval_reliability(
         beneath = ax.inset_axes((0, -0.32, 1, 0.2), label="histogram")
     together, count = shares(*pooled)[0], int(mask.sum())
     wide = 1.96 * np.sqrt(LEVELS * (1 - LEVELS) / count)
-    ax.fill_between(LEVELS, LEVELS - wide, LEVELS + wide, color="0.9", linewidth=0, label="by chance, level 0.95", gid="chance")
+    ax.fill_between(
+        LEVELS,
+        LEVELS - wide,
+        LEVELS + wide,
+        color="0.9",
+        linewidth=0,
+        label="by chance, level 0.95",
+        gid="chance",
+    )
     for j, line in enumerate(shares(mean, variance, targets, mask)[mask.any(-1).numpy()]):
-        ax.plot(LEVELS, line, color=GREY, linewidth=0.6, alpha=0.7, label=None if j else "each client", gid="client")
+        ax.plot(
+            LEVELS,
+            line,
+            color=GREY,
+            linewidth=0.6,
+            alpha=0.7,
+            label=None if j else "each client",
+            gid="client",
+        )
     ax.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1, gid="diagonal")
-    ax.plot(LEVELS, together, color=BLUE, marker="o", markersize=3, label="all targets", gid="pooled")
-    ax.set(xlim=(0, 1), ylim=(0, 1), ylabel="share of targets inside", xlabel="probability of the interval")
+    ax.plot(
+        LEVELS, together, color=BLUE, marker="o", markersize=3, label="all targets", gid="pooled"
+    )
+    ax.set(
+        xlim=(0, 1),
+        ylim=(0, 1),
+        ylabel="share of targets inside",
+        xlabel="probability of the interval",
+    )
     clean(ax, grid="both")
     ax.legend(loc="upper left", fontsize="small", edgecolor="none", framealpha=0.9)
     number = f"n = {count:,}".replace(",", "\u2009")
@@ -88,7 +123,17 @@ def interval_reliability(
     ax.set_title(title or "")
     histogram = pit_histogram(*pooled, bins=bins, distribution=kind)[0].numpy()
     left = np.linspace(0, 1, bins + 1)[:-1]
-    beneath.bar(left, histogram * bins, 1 / bins, align="edge", color=BLUE, alpha=0.85, edgecolor="white", linewidth=0.6, gid="pit")
+    beneath.bar(
+        left,
+        histogram * bins,
+        1 / bins,
+        align="edge",
+        color=BLUE,
+        alpha=0.85,
+        edgecolor="white",
+        linewidth=0.6,
+        gid="pit",
+    )
     beneath.axhline(1, linestyle=(0, (4, 3)), color=INK, linewidth=1)
     beneath.set(xlim=(0, 1), xlabel="probability integral transform, P(Y ≤ y)", ylabel="density")
     clean(beneath)
@@ -96,7 +141,8 @@ def interval_reliability(
 
 
 def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Kind]:
-    """Find means, variances, targets and mask of a result or of what was given, and the distribution.
+    """Find means, variances, targets and mask of a result or of what was given, and the
+    distribution.
 
     Raises:
         ValueError: They are of classes or of intervals, or are not four.
@@ -107,9 +153,18 @@ def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Kind]:
         if found.probs is not None:
             raise ValueError("these are predictions of classes, whose diagram is plots.reliability")
         if found.variance is None:
-            raise ValueError("intervals by quantiles have one level; their coverage by client is in result.predict().table(clients.test)")
+            raise ValueError(
+                "intervals by quantiles have one level; their coverage by client is in "
+                "result.predict().table(clients.test)"
+            )
         targets, mask = test.padded_labels()
-        return found.mean, found.variance, targets.cpu(), mask.cpu(), getattr(found.likelihood, "distribution", "normal")
+        return (
+            found.mean,
+            found.variance,
+            targets.cpu(),
+            mask.cpu(),
+            getattr(found.likelihood, "distribution", "normal"),
+        )
     if not isinstance(source, tuple | list) or len(source) != 4:
         raise ValueError("source must be a simulation's result, or (mean, variance, targets, mask)")
     mean, variance, targets, mask = (torch.as_tensor(t) for t in source)

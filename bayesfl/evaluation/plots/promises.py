@@ -1,4 +1,6 @@
-"""Diagrams of promises: coverage by client, label or group with exact intervals, sizes of sets, and the evidence of alarms over time."""
+"""Diagrams of promises: coverage by client, label or group with exact intervals, sizes of sets, and
+the evidence of alarms over time.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -19,12 +21,14 @@ _LINES = ((0, "coverage"), (1, "size"))
 
 
 def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None) -> "Figure":
-    """Draw the coverage of sets or intervals unit by unit, with its interval, and their sizes beneath.
+    """Draw the coverage of sets or intervals unit by unit, with its interval, and their sizes
+    beneath.
 
-    A point is the share of a client's rows, or of a label's or group's, whose set holds the truth. The bars are intervals that all hold
-    together with probability 1 - `delta` of the audit. Units whose whole bar lies below the promise are drawn in vermilion. The dashed
-    line is the promise, the dotted one what the worst unit would show on average by chance alone, if all kept it exactly. A size without
-    end is a hatched bar.
+    A point is the share of a client's rows, or of a label's or group's, whose set holds the truth.
+    The bars are intervals that all hold together with probability 1 - `delta` of the audit. Units
+    whose whole bar lies below the promise are drawn in vermilion. The dashed line is the promise,
+    the dotted one what the worst unit would show on average by chance alone, if all kept it
+    exactly. A size without end is a hatched bar.
 
     Args:
         entries: What `Result.audit` gives; {name: that} for several side by side.
@@ -41,14 +45,24 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
     named = {"": entries} if isinstance(entries, Audit) else dict(entries)
     if not named:
         raise ValueError("entries is empty: give what result.audit() returns, or {name: that}")
-    if empty := [name for name, found in named.items() if found.held is None or not found.rows.any()]:
+    if empty := [
+        name for name, found in named.items() if found.held is None or not found.rows.any()
+    ]:
         which = f" {empty[0]!r}" if empty[0] else ""
-        raise ValueError(f"the audit{which} has no rows, or no sets: make sets by result.calibrate(Conformal()) before it")
+        raise ValueError(
+            f"the audit{which} has no rows, or no sets: make sets by result.calibrate(Conformal()) "
+            "before it"
+        )
     most = max(len(found.units) for found in named.values())
     width = max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4
-    figure = new_figure((width, 3.9 if width > 5.2 else 4.6))  # the legend of a narrow one has a column alone
+    figure = new_figure(
+        (width, 3.9 if width > 5.2 else 4.6)
+    )  # the legend of a narrow one has a column alone
     grid = figure.add_gridspec(2, len(named), height_ratios=(3, 1))
-    uppers, lowers = ([figure.add_subplot(grid[line, column], label=kind) for column in range(len(named))] for line, kind in _LINES)
+    uppers, lowers = (
+        [figure.add_subplot(grid[line, column], label=kind) for column in range(len(named))]
+        for line, kind in _LINES
+    )
     for (name, found), upper, lower in zip(named.items(), uppers, lowers, strict=True):
         _covered(upper, lower, found, alone=len(named) == 1)
         upper.set_title(name, fontsize="medium")
@@ -61,19 +75,37 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
         ax.tick_params(labelleft=ax is uppers[0])
         beneath.tick_params(labelleft=beneath is lowers[0])
     uppers[0].set_ylabel("coverage")
-    lowers[0].set_ylabel("set size" if next(iter(named.values())).right is not None else "width", fontsize="small")
-    shown = {label: handle for ax in (*uppers, *lowers) for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    lowers[0].set_ylabel(
+        "set size" if next(iter(named.values())).right is not None else "width", fontsize="small"
+    )
+    shown = {
+        label: handle
+        for ax in (*uppers, *lowers)
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
     columns = max(1, int(figure.get_figwidth() / 2.6))
     figure.legend(
-        list(shown.values()), list(shown), loc="outside lower center", ncols=columns, frameon=False, fontsize="small", handlelength=1.6
+        list(shown.values()),
+        list(shown),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+        handlelength=1.6,
     )
     if title:
         figure.suptitle(title)
     return figure
 
 
-def evidence(entries: "Alarm | Merged | Mapping[str, Alarm | Merged]", *, ax: "Axes | None" = None, title: str | None = None) -> "Axes":
-    """Draw the evidence of alarms after every row, on a logarithmic axis from 0.001 to 1e9, and the height at which they are raised.
+def evidence(
+    entries: "Alarm | Merged | Mapping[str, Alarm | Merged]",
+    *,
+    ax: "Axes | None" = None,
+    title: str | None = None,
+) -> "Axes":
+    """Draw the evidence of alarms after every row, on a logarithmic axis from 0.001 to 1e9, and the
+    height at which they are raised.
 
     Args:
         entries: An alarm; {name: alarm} for several.
@@ -88,7 +120,9 @@ def evidence(entries: "Alarm | Merged | Mapping[str, Alarm | Merged]", *, ax: "A
         ValueError: There is no alarm, none has seen a row, or they are raised at different heights.
     """
     _checked(entries, (Alarm, Merged), "an alarm")
-    named: dict[str, Alarm | Merged] = {"": entries} if isinstance(entries, Alarm | Merged) else dict(entries)
+    named: dict[str, Alarm | Merged] = (
+        {"": entries} if isinstance(entries, Alarm | Merged) else dict(entries)
+    )
     heights = {1 / watch.delta for watch in named.values()}
     if len(heights) != 1 or not any(len(watch.history) for watch in named.values()):
         raise ValueError("entries must be alarms of one delta, of which one has seen rows")
@@ -98,17 +132,48 @@ def evidence(entries: "Alarm | Merged | Mapping[str, Alarm | Merged]", *, ax: "A
         all_of = np.concatenate([[1.0], np.asarray(watch.history)])
         shown = np.clip(all_of, _LOW, _HIGH)
         if (all_of > _HIGH).any():
-            ax.plot(np.flatnonzero(all_of > _HIGH)[:1], [_HIGH], "^", color=colour, markersize=6, gid="above", clip_on=False)
-        ax.plot(np.arange(len(shown)), shown, color=colour, linestyle=dash, linewidth=1.4, label=name or None)
+            ax.plot(
+                np.flatnonzero(all_of > _HIGH)[:1],
+                [_HIGH],
+                "^",
+                color=colour,
+                markersize=6,
+                gid="above",
+                clip_on=False,
+            )
+        ax.plot(
+            np.arange(len(shown)),
+            shown,
+            color=colour,
+            linestyle=dash,
+            linewidth=1.4,
+            label=name or None,
+        )
         reached = np.flatnonzero(shown >= height)
         if len(reached):
             ax.plot(reached[:1], shown[reached[:1]], "o", color=colour, markersize=5, gid="raised")
-    ax.axhline(height, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"_raised at {height:g}")
-    ax.annotate(f"raised at {height:g}", (1, height), xycoords=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize="small")
+    ax.axhline(
+        height, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"_raised at {height:g}"
+    )
+    ax.annotate(
+        f"raised at {height:g}",
+        (1, height),
+        xycoords=ax.get_yaxis_transform(),
+        ha="right",
+        va="bottom",
+        fontsize="small",
+    )
     ax.set_yscale("log")
     if ax.get_ylim()[1] > _HIGH:
         ax.set_ylim(top=3 * _HIGH)
-        ax.annotate("1e9 or more", (1, _HIGH), xycoords=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize="small")
+        ax.annotate(
+            "1e9 or more",
+            (1, _HIGH),
+            xycoords=ax.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            fontsize="small",
+        )
     counted = {"rows seen" if isinstance(one, Alarm) else "reports" for one in named.values()}
     ax.set(xlabel=" or ".join(sorted(counted, reverse=True)), ylabel="evidence", title=title or "")
     if any(named):
@@ -121,7 +186,9 @@ def _checked(entries: object, kinds: type | tuple[type, ...], remedy: str) -> No
     """Raise TypeError if entries are neither of some kinds nor a mapping of these."""
     each = entries.values() if isinstance(entries, Mapping) else [entries]
     if other := [one for one in each if not isinstance(one, kinds)]:
-        raise TypeError(f"entries must be {remedy}, or {{name: that}}, got {type(other[0]).__name__}")
+        raise TypeError(
+            f"entries must be {remedy}, or {{name: that}}, got {type(other[0]).__name__}"
+        )
 
 
 def _endless(ax: "Axes", found: Audit, top: float) -> None:
@@ -129,7 +196,17 @@ def _endless(ax: "Axes", found: Audit, top: float) -> None:
     assert found.size is not None  # as there are sets
     place = np.flatnonzero(np.isinf(found.size) & (found.rows > 0))
     if len(place):
-        ax.bar(place, top, 0.6, color="white", edgecolor=GREY, hatch="////", linewidth=0.6, label="width without end", gid="endless")
+        ax.bar(
+            place,
+            top,
+            0.6,
+            color="white",
+            edgecolor=GREY,
+            hatch="////",
+            linewidth=0.6,
+            label="width without end",
+            gid="endless",
+        )
 
 
 def _largest(found: Audit) -> float:
@@ -148,20 +225,65 @@ def _covered(ax: "Axes", beneath: "Axes", found: Audit, *, alone: bool) -> None:
     assert found.level is not None
     kept = found.rows > 0
     assert found.coverage is not None
-    place, share, (low, high) = np.flatnonzero(kept), found.coverage[kept], found.intervals(found.held)[kept].T
+    place, share, (low, high) = (
+        np.flatnonzero(kept),
+        found.coverage[kept],
+        found.intervals(found.held)[kept].T,
+    )
     below = np.isin(found.units, found.below)[kept]
     together = f"interval, all with probability {1 - found.delta:g}"
-    ax.bar(place, high - low, 0.6, bottom=low, color="#D9DDE1", linewidth=0, label=together, gid="interval")
-    for which, colour, marker, label in ((~below, BLUE, "o", f"a {found.by}"), (below, RED, "D", f"a {found.by} below the promise")):
+    ax.bar(
+        place,
+        high - low,
+        0.6,
+        bottom=low,
+        color="#D9DDE1",
+        linewidth=0,
+        label=together,
+        gid="interval",
+    )
+    for which, colour, marker, label in (
+        (~below, BLUE, "o", f"a {found.by}"),
+        (below, RED, "D", f"a {found.by} below the promise"),
+    ):
         if which.any():
-            ax.plot(place[which], share[which], marker, color=colour, markersize=4.5, label=label, gid=label)
-    ax.axhline(found.level, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"promised: {found.level:g}")
+            ax.plot(
+                place[which],
+                share[which],
+                marker,
+                color=colour,
+                markersize=4.5,
+                label=label,
+                gid=label,
+            )
+    ax.axhline(
+        found.level,
+        linestyle=(0, (4, 3)),
+        color=INK,
+        linewidth=1,
+        label=f"promised: {found.level:g}",
+    )
     worst = found.worst_by_chance
-    ax.axhline(worst, linestyle=(0, (1, 2)), color=INK, linewidth=1, label="worst by chance" + (f": {worst:.2f}" if alone else ""))
-    ax.set(xlim=(-0.7, len(kept) - 0.3), ylim=(max(0.0, min(float(share.min()), float(low.min())) - 0.05), 1.02))
+    ax.axhline(
+        worst,
+        linestyle=(0, (1, 2)),
+        color=INK,
+        linewidth=1,
+        label="worst by chance" + (f": {worst:.2f}" if alone else ""),
+    )
+    ax.set(
+        xlim=(-0.7, len(kept) - 0.3),
+        ylim=(max(0.0, min(float(share.min()), float(low.min())) - 0.05), 1.02),
+    )
     ax.tick_params(labelbottom=False)
     beneath.bar(
-        place, np.where(np.isfinite(found.size), found.size, 0.0)[kept], 0.6, color=GREY, edgecolor="white", linewidth=0.6, gid="size"
+        place,
+        np.where(np.isfinite(found.size), found.size, 0.0)[kept],
+        0.6,
+        color=GREY,
+        edgecolor="white",
+        linewidth=0.6,
+        gid="size",
     )
     beneath.set(xlim=ax.get_xlim(), xlabel=found.by)
     shown = some(len(kept))

@@ -1,4 +1,6 @@
-"""One client's own model after training: its predictions for new rows, as a module, and in a file, without data or server."""
+"""One client's own model after training: its predictions for new rows, as a module, and in a file,
+without data or server.
+"""
 
 import math
 import os
@@ -47,25 +49,30 @@ from bayesfl.federation.store.identity import differences, reading, refuse, same
 from bayesfl.models.copies import refuse_changed
 
 LIMIT = 2**28
-"""Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
+"""Bytes that a tensor of the predictor may take in a file, where the method's predictor needs
+training data.
+"""
 
 SAFE = re.compile(r"[^/\\\0]+")
 LONGEST = 255  # bytes of a folder's name
 UNCERTAIN = (
-    "the predictions of {!r} have no epistemic uncertainty, as it predicts at the mean of one set of weights or by link='per_class': "
-    "before the run give the method draws, dataclasses.replace(method, draws=20), another link, or dataclasses.replace(method, "
+    "the predictions of {!r} have no epistemic uncertainty, as it predicts at the mean of one set "
+    "of weights or by link='per_class': before the run give the method draws, "
+    "dataclasses.replace(method, draws=20), another link, or dataclasses.replace(method, "
     "predictor=bf.predictors.LinearisedLaplace()); or watch labels"
 )
 
 
 @dataclass(frozen=True, eq=False)
 class ClientModel:
-    """One client's own model, made by `Result.client` or `load_client`: it predicts for any rows, without labels, other clients or server.
+    """One client's own model, made by `Result.client` or `load_client`: it predicts for any rows,
+    without labels, other clients or server.
 
     Args:
         algorithm: The method.
         name: The client's name.
-        client: The client's number in its federation, which selects the random draws of its predictions.
+        client: The client's number in its federation, which selects the random draws of its
+            predictions.
         view: The beliefs from which it predicts, after fine-tuning where the method has it, [...].
         round: Number of rounds done.
         seed: The run's seed.
@@ -73,13 +80,16 @@ class ClientModel:
         form: The form of inputs as the client has them, and the transform.
         class_names: One name for each class; None for classes without names, or regression.
         columns: Names of the inputs' columns; None for inputs without names.
-        prepared: What makes these of the columns of a frame; None where the inputs were not made of one.
+        prepared: What makes these of the columns of a frame; None where the inputs were not made of
+            one.
         value: The number that the method's predictor tunes; None where it has none.
         plug_in: Whether it predicts at the means of its beliefs alone.
-        predictor: The client's predictor as it was fitted to training data; None where the method has none.
+        predictor: The client's predictor as it was fitted to training data; None where the method
+            has none.
         steps: Steps of calibration with the client's own parameters, [1, ...] each.
         stored: Tensors from which the method's predictor is restored, if it was read from a file.
-        common: The beliefs about the server's model, where a step of calibration compares it with the client's own; empty otherwise.
+        common: The beliefs about the server's model, where a step of calibration compares it with
+            the client's own; empty otherwise.
         calibrated: How the method predicted when the steps were fitted; None without steps.
     """
 
@@ -113,39 +123,51 @@ class ClientModel:
 
     @property
     def device(self) -> torch.device:
-        """Return the device that holds the model and computes its predictions, which are on the CPU."""
+        """Return the device that holds the model and computes its predictions, which are on the
+        CPU.
+        """
         return self.view["n"].device
 
     def predict(self, x: Any, *, draws: int | None = None) -> Predictions:
         """Predict for new rows.
 
-        For rows of the client's test data the predictions are those of `Result.predict`, up to rounding, with the same random draws.
+        For rows of the client's test data the predictions are those of `Result.predict`, up to
+        rounding, with the same random draws.
 
         Args:
-            x: Inputs [N, ...] as the training data were before the federation's transform, which is applied here: an array, a tensor, a
-                list or a data frame with the same columns, or a tuple or a mapping of these; or, of a federation that `from_frame` made, a
-                frame as that was; an array then holds what `Columns.apply` makes of one. Floats of any precision are converted, to
-                float32 as training data are, then to the model's precision. Whole numbers and truth values stay what they are, and do not
-                stand for floats; those of a data frame are floats.
-            draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
+            x: Inputs [N, ...] as the training data were before the federation's transform, which is
+                applied here: an array, a tensor, a list or a data frame with the same columns, or a
+                tuple or a mapping of these; or, of a federation that `from_frame` made, a frame as
+                that was; an array then holds what `Columns.apply` makes of one. Floats of any
+                precision are converted, to float32 as training data are, then to the model's
+                precision. Whole numbers and truth values stay what they are, and do not stand for
+                floats; those of a data frame are floats.
+            draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses
+                the number of the method's paper.
 
         Returns:
             The predictions, tensors [N, ...] without an axis of clients.
 
         Raises:
             TypeError: `x` is no array.
-            ValueError: `x` has other columns, other inputs or inputs of other names, rows of another shape, no rows or different numbers of
-                them, another kind of numbers (whole ones for floats) or none (complex ones, text, dates, objects), or numbers that are not
-                finite; or tokens beyond an embedding's rows; or `draws` is not a whole number >= 0.
+            ValueError: `x` has other columns, other inputs or inputs of other names, rows of
+                another shape, no rows or different numbers of them, another kind of numbers (whole
+                ones for floats) or none (complex ones, text, dates, objects), or numbers that are
+                not finite; or tokens beyond an embedding's rows; or `draws` is not a whole number
+                >= 0.
         """
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws, self.algorithm)
         found = calibration.applied(self.steps, self.mine(x, draws=draws)).predictions
-        return replace(found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)})
+        return replace(
+            found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)}
+        )
 
     def mine(self, x: Any, *, draws: int | None = None) -> Mine:
-        """Return what the client knows of itself on new rows, [1, N, ...], before any step of calibration; as `predict` reads them."""
+        """Return what the client knows of itself on new rows, [1, N, ...], before any step of
+        calibration; as `predict` reads them.
+        """
         surveying.check_reading(self)
         refuse_changed(self.algorithm.model)
         if self.prepared is not None and is_frame(x):
@@ -153,17 +175,35 @@ class ClientModel:
             warn_of_rows(strange)
         same_columns("x", names_of(x, pooled=True), self.columns)
         rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)
-        about: dict[str, Any] = {"client": self.client, "seed": self.seed, "round": self.round, "fitted": self._fitted, "value": self.value}
-        found: dict[str, Any] = predict.alone(self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about)
+        about: dict[str, Any] = {
+            "client": self.client,
+            "seed": self.seed,
+            "round": self.round,
+            "fitted": self._fitted,
+            "value": self.value,
+        }
+        found: dict[str, Any] = predict.alone(
+            self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about
+        )
         if (bad := broken(found, axes=1)).any():
             warn(
-                f"the predictions of {self.name!r} for {int(bad.sum())} rows are not finite, the first is row {int(bad.nonzero()[0])}; "
+                f"the predictions of {self.name!r} for {int(bad.sum())} rows are not finite, the "
+                f"first is row {int(bad.nonzero()[0])}; "
                 "look at these inputs, at the transform or at the weights",
             )
-        shared = predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else None
-        made, other = (None if of is None else self._predictions(of) for of in ({k: t[None] for k, t in found.items()}, shared))
+        shared = (
+            predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else None
+        )
+        made, other = (
+            None if of is None else self._predictions(of)
+            for of in ({k: t[None] for k, t in found.items()}, shared)
+        )
         assert made is not None
-        keys = hashed(words(rows.client(0)[0]))[None] if draws_of(one.step for one in self.steps) else None
+        keys = (
+            hashed(words(rows.client(0)[0]))[None]
+            if draws_of(one.step for one in self.steps)
+            else None
+        )
         return Mine(made, np.array([self.client]), self.seed, self.round, other, keys)
 
     def _predictions(self, found: dict[str, Any]) -> Predictions:
@@ -177,38 +217,51 @@ class ClientModel:
 
         Args:
             x: Inputs, as of `predict`.
-            y: Their labels [N] or targets [N, O], of which the scores of `Conformal` are made; None for the epistemic uncertainty of the
-                predictions, which needs no labels.
+            y: Their labels [N] or targets [N, O], of which the scores of `Conformal` are made; None
+                for the epistemic uncertainty of the predictions, which needs no labels.
 
         Raises:
-            ValueError: As by `predict`; or the client's model has no conformal sets, `y` does not fit `x`, or there is no epistemic
-                uncertainty.
+            ValueError: As by `predict`; or the client's model has no conformal sets, `y` does not
+                fit `x`, or there is no epistemic uncertainty.
         """
         self._check_rows_alone()
         place, one = self._sets()
         mine = self.mine(x)
         if y is not None:
-            mine = replace(mine, predictions=replace(mine.predictions, labels=self._labels(mine.predictions, y)[None]))
+            mine = replace(
+                mine,
+                predictions=replace(
+                    mine.predictions, labels=self._labels(mine.predictions, y)[None]
+                ),
+            )
         mine = calibration.applied(self.steps[:place], mine)
         if y is not None:
-            return Scores.made(cast(calibration.Conformal, one.step).scored(mine)[0].numpy(), "labels", self._source(one))
+            return Scores.made(
+                cast(calibration.Conformal, one.step).scored(mine)[0].numpy(),
+                "labels",
+                self._source(one),
+            )
         found = doubt(mine)[0].numpy()
         if np.isnan(found).any():
             raise ValueError(UNCERTAIN.format(self.name))
         return Scores.made(found, "epistemic", self._source(one))
 
     def alarm(self, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
-        """Return an alarm for rows to come, which compares them with the client's calibration rows, and may be read after every one.
+        """Return an alarm for rows to come, which compares them with the client's calibration rows,
+        and may be read after every one.
 
         >>> watch = model.alarm()  # doctest: +SKIP
         >>> watch.see(model.scores(x, y)).raised  # doctest: +SKIP
 
         Args:
-            score: What it looks at: `labels`, how badly they fit, for `scores(x, y)`; or `epistemic` uncertainty, for `scores(x)`.
-            delta: Probability with which it may ever be raised although nothing has changed, in (0, 1).
+            score: What it looks at: `labels`, how badly they fit, for `scores(x, y)`; or
+                `epistemic` uncertainty, for `scores(x)`.
+            delta: Probability with which it may ever be raised although nothing has changed, in (0,
+                1).
 
         Raises:
-            ValueError: The client's model has no conformal sets, the client has no calibration rows, or there is no epistemic uncertainty.
+            ValueError: The client's model has no conformal sets, the client has no calibration
+                rows, or there is no epistemic uncertainty.
         """
         self._check_rows_alone()
         if score not in get_args(Watched):
@@ -219,29 +272,45 @@ class ClientModel:
         reference = reference[one.own["scores"][0].isfinite()]
         if not len(reference):
             raise ValueError(
-                f"{self.name!r} has no rows in the split {one.step.split!r}, with which an alarm compares rows to come; give it some there"
+                f"{self.name!r} has no rows in the split {one.step.split!r}, with which an alarm "
+                "compares rows to come; give it some there"
             )
         if bool(reference.isnan().any()):
             raise ValueError(UNCERTAIN.format(self.name))
         level = cast(calibration.Conformal, one.step).level
         if len(reference) < (least := math.ceil(1 / (1 - level))):
             warn(
-                f"{self.name!r} has {len(reference)} calibration rows, and an alarm needs {least} to expect a miss among them: it will be "
+                f"{self.name!r} has {len(reference)} calibration rows, and an alarm needs {least} "
+                "to expect a miss among them: it will be "
                 "raised late",
             )
         source = (score, self._source(one))
-        return Alarm(reference.numpy(), alpha=1 - level, delta=delta, seed=self.seed, client=self.client, round=self.round, of=source)
+        return Alarm(
+            reference.numpy(),
+            alpha=1 - level,
+            delta=delta,
+            seed=self.seed,
+            client=self.client,
+            round=self.round,
+            of=source,
+        )
 
     def _check_rows_alone(self) -> None:
-        """Raise ValueError if predictions of a row depend on the rows with it: new rows then differ from calibration rows in any case."""
+        """Raise ValueError if predictions of a row depend on the rows with it: new rows then differ
+        from calibration rows in any case.
+        """
         if self.algorithm.predictor is not None and self.algorithm.draws:
             raise ValueError(
-                f"the predictor of {self.name!r} draws noise for each row by its place among those that are predicted together, so that an "
-                "alarm would compare what cannot be compared: train by the same method with another link, such as 'contrasts', and draws=0"
+                f"the predictor of {self.name!r} draws noise for each row by its place among those "
+                "that are predicted together, so that an "
+                "alarm would compare what cannot be compared: train by the same method with "
+                "another link, such as 'contrasts', and draws=0"
             )
 
     def _source(self, one: calibration.Fitted) -> str:
-        """Return what tells a model and its calibration from others: its calibration rows' scores follow from both."""
+        """Return what tells a model and its calibration from others: its calibration rows' scores
+        follow from both.
+        """
         made = digest.of_tensors(repr(one.step), {name: t.cpu() for name, t in one.own.items()})[:8]
         return f"{self.name!r} after round {self.round}, seed {self.seed}, calibration {made}"
 
@@ -251,43 +320,64 @@ class ClientModel:
         Raises:
             ValueError: There is none.
         """
-        found = [(place, one) for place, one in enumerate(self.steps) if isinstance(one.step, calibration.Conformal)]
+        found = [
+            (place, one)
+            for place, one in enumerate(self.steps)
+            if isinstance(one.step, calibration.Conformal)
+        ]
         if not found:
             raise ValueError(
-                f"{self.name!r} has no conformal sets, by whose scores rows are compared: make it by result.calibrate(Conformal())"
+                f"{self.name!r} has no conformal sets, by whose scores rows are compared: make it "
+                "by result.calibrate(Conformal())"
             )
         return found[-1]
 
     def _labels(self, found: Predictions, y: Any) -> torch.Tensor:
-        """Return labels or targets as those of a split, [N, ...]; names of classes as their numbers.
+        """Return labels or targets as those of a split, [N, ...]; names of classes as their
+        numbers.
 
         Raises:
             ValueError: They do not fit the predictions.
         """
-        values, rows = np.asarray(y).copy(), found.mask.shape[1]  # a copy, as what a data frame gives cannot be written
+        values, rows = (
+            np.asarray(y).copy(),
+            found.mask.shape[1],
+        )  # a copy, as what a data frame gives cannot be written
         if values.dtype.kind in "OUT" and self.class_names is not None:
             known = {name: place for place, name in enumerate(self.class_names)}
             if other := sorted({str(one) for one in values.ravel().tolist()} - known.keys()):
                 raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(known)}")
-            values = np.array([known[str(one)] for one in values.ravel().tolist()]).reshape(values.shape)
+            values = np.array([known[str(one)] for one in values.ravel().tolist()]).reshape(
+                values.shape
+            )
         elif (
-            values.dtype.kind in "biuf" and not isinstance(y, torch.Tensor) and self.class_names is not None and _numerals(self.class_names)
+            values.dtype.kind in "biuf"
+            and not isinstance(y, torch.Tensor)
+            and self.class_names is not None
+            and _numerals(self.class_names)
         ):
             raise ValueError(
-                f"y has {'truth values' if values.dtype.kind == 'b' else 'numbers'}, and the classes are named by others, "
-                f"{list(self.class_names[:5])}: pass these names as text, y.astype(str)"
+                f"y has {'truth values' if values.dtype.kind == 'b' else 'numbers'}, and the "
+                f"classes are named by others, {list(self.class_names[:5])}: pass these names as "
+                "text, y.astype(str)"
             )
         if values.dtype.kind not in "biuf" or not values.ndim:
             raise ValueError(
-                f"y must be a list or an array of labels or targets, one for each row, got {type(y).__name__} of {values.dtype}"
+                "y must be a list or an array of labels or targets, one for each row, got "
+                f"{type(y).__name__} of {values.dtype}"
             )
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             raise ValueError("y has numbers that are not finite; leave these rows out")
-        if found.probs is not None and values.dtype.kind == "f" and (values != np.rint(values)).any():
+        if (
+            found.probs is not None
+            and values.dtype.kind == "f"
+            and (values != np.rint(values)).any()
+        ):
             raise ValueError("y must be whole numbers of classes, got fractions")
         if found.probs is not None and found.probs.dim() == 4:
             raise ValueError(
-                "alarms watch rows of one label each: the labels of one row are not independent; score rows by a number of your own"
+                "alarms watch rows of one label each: the labels of one row are not independent; "
+                "score rows by a number of your own"
             )
         if found.probs is not None and values.dtype.kind == "b" and found.probs.shape[-1] != 2:
             raise ValueError(f"y must be one of {found.probs.shape[-1]} classes, got truth values")
@@ -298,21 +388,29 @@ class ClientModel:
             like = found.lower if found.variance is None else found.mean
             assert like is not None  # predictions of numbers have one of the two
             if labels.numel() != like.numel():
-                raise ValueError(f"y must have {like.shape[-1]} targets for each row, got shape {list(labels.shape)}")
+                raise ValueError(
+                    f"y must have {like.shape[-1]} targets for each row, got shape "
+                    f"{list(labels.shape)}"
+                )
             return labels.reshape(like.shape[1:])
-        if labels.shape != found.probs.shape[1:-1] or bool(((labels < 0) | (labels >= found.probs.shape[-1])).any()):
+        if labels.shape != found.probs.shape[1:-1] or bool(
+            ((labels < 0) | (labels >= found.probs.shape[-1])).any()
+        ):
             raise ValueError(
-                f"y must be classes from 0 to {found.probs.shape[-1] - 1}, one for each row, got {labels.unique().tolist()[:5]} of shape "
-                f"{list(labels.shape)}"
+                f"y must be classes from 0 to {found.probs.shape[-1] - 1}, one for each row, got "
+                f"{labels.unique().tolist()[:5]} of shape {list(labels.shape)}"
             )
         return labels.long()
 
     def model(self) -> nn.Module:
-        """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.
+        """Return the network at the means of the client's beliefs: a module of its own, in
+        evaluation mode.
 
-        Its outputs are what the likelihood reads, such as logits. It knows nothing of the uncertainty, for which `predict` is, nor of the
-        federation's transform: it takes inputs that are transformed already, floats in the run's precision, one tensor as `model(x)`, a
-        tuple as `model(*x)`, a mapping as `model(**x)`. Of several networks it is the one that the client chose, as in IFCA.
+        Its outputs are what the likelihood reads, such as logits. It knows nothing of the
+        uncertainty, for which `predict` is, nor of the federation's transform: it takes inputs that
+        are transformed already, floats in the run's precision, one tensor as `model(x)`, a tuple as
+        `model(*x)`, a mapping as `model(**x)`. Of several networks it is the one that the client
+        chose, as in IFCA.
 
         Raises:
             ValueError: The client predicts with several networks together, as in a mixture.
@@ -320,44 +418,61 @@ class ClientModel:
         return module_at(self.algorithm, self.algorithm.parts, self.view)
 
     def save(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
-        """Write the model into the folder `path`, completely or not at all; `load_client` reads it without data.
+        """Write the model into the folder `path`, completely or not at all; `load_client` reads it
+        without data.
 
-        No training row is written as it is. Where the method's predictor needs training data (FedSI's, `LinearisedLaplace`), the covariance
-        of the weights that it made of them is written instead. Such a file is as confidential as the training data and must not leave the
-        client: rows can be computed from a covariance, exactly so where a unit of the network answers to a single one. `plug_in=True`
-        leaves it out, for a file that is to leave; the means that remain were trained on the data and can tell about them, too. A
-        calibrated model holds scores of the client's calibration rows, with which its alarms compare: such a file must stay there, too.
+        No training row is written as it is. Where the method's predictor needs training data
+        (FedSI's, `LinearisedLaplace`), the covariance of the weights that it made of them is
+        written instead. Such a file is as confidential as the training data and must not leave the
+        client: rows can be computed from a covariance, exactly so where a unit of the network
+        answers to a single one. `plug_in=True` leaves it out, for a file that is to leave; the
+        means that remain were trained on the data and can tell about them, too. A calibrated model
+        holds scores of the client's calibration rows, with which its alarms compare: such a file
+        must stay there, too.
 
         Args:
             path: The folder, made if it does not exist.
-            plug_in: Whether to leave the covariance out, and to predict at the means of the beliefs.
+            plug_in: Whether to leave the covariance out, and to predict at the means of the
+                beliefs.
 
         Raises:
             TypeError: `path` is neither text nor a path.
-            ValueError: `path` is empty, or is a file, or lies under one; or the method's predictor cannot be stored, or takes more than
-                `LIMIT` bytes; or `plug_in` is True and the model is calibrated, or one of its steps is none of bayesfl's.
+            ValueError: `path` is empty, or is a file, or lies under one; or the method's predictor
+                cannot be stored, or takes more than `LIMIT` bytes; or `plug_in` is True and the
+                model is calibrated, or one of its steps is none of bayesfl's.
         """
         plug_in = plug_in or self.plug_in
         surveying.check_reading(replace(self, plug_in=plug_in))
         try:
             stored = replace(self, plug_in=plug_in)._stored if plug_in else self._stored
         except MemoryError as error:
-            raise ValueError(f"{self.name!r} cannot be saved as it predicts: {error}; pass plug_in=True to store the means alone") from None
-        written = datetime.now(UTC).isoformat(timespec="microseconds")  # a file's own time is lost where it is copied
+            raise ValueError(
+                f"{self.name!r} cannot be saved as it predicts: {error}; pass plug_in=True to "
+                "store the means alone"
+            ) from None
+        written = datetime.now(UTC).isoformat(
+            timespec="microseconds"
+        )  # a file's own time is lost where it is copied
         content = {**vars(self), "plug_in": plug_in, "stored": stored, "written": written}
         files.write(path, files.CLIENT, content, file=files.CLIENT_FILE)
 
     @property
     def _rule(self) -> Predictor | None:
-        """Return the rule by which the client predicts: at the means, none, but that of several models, which have no single mean."""
+        """Return the rule by which the client predicts: at the means, none, but that of several
+        models, which have no single mean.
+        """
         rule = self.algorithm.predictor
         if self.plug_in and isinstance(rule, Mixture):
             return replace(rule, each=None)
-        return None if self.plug_in and self.algorithm.copies(self.algorithm.parts) is None else rule
+        return (
+            None if self.plug_in and self.algorithm.copies(self.algorithm.parts) is None else rule
+        )
 
     @cached_property
     def _fitted(self) -> Fitted | None:
-        """Return the client's predictor: as it is restored from a file where that is possible, so that both give the same bits."""
+        """Return the client's predictor: as it is restored from a file where that is possible, so
+        that both give the same bits.
+        """
         rule = self._rule
         if rule is None:
             return None
@@ -383,8 +498,10 @@ class ClientModel:
             return self.stored
         if not isinstance(rule, StoredPredictor):
             raise ValueError(
-                f"{type(rule).__name__} predicts from training data and does not say how to store what it needs; give it the members of "
-                "bayesfl.base.protocols.StoredPredictor, or pass plug_in=True to store the means alone"
+                f"{type(rule).__name__} predicts from training data and does not say how to store "
+                "what it needs; give it the members of "
+                "bayesfl.base.protocols.StoredPredictor, or pass plug_in=True to store the means "
+                "alone"
             )
         return rule.stored(self.predictor, self.value, limit=LIMIT)
 
@@ -431,22 +548,48 @@ def of_client(
         form = Form.of(data.train)
     elif data.transform is not None:
         raise ValueError(
-            f"{name!r} predicts for what the transform {data.transform.get('name', '')} makes of rows, and this result was loaded without "
+            f"{name!r} predicts for what the transform {data.transform.get('name', '')} makes of "
+            "rows, and this result was loaded without "
             "the data, which have it; bf.load(path, algorithm, clients) loads it with them"
         )
     else:
         form = Form.read({"tensors": data.tensors}, None)
     prepared = Columns.from_json(data.prepared) if isinstance(data.prepared, str) else data.prepared
     compared = compares(one.step for one in steps)
-    common = predict.common_view(algorithm, given if server is None else server) if compared else None
-    about = {"inputs": data.inputs, "form": form, "class_names": data.class_names, "columns": data.columns, "prepared": prepared}
+    common = (
+        predict.common_view(algorithm, given if server is None else server) if compared else None
+    )
+    about = {
+        "inputs": data.inputs,
+        "form": form,
+        "class_names": data.class_names,
+        "columns": data.columns,
+        "prepared": prepared,
+    }
     about["calibrated"] = reading(algorithm) if steps else None
-    about["common"] = {} if common is None else {block: {key: t.clone() for key, t in of.items()} for block, of in common.items()}
-    return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, steps=steps, **about)
+    about["common"] = (
+        {}
+        if common is None
+        else {block: {key: t.clone() for key, t in of.items()} for block, of in common.items()}
+    )
+    return ClientModel(
+        algorithm,
+        name,
+        client,
+        kept,
+        round,
+        seed,
+        value=value,
+        predictor=predictor,
+        steps=steps,
+        **about,
+    )
 
 
 def needs_data(algorithm: Algorithm) -> bool:
-    """Say whether a client needs its training data to predict: to fine-tune, or for the method's predictor."""
+    """Say whether a client needs its training data to predict: to fine-tune, or for the method's
+    predictor.
+    """
     rule = algorithm.predictor
     return bool(algorithm.finetune) or (rule is not None and getattr(rule, "needs_data", True))
 
@@ -457,7 +600,9 @@ def needed(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def _numerals(names: Sequence[str]) -> bool:
-    """Say whether a class is named by a number, or a truth value, which is not the place that it has."""
+    """Say whether a class is named by a number, or a truth value, which is not the place that it
+    has.
+    """
 
     def other(name: str, place: int) -> bool:
         try:
@@ -469,22 +614,29 @@ def _numerals(names: Sequence[str]) -> bool:
 
 
 def load_client(
-    path: str | os.PathLike[str], algorithm: Algorithm, *, transform: Change | None = None, device: torch.device | str = "cpu"
+    path: str | os.PathLike[str],
+    algorithm: Algorithm,
+    *,
+    transform: Change | None = None,
+    device: torch.device | str = "cpu",
 ) -> ClientModel:
-    """Load one client's model, which `ClientModel.save` or a node of a deployed federation wrote; no data are needed.
+    """Load one client's model, which `ClientModel.save` or a node of a deployed federation wrote;
+    no data are needed.
 
     Args:
-        path: The folder, or a folder in which only one client's models lie, as a node's folder of states, of which the one written last is
-            taken; the files say when that was, so that they may be copied.
+        path: The folder, or a folder in which only one client's models lie, as a node's folder of
+            states, of which the one written last is taken; the files say when that was, so that
+            they may be copied.
         algorithm: The method that made it, with the same options.
-        transform: The transform of the federation's data, of which the file holds a description and no code; None where it had none.
+        transform: The transform of the federation's data, of which the file holds a description and
+            no code; None where it had none.
         device: The device that is to hold it and to compute its predictions.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, or `path` is neither text nor a path.
         ValueError: The device is absent, or `path` is empty.
-        CheckpointError: There is no model of a client, or several clients'; or the file is damaged, or was made with another method or
-            another transform, see `bayesfl.base.described`.
+        CheckpointError: There is no model of a client, or several clients'; or the file is damaged,
+            or was made with another method or another transform, see `bayesfl.base.described`.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     file = only_file(folder("path", path))
@@ -492,38 +644,60 @@ def load_client(
     same_method(repr(str(file)), found.pop("algorithm"), algorithm)
     form, _ = found.pop("form"), found.pop("written")
     apart = differences({"transform": form["transform"]}, {"transform": described(transform)})
-    refuse(f"{str(file)!r} was made with another function of inputs:", apart, "give that one by transform=, as a file holds no code")
+    refuse(
+        f"{str(file)!r} was made with another function of inputs:",
+        apart,
+        "give that one by transform=, as a file holds no code",
+    )
     return ClientModel(algorithm, **found, form=Form.read(form, transform))
 
 
 def check_file_names(names: Sequence[str]) -> None:
-    """Check that clients' names can be names of folders, none of which lies outside the folder that holds them.
+    """Check that clients' names can be names of folders, none of which lies outside the folder that
+    holds them.
 
     Raises:
-        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no folder may have, or is too long; or two are
-            alike.
+        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no
+            folder may have, or is too long; or two are alike.
     """
-    bad = [f"{name!r} cannot be one" for name in names if not SAFE.fullmatch(name) or name in (".", "..")]
+    bad = [
+        f"{name!r} cannot be one"
+        for name in names
+        if not SAFE.fullmatch(name) or name in (".", "..")
+    ]
     for name in names:
         if (size := len(os.fsencode(name))) > LONGEST:
-            bad.append(f"{name[:40]!r}... has {size} bytes, more than the {LONGEST} of a folder's name")
+            bad.append(
+                f"{name[:40]!r}... has {size} bytes, more than the {LONGEST} of a folder's name"
+            )
     firsts: dict[str, int] = {}
     for place, name in enumerate(names):
         if (first := firsts.setdefault(name.casefold(), place)) != place:
-            how = "are the same one" if names[first] == name else "are the same one where case does not count"
+            how = (
+                "are the same one"
+                if names[first] == name
+                else "are the same one where case does not count"
+            )
             bad.append(f"{names[first]!r} (client {first}) and {name!r} (client {place}) {how}")
     if bad:
-        raise ValueError(f"clients' names become folders, and {bad[0]}; save single clients by result.client(...).save(path)")
+        raise ValueError(
+            f"clients' names become folders, and {bad[0]}; save single clients by "
+            "result.client(...).save(path)"
+        )
 
 
 def only_file(path: Path) -> Path:
-    """Return the file of the only client's model in a folder or below it; of one client's several, that written last.
+    """Return the file of the only client's model in a folder or below it; of one client's several,
+    that written last.
 
     Raises:
         CheckpointError: There is none, or there are models of several clients; or `path` is a file.
     """
     if path.is_file():
-        raise CheckpointError(f"path must name a folder, but {str(path)!r} is a file; pass the folder that holds it, {str(path.parent)!r}")
+        raise CheckpointError(
+            f"path must name a folder, but {str(path)!r} is a file; pass the folder that holds it, "
+            f"{str(path.parent)!r}"
+        )
     direct = path / files.CLIENT_FILE
     found = [direct] if direct.is_file() else sorted(path.rglob(files.CLIENT_FILE))
     if not found:
@@ -531,8 +705,13 @@ def only_file(path: Path) -> Path:
     if len(found) == 1:
         return found[0]
     models = {file: files.read_file(file, files.CLIENT) for file in found}
-    experiments = {file.parent.parent.name for file in found}  # a client has another folder in each, and perhaps another number
+    experiments = {
+        file.parent.parent.name for file in found
+    }  # a client has another folder in each, and perhaps another number
     if len(experiments) < len(found) or len({model["name"] for model in models.values()}) > 1:
         several = ", ".join(str(file.parent) for file in found[:3])
-        raise CheckpointError(f"{str(path)!r} holds models of several clients, {len(found)} of them: {several}; pass one of these folders")
+        raise CheckpointError(
+            f"{str(path)!r} holds models of several clients, {len(found)} of them: {several}; pass "
+            "one of these folders"
+        )
     return max(found, key=lambda file: models[file]["written"])

@@ -1,4 +1,6 @@
-"""The local work of clients: a method's phases in order, for a chunk of clients, with a check for finite numbers after each phase."""
+"""The local work of clients: a method's phases in order, for a chunk of clients, with a check for
+finite numbers after each phase.
+"""
 
 import logging
 from dataclasses import dataclass, replace
@@ -57,7 +59,10 @@ class State:
     def received(self, algorithm: Algorithm, ids: np.ndarray) -> Received:
         """Return the state from which the clients `ids` start a round."""
         like = next(t for t in tree_leaves(self.server) if isinstance(t, Tensor))
-        return Received(*algorithm.share(self.server, torch.from_numpy(ids).to(like.device)), read_rows(self.private, ids))
+        return Received(
+            *algorithm.share(self.server, torch.from_numpy(ids).to(like.device)),
+            read_rows(self.private, ids),
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,8 @@ class Done:
         info: Diagnostics such as losses, [C] each.
         seconds: Time spent in steps, batches and noise, in seconds.
         received: Number of bytes that the chunk received.
-        diverged: True for clients whose training is no longer finite, [C] bool; their views are those at their start.
+        diverged: True for clients whose training is no longer finite, [C] bool; their views are
+            those at their start.
     """
 
     ids: np.ndarray
@@ -93,7 +99,8 @@ class Local:
         train: The clients' training data, on the run's device and in its precision.
         seed: Seed of all random draws.
         rounds: Number of rounds of the run.
-        tolerant: Whether a client whose training is no longer finite is set aside instead of stopping the run.
+        tolerant: Whether a client whose training is no longer finite is set aside instead of
+            stopping the run.
         names: The clients' names, for messages; none where they are not known.
     """
 
@@ -108,7 +115,15 @@ class Local:
     def __post_init__(self) -> None:
         observe(self.algorithm, self.train)  # as after loading, where no preflight has done so
 
-    def run(self, stage: Stage, ids: np.ndarray, received: Received, round: int, *, phases: int | None = None) -> Done:
+    def run(
+        self,
+        stage: Stage,
+        ids: np.ndarray,
+        received: Received,
+        round: int,
+        *,
+        phases: int | None = None,
+    ) -> Done:
         """Run the phases of a stage for the clients `ids`.
 
         Args:
@@ -129,19 +144,47 @@ class Local:
         info: Info = {}
         seconds: dict[str, float] = {}
         diverged = np.zeros(len(ids), bool)
-        todo = {Stage.TRAIN: algorithm.phases, Stage.FINETUNE: algorithm.finetune, Stage.ADAPT: algorithm.adapt}[stage]
-        place = 0  # counts the phases that shuffle or draw, so that one which does neither changes no draws
+        todo = {
+            Stage.TRAIN: algorithm.phases,
+            Stage.FINETUNE: algorithm.finetune,
+            Stage.ADAPT: algorithm.adapt,
+        }[stage]
+        # counts the phases that shuffle or draw, so that one which does neither changes no draws
+        place = 0
         for position, phase in enumerate(todo[:phases]):
-            plan = PhasePlan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
-            place += by_chance(phase, algorithm) or self.train.augment is not None or draws(algorithm.model)
+            plan = PhasePlan(
+                phase,
+                self.train,
+                ids,
+                seed=self.seed,
+                round=round,
+                stage=stage,
+                position=place,
+                dtype=dtype,
+            )
+            place += (
+                by_chance(phase, algorithm)
+                or self.train.augment is not None
+                or draws(algorithm.model)
+            )
             before = views
             if algorithm.watch is not None and stage is Stage.TRAIN and stability.is_due(round):
                 view, batch = (tree_map(lambda t: t[0], of) for of in (views, plan.batch(0, 1)))
-                algorithm.watch(algorithm, phase, given, view, batch, called(int(ids[0]), self.names))
+                algorithm.watch(
+                    algorithm, phase, given, view, batch, called(int(ids[0]), self.names)
+                )
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
-            finite = _finite([t for key in views if views[key] is not before.get(key) for t in tree_leaves(views[key])], len(ids))
+            finite = _finite(
+                [
+                    t
+                    for key in views
+                    if views[key] is not before.get(key)
+                    for t in tree_leaves(views[key])
+                ],
+                len(ids),
+            )
             if finite.all():
                 continue
             if not self.tolerant:
@@ -152,21 +195,38 @@ class Local:
         if diverged.any():  # later phases changed the views that were set back
             views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
         algorithm.check_reported(started, views)
-        return Done(ids, given, views, info, seconds, self._bytes(given, received.addressed, len(ids)), diverged)
+        return Done(
+            ids,
+            given,
+            views,
+            info,
+            seconds,
+            self._bytes(given, received.addressed, len(ids)),
+            diverged,
+        )
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
-        """Return how many bytes the clients receive in a round; frozen blocks do not count, since clients have them from the start."""
+        """Return how many bytes the clients receive in a round; frozen blocks do not count, since
+        clients have them from the start.
+        """
         frozen = [name for name, block in self.algorithm.blocks.items() if block.pool is None]
-        sent = [t for key, t in flatten(given).items() if isinstance(t, Tensor) and key.split(".")[0] not in frozen]
+        sent = [
+            t
+            for key, t in flatten(given).items()
+            if isinstance(t, Tensor) and key.split(".")[0] not in frozen
+        ]
         return clients * sum(t.nbytes for t in sent) + sum(t.nbytes for t in tree_leaves(addressed))
 
     def chunked(self, ids: np.ndarray | None = None) -> list[np.ndarray]:
         """Return the ids of some clients, or of all, split into chunks."""
         size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.device)
-        return chunks(np.arange(self.train.clients) if ids is None else ids, self.train.counts, size)
+        return chunks(
+            np.arange(self.train.clients) if ids is None else ids, self.train.counts, size
+        )
 
     def adapt(self, state: State, crew: Crew, *, ids: np.ndarray | None = None) -> None:
-        """Run the adaptation phases of clients never seen in training, and write their new state into `state.private`.
+        """Run the adaptation phases of clients never seen in training, and write their new state
+        into `state.private`.
 
         Args:
             state: The federation's state.
@@ -174,7 +234,8 @@ class Local:
             ids: The clients; None for all.
 
         Raises:
-            DivergenceError: A client's state is no longer finite, whether that is tolerated elsewhere or not.
+            DivergenceError: A client's state is no longer finite, whether that is tolerated
+                elsewhere or not.
         """
         strict = replace(self, tolerant=False)
 
@@ -187,14 +248,19 @@ class Local:
     def finetuned(self, ids: np.ndarray, received: Received, round: int) -> Done:
         """Run the fine-tuning phases, on a copy of each client's view, before it predicts.
 
-        If `tolerant`, a client whose fine-tuning is no longer finite predicts without it, and a warning is logged.
+        If `tolerant`, a client whose fine-tuning is no longer finite predicts without it, and a
+        warning is logged.
 
         Raises:
             DivergenceError: A client's state is no longer finite, and `tolerant` is False.
         """
         done = self.run(Stage.FINETUNE, ids, received, round)
         for client in ids[done.diverged].tolist():
-            log.warning("after round %d: the fine-tuning of %s is not finite; it predicts without it", round, called(client, self.names))
+            log.warning(
+                "after round %d: the fine-tuning of %s is not finite; it predicts without it",
+                round,
+                called(client, self.names),
+            )
         return done
 
 
@@ -202,18 +268,23 @@ def _finite(changed: list[Tensor], clients: int) -> np.ndarray:
     """Return which clients have finite entries only, [C] bool, in tensors [C, ...]."""
     if not changed:
         return np.ones(clients, bool)
-    # A sum takes one pass and is finite only if all its terms are. Large finite terms may overflow, so other sums are checked by entry.
+    # A sum takes one pass and is finite only if all its terms are. Large finite terms may overflow,
+    # so other sums are checked by entry.
     finite = torch.stack([t.reshape(clients, -1).sum(1).isfinite() for t in changed]).all(0)
     if not bool(finite.all()):
         finite = torch.stack([t.reshape(clients, -1).isfinite().all(1) for t in changed]).all(0)
     return finite.cpu().numpy()
 
 
-def _diverged(client: int, who: str, phase: Any, stage: Stage, position: int, round: int) -> DivergenceError:
+def _diverged(
+    client: int, who: str, phase: Any, stage: Stage, position: int, round: int
+) -> DivergenceError:
     kind = {Stage.TRAIN: "phase", Stage.FINETUNE: "fine-tuning phase", Stage.ADAPT: "phase"}[stage]
     return DivergenceError(
-        f"{who} is no longer finite after {kind} {position} ({described(phase)}) of round {round}, both counted "
-        "from 0: a loss became NaN or infinite; lower the learning rate, or look at this client's data",
+        f"{who} is no longer finite after {kind} {position} ({described(phase)}) of round {round}, "
+        "both counted "
+        "from 0: a loss became NaN or infinite; lower the learning rate, or look at this client's "
+        "data",
         round=round,
         client=client,
         phase=position,
@@ -221,31 +292,43 @@ def _diverged(client: int, who: str, phase: Any, stage: Stage, position: int, ro
 
 
 def _set_aside(views: View, started: View, diverged: Tensor) -> View:
-    """Return the views [C, ...] with those of `diverged` clients [C] set back to their start; entries absent at the start become zeros."""
+    """Return the views [C, ...] with those of `diverged` clients [C] set back to their start;
+    entries absent at the start become zeros.
+    """
 
     def back(now: Tensor, then: Tensor) -> Tensor:
         return torch.where(diverged.view(-1, *[1] * (now.dim() - 1)), then, now)
 
     return {
-        key: tree_map(back, value, started[key] if key in started else tree_map(torch.zeros_like, value)) for key, value in views.items()
+        key: tree_map(
+            back, value, started[key] if key in started else tree_map(torch.zeros_like, value)
+        )
+        for key, value in views.items()
     }
 
 
 def kept_phases(algorithm: Algorithm) -> int:
     """Return the number of phases that a client outside the cohort has to run.
 
-    Phases at the end are left out if they only train blocks that the client does not keep: outside the cohort it does not send them either.
+    Phases at the end are left out if they only train blocks that the client does not keep: outside
+    the cohort it does not send them either.
     """
     count = len(algorithm.phases)
     for phase in reversed(algorithm.phases):
-        if not by_algebra(phase) or phase.persist or any(algorithm.blocks[name].keep for name in phase.blocks):
+        if (
+            not by_algebra(phase)
+            or phase.persist
+            or any(algorithm.blocks[name].keep for name in phase.blocks)
+        ):
             break  # a phase of another kind may keep something
         count -= 1
     return count
 
 
 def touched(algorithm: Algorithm) -> bool:
-    """Say whether training changes every part of the predictor, or may: a phase that does not say which blocks it trains may change any."""
+    """Say whether training changes every part of the predictor, or may: a phase that does not say
+    which blocks it trains may change any.
+    """
     known = [phase.phases if isinstance(phase, Repeat) else (phase,) for phase in algorithm.phases]
     phases = [phase for inner in known for phase in inner]
     if not all(isinstance(phase, Descend) for phase in phases):
@@ -266,4 +349,8 @@ def read_rows(tree: Any, ids: np.ndarray) -> Any:
 def write_rows(private: View, ids: np.ndarray, views: View) -> None:
     """Write the clients' rows into `private`, in place."""
     for key in private:
-        tree_map(lambda kept, new: kept.index_copy_(0, torch.from_numpy(ids).to(kept.device), new), private[key], views[key])
+        tree_map(
+            lambda kept, new: kept.index_copy_(0, torch.from_numpy(ids).to(kept.device), new),
+            private[key],
+            views[key],
+        )

@@ -1,4 +1,6 @@
-"""A method's network at the means of beliefs, as a module of its own: of one client, or of the server."""
+"""A method's network at the means of beliefs, as a module of its own: of one client, or of the
+server.
+"""
 
 import copy
 
@@ -12,7 +14,8 @@ from bayesfl.models.copies import refuse_changed
 
 
 def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Module:
-    """Return the method's network at the means of some beliefs, as a module of its own in evaluation mode; frozen parameters stay so.
+    """Return the method's network at the means of some beliefs, as a module of its own in
+    evaluation mode; frozen parameters stay so.
 
     Of blocks with copies it is the copy that alone has weight in the view's mixture.
 
@@ -26,10 +29,15 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
     """
     if (copies := algorithm.copies(parts)) is not None:
         rule = algorithm.predictor
-        weighted = view[rule.weights].nonzero().flatten().tolist() if isinstance(rule, Mixture) else range(copies)
+        weighted = (
+            view[rule.weights].nonzero().flatten().tolist()
+            if isinstance(rule, Mixture)
+            else range(copies)
+        )
         if len(weighted) != 1:
             raise ValueError(
-                f"there is no single network: {len(weighted)} of {copies} copies predict together; use predict(x), which mixes them"
+                f"there is no single network: {len(weighted)} of {copies} copies predict together; "
+                "use predict(x), which mixes them"
             )
         view = algorithm.of_copy(parts, view, weighted[0])
     refuse_changed(algorithm.model)
@@ -41,7 +49,8 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
 
 
 def server_module(algorithm: Algorithm, server: Server, clients: int, like: Tensor) -> nn.Module:
-    """Return the server's network at the means of its beliefs, as a module of its own in evaluation mode.
+    """Return the server's network at the means of its beliefs, as a module of its own in evaluation
+    mode.
 
     Args:
         algorithm: The method.
@@ -54,9 +63,22 @@ def server_module(algorithm: Algorithm, server: Server, clients: int, like: Tens
     """
     if (parts := algorithm.shared_parts()) is None:
         private = [name for name in algorithm.parts if algorithm.blocks[name].private]
-        what = f"blocks {private} stay with the clients" if private else "the clients' networks are mixtures of several"
-        raise ValueError(f"the server holds no whole network: {what}; take a client's own, result.client(name)")
+        what = (
+            f"blocks {private} stay with the clients"
+            if private
+            else "the clients' networks are mixtures of several"
+        )
+        raise ValueError(
+            f"the server holds no whole network: {what}; take a client's own, result.client(name)"
+        )
     own = algorithm.address(server, torch.arange(clients, device=like.device))
     if any(bool((t != t[:1]).any()) for name in parts for t in own.get(name, {}).values()):
-        raise ValueError("the server holds several networks, of clusters of clients; take a client's own, result.client(name)")
-    return module_at(algorithm, parts, {name: algorithm.centre(name, server) for name in algorithm.whole(parts)} | {"n": like})
+        raise ValueError(
+            "the server holds several networks, of clusters of clients; take a client's own, "
+            "result.client(name)"
+        )
+    return module_at(
+        algorithm,
+        parts,
+        {name: algorithm.centre(name, server) for name in algorithm.whole(parts)} | {"n": like},
+    )

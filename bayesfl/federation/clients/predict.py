@@ -1,4 +1,6 @@
-"""Predictions of every client: by its own model after aggregation, fine-tuned where the method does so, or by the shared model."""
+"""Predictions of every client: by its own model after aggregation, fine-tuned where the method does
+so, or by the shared model.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -23,22 +25,30 @@ from bayesfl.models.remedies import explained
 Part: TypeAlias = tuple[np.ndarray, Tensors]
 """Clients [C], and their predictions, {name: [C, N, ...]}."""
 
-# Bytes of inputs that are predicted at once: activations are many times larger, and should stay in the processor's cache.
+# Bytes of inputs that are predicted at once: activations are many times larger, and should stay in
+# the processor's cache.
 GATHER = 2**21
 
 
 def personal(
-    local: Local, state: State, splits: Sequence[ClientData], crew: Crew, *, draws: int | None = None, value: float | None = None
+    local: Local,
+    state: State,
+    splits: Sequence[ClientData],
+    crew: Crew,
+    *,
+    draws: int | None = None,
+    value: float | None = None,
 ) -> list[Predictions]:
     """Predict with every client's own model, on several splits of its data.
 
     Args:
-        local: The clients' local work; the fine-tuning phases run first, once for all splits, on a copy of each view.
+        local: The clients' local work; the fine-tuning phases run first, once for all splits, on a
+            copy of each view.
         state: The federation's state.
         splits: The splits to predict; their clients are those of `local`.
         crew: The threads that compute.
-        draws: Number of posterior draws S; 0 predicts at the mean, None uses the number of the method's paper (or the closed form, where
-            its predictor has one).
+        draws: Number of posterior draws S; 0 predicts at the mean, None uses the number of the
+            method's paper (or the closed form, where its predictor has one).
         value: The number that the method's predictor tunes; None for the predictor's default.
 
     Raises:
@@ -59,9 +69,16 @@ def personal(
 
 
 def of_chunk(
-    local: Local, done: Done, splits: Sequence[ClientData], *, round: int, draws: int | None, value: float | None = None
+    local: Local,
+    done: Done,
+    splits: Sequence[ClientData],
+    *,
+    round: int,
+    draws: int | None,
+    value: float | None = None,
 ) -> list[list[Part]]:
-    """Predict for a chunk of clients, on several splits: by the method's own predictor, client by client, where it has one.
+    """Predict for a chunk of clients, on several splits: by the method's own predictor, client by
+    client, where it has one.
 
     Args:
         local: The clients' local work.
@@ -79,14 +96,19 @@ def of_chunk(
     if algorithm.predictor is None:
         noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, number)
         everything = algorithm, algorithm.parts, done.views
-        return [[(done.ids, _of_views(local.engine, *everything, split, done.ids, noise))] for split in splits]
+        return [
+            [(done.ids, _of_views(local.engine, *everything, split, done.ids, noise))]
+            for split in splits
+        ]
     out: list[list[Part]] = [[] for _ in splits]
     for row, fitted in fitted_of(local, done):
         client = int(row[0])
         for split, parts in zip(splits, out, strict=True):
             address = address_of(algorithm, client, local.seed, round)
             rows = rows_of(split, client)
-            found = of_fitted(algorithm, fitted, done.views["n"], rows, address, value, number, plain=draws == 0)
+            found = of_fitted(
+                algorithm, fitted, done.views["n"], rows, address, value, number, plain=draws == 0
+            )
             parts.append((row, found))
     return out
 
@@ -103,7 +125,8 @@ def alone(
     draws: int | None,
     value: float | None,
 ) -> Tensors:
-    """Predict for one client at inputs of any rows, {name: [N, ...]}, with the draws that `personal` makes for it.
+    """Predict for one client at inputs of any rows, {name: [N, ...]}, with the draws that
+    `personal` makes for it.
 
     Args:
         algorithm: The method.
@@ -123,10 +146,21 @@ def alone(
     if fitted is None:
         noise = _noise(algorithm, np.array([client]), view["n"], seed, round, number)
         views = tree_map(lambda t: t.unsqueeze(0), view)
-        found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
+        found = _of_views(
+            Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise
+        )
     else:
         address = address_of(algorithm, client, seed, round)
-        found = of_fitted(algorithm, fitted, view["n"], rows_of(split, 0), address, value, number, plain=draws == 0)
+        found = of_fitted(
+            algorithm,
+            fitted,
+            view["n"],
+            rows_of(split, 0),
+            address,
+            value,
+            number,
+            plain=draws == 0,
+        )
     return {name: t[0] for name, t in found.items()}
 
 
@@ -135,14 +169,26 @@ def address_of(algorithm: Algorithm, client: int, seed: int, round: int) -> np.r
     return generator(seed, Purpose.PREDICT, round=round, client=client, index=len(algorithm.blocks))
 
 
-def _noise(algorithm: Algorithm, ids: np.ndarray, like: Tensor, seed: int, round: int, draws: int) -> dict[str, Tensor]:
-    """Draw standard normals {block: [C, S, size]} for the blocks with random weights, from each client's own generator."""
+def _noise(
+    algorithm: Algorithm, ids: np.ndarray, like: Tensor, seed: int, round: int, draws: int
+) -> dict[str, Tensor]:
+    """Draw standard normals {block: [C, S, size]} for the blocks with random weights, from each
+    client's own generator.
+    """
     out = {}
     for index, name in enumerate(algorithm.blocks):
         if draws and name in algorithm.parts and algorithm.blocks[name].stochastic:
-            shape = (draws, algorithm.blocks[name].posterior.noise_size(algorithm.layout(name).size))
-            rngs = [generator(seed, Purpose.PREDICT, round=round, client=int(i), index=index) for i in ids]
-            out[name] = torch.from_numpy(np.stack([rng.standard_normal(shape, np.float32) for rng in rngs])).to(like)
+            shape = (
+                draws,
+                algorithm.blocks[name].posterior.noise_size(algorithm.layout(name).size),
+            )
+            rngs = [
+                generator(seed, Purpose.PREDICT, round=round, client=int(i), index=index)
+                for i in ids
+            ]
+            out[name] = torch.from_numpy(
+                np.stack([rng.standard_normal(shape, np.float32) for rng in rngs])
+            ).to(like)
     return out
 
 
@@ -157,7 +203,8 @@ def _of_views(
 ) -> Tensors:
     """Return the predictions of a chunk of clients from their views, {name: [C, N, ...]}.
 
-    Rows pass through the model in pieces of `GATHER` bytes; the outputs at all draws of a piece are held at once.
+    Rows pass through the model in pieces of `GATHER` bytes; the outputs at all draws of a piece are
+    held at once.
     """
     pieces = []
     for x in _inputs(split, ids):
@@ -171,13 +218,17 @@ def _of_views(
 
 
 def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Inputs]:
-    """Yield the inputs of a chunk of clients [C, N, *] in pieces of rows; clients with fewer rows repeat their first one."""
+    """Yield the inputs of a chunk of clients [C, N, *] in pieces of rows; clients with fewer rows
+    repeat their first one.
+    """
     counts, width = split.counts[ids], int(split.counts[ids].max())
     size = max(1, GATHER // (len(ids) * split.row_bytes))
     for start in range(0, max(width, 1), size):
         places = np.arange(start, min(start + size, max(width, 1)))[None]
         index = split.offsets[ids][:, None] + np.where(places < counts[:, None], places, 0)
-        flat = split.index[torch.from_numpy(np.minimum(index, len(split.index) - 1)).to(split.index.device)]
+        flat = split.index[
+            torch.from_numpy(np.minimum(index, len(split.index) - 1)).to(split.index.device)
+        ]
         yield each(lambda t, shape=flat.shape: t.unflatten(0, shape), split.take(flat.reshape(-1)))
 
 
@@ -193,7 +244,10 @@ def fitted_of(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
     for c in range(len(done.ids)):
         x, y = local.train.client(int(done.ids[c]))
         view = tree_map(lambda t, c=c: t[c], done.views)
-        yield done.ids[c : c + 1], local.algorithm.predictor(local.algorithm, done.given, view, {"x": x, "y": y})
+        yield (
+            done.ids[c : c + 1],
+            local.algorithm.predictor(local.algorithm, done.given, view, {"x": x, "y": y}),
+        )
 
 
 def of_fitted(
@@ -207,7 +261,9 @@ def of_fitted(
     *,
     plain: bool,
 ) -> Tensors:
-    """Predict with one client's predictor at its inputs, given in pieces of rows, {name: [1, N, ...]}; empty where there are no inputs."""
+    """Predict with one client's predictor at its inputs, given in pieces of rows, {name: [1, N,
+    ...]}; empty where there are no inputs.
+    """
     pieces: list[Tensors] = []
     for piece in rows:
         noise = None
@@ -215,35 +271,47 @@ def of_fitted(
             if draws:
                 outputs = call(algorithm.module(like), each(lambda t: t[:1], piece))
                 shape = (count(piece), draws, outputs.shape[-1])
-                noise = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(outputs).transpose(0, 1)
+                noise = (
+                    torch.from_numpy(rng.standard_normal(shape, np.float32))
+                    .to(outputs)
+                    .transpose(0, 1)
+                )
             pieces.append(fitted(piece, value=value, noise=noise, plain=plain))
     names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
     return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
 
 
 def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
-    """Predict with the mean of the server's model on every client's split; None where the server holds no whole model.
+    """Predict with the mean of the server's model on every client's split; None where the server
+    holds no whole model.
 
     One model serves all clients, so their rows are computed together.
     """
     algorithm = local.algorithm
     if (common := common_view(algorithm, state.server)) is None:
         return None
-    flat = by_all(local.engine, algorithm, common, replace(split, counts=np.array([len(split.index)])))
+    flat = by_all(
+        local.engine, algorithm, common, replace(split, counts=np.array([len(split.index)]))
+    )
     collector = Collector(split, local.names, algorithm.likelihood)
     for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
-        collector.add(np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()})
+        collector.add(
+            np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()}
+        )
     return collector.predictions()
 
 
 def common_view(algorithm: Algorithm, server: Server) -> View | None:
-    """Return the beliefs about the server's model, [...]; None where the server holds no whole model, or single clients receive other ones.
+    """Return the beliefs about the server's model, [...]; None where the server holds no whole
+    model, or single clients receive other ones.
 
     Args:
         algorithm: The method.
         server: The server's state, or what a client has received.
     """
-    if (parts := algorithm.shared_parts()) is None or not all(name in server for name in algorithm.whole(parts)):
+    if (parts := algorithm.shared_parts()) is None or not all(
+        name in server for name in algorithm.whole(parts)
+    ):
         return None
     return {name: algorithm.centre(name, server) for name in algorithm.whole(parts)}
 
@@ -259,5 +327,7 @@ def by_all(engine: Engine, algorithm: Algorithm, common: View, split: ClientData
     """
     parts = algorithm.shared_parts()
     assert parts is not None  # as there is a common view
-    views = tree_map(lambda t: t.unsqueeze(0), dict(common)) | {"n": torch.ones(1, dtype=split.dtype, device=split.device)}
+    views = tree_map(lambda t: t.unsqueeze(0), dict(common)) | {
+        "n": torch.ones(1, dtype=split.dtype, device=split.device)
+    }
     return _of_views(engine, algorithm, parts, views, split, np.zeros(1, np.int64), {})

@@ -1,4 +1,6 @@
-"""Surveys of a federation after training, and calibration by them: whose predictions are asked, and how answers are added."""
+"""Surveys of a federation after training, and calibration by them: whose predictions are asked, and
+how answers are added.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +16,26 @@ from bayesfl.base.random import hashed
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
 from bayesfl.evaluation.audit import Counting
-from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Fitted, Step, Temperature, applied, fit
+from bayesfl.evaluation.calibration import (
+    Abstention,
+    Bias,
+    Conformal,
+    Fitted,
+    Step,
+    Temperature,
+    applied,
+    fit,
+)
 from bayesfl.evaluation.calibration.steps import compares, draws
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, named_split, together
 from bayesfl.federation.clients import predict
 from bayesfl.federation.store.identity import reading
 
-_ANEW = "begin with dataclasses.replace(result, steps=()).calibrate(...), and give each once, in the order of use"
+_ANEW = (
+    "begin with dataclasses.replace(result, steps=()).calibrate(...), and give each once, in "
+    "the order of use"
+)
 
 
 @runtime_checkable
@@ -42,11 +56,19 @@ def put_to(survey: Survey, mine: Mine, aggregation: Any) -> Put:
     if aggregation is None:
         return together(survey, mine)
     if isinstance(aggregation, type) or not isinstance(aggregation, Adder):
-        raise TypeError(f"aggregation must be able to add the answers of a survey, as SecureSum() is, got {aggregation!r}")
+        raise TypeError(
+            "aggregation must be able to add the answers of a survey, as SecureSum() is, got "
+            f"{aggregation!r}"
+        )
 
     def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         found = answers(survey, told, mine, shapes)
-        return aggregation.added({client: {name: t[row] for name, t in found.items()} for row, client in enumerate(mine.ids.tolist())})
+        return aggregation.added(
+            {
+                client: {name: t[row] for name, t in found.items()}
+                for row, client in enumerate(mine.ids.tolist())
+            }
+        )
 
     return put
 
@@ -61,8 +83,10 @@ def asked(survey: Any, splits: Mapping[str, ClientData]) -> ClientData:
     name = named_split(survey)
     if name not in splits or not splits[name].counts.any():
         raise ValueError(
-            f"{'the audit' if isinstance(survey, Counting) else type(survey).__name__} reads the split {name!r}, and the data have rows in "
-            f"{[one for one, split in splits.items() if split.counts.any()]} alone: name one of them, or make the data with such a split"
+            f"{'the audit' if isinstance(survey, Counting) else type(survey).__name__} reads the "
+            f"split {name!r}, and the data have rows in "
+            f"{[one for one, split in splits.items() if split.counts.any()]} alone: name one of "
+            "them, or make the data with such a split"
         )
     return splits[name]
 
@@ -76,14 +100,17 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
 
     Raises:
         TypeError: Something is no step, or `steps` is no list of them.
-        ValueError: A step that compares models is not the first, one changes probabilities after sets were made of them, or one makes sets
-            anew.
+        ValueError: A step that compares models is not the first, one changes probabilities after
+            sets were made of them, or one makes sets anew.
 
     Warns:
-        UserWarning: A step is fitted to training or test rows, or sets are made of scores on a split to which an earlier step is fitted.
+        UserWarning: A step is fitted to training or test rows, or sets are made of scores on a
+            split to which an earlier step is fitted.
     """
     if isinstance(steps, str) or not isinstance(steps, Sequence):
-        raise TypeError(f"calibration must be a list of steps, as [Temperature(), Conformal()], got {steps!r}")
+        raise TypeError(
+            f"calibration must be a list of steps, as [Temperature(), Conformal()], got {steps!r}"
+        )
     for number, step in enumerate(steps):
         if not isinstance(step, Step) or isinstance(step, type):
             remedy = ""
@@ -91,36 +118,59 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
                 remedy = "; give them one by one, as calibrate(*steps)"
             elif isinstance(step, Survey) and not isinstance(step, type):
                 remedy = "; it is a survey without `apply`, which result.survey(...) conducts"
-            raise TypeError(f"steps must be steps of calibration, as Temperature(), got {step!r}{remedy}")
+            raise TypeError(
+                f"steps must be steps of calibration, as Temperature(), got {step!r}{remedy}"
+            )
         earlier = (*before, *steps[:number])
         if compares([step]) and earlier:
-            raise ValueError(f"{type(step).__name__} must be the first step, as others are fitted to the predictions that it chooses")
+            raise ValueError(
+                f"{type(step).__name__} must be the first step, as others are fitted to the "
+                "predictions that it chooses"
+            )
         made = {type(one).__name__ for one in earlier if isinstance(one, Conformal | Abstention)}
         if made and isinstance(step, Temperature | Bias):
             raise ValueError(
-                f"{type(step).__name__} must come before {' and '.join(sorted(made))}, which read the probabilities that it changes: "
-                f"{_ANEW}"
+                f"{type(step).__name__} must come before {' and '.join(sorted(made))}, which read "
+                f"the probabilities that it changes: {_ANEW}"
             )
         if type(step).__name__ in made:
-            raise ValueError(f"there is a {type(step).__name__} already, of which another would leave nothing: {_ANEW}")
+            raise ValueError(
+                f"there is a {type(step).__name__} already, of which another would leave nothing: "
+                f"{_ANEW}"
+            )
         if step.split in ("train", "test"):
             warn(
                 f"{type(step).__name__} is fitted to the split {step.split!r}, "
-                + ("on which the model was trained" if step.split == "train" else "by which the result is judged")
-                + ": what it promises does not hold for other rows, or cannot be seen; give it 'validation' or 'calibration'",
+                + (
+                    "on which the model was trained"
+                    if step.split == "train"
+                    else "by which the result is judged"
+                )
+                + ": what it promises does not hold for other rows, or cannot be seen; give it "
+                "'validation' or 'calibration'",
             )
-        shared = [type(one).__name__ for one in earlier if one.split == step.split and not isinstance(one, Conformal | Abstention)]
+        shared = [
+            type(one).__name__
+            for one in earlier
+            if one.split == step.split and not isinstance(one, Conformal | Abstention)
+        ]
         if isinstance(step, Conformal | Abstention) and shared:
             warn(
-                f"{', '.join(shared)} and {type(step).__name__} are fitted to the same split, {step.split!r}: then less is kept than is "
-                "promised, hardly less after a pooled temperature, one or two per cent of coverage after a bias, more after a choice; fit "
-                "the former to 'validation', the latter to 'calibration'",
+                f"{', '.join(shared)} and {type(step).__name__} are fitted to the same split, "
+                f"{step.split!r}: then less is kept than is "
+                "promised, hardly less after a pooled temperature, one or two per cent of "
+                "coverage after a bias, more after a choice; fit the former to 'validation', the "
+                "latter to 'calibration'",
             )
     return tuple(steps)
 
 
 def fitted(
-    steps: Sequence[Step], before: Sequence[Fitted], predicted: Mapping[str, Mine], outputs: Outputs, aggregation: Any
+    steps: Sequence[Step],
+    before: Sequence[Fitted],
+    predicted: Mapping[str, Mine],
+    outputs: Outputs,
+    aggregation: Any,
 ) -> tuple[Fitted, ...]:
     """Fit steps one after the other, after those that were fitted before.
 
@@ -139,7 +189,9 @@ def fitted(
 
 
 def settled(steps: Sequence[Fitted], predicted: Mapping[str, Mine]) -> tuple[Fitted, ...]:
-    """Return steps with the own parameters of other clients, by what was told; clients without rows in a split have none to go by."""
+    """Return steps with the own parameters of other clients, by what was told; clients without rows
+    in a split have none to go by.
+    """
     done: list[Fitted] = []
     for one in steps:
         mine = applied(done, predicted[one.step.split])
@@ -148,46 +200,62 @@ def settled(steps: Sequence[Fitted], predicted: Mapping[str, Mine]) -> tuple[Fit
 
 
 def check_servers_model(steps: Sequence[Any], algorithm: Algorithm) -> None:
-    """Raise ValueError if a step compares clients' own models with the server's, and the method has not both."""
+    """Raise ValueError if a step compares clients' own models with the server's, and the method has
+    not both.
+    """
     if not (names := [type(step).__name__ for step in steps if compares([step])]):
         return
     if not algorithm.finetune and not any(algorithm.blocks[part].keep for part in algorithm.parts):
         raise ValueError(
-            f"{names[0]} compares clients' own models with the server's, and in this method all clients predict with the server's, so that "
-            "there is nothing to choose: leave it out, or take a method with models of their own, such as fedavg_ft or ditto"
+            f"{names[0]} compares clients' own models with the server's, and in this method all "
+            "clients predict with the server's, so that "
+            "there is nothing to choose: leave it out, or take a method with models of their own, "
+            "such as fedavg_ft or ditto"
         )
     if algorithm.shared_parts() is None:
         raise ValueError(
-            f"{names[0]} compares clients' own models with the server's, and this method has no whole model on the server: leave it out, "
+            f"{names[0]} compares clients' own models with the server's, and this method has no "
+            "whole model on the server: leave it out, "
             "or take a method that has one, such as fedavg_ft or ditto"
         )
 
 
 def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> None:
-    """Raise ValueError if predictions are to be made with another number of draws than those to which steps were fitted."""
-    same = draws == algorithm.draws and (draws > 0 or algorithm.predictor is None)  # 0 is also a predictor's plain mean
+    """Raise ValueError if predictions are to be made with another number of draws than those to
+    which steps were fitted.
+    """
+    same = draws == algorithm.draws and (
+        draws > 0 or algorithm.predictor is None
+    )  # 0 is also a predictor's plain mean
     if steps and not same:
         raise ValueError(
-            f"draws={draws} makes other predictions than those that were calibrated, which have the method's own number, "
-            f"{algorithm.draws}; leave draws out, or predict with dataclasses.replace(result, steps=())"
+            f"draws={draws} makes other predictions than those that were calibrated, which have "
+            f"the method's own number, {algorithm.draws}; leave draws out, or predict with "
+            "dataclasses.replace(result, steps=())"
         )
 
 
 def check_reading(result: Any) -> None:
-    """Raise ValueError if a `Result` or a `ClientModel` predicts in another way than it did when its steps were fitted."""
+    """Raise ValueError if a `Result` or a `ClientModel` predicts in another way than it did when
+    its steps were fitted.
+    """
     if result.steps and getattr(result, "plug_in", False):
         raise ValueError(
-            f"{result.name!r} is calibrated for its full predictions, and plug_in=True makes others: take "
+            f"{result.name!r} is calibrated for its full predictions, and plug_in=True makes "
+            "others: take "
             "dataclasses.replace(model, steps=())"
         )
     if result.steps and result.calibrated not in (None, reading(result.algorithm)):
         raise ValueError(
-            "the steps of calibration were fitted to another way of predicting, as by another predictor, likelihood or number of draws: "
-            "calibrate this result anew, dataclasses.replace(result, steps=()).calibrate(...)"
+            "the steps of calibration were fitted to another way of predicting, as by another "
+            "predictor, likelihood or number of draws: calibrate this result anew, "
+            "dataclasses.replace(result, steps=()).calibrate(...)"
         )
 
 
-def known(result: Any, local: Any, split: ClientData, found: Predictions, steps: Sequence[Any]) -> Mine:
+def known(
+    result: Any, local: Any, split: ClientData, found: Predictions, steps: Sequence[Any]
+) -> Mine:
     """Return clients' predictions of a split with whose they are, and what steps need beside them.
 
     Args:
@@ -208,14 +276,26 @@ def known(result: Any, local: Any, split: ClientData, found: Predictions, steps:
 
 
 def without_rows(known: Mine) -> Mine:
-    """Return predictions of the same clients that have no rows in a split, with the outputs of `known`."""
+    """Return predictions of the same clients that have no rows in a split, with the outputs of
+    `known`.
+    """
     like, ids, seed, round = known.predictions, known.ids, known.seed, known.round
     mask = torch.zeros(len(ids), 1, dtype=torch.bool)
-    names = [name for name, t in vars(like).items() if isinstance(t, torch.Tensor) and t.is_floating_point() and name != "labels"]
-    blank: dict[str, Any] = {name: torch.full((len(ids), 1, *getattr(like, name).shape[2:]), torch.nan) for name in names}
-    labels = torch.zeros(len(ids), 1, dtype=torch.int64 if like.labels is None else like.labels.dtype)
+    names = [
+        name
+        for name, t in vars(like).items()
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and name != "labels"
+    ]
+    blank: dict[str, Any] = {
+        name: torch.full((len(ids), 1, *getattr(like, name).shape[2:]), torch.nan) for name in names
+    }
+    labels = torch.zeros(
+        len(ids), 1, dtype=torch.int64 if like.labels is None else like.labels.dtype
+    )
     if like.labels is not None:
-        labels = labels.reshape(len(ids), 1, *[1] * (like.labels.dim() - 2)).expand(len(ids), 1, *like.labels.shape[2:])
+        labels = labels.reshape(len(ids), 1, *[1] * (like.labels.dim() - 2)).expand(
+            len(ids), 1, *like.labels.shape[2:]
+        )
     none = Predictions(mask=mask, labels=labels, likelihood=like.likelihood, **blank)
     rows = None if known.rows is None else np.zeros((len(ids), 1), np.uint64)
     return Mine(none, ids, seed, round, None if known.shared is None else none, rows)

@@ -1,4 +1,6 @@
-"""The number that a method's predictor tunes, as FedSI's predictive precision: a survey of the clients' validation data."""
+"""The number that a method's predictor tunes, as FedSI's predictive precision: a survey of the
+clients' validation data.
+"""
 
 import contextlib
 from collections.abc import Mapping
@@ -22,10 +24,12 @@ from bayesfl.posteriors.prior_precision import largest_alike
 
 @dataclass(frozen=True)
 class Candidates:
-    """What clients know of a predictor's candidates: how each fits every example of their validation data.
+    """What clients know of a predictor's candidates: how each fits every example of their
+    validation data.
 
     Args:
-        losses: Negative log likelihoods under each candidate, [J, N, K] in nats; infinite or NaN where one does not work.
+        losses: Negative log likelihoods under each candidate, [J, N, K] in nats; infinite or NaN
+            where one does not work.
         mask: Which rows are examples, [J, N] bool.
         ids: The clients' numbers, [J].
     """
@@ -39,9 +43,10 @@ class Candidates:
 class Tuning:
     """Choose the candidate of a predictor's grid that best fits the validation data of all clients.
 
-    Clients send sums over their examples: of the negative log likelihoods under each candidate, and of their products for each two, by
-    which candidates are compared example by example. Of those that fit as well as the best, to one standard error of the difference, the
-    largest is chosen, see `largest_alike`.
+    Clients send sums over their examples: of the negative log likelihoods under each candidate, and
+    of their products for each two, by which candidates are compared example by example. Of those
+    that fit as well as the best, to one standard error of the difference, the largest is chosen,
+    see `largest_alike`.
 
     Args:
         predictor: The method's predictor, whose grid holds K candidates in ascending order.
@@ -59,16 +64,27 @@ class Tuning:
         return {}
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the sums, and of the numbers of examples and of those for which a candidate does not work."""
+        """Return the shapes of the sums, and of the numbers of examples and of those for which a
+        candidate does not work.
+        """
         count = len(self.predictor.grid)
         return {"nll": (count,), "products": (count, count), "n_examples": (), "n_broken": (count,)}
 
     def ask(self, told: Tensors, mine: Candidates) -> Tensors:
-        """Return the clients' sums; of a candidate that does not work for one of a client's examples, 0."""
+        """Return the clients' sums; of a candidate that does not work for one of a client's
+        examples, 0.
+        """
         broken = ~mine.losses.isfinite() & mine.mask.unsqueeze(-1)
         n_broken = broken.sum(1)
-        losses = torch.where(mine.mask.unsqueeze(-1) & (n_broken == 0).unsqueeze(1), mine.losses, 0.0)
-        return {"nll": losses.sum(1), "products": losses.mT @ losses, "n_examples": mine.mask.sum(1), "n_broken": n_broken}
+        losses = torch.where(
+            mine.mask.unsqueeze(-1) & (n_broken == 0).unsqueeze(1), mine.losses, 0.0
+        )
+        return {
+            "nll": losses.sum(1),
+            "products": losses.mT @ losses,
+            "n_examples": mine.mask.sum(1),
+            "n_broken": n_broken,
+        }
 
     def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the chosen candidate, `value`; warn if it is the smallest.
@@ -83,23 +99,30 @@ class Tuning:
         try:
             best = largest_alike(losses, total["products"], examples)
         except ValueError as error:
-            raise ValueError(f"no {tunes} of the grid {grid} gives finite predictions; look at the scale of inputs and weights") from error
+            raise ValueError(
+                f"no {tunes} of the grid {grid} gives finite predictions; look at the scale of "
+                "inputs and weights"
+            ) from error
         if best == 0:
             warn(
-                f"{tunes} is at the lower edge of its grid, {grid[0]:g}: the validation data do not bound it; hold more of them back, or "
+                f"{tunes} is at the lower edge of its grid, {grid[0]:g}: the validation data do "
+                "not bound it; hold more of them back, or "
                 "give a number",
             )
         return {"value": torch.tensor(grid[best], dtype=torch.float64)}, True
 
 
 def without_data(algorithm: Algorithm) -> float | None:
-    """Return the one number of the grid of a method's predictor; None where there is none, or where there are several."""
+    """Return the one number of the grid of a method's predictor; None where there is none, or where
+    there are several.
+    """
     grid = algorithm.predictor.grid if algorithm.predictor is not None else ()
     return grid[0] if len(grid) == 1 else None
 
 
 def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float | None:
-    """Return the number that the method's predictor tunes, chosen by `Tuning`; None where the method has no such number.
+    """Return the number that the method's predictor tunes, chosen by `Tuning`; None where the
+    method has no such number.
 
     Raises:
         DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
@@ -114,17 +137,22 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
     def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         def work(ids: np.ndarray) -> tuple[np.ndarray, Tensors]:
             done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
-            return ids, answers(survey, told, candidates(local, done, data.validation, round=state.round), shapes)
+            return ids, answers(
+                survey, told, candidates(local, done, data.validation, round=state.round), shapes
+            )
 
         parts = list(crew.over(local.chunked(), work))
         ids = np.concatenate([ids for ids, _ in parts])
-        return summed(ids, {name: torch.cat([found[name] for _, found in parts]) for name in shapes})
+        return summed(
+            ids, {name: torch.cat([found[name] for _, found in parts]) for name in shapes}
+        )
 
     return float(conduct(survey, put, Outputs(data.task, data.outputs))["value"])
 
 
 def candidates(local: Local, done: Done, validation: ClientData, *, round: int) -> Candidates:
-    """Return how the candidates of the grid fit a chunk's validation data, predicted as the method predicts by default.
+    """Return how the candidates of the grid fit a chunk's validation data, predicted as the method
+    predicts by default.
 
     Args:
         local: The clients' local work.
@@ -135,15 +163,30 @@ def candidates(local: Local, done: Done, validation: ClientData, *, round: int) 
     algorithm = local.algorithm
     assert algorithm.predictor is not None
     grid, counts = algorithm.predictor.grid, validation.counts[done.ids]
-    losses = torch.full((len(done.ids), int(counts.max(initial=0)), len(grid)), torch.inf, dtype=torch.float64)
+    losses = torch.full(
+        (len(done.ids), int(counts.max(initial=0)), len(grid)), torch.inf, dtype=torch.float64
+    )
     for place, (row, fitted) in enumerate(fitted_of(local, done)):
         client = int(row[0])
         rows, y = list(rows_of(validation, client)), validation.y[validation.rows(client)]
         for k, value in enumerate(grid if len(y) else ()):
-            rng = address_of(algorithm, client, local.seed, round)  # the same draws for each candidate
+            rng = address_of(
+                algorithm, client, local.seed, round
+            )  # the same draws for each candidate
             with contextlib.suppress(torch.linalg.LinAlgError):
-                found = of_fitted(algorithm, fitted, done.views["n"], rows, rng, value, algorithm.draws, plain=False)
-                losses[place, : len(y), k] = nll({name: t[0] for name, t in found.items()}, y).cpu().double()
+                found = of_fitted(
+                    algorithm,
+                    fitted,
+                    done.views["n"],
+                    rows,
+                    rng,
+                    value,
+                    algorithm.draws,
+                    plain=False,
+                )
+                losses[place, : len(y), k] = (
+                    nll({name: t[0] for name, t in found.items()}, y).cpu().double()
+                )
     mask = torch.arange(losses.shape[1]) < torch.from_numpy(counts)[:, None]
     return Candidates(losses, mask, done.ids)
 
@@ -152,11 +195,14 @@ def check_tunable(algorithm: Algorithm, data: FederatedData) -> None:
     """Check that there are validation data if the method's predictor has a number to tune.
 
     Raises:
-        ValueError: The predictor's grid has several candidates, and the data have no validation examples.
+        ValueError: The predictor's grid has several candidates, and the data have no validation
+            examples.
     """
     some = "validation" in data.splits and bool(data.validation.counts.any())
     if needs_validation(algorithm) and not some:
-        raise ValueError(no_validation(algorithm, "the data have none: make them with validation=0.1"))
+        raise ValueError(
+            no_validation(algorithm, "the data have none: make them with validation=0.1")
+        )
 
 
 def needs_validation(algorithm: Algorithm) -> bool:
@@ -168,6 +214,7 @@ def no_validation(algorithm: Algorithm, why: str) -> str:
     """Return the message where there are no validation data for the method's predictor."""
     tunes = "" if algorithm.predictor is None else algorithm.predictor.tunes
     return (
-        f"{tunes} is chosen on validation data, and {why}, or give a number instead, as {tunes}=100.0 to fedsi or precision=100.0 to "
+        f"{tunes} is chosen on validation data, and {why}, or give a number instead, as "
+        f"{tunes}=100.0 to fedsi or precision=100.0 to "
         "LinearisedLaplace"
     )

@@ -1,20 +1,26 @@
-"""Differential privacy for clients, in simulation: the server's state after a round hardly depends on whether any one client took part.
+"""Differential privacy for clients, in simulation: the server's state after a round hardly depends
+on whether any one client took part.
 
-The server is trusted: it sees every client's uplink, and nobody else does. For each client it takes the difference between what the client
-sends and what it was sent, over all gathered blocks together, and clips it to a length; adds up the clipped differences, each times a
-weight fixed beforehand; adds Gaussian noise; and divides by a constant, the expected sum of weights:
+The server is trusted: it sees every client's uplink, and nobody else does. For each client it takes
+the difference between what the client sends and what it was sent, over all gathered blocks
+together, and clips it to a length; adds up the clipped differences, each times a weight fixed
+beforehand; adds Gaussian noise; and divides by a constant, the expected sum of weights:
 
-    w <- w + (sum_{j in cohort} w_j min(1, clip / |d_j|) d_j + sigma clip max_j w_j N(0, I)) / (p sum_j w_j).
+    w <- w + (sum_{j in cohort} w_j min(1, clip / |d_j|) d_j + sigma clip max_j w_j N(0, I))
+             / (p sum_j w_j).
 
-A round's cohort contains each client with probability p, independently, and may be empty; a round without clients adds noise alone.
-Cohort and noise come from a secret of the server, never from the run's seed, which clients know.
+A round's cohort contains each client with probability p, independently, and may be empty; a round
+without clients adds noise alone. Cohort and noise come from a secret of the server, never from the
+run's seed, which clients know.
 
-The sequence of the server's states, and whatever is computed from it, is (epsilon, delta)-differentially private under adding or removing
-one client's contributions to all rounds. The number of clients, their weights and the initial state are public.
+The sequence of the server's states, and whatever is computed from it, is (epsilon,
+delta)-differentially private under adding or removing one client's contributions to all rounds. The
+number of clients, their weights and the initial state are public.
 
-Source: McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models", ICLR 2018, algorithm 1 with the
-fixed-denominator estimator; accounting: Koskela, Jälkö, Honkela, "Computing tight differential privacy guarantees using FFT", AISTATS 2020,
-in Google's dp-accounting.
+Source: McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models",
+ICLR 2018, algorithm 1 with the fixed-denominator estimator; accounting: Koskela, Jälkö, Honkela,
+"Computing tight differential privacy guarantees using FFT", AISTATS 2020, in Google's
+dp-accounting.
 """
 
 import hashlib
@@ -49,19 +55,29 @@ if TYPE_CHECKING:
 SECRET = 16
 """Least number of bytes of a secret."""
 GRID = 1e-3
-"""Widest spacing of the grid of privacy losses. The accountant rounds losses up: a coarser grid loosens the bound, but never breaks it."""
+"""Widest spacing of the grid of privacy losses. The accountant rounds losses up: a coarser grid
+loosens the bound, but never breaks it.
+"""
 UNSEEN = "with ClientPrivacy nothing of single clients may be used but their clipped differences"
 
 
 @declared
-def epsilon(*, noise_multiplier: NotNegative, participation: Share, releases: Natural, delta: Annotated[float, PROBABILITY]) -> float:
-    """Return an upper bound of epsilon for `releases` rounds together at `delta`, under adding or removing one client.
+def epsilon(
+    *,
+    noise_multiplier: NotNegative,
+    participation: Share,
+    releases: Natural,
+    delta: Annotated[float, PROBABILITY],
+) -> float:
+    """Return an upper bound of epsilon for `releases` rounds together at `delta`, under adding or
+    removing one client.
 
-    Computed from the distribution of the privacy loss of the Poisson-sampled Gaussian mechanism, composed by FFT on a grid.
+    Computed from the distribution of the privacy loss of the Poisson-sampled Gaussian mechanism,
+    composed by FFT on a grid.
 
     Args:
-        noise_multiplier: Standard deviation of the noise on the sum, divided by the most that one client can change the sum, >= 0; at 0,
-            epsilon is infinite.
+        noise_multiplier: Standard deviation of the noise on the sum, divided by the most that one
+            client can change the sum, >= 0; at 0, epsilon is infinite.
         participation: Probability that a client is in a cohort, in (0, 1].
         releases: Number of rounds; a round that was repeated counts twice.
         delta: The delta of (epsilon, delta)-differential privacy, in (0, 1).
@@ -71,13 +87,19 @@ def epsilon(*, noise_multiplier: NotNegative, participation: Share, releases: Na
     """
     if not releases:
         return 0.0
-    return _composed(noise_multiplier, participation, releases, delta) if noise_multiplier else math.inf
+    return (
+        _composed(noise_multiplier, participation, releases, delta)
+        if noise_multiplier
+        else math.inf
+    )
 
 
 def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> float:
-    """Return an upper bound of epsilon against an observer who knows in which rounds a client took part, such as the client itself.
+    """Return an upper bound of epsilon against an observer who knows in which rounds a client took
+    part, such as the client itself.
 
-    The random draw of the cohort then hides nothing, so every one of these rounds counts as with `participation=1`.
+    The random draw of the cohort then hides nothing, so every one of these rounds counts as with
+    `participation=1`.
 
     Args:
         noise_multiplier: As for `epsilon`.
@@ -87,16 +109,24 @@ def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> floa
     Raises:
         ImportError: dp-accounting is not installed.
     """
-    return epsilon(noise_multiplier=noise_multiplier, participation=1.0, releases=releases, delta=delta)
+    return epsilon(
+        noise_multiplier=noise_multiplier, participation=1.0, releases=releases, delta=delta
+    )
 
 
 @lru_cache(maxsize=4096)
 def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
     dp, pld = _accounting()
-    spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))  # of one release's privacy loss; a grid of a tenth of it is fine enough
-    most = 10 / sigma + 1 / (2 * sigma**2)  # privacy loss that matters at delta: bounds the grid's memory
+    spread = p * math.sqrt(
+        math.expm1(min(50.0, sigma**-2))
+    )  # of one release's privacy loss; a grid of a tenth of it is fine enough
+    most = 10 / sigma + 1 / (
+        2 * sigma**2
+    )  # privacy loss that matters at delta: bounds the grid's memory
     grid = max(min(GRID, spread / 10), 3e-6 * most)
-    accountant = pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=grid)
+    accountant = pld.PLDAccountant(
+        dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=grid
+    )
     accountant.compose(dp.PoissonSampledDpEvent(p, dp.GaussianDpEvent(sigma)), releases)
     return float(accountant.get_epsilon(delta))
 
@@ -106,12 +136,16 @@ def _accounting() -> tuple[Any, Any]:
         import dp_accounting
         from dp_accounting import pld
     except ImportError as error:
-        raise ImportError("epsilon is computed by dp-accounting, which is absent; pip install 'bayesfl[privacy]'") from error
+        raise ImportError(
+            "epsilon is computed by dp-accounting, which is absent; pip install 'bayesfl[privacy]'"
+        ) from error
     return dp_accounting, pld
 
 
 def uniforms(secret: bytes, *address: bytes, size: int) -> np.ndarray:
-    """Draw [size] numbers, float64, from the uniform distribution on the multiples of 2^-53 in [0, 1)."""
+    """Draw [size] numbers, float64, from the uniform distribution on the multiples of 2^-53 in [0,
+    1).
+    """
     return (keyed(secret, *address, size=size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -120,36 +154,48 @@ def normals(secret: bytes, *address: bytes, size: int) -> np.ndarray:
     half = (size + 1) // 2
     first, second = uniforms(secret, *address, size=2 * half).reshape(2, half)
     radius = np.sqrt(-2 * np.log1p(-first))
-    return np.concatenate([radius * np.cos(2 * np.pi * second), radius * np.sin(2 * np.pi * second)])[:size]
+    return np.concatenate(
+        [radius * np.cos(2 * np.pi * second), radius * np.sin(2 * np.pi * second)]
+    )[:size]
 
 
 @dataclass(frozen=True, kw_only=True)
 @declared
 class ClientPrivacy:
-    """An aggregation whose rounds are differentially private for clients, for `simulate(aggregation=)`.
+    """An aggregation whose rounds are differentially private for clients, for
+    `simulate(aggregation=)`.
 
-    Every client is in a cohort with probability `participation`, independently of the others; leave out `sampling`. All pools of the method
-    must be `Mean`s; `weights` takes the place of their weights. Norms whose statistics would be sent are refused: they are on the scale of
-    the data, and neither one `clip` nor noise of one size fits both them and weights. Norms that stay with the clients, as FedBN's, are
-    allowed, and so is dropout: whatever a client computes, the difference that it sends is clipped.
+    Every client is in a cohort with probability `participation`, independently of the others; leave
+    out `sampling`. All pools of the method must be `Mean`s; `weights` takes the place of their
+    weights. Norms whose statistics would be sent are refused: they are on the scale of the data,
+    and neither one `clip` nor noise of one size fits both them and weights. Norms that stay with
+    the clients, as FedBN's, are allowed, and so is dropout: whatever a client computes, the
+    difference that it sends is clipped.
 
-    The history has three more columns. `releases` is the number of rounds so far, repeated rounds included. `epsilon` bounds the loss of
-    privacy in these rounds, at `delta`. `epsilon_own` bounds it for a client that took part in all of these rounds, against an observer who
-    knows that; for a client that took part in k rounds, call `bayesfl.federation.private.privacy.epsilon_own(releases=k, ...)` with the
-    noise multiplier and `delta` of the run. `train_nll` is NaN. The other columns (evaluations, `cohort`, bytes, seconds) are visible in a
-    simulation only: no epsilon covers them, and a deployment would not publish them.
+    The history has three more columns. `releases` is the number of rounds so far, repeated rounds
+    included. `epsilon` bounds the loss of privacy in these rounds, at `delta`. `epsilon_own` bounds
+    it for a client that took part in all of these rounds, against an observer who knows that; for a
+    client that took part in k rounds, call
+    `bayesfl.federation.private.privacy.epsilon_own(releases=k, ...)` with the noise multiplier and
+    `delta` of the run. `train_nll` is NaN. The other columns (evaluations, `cohort`, bytes,
+    seconds) are visible in a simulation only: no epsilon covers them, and a deployment would not
+    publish them.
 
     Args:
         clip: Largest length of a client's difference, over all gathered blocks together, > 0.
-        noise_multiplier: Standard deviation of the noise on the sum, >= 0, in units of `clip` times the largest weight; 0 means no noise,
-            and no privacy.
-        delta: The delta at which epsilon is reported, in (0, 1); choose it below one over the number of clients.
-        secret: At least 16 bytes that only the server knows, as of `secrets.token_bytes(32)`, used for one run alone. None: a fresh secret
-            whenever a run starts or continues, which is not stored.
-        weights: One number >= 0 for each client, [J], chosen without looking at the data; None: 1 for each.
+        noise_multiplier: Standard deviation of the noise on the sum, >= 0, in units of `clip` times
+            the largest weight; 0 means no noise, and no privacy.
+        delta: The delta at which epsilon is reported, in (0, 1); choose it below one over the
+            number of clients.
+        secret: At least 16 bytes that only the server knows, as of `secrets.token_bytes(32)`, used
+            for one run alone. None: a fresh secret whenever a run starts or continues, which is not
+            stored.
+        weights: One number >= 0 for each client, [J], chosen without looking at the data; None: 1
+            for each.
 
     Raises:
-        ValueError: At the start of a run, the method or its settings do not fit, or statistics of norms would be sent.
+        ValueError: At the start of a run, the method or its settings do not fit, or statistics of
+            norms would be sent.
     """
 
     clip: Positive
@@ -160,9 +206,12 @@ class ClientPrivacy:
     sampling: ClassVar[Literal["poisson"]] = "poisson"
 
     def __post_init__(self) -> None:
-        if self.secret is not None and not (isinstance(self.secret, bytes) and len(self.secret) >= SECRET):
+        if self.secret is not None and not (
+            isinstance(self.secret, bytes) and len(self.secret) >= SECRET
+        ):
             raise ValueError(
-                f"secret must be at least {SECRET} bytes that nobody can guess, as secrets.token_bytes(32) makes them, or None"
+                f"secret must be at least {SECRET} bytes that nobody can guess, as "
+                "secrets.token_bytes(32) makes them, or None"
             )
         if self.weights is not None:
             given = [number("each of weights", w) for w in self.weights]
@@ -178,7 +227,9 @@ class ClientPrivacy:
         weights = hashlib.sha256(np.array(self.weights).tobytes()).hexdigest()
         return f"{repr(self)[:-1]}, weights of SHA-256 {weights})"
 
-    def start(self, result: "Result", admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
+    def start(
+        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+    ) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`.
 
         Raises:
@@ -188,29 +239,40 @@ class ClientPrivacy:
         """
         algorithm, clients = result.algorithm, result.data.clients
         if self.weights is not None and len(self.weights) != clients:
-            raise ValueError(f"weights must be one number for each of {clients} clients, got {len(self.weights)}")
+            raise ValueError(
+                f"weights must be one number for each of {clients} clients, got {len(self.weights)}"
+            )
         _check(algorithm, free=self.weights is None)
-        check_combine(result, Unseen(UNSEEN, result.round, result.settings.rounds, result.data.clients), UNSEEN)
+        check_combine(
+            result,
+            Unseen(UNSEEN, result.round, result.settings.rounds, result.data.clients),
+            UNSEEN,
+        )
         if admission.min_clients > 1 or admission.below_minimum != "skip":
             raise ValueError(
-                f"min_clients={admission.min_clients}, below_minimum={admission.below_minimum!r} would let a round's outcome tell how many "
-                "took part; with ClientPrivacy every round counts, one without a client too: leave both out"
+                f"min_clients={admission.min_clients}, below_minimum={admission.below_minimum!r} "
+                "would let a round's outcome tell how many "
+                "took part; with ClientPrivacy every round counts, one without a client too: leave "
+                "both out"
             )
         if admission.skips and admission.max_norm is not None:
             raise ValueError(
-                f"max_norm={admission.max_norm:g} compares clients with each other, which no noise covers; pass max_norm=None: clip bounds "
+                f"max_norm={admission.max_norm:g} compares clients with each other, which no noise "
+                "covers; pass max_norm=None: clip bounds "
                 "every client"
             )
         if every is not None and every > 1:
             raise ValueError(
-                f"every={every} lets states leave the server that are in no checkpoint, so that a resumed run could not count them; with "
+                f"every={every} lets states leave the server that are in no checkpoint, so that a "
+                "resumed run could not count them; with "
                 "ClientPrivacy pass every=1"
             )
         last = result.history.rows[-1] if result.history.rows else {"releases": 0}
         counted = last.get("releases", -1)
         if not (result.round <= counted < 2**31 and counted == int(counted)):
             raise CheckpointError(
-                f"the history of the run to go on from counts {last.get('releases', 'no')} releases after {result.round} rounds, so that "
+                f"the history of the run to go on from counts {last.get('releases', 'no')} "
+                f"releases after {result.round} rounds, so that "
                 "nothing can be said of its epsilon; start it anew"
             )
         if self.noise_multiplier:
@@ -226,33 +288,41 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
         free: Whether the pools' own weights would be used; they must then be `by_size` or `equal`.
 
     Raises:
-        ValueError: A pool is of another type or weighs clients by their data, statistics of norms or nothing are sent, or `reports`
-            sends more.
+        ValueError: A pool is of another type or weighs clients by their data, statistics of norms
+            or nothing are sent, or `reports` sends more.
     """
     pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
     if not pools:
-        raise ValueError("no block of the method is sent, so there is nothing to protect; leave aggregation out")
+        raise ValueError(
+            "no block of the method is sent, so there is nothing to protect; leave aggregation out"
+        )
     for name, pool in pools.items():
         if isinstance(algorithm.blocks[name], Buffers):
             raise ValueError(
-                f"block {name!r} holds statistics of norms, on the scale of the data: clipped together with the weights they would drown "
-                "these, and noise could make a variance negative; build the method on bf.models.group_norm(model), put the norms in eval "
-                "mode, or let them stay with the clients, as bf.algorithms.fedbn does"
+                f"block {name!r} holds statistics of norms, on the scale of the data: clipped "
+                "together with the weights they would drown "
+                "these, and noise could make a variance negative; build the method on "
+                "bf.models.group_norm(model), put the norms in eval mode, or let them stay with "
+                "the clients, as bf.algorithms.fedbn does"
             )
         if type(pool) is not Mean:
             raise ValueError(
-                f"block {name!r} is gathered by {type(pool).__name__}; ClientPrivacy bounds a client's part in Mean pools only: build the "
+                f"block {name!r} is gathered by {type(pool).__name__}; ClientPrivacy bounds a "
+                "client's part in Mean pools only: build the "
                 "block with pool=Mean(), or leave aggregation out"
             )
         if free and pool.weight not in (by_size, equal):
             raise ValueError(
-                f"block {name!r} weighs clients by a function of what they send, which would tell of their data; pass "
+                f"block {name!r} weighs clients by a function of what they send, which would tell "
+                "of their data; pass "
                 "ClientPrivacy(weights=[...]), fixed beforehand, which replace it"
             )
     if more := sorted(name for name in algorithm.uplink() if name.split(".")[0] not in pools):
         raise ValueError(
-            f"the method's `reports` sends {more}, which ClientPrivacy does not cover; where it can do without, take "
-            "dataclasses.replace(algorithm, reports={}, combine=bf.Algorithm.combine), else leave aggregation out"
+            f"the method's `reports` sends {more}, which ClientPrivacy does not cover; where it "
+            "can do without, take "
+            "dataclasses.replace(algorithm, reports={}, combine=bf.Algorithm.combine), else leave "
+            "aggregation out"
         )
 
 
@@ -264,7 +334,11 @@ class _Run:
     def __init__(self, rule: ClientPrivacy, result: "Result", releases: int) -> None:
         self.rule, self.algorithm = rule, result.algorithm
         self.secret = rule.secret or secrets.token_bytes(32)
-        self.p, self.clients, self.rounds = result.settings.participation, result.data.clients, result.settings.rounds
+        self.p, self.clients, self.rounds = (
+            result.settings.participation,
+            result.data.clients,
+            result.settings.rounds,
+        )
         self.weights = np.ones(self.clients) if rule.weights is None else np.array(rule.weights)
         self.releases = releases
 
@@ -280,15 +354,30 @@ class _Round:
     def __init__(self, run: _Run, server: Server, round: int) -> None:
         self._run, self._server, self._round = run, server, round
         self._next = NextServer(run.algorithm, server, run.clients, round)
-        blocks = {name: {key: server[name][key] for key in block.pool.sends} for name, block in run.algorithm.blocks.items() if block.pool}
+        blocks = {
+            name: {key: server[name][key] for key in block.pool.sends}
+            for name, block in run.algorithm.blocks.items()
+            if block.pool
+        }
         self._flat: dict[str, Tensor] = flatten(blocks)
-        self._total = torch.cat([torch.zeros(t.numel(), dtype=torch.float64, device=t.device) for t in self._flat.values()])
+        self._total = torch.cat(
+            [
+                torch.zeros(t.numel(), dtype=torch.float64, device=t.device)
+                for t in self._flat.values()
+            ]
+        )
 
     def add(self, replies: Replies) -> None:
         """Add the clipped differences of a chunk; the clients' numbers of examples are not used."""
         ids, sent = replies.ids, replies.sent
-        began, came = flatten(was_sent(self._run.algorithm, self._server, ids, replies.n.device, sent)), flatten(sent)
-        moved = [(came[name].double() - began.get(name, old).double()).flatten(1) for name, old in self._flat.items()]
+        began, came = (
+            flatten(was_sent(self._run.algorithm, self._server, ids, replies.n.device, sent)),
+            flatten(sent),
+        )
+        moved = [
+            (came[name].double() - began.get(name, old).double()).flatten(1)
+            for name, old in self._flat.items()
+        ]
         for client, *rows in zip(ids.tolist(), *moved, strict=True):
             difference = torch.cat(rows)
             length = float(difference.norm())
@@ -306,7 +395,11 @@ class _Round:
         run, weights = self._run, self._run.weights
         released = (self._total + self._noise()) / (run.p * weights.sum())
         new = dict(self._server)
-        for (name, old), part in zip(self._flat.items(), released.split([t.numel() for t in self._flat.values()]), strict=True):
+        for (name, old), part in zip(
+            self._flat.items(),
+            released.split([t.numel() for t in self._flat.values()]),
+            strict=True,
+        ):
             block, key = name.split(".")
             new[block] = {**new[block], key: (old.double() + part.view(old.shape)).to(old)}
         run.releases += 1
@@ -316,19 +409,28 @@ class _Round:
     def _noise(self) -> Tensor:
         """Return the noise on the sum, a function of the secret, the round and the sum itself.
 
-        A round repeated with the same kernel and chunk gives the same release, which reveals nothing new. For other data, or another seed
-        under the same secret, the noise is practically independent, so that the difference of two releases always contains noise. The same
-        holds where another kernel merely rounds the sum differently.
+        A round repeated with the same kernel and chunk gives the same release, which reveals
+        nothing new. For other data, or another seed under the same secret, the noise is practically
+        independent, so that the difference of two releases always contains noise. The same holds
+        where another kernel merely rounds the sum differently.
         """
         run = self._run
         seen = hashlib.sha256(self._total.cpu().numpy().tobytes()).digest()
-        drawn = normals(run.secret, b"noise", self._round.to_bytes(8, "little"), seen, size=len(self._total))
-        return torch.from_numpy(run.rule.noise_multiplier * run.rule.clip * run.weights.max() * drawn).to(self._total)
+        drawn = normals(
+            run.secret, b"noise", self._round.to_bytes(8, "little"), seen, size=len(self._total)
+        )
+        return torch.from_numpy(
+            run.rule.noise_multiplier * run.rule.clip * run.weights.max() * drawn
+        ).to(self._total)
 
     def row(self) -> dict[str, float]:
         """Return the privacy columns of the history; see `RoundSum.row`."""
         run = self._run
-        known = {"noise_multiplier": run.rule.noise_multiplier, "releases": run.releases, "delta": run.rule.delta}
+        known = {
+            "noise_multiplier": run.rule.noise_multiplier,
+            "releases": run.releases,
+            "delta": run.rule.delta,
+        }
         return {
             "train_nll": math.nan,
             "releases": run.releases,

@@ -1,25 +1,30 @@
-"""Secure aggregation in simulation: the server learns the sum of what its clients send, but not what any single client sends.
+"""Secure aggregation in simulation: the server learns the sum of what its clients send, but not
+what any single client sends.
 
-Every pair of clients of a round shares a secret, which both stretch to the same mask; one client adds it to what it sends and the other
-subtracts it. What the server receives from one client is uniform over the integers modulo 2^64, whatever the client's values; in the sum
-the masks cancel.
+Every pair of clients of a round shares a secret, which both stretch to the same mask; one client
+adds it to what it sends and the other subtracts it. What the server receives from one client is
+uniform over the integers modulo 2^64, whatever the client's values; in the sum the masks cancel.
 
-Integers cancel exactly and floating-point numbers would not, so a client first writes its summands as integers: clipped to a range that is
-declared beforehand, in units of a step. For J clients that reply, the sum then differs by at most J / 2 steps, and rounding, from that of a
-run without secure aggregation; see `quotient_bound` for a mean. Each client checks its own numbers first, because a NaN would silently
-become some integer.
+Integers cancel exactly and floating-point numbers would not, so a client first writes its summands
+as integers: clipped to a range that is declared beforehand, in units of a step. For J clients that
+reply, the sum then differs by at most J / 2 steps, and rounding, from that of a run without secure
+aggregation; see `quotient_bound` for a mean. Each client checks its own numbers first, because a
+NaN would silently become some integer.
 
-A client that drops out leaves masks that nothing cancels. The others then send again, under fresh secrets, among themselves; what was sent
-before is useless without the secrets of the missing client. There are no shares of secrets from which others could recover it, and no
-second mask: should the missing reply arrive late, a server that kept the first sum could subtract the second from it. The server is
-trusted to discard both.
+A client that drops out leaves masks that nothing cancels. The others then send again, under fresh
+secrets, among themselves; what was sent before is useless without the secrets of the missing
+client. There are no shares of secrets from which others could recover it, and no second mask:
+should the missing reply arrive late, a server that kept the first sum could subtract the second
+from it. The server is trusted to discard both.
 
-Not simulated are: how two clients agree on a secret (by a Diffie-Hellman exchange of keys that a third party vouches for, without which
-the server could impersonate clients), its traffic, and a client that drops out while the others repeat. Flower's message API has no secure
-aggregation; its SecAgg+ needs the older workflow API, and quantises too.
+Not simulated are: how two clients agree on a secret (by a Diffie-Hellman exchange of keys that a
+third party vouches for, without which the server could impersonate clients), its traffic, and a
+client that drops out while the others repeat. Flower's message API has no secure aggregation; its
+SecAgg+ needs the older workflow API, and quantises too.
 
-Source: Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, "Practical secure aggregation for privacy-preserving
-machine learning", CCS 2017, section 4 (masks by pairs; no double mask, no recovery).
+Source: Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, "Practical secure
+aggregation for privacy-preserving machine learning", CCS 2017, section 4 (masks by pairs; no double
+mask, no recovery).
 """
 
 import logging
@@ -52,14 +57,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ROOM = 2.0**62
-"""Bound below which clients x range / step must stay, so that no sum of rounded numbers overflows int64."""
+"""Bound below which clients x range / step must stay, so that no sum of rounded numbers overflows
+int64.
+"""
 LEAST = 2
 """Least number of clients in a sum: the sum of one client is that client's own uplink."""
 UNSEEN = "under secure aggregation the server sees sums only"
 
 
 def quantised(values: np.ndarray, range: float, step: float) -> tuple[np.ndarray, int]:
-    """Return numbers as integers modulo 2^64, uint64, in units of `step`, and how many of them were clipped to +-`range`.
+    """Return numbers as integers modulo 2^64, uint64, in units of `step`, and how many of them were
+    clipped to +-`range`.
 
     Raises:
         ValueError: `values` are not all finite.
@@ -76,7 +84,9 @@ def restored(total: np.ndarray, step: float) -> np.ndarray:
 
 
 def agreed(ids: Iterable[int]) -> dict[int, dict[int, bytes]]:
-    """Return, for each client, the secrets that it shares with each other one, drawn from the operating system whatever the run's seed."""
+    """Return, for each client, the secrets that it shares with each other one, drawn from the
+    operating system whatever the run's seed.
+    """
     ids = sorted(ids)
     found: dict[int, dict[int, bytes]] = {client: {} for client in ids}
     for place, first in enumerate(ids):
@@ -86,7 +96,9 @@ def agreed(ids: Iterable[int]) -> dict[int, dict[int, bytes]]:
 
 
 def masked(values: np.ndarray, client: int, shared: Mapping[int, bytes]) -> np.ndarray:
-    """Return what a client sends [D], uint64: its integers, plus the masks shared with larger ids, less those shared with smaller ids."""
+    """Return what a client sends [D], uint64: its integers, plus the masks shared with larger ids,
+    less those shared with smaller ids.
+    """
     out = values.copy()
     for other, secret in shared.items():
         mask = keyed(secret, b"mask", size=len(values))
@@ -95,20 +107,24 @@ def masked(values: np.ndarray, client: int, shared: Mapping[int, bytes]) -> np.n
 
 
 def summed(messages: Iterable[np.ndarray]) -> np.ndarray:
-    """Return the sum of the clients' messages modulo 2^64, all that the server computes before it knows the sum of their values."""
+    """Return the sum of the clients' messages modulo 2^64, all that the server computes before it
+    knows the sum of their values.
+    """
     return np.add.reduce(np.stack(list(messages)), axis=0, dtype=np.uint64)
 
 
 def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: float) -> Tensor:
-    """Bound how far a mean under secure aggregation is from that of a run without it, [...], if nothing is clipped, but for rounding.
+    """Bound how far a mean under secure aggregation is from that of a run without it, [...], if
+    nothing is clipped, but for rounding.
 
-    Sum s and weight w are off by at most e = J step / 2 each, so (s + a) / (w + b) - s / w = (a - b s / w) / (w + b) is at most
-    e (1 + |s / w|) / (w - e). Where the weights are counts of examples it is tiny; where a sum of weights is not far above e, take a
-    smaller step.
+    Sum s and weight w are off by at most e = J step / 2 each, so (s + a) / (w + b) - s / w = (a - b
+    s / w) / (w + b) is at most e (1 + |s / w|) / (w - e). Where the weights are counts of examples
+    it is tiny; where a sum of weights is not far above e, take a smaller step.
 
     Args:
         quotient: The mean without secure aggregation, s / w.
-        weight: The sum of weights without secure aggregation, w > 0; broadcasts against the quotient.
+        weight: The sum of weights without secure aggregation, w > 0; broadcasts against the
+            quotient.
         clients: Number of clients that replied, J.
         step: The unit in which summands are rounded.
     """
@@ -119,22 +135,27 @@ def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: floa
 @dataclass(frozen=True, kw_only=True)
 @declared
 class SecureSum:
-    """An aggregation in which the server sees only the sum of what the clients send, for `simulate(aggregation=)`.
+    """An aggregation in which the server sees only the sum of what the clients send, for
+    `simulate(aggregation=)`.
 
-    A client computes what it adds to the pools' sums, already multiplied by its weight, and masks that. The history gains two columns:
-    `clipped`, how many numbers were clipped in a round (the clients' counts travel in the sum), and `repeats`, how often the clients sent
-    again because one was missing. `bytes_up` counts all that is sent by the clients whose reply is taken, eight bytes a number.
+    A client computes what it adds to the pools' sums, already multiplied by its weight, and masks
+    that. The history gains two columns: `clipped`, how many numbers were clipped in a round (the
+    clients' counts travel in the sum), and `repeats`, how often the clients sent again because one
+    was missing. `bytes_up` counts all that is sent by the clients whose reply is taken, eight bytes
+    a number.
 
     Masks cost a client time in proportion to the cohort's size times the model's.
 
     Args:
-        range: Largest absolute value of a summand, such as n_j w_j; larger ones are clipped to it. Statistics of norms are not: a mean
-            with a clipped variance would be that of another network, so one outside the range stops the run, with the client's number.
+        range: Largest absolute value of a summand, such as n_j w_j; larger ones are clipped to it.
+            Statistics of norms are not: a mean with a clipped variance would be that of another
+            network, so one outside the range stops the run, with the client's number.
         step: The unit in which summands are rounded; a power of two adds no other rounding.
 
     Raises:
-        ValueError: `range` or `step` is not positive and finite, or `step` exceeds `range`. At the start of a run: J range / step is not
-            below 2^62; a pool, the method's `combine` or an admission rule needs single clients; or a cohort may have one client.
+        ValueError: `range` or `step` is not positive and finite, or `step` exceeds `range`. At the
+            start of a run: J range / step is not below 2^62; a pool, the method's `combine` or an
+            admission rule needs single clients; or a cohort may have one client.
     """
 
     range: Positive = 2.0**20
@@ -143,7 +164,10 @@ class SecureSum:
 
     def __post_init__(self) -> None:
         if self.step > self.range:
-            raise ValueError(f"step must be at most range, {self.range:g}, or every number would be rounded to 0, got {self.step:g}")
+            raise ValueError(
+                f"step must be at most range, {self.range:g}, or every number would be rounded to "
+                f"0, got {self.step:g}"
+            )
 
     @property
     def name(self) -> str:
@@ -151,44 +175,61 @@ class SecureSum:
         return repr(self)
 
     def added(self, summands: Mapping[int, Tensors]) -> Tensors:
-        """Return the sum of what clients answer to a survey, in float64, of which the server sees masked integers alone.
+        """Return the sum of what clients answer to a survey, in float64, of which the server sees
+        masked integers alone.
 
         Args:
             summands: Each client's tensors, by its number; all of the same names and shapes.
 
         Raises:
-            ValueError: There is one client only, a number is not finite, J range / step is not below 2^62, or a number is outside the
-                range, which would be clipped; the message says which range is needed.
+            ValueError: There is one client only, a number is not finite, J range / step is not
+                below 2^62, or a number is outside the range, which would be clipped; the message
+                says which range is needed.
         """
         ids = sorted(summands)
         if len(ids) < LEAST:
-            raise ValueError("a sum of one client's answer is that answer; secure sums need two clients at least")
+            raise ValueError(
+                "a sum of one client's answer is that answer; secure sums need two clients at least"
+            )
         self._check_room(len(ids))
         shapes = {name: t.shape for name, t in summands[ids[0]].items()}
         shared, messages = agreed(ids), []
-        sent = {client: np.concatenate([summands[client][name].cpu().numpy().ravel() for name in shapes]).astype(float) for client in ids}
+        sent = {
+            client: np.concatenate(
+                [summands[client][name].cpu().numpy().ravel() for name in shapes]
+            ).astype(float)
+            for client in ids
+        }
         largest = max(float(np.abs(values).max(initial=0.0)) for values in sent.values())
         for client, values in sent.items():
             units, clipped = quantised(values, self.range, self.step)
             if clipped:
                 needed = 2.0 ** math.ceil(math.log2(largest))
                 raise ValueError(
-                    f"client {client} answers with numbers up to {np.abs(values).max():.3g}, outside SecureSum(range={self.range:g}), and "
-                    f"a clipped answer would be wrong: pass range={needed:g}"
+                    f"client {client} answers with numbers up to {np.abs(values).max():.3g}, "
+                    f"outside SecureSum(range={self.range:g}), and a clipped answer would be "
+                    f"wrong: pass range={needed:g}"
                 )
             messages.append(masked(units, client, shared[client]))
         flat = torch.from_numpy(restored(summed(messages), self.step))
         parts = flat.split([shape.numel() for shape in shapes.values()])
-        return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return {
+            name: part.reshape(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
 
     def _check_room(self, clients: int) -> None:
         if not clients * self.range / self.step < ROOM:
             raise ValueError(
-                f"clients x range / step must stay below 2**62, got {clients} x {self.range:g} / {self.step:g} = 2**"
-                f"{math.log2(clients) + math.log2(self.range) - math.log2(self.step):.1f}; take a smaller range or a larger step"
+                f"clients x range / step must stay below 2**62, got {clients} x {self.range:g} / "
+                f"{self.step:g} = "
+                f"2**{math.log2(clients) + math.log2(self.range) - math.log2(self.step):.1f}; take "
+                "a smaller range or a larger step"
             )
 
-    def start(self, result: "Result", admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
+    def start(
+        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+    ) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`.
 
         Raises:
@@ -196,27 +237,39 @@ class SecureSum:
         """
         algorithm, clients, settings = result.algorithm, result.data.clients, result.settings
         self._check_room(clients)
-        if not (pools := {name: block.pool for name, block in algorithm.blocks.items() if block.pool}):
-            raise ValueError("no block of the method is sent, so there is nothing to add up; leave aggregation out")
+        if not (
+            pools := {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
+        ):
+            raise ValueError(
+                "no block of the method is sent, so there is nothing to add up; leave aggregation "
+                "out"
+            )
         for name, pool in pools.items():
             if isinstance(pool, StackedPool):
                 raise ValueError(
-                    f"block {name!r} is gathered by {type(pool).__name__}, which needs every client's uplink; secure aggregation shows the "
-                    "server their sum only: take a pool that adds up, such as Mean(), or leave aggregation out"
+                    f"block {name!r} is gathered by {type(pool).__name__}, which needs every "
+                    "client's uplink; secure aggregation shows the "
+                    "server their sum only: take a pool that adds up, such as Mean(), or leave "
+                    "aggregation out"
                 )
             if _clips(pool):
                 raise ValueError(
-                    f"block {name!r} is clipped by the server, which under secure aggregation never sees one client's difference; take the "
+                    f"block {name!r} is clipped by the server, which under secure aggregation "
+                    "never sees one client's difference; take the "
                     "pool inside it, or leave aggregation out"
                 )
         if admission.skips and admission.max_norm is not None:
             raise ValueError(
-                f"max_norm={admission.max_norm:g} looks at single clients, which secure aggregation hides; pass max_norm=None: clients "
+                f"max_norm={admission.max_norm:g} looks at single clients, which secure "
+                "aggregation hides; pass max_norm=None: clients "
                 "that keep to the rules clip themselves, to SecureSum(range=)"
             )
-        if clients < LEAST or (settings.sampling == "fixed" and settings.fixed_size(clients) < LEAST):
+        if clients < LEAST or (
+            settings.sampling == "fixed" and settings.fixed_size(clients) < LEAST
+        ):
             raise ValueError(
-                f"a cohort has one client of {clients} at participation={settings.participation:g}, whose sum is its own uplink; secure "
+                f"a cohort has one client of {clients} at "
+                f"participation={settings.participation:g}, whose sum is its own uplink; secure "
                 "aggregation needs two: raise participation"
             )
         check_combine(result, torch.arange(clients), UNSEEN)
@@ -235,22 +288,42 @@ class _Run(OpenRun):
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         following = NextServer(self._algorithm, server, self._clients, round)
-        return _Round(self._rule, self._algorithm, server, following, round, self._settings.rounds, cohort)
+        return _Round(
+            self._rule, self._algorithm, server, following, round, self._settings.rounds, cohort
+        )
 
 
 class _Round:
-    """A `RoundSum` that holds the integers of each client, which the client alone knows, and adds up their masked forms."""
+    """A `RoundSum` that holds the integers of each client, which the client alone knows, and adds
+    up their masked forms.
+    """
 
     def __init__(
-        self, rule: SecureSum, algorithm: Algorithm, server: Server, following: NextServer, round: int, rounds: int, cohort: np.ndarray
+        self,
+        rule: SecureSum,
+        algorithm: Algorithm,
+        server: Server,
+        following: NextServer,
+        round: int,
+        rounds: int,
+        cohort: np.ndarray,
     ) -> None:
-        self._rule, self._server, self._next, self._cohort = rule, server, following, cohort.tolist()
+        self._rule, self._server, self._next, self._cohort = (
+            rule,
+            server,
+            following,
+            cohort.tolist(),
+        )
         self._round, self._rounds = round, rounds
         self._known = {"round": round, "rounds": rounds, "clients": following.clients}
         self._pools: dict[str, AdditivePool] = {
-            name: block.pool for name, block in algorithm.blocks.items() if block.pool and not isinstance(block.pool, StackedPool)
+            name: block.pool
+            for name, block in algorithm.blocks.items()
+            if block.pool and not isinstance(block.pool, StackedPool)
         }
-        self._whole = {name for name, block in algorithm.blocks.items() if isinstance(block, Buffers)}
+        self._whole = {
+            name for name, block in algorithm.blocks.items() if isinstance(block, Buffers)
+        }
         self._own: dict[int, np.ndarray] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._device = torch.device("cpu")
@@ -260,20 +333,32 @@ class _Round:
         """Prepare what each client of a chunk will send; the server learns none of it yet.
 
         Raises:
-            DivergenceError: A summand is not finite, or one of norms' statistics is outside the range.
+            DivergenceError: A summand is not finite, or one of norms' statistics is outside the
+                range.
         """
         self._device = replies.n.device
-        uplink = {**replies.sent, **replies.reported, "n": replies.n, "ids": torch.from_numpy(replies.ids).to(self._device)}
+        uplink = {
+            **replies.sent,
+            **replies.reported,
+            "n": replies.n,
+            "ids": torch.from_numpy(replies.ids).to(self._device),
+        }
         for place, client in enumerate(replies.ids.tolist()):
             alone = tree_map(lambda t, place=place: t[place : place + 1], uplink) | self._known
-            flat = flatten({name: pool.accumulate(None, self._server, name, alone) for name, pool in self._pools.items()})
+            flat = flatten(
+                {
+                    name: pool.accumulate(None, self._server, name, alone)
+                    for name, pool in self._pools.items()
+                }
+            )
             self._shapes = {name: t.shape for name, t in flat.items()}
             values = np.concatenate([t.cpu().numpy().ravel() for t in flat.values()])
             try:
                 units, clipped = quantised(values, self._rule.range, self._rule.step)
             except ValueError as error:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self._round}, counted from 0: of what it would add to the sums, {error}; "
+                    f"client {client} sends nothing in round {self._round}, counted from 0: of "
+                    f"what it would add to the sums, {error}; "
                     "lower the learning rates, or look at its weight",
                     round=self._round,
                     client=client,
@@ -287,9 +372,12 @@ class _Round:
             block, size = name.split(".")[0], float(t.abs().max())
             if block in self._whole and size > self._rule.range:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self._round}, counted from 0: of block {block!r}, the statistics of norms, "
-                    f"it would add {size:.4g} to the sums (its weight times its value), more than range={self._rule.range:g}; pass a wider "
-                    "SecureSum(range=), with a larger step if need be, scale the inputs, or take bf.models.group_norm(model)",
+                    f"client {client} sends nothing in round {self._round}, counted from 0: of "
+                    f"block {block!r}, the statistics of norms, it would add {size:.4g} to the "
+                    f"sums (its weight times its value), more than range={self._rule.range:g}; "
+                    "pass a wider "
+                    "SecureSum(range=), with a larger step if need be, scale the inputs, or take "
+                    "bf.models.group_norm(model)",
                     round=self._round,
                     client=client,
                 )
@@ -302,26 +390,46 @@ class _Round:
             ValueError: The method's `combine` reads what single clients sent.
         """
         *values, clipped = self._sum()
-        flat = torch.from_numpy(restored(np.array(values, np.uint64), self._rule.step)).to(self._device)
-        parts = zip(self._shapes.items(), flat.split([shape.numel() for shape in self._shapes.values()]), strict=True)
+        flat = torch.from_numpy(restored(np.array(values, np.uint64), self._rule.step)).to(
+            self._device
+        )
+        parts = zip(
+            self._shapes.items(),
+            flat.split([shape.numel() for shape in self._shapes.values()]),
+            strict=True,
+        )
         totals = nest({name: part.reshape(shape) for (name, shape), part in parts})
         if clipped:
-            log.warning("round %d: %d numbers were clipped to +-%g; declare a wider range", self._round, clipped, self._rule.range)
+            log.warning(
+                "round %d: %d numbers were clipped to +-%g; declare a wider range",
+                self._round,
+                clipped,
+                self._rule.range,
+            )
         self._row["clipped"] = int(clipped)
-        new = self._server | {name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()}
+        new = self._server | {
+            name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()
+        }
         ids = torch.tensor(sorted(self._own), device=self._device)
-        return self._next.state(new, ids, Unseen(UNSEEN, self._round, self._rounds, self._next.clients))
+        return self._next.state(
+            new, ids, Unseen(UNSEEN, self._round, self._rounds, self._next.clients)
+        )
 
     def _sum(self) -> np.ndarray:
-        """Return the sum of what the clients that replied encoded, one number for each value and a last one for clipped values, uint64.
+        """Return the sum of what the clients that replied encoded, one number for each value and a
+        last one for clipped values, uint64.
 
-        If a client of the cohort does not reply, its masks do not cancel. The other clients then mask their values anew among themselves,
-        and send once more.
+        If a client of the cohort does not reply, its masks do not cancel. The other clients then
+        mask their values anew among themselves, and send once more.
         """
         group, sends, volume = self._cohort, 0, 0
         while True:
             shared = agreed(group)
-            messages = [masked(self._own[client], client, shared[client]) for client in group if client in self._own]
+            messages = [
+                masked(self._own[client], client, shared[client])
+                for client in group
+                if client in self._own
+            ]
             sends, volume = sends + 1, volume + sum(message.nbytes for message in messages)
             if len(messages) == len(group):
                 self._row |= {"repeats": sends - 1, "bytes_up": volume}
@@ -329,5 +437,7 @@ class _Round:
             group = sorted(self._own)
 
     def row(self) -> dict[str, float]:
-        """Return the columns `clipped`, `repeats` and `bytes_up` of the history; see `RoundSum.row`."""
+        """Return the columns `clipped`, `repeats` and `bytes_up` of the history; see
+        `RoundSum.row`.
+        """
         return self._row

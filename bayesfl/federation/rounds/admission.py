@@ -1,7 +1,8 @@
-"""Admission of replies: the server takes those that are complete, as declared, finite, and not absurdly far from what it sent.
+"""Admission of replies: the server takes those that are complete, as declared, finite, and not
+absurdly far from what it sent.
 
-These checks catch machines that fail and code of another version. They are no defence against clients that lie consistently; the pools of
-`bayesfl.pools` are for those.
+These checks catch machines that fail and code of another version. They are no defence against
+clients that lie consistently; the pools of `bayesfl.pools` are for those.
 """
 
 import logging
@@ -42,7 +43,9 @@ ENOUGH = 3
 
 
 LARGEST = 100.0
-"""Largest factor by which a client's stated number of examples, which nobody verifies, can exceed the median client's."""
+"""Largest factor by which a client's stated number of examples, which nobody verifies, can exceed
+the median client's.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class Message:
 
 
 def objection(message: Message, declared: Declared, round: int) -> str | None:
-    """Return the reason, in words, why a message is not taken; None if it has no fault that shows without comparison to other messages.
+    """Return the reason, in words, why a message is not taken; None if it has no fault that shows
+    without comparison to other messages.
 
     Args:
         message: The client's reply.
@@ -81,29 +85,36 @@ def objection(message: Message, declared: Declared, round: int) -> str | None:
         if not isinstance(tensor, Tensor):
             return f"{name} is a {type(tensor).__name__}, no tensor"
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            return f"{name} is {tensor.dtype} {list(tensor.shape)}, declared as {dtype} {list(shape)}"
+            return (
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, declared as {dtype} {list(shape)}"
+            )
         if tensor.is_floating_point() and not finite(tensor):
             return f"{name} is not finite"
     return None
 
 
 def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tensor:
-    """Return each client's Euclidean distance from what the server sent it, [C], over several blocks together.
+    """Return each client's Euclidean distance from what the server sent it, [C], over several
+    blocks together.
 
     Args:
         sent: What the clients send, {block: {tensor: [C, ...]}}, not empty.
-        start: What the server sent for the same blocks, [...] or [C, ...]; tensors that are absent there do not count.
+        start: What the server sent for the same blocks, [...] or [C, ...]; tensors that are absent
+            there do not count.
     """
     total = torch.zeros(len(next(iter(next(iter(sent.values())).values()))), dtype=torch.float64)
     for name, tensors in sent.items():
         for key, value in tensors.items():
             if key in start.get(name, {}):
-                total += (value.double() - start[name][key].double()).flatten(1).square().sum(1).cpu()
+                total += (
+                    (value.double() - start[name][key].double()).flatten(1).square().sum(1).cpu()
+                )
     return total.sqrt()
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Return each client's number of examples divided by the median client's, [J], clipped to [1/100, 100]; 1 where it is not known.
+    """Return each client's number of examples divided by the median client's, [J], clipped to
+    [1/100, 100]; 1 where it is not known.
 
     Args:
         counts: Examples of all clients, [J]; 0 where that is not known.
@@ -115,10 +126,11 @@ def shares(counts: np.ndarray) -> np.ndarray:
 
 
 def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
-    """Return the usual size of what clients say: the larger of the median of size and the median of size / share.
+    """Return the usual size of what clients say: the larger of the median of size and the median of
+    size / share.
 
-    Sizes may grow with a client's data or not: distances grow with the number of steps in an epoch and counts with the number of examples;
-    under a fixed number of steps neither does.
+    Sizes may grow with a client's data or not: distances grow with the number of steps in an epoch
+    and counts with the number of examples; under a fixed number of steps neither does.
 
     Args:
         sizes: The sizes of some clients, at least one.
@@ -130,17 +142,22 @@ def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
 @dataclass(frozen=True)
 @declared
 class Admission:
-    """The rules by which a run accepts clients' replies, and by which it treats a round with too few of them.
+    """The rules by which a run accepts clients' replies, and by which it treats a round with too
+    few of them.
 
     Args:
-        on_bad_client: `stop` the run, or `skip` the client: its reply and its new state are dropped, it starts its next round from the last
-            state that was taken, and the round proceeds as without it.
+        on_bad_client: `stop` the run, or `skip` the client: its reply and its new state are
+            dropped, it starts its next round from the last state that was taken, and the round
+            proceeds as without it.
         min_clients: Number of replies that a round needs, >= 1.
-        below_minimum: What becomes of a round with fewer: `skip` leaves everything as it was, `repeat` tries again, three times in all.
-        max_norm: Largest distance of a reply from what the server sent, as a multiple of the round's `usual` distance, or, where fewer than
-            three replied, of the median of those in earlier rounds; > 1. Statistics of norms do not count: they are on the scale of
-            the data, beside which weights would not be seen. The limit of clients with more data than the median client is
-            multiplied by their `shares`. The same multiple bounds the entries that a method reports. None for no such check.
+        below_minimum: What becomes of a round with fewer: `skip` leaves everything as it was,
+            `repeat` tries again, three times in all.
+        max_norm: Largest distance of a reply from what the server sent, as a multiple of the
+            round's `usual` distance, or, where fewer than three replied, of the median of those in
+            earlier rounds; > 1. Statistics of norms do not count: they are on the scale of the
+            data, beside which weights would not be seen. The limit of clients with more data than
+            the median client is multiplied by their `shares`. The same multiple bounds the entries
+            that a method reports. None for no such check.
         norm_floor: A distance that is always allowed, >= 0.
     """
 
@@ -157,35 +174,47 @@ class Admission:
             ValueError: `cohort` is smaller than `min_clients`.
         """
         if self.min_clients > cohort:
-            raise ValueError(f"min_clients must be at most the size of a cohort, {cohort}, got {self.min_clients}; or raise participation")
+            raise ValueError(
+                f"min_clients must be at most the size of a cohort, {cohort}, got "
+                f"{self.min_clients}; or raise participation"
+            )
 
     @property
     def skips(self) -> bool:
         """Say whether bad clients are left out instead of stopping the run."""
         return self.on_bad_client == "skip"
 
-    def limit(self, norms: Sequence[float], share: Sequence[float] | np.ndarray, earlier: Sequence[float]) -> float:
-        """Return the largest distance that is allowed for a client with as many examples as the median client; infinity for no limit.
+    def limit(
+        self, norms: Sequence[float], share: Sequence[float] | np.ndarray, earlier: Sequence[float]
+    ) -> float:
+        """Return the largest distance that is allowed for a client with as many examples as the
+        median client; infinity for no limit.
 
         Args:
             norms: The distances of this round's replies.
-            share: Their clients' numbers of examples relative to the median client's, from `shares`.
+            share: Their clients' numbers of examples relative to the median client's, from
+                `shares`.
             earlier: The `usual` distances of earlier rounds.
         """
         enough = len(norms) >= ENOUGH
         if self.max_norm is None or not (enough or len(earlier)):
             return np.inf
-        return max(self.norm_floor, self.max_norm * (usual(norms, share) if enough else float(np.median(earlier))))
+        return max(
+            self.norm_floor,
+            self.max_norm * (usual(norms, share) if enough else float(np.median(earlier))),
+        )
 
     def report_limit(self, sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
-        """Return the largest absolute entry that is allowed in what a method reports; infinity for no limit.
+        """Return the largest absolute entry that is allowed in what a method reports; infinity for
+        no limit.
 
-        The server has sent nothing to which a report could be compared. The usual size counts as at least `norm_floor`, since a report,
-        such as a loss, may be near 0 for most clients.
+        The server has sent nothing to which a report could be compared. The usual size counts as at
+        least `norm_floor`, since a report, such as a loss, may be near 0 for most clients.
 
         Args:
             sizes: The largest absolute entry of each of this round's replies.
-            share: Their clients' numbers of examples relative to the median client's, from `shares`.
+            share: Their clients' numbers of examples relative to the median client's, from
+                `shares`.
         """
         if self.max_norm is None or len(sizes) < ENOUGH:
             return np.inf
@@ -200,7 +229,10 @@ def check_cohort(drawn: int, round: int, least: int) -> None:
     """
     if drawn < least:
         nothing = {"lost": 0, "rejected": 0, "bytes_up": 0, "bytes_down": 0}
-        raise SmallCohort(f"round {round}, counted from 0, has {drawn} clients and needs {least} (min_clients)", **nothing)
+        raise SmallCohort(
+            f"round {round}, counted from 0, has {drawn} clients and needs {least} (min_clients)",
+            **nothing,
+        )
 
 
 def check_replies(taken: int, round: int, least: int) -> None:
@@ -210,11 +242,15 @@ def check_replies(taken: int, round: int, least: int) -> None:
         TooFewClients: `taken` is less than `least`.
     """
     if taken < least:
-        raise TooFewClients(f"round {round}, counted from 0, comes to {taken} replies and needs {least} (min_clients)")
+        raise TooFewClients(
+            f"round {round}, counted from 0, comes to {taken} replies and needs {least} "
+            "(min_clients)"
+        )
 
 
 def attempts(admission: Admission, once: Callable[[int], T]) -> T | FailedRound:
-    """Run a round, and try again if it fails, where the rules say so and another attempt might succeed.
+    """Run a round, and try again if it fails, where the rules say so and another attempt might
+    succeed.
 
     Args:
         admission: Whether a failed round is skipped or repeated.

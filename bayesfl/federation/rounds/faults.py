@@ -1,9 +1,11 @@
-"""Simulated faults: plans for `simulate(faults=)`, with which a federation's tolerance is tested before it is deployed.
+"""Simulated faults: plans for `simulate(faults=)`, with which a federation's tolerance is tested
+before it is deployed.
 
-A plan is a function (round, attempt, ids) -> {id: fault} of the clients that train in a round. `Lost` stands for every fault that leaves
-the server without a reply: a client that times out, stops in mid-round, or whose answer does not arrive. The other faults alter the reply
-so that the server must reject it. In both cases the client starts its next round from the last state that the server acknowledged, so
-that the round proceeds as without that client.
+A plan is a function (round, attempt, ids) -> {id: fault} of the clients that train in a round.
+`Lost` stands for every fault that leaves the server without a reply: a client that times out, stops
+in mid-round, or whose answer does not arrive. The other faults alter the reply so that the server
+must reject it. In both cases the client starts its next round from the last state that the server
+acknowledged, so that the round proceeds as without that client.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +41,9 @@ FaultPlan: TypeAlias = Callable[[int, int, np.ndarray], Mapping[int, Fault]]
 
 
 def _tensor(change: Callable[[Any], Any]) -> Altered:
-    """Return a fault that changes the first tensor of a message; messages without tensors stay as they are."""
+    """Return a fault that changes the first tensor of a message; messages without tensors stay as
+    they are.
+    """
 
     def altered(message: Message) -> Message:
         name = next(iter(message.tensors), None)
@@ -63,8 +67,12 @@ KINDS: dict[str, Fault] = {
     "lost": Lost(),
     "stale": Altered(lambda message: replace(message, round=message.round - 1)),
     "protocol": Altered(lambda message: replace(message, protocol=message.protocol + 1)),
-    "missing": Altered(lambda message: replace(message, tensors=dict(list(message.tensors.items())[1:]))),
-    "extra": Altered(lambda message: replace(message, tensors={**message.tensors, "more": torch.zeros(1)})),
+    "missing": Altered(
+        lambda message: replace(message, tensors=dict(list(message.tensors.items())[1:]))
+    ),
+    "extra": Altered(
+        lambda message: replace(message, tensors={**message.tensors, "more": torch.zeros(1)})
+    ),
     "shape": _tensor(lambda tensor: tensor.unsqueeze(0)),
     "dtype": _tensor(lambda tensor: tensor.half()),
     "larger": _tensor(lambda tensor: torch.cat([tensor, tensor])),
@@ -76,8 +84,14 @@ KINDS: dict[str, Fault] = {
 
 
 @declared
-def at_random(share: Annotated[float, Range(0, 1, "[]")], *, kinds: tuple[str, ...] = tuple(KINDS), seed: Natural = 0) -> FaultPlan:
-    """Return a plan in which every client fails with the same probability, independently in every round and every attempt.
+def at_random(
+    share: Annotated[float, Range(0, 1, "[]")],
+    *,
+    kinds: tuple[str, ...] = tuple(KINDS),
+    seed: Natural = 0,
+) -> FaultPlan:
+    """Return a plan in which every client fails with the same probability, independently in every
+    round and every attempt.
 
     Args:
         share: The probability, in [0, 1].

@@ -1,4 +1,6 @@
-"""The end of a round on the server: the method's `combine` after the pools, and a check of the state that it leaves."""
+"""The end of a round on the server: the method's `combine` after the pools, and a check of the
+state that it leaves.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Unseen:
-    """A placeholder for uplinks that the server has not seen; it tells `combine` the numbers of the round, of rounds and of clients only.
+    """A placeholder for uplinks that the server has not seen; it tells `combine` the numbers of the
+    round, of rounds and of clients only.
 
     Any other use of it raises ValueError.
 
@@ -32,24 +35,33 @@ class Unseen:
         self._why, self._known = why, {"round": round, "rounds": rounds, "clients": clients}
 
     def __getitem__(self, name: Any) -> Any:
-        return self._known[name] if isinstance(name, str) and name in self._known else self._refuse(name)
+        return (
+            self._known[name]
+            if isinstance(name, str) and name in self._known
+            else self._refuse(name)
+        )
 
     def _refuse(self, *asked: Any) -> Any:
         raise ValueError(
-            f"{self._why}, but the method's `combine` reads {asked[0] if asked else 'them'!r}; take a method whose server only adds up, "
-            "or, where it can do without, dataclasses.replace(algorithm, combine=bf.Algorithm.combine, reports={})"
+            f"{self._why}, but the method's `combine` reads {asked[0] if asked else 'them'!r}; "
+            "take a method whose server only adds up, "
+            "or, where it can do without, dataclasses.replace(algorithm, "
+            "combine=bf.Algorithm.combine, reports={})"
         )
 
     __contains__ = __iter__ = __len__ = __getattr__ = _refuse
 
 
 def check_combine(result: "Result", ids: Any, why: str) -> None:
-    """Check that the method's `combine` works without the replies of single clients, by calling it once with a placeholder for them.
+    """Check that the method's `combine` works without the replies of single clients, by calling it
+    once with a placeholder for them.
 
     Args:
         result: The state that the run starts from.
-        ids: The clients that `combine` is told of, [clients] int64, or a placeholder if the server does not know them either.
-        why: The reason that the server does not see single replies, with which the error message begins.
+        ids: The clients that `combine` is told of, [clients] int64, or a placeholder if the server
+            does not know them either.
+        why: The reason that the server does not see single replies, with which the error message
+            begins.
 
     Raises:
         ValueError: `combine` reads a reply, or fails without the replies.
@@ -71,15 +83,21 @@ def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Ser
     versions = [t._version for t in tree_leaves(server)]
     changed = algorithm.combine(given, ids, uplink)
     if not isinstance(changed, Mapping):
-        raise ValueError(f"`combine` must return a mapping of what changed, {{}} for nothing, got {type(changed).__name__}")
+        raise ValueError(
+            f"`combine` must return a mapping of what changed, {{}} for nothing, got "
+            f"{type(changed).__name__}"
+        )
     before, after = flatten(server), flatten(given)
     assigned = before.keys() != after.keys() or any(before[key] is not after[key] for key in before)
     if assigned or versions != [t._version for t in tree_leaves(server)]:
         raise ValueError(
-            "`combine` changes the server's state in place, which earlier results share; return new tensors, as {'k': server['k'] + 1}"
+            "`combine` changes the server's state in place, which earlier results share; return "
+            "new tensors, as {'k': server['k'] + 1}"
         )
     if loose := [name for name, leaf in flatten(changed).items() if not isinstance(leaf, Tensor)]:
-        raise ValueError(f"`combine` returns {loose}, which must be tensors, or mappings of tensors")
+        raise ValueError(
+            f"`combine` returns {loose}, which must be tensors, or mappings of tensors"
+        )
     return changed
 
 
@@ -89,7 +107,8 @@ def _nest(tree: Any) -> Any:
 
 
 class NextServer:
-    """The last step of a round on the server: `combine` runs after the pools, and the next state is checked against the present one.
+    """The last step of a round on the server: `combine` runs after the pools, and the next state is
+    checked against the present one.
 
     Args:
         algorithm: The method.
@@ -103,26 +122,48 @@ class NextServer:
         self._versions = [t._version for t in tree_leaves(server)]
 
     def state(self, new: Server, ids: Any, uplink: Any) -> Server:
-        """Return the server's next state: what its pools computed, `new`, changed by the method's `combine` and checked.
+        """Return the server's next state: what its pools computed, `new`, changed by the method's
+        `combine` and checked.
 
         Raises:
             DivergenceError: The next state is not finite.
-            ValueError: A pool or `combine` leaves other names, shapes or dtypes than the server has, or changes the state before.
+            ValueError: A pool or `combine` leaves other names, shapes or dtypes than the server
+                has, or changes the state before.
         """
         new = new | combined(self._algorithm, new, ids, uplink)
         if self._versions != [t._version for t in tree_leaves(self._server)]:
-            raise ValueError("a pool or `address` writes into the server's tensors, which earlier results share; let it return new ones")
+            raise ValueError(
+                "a pool or `address` writes into the server's tensors, which earlier results "
+                "share; let it return new ones"
+            )
         before, after = flatten(self._server), flatten(new)
         if unknown := sorted(after.keys() - before.keys()):
-            raise ValueError(f"a pool or `combine` returns {unknown}, which the server does not have; give them a start in `server`")
-        if wrong := [key for key in before if key not in after or not self._fits(key, before[key], after[key])]:
-            found, held = ({key: shapes(tree).get(key, "nothing") for key in wrong} for tree in (new, self._server))
-            raise ValueError(f"a pool or `combine` returns {found} where the server has {held}; return entries in their shapes and dtypes")
+            raise ValueError(
+                f"a pool or `combine` returns {unknown}, which the server does not have; give them "
+                "a start in `server`"
+            )
+        if wrong := [
+            key
+            for key in before
+            if key not in after or not self._fits(key, before[key], after[key])
+        ]:
+            found, held = (
+                {key: shapes(tree).get(key, "nothing") for key in wrong}
+                for tree in (new, self._server)
+            )
+            raise ValueError(
+                f"a pool or `combine` returns {found} where the server has {held}; return entries "
+                "in their shapes and dtypes"
+            )
         if not all(finite(t) for t in tree_leaves(new)):
             raise DivergenceError(
-                f"the server is no longer finite after round {self._round}, counted from 0; lower the learning rates", round=self._round
+                f"the server is no longer finite after round {self._round}, counted from 0; lower "
+                "the learning rates",
+                round=self._round,
             )
         return new
 
     def _fits(self, key: str, before: Tensor, after: Tensor) -> bool:
-        return alike(before, after) or (alike(before, after, free=True) and key in self._algorithm.free(self.clients))
+        return alike(before, after) or (
+            alike(before, after, free=True) and key in self._algorithm.free(self.clients)
+        )

@@ -1,4 +1,6 @@
-"""The transport of rounds on one machine: threads compute chunks of clients, and a plan may simulate faults."""
+"""The transport of rounds on one machine: threads compute chunks of clients, and a plan may
+simulate faults.
+"""
 
 import math
 from collections.abc import Collection, Generator, Iterator, Mapping
@@ -34,16 +36,34 @@ class OneMachine:
         local: The clients' local work.
         state: The federation before the round.
         crew: The threads that compute.
-        test: The split on which the clients' own models predict before aggregation, as their training left them; None for no predictions.
+        test: The split on which the clients' own models predict before aggregation, as their
+            training left them; None for no predictions.
         faults: The plan of simulated faults; None for none.
     """
 
     trusted = True
 
-    def __init__(self, local: Local, state: State, crew: Crew, test: ClientData | None, faults: FaultPlan | None) -> None:
-        self._local, self._state, self._crew, self._test, self._faults = local, state, crew, test, faults
-        self.before = None if test is None else Collector(test, local.names, local.algorithm.likelihood)
-        """Predictions on `test`, before aggregation, of the clients that were taken; None without `test`."""
+    def __init__(
+        self,
+        local: Local,
+        state: State,
+        crew: Crew,
+        test: ClientData | None,
+        faults: FaultPlan | None,
+    ) -> None:
+        self._local, self._state, self._crew, self._test, self._faults = (
+            local,
+            state,
+            crew,
+            test,
+            faults,
+        )
+        self.before = (
+            None if test is None else Collector(test, local.names, local.algorithm.likelihood)
+        )
+        """Predictions on `test`, before aggregation, of the clients that were taken; None without
+        `test`.
+        """
         self.counts = local.train.counts
         self.apart = 0.0
         self.seconds: dict[str, float] = {}
@@ -64,7 +84,9 @@ class OneMachine:
             raise
 
     def commit(self, dropped: Collection[int]) -> None:
-        """Keep the new rows of the clients that were taken, restore those of `dropped`, and collect predictions; see `Transport.commit`."""
+        """Keep the new rows of the clients that were taken, restore those of `dropped`, and collect
+        predictions; see `Transport.commit`.
+        """
         out = list(dropped)
         for ids, old in self._undo:
             if (back := np.isin(ids, out)).any():
@@ -76,25 +98,44 @@ class OneMachine:
 
     def _answers(self, round: Round) -> Generator[Replies | Absence]:
         local, engine = self._local, self._local.engine
-        wrong = {} if self._faults is None else self._faults(round.number, round.attempt, np.concatenate([round.cohort, round.rest]))
+        wrong = (
+            {}
+            if self._faults is None
+            else self._faults(
+                round.number, round.attempt, np.concatenate([round.cohort, round.rest])
+            )
+        )
         lost = [client for client, fault in wrong.items() if isinstance(fault, Lost)]
         yield from (Absence(client, "it did not reply", lost=True) for client in lost)
         cohort, rest = (np.setdiff1d(group, lost) for group in (round.cohort, round.rest))
-        # Clients outside the cohort have chunks of their own, so that measuring them does not change the chunks. If they are not measured,
-        # phases whose result would be discarded are left out.
+        # Clients outside the cohort have chunks of their own, so that measuring them does not
+        # change the chunks. If they are not measured, phases whose result would be discarded are
+        # left out.
         device = local.train.device
         size = engine.chunk_size(local.train.clients, local.algorithm, device)
-        todo = [(ids, sends) for group, sends in ((cohort, True), (rest, False)) for ids in chunks(group, local.train.counts, size)]
+        todo = [
+            (ids, sends)
+            for group, sends in ((cohort, True), (rest, False))
+            for ids in chunks(group, local.train.counts, size)
+        ]
         kept = kept_phases(local.algorithm)
 
         def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, list[predict.Part], float]:
             ids, sends = chunk
             phases = None if sends or self._test is not None else kept
-            done = local.run(Stage.TRAIN, ids, self._state.received(local.algorithm, ids), round.number, phases=phases)
+            done = local.run(
+                Stage.TRAIN,
+                ids,
+                self._state.received(local.algorithm, ids),
+                round.number,
+                phases=phases,
+            )
             clock = perf_counter()
             if self._test is None:
                 return done, [], 0.0
-            (seen,) = predict.of_chunk(local, done, [self._test], round=round.number + 1, draws=local.algorithm.draws)
+            (seen,) = predict.of_chunk(
+                local, done, [self._test], round=round.number + 1, draws=local.algorithm.draws
+            )
             return done, seen, perf_counter() - clock
 
         spent = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
@@ -109,29 +150,47 @@ class OneMachine:
         sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in round.declared.values())
         self.traffic = {"bytes_up": sent * len(cohort), "bytes_down": received}
         self.seconds = {f"seconds_{part}": value for part, value in spent.items()}
-        # Predictions ran in the workers beside training: the time that they took is not the round's.
+        # Predictions ran in the workers beside training: the time that they took is not the
+        # round's.
         self.apart = measuring / max(1, min(len(todo), engine.worker_count(device)))
 
-    def _of(self, done: Done, sends: bool, round: Round, wrong: Mapping[int, Fault]) -> Iterator[Replies | Absence]:
-        """Yield the answers of a chunk; if bad clients are skipped, each reply is checked on its own."""
+    def _of(
+        self, done: Done, sends: bool, round: Round, wrong: Mapping[int, Fault]
+    ) -> Iterator[Replies | Absence]:
+        """Yield the answers of a chunk; if bad clients are skipped, each reply is checked on its
+        own.
+        """
         algorithm, ids = self._local.algorithm, done.ids
         good = ~done.diverged
-        yield from (Absence(client, "its training is not finite") for client in ids[done.diverged].tolist())
-        sent, reported = (algorithm.sent(done.views), algorithm.reported(done.views)) if sends else ({}, {})
+        yield from (
+            Absence(client, "its training is not finite") for client in ids[done.diverged].tolist()
+        )
+        sent, reported = (
+            (algorithm.sent(done.views), algorithm.reported(done.views)) if sends else ({}, {})
+        )
         if self._local.tolerant:
             sent, reported = tree_map(torch.clone, (sent, reported))
             flat: dict[str, Tensor] = flatten({**sent, **reported})
             for place, client in enumerate(ids.tolist()):
-                message, fault = Message({name: t[place] for name, t in flat.items()}, round.number), wrong.get(client)
+                message, fault = (
+                    Message({name: t[place] for name, t in flat.items()}, round.number),
+                    wrong.get(client),
+                )
                 if isinstance(fault, Altered):
                     message = fault.change(message)
-                if good[place] and (reason := objection(message, round.declared if sends else {}, round.number)):
+                if good[place] and (
+                    reason := objection(message, round.declared if sends else {}, round.number)
+                ):
                     good[place] = False
                     yield Absence(client, reason)
                 elif good[place] and isinstance(fault, Altered):
                     for name, t in flat.items():
                         t[place] = message.tensors[name]
         if sends and good.any():
-            losses = done.info["nll"].double().cpu().numpy() if "nll" in done.info else np.full(len(ids), math.nan)
+            losses = (
+                done.info["nll"].double().cpu().numpy()
+                if "nll" in done.info
+                else np.full(len(ids), math.nan)
+            )
             replies = Replies(ids, done.views["n"], sent, reported, losses)
             yield replies if good.all() else replies.of(good)

@@ -34,10 +34,11 @@ class Replies:
     Args:
         ids: The chunk's clients [C].
         n: Their numbers of training examples [C], in the run's precision.
-        sent: Tensors that pools gather, {block: {tensor: [C, ...]}}; empty for clients outside the cohort, which only report that they have
-            trained.
+        sent: Tensors that pools gather, {block: {tensor: [C, ...]}}; empty for clients outside the
+            cohort, which only report that they have trained.
         reported: Tensors that the clients send beyond the blocks, [C, ...] each.
-        losses: Mean negative log likelihood of each client's training, [C] in nats, NaN where it is not known.
+        losses: Mean negative log likelihood of each client's training, [C] in nats, NaN where it is
+            not known.
     """
 
     ids: np.ndarray
@@ -57,7 +58,9 @@ class RoundSum(Protocol):
     """A sum of one round's replies, from which the server's next state is computed."""
 
     def add(self, replies: Replies) -> None:
-        """Add a chunk of replies that were taken; the sum decides what the server learns of each of them."""
+        """Add a chunk of replies that were taken; the sum decides what the server learns of each of
+        them.
+        """
         ...
 
     def server(self) -> Server:
@@ -65,7 +68,9 @@ class RoundSum(Protocol):
         ...
 
     def row(self) -> dict[str, float]:
-        """Return the columns that the sum adds to the history, once the next state is known; they replace columns of the same name."""
+        """Return the columns that the sum adds to the history, once the next state is known; they
+        replace columns of the same name.
+        """
         ...
 
 
@@ -82,7 +87,9 @@ class AggregationRun(Protocol):
         ...
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        """Begin the sum of a round that starts from the state `server`, with all ids of its cohort, some of which may not reply."""
+        """Begin the sum of a round that starts from the state `server`, with all ids of its cohort,
+        some of which may not reply.
+        """
         ...
 
 
@@ -100,14 +107,17 @@ class Aggregation(Protocol):
         """Return how cohorts are drawn, or None where the run may choose."""
         ...
 
-    def start(self, result: "Result", admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
+    def start(
+        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+    ) -> AggregationRun:
         """Start a run that continues from `result`.
 
         Args:
             result: The state from which the run starts.
             admission: Which replies are taken.
             every: Rounds between checkpoints; None for no checkpoints.
-            repeats: Number of rounds that an earlier run has done after `result`, and that are done again.
+            repeats: Number of rounds that an earlier run has done after `result`, and that are done
+                again.
 
         Raises:
             ValueError: The method or the settings do not fit.
@@ -122,9 +132,13 @@ class OpenAggregation:
     name = OPEN
     sampling = None
 
-    def start(self, result: "Result", admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
+    def start(
+        self, result: "Result", admission: Admission, *, every: int | None, repeats: int
+    ) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`."""
-        return OpenRun(result.algorithm, result.settings, result.data.clients, admission.min_clients)
+        return OpenRun(
+            result.algorithm, result.settings, result.data.clients, admission.min_clients
+        )
 
 
 class OpenRun:
@@ -138,7 +152,12 @@ class OpenRun:
     """
 
     def __init__(self, algorithm: Algorithm, settings: Settings, clients: int, least: int) -> None:
-        self._algorithm, self._settings, self._clients, self.least = algorithm, settings, clients, least
+        self._algorithm, self._settings, self._clients, self.least = (
+            algorithm,
+            settings,
+            clients,
+            least,
+        )
 
     def cohort(self, round: int) -> np.ndarray:
         """Return the ids of one round's cohort, ascending, drawn by the settings."""
@@ -150,7 +169,8 @@ class OpenRun:
 
 
 class OpenSum:
-    """A `RoundSum` of replies that the server sees: pools add them up as they arrive, and what `combine` reads of single clients is kept.
+    """A `RoundSum` of replies that the server sees: pools add them up as they arrive, and what
+    `combine` reads of single clients is kept.
 
     Args:
         algorithm: The method.
@@ -160,7 +180,9 @@ class OpenSum:
         rounds: Number of rounds of the run.
     """
 
-    def __init__(self, algorithm: Algorithm, server: Server, clients: int, round: int, rounds: int) -> None:
+    def __init__(
+        self, algorithm: Algorithm, server: Server, clients: int, round: int, rounds: int
+    ) -> None:
         self._server, self._round = server, {"round": round, "rounds": rounds, "clients": clients}
         self._next = NextServer(algorithm, server, clients, round)
         self._totals: dict[str, Tensors] = {}
@@ -169,20 +191,32 @@ class OpenSum:
 
     def add(self, replies: Replies) -> None:
         """Add a chunk of replies, client by client."""
-        extra = replies.reported | {"n": replies.n, "ids": torch.from_numpy(replies.ids).to(replies.n.device)}
+        extra = replies.reported | {
+            "n": replies.n,
+            "ids": torch.from_numpy(replies.ids).to(replies.n.device),
+        }
         for name, pool in self._pools.items():
             if not isinstance(pool, StackedPool):
                 uplink = {**replies.sent, **extra, **self._round}
-                self._totals[name] = pool.accumulate(self._totals.get(name), self._server, name, uplink)
-        self._stacked.append(extra | {name: replies.sent[name] for name, pool in self._pools.items() if isinstance(pool, StackedPool)})
+                self._totals[name] = pool.accumulate(
+                    self._totals.get(name), self._server, name, uplink
+                )
+        self._stacked.append(
+            extra
+            | {
+                name: replies.sent[name]
+                for name, pool in self._pools.items()
+                if isinstance(pool, StackedPool)
+            }
+        )
 
     def server(self) -> Server:
         """Return the server's next state, after the last chunk.
 
         Raises:
             DivergenceError: The next state is not finite.
-            ValueError: The method's `combine` returns entries that the server does not have, no tensors, or tensors of other shapes or
-                dtypes.
+            ValueError: The method's `combine` returns entries that the server does not have, no
+                tensors, or tensors of other shapes or dtypes.
         """
         uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked) | self._round
         new = dict(self._server)
@@ -225,8 +259,16 @@ class ReplyFilter:
         counts: np.ndarray,
         names: tuple[str, ...] = (),
     ) -> None:
-        self._algorithm, self._server, self._sum, self._admission, self._round = algorithm, server, sum, admission, round
-        self._earlier = [row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))]
+        self._algorithm, self._server, self._sum, self._admission, self._round = (
+            algorithm,
+            server,
+            sum,
+            admission,
+            round,
+        )
+        self._earlier = [
+            row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))
+        ]
         self._held: list[Replies] = []
         self._norms: dict[int, float] = {}
         self._sizes: dict[str, dict[int, float]] = {}
@@ -237,7 +279,9 @@ class ReplyFilter:
         self.taken = 0
         """Number of clients of the cohort whose replies are in the sum."""
         self.usual = math.nan
-        """The `usual` distance of the replies that were taken, known after `close`; NaN where distances are not checked."""
+        """The `usual` distance of the replies that were taken, known after `close`; NaN where
+        distances are not checked.
+        """
 
     def drop(self, client: int, reason: str) -> None:
         """Leave a client out; the first reason given for it is kept."""
@@ -249,24 +293,44 @@ class ReplyFilter:
             self._pass(replies)
             return
         if self._admission.max_norm is not None:
-            sent = {name: t for name, t in replies.sent.items() if not isinstance(self._algorithm.blocks[name], Buffers)}
+            sent = {
+                name: t
+                for name, t in replies.sent.items()
+                if not isinstance(self._algorithm.blocks[name], Buffers)
+            }
             ids = replies.ids
-            start = was_sent(self._algorithm, self._server, ids, replies.n.device, sent) if sent else {}
+            start = (
+                was_sent(self._algorithm, self._server, ids, replies.n.device, sent) if sent else {}
+            )
             norms = distances(sent, start) if sent else torch.zeros(len(ids))
             self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
             for name, t in flatten(replies.reported).items():
-                sizes = t.double().abs().reshape(len(ids), -1).amax(1) if t.numel() else t.new_zeros(len(ids))
-                self._sizes.setdefault(name, {}).update(zip(ids.tolist(), sizes.tolist(), strict=True))
+                sizes = (
+                    t.double().abs().reshape(len(ids), -1).amax(1)
+                    if t.numel()
+                    else t.new_zeros(len(ids))
+                )
+                self._sizes.setdefault(name, {}).update(
+                    zip(ids.tolist(), sizes.tolist(), strict=True)
+                )
         self._check_statistics(replies)
         self._held.append(replies)
 
     def _check_statistics(self, replies: Replies) -> None:
-        """Leave out clients whose norms have negative variances, of which the server's would make NaN; their size has no bound."""
+        """Leave out clients whose norms have negative variances, of which the server's would make
+        NaN; their size has no bound.
+        """
         for name in replies.sent:
             if isinstance(self._algorithm.blocks[name], Buffers):
                 leaves = self._algorithm.layout(name).leaves(replies.sent[name]["loc"])
-                variances = [t.reshape(len(replies.ids), -1) for leaf, t in leaves.items() if leaf.endswith("running_var")]
-                for client in replies.ids[(torch.cat(variances, 1).amin(1) < 0).cpu().numpy()].tolist():
+                variances = [
+                    t.reshape(len(replies.ids), -1)
+                    for leaf, t in leaves.items()
+                    if leaf.endswith("running_var")
+                ]
+                for client in replies.ids[
+                    (torch.cat(variances, 1).amin(1) < 0).cpu().numpy()
+                ].tolist():
                     self.drop(client, f"its {name} have negative variances")
 
     def _pass(self, replies: Replies) -> None:
@@ -275,7 +339,8 @@ class ReplyFilter:
         self._losses.append(replies.losses)
 
     def close(self) -> list[int]:
-        """Add the replies that are taken to the sum, in the order of a simulation whatever the order in which they arrived.
+        """Add the replies that are taken to the sum, in the order of a simulation whatever the
+        order in which they arrived.
 
         Returns:
             The ids of clients whose reply, or training, was not taken.
@@ -283,8 +348,12 @@ class ReplyFilter:
         if self._admission is not None:
             self._compare(self._admission)
         for client, reason in self.dropped.items():
-            log.warning("round %d: %s is left out: %s", self._round, called(client, self._names), reason)
-        for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):  # in a simulation's order
+            log.warning(
+                "round %d: %s is left out: %s", self._round, called(client, self._names), reason
+            )
+        for replies in sorted(
+            self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))
+        ):  # in a simulation's order
             if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
                 self._pass(replies if kept.all() else replies.of(kept))
         return list(self.dropped)
@@ -306,7 +375,9 @@ class ReplyFilter:
             self.usual = usual(list(inside.values()), self._shares[list(inside)])
 
     def loss(self) -> float:
-        """Return the mean negative log likelihood of training, in nats, over the clients that were taken; NaN if none reports it."""
+        """Return the mean negative log likelihood of training, in nats, over the clients that were
+        taken; NaN if none reports it.
+        """
         losses = np.concatenate(self._losses) if self._losses else np.empty(0)
         known = losses[~np.isnan(losses)]
         return float(torch.from_numpy(known).mean()) if len(known) else math.nan
@@ -316,17 +387,29 @@ class ReplyFilter:
 
         Raises:
             DivergenceError: The next state is not finite, and bad clients stop the run.
-            FailedRound: The next state is not finite although each reply was, and bad clients are skipped.
+            FailedRound: The next state is not finite although each reply was, and bad clients are
+                skipped.
         """
         try:
             return self._sum.server()
         except DivergenceError as error:
             if error.client is not None or self._admission is None or not self._admission.skips:
                 raise
-            raise FailedRound(f"what the replies of round {self._round}, counted from 0, make together is not finite") from error
+            raise FailedRound(
+                f"what the replies of round {self._round}, counted from 0, make together is not "
+                "finite"
+            ) from error
 
 
-def was_sent(algorithm: Algorithm, server: Server, ids: np.ndarray, device: torch.device, blocks: Iterable[str]) -> dict[str, Tensors]:
-    """Return, for each of `blocks`, what the server sent to the clients `ids`: the same to all [...], or to each its own [C, ...]."""
+def was_sent(
+    algorithm: Algorithm,
+    server: Server,
+    ids: np.ndarray,
+    device: torch.device,
+    blocks: Iterable[str],
+) -> dict[str, Tensors]:
+    """Return, for each of `blocks`, what the server sent to the clients `ids`: the same to all
+    [...], or to each its own [C, ...].
+    """
     common, addressed = algorithm.share(server, torch.from_numpy(ids).to(device))
     return {name: addressed.get(name, common.get(name, {})) for name in blocks}

@@ -1,4 +1,5 @@
-"""One round of a federation: which clients are asked, which replies are taken, and how the server combines them.
+"""One round of a federation: which clients are asked, which replies are taken, and how the server
+combines them.
 
 A `Transport` carries the messages, on one machine or between many.
 """
@@ -80,48 +81,70 @@ class Absence:
 
 
 class Transport(Protocol):
-    """A carrier of one attempt at a round: it takes the server's state to the clients and brings their replies back."""
+    """A carrier of one attempt at a round: it takes the server's state to the clients and brings
+    their replies back.
+    """
 
     @property
     def trusted(self) -> bool:
-        """Say whether replies need no checks when a bad client would stop the run, because this process has computed them itself."""
+        """Say whether replies need no checks when a bad client would stop the run, because this
+        process has computed them itself.
+        """
         ...
 
     @property
     def counts(self) -> np.ndarray:
-        """Return the numbers of training examples of all clients, [J], 0 where unknown; available once the clients are asked."""
+        """Return the numbers of training examples of all clients, [J], 0 where unknown; available
+        once the clients are asked.
+        """
         ...
 
     @property
     def apart(self) -> float:
-        """Return the seconds of the round spent on other work, such as measuring; available once all answers have arrived."""
+        """Return the seconds of the round spent on other work, such as measuring; available once
+        all answers have arrived.
+        """
         ...
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the history's columns on where the time was spent, in seconds; available once all answers have arrived."""
+        """Return the history's columns on where the time was spent, in seconds; available once all
+        answers have arrived.
+        """
         ...
 
     @property
     def traffic(self) -> dict[str, float]:
-        """Return the columns `bytes_up` and `bytes_down`; available once all answers have arrived."""
+        """Return the columns `bytes_up` and `bytes_down`; available once all answers have
+        arrived.
+        """
         ...
 
     def asked(self, round: Round) -> AbstractContextManager[Iterator[Replies | Absence]]:
-        """Ask the clients of a round, and give an iterator over their answers, which come in any order.
+        """Ask the clients of a round, and give an iterator over their answers, which come in any
+        order.
 
-        A client of the cohort answers once; of the other clients only absences are reported. If the context is left by an exception,
-        clients return to the states that they had before the round.
+        A client of the cohort answers once; of the other clients only absences are reported. If the
+        context is left by an exception, clients return to the states that they had before the
+        round.
         """
         ...
 
     def commit(self, dropped: Collection[int]) -> None:
-        """Make the new state of the clients that were taken permanent; clients in `dropped` return to the state before the round."""
+        """Make the new state of the clients that were taken permanent; clients in `dropped` return
+        to the state before the round.
+        """
         ...
 
 
 def run_round(
-    rules: Rules, server: Server, number: int, history: Iterable[Mapping[str, Any]], transport: Transport, *, attempt: int = 0
+    rules: Rules,
+    server: Server,
+    number: int,
+    history: Iterable[Mapping[str, Any]],
+    transport: Transport,
+    *,
+    attempt: int = 0,
 ) -> tuple[Server, dict[str, Any]]:
     """Run one round.
 
@@ -137,20 +160,35 @@ def run_round(
         The server's next state, and the history's row of this round.
 
     Raises:
-        DivergenceError: A client's training is not finite and bad clients stop the run, or the server's next state is not finite.
+        DivergenceError: A client's training is not finite and bad clients stop the run, or the
+            server's next state is not finite.
         BadClients: A reply is missing or bad, and bad clients stop the run.
-        FailedRound: Fewer replies were taken than a round needs, or, where bad clients are skipped, the server's next state is not finite.
+        FailedRound: Fewer replies were taken than a round needs, or, where bad clients are skipped,
+            the server's next state is not finite.
     """
     start = perf_counter()
     algorithm, admission, aggregation = rules.algorithm, rules.admission, rules.aggregation
     cohort = aggregation.cohort(number)
     check_cohort(len(cohort), number, aggregation.least)
-    rest = np.setdiff1d(np.arange(rules.clients), cohort) if rules.settings.train == "all" else cohort[:0]
+    rest = (
+        np.setdiff1d(np.arange(rules.clients), cohort)
+        if rules.settings.train == "all"
+        else cohort[:0]
+    )
     total = aggregation.begin(server, number, cohort)
     looks = admission.skips or not transport.trusted
     lost: set[int] = set()
     with transport.asked(Round(number, attempt, server, cohort, rest, rules.declared)) as answers:
-        filter = ReplyFilter(algorithm, server, total, admission if looks else None, number, history, transport.counts, rules.names)
+        filter = ReplyFilter(
+            algorithm,
+            server,
+            total,
+            admission if looks else None,
+            number,
+            history,
+            transport.counts,
+            rules.names,
+        )
         for answer in answers:
             if isinstance(answer, Replies):
                 filter.add(answer)
@@ -159,17 +197,32 @@ def run_round(
                 lost |= {answer.client} if answer.lost else set()
         dropped = filter.close()
         if dropped and not admission.skips:
-            bad = "; ".join(f"{called(client, rules.names)}: {filter.dropped[client]}" for client in dropped)
+            bad = "; ".join(
+                f"{called(client, rules.names)}: {filter.dropped[client]}" for client in dropped
+            )
             raise BadClients(f"round {number}, counted from 0: {bad}")
         transport.commit(dropped)
         missing = len(lost.intersection(cohort.tolist()))
-        counted = {"lost": missing, "rejected": len(cohort) - missing - filter.taken, **transport.traffic}
+        counted = {
+            "lost": missing,
+            "rejected": len(cohort) - missing - filter.taken,
+            **transport.traffic,
+        }
         try:
             check_replies(filter.taken, number, aggregation.least)
             server = filter.server()
         except FailedRound as error:
-            error.row |= counted if isinstance(total, OpenSum) else counted | {"bytes_up": math.nan}  # other sums count their own bytes
+            error.row |= (
+                counted if isinstance(total, OpenSum) else counted | {"bytes_up": math.nan}
+            )  # other sums count their own bytes
             raise
-    row = {"round": number + 1, "cohort": filter.taken, "seconds": perf_counter() - start - transport.apart, **transport.seconds}
-    row |= {"train_nll": filter.loss(), **counted} | ({"uplink_norm": filter.usual} if looks else {})
+    row = {
+        "round": number + 1,
+        "cohort": filter.taken,
+        "seconds": perf_counter() - start - transport.apart,
+        **transport.seconds,
+    }
+    row |= {"train_nll": filter.loss(), **counted} | (
+        {"uplink_norm": filter.usual} if looks else {}
+    )
     return server, row | total.row()

@@ -1,15 +1,21 @@
-"""Callbacks for `simulate(on_round=...)` and `bayesfl.flower.serve(on_round=...)`: early stopping, and records of a run for other programs.
+"""Callbacks for `simulate(on_round=...)` and `bayesfl.flower.serve(on_round=...)`: early stopping,
+and records of a run for other programs.
 
-A callback is called after every round, once its checkpoint is written, with the run so far: a `bayesfl.federation.run.result.Result` on one
-machine, a `bayesfl.flower.Deployed` over a network. It may read all of it, above all `history`; if it returns True, the run ends. What it
-is given goes on changing with the run: keep `snapshot(result)`.
+A callback is called after every round, once its checkpoint is written, with the run so far: a
+`bayesfl.federation.run.result.Result` on one machine, a `bayesfl.flower.Deployed` over a network.
+It may read all of it, above all `history`; if it returns True, the run ends. What it is given goes
+on changing with the run: keep `snapshot(result)`.
 
-A round may be told twice. A resumed run first calls its callbacks for the round that it goes on from, of which they may not have heard if
-the process was killed. So a run that was ended by a callback stays ended, and goes on if that callback is left out. A run that is ended
-between evaluations is measured then, and its callbacks are called once more with the measures. Any function of that kind will do:
+A round may be told twice. A resumed run first calls its callbacks for the round that it goes on
+from, of which they may not have heard if the process was killed. So a run that was ended by a
+callback stays ended, and goes on if that callback is left out. A run that is ended between
+evaluations is measured then, and its callbacks are called once more with the measures. Any function
+of that kind will do:
 
     def note(result):
-        mlflow.log_metrics({key: value for key, value in result.history[-1].items() if value == value}, step=result.round)
+        row = result.history[-1]
+        known = {key: value for key, value in row.items() if value == value}
+        mlflow.log_metrics(known, step=result.round)
 """
 
 import os
@@ -42,31 +48,47 @@ def check_callbacks(name: str, on_round: Any) -> None:
         raise TypeError(f"{name} must be a list of callbacks, as [it], got {on_round!r}")
     for callback in on_round:
         if not callable(callback) or isinstance(callback, type):
-            raise TypeError(f"{name}: a callback is a function of the run so far, or an object such as CSV(path), got {callback!r}")
+            raise TypeError(
+                f"{name}: a callback is a function of the run so far, or an object such as "
+                f"CSV(path), got {callback!r}"
+            )
 
 
 def snapshot(result: Any) -> Any:
-    """Return a copy of the run so far that further rounds do not change; what a callback is given shares the running state."""
-    own = {"private": tree_map(lambda t: t.clone(), result.private)} if isinstance(result, Result) else {}
+    """Return a copy of the run so far that further rounds do not change; what a callback is given
+    shares the running state.
+    """
+    own = (
+        {"private": tree_map(lambda t: t.clone(), result.private)}
+        if isinstance(result, Result)
+        else {}
+    )
     return replace(result, history=History(result.history.rows), **own)
 
 
 def ended(callbacks: Sequence[Callback], result: Any) -> bool:
-    """Call every callback with the run so far, and say whether one ends it; an error of a callback carries the run as its `result`."""
+    """Call every callback with the run so far, and say whether one ends it; an error of a callback
+    carries the run as its `result`.
+    """
     said = []
     for callback in callbacks:
         try:
             answer = callback(result)
             said.append(isinstance(answer, bool | np.bool_ | Tensor) and bool(answer))
         except Exception as error:  # a user's function may raise anything; it is passed on
-            error.add_note(f"raised by a callback after round {result.round}; the run so far is this error's attribute `result`")
+            error.add_note(
+                f"raised by a callback after round {result.round}; the run so far is this error's "
+                "attribute `result`"
+            )
             error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
             raise
     return any(said)
 
 
 def over(callbacks: Sequence[Callback], result: Any) -> bool:
-    """Say whether a run that goes on is ended already; its callbacks are asked before any further round."""
+    """Say whether a run that goes on is ended already; its callbacks are asked before any further
+    round.
+    """
     return bool(result.round) and ended(callbacks, result)
 
 
@@ -79,22 +101,26 @@ def finished(callbacks: Sequence[Any], result: Any) -> Any:
 
 
 class EarlyStopping:
-    """A callback that ends a run when a column of the history has not improved for some evaluations.
+    """A callback that ends a run when a column of the history has not improved for some
+    evaluations.
 
-    It reads the history alone, so that a resumed run keeps its patience. Take a column of validation data: the best value of a test column
-    is too good.
+    It reads the history alone, so that a resumed run keeps its patience. Take a column of
+    validation data: the best value of a test column is too good.
 
     Args:
         column: Name of the column, as `validation_nll`.
         patience: Number of evaluations without a better value after which the run ends.
-        keep: Whether the run returns its `last` state, or that of the `best` evaluation, with the history up to it.
-        folder: For `best`, a folder for that state, from which a resumed run finds it again; None to hold it in memory alone. A
-            deployment's best state is read from it by `bayesfl.flower.load`; nodes keep their states of that round, and end with their
-            models of it.
+        keep: Whether the run returns its `last` state, or that of the `best` evaluation, with the
+            history up to it.
+        folder: For `best`, a folder for that state, from which a resumed run finds it again; None
+            to hold it in memory alone. A deployment's best state is read from it by
+            `bayesfl.flower.load`; nodes keep their states of that round, and end with their models
+            of it.
         lowest: Whether smaller values are better; None to know it by the measure's name.
 
     Raises:
-        ValueError: `patience` is no whole number >= 1, `keep` is unknown, or `folder` is given for `last`.
+        ValueError: `patience` is no whole number >= 1, `keep` is unknown, or `folder` is given for
+            `last`.
     """
 
     def __init__(
@@ -109,7 +135,9 @@ class EarlyStopping:
         if keep not in ("last", "best"):
             raise ValueError(f"keep must be 'last' or 'best', got {keep!r}")
         if folder is not None and keep == "last":
-            raise ValueError(f"folder is for keep='best', got {folder!r} with keep='last'; leave one of them out")
+            raise ValueError(
+                f"folder is for keep='best', got {folder!r} with keep='last'; leave one of them out"
+            )
         self.column, self.patience, self.keep = column, whole("patience", patience, least=1), keep
         self._folder, self._lowest = folder, lowest
         self.best: Any = None
@@ -118,17 +146,22 @@ class EarlyStopping:
         """Say whether the run ends; keep its state if it is the best so far.
 
         Raises:
-            ValueError: The history has no such column although a round was evaluated, or the column's better values are not known.
+            ValueError: The history has no such column although a round was evaluated, or the
+                column's better values are not known.
         """
         history = result.history
         rows = [row for row in history if np.isfinite(row.get(self.column, np.nan))]
         if not rows:
             settings = getattr(result, "settings", None)
-            never = settings is not None and settings.evaluate_every is None and any(row.get("cohort") for row in history)
+            never = (
+                settings is not None
+                and settings.evaluate_every is None
+                and any(row.get("cohort") for row in history)
+            )
             if never and self.column not in history.columns:
                 raise KeyError(
-                    f"no column {self.column!r}: nothing is measured on the way; pass evaluate_every=1, or take a column of "
-                    f"{history.columns}"
+                    f"no column {self.column!r}: nothing is measured on the way; pass "
+                    f"evaluate_every=1, or take a column of {history.columns}"
                 )
             if any(key.startswith(("personal_", "validation_")) for key in history.columns):
                 history[self.column]  # names the nearest columns
@@ -136,14 +169,25 @@ class EarlyStopping:
         best = History(rows).best(self.column, lowest=self._lowest)
         if self.keep == "best" and best["round"] == result.round:
             if result.settings.sampling == "poisson":
-                raise ValueError("keep='best' would tell the epsilon of fewer rounds than were released; under ClientPrivacy take 'last'")
+                raise ValueError(
+                    "keep='best' would tell the epsilon of fewer rounds than were released; under "
+                    "ClientPrivacy take 'last'"
+                )
             self.best = snapshot(result)
             if self._folder is not None:
                 if newest(self._folder):
-                    raise ValueError(f"folder {str(self._folder)!r} holds the run's checkpoints; give the best state a folder of its own")
+                    raise ValueError(
+                        f"folder {str(self._folder)!r} holds the run's checkpoints; give the best "
+                        "state a folder of its own"
+                    )
                 self.best.save(self._folder)
         elif self.keep == "best":
-            self._restore(result, best["round"])  # now: the nodes of a deployment that goes on must not forget their states of that round
+            self._restore(
+                result,
+                best["round"],
+                # now: the nodes of a deployment that goes on must not forget their states of that
+                # round
+            )
         return sum(row["round"] > best["round"] for row in rows) >= self.patience
 
     def finish(self, result: Any) -> Any:
@@ -156,20 +200,27 @@ class EarlyStopping:
         round = History(values).best(self.column, lowest=self._lowest)["round"]
         if not self._is_of(result, round):
             warn(
-                f"the best {self.column} is of round {round}, whose state is gone, as of a run that was resumed without a folder; the last "
+                f"the best {self.column} is of round {round}, whose state is gone, as of a run "
+                "that was resumed without a folder; the last "
                 "state is returned. Pass EarlyStopping(folder=...) to keep the best one on disk",
             )
             return result
         return self.best or result
 
     def _restore(self, result: Any, round: int) -> None:
-        """Read the best state from its folder, if the one in memory is not that of this run after so many rounds."""
+        """Read the best state from its folder, if the one in memory is not that of this run after
+        so many rounds.
+        """
         if not self._is_of(result, round) and self._folder is not None and held(self._folder):
             self.best = reloaded(result, self._folder)
 
     def _is_of(self, result: Any, round: int) -> bool:
-        """Say whether the state that is kept is that of this run after so many rounds: its history, with its seconds, is."""
-        return self.best is not None and repr(self.best.history.rows) == repr(result.history.rows[:round])
+        """Say whether the state that is kept is that of this run after so many rounds: its history,
+        with its seconds, is.
+        """
+        return self.best is not None and repr(self.best.history.rows) == repr(
+            result.history.rows[:round]
+        )
 
 
 class CSV:
@@ -201,7 +252,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoard needs the package tensorboard: pip install tensorboard") from error
+            raise ImportError(
+                "TensorBoard needs the package tensorboard: pip install tensorboard"
+            ) from error
         self._writer = SummaryWriter(str(folder))
 
     def __call__(self, result: Any) -> None:

@@ -15,21 +15,33 @@ from bayesfl.optim import Clip, Rate, rate_at
 
 LINES = 8  # most lines that name the options of one result
 
-MEASURES = {"classification": ("accuracy", "nll", "ece", "pooled_ece", "brier"), "regression": ("rmse", "nll")}
+MEASURES = {
+    "classification": ("accuracy", "nll", "ece", "pooled_ece", "brier"),
+    "regression": ("rmse", "nll"),
+}
 
 
-def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None, style: Literal["text", "markdown"] = "text") -> str:
-    """Return a table of results' personal measures in their last evaluated round, and what differs in how they were trained.
+def compare(
+    results: Mapping[str, Any],
+    *,
+    columns: Sequence[str] | None = None,
+    style: Literal["text", "markdown"] = "text",
+) -> str:
+    """Return a table of results' personal measures in their last evaluated round, and what differs
+    in how they were trained.
 
-    Defaults are those of each method's paper, so two methods may differ in steps, batches, rates and momentum as well as in themselves. A
-    second table beneath the first has the settings in which the results differ, the data (by source and hash), seeds, models, likelihoods
-    and precisions among them; it is left out if there are none. Of a list of results it has every distinct setting, and of a run that was
-    ended the rounds done, as `12 of 40`. Where two results are of one method, lines beneath name the other options, and the layers, in
-    which they differ, at most 8 for each result.
+    Defaults are those of each method's paper, so two methods may differ in steps, batches, rates
+    and momentum as well as in themselves. A second table beneath the first has the settings in
+    which the results differ, the data (by source and hash), seeds, models, likelihoods and
+    precisions among them; it is left out if there are none. Of a list of results it has every
+    distinct setting, and of a run that was ended the rounds done, as `12 of 40`. Where two results
+    are of one method, lines beneath name the other options, and the layers, in which they differ,
+    at most 8 for each result.
 
     Args:
         results: {method: a result, or a list of results, one a seed}.
-        columns: Measures to show, without their prefix, as `accuracy`; None for the usual ones of the task.
+        columns: Measures to show, without their prefix, as `accuracy`; None for the usual ones of
+            the task.
         style: `text` for a terminal, or `markdown`.
 
     Raises:
@@ -37,41 +49,80 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
         ValueError: `results` is empty, or a result was not evaluated or has no such measure.
     """
     if not isinstance(results, Mapping):
-        raise TypeError(f"results must give each result a name, as {{'FedAvg': result}}, got {type(results).__name__}")
-    runs = {name: list(found) if isinstance(found, Sequence) else [found] for name, found in results.items()}
+        raise TypeError(
+            f"results must give each result a name, as {{'FedAvg': result}}, got "
+            f"{type(results).__name__}"
+        )
+    runs = {
+        name: list(found) if isinstance(found, Sequence) else [found]
+        for name, found in results.items()
+    }
     if not runs or not all(runs.values()):
-        raise ValueError(f"results is empty{' for ' * bool(runs)}{', '.join(runs)}: give at least one {{method: result}}")
+        raise ValueError(
+            f"results is empty{' for ' * bool(runs)}{', '.join(runs)}: give at least one {{method: "
+            f"result}}"
+        )
     for name, found in runs.items():
-        if wrong := [run for run in found if not all(hasattr(run, part) for part in ("algorithm", "known", "settings", "history"))]:
+        if wrong := [
+            run
+            for run in found
+            if not all(hasattr(run, part) for part in ("algorithm", "known", "settings", "history"))
+        ]:
             raise TypeError(
-                f"result {name!r} must be a Result, or a list of them, got {type(wrong[0]).__name__}; pass what simulate returned"
+                f"result {name!r} must be a Result, or a list of them, got "
+                f"{type(wrong[0]).__name__}; pass what simulate returned"
             )
-    if calibrated := [name for name, found in runs.items() if any(getattr(run, "steps", ()) for run in found)]:
+    if calibrated := [
+        name for name, found in runs.items() if any(getattr(run, "steps", ()) for run in found)
+    ]:
         warn(
-            f"{', '.join(calibrated)}: the table has measures of training, before the steps of calibration; those after them are in "
+            f"{', '.join(calibrated)}: the table has measures of training, before the steps of "
+            "calibration; those after them are in "
             "result.predict().summary(clients.test)",
         )
     task = next(iter(runs.values()))[0].known.task
-    wanted = {name: _usual(task, found) if columns is None else tuple(columns) for name, found in runs.items()}
-    rows = {name: {key: [_last(name, run, key) for run in found] for key in wanted[name]} for name, found in runs.items()}
-    shown = [report.Column(key, better=report.better(key)) for key in dict.fromkeys(key for row in rows.values() for key in row)]
+    wanted = {
+        name: _usual(task, found) if columns is None else tuple(columns)
+        for name, found in runs.items()
+    }
+    rows = {
+        name: {key: [_last(name, run, key) for run in found] for key in wanted[name]}
+        for name, found in runs.items()
+    }
+    shown = [
+        report.Column(key, better=report.better(key))
+        for key in dict.fromkeys(key for row in rows.values() for key in row)
+    ]
     table = report.table(rows, columns=shown, style=style)
-    told = {name: _given(found) | _together([_training(run) for run in found]) for name, found in runs.items()}
-    apart = [what for what in next(iter(told.values())) if len({one[what] for one in told.values()}) > 1]
+    told = {
+        name: _given(found) | _together([_training(run) for run in found])
+        for name, found in runs.items()
+    }
+    apart = [
+        what for what in next(iter(told.values())) if len({one[what] for one in told.values()}) > 1
+    ]
     options = "\n".join(_options(runs))
     if not apart:
         return f"{table}\n\n{options}" if options else table
-    texts = [["trained with", *apart], *([name, *(one[what] for what in apart)] for name, one in told.items())]
+    texts = [
+        ["trained with", *apart],
+        *([name, *(one[what] for what in apart)] for name, one in told.items()),
+    ]
     widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
     texts.insert(1, ["-" * width for width in widths])
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in texts]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in texts
+    ]
     if style == "markdown":
         lines = ["| " + " | ".join(line) + " |" for line in texts]
     return "\n\n".join([table, "\n".join(lines), *([options] if options else [])])
 
 
 def _usual(task: str, runs: Sequence[Any]) -> tuple[str, ...]:
-    """Return the measures to show by default: of intervals by quantiles their loss, as they have no NLL."""
+    """Return the measures to show by default: of intervals by quantiles their loss, as they have no
+    NLL.
+    """
     intervals = any("personal_pinball" in row for run in runs for row in run.history)
     return ("rmse", "pinball") if intervals else MEASURES[task]
 
@@ -80,16 +131,21 @@ def _last(name: str, run: Any, key: str) -> float:
     values = [row[f"personal_{key}"] for row in run.history if f"personal_{key}" in row]
     if not values:
         raise ValueError(
-            f"result {name!r} has no measure {key!r} in its history; evaluate it (evaluate_every=), or choose others by columns="
+            f"result {name!r} has no measure {key!r} in its history; evaluate it "
+            "(evaluate_every=), or choose others by columns="
         )
     return values[-1]
 
 
 def _given(runs: Sequence[Any]) -> dict[str, str]:
-    """Name the data, by their source and the beginning of their hash, and the seeds of one method's results."""
+    """Name the data, by their source and the beginning of their hash, and the seeds of one method's
+    results.
+    """
     outlines = [getattr(run.known, "outline", run.known) for run in runs]
     return {
-        "data": ", ".join(dict.fromkeys(f"{outline.source} {outline.hash[:8]}" for outline in outlines)),
+        "data": ", ".join(
+            dict.fromkeys(f"{outline.source} {outline.hash[:8]}" for outline in outlines)
+        ),
         "seed": ", ".join(map(str, sorted({run.settings.seed for run in runs}))),
     }
 
@@ -100,19 +156,29 @@ def _together(told: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def _options(runs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-    """Name the options and layers, beyond those of `_training`, in which results differ from the first one of the same method."""
+    """Name the options and layers, beyond those of `_training`, in which results differ from the
+    first one of the same method.
+    """
     shown = ("optimiser", "epochs", "steps", "batch_size", "likelihood")
     first: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, found in runs.items():
         lines: list[str] = []
         for run in found:
-            one = {part: of for part, of in identity(run.algorithm).items() if part not in ("parameters", "constants")}
+            one = {
+                part: of
+                for part, of in identity(run.algorithm).items()
+                if part not in ("parameters", "constants")
+            }
             by_hand = one["method"] if run.algorithm.made else str(_kind(one[one["method"]]))
             known, other = first.setdefault(by_hand, (name, one))
             whom = "its first run" if known == name else known
             for path, (before, now) in without_parts(differences(other, one)).items():
-                if not any(part in shown or part.endswith("_optimiser") for part in path.split(".")):
-                    lines.append(f"{name} differs from {whom} in {path.rstrip('.')}: {now}, not {before}")
+                if not any(
+                    part in shown or part.endswith("_optimiser") for part in path.split(".")
+                ):
+                    lines.append(
+                        f"{name} differs from {whom} in {path.rstrip('.')}: {now}, not {before}"
+                    )
         lines = list(dict.fromkeys(lines))
         yield from lines[:LINES]
         if len(lines) > LINES:
@@ -125,38 +191,70 @@ def _kind(description: Any) -> Any:
         return {key: _kind(value) for key, value in description.items()}
     if isinstance(description, list):
         return [_kind(value) for value in description]
-    return description if isinstance(description, str) and not description.startswith("Tensor(") else None
+    return (
+        description
+        if isinstance(description, str) and not description.startswith("Tensor(")
+        else None
+    )
 
 
 def _training(run: Any) -> dict[str, str]:
-    """Describe the settings that readers compare: the model, those of the run, and of each gradient phase by the blocks it trains."""
-    phases = [inner for phase in run.algorithm.phases for inner in (phase.phases if isinstance(phase, Repeat) else (phase,))]
+    """Describe the settings that readers compare: the model, those of the run, and of each gradient
+    phase by the blocks it trains.
+    """
+    phases = [
+        inner
+        for phase in run.algorithm.phases
+        for inner in (phase.phases if isinstance(phase, Repeat) else (phase,))
+    ]
     turns = [phase for phase in run.algorithm.phases if isinstance(phase, Repeat)]
     steps = [phase for phase in phases if isinstance(phase, Descend)]
     inner = [phase for turn in turns for phase in turn.phases]
 
     def each(of: Any) -> str:
         found = [(", ".join(phase.blocks), of(phase)) for phase in steps]
-        return found[0][1] if len({value for _, value in found}) == 1 else ", ".join(f"{blocks}: {value}" for blocks, value in found)
+        return (
+            found[0][1]
+            if len({value for _, value in found}) == 1
+            else ", ".join(f"{blocks}: {value}" for blocks, value in found)
+        )
 
     def length(phase: Descend | Repeat) -> str:
         unit = "batches" if isinstance(phase, Repeat) else "steps"
         if phase in inner and not phase.steps:
             return f"{phase.epochs} step{'s' * (phase.epochs > 1)}"
-        return f"{phase.steps} {unit}" if phase.steps else f"{phase.epochs} epoch{'s' * (phase.epochs > 1)}"
+        return (
+            f"{phase.steps} {unit}"
+            if phase.steps
+            else f"{phase.epochs} epoch{'s' * (phase.epochs > 1)}"
+        )
 
-    batches = {phase.batch_size for phase in run.algorithm.phases if hasattr(phase, "batch_size") and phase.batch_size} or {None}
+    batches = {
+        phase.batch_size
+        for phase in run.algorithm.phases
+        if hasattr(phase, "batch_size") and phase.batch_size
+    } or {None}
     model = run.algorithm.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
-    drawn = f", {run.settings.sampling}" * (run.settings.participation < 1 and run.settings.sampling != "fixed")
+    drawn = f", {run.settings.sampling}" * (
+        run.settings.participation < 1 and run.settings.sampling != "fixed"
+    )
     return {
-        "model": f"{type(model).__name__} of {trained} weights" + f" and {frozen} frozen" * bool(frozen),
-        "rounds": f"{run.round} of {run.settings.rounds}" if run.round != run.settings.rounds else str(run.round),
+        "model": f"{type(model).__name__} of {trained} weights"
+        + f" and {frozen} frozen" * bool(frozen),
+        "rounds": f"{run.round} of {run.settings.rounds}"
+        if run.round != run.settings.rounds
+        else str(run.round),
         "participation": f"{run.settings.participation:g} ({run.settings.train} trains{drawn})",
-        "steps": (f"{length(turns[0])}, each " if turns else "") + (each(length) if steps else "none"),
-        "batch": ", ".join("all" if size is None else str(size) for size in sorted(batches, key=str)),
-        "optimiser": each(lambda phase: _optimiser(phase.optimiser, run.settings.rounds)) if steps else "none",
+        "steps": (f"{length(turns[0])}, each " if turns else "")
+        + (each(length) if steps else "none"),
+        "batch": ", ".join(
+            "all" if size is None else str(size) for size in sorted(batches, key=str)
+        ),
+        "optimiser": each(lambda phase: _optimiser(phase.optimiser, run.settings.rounds))
+        if steps
+        else "none",
         "likelihood": ADDRESS.sub("", repr(run.algorithm.likelihood)),
         "dtype": name_of(run.dtype),
     }
@@ -165,10 +263,22 @@ def _training(run: Any) -> dict[str, str]:
 def _optimiser(optimiser: Any, rounds: int) -> str:
     rate: Rate = optimiser.rate
     first, last = rate_at(rate, 0, rounds), rate_at(rate, rounds - 1, rounds)
-    mean = statistics.fmean(rate_at(rate, round, rounds) for round in range(rounds)) if callable(rate) else first
+    mean = (
+        statistics.fmean(rate_at(rate, round, rounds) for round in range(rounds))
+        if callable(rate)
+        else first
+    )
     told = f"a schedule, {first:g} to {last:g}, mean {mean:.3g}" if callable(rate) else f"{first:g}"
     if isinstance(optimiser, Clip):
         return f"Clip({_optimiser(optimiser.optimiser, rounds)}, norm {optimiser.norm:g})"
-    set_ = [(f.name, getattr(optimiser, f.name), f.default) for f in fields(optimiser)] if is_dataclass(optimiser) else []
-    more = "".join(f", {name} {value}" for name, value, default in set_ if name != "rate" and default is not MISSING and value != default)
+    set_ = (
+        [(f.name, getattr(optimiser, f.name), f.default) for f in fields(optimiser)]
+        if is_dataclass(optimiser)
+        else []
+    )
+    more = "".join(
+        f", {name} {value}"
+        for name, value, default in set_
+        if name != "rate" and default is not MISSING and value != default
+    )
     return f"{type(optimiser).__name__}({told}{more})"

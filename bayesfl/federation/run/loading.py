@@ -25,23 +25,30 @@ from bayesfl.federation.store.identity import identity, same_data, same_method, 
 
 @declared
 def load(
-    path: str | os.PathLike[str], algorithm: Method, clients: Federation | None = None, *, device: torch.device | str = "cpu"
+    path: str | os.PathLike[str],
+    algorithm: Method,
+    clients: Federation | None = None,
+    *,
+    device: torch.device | str = "cpu",
 ) -> Result:
     """Load a saved run.
 
-    Without data the result has its history, settings and server, and the models of clients that need no training data to predict; with
-    data it has everything.
+    Without data the result has its history, settings and server, and the models of clients that
+    need no training data to predict; with data it has everything.
 
     Args:
-        path: The folder that `Result.save` wrote, or the folder of `simulate`'s checkpoints, of which the newest undamaged one is loaded.
+        path: The folder that `Result.save` wrote, or the folder of `simulate`'s checkpoints, of
+            which the newest undamaged one is loaded.
         algorithm: The method that made the run.
         clients: The data on which the run was made; None to load it without.
         device: The device for its state.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
-        ValueError: The device is absent, or the data's columns or classes have other names than those of the run, or another order.
-        CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made with another method or on other data.
+        ValueError: The device is absent, or the data's columns or classes have other names than
+            those of the run, or another order.
+        CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made
+            with another method or on other data.
     """
     result, made_with = _read(path, algorithm, device)
     same_method(repr(str(path)), made_with, algorithm)
@@ -51,7 +58,8 @@ def load(
 
 @singledispatch
 def reloaded(run: Any, path: str | os.PathLike[str]) -> Any:
-    """Return a state of the run, a `Result` or one of another kind that has registered how it is read, that its `save` wrote.
+    """Return a state of the run, a `Result` or one of another kind that has registered how it is
+    read, that its `save` wrote.
 
     Raises:
         CheckpointError: As by `load`.
@@ -59,19 +67,28 @@ def reloaded(run: Any, path: str | os.PathLike[str]) -> Any:
     return load(path, run.algorithm, run.data, device=run.device)
 
 
-def started(start: Result | str | os.PathLike[str], algorithm: Algorithm, device: torch.device) -> Result:
-    """Return the run from whose state another begins, of this method's network and with its tensors; the method's options may differ.
+def started(
+    start: Result | str | os.PathLike[str], algorithm: Algorithm, device: torch.device
+) -> Result:
+    """Return the run from whose state another begins, of this method's network and with its
+    tensors; the method's options may differ.
 
     Raises:
         TypeError: `start` is neither a result nor a folder.
-        CheckpointError: The folder holds no run, or the state is one of another network or of another shape.
+        CheckpointError: The folder holds no run, or the state is one of another network or of
+            another shape.
     """
     if not isinstance(start, Result | str | os.PathLike):
         raise TypeError(
-            f"start must be a Result or a saved one's folder, got {type(start).__name__}; bayesfl.flower.serve(start=) takes a Deployed"
+            f"start must be a Result or a saved one's folder, got {type(start).__name__}; "
+            "bayesfl.flower.serve(start=) takes a Deployed"
         )
     what = "start" if isinstance(start, Result) else repr(str(start))
-    found, made_with = (start, identity(start.algorithm)) if isinstance(start, Result) else _read(folder("start", start), algorithm, device)
+    found, made_with = (
+        (start, identity(start.algorithm))
+        if isinstance(start, Result)
+        else _read(folder("start", start), algorithm, device)
+    )
     same_network(what, made_with, algorithm)
     _check(what, algorithm, found)
     return found
@@ -82,15 +99,23 @@ def _check(what: str, algorithm: Algorithm, run: Result) -> None:
     check_state(what, algorithm, run.server, run.private, **about)
 
 
-def _read(path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device | str) -> tuple[Result, dict[str, Any]]:
+def _read(
+    path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device | str
+) -> tuple[Result, dict[str, Any]]:
     """Return a saved run as its file has it, and the identity of the method that made it."""
     device = present(device)
     found = files.read(path, files.RUN, device)
     return Result(device=device, **{**found, "algorithm": algorithm}), found["algorithm"]
 
 
-def resumed(run: Result | str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData, device: torch.device) -> Result:
-    """Return a run that is to go on with this method, which must have made it, on these data, on which it must have been made.
+def resumed(
+    run: Result | str | os.PathLike[str],
+    algorithm: Algorithm,
+    clients: FederatedData,
+    device: torch.device,
+) -> Result:
+    """Return a run that is to go on with this method, which must have made it, on these data, on
+    which it must have been made.
 
     Raises:
         TypeError: `run` is neither a result nor a folder.
@@ -113,14 +138,23 @@ def on(result: Result, clients: FederatedData, what: str) -> Result:
 
 
 def check_state(
-    what: str, algorithm: Algorithm, server: Server, private: View, *, clients: int, dtype: torch.dtype, stacked: bool, novel: bool = False
+    what: str,
+    algorithm: Algorithm,
+    server: Server,
+    private: View,
+    *,
+    clients: int,
+    dtype: torch.dtype,
+    stacked: bool,
+    novel: bool = False,
 ) -> None:
     """Check that a state has the tensors that the method keeps, with their dtypes and shapes.
 
-    What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that axis is the
-    clients'.
+    What a method holds on the server beyond its blocks may grow along its first axis, as models of
+    clusters do, unless that axis is the clients'.
 
-    `stacked` says that `private` has the rows of all clients, [J, ...], and not the state of one; `novel` that they joined after training.
+    `stacked` says that `private` has the rows of all clients, [J, ...], and not the state of one;
+    `novel` that they joined after training.
 
     Raises:
         CheckpointError: A tensor is missing or unknown, or has another dtype or shape.
@@ -141,6 +175,7 @@ def check_state(
 
     if wrong := sorted(name for name in wanted.keys() | found.keys() if not fits(name)):
         raise CheckpointError(
-            f"{what} holds another state than the method keeps: {wrong[0]} is {picture(wrong[0], found)}, not {picture(wrong[0], wanted)}"
+            f"{what} holds another state than the method keeps: {wrong[0]} is "
+            f"{picture(wrong[0], found)}, not {picture(wrong[0], wanted)}"
             + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
         )

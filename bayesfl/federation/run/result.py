@@ -28,7 +28,12 @@ from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
 from bayesfl.federation.clients import predict, surveying, tuning
-from bayesfl.federation.clients.client_model import ClientModel, check_file_names, needs_data, of_client
+from bayesfl.federation.clients.client_model import (
+    ClientModel,
+    check_file_names,
+    needs_data,
+    of_client,
+)
 from bayesfl.federation.clients.form import other_transform, same_form
 from bayesfl.federation.clients.local import Local, State, private_rows
 from bayesfl.federation.clients.modules import server_module
@@ -57,14 +62,18 @@ class Result:
         history: One row for each round.
         device: The device that holds the state, and computes and holds predictions.
         dtype: The precision of the state.
-        novel: Whether the clients joined after training, by `adapt`; then the result predicts, but training cannot continue from it.
-        chosen: The value of `tuned` where it is known already, because new clients joined a federation that has one, or because it was
-            saved, with the way of predicting that it was chosen for; None where it is not. For another one, as `replace(result,
-            algorithm=...)` gives, it is chosen anew.
-        tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as where bad clients are skipped; otherwise
-            it raises `DivergenceError`.
-        steps: Steps of calibration, as `calibrate` has fitted them, which `predict` and `client` apply.
-        calibrated: How the method predicted when they were fitted, see `reading`; None without steps.
+        novel: Whether the clients joined after training, by `adapt`; then the result predicts, but
+            training cannot continue from it.
+        chosen: The value of `tuned` where it is known already, because new clients joined a
+            federation that has one, or because it was saved, with the way of predicting that it was
+            chosen for; None where it is not. For another one, as `replace(result, algorithm=...)`
+            gives, it is chosen anew.
+        tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as
+            where bad clients are skipped; otherwise it raises `DivergenceError`.
+        steps: Steps of calibration, as `calibrate` has fitted them, which `predict` and `client`
+            apply.
+        calibrated: How the method predicted when they were fitted, see `reading`; None without
+            steps.
         began: What the run began from, in words that differ for other states.
     """
 
@@ -87,8 +96,15 @@ class Result:
 
     def __repr__(self) -> str:
         source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
-        steps = f"; calibrated by {', '.join(type(one.step).__name__ for one in self.steps)}" if self.steps else ""
-        return f"Result({self.known.clients} clients of {source}, round {self.round} of {self.settings.rounds}; {self.history}{steps})"
+        steps = (
+            f"; calibrated by {', '.join(type(one.step).__name__ for one in self.steps)}"
+            if self.steps
+            else ""
+        )
+        return (
+            f"Result({self.known.clients} clients of {source}, round {self.round} of "
+            f"{self.settings.rounds}; {self.history}{steps})"
+        )
 
     @property
     def data(self) -> FederatedData:
@@ -98,12 +114,16 @@ class Result:
             ValueError: The result was loaded without them.
         """
         if isinstance(self.known, Outline):
-            raise ValueError("this result was loaded without its clients' data; load it with them: bf.load(path, algorithm, clients)")
+            raise ValueError(
+                "this result was loaded without its clients' data; load it with them: "
+                "bf.load(path, algorithm, clients)"
+            )
         return self.known
 
     @cached_property
     def tuned(self) -> float | None:
-        """Return the number of the method's predictor that best fits the validation data of all clients, as FedSI's predictive precision.
+        """Return the number of the method's predictor that best fits the validation data of all
+        clients, as FedSI's predictive precision.
 
         None where the method's predictor has no such number.
 
@@ -122,7 +142,11 @@ class Result:
     @property
     def known_value(self) -> float | None:
         """Return the number of `chosen`, if it was chosen for the method's way of predicting."""
-        return self.chosen.value if self.chosen and self.chosen.reading == reading(self.algorithm) else None
+        return (
+            self.chosen.value
+            if self.chosen and self.chosen.reading == reading(self.algorithm)
+            else None
+        )
 
     def known_choice(self) -> Chosen | None:
         """Return `tuned` where there are data to tune on, otherwise `chosen`."""
@@ -140,35 +164,54 @@ class Result:
         return State(self.server, self.private, self.round)
 
     def local(self, train: ClientData) -> Local:
-        """Return the local work of clients whose training data are `train`, which must be on the run's device and in its precision."""
+        """Return the local work of clients whose training data are `train`, which must be on the
+        run's device and in its precision.
+        """
         refuse_changed(self.algorithm.model)
-        return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, self.tolerant, self.known.client_names)
+        return Local(
+            self.algorithm,
+            self.engine,
+            train,
+            self.settings.seed,
+            self.settings.rounds,
+            self.tolerant,
+            self.known.client_names,
+        )
 
     def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
-        """Predict with every client's own model on a split of its data, after aggregation (and fine-tuning, where the method has it).
+        """Predict with every client's own model on a split of its data, after aggregation (and
+        fine-tuning, where the method has it).
 
         Args:
-            split: One of the splits of `data`, or a part of one, whose inputs may have been changed; None for the test split.
-            draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
+            split: One of the splits of `data`, or a part of one, whose inputs may have been
+                changed; None for the test split.
+            draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses
+                the number of the method's paper.
 
         Raises:
             TypeError: `split` is no `ClientData`.
-            ValueError: The split has no examples, other inputs or other columns, or is of other clients; `draws` is not a whole number
-                >= 0; or the method's predictor has to be tuned and the data have no validation split.
+            ValueError: The split has no examples, other inputs or other columns, or is of other
+                clients; `draws` is not a whole number >= 0; or the method's predictor has to be
+                tuned and the data have no validation split.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
         if split is not None:
-            instance("split", split, ClientData, "pass clients.test, or another split of result.data")
+            instance(
+                "split", split, ClientData, "pass clients.test, or another split of result.data"
+            )
         data = self.data.to(self.device, self.dtype)
         split = data.test if split is None else split.to(self.device, self.dtype)
         _check_split(split, data)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws, self.algorithm)
-        return replace(self.calibrated_mine(split, draws).predictions, class_names=self.known.class_names)
+        return replace(
+            self.calibrated_mine(split, draws).predictions, class_names=self.known.class_names
+        )
 
     def calibrated_mine(self, split: ClientData, draws: int | None = None) -> Mine:
-        """Return what clients know of themselves on a split, as the result's steps of calibration change it.
+        """Return what clients know of themselves on a split, as the result's steps of calibration
+        change it.
 
         Raises:
             ValueError: The steps were fitted to another way of predicting.
@@ -177,37 +220,50 @@ class Result:
         (mine,) = self.mine(split, draws=draws)
         return applied(self.steps, mine)
 
-    def mine(self, *splits: ClientData, draws: int | None = None, steps: Sequence[Any] = ()) -> tuple[Mine, ...]:
-        """Return what clients know of themselves on splits, before any step of calibration; they fine-tune once for all.
+    def mine(
+        self, *splits: ClientData, draws: int | None = None, steps: Sequence[Any] = ()
+    ) -> tuple[Mine, ...]:
+        """Return what clients know of themselves on splits, before any step of calibration; they
+        fine-tune once for all.
 
         Args:
             *splits: The splits, on the run's device and in its precision.
             draws: As of `predict`.
-            steps: Steps of calibration that are to read it, beside the result's own, by which it holds what they need.
+            steps: Steps of calibration that are to read it, beside the result's own, by which it
+                holds what they need.
         """
-        train, reads = self.data.train.to(self.device, self.dtype), [*steps, *(one.step for one in self.steps)]
+        train, reads = (
+            self.data.train.to(self.device, self.dtype),
+            [*steps, *(one.step for one in self.steps)],
+        )
         local, value = self.local(train), None if draws == 0 else self.tuned
         with self.engine.crew(self.device) as crew:
             found = predict.personal(local, self.state, splits, crew, draws=draws, value=value)
-        return tuple(surveying.known(self, local, *pair, reads) for pair in zip(splits, found, strict=True))
+        return tuple(
+            surveying.known(self, local, *pair, reads) for pair in zip(splits, found, strict=True)
+        )
 
     def calibrate(self, *steps: Step, aggregation: Any = None) -> "Result":
-        """Return the federation with its predictions calibrated: steps are fitted one after the other, by surveys of the clients.
+        """Return the federation with its predictions calibrated: steps are fitted one after the
+        other, by surveys of the clients.
 
-        `predict` and `client` apply them from then on, and `save` keeps them. What a client's own data determine never leaves it.
+        `predict` and `client` apply them from then on, and `save` keeps them. What a client's own
+        data determine never leaves it.
 
         Args:
-            *steps: Steps of `bf.calibration`, as `Temperature()`, or others with the members of its `Step`; after those that the result
-                has already.
-            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
+            *steps: Steps of `bf.calibration`, as `Temperature()`, or others with the members of its
+                `Step`; after those that the result has already.
+            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
+                openly.
 
         Raises:
             TypeError: Something is no step, or the aggregation cannot add answers.
-            ValueError: There is no such split, a step does not fit the task, or an answer is outside the aggregation's range.
+            ValueError: There is no such split, a step does not fit the task, or an answer is
+                outside the aggregation's range.
 
         Warns:
-            UserWarning: Sets are made on a split to which another step was fitted, a step on training or test rows, or the data do not
-                bound a temperature.
+            UserWarning: Sets are made on a split to which another step was fitted, a step on
+                training or test rows, or the data do not bound a temperature.
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
         surveying.check_servers_model(steps, self.algorithm)
@@ -215,23 +271,37 @@ class Result:
         splits = self.data.to(self.device, self.dtype).splits
         wanted = {step.split: surveying.asked(step, splits) for step in steps}
         predicted = dict(zip(wanted, self.mine(*wanted.values(), steps=steps), strict=True))
-        found = surveying.fitted(steps, self.steps, predicted, Outputs(self.known.task, self.known.outputs), aggregation)
-        return replace(self, steps=found, calibrated=reading(self.algorithm) if found else None, chosen=self.known_choice())
+        found = surveying.fitted(
+            steps, self.steps, predicted, Outputs(self.known.task, self.known.outputs), aggregation
+        )
+        return replace(
+            self,
+            steps=found,
+            calibrated=reading(self.algorithm) if found else None,
+            chosen=self.known_choice(),
+        )
 
     def survey(self, survey: Survey, *, aggregation: Any = None) -> Tensors:
-        """Ask the clients about their own predictions, as this result makes them, and return what the survey tells at last.
+        """Ask the clients about their own predictions, as this result makes them, and return what
+        the survey tells at last.
 
         Args:
             survey: The question, see `bayesfl.evaluation.surveys.Survey`.
-            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
+            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
+                openly.
 
         Raises:
             TypeError: It is no survey, or the aggregation cannot add answers.
-            ValueError: There is no such split; or an answer has another shape than the survey declares, or is not finite.
+            ValueError: There is no such split; or an answer has another shape than the survey
+                declares, or is not finite.
         """
         split = surveying.asked(survey, self.data.to(self.device, self.dtype).splits)
         mine = self.calibrated_mine(split)
-        return conduct(survey, surveying.put_to(survey, mine, aggregation), Outputs(self.known.task, self.known.outputs))
+        return conduct(
+            survey,
+            surveying.put_to(survey, mine, aggregation),
+            Outputs(self.known.task, self.known.outputs),
+        )
 
     def audit(
         self,
@@ -242,21 +312,26 @@ class Result:
         delta: float = 0.05,
         aggregation: Any = None,
     ) -> Audit:
-        """Audit the predictions by client, label or group: coverage, set sizes, accuracy and calibration error, with exact intervals.
+        """Audit the predictions by client, label or group: coverage, set sizes, accuracy and
+        calibration error, with exact intervals.
 
-        It is a survey: of each unit the server learns counts and sums over all clients; by client they are each client's own.
+        It is a survey: of each unit the server learns counts and sums over all clients; by client
+        they are each client's own.
 
         Args:
             split: The split that is predicted, which must have been used for nothing else.
             by: What the rows of the table are.
-            groups: For each client the group of every row of its split, as text, numbers or truth values, None for no group; a function
-                that makes these of a client's inputs before any transform, see `Columns.values`; or a column of `from_frame`.
+            groups: For each client the group of every row of its split, as text, numbers or truth
+                values, None for no group; a function that makes these of a client's inputs before
+                any transform, see `Columns.values`; or a column of `from_frame`.
             delta: Probability with which any of a column's intervals may miss, in (0, 1).
-            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
+            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
+                openly.
 
         Raises:
             TypeError: The aggregation cannot add answers.
-            ValueError: There is no such split, `by` or `groups` does not fit, or `delta` is out of range.
+            ValueError: There is no such split, `by` or `groups` does not fit, or `delta` is out of
+                range.
         """
         probability("delta", delta, "that an interval of a column misses")
         rows = surveying.asked(Counting("group", (), split), self.data.splits)
@@ -264,40 +339,54 @@ class Result:
             used = "training" if split == "train" else "calibration"
             other = "rows that had no part in either" if split == "test" else "'test'"
             warn(
-                f"the split {split!r} was used for {used}, so the audit shows more than is kept for other rows; audit {other}",
+                f"the split {split!r} was used for {used}, so the audit shows more than is kept "
+                f"for other rows; audit {other}",
             )
         survey = units(self.data, split, rows, by, groups)
         mine = self.calibrated_mine(rows.to(self.device, self.dtype))
-        told = conduct(survey, surveying.put_to(survey, mine, aggregation), Outputs(self.data.task, self.data.outputs))
-        return survey.audit(told, level=mine.predictions.promise, risk=mine.predictions.risk, delta=delta)
+        told = conduct(
+            survey,
+            surveying.put_to(survey, mine, aggregation),
+            Outputs(self.data.task, self.data.outputs),
+        )
+        return survey.audit(
+            told, level=mine.predictions.promise, risk=mine.predictions.risk, delta=delta
+        )
 
     def alarm(self, client: int | str, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
         """Return an alarm for a client's rows to come, see `ClientModel.alarm`."""
         return self.client(client).alarm(score=score, delta=delta)
 
     def adapt(self, novel: FederatedData) -> "Result":
-        """Return the federation with clients never seen in training: their state starts from the server's and is adapted once.
+        """Return the federation with clients never seen in training: their state starts from the
+        server's and is adapted once.
 
-        The server's entries for single clients are made anew for them (`Algorithm.newcomers`). The new result predicts, and can be saved;
-        training cannot continue from it. Schedules are read at the present round; a warning says where a rate has fallen below a tenth.
+        The server's entries for single clients are made anew for them (`Algorithm.newcomers`). The
+        new result predicts, and can be saved; training cannot continue from it. Schedules are read
+        at the present round; a warning says where a rate has fallen below a tenth.
 
         Args:
             novel: The new clients' data; the method's `adapt` phases use their training data.
 
         Raises:
             TypeError: `novel` is no `FederatedData`.
-            ValueError: Their inputs, transform, outputs, task, columns or class names differ from the federation's, or these names' order.
+            ValueError: Their inputs, transform, outputs, task, columns or class names differ from
+                the federation's, or these names' order.
             DivergenceError: A new client's training is not finite.
         """
         instance("novel", novel, FederatedData, FEDERATION)
         same_problem("novel", novel, self.known)
         if other := other_transform(novel, self.known):
-            raise ValueError(f"novel has other inputs, {other}; pass novel.transformed(...) with the federation's function")
+            raise ValueError(
+                f"novel has other inputs, {other}; pass novel.transformed(...) with the "
+                "federation's function"
+            )
         algorithm = self.algorithm
         kept = [name for name in algorithm.parts if algorithm.blocks[name].keep]
         if kept and not algorithm.adapt:
             raise ValueError(
-                f"each client predicts with its own {kept}, and the method has no `adapt` phases, by which a new client would learn them; "
+                f"each client predicts with its own {kept}, and the method has no `adapt` phases, "
+                "by which a new client would learn them; "
                 "give it some, as dataclasses.replace(algorithm, adapt=algorithm.phases)"
             )
         if slowed := self._slowed():
@@ -308,65 +397,104 @@ class Result:
         with self.engine.crew(self.device) as crew:
             self.local(moved.train).adapt(State(server, private, self.round), crew)
         chosen = self.known_choice()
-        new = replace(self, known=novel, server=server, private=private, history=History(), novel=True, chosen=chosen, steps=())
+        new = replace(
+            self,
+            known=novel,
+            server=server,
+            private=private,
+            history=History(),
+            novel=True,
+            chosen=chosen,
+            steps=(),
+        )
         return replace(new, steps=self._settled(new, moved)) if self.steps else new
 
     def _slowed(self) -> str:
-        """Say where the rate of a phase of `adapt` has fallen below a tenth of its first; '' if none has."""
-        inner = [one for phase in self.algorithm.adapt for one in (phase.phases if isinstance(phase, Repeat) else (phase,))]
+        """Say where the rate of a phase of `adapt` has fallen below a tenth of its first; '' if
+        none has.
+        """
+        inner = [
+            one
+            for phase in self.algorithm.adapt
+            for one in (phase.phases if isinstance(phase, Repeat) else (phase,))
+        ]
         rates = [phase.optimiser.rate for phase in inner if isinstance(phase, Descend)]
         last = min(self.round, self.settings.rounds - 1)  # as in `Algorithm.given`
-        pairs = [tuple(rate_at(rate, round, self.settings.rounds) for round in (0, last)) for rate in rates]
+        pairs = [
+            tuple(rate_at(rate, round, self.settings.rounds) for round in (0, last))
+            for rate in rates
+        ]
         fallen = [f"{first:.3g} to {now:.3g}" for first, now in pairs if now < 0.1 * first]
         if not fallen:
             return ""
         return (
-            f"the learning rate of the method's adapt phases has fallen from {', '.join(dict.fromkeys(fallen))} after {self.round} rounds, "
-            "so new clients hardly learn; adapt them at a constant rate, as dataclasses.replace(result, algorithm=dataclasses.replace("
-            "result.algorithm, adapt=constant.adapt)).adapt(novel) does, where `constant` is the method with an optimiser such as SGD(0.1)"
+            "the learning rate of the method's adapt phases has fallen from "
+            f"{', '.join(dict.fromkeys(fallen))} after {self.round} rounds, "
+            "so new clients hardly learn; adapt them at a constant rate, as "
+            "dataclasses.replace(result, algorithm=dataclasses.replace(result.algorithm, "
+            "adapt=constant.adapt)).adapt(novel) does, where `constant` is the method with an "
+            "optimiser such as SGD(0.1)"
         )
 
     def _settled(self, new: "Result", novel: FederatedData) -> tuple[Fitted, ...]:
-        """Return the steps of calibration with the new clients' own parameters, by their rows in the steps' splits, where they have some.
+        """Return the steps of calibration with the new clients' own parameters, by their rows in
+        the steps' splits, where they have some.
 
         Args:
             new: The federation with the new clients, without steps.
             novel: Their data, on the run's device and in its precision.
         """
         steps = [one.step for one in self.steps]
-        there = {step.split: split for step in steps if (split := novel.splits.get(step.split)) is not None and split.counts.any()}
-        predicted = dict(zip(there, new.mine(*there.values(), steps=steps), strict=True)) if there else {}
+        there = {
+            step.split: split
+            for step in steps
+            if (split := novel.splits.get(step.split)) is not None and split.counts.any()
+        }
+        predicted = (
+            dict(zip(there, new.mine(*there.values(), steps=steps), strict=True)) if there else {}
+        )
         if missing := {step.split for step in steps} - there.keys():
-            like = next(iter(predicted.values())) if predicted else new.mine(novel.train, steps=steps)[0]
+            like = (
+                next(iter(predicted.values()))
+                if predicted
+                else new.mine(novel.train, steps=steps)[0]
+            )
             predicted |= dict.fromkeys(missing, surveying.without_rows(like))
         return surveying.settled(self.steps, predicted)
 
     def client(self, client: int | str) -> ClientModel:
         """Return a client's own model, which predicts for new rows and can be saved.
 
-        It is fine-tuned once where the method does so before it predicts. Later training of this federation does not change it.
+        It is fine-tuned once where the method does so before it predicts. Later training of this
+        federation does not change it.
 
         Args:
             client: The client's name, or its number, as in `FederatedData.select`.
 
         Raises:
             TypeError: `client` is neither.
-            ValueError: There is no such client, or a number is the name of another; or the model needs training data, which this result was
-                loaded without, or validation data to tune its predictor.
+            ValueError: There is no such client, or a number is the name of another; or the model
+                needs training data, which this result was loaded without, or validation data to
+                tune its predictor.
             DivergenceError: The client's fine-tuning is not finite, and `tolerant` is False.
         """
         surveying.check_reading(self)
         name = self.known.client_names[j := place(client, self.known.client_names)]
         if isinstance(self.known, Outline) and needs_data(self.algorithm):
             raise ValueError(
-                f"{name!r} needs its training data, for fine-tuning or for the method's predictor, and this result was loaded without "
-                "them; bf.load(path, algorithm, clients) loads it with them, bf.load_client reads a client's own file"
+                f"{name!r} needs its training data, for fine-tuning or for the method's predictor, "
+                "and this result was loaded without "
+                "them; bf.load(path, algorithm, clients) loads it with them, bf.load_client reads "
+                "a client's own file"
             )
         if isinstance(self.known, Outline):
             given, views = self._unadapted(j)
             train, value = None, self.known_value
         else:
-            local, ids = self.local(self.known.train.alone(j).to(self.device, self.dtype)), np.array([j])
+            local, ids = (
+                self.local(self.known.train.alone(j).to(self.device, self.dtype)),
+                np.array([j]),
+            )
             done = local.finetuned(ids, self.state.received(self.algorithm, ids), self.round)
             given, views = done.given, done.views
             train, value = dict(zip("xy", local.train.client(j), strict=True)), self.tuned
@@ -395,19 +523,22 @@ class Result:
         return given, self.algorithm.views(given, got.addressed, got.rows, count)
 
     def save_clients(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
-        """Write every client's model into a folder of its name in the folder `path`; `load_client` reads them.
+        """Write every client's model into a folder of its name in the folder `path`; `load_client`
+        reads them.
 
-        Where the method's predictor needs training data (FedSI's), a client's file is as confidential as these and must not leave the
-        client, see `ClientModel.save`; `plug_in=True` is for files that are to leave.
+        Where the method's predictor needs training data (FedSI's), a client's file is as
+        confidential as these and must not leave the client, see `ClientModel.save`; `plug_in=True`
+        is for files that are to leave.
 
         Args:
             path: The folder, made if it does not exist.
-            plug_in: Whether to store the means of the beliefs alone, without the covariances made of training data.
+            plug_in: Whether to store the means of the beliefs alone, without the covariances made
+                of training data.
 
         Raises:
             TypeError: `path` is neither text nor a path.
-            ValueError: `path` is empty, or a client's name cannot be that of a folder; nothing is written then. Or as by `client` and
-                `ClientModel.save`.
+            ValueError: `path` is empty, or a client's name cannot be that of a folder; nothing is
+                written then. Or as by `client` and `ClientModel.save`.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
         inside, names = folder("path", path), self.known.client_names
@@ -416,17 +547,25 @@ class Result:
             self.client(j).save(inside / name, plug_in=plug_in)
 
     def model(self) -> nn.Module:
-        """Return the server's network, at the means of its beliefs: a module of its own, in evaluation mode.
+        """Return the server's network, at the means of its beliefs: a module of its own, in
+        evaluation mode.
 
-        It is what clients have in common, as a start for other training or for a client with no data of its own.
+        It is what clients have in common, as a start for other training or for a client with no
+        data of its own.
 
         Raises:
             ValueError: The server holds no whole network, or several.
         """
-        return server_module(self.algorithm, self.server, self.known.clients, torch.ones((), dtype=self.dtype, device=self.device))
+        return server_module(
+            self.algorithm,
+            self.server,
+            self.known.clients,
+            torch.ones((), dtype=self.dtype, device=self.device),
+        )
 
     def to_arviz(self, client: int | str, block: str, *, draws: int = 1000) -> Any:
-        """Draw from a client's posterior of a block, as ArviZ's InferenceData with one variable for each parameter, [chain, draw, ...].
+        """Draw from a client's posterior of a block, as ArviZ's InferenceData with one variable for
+        each parameter, [chain, draw, ...].
 
         A block with M copies has them as the third axis, [chain, draw, M, ...].
 
@@ -436,7 +575,8 @@ class Result:
             draws: Number of draws S; they are independent, so they make one chain.
 
         Raises:
-            ValueError: There is no such client or block, the block has nothing to draw, or `draws` is not a whole number >= 0.
+            ValueError: There is no such client or block, the block has nothing to draw, or `draws`
+                is not a whole number >= 0.
             ImportError: ArviZ is not installed.
         """
         import arviz
@@ -445,24 +585,40 @@ class Result:
         whole("draws", draws, least=1)
         algorithm = self.algorithm
         if block not in algorithm.blocks:
-            raise ValueError(f"there is no block {block!r}; the method's blocks are {list(algorithm.blocks)}")
+            raise ValueError(
+                f"there is no block {block!r}; the method's blocks are {list(algorithm.blocks)}"
+            )
         if not algorithm.blocks[block].stochastic:
             drawn = [name for name, this in algorithm.blocks.items() if this.stochastic]
-            raise ValueError(f"block {block!r} is a point, of which there are no draws; the blocks with a distribution are {drawn}")
+            raise ValueError(
+                f"block {block!r} is a point, of which there are no draws; the blocks with a "
+                f"distribution are {drawn}"
+            )
         _, view = self._unadapted(j)
         index = list(algorithm.blocks).index(block)
-        rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=j, index=index)
-        noise = torch.from_numpy(rng.standard_normal((draws, algorithm.noise_size(block)), np.float32)).to(view[block]["loc"])
-        samples = algorithm.blocks[block].posterior.sample(view[block], algorithm.noise_of_copies(block, noise))
-        posterior = {name: leaf.unsqueeze(0).cpu().numpy() for name, leaf in algorithm.layout(block).leaves(samples).items()}
+        rng = generator(
+            self.settings.seed, Purpose.POSTERIOR, round=self.round, client=j, index=index
+        )
+        noise = torch.from_numpy(
+            rng.standard_normal((draws, algorithm.noise_size(block)), np.float32)
+        ).to(view[block]["loc"])
+        samples = algorithm.blocks[block].posterior.sample(
+            view[block], algorithm.noise_of_copies(block, noise)
+        )
+        posterior = {
+            name: leaf.unsqueeze(0).cpu().numpy()
+            for name, leaf in algorithm.layout(block).leaves(samples).items()
+        }
         if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 the groups are one mapping
             return arviz.from_dict({"posterior": posterior})
         return arviz.from_dict(posterior=posterior)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state, the settings and the history into the folder `path`, from which `bf.load` reads them.
+        """Write the state, the settings and the history into the folder `path`, from which
+        `bf.load` reads them.
 
-        The model's code and the data are not written; `bf.load` is given them and checks that they are the same.
+        The model's code and the data are not written; `bf.load` is given them and checks that they
+        are the same.
 
         Raises:
             ValueError: `path` is a file, or lies under one.
@@ -470,7 +626,8 @@ class Result:
         files.write(path, files.RUN, self._content())
 
     def save_round(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint of a run in progress into the folder `path`; the checkpoint before it is kept, older ones are removed.
+        """Write a checkpoint of a run in progress into the folder `path`; the checkpoint before it
+        is kept, older ones are removed.
 
         Raises:
             ValueError: `path` is a file, or lies under one.
@@ -480,7 +637,10 @@ class Result:
     def _content(self) -> dict[str, Any]:
         """Return what a file holds; of `tuned` what is known, as tuning takes long."""
         tuned = self.__dict__.get("tuned", self.known_value)
-        return {**vars(self), "chosen": None if tuned is None else Chosen(tuned, reading(self.algorithm))}
+        return {
+            **vars(self),
+            "chosen": None if tuned is None else Chosen(tuned, reading(self.algorithm)),
+        }
 
 
 def _check_split(split: ClientData, data: FederatedData) -> None:
@@ -494,21 +654,32 @@ def _check_split(split: ClientData, data: FederatedData) -> None:
         ValueError: It has no examples, other inputs or other columns, or is of other clients.
     """
     if not split.counts.any():
-        raise ValueError("the split has no examples to predict; pass one that has, or make the data with a larger part for it")
+        raise ValueError(
+            "the split has no examples to predict; pass one that has, or make the data with a "
+            "larger part for it"
+        )
     same_columns("split", split.columns, data.columns)
     same_form("split", split, data.train)
     if split.clients != data.clients:
-        raise ValueError(f"the split has {split.clients} clients, the result {data.clients}; use result.adapt(...) for new clients")
+        raise ValueError(
+            f"the split has {split.clients} clients, the result {data.clients}; use "
+            "result.adapt(...) for new clients"
+        )
     if not any(_is_part(split, known) for known in data.splits.values()):
         raise ValueError(
-            "the split is of other clients: its labels are not rows of the same clients in result.data. Pass one of result.data's "
-            "splits, or a part of one; result.adapt(...) is for clients never seen"
+            "the split is of other clients: its labels are not rows of the same clients in "
+            "result.data. Pass one of result.data's splits, or a part of one; result.adapt(...) is "
+            "for clients never seen"
         )
 
 
 def _is_part(split: ClientData, known: ClientData) -> bool:
-    """Say whether every client's examples in `split` are among its own in `known`, by labels and places; inputs may differ."""
-    if split.y is not known.y and not (split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)):
+    """Say whether every client's examples in `split` are among its own in `known`, by labels and
+    places; inputs may differ.
+    """
+    if split.y is not known.y and not (
+        split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)
+    ):
         return False
 
     def owned(of: ClientData) -> torch.Tensor:

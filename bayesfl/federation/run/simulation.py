@@ -1,4 +1,6 @@
-"""Federated training on one machine: rounds of local work in chunks of clients, each followed by the server's update."""
+"""Federated training on one machine: rounds of local work in chunks of clients, each followed by
+the server's update.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -41,8 +43,8 @@ from bayesfl.federation.store.identity import differences, told
 Source: TypeAlias = Result | str | os.PathLike[str]
 """A run: its result, or the folder in which it was saved."""
 UNCALIBRATED = (
-    "the run that this one goes on from is calibrated, and training changes its predictions: the steps are dropped; calibrate the new "
-    "result"
+    "the run that this one goes on from is calibrated, and training changes its predictions: the "
+    "steps are dropped; calibrate the new result"
 )
 
 
@@ -57,7 +59,9 @@ def simulate(
     train: Literal["cohort", "all"] | None = None,
     seed: int = 0,
     evaluate_every: int | None = 1,
-    engine: Annotated[Engine | None, typed(Engine, "a kernel is chosen by engine=bf.Engine(kernel=...)")] = None,
+    engine: Annotated[
+        Engine | None, typed(Engine, "a kernel is chosen by engine=bf.Engine(kernel=...)")
+    ] = None,
     device: torch.device | str = "cpu",
     dtype: Precision = torch.float32,
     resume: Source | None = None,
@@ -65,7 +69,9 @@ def simulate(
     checkpoint: str | os.PathLike[str] | None = None,
     every: Count = 1,
     admission: Annotated[Admission | None, typed(Admission, BUILD)] = None,
-    aggregation: Annotated[Aggregation | None, typed(Aggregation, "build one, as bayesfl.SecureSum(), or leave it out")] = None,
+    aggregation: Annotated[
+        Aggregation | None, typed(Aggregation, "build one, as bayesfl.SecureSum(), or leave it out")
+    ] = None,
     faults: FaultPlan | None = None,
     on_round: Annotated[Sequence[Callback], check_callbacks] = (),
     measures: Annotated[Mapping[str, Measure], check_measures] = {},
@@ -76,44 +82,57 @@ def simulate(
     Args:
         algorithm: A method, from `bf.algorithms` or composed.
         clients: The clients' data.
-        rounds: Number of rounds in all, including those of a resumed run; learning-rate schedules depend on it.
+        rounds: Number of rounds in all, including those of a resumed run; learning-rate schedules
+            depend on it.
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
-        sampling: How a cohort is drawn: `fixed` number of clients, or `bernoulli`; None for the method's default.
-        train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered; None for the method's default.
+        sampling: How a cohort is drawn: `fixed` number of clients, or `bernoulli`; None for the
+            method's default.
+        train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered;
+            None for the method's default.
         seed: The same seed gives the same draws, whatever the engine.
-        evaluate_every: Rounds between evaluations; the last round is always evaluated, also where a callback ends the run (but for
-            `before_pool_` columns, which only a planned evaluation has). None: never.
-        engine: How the run is computed. It changes only speed and rounding, and under `ClientPrivacy` the noise. None for `Engine()`.
+        evaluate_every: Rounds between evaluations; the last round is always evaluated, also where a
+            callback ends the run (but for `before_pool_` columns, which only a planned evaluation
+            has). None: never.
+        engine: How the run is computed. It changes only speed and rounding, and under
+            `ClientPrivacy` the noise. None for `Engine()`.
         device: The device that computes.
         dtype: The floating-point type of data and state.
-        resume: A result, or the folder of a saved one or of checkpoints: this run continues from it bit for bit. A result of `adapt` cannot
-            be resumed.
-        start: A result, or the folder of a saved run, from whose state this run begins: next month's rows, further clients, another
-            learning rate. Clients are matched by name and go on with their private state; new ones begin as in `Result.adapt`. The network
-            must be the same, its frozen weights included, and the state must have the shapes of this method; columns and classes must have
-            the same names in the same order. Rounds are counted anew. None for the method's own start.
-        checkpoint: A folder for checkpoints of this run. If it holds some, the run continues from the newest undamaged one, so that one
-            command can be repeated; method, data and settings must then be the same, and `start`, if it is given. The two newest are kept;
-            an interruption never leaves a partly written one.
+        resume: A result, or the folder of a saved one or of checkpoints: this run continues from it
+            bit for bit. A result of `adapt` cannot be resumed.
+        start: A result, or the folder of a saved run, from whose state this run begins: next
+            month's rows, further clients, another learning rate. Clients are matched by name and go
+            on with their private state; new ones begin as in `Result.adapt`. The network must be
+            the same, its frozen weights included, and the state must have the shapes of this
+            method; columns and classes must have the same names in the same order. Rounds are
+            counted anew. None for the method's own start.
+        checkpoint: A folder for checkpoints of this run. If it holds some, the run continues from
+            the newest undamaged one, so that one command can be repeated; method, data and settings
+            must then be the same, and `start`, if it is given. The two newest are kept; an
+            interruption never leaves a partly written one.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
-        admission: Which replies are taken, and what happens to a round with too few. None for `Admission("skip")` if there are `faults`,
-            otherwise for `Admission("stop")`, which stops the run when a client's training is no longer finite.
-        aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None if the server may see every
-            uplink.
+        admission: Which replies are taken, and what happens to a round with too few. None for
+            `Admission("skip")` if there are `faults`, otherwise for `Admission("stop")`, which
+            stops the run when a client's training is no longer finite.
+        aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or
+            `bayesfl.ClientPrivacy`; None if the server may see every uplink.
         faults: A plan of simulated faults, see `bayesfl.faults`; None for none.
-        on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
-            ends the run. A resumed run calls them first for the round that it goes on from: ended by one, it stays so.
-        measures: {name: function} of measures beside the library's own, each from one client's predictions and its labels to a number; the
-            mean over clients becomes a column such as `personal_name`.
+        on_round: Callbacks, called one after another after every round with the run so far, see
+            `bayesfl.callbacks`; one that returns True ends the run. A resumed run calls them first
+            for the round that it goes on from: ended by one, it stays so.
+        measures: {name: function} of measures beside the library's own, each from one client's
+            predictions and its labels to a number; the mean over clients becomes a column such as
+            `personal_name`.
         progress: Whether to show a progress bar; None shows one if standard error is a terminal.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of range, or does not fit the method or the data; the message names it and the remedy.
+        ValueError: An argument is out of range, or does not fit the method or the data; the message
+            names it and the remedy.
         ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
-        CheckpointError: The run to resume is damaged, or was made with another method or on other data; or that to start from is damaged,
-            or of another network.
-        DivergenceError: Training is no longer finite; the error carries the result up to the last finite round.
+        CheckpointError: The run to resume is damaged, or was made with another method or on other
+            data; or that to start from is damaged, or of another network.
+        DivergenceError: Training is no longer finite; the error carries the result up to the last
+            finite round.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
     """
     aggregation = aggregation or OpenAggregation()
@@ -127,7 +146,9 @@ def simulate(
         evaluate_every=evaluate_every,
         aggregation=aggregation.name,
     )
-    _refuse_contradictions(algorithm, clients, settings, sampling, aggregation, admission, faults, start, resume)
+    _refuse_contradictions(
+        algorithm, clients, settings, sampling, aggregation, admission, faults, start, resume
+    )
     device = present(device)
     goes_on = _from_where(resume, checkpoint)
     before = None
@@ -135,15 +156,44 @@ def simulate(
         before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
     preflight.check(algorithm, clients)
     if goes_on is None:
-        result, repeats = _begun(algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype), 0
+        result, repeats = (
+            _begun(
+                algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype
+            ),
+            0,
+        )
     else:
-        result, repeats = _resumed(goes_on, algorithm, clients, settings, engine, start, checkpoint, device=device, dtype=dtype)
+        result, repeats = _resumed(
+            goes_on,
+            algorithm,
+            clients,
+            settings,
+            engine,
+            start,
+            checkpoint,
+            device=device,
+            dtype=dtype,
+        )
     result = replace(result, tolerant=admission.skips)
     if checkpoint is not None:
-        files.refuse_nameless(described(algorithm), described(clients.outline))  # not when the first checkpoint is due
-    sums = aggregation.start(result, admission, every=None if checkpoint is None else every, repeats=repeats)
-    rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, sums, clients.client_names)
-    run = _Run(rules, clients.to(device, dtype), faults, on_round, measures, checkpoint, every, progress)
+        files.refuse_nameless(
+            described(algorithm), described(clients.outline)
+        )  # not when the first checkpoint is due
+    sums = aggregation.start(
+        result, admission, every=None if checkpoint is None else every, repeats=repeats
+    )
+    rules = Rules(
+        algorithm,
+        settings,
+        clients.clients,
+        algorithm.uplink(dtype),
+        admission,
+        sums,
+        clients.client_names,
+    )
+    run = _Run(
+        rules, clients.to(device, dtype), faults, on_round, measures, checkpoint, every, progress
+    )
     with result.engine.crew(device) as crew:
         result = run.rounds(result, crew)
     return finished(on_round, result)
@@ -167,35 +217,48 @@ def _refuse_contradictions(
     """
     if aggregation.sampling is not None and sampling is not None:
         raise ValueError(
-            f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got {sampling!r}; leave sampling out"
+            f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got "
+            f"{sampling!r}; leave sampling out"
         )
     if faults is not None and not admission.skips:
-        raise ValueError("faults need admission=Admission('skip'): the first of them would stop the run")
+        raise ValueError(
+            "faults need admission=Admission('skip'): the first of them would stop the run"
+        )
     if start is not None and resume is not None:
         raise ValueError("start begins a new run, resume goes on with one: pass one of them")
     if start is not None and settings.sampling == "poisson":
-        raise ValueError("start begins from what another run has released, which the epsilon of ClientPrivacy would not count; use resume=")
+        raise ValueError(
+            "start begins from what another run has released, which the epsilon of ClientPrivacy "
+            "would not count; use resume="
+        )
     admission.check(settings.largest(clients.clients))
     if settings.evaluate_every is not None and "test" not in clients.splits:
-        raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
+        raise ValueError(
+            "the data have no test split to evaluate on; give them one, or pass evaluate_every=None"
+        )
     if settings.evaluate_every is not None:
         tuning.check_tunable(algorithm, clients)
 
 
 def _from_where(resume: Source | None, checkpoint: str | os.PathLike[str] | None) -> Source | None:
-    """Return the result or folder from which this run goes on, None for a run that begins; prepare the folder for checkpoints.
+    """Return the result or folder from which this run goes on, None for a run that begins; prepare
+    the folder for checkpoints.
 
     Raises:
-        ValueError: The folder is a file, or holds a saved result, or checkpoints beside a `resume` from elsewhere.
+        ValueError: The folder is a file, or holds a saved result, or checkpoints beside a `resume`
+            from elsewhere.
     """
     if checkpoint is None:
         return resume
     held = files.claim(folder("checkpoint", checkpoint))
     if resume is None:
         return checkpoint if held else None
-    if held and (isinstance(resume, Result) or os.path.realpath(resume) != os.path.realpath(checkpoint)):
+    if held and (
+        isinstance(resume, Result) or os.path.realpath(resume) != os.path.realpath(checkpoint)
+    ):
         raise ValueError(
-            f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on where resume is left out; or pass another "
+            f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on "
+            "where resume is left out; or pass another "
             "folder"
         )
     return resume
@@ -211,18 +274,27 @@ def _begun(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Result:
-    """Return a run before its first round: the method's own start, or the state of the run before, with new clients adapted to it."""
+    """Return a run before its first round: the method's own start, or the state of the run before,
+    with new clients adapted to it.
+    """
     if before is not None and before.steps:
         warn(UNCALIBRATED)
     trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
     engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
     if before is None:
-        server, new = algorithm.init(clients.clients, seed=settings.seed, dtype=dtype, device=device), np.arange(0)
+        server, new = (
+            algorithm.init(clients.clients, seed=settings.seed, dtype=dtype, device=device),
+            np.arange(0),
+        )
         begin = State(server, private_rows(algorithm, server, clients.clients), 0)
     else:
-        begin, new = warm.continued(before, algorithm, clients.client_names, dtype=dtype, device=device)
+        begin, new = warm.continued(
+            before, algorithm, clients.client_names, dtype=dtype, device=device
+        )
     about = {"device": device, "dtype": dtype, "began": warm.origin(before)}
-    result = Result(algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), **about)
+    result = Result(
+        algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), **about
+    )
     if len(new) and algorithm.adapt:
         with engine.crew(device) as crew:
             result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
@@ -241,36 +313,68 @@ def _resumed(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Result, int]:
-    """Return the run that goes on, under the settings given now, and how many rounds it had done already that are done again."""
+    """Return the run that goes on, under the settings given now, and how many rounds it had done
+    already that are done again.
+    """
     saved = resumed(source, algorithm, clients, device)
     result = _under(saved, settings, engine, device, dtype)
     if start is not None:
-        warm.refuse_other_start(checkpoint, result.began, warm.origin(started(start, algorithm, device)))
+        warm.refuse_other_start(
+            checkpoint, result.began, warm.origin(started(start, algorithm, device))
+        )
     if result.steps and result.round < settings.rounds:
         warn(UNCALIBRATED)
     return result, 0 if isinstance(source, Result) else max(0, files.newest(source) - saved.round)
 
 
-def _under(saved: Result, settings: Settings, engine: Engine | None, device: torch.device, dtype: torch.dtype) -> Result:
+def _under(
+    saved: Result,
+    settings: Settings,
+    engine: Engine | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Result:
     """Return a copy of a saved run under new settings.
 
-    `rounds`, `evaluate_every` and the number of workers may change; any other change would make it another experiment.
+    `rounds`, `evaluate_every` and the number of workers may change; any other change would make it
+    another experiment.
     """
     if saved.novel:
         raise ValueError(
-            "resume is a result of adapt: its clients joined after training, and the server holds nothing of theirs to go on from; "
-            "resume the federation's own result, or train a federation that has them"
+            "resume is a result of adapt: its clients joined after training, and the server holds "
+            "nothing of theirs to go on from; resume the federation's own result, or train a "
+            "federation that has them"
         )
     if settings.rounds < saved.round:
-        raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
+        raise ValueError(
+            f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}"
+        )
     given = engine or saved.engine
     engine = replace(saved.engine, workers=given.workers)
-    now = {**vars(settings), "dtype": dtype, "device": device, "kernel": given.kernel, "chunk": given.chunk or engine.chunk}
-    free = {"rounds": settings.rounds, "evaluate_every": settings.evaluate_every, "kernel": engine.kernel, "chunk": engine.chunk}
+    now = {
+        **vars(settings),
+        "dtype": dtype,
+        "device": device,
+        "kernel": given.kernel,
+        "chunk": given.chunk or engine.chunk,
+    }
+    free = {
+        "rounds": settings.rounds,
+        "evaluate_every": settings.evaluate_every,
+        "kernel": engine.kernel,
+        "chunk": engine.chunk,
+    }
     then = {**vars(saved.settings), "dtype": saved.dtype, "device": saved.device, **free}
     if apart := differences(then, now):
-        raise ValueError(f"a run that goes on keeps its settings, {told(apart)}; pass the saved ones, or begin another run")
-    own = {"private": tree_map(torch.clone, saved.private), "history": History(saved.history.rows), "chosen": None}
+        raise ValueError(
+            f"a run that goes on keeps its settings, {told(apart)}; pass the saved ones, or begin "
+            "another run"
+        )
+    own = {
+        "private": tree_map(torch.clone, saved.private),
+        "history": History(saved.history.rows),
+        "chosen": None,
+    }
     return replace(saved, settings=settings, engine=engine, **own)
 
 
@@ -299,7 +403,9 @@ class _Run:
     progress: bool | None
 
     def rounds(self, result: Result, crew: Crew) -> Result:
-        """Return the run after its remaining rounds, or after that with which a callback ends it."""
+        """Return the run after its remaining rounds, or after that with which a callback
+        ends it.
+        """
         from tqdm import tqdm
 
         settings = result.settings
@@ -314,25 +420,36 @@ class _Run:
                 if evaluates:
                     self._evaluate(result, before, local, crew)
                     bar.set_postfix({measure: f"{result.history[-1][measure]:.3f}"}, refresh=False)
-                if self.checkpoint is not None and (result.round % self.every == 0 or result.round == settings.rounds):
+                if self.checkpoint is not None and (
+                    result.round % self.every == 0 or result.round == settings.rounds
+                ):
                     result.save_round(self.checkpoint)
                 bar.update()
                 stopped = ended(self.callbacks, result)
-        if stopped and settings.evaluate_every is not None and measure not in result.history[-1]:  # ended between evaluations
+        if (
+            stopped and settings.evaluate_every is not None and measure not in result.history[-1]
+        ):  # ended between evaluations
             self._evaluate(result, None, local, crew)
             ended(self.callbacks, result)  # once more, with the measures
         if stopped and self.checkpoint is not None:
             result.save_round(self.checkpoint)
         return result
 
-    def _round(self, result: Result, local: Local, crew: Crew, evaluates: bool) -> tuple[Result, Collector | None]:
-        """Return the run after one more round, and what clients predicted before aggregation; None where they did not."""
-        # Before aggregation, a part that training does not change would predict as no one has trained it.
+    def _round(
+        self, result: Result, local: Local, crew: Crew, evaluates: bool
+    ) -> tuple[Result, Collector | None]:
+        """Return the run after one more round, and what clients predicted before aggregation; None
+        where they did not.
+        """
+        # Before aggregation, a part that training does not change would predict as no one has
+        # trained it.
         test = self.data.test if evaluates and touched(result.algorithm) else None
 
         def once(attempt: int) -> tuple[Server, dict[str, Any], Collector | None]:
             transport = OneMachine(local, result.state, crew, test, self.faults)
-            server, row = run_round(self.rules, result.server, result.round, result.history, transport, attempt=attempt)
+            server, row = run_round(
+                self.rules, result.server, result.round, result.history, transport, attempt=attempt
+            )
             return server, row, transport.before
 
         try:
@@ -341,7 +458,11 @@ class _Run:
             error.result = result
             raise
         if isinstance(tried, FailedRound):
-            server, row, before = result.server, {"round": result.round + 1, "cohort": 0, **tried.row}, None
+            server, row, before = (
+                result.server,
+                {"round": result.round + 1, "cohort": 0, **tried.row},
+                None,
+            )
         else:
             server, row, before = tried
         result = replace(result, round=result.round + 1, server=server, steps=())
@@ -349,13 +470,17 @@ class _Run:
         return result, before
 
     def _evaluate(self, result: Result, before: Collector | None, local: Local, crew: Crew) -> None:
-        """Add the measures of the models to the last row of the history; an error carries the run as its `result`."""
+        """Add the measures of the models to the last row of the history; an error carries the run
+        as its `result`.
+        """
         row = result.history[-1]
         try:
             if before is not None and not before.empty:
                 row |= self._columns("before_pool", before.predictions(), self.data.test)
             row |= self._measured(local, result.state, crew)
-        except Exception as error:  # in fine-tuning, or of a user's measure; the round itself is done
+        except (
+            Exception
+        ) as error:  # in fine-tuning, or of a user's measure; the round itself is done
             error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
             raise
 
@@ -370,7 +495,9 @@ class _Run:
         shared = predict.shared(local, state, self.data.test)
         return row if shared is None else row | self._columns("global", shared, self.data.test)
 
-    def _columns(self, prefix: str, predictions: Predictions, split: ClientData) -> dict[str, float]:
+    def _columns(
+        self, prefix: str, predictions: Predictions, split: ClientData
+    ) -> dict[str, float]:
         """Return the library's measures of some predictions, and the user's."""
         found = predictions.summary(split)
         found |= measured(self.measures, predictions, split, found)

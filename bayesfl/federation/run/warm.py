@@ -1,4 +1,6 @@
-"""The start of a run from the state that another run has reached: next month's rows, further clients, another learning rate."""
+"""The start of a run from the state that another run has reached: next month's rows, further
+clients, another learning rate.
+"""
 
 import json
 import logging
@@ -30,52 +32,78 @@ log = logging.getLogger(__name__)
 
 
 def from_where(
-    start: "Result | str | os.PathLike[str]", algorithm: Algorithm, clients: FederatedData, *, seed: int, device: torch.device
+    start: "Result | str | os.PathLike[str]",
+    algorithm: Algorithm,
+    clients: FederatedData,
+    *,
+    seed: int,
+    device: torch.device,
 ) -> Result:
     """Return the run from whose state another begins, with a warning if its seed is the same.
 
     Raises:
         TypeError: `start` is neither a result nor a folder.
         ValueError: The data are of another problem than those of the run, see `same_problem`.
-        CheckpointError: The folder holds no run that this method could have reached, or the run is of another network.
+        CheckpointError: The folder holds no run that this method could have reached, or the run is
+            of another network.
     """
     found = started(start, algorithm, device)
     same_problem("clients", clients, found.known)
     if other := other_transform(clients, found.known):
-        warn(f"clients has another function of inputs, {other}: the start has learnt to read others")
+        warn(
+            f"clients has another function of inputs, {other}: the start has learnt to read others"
+        )
     warn_of_seed(found.settings.seed, seed)
     return found
 
 
 def origin(start: Result | None) -> str:
-    """Say what a run begins from, in words that differ for other states; None for the method's own start."""
+    """Say what a run begins from, in words that differ for other states; None for the method's own
+    start.
+    """
     if start is None:
         return OWN
     state = {"server": start.server, "private": start.private}
-    return told(f"round {start.round} of a run with seed {start.settings.seed}", start.known.client_names, state)
+    return told(
+        f"round {start.round} of a run with seed {start.settings.seed}",
+        start.known.client_names,
+        state,
+    )
 
 
 def told(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
-    """Return words for the state that a run begins from, with a digest of that state and of the clients' names."""
+    """Return words for the state that a run begins from, with a digest of that state and of the
+    clients' names.
+    """
     return f"{what} (digest {digest.of_tensors(json.dumps(list(names)), detached(state))[:16]})"
 
 
 def refuse_other_start(folder: Any, began: str, given: str) -> None:
-    """Raise ValueError if what the run in a folder of checkpoints began from is not what `start` is now, by their words."""
+    """Raise ValueError if what the run in a folder of checkpoints began from is not what `start` is
+    now, by their words.
+    """
     if began != given:
         raise ValueError(
-            f"checkpoint folder {str(folder)!r} holds a run that began from {began}, and start is {given}; pass another folder for a run "
+            f"checkpoint folder {str(folder)!r} holds a run that began from {began}, and start is "
+            f"{given}; pass another folder for a run "
             "that begins from start, or leave start out to go on with the one that is there"
         )
 
 
 def continued(
-    start: Result, algorithm: Algorithm, names: Sequence[str], *, dtype: torch.dtype, device: torch.device
+    start: Result,
+    algorithm: Algorithm,
+    names: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[State, np.ndarray]:
-    """Return the state from which a run of the clients `names` begins, and which of them are new, [new].
+    """Return the state from which a run of the clients `names` begins, and which of them are new,
+    [new].
 
-    Clients are matched by name. What the server has learnt stays; its entries for single clients, and the clients' private states, go to
-    the clients of the same name. New clients begin as clients never seen in training, see `Algorithm.newcomers`.
+    Clients are matched by name. What the server has learnt stays; its entries for single clients,
+    and the clients' private states, go to the clients of the same name. New clients begin as
+    clients never seen in training, see `Algorithm.newcomers`.
 
     Raises:
         ValueError: Clients have the same name.
@@ -83,38 +111,63 @@ def continued(
     new, old = matched(names, start.known.client_names)
     moved = carried(start.server, algorithm, len(names), new, old, dtype=dtype, device=device)
     rows = private_rows(algorithm, moved, len(names))
-    tree_map(lambda kept, was: kept.index_copy_(0, new.to(device), was.index_select(0, old.to(was.device)).to(kept)), rows, start.private)
+    tree_map(
+        lambda kept, was: kept.index_copy_(
+            0, new.to(device), was.index_select(0, old.to(was.device)).to(kept)
+        ),
+        rows,
+        start.private,
+    )
     return State(moved, rows, 0), np.setdiff1d(np.arange(len(names)), new.numpy())
 
 
 def carried(
-    server: Server, algorithm: Algorithm, clients: int, new: Tensor, old: Tensor, *, dtype: torch.dtype, device: torch.device
+    server: Server,
+    algorithm: Algorithm,
+    clients: int,
+    new: Tensor,
+    old: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Server:
     """Return the server's state of the run before as a run of `clients` begins with it.
 
-    `new` and `old` are the places of known clients now, and their places in the run before, [known] each.
+    `new` and `old` are the places of known clients now, and their places in the run before, [known]
+    each.
     """
-    fresh, more = (algorithm.init(count, dtype=dtype, device=device) for count in (clients, clients + 1))
+    fresh, more = (
+        algorithm.init(count, dtype=dtype, device=device) for count in (clients, clients + 1)
+    )
     server = tree_map(lambda like, t: t.to(like, copy=True), fresh, server)
     novel = algorithm.newcomers(server, clients)
     for name, block in algorithm.blocks.items():
         if isinstance(block.pool, Mixed):  # in a run everyone has a model, new clients the mean
             novel[name] = block.pool.start({"loc": novel[name]["loc"]}, clients)
-    return tree_map(lambda one, two, now, then: _moved(one, two, now, then, new, old), fresh, more, novel, server)
+    return tree_map(
+        lambda one, two, now, then: _moved(one, two, now, then, new, old),
+        fresh,
+        more,
+        novel,
+        server,
+    )
 
 
 def warn_of_seed(before: int, seed: int) -> None:
     """Warn if a run has the seed of the one that it starts from."""
     if before == seed:
         warn(
-            f"seed {seed} is that of the run that this one starts from: batches and draws repeat those of its first rounds; pass another",
+            f"seed {seed} is that of the run that this one starts from: batches and draws repeat "
+            "those of its first rounds; pass another",
         )
 
 
 def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Return the places of known clients among `names`, and their places in the run before, [known] int64 each.
+    """Return the places of known clients among `names`, and their places in the run before, [known]
+    int64 each.
 
-    Clients are matched by name, and by number, with a warning, where names of the run before are not known.
+    Clients are matched by name, and by number, with a warning, where names of the run before are
+    not known.
 
     Args:
         names: The clients' names.
@@ -128,11 +181,16 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
         both = torch.arange(min(len(names), len(before)))
         return both, both
     if twice := repeated(names):
-        raise ValueError(f"start matches clients by name, and {twice}; give each a name of its own, as from_arrays(client_ids=...) does")
+        raise ValueError(
+            f"start matches clients by name, and {twice}; give each a name of its own, as "
+            "from_arrays(client_ids=...) does"
+        )
     if twice := repeated(before):
         raise ValueError(
-            f"start matches clients by name, and in the run before {twice}; over Flower, begin from "
-            "dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=()), which matches clients by number"
+            f"start matches clients by name, and in the run before {twice}; over Flower, begin "
+            "from "
+            "dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=()), which matches "
+            "clients by number"
         )
     places = {name: place for place, name in enumerate(before)}
     new = [place for place, name in enumerate(names) if name in places]
@@ -142,28 +200,43 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
             log.info("no client has a name of its own: they are matched by their places")
         else:
             warn(
-                f"the run before has {len(before)} clients and this one {len(names)}, none with a name of its own: they are matched by "
-                "their places ('client 0' with 'client 0'), which mixes them up if one has left or joined before others; pass names=, or "
-                "client_ids=, to both runs, or here the names that the same clients had there",
+                f"the run before has {len(before)} clients and this one {len(names)}, none with a "
+                "name of its own: they are matched by "
+                "their places ('client 0' with 'client 0'), which mixes them up if one has left "
+                "or joined before others; pass names=, or client_ids=, to both runs, or here the "
+                "names that the same clients had there",
             )
     fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
     if new and fresh and lost:
         warn(
-            f"clients {fresh[:5]} are new and {lost[:5]} of the run before are gone; give any that were only renamed their old names",
+            f"clients {fresh[:5]} are new and {lost[:5]} of the run before are gone; give any "
+            "that were only renamed their old names",
         )
     if not new:
-        warn("no client has the name of one in the run that this one starts from; all begin as new ones")
-    return torch.tensor(new, dtype=torch.int64), torch.tensor([places[names[place]] for place in new], dtype=torch.int64)
+        warn(
+            "no client has the name of one in the run that this one starts from; all begin as new "
+            "ones"
+        )
+    return torch.tensor(new, dtype=torch.int64), torch.tensor(
+        [places[names[place]] for place in new], dtype=torch.int64
+    )
 
 
 def repeated(names: Sequence[str]) -> str:
-    """Say which clients have the same name, as `clients [0, 2] are all called 'ward'`; empty where none do."""
+    """Say which clients have the same name, as `clients [0, 2] are all called 'ward'`; empty where
+    none do.
+    """
     name, count = Counter(names).most_common(1)[0]
-    return f"clients {[j for j, other in enumerate(names) if other == name]} are all called {name!r}" if count > 1 else ""
+    return (
+        f"clients {[j for j, other in enumerate(names) if other == name]} are all called {name!r}"
+        if count > 1
+        else ""
+    )
 
 
 def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Return the server's tensor `now` with the rows of known clients, along each axis that counts clients.
+    """Return the server's tensor `now` with the rows of known clients, along each axis that counts
+    clients.
 
     Args:
         one: The tensor at the start of a run of as many clients.
@@ -173,8 +246,14 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
         new: Places of known clients now.
         old: Their places then.
     """
-    axes = [axis for axis in range(one.dim()) if one.dim() == two.dim() and one.shape[axis] != two.shape[axis]]
-    if not axes or any(not then.shape[axis] for axis in axes):  # nothing of single clients, or all of them were new themselves
+    axes = [
+        axis
+        for axis in range(one.dim())
+        if one.dim() == two.dim() and one.shape[axis] != two.shape[axis]
+    ]
+    if not axes or any(
+        not then.shape[axis] for axis in axes
+    ):  # nothing of single clients, or all of them were new themselves
         return now
     for axis in axes:
         then = then.index_select(axis, old.to(then.device))
@@ -184,4 +263,6 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
 def _put(into: Tensor, out: Tensor, axes: Sequence[int], places: Tensor) -> Tensor:
     """Return `into` with `out` at the same places along each of several axes."""
     first, *rest = axes
-    return into.index_copy(first, places, _put(into.index_select(first, places), out, rest, places) if rest else out)
+    return into.index_copy(
+        first, places, _put(into.index_select(first, places), out, rest, places) if rest else out
+    )

@@ -1,13 +1,17 @@
-"""Files of runs, of clients' models and of what nodes keep: for each kind one table of its fields, by which it is written and read.
+"""Files of runs, of clients' models and of what nodes keep: for each kind one table of its fields,
+by which it is written and read.
 
-A file is safetensors under format 5. Its metadata have two entries: `bayesfl`, JSON of everything that is no tensor, whose keys keep their
-order, and `digest`, the SHA-256 over that JSON and over name, dtype, shape and bytes of every tensor in the order of names. Tensors have
-dotted names, as `server.body.loc`. A saved result is the file `state.safetensors` in a folder of its own. A run in progress has checkpoints
-such as `round-000012.safetensors`: the two newest are kept, so that one remains if the other is damaged.
+A file is safetensors under format 5. Its metadata have two entries: `bayesfl`, JSON of everything
+that is no tensor, whose keys keep their order, and `digest`, the SHA-256 over that JSON and over
+name, dtype, shape and bytes of every tensor in the order of names. Tensors have dotted names, as
+`server.body.loc`. A saved result is the file `state.safetensors` in a folder of its own. A run in
+progress has checkpoints such as `round-000012.safetensors`: the two newest are kept, so that one
+remains if the other is damaged.
 
-Every file is written under a temporary name, flushed and renamed, and then the folder is flushed, so that a process killed at any time
-leaves no partly written file. Temporary files that a killed process has left are removed when its folder is used again.
-Nothing is pickled: loading executes no code.
+Every file is written under a temporary name, flushed and renamed, and then the folder is flushed,
+so that a process killed at any time leaves no partly written file. Temporary files that a killed
+process has left are removed when its folder is used again. Nothing is pickled: loading executes no
+code.
 """
 
 import json
@@ -30,7 +34,15 @@ from bayesfl.base.trees import detached, nest
 from bayesfl.data.outline import Outline
 from bayesfl.data.tables.columns import Columns
 from bayesfl.engine import Engine
-from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Fitted, Step, Temperature
+from bayesfl.evaluation.calibration import (
+    Abstention,
+    Bias,
+    Choice,
+    Conformal,
+    Fitted,
+    Step,
+    Temperature,
+)
 from bayesfl.evaluation.history import History
 from bayesfl.federation.errors import CheckpointError, OtherFileError
 from bayesfl.federation.settings import DTYPES, Settings, name_of
@@ -40,12 +52,16 @@ FORMAT = 5
 STATE = "state.safetensors"
 ROUND = re.compile(r"round-(\d{6,})\.safetensors")
 KEPT = 2
-STEPS: dict[str, type] = {kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)}
+STEPS: dict[str, type] = {
+    kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)
+}
 """Steps of calibration by their names in files."""
 
 
 class Entry(NamedTuple):
-    """How a field is written, as JSON, tensors, and mappings of these, and how it is read from them."""
+    """How a field is written, as JSON, tensors, and mappings of these, and how it is read from
+    them.
+    """
 
     write: Callable[[Any], Any] = lambda value: value
     read: Callable[[Any], Any] = lambda found: found
@@ -59,7 +75,8 @@ class Kind:
         name: Its name in the file.
         what: What it is, for error messages.
         reader: What reads it, for error messages.
-        fields: How each of its fields is written and read; {} for any mapping of tensors and plain values, as they are.
+        fields: How each of its fields is written and read; {} for any mapping of tensors and plain
+            values, as they are.
     """
 
     name: str
@@ -75,9 +92,17 @@ def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
         ValueError: A step is none of bayesfl's.
     """
     if other := [type(step).__name__ for step in steps if type(step) not in STEPS.values()]:
-        raise ValueError(f"the step {other[0]} cannot be saved, as its code would be needed to read it; bayesfl's are {list(STEPS)}")
-    plain = [json.loads(json.dumps(asdict(step), default=lambda number: number.item())) for step in steps]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
-    return [{"step": type(step).__name__, "options": options} for step, options in zip(steps, plain, strict=True)]
+        raise ValueError(
+            f"the step {other[0]} cannot be saved, as its code would be needed to read it; "
+            f"bayesfl's are {list(STEPS)}"
+        )
+    plain = [
+        json.loads(json.dumps(asdict(step), default=lambda number: number.item())) for step in steps
+    ]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
+    return [
+        {"step": type(step).__name__, "options": options}
+        for step, options in zip(steps, plain, strict=True)
+    ]
 
 
 def read_steps(found: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
@@ -95,7 +120,10 @@ def _write_fitted(steps: Sequence[Fitted]) -> dict[str, Any]:
 
 def _read_fitted(found: Mapping[str, Any]) -> tuple[Fitted, ...]:
     ordered = [found[str(place)] for place in range(len(found))]
-    parts = [[{name: t.cpu() for name, t in one[part].items()} for part in ("told", "own")] for one in ordered]  # applied on the CPU
+    parts = [
+        [{name: t.cpu() for name, t in one[part].items()} for part in ("told", "own")]
+        for one in ordered
+    ]  # applied on the CPU
     return tuple(Fitted(step, *both) for step, both in zip(read_steps(ordered), parts, strict=True))
 
 
@@ -137,7 +165,9 @@ CLIENT = Kind(
     "bf.load_client(path, algorithm) reads it",
     {
         "algorithm": METHOD,
-        **dict.fromkeys(("name", "view", "value", "plug_in", "stored", "common", "calibrated", "written"), PLAIN),
+        **dict.fromkeys(
+            ("name", "view", "value", "plug_in", "stored", "common", "calibrated", "written"), PLAIN
+        ),
         **dict.fromkeys(("client", "round", "seed"), WHOLE),
         **dict.fromkeys(("inputs", "class_names", "columns"), TUPLE),
         "form": Entry(lambda form: form.described()),
@@ -147,16 +177,22 @@ CLIENT = Kind(
 )
 CLIENT_FILE = "client.safetensors"
 NODE = Kind(
-    "node", "what a node of a deployment over Flower keeps", "the node itself reads it; pass the server's folder of checkpoints", {}
+    "node",
+    "what a node of a deployment over Flower keeps",
+    "the node itself reads it; pass the server's folder of checkpoints",
+    {},
 )
 
 
-def write(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any], *, file: str = STATE) -> None:
+def write(
+    path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any], *, file: str = STATE
+) -> None:
     """Write one file of the folder `path`, completely or not at all.
 
     Raises:
         TypeError: `path` is neither text nor a path.
-        ValueError: `path` is empty, or is a file, or lies under one; or the method or the data hold a function that cannot be recognised.
+        ValueError: `path` is empty, or is a file, or lies under one; or the method or the data hold
+            a function that cannot be recognised.
     """
     from importlib.metadata import version
 
@@ -165,17 +201,28 @@ def write(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any], 
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
     refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "form")))
     flat = detached(_part(said, tensors=True))
-    text = json.dumps({"kind": kind.name, "format": FORMAT, "version": version("bayesfl"), **_part(said, tensors=False)})
+    text = json.dumps(
+        {
+            "kind": kind.name,
+            "format": FORMAT,
+            "version": version("bayesfl"),
+            **_part(said, tensors=False),
+        }
+    )
     with atomic_path(_folder(path) / file) as temporary:
-        save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)})
+        save_file(
+            flat,
+            str(temporary),
+            metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)},
+        )
 
 
 def refuse_nameless(*descriptions: Any) -> None:
     """Raise ValueError if a description has a function that could not be recognised."""
     if any(map(anonymous, descriptions)):
         raise ValueError(
-            "a function of the method or of the data has neither a name nor source text, as one made by eval; another would pass for it: "
-            "define it in a file or a notebook, by def"
+            "a function of the method or of the data has neither a name nor source text, as one "
+            "made by eval; another would pass for it: define it in a file or a notebook, by def"
         )
 
 
@@ -188,11 +235,15 @@ def write_round(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, 
     write(path, kind, content, file=f"round-{content['round']:06d}.safetensors")
     files = _rounds(Path(path))
     later = [file for file in files if round_of(file) > content["round"]]
-    for file in later + [file for file in files if file not in later][KEPT:]:  # later ones were damaged: the run resumed before them
+    for file in (
+        later + [file for file in files if file not in later][KEPT:]
+    ):  # later ones were damaged: the run resumed before them
         file.unlink(missing_ok=True)
 
 
-def read(path: str | os.PathLike[str], kind: Kind, device: torch.device | str = "cpu") -> dict[str, Any]:
+def read(
+    path: str | os.PathLike[str], kind: Kind, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
     """Return the fields of what `write` put into the folder `path`, from its newest undamaged file.
 
     A warning is issued where a newer file is damaged.
@@ -200,14 +251,22 @@ def read(path: str | os.PathLike[str], kind: Kind, device: torch.device | str = 
     Raises:
         TypeError: `path` is neither text nor a path.
         ValueError: `path` is empty.
-        CheckpointError: The folder holds nothing of this kind, or every file is damaged or of another format.
+        CheckpointError: The folder holds nothing of this kind, or every file is damaged or of
+            another format.
     """
     files, damage = held(folder("path", path)), []
     if not files:
-        others = [file for pattern in (CLIENT_FILE, "state-*", "*/state-*", "*/*/state-*") for file in sorted(Path(path).glob(pattern))]
+        others = [
+            file
+            for pattern in (CLIENT_FILE, "state-*", "*/state-*", "*/*/state-*")
+            for file in sorted(Path(path).glob(pattern))
+        ]
         for file in others[:1]:
             read_file(file, kind)
-        raise CheckpointError(f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint round-*.safetensors is there")
+        raise CheckpointError(
+            f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint "
+            "round-*.safetensors is there"
+        )
     for file in files:
         try:
             found = read_file(file, kind, device)
@@ -239,20 +298,41 @@ def read_file(file: Path, kind: Kind, device: torch.device | str = "cpu") -> dic
     except Exception as error:  # a damaged file may raise anything
         raise CheckpointError(f"{str(file)!r} is damaged: {error}") from error
     if not whole:
-        raise CheckpointError(f"{str(file)!r} is damaged, or not a file of bayesfl: its digest does not match")
+        raise CheckpointError(
+            f"{str(file)!r} is damaged, or not a file of bayesfl: its digest does not match"
+        )
     try:
         said = json.loads(text)
         if (written := said.pop("format")) != FORMAT:
             by = version if isinstance(version := said.get("version"), str) else "0.2"
-            raise OtherFileError(f"{str(file)!r} has format {written}, which bayesfl {by} wrote and reads, and this version does not")
+            raise OtherFileError(
+                f"{str(file)!r} has format {written}, which bayesfl {by} wrote and reads, and this "
+                "version does not"
+            )
         if (found := said.pop("kind")) != kind.name:
             other = {one.name: one for one in KINDS}[found]
-            raise OtherFileError(f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}")
-        # Copies lie at aligned places, as those of the run did: sums over others may be grouped otherwise.
+            raise OtherFileError(
+                f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}"
+            )
+        # Copies lie at aligned places, as those of the run did: sums over others may be grouped
+        # otherwise.
         content = _joined(said, nest({name: t.to(device, copy=True) for name, t in flat.items()}))
-        return {name: entry.read(content[name]) for name, entry in kind.fields.items()} if kind.fields else content
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{str(file)!r} is not {kind.what} of this version: {type(error).__name__}, {error}") from error
+        return (
+            {name: entry.read(content[name]) for name, entry in kind.fields.items()}
+            if kind.fields
+            else content
+        )
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise CheckpointError(
+            f"{str(file)!r} is not {kind.what} of this version: {type(error).__name__}, {error}"
+        ) from error
 
 
 KINDS = [RUN, CLIENT, NODE]
@@ -260,7 +340,8 @@ KINDS = [RUN, CLIENT, NODE]
 
 
 def claim(path: str | os.PathLike[str]) -> list[Path]:
-    """Prepare the folder `path` for the checkpoints of one run, and remove temporary files that a killed process has left.
+    """Prepare the folder `path` for the checkpoints of one run, and remove temporary files that a
+    killed process has left.
 
     Returns:
         The checkpoints in it, the newest first.
@@ -271,7 +352,10 @@ def claim(path: str | os.PathLike[str]) -> list[Path]:
     claimed = _folder(path)
     remove_leftovers(claimed, ".safetensors")
     if (claimed / STATE).is_file():
-        raise ValueError(f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints in a folder of their own")
+        raise ValueError(
+            f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints in a "
+            "folder of their own"
+        )
     return _rounds(claimed)
 
 
@@ -289,24 +373,36 @@ def round_of(file: Path) -> int:
 
 
 def newest(path: str | os.PathLike[str]) -> int:
-    """Return the round of the newest checkpoint in a folder, damaged or not; 0 where there is none."""
+    """Return the round of the newest checkpoint in a folder, damaged or not; 0 where there
+    is none.
+    """
     found = _rounds(Path(path))
     return round_of(found[0]) if found else 0
 
 
 def _part(tree: Mapping[str, Any], *, tensors: bool) -> dict[str, Any]:
     """Return a nest of mappings with its tensors alone, or without them."""
-    inner = {key: _part(value, tensors=tensors) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    inner = {
+        key: _part(value, tensors=tensors) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+    }
     return {
         key: value
         for key, value in inner.items()
-        if (bool(value) or not tensors if isinstance(value, dict) else isinstance(value, Tensor) == tensors)
+        if (
+            bool(value) or not tensors
+            if isinstance(value, dict)
+            else isinstance(value, Tensor) == tensors
+        )
     }
 
 
 def _joined(said: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return a nest of mappings with its tensors again."""
-    nested = {key: _joined(said[key], t) if isinstance(t, Mapping) and key in said else t for key, t in tensors.items()}
+    nested = {
+        key: _joined(said[key], t) if isinstance(t, Mapping) and key in said else t
+        for key, t in tensors.items()
+    }
     return {**said, **nested}
 
 
@@ -315,10 +411,16 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     try:
         made.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"path must name a folder, but {str(path)!r} is a file, or lies under one; pass another") from error
+        raise ValueError(
+            f"path must name a folder, but {str(path)!r} is a file, or lies under one; pass another"
+        ) from error
     return made
 
 
 def _rounds(path: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first."""
-    return sorted((file for file in path.glob("round-*") if ROUND.fullmatch(file.name)), key=round_of, reverse=True)
+    return sorted(
+        (file for file in path.glob("round-*") if ROUND.fullmatch(file.name)),
+        key=round_of,
+        reverse=True,
+    )

@@ -1,7 +1,8 @@
-"""What a method, a network and data are, as JSON, and the one error that lists where two of them differ.
+"""What a method, a network and data are, as JSON, and the one error that lists where two of them
+differ.
 
-A method of the library is its name, its revision and its options; one that was composed by hand, or changed by `dataclasses.replace`, is
-what its fields hold, see `bayesfl.base.described`.
+A method of the library is its name, its revision and its options; one that was composed by hand, or
+changed by `dataclasses.replace`, is what its fields hold, see `bayesfl.base.described`.
 """
 
 import inspect
@@ -23,25 +24,31 @@ FIRST = 3
 
 
 def identity(algorithm: Algorithm) -> dict[str, Any]:
-    """Return a description of an algorithm that is equal for two algorithms whose saved states are interchangeable.
+    """Return a description of an algorithm that is equal for two algorithms whose saved states are
+    interchangeable.
 
-    It can be written as JSON and is the same in every process. Beside the method it holds the network: the layers, the plain values that
-    they hold, which of them draw, the shapes of the parameters, and the values of parameters and buffers that no block covers; not the code
-    of a forward.
+    It can be written as JSON and is the same in every process. Beside the method it holds the
+    network: the layers, the plain values that they hold, which of them draw, the shapes of the
+    parameters, and the values of parameters and buffers that no block covers; not the code of a
+    forward.
     """
     model = algorithm.model
     return {
         **described(algorithm),
         "layers": layers(model),
         "held": held(model),
-        "drawing": [name for name, part in model.named_modules() if part.training and rate(part) > 0],
+        "drawing": [
+            name for name, part in model.named_modules() if part.training and rate(part) > 0
+        ],
         "parameters": {name: list(p.shape) for name, p in model.named_parameters()},
         "constants": _constants(algorithm),
     }
 
 
 def _constants(algorithm: Algorithm) -> dict[str, str]:
-    """Describe the parameters that no block covers, and the buffers; once for each algorithm, since a frozen backbone may be large."""
+    """Describe the parameters that no block covers, and the buffers; once for each algorithm, since
+    a frozen backbone may be large.
+    """
     refuse_changed(algorithm.model)
     if "_constants" not in algorithm.__dict__:
         covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
@@ -49,12 +56,16 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
         counters = {f"{norm}.num_batches_tracked".removeprefix(".") for norm in norms(model)}
         everything = (*model.named_parameters(), *model.named_buffers())
         constants = {name: t for name, t in everything if name not in covered | counters}
-        object.__setattr__(algorithm, "_constants", {name: described(t) for name, t in constants.items()})
+        object.__setattr__(
+            algorithm, "_constants", {name: described(t) for name, t in constants.items()}
+        )
     return algorithm.__dict__["_constants"]
 
 
 def fingerprint(algorithm: Algorithm, calibration: Sequence[Any] = ()) -> str:
-    """Return a digest of a method's identity and of its steps of calibration, by which two machines recognise that theirs are the same."""
+    """Return a digest of a method's identity and of its steps of calibration, by which two machines
+    recognise that theirs are the same.
+    """
     return digest_of({**identity(algorithm), "calibration": calibration})
 
 
@@ -71,45 +82,77 @@ class Chosen(NamedTuple):
 
 
 def reading(algorithm: Algorithm) -> str:
-    """Describe how a method predicts; of functions, such as rules of selection, their names alone tell them apart."""
-    return json.dumps(described([algorithm.predictor, algorithm.parts, algorithm.finetune, algorithm.draws, algorithm.likelihood]))
+    """Describe how a method predicts; of functions, such as rules of selection, their names alone
+    tell them apart.
+    """
+    return json.dumps(
+        described(
+            [
+                algorithm.predictor,
+                algorithm.parts,
+                algorithm.finetune,
+                algorithm.draws,
+                algorithm.likelihood,
+            ]
+        )
+    )
 
 
 def differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the places where two descriptions differ, with what stands there in each."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        pairs = [(f"{path}.{key}" if path else key, one.get(key), other.get(key)) for key in dict.fromkeys([*one, *other])]
+        pairs = [
+            (f"{path}.{key}" if path else key, one.get(key), other.get(key))
+            for key in dict.fromkeys([*one, *other])
+        ]
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(one, other, strict=True))]
+        pairs = [
+            (f"{path}[{place}]", *both) for place, both in enumerate(zip(one, other, strict=True))
+        ]
     else:
         return {} if one == other else {path: (one, other)}
-    return {place: both for inner, a, b in pairs for place, both in differences(a, b, inner).items()}
+    return {
+        place: both for inner, a, b in pairs for place, both in differences(a, b, inner).items()
+    }
 
 
 def told(different: Mapping[str, tuple[Any, Any]]) -> str:
     """Return the first differences in words, and how many more there are; empty for none."""
-    first = "; ".join(f"{path.rstrip('.')}: saved {then}, given {now}" for path, (then, now) in list(different.items())[:FIRST])
+    first = "; ".join(
+        f"{path.rstrip('.')}: saved {then}, given {now}"
+        for path, (then, now) in list(different.items())[:FIRST]
+    )
     return first + (f"; and {len(different) - FIRST} more" if len(different) > FIRST else "")
 
 
 def refuse(what: str, different: Mapping[str, tuple[Any, Any]], remedy: str) -> None:
-    """Raise CheckpointError if something saved differs from what is given, with the first differences; `what` begins the message."""
+    """Raise CheckpointError if something saved differs from what is given, with the first
+    differences; `what` begins the message.
+    """
     if different:
         raise CheckpointError(f"{what} {told(different)}; {remedy}")
 
 
-def method_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> dict[str, tuple[Any, Any]]:
-    """Return where a method and its network differ from those of a saved identity: of two methods their names alone."""
+def method_differences(
+    made_with: Mapping[str, Any], algorithm: Algorithm
+) -> dict[str, tuple[Any, Any]]:
+    """Return where a method and its network differ from those of a saved identity: of two methods
+    their names alone.
+    """
     now = identity(algorithm)
     if made_with.get("method") != (name := now["method"]):
         return {"method": (made_with.get("method"), name)}
     now = _as_known(algorithm, now, made_with)
-    saved, given = ({part: of.get(part) for part in ("revision", "source", "drawing", name)} for of in (made_with, now))
+    saved, given = (
+        {part: of.get(part) for part in ("revision", "source", "drawing", name)}
+        for of in (made_with, now)
+    )
     return differences(saved, given) | network_differences(made_with, algorithm)
 
 
 def _as_known(thing: Any, now: Any, then: Any) -> Any:
-    """Return a description without options that a saved one does not name and that are at their defaults, which made no difference.
+    """Return a description without options that a saved one does not name and that are at their
+    defaults, which made no difference.
 
     An option of a method, or a field of a data class, may have come later.
 
@@ -120,9 +163,25 @@ def _as_known(thing: Any, now: Any, then: Any) -> Any:
     """
     if isinstance(thing, Algorithm) and isinstance(then, Mapping):
         name, made = now["method"], thing.made
-        defaults = {} if made is None else {key: one.default for key, one in inspect.signature(made.function).parameters.items()}
-        return {**now, name: _without(vars(thing) if made is None else made.options, defaults, now[name], then.get(name))}
-    if isinstance(thing, list | tuple) and isinstance(now, list) and isinstance(then, list) and len(thing) == len(now) == len(then):
+        defaults = (
+            {}
+            if made is None
+            else {
+                key: one.default for key, one in inspect.signature(made.function).parameters.items()
+            }
+        )
+        return {
+            **now,
+            name: _without(
+                vars(thing) if made is None else made.options, defaults, now[name], then.get(name)
+            ),
+        }
+    if (
+        isinstance(thing, list | tuple)
+        and isinstance(now, list)
+        and isinstance(then, list)
+        and len(thing) == len(now) == len(then)
+    ):
         return [_as_known(*parts) for parts in zip(thing, now, then, strict=True)]
     if isinstance(thing, Mapping) and isinstance(now, Mapping):
         return _without(thing, {}, now, then)
@@ -131,22 +190,37 @@ def _as_known(thing: Any, now: Any, then: Any) -> Any:
     return now
 
 
-def _without(parts: Mapping[str, Any], defaults: Mapping[str, Any], now: Mapping[str, Any], then: Any) -> Any:
+def _without(
+    parts: Mapping[str, Any], defaults: Mapping[str, Any], now: Mapping[str, Any], then: Any
+) -> Any:
     if not isinstance(then, Mapping):
         return now
-    kept = {key: one for key, one in now.items() if key in then or key not in defaults or one != described(defaults[key])}
+    kept = {
+        key: one
+        for key, one in now.items()
+        if key in then or key not in defaults or one != described(defaults[key])
+    }
     return {key: _as_known(parts.get(key), one, then.get(key)) for key, one in kept.items()}
 
 
-def network_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> dict[str, tuple[Any, Any]]:
-    """Return where a method's network differs from that of a saved identity; of layers of two kinds nothing else.
+def network_differences(
+    made_with: Mapping[str, Any], algorithm: Algorithm
+) -> dict[str, tuple[Any, Any]]:
+    """Return where a method's network differs from that of a saved identity; of layers of two kinds
+    nothing else.
 
     The state's tensors alone would not tell another activation, or another frozen backbone.
     """
     now, known = identity(algorithm), made_with.get("held")
     if isinstance(known, Mapping):  # later versions of torch may hold more
-        parts = {part: then if isinstance(then := known.get(part), Mapping) else of for part, of in now["held"].items()}
-        now["held"] = {part: {key: one for key, one in of.items() if key in parts[part]} for part, of in now["held"].items()}
+        parts = {
+            part: then if isinstance(then := known.get(part), Mapping) else of
+            for part, of in now["held"].items()
+        }
+        now["held"] = {
+            part: {key: one for key, one in of.items() if key in parts[part]}
+            for part, of in now["held"].items()
+        }
     found: dict[str, tuple[Any, Any]] = {}
     for part in ("layers", "parameters", "held", "constants"):
         found |= differences({part: made_with.get(part, {})}, {part: now[part]})
@@ -155,7 +229,9 @@ def network_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> d
 
 def without_parts(different: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
     """Return differences without what layers of two kinds hold, in which they must differ."""
-    kinds = {f"held.{path.removeprefix('layers.')}" for path in different if path.startswith("layers.")}
+    kinds = {
+        f"held.{path.removeprefix('layers.')}" for path in different if path.startswith("layers.")
+    }
     return {path: both for path, both in different.items() if path.rpartition(".")[0] not in kinds}
 
 
@@ -165,27 +241,45 @@ def same_method(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -
     Raises:
         CheckpointError: The two methods, or their networks, differ; `what` begins the message.
     """
-    refuse(f"{what} was made with another method:", method_differences(made_with, algorithm), "give the method that made it")
+    refuse(
+        f"{what} was made with another method:",
+        method_differences(made_with, algorithm),
+        "give the method that made it",
+    )
 
 
 def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Check by its saved identity that a state is one of this method's network; the method's options are free.
+    """Check by its saved identity that a state is one of this method's network; the method's
+    options are free.
 
     Raises:
-        CheckpointError: The layers, the shapes of the parameters, or the values of frozen parameters and buffers differ.
+        CheckpointError: The layers, the shapes of the parameters, or the values of frozen
+            parameters and buffers differ.
     """
     different = network_differences(made_with, algorithm)
-    refuse(f"{what} has the state of another network:", different, "build the method on that network, frozen weights and buffers included")
+    refuse(
+        f"{what} has the state of another network:",
+        different,
+        "build the method on that network, frozen weights and buffers included",
+    )
 
 
 def same_data(what: str, known: Outline, clients: FederatedData) -> None:
-    """Check that data are those on which a run was made: the same rows, transform and augmentation, in every split.
+    """Check that data are those on which a run was made: the same rows, transform and augmentation,
+    in every split.
 
     Raises:
         CheckpointError: They differ; `what` begins the message.
     """
-    then, now = ({name: getattr(one, name) for name in ("rows", "transform", "augment", "hash")} for one in (known, clients.outline))
+    then, now = (
+        {name: getattr(one, name) for name in ("rows", "transform", "augment", "hash")}
+        for one in (known, clients.outline)
+    )
     found = differences(json.loads(json.dumps(then)), json.loads(json.dumps(now)))
     if len(found) > 1:
         found.pop("hash", None)  # which covers the others
-    refuse(f"{what} was made on other data:", found, "give the same recipe and seed, and the same functions of inputs in every split")
+    refuse(
+        f"{what} was made on other data:",
+        found,
+        "give the same recipe and seed, and the same functions of inputs in every split",
+    )

@@ -1,1 +1,3 @@
-"""pFedVEM over a network: the method and the data in `task`, a server and a client of a few lines."""
+"""pFedVEM over a network: the method and the data in `task`, a server and a client of a
+few lines.
+"""

@@ -17,5 +17,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Runs the federation; where there are checkpoints, it goes on from the newest."""
     config = context.run_config
-    options = {name: config[name] for name in ("clients", "rounds", "seed", "timeout", "checkpoint")}
+    options = {
+        name: config[name] for name in ("clients", "rounds", "seed", "timeout", "checkpoint")
+    }
     serve(grid, method(), **options)

@@ -15,10 +15,14 @@ def method() -> bf.Algorithm:
 
 
 def federation(clients: int) -> FederatedData:
-    """Handwritten digits as pairs of classes: what label 0 looks like differs from client to client."""
+    """Handwritten digits as pairs of classes: what label 0 looks like differs from client to
+    client.
+    """
     return bf.data.concept_drift("digits", clients=clients, seed=0)
 
 
 def client_data(client: int, clients: int) -> FederatedData:
-    """One client's part. A real node reads its own files here, as `bf.data.from_arrays([x], [y], outputs=5)`."""
+    """One client's part. A real node reads its own files here, as `bf.data.from_arrays([x], [y],
+    outputs=5)`.
+    """
     return federation(clients).select([client])

@@ -18,13 +18,20 @@ def test_lists_pooled_arrays_and_datasets_agree():
     xs, ys = arrays()
     lists = from_arrays(xs, ys)
     tensors = from_arrays([torch.tensor(x) for x in xs], [torch.tensor(y) for y in ys])
-    sets = from_datasets([TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(xs, ys, strict=True)])
+    sets = from_datasets(
+        [TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(xs, ys, strict=True)]
+    )
     ids = np.repeat([10, 20, 30], [len(y) for y in ys])
     pooled = from_arrays(np.concatenate(xs), np.concatenate(ys), client_ids=ids)
     assert lists.hash == tensors.hash == sets.hash == pooled.hash
     assert pooled.client_names == ("10", "20", "30")
     assert lists.client_names == ("client 0", "client 1", "client 2")
-    assert (lists.task, lists.classes, lists.inputs, lists.train.x.dtype) == ("classification", 3, (5,), torch.float32)
+    assert (lists.task, lists.classes, lists.inputs, lists.train.x.dtype) == (
+        "classification",
+        3,
+        (5,),
+        torch.float32,
+    )
 
 
 def test_pooled_clients_are_sorted_whatever_the_order_of_rows():
@@ -37,7 +44,23 @@ def test_pooled_clients_are_sorted_whatever_the_order_of_rows():
     assert len(mixed.client_names) == 3
 
 
-@pytest.mark.parametrize("nothing", [None, math.nan, np.float64("nan"), pd.NA, pd.NaT, "", " ", "nan", "NaN", "None", "<NA>", "NaT"])
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        None,
+        math.nan,
+        np.float64("nan"),
+        pd.NA,
+        pd.NaT,
+        "",
+        " ",
+        "nan",
+        "NaN",
+        "None",
+        "<NA>",
+        "NaT",
+    ],
+)
 def test_rows_of_nobody_are_refused(nothing: Any):
     """A hospital called nan, or a client for each missing number, would be made of them."""
     ids = pd.Series([1, nothing, 2, nothing], dtype=object)
@@ -56,7 +79,9 @@ def test_one_name_is_one_client():
 
 
 def test_columns_of_frames_are_those_of_the_first():
-    """Columns are joined by their places, so one order is asked for, in the test and for every client; arrays and plain numbers fit."""
+    """Columns are joined by their places, so one order is asked for, in the test and for every
+    client; arrays and plain numbers fit.
+    """
     frame, y, ids = pd.DataFrame(np.ones((4, 3)), columns=list("abc")), [0, 1, 0, 1], [0, 0, 1, 1]
     other: Any = frame[list("acb")]
     order = r"\['c', 'b'\] .*\['b', 'c'\].*test\[train\.columns\]"
@@ -76,7 +101,9 @@ def test_columns_of_frames_are_those_of_the_first():
 
 
 def test_floats_that_may_be_classes_are_asked_about():
-    """0. and 1. are as likely labels that pandas made floats as targets; with the task said both work."""
+    """0. and 1. are as likely labels that pandas made floats as targets; with the task said both
+    work.
+    """
     x, y = np.ones((8, 2)), np.tile([0.0, 1.0], 4)
     with pytest.raises(ValueError, match=r"^y .*0, 1.*task='classification'.*task='regression'"):
         from_arrays(x, y, client_ids=[0] * 8)
@@ -88,7 +115,9 @@ def test_floats_that_may_be_classes_are_asked_about():
 
 def test_frames():
     """Truth values beside numbers are numbers; a column of something else is named."""
-    frame = pd.DataFrame({"age": [1.0, 2.0], "ill": [True, False], "n": pd.array([1, 3], dtype="Int64")})
+    frame = pd.DataFrame(
+        {"age": [1.0, 2.0], "ill": [True, False], "n": pd.array([1, 3], dtype="Int64")}
+    )
     x = from_arrays(frame, [0, 1], client_ids=[0, 0], test_share=0).train.x
     assert x.tolist() == [[1.0, 1.0, 1.0], [2.0, 0.0, 3.0]]
     with pytest.raises(ValueError, match=r"^x.*\['sex'\].*get_dummies"):
@@ -123,7 +152,9 @@ def test_any_map_style_dataset():
 def test_items_with_several_inputs():
     """By place or by name; a tuple of numbers is a vector, as ever."""
     numbers, tokens = torch.arange(12.0).reshape(6, 2), torch.arange(18).reshape(6, 3)
-    by_name: Any = [({"a": numbers[i].numpy(), "b": {"tokens": tokens[i].tolist()}}, i % 2) for i in range(6)]
+    by_name: Any = [
+        ({"a": numbers[i].numpy(), "b": {"tokens": tokens[i].tolist()}}, i % 2) for i in range(6)
+    ]
     by_place: Any = [((numbers[i], tokens[i]), i % 2) for i in range(6)]
     data = from_datasets([by_name, by_name[:3]], test=[by_name, []])
     x: Any = data.train.client(0)[0]
@@ -135,8 +166,15 @@ def test_items_with_several_inputs():
     assert placed[1].equal(tokens)
     vectors: Any = [((1.0, 2.0), 0), ((3.0, 4.0), 1)]
     assert from_datasets([vectors], test_share=0).inputs == (2,)
-    shapes: Any = [({"a": torch.zeros(2)}, 0), ({"a": torch.zeros(3)}, 1), ({"b": torch.zeros(2)}, 1)]
-    with pytest.raises(ValueError, match=r"datasets\[0\] .*item 1 has x \{'a': \(3,\)\}.*item 0 has x \{'a': \(2,\)\}"):
+    shapes: Any = [
+        ({"a": torch.zeros(2)}, 0),
+        ({"a": torch.zeros(3)}, 1),
+        ({"b": torch.zeros(2)}, 1),
+    ]
+    with pytest.raises(
+        ValueError,
+        match=r"datasets\[0\] .*item 1 has x \{'a': \(3,\)\}.*item 0 has x \{'a': \(2,\)\}",
+    ):
         from_datasets([shapes])
     with pytest.raises(ValueError, match=r"datasets\[0\] .*item 1 has x \{'b': \(2,\)\}"):
         from_datasets([shapes[::2]])
@@ -150,9 +188,21 @@ def numbered(n: int) -> TensorDataset:
     ("datasets", "options", "message"),
     [
         ([numbered(3), [("an image", 1)]], {}, r"datasets\[1\] .*item 0 .*ToTensor"),
-        ([TensorDataset(*numbered(3).tensors, torch.zeros(3))], {}, r"datasets\[0\] .*\(x, y\).* got tuple of length 3"),
-        ([numbered(3), [{"image": 1, "label": 2}]], {}, r"datasets\[1\] .*\(x, y\).* got dict .*item 0"),
-        ([[(torch.zeros(2), 0), (torch.zeros(3), 0)]], {}, r"datasets\[0\] .*item 1 .*x \[3\].*item 0 .*x \[2\]"),
+        (
+            [TensorDataset(*numbered(3).tensors, torch.zeros(3))],
+            {},
+            r"datasets\[0\] .*\(x, y\).* got tuple of length 3",
+        ),
+        (
+            [numbered(3), [{"image": 1, "label": 2}]],
+            {},
+            r"datasets\[1\] .*\(x, y\).* got dict .*item 0",
+        ),
+        (
+            [[(torch.zeros(2), 0), (torch.zeros(3), 0)]],
+            {},
+            r"datasets\[0\] .*item 1 .*x \[3\].*item 0 .*x \[2\]",
+        ),
         ([], {}, "datasets is empty"),
         ([numbered(3), []], {}, r"datasets\[1\] is empty"),
         ([numbered(3)], {"test": [numbered(1), numbered(1)]}, r"^test .*2 clients.*\b1\b"),
@@ -176,13 +226,22 @@ class Stream(IterableDataset):
             lambda xs, ys, sets: from_arrays(sets, None),
             r"^x of client 0 .*got TensorDataset.*from_datasets",
         ),
-        (lambda xs, ys, sets: from_arrays([DataLoader(s) for s in sets], ys), r"^x of client 0 .*got DataLoader.*from_datasets"),
+        (
+            lambda xs, ys, sets: from_arrays([DataLoader(s) for s in sets], ys),
+            r"^x of client 0 .*got DataLoader.*from_datasets",
+        ),
         (lambda xs, ys, sets: from_arrays(sets[0], ys), r"^x .*list.* got one TensorDataset"),
         (lambda xs, ys, sets: from_arrays(xs, None), r"^y .*a list .* got None"),
         (lambda xs, ys, sets: from_arrays(xs, [ys[0], None, ys[2]]), r"^y of client 1 .*got None"),
         (lambda xs, ys, sets: from_arrays(dict(enumerate(xs)), ys), r"^x .*list.* got dict"),
-        (lambda xs, ys, sets: from_arrays(xs[0], None, client_ids=[1] * 7), r"^y .*nested lists.* got None"),
-        (lambda xs, ys, sets: from_arrays(xs, ys, test=(sets, None)), "test x of client 0 .* got TensorDataset"),
+        (
+            lambda xs, ys, sets: from_arrays(xs[0], None, client_ids=[1] * 7),
+            r"^y .*nested lists.* got None",
+        ),
+        (
+            lambda xs, ys, sets: from_arrays(xs, ys, test=(sets, None)),
+            "test x of client 0 .* got TensorDataset",
+        ),
         (lambda xs, ys, sets: from_datasets(sets[0]), r"^datasets .*list.* got one TensorDataset"),
         (lambda xs, ys, sets: from_datasets([Stream()]), r"datasets\[0\] .*map-style.* got Stream"),
         (
@@ -190,13 +249,20 @@ class Stream(IterableDataset):
             r"datasets\[0\] .*got DataLoader.*loader\.dataset",
         ),
         (lambda xs, ys, sets: from_datasets(sets, test=sets[0]), "test must be a list"),
-        (lambda xs, ys, sets: from_datasets(sets, client_ids=[1, 2, 3]), r"client_ids .*from_arrays.*from_datasets.*names="),
+        (
+            lambda xs, ys, sets: from_datasets(sets, client_ids=[1, 2, 3]),
+            r"client_ids .*from_arrays.*from_datasets.*names=",
+        ),
     ],
 )
 def test_what_is_no_array_or_no_data_set_is_named(call, message):
     xs, ys = arrays()
     with pytest.raises(TypeError, match=message):
-        call(xs, ys, [TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(xs, ys, strict=True)])
+        call(
+            xs,
+            ys,
+            [TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(xs, ys, strict=True)],
+        )
 
 
 def test_a_client_without_test_data_does_not_decide_the_task():
@@ -258,7 +324,10 @@ def test_your_arrays_are_copied_once():
             lambda xs, ys: from_arrays(xs, [ys[0], ys[1][:, None], ys[2]]),
             r"^y .*client 1 .*\[1\], client 0 \[\]",
         ),
-        (lambda xs, ys: from_arrays(xs, [ys[0], ys[1] * 1.0, ys[2]]), r"^y .*got 1 .*floats .*3 .*task='regression'"),
+        (
+            lambda xs, ys: from_arrays(xs, [ys[0], ys[1] * 1.0, ys[2]]),
+            r"^y .*got 1 .*floats .*3 .*task='regression'",
+        ),
         (
             lambda xs, ys: from_arrays(xs[0], ys[0][:3], client_ids=[1] * 7),
             r"^x and y .*got shapes \[7, 5\] and \[3\]",
@@ -271,16 +340,34 @@ def test_your_arrays_are_copied_once():
         (lambda xs, ys: from_arrays([["a"]], [[0]]), "x of client 0 holds text"),
         (lambda xs, ys: from_arrays([xs[0] * 1j], ys[:1]), "array of numbers"),
         (lambda xs, ys: from_arrays([torch.tensor(xs[0]) * 1j], ys[:1]), "real numbers"),
-        (lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=[1, 2]), r"client_ids .*7 rows, got 2"),
+        (
+            lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=[1, 2]),
+            r"client_ids .*7 rows, got 2",
+        ),
         (lambda xs, ys: from_arrays(xs, ys, names=["a"]), r"^names .*3 clients, got 1"),
         (lambda xs, ys: from_arrays(xs, ys, class_names=["a"]), r"class_names .*3 classes, got 1"),
         (lambda xs, ys: from_arrays(xs, ys, test_share=1.0), r"test_share is a share .* got 1.0"),
         (lambda xs, ys: from_arrays(xs, ys, validation=-0.1), r"validation is a share"),
-        (lambda xs, ys: from_arrays(xs, ys, validation=0.5, calibration=0.5), r"validation and calibration .*got 1\.0"),
-        (lambda xs, ys: from_arrays([xs[0], xs[1][:1]], [ys[0], ys[1][:1]]), r"'client 1' .*1 example, .*test_share=0"),
-        (lambda xs, ys: from_arrays([xs[0], xs[1][:0]], [ys[0], ys[1][:0]]), r"'client 1' .*no training example:"),
-        (lambda xs, ys: from_arrays([xs[0], xs[1][:2]], [ys[0], ys[1][:2]], validation=0.1), r"'client 1' .*1 training .*validation=0.1"),
-        (lambda xs, ys: from_arrays([x[:, 0] for x in xs], [y > 5 for y in ys], outputs=0), r"outputs .*1.* got 0"),
+        (
+            lambda xs, ys: from_arrays(xs, ys, validation=0.5, calibration=0.5),
+            r"validation and calibration .*got 1\.0",
+        ),
+        (
+            lambda xs, ys: from_arrays([xs[0], xs[1][:1]], [ys[0], ys[1][:1]]),
+            r"'client 1' .*1 example, .*test_share=0",
+        ),
+        (
+            lambda xs, ys: from_arrays([xs[0], xs[1][:0]], [ys[0], ys[1][:0]]),
+            r"'client 1' .*no training example:",
+        ),
+        (
+            lambda xs, ys: from_arrays([xs[0], xs[1][:2]], [ys[0], ys[1][:2]], validation=0.1),
+            r"'client 1' .*1 training .*validation=0.1",
+        ),
+        (
+            lambda xs, ys: from_arrays([x[:, 0] for x in xs], [y > 5 for y in ys], outputs=0),
+            r"outputs .*1.* got 0",
+        ),
         (lambda xs, ys: from_arrays(xs, ys, outputs=3.0), r"outputs .*got 3\.0"),  # pyright: ignore[reportArgumentType]
         (
             lambda xs, ys: from_arrays(xs, [ys[0], ys[1], ys[2] - 1]),
@@ -291,18 +378,32 @@ def test_your_arrays_are_copied_once():
             r"labels .*'client 0' .*-100 .*leave out",
         ),
         (lambda xs, ys: from_arrays(xs, ys, outputs=2), r"labels .*\[0, 2\).*outputs=3"),
-        (lambda xs, ys: from_arrays(xs, [y + 0.5 for y in ys], task="classification"), "holds fractions"),
+        (
+            lambda xs, ys: from_arrays(xs, [y + 0.5 for y in ys], task="classification"),
+            "holds fractions",
+        ),
         (lambda xs, ys: from_arrays(xs, [np.eye(3, dtype=int)[y] for y in ys]), "argmax"),
         (lambda xs, ys: from_arrays(xs, ys, task="ranking"), "task must be"),  # pyright: ignore[reportArgumentType]
-        (lambda xs, ys: from_arrays(xs, [y * 1.0 for y in ys], outputs=3, task="regression"), r"outputs .*3.*'train' .*1 "),
+        (
+            lambda xs, ys: from_arrays(xs, [y * 1.0 for y in ys], outputs=3, task="regression"),
+            r"outputs .*3.*'train' .*1 ",
+        ),
         (lambda xs, ys: from_arrays(xs, ys, test=(xs,)), r"test must be \(xs, ys\)"),
         (lambda xs, ys: from_arrays(xs, ys, test=(xs[:1], ys[:1])), "test has 1 clients"),
-        (lambda xs, ys: from_arrays(xs, ys, test=([x[:, :1] for x in xs], ys)), r"test x .*\[5\], got \[1\]"),
-        (lambda xs, ys: from_arrays(xs, ys, test=(xs, [y[:, None] for y in ys])), r"test y .*\[\], got \[1\]"),
+        (
+            lambda xs, ys: from_arrays(xs, ys, test=([x[:, :1] for x in xs], ys)),
+            r"test x .*\[5\], got \[1\]",
+        ),
+        (
+            lambda xs, ys: from_arrays(xs, ys, test=(xs, [y[:, None] for y in ys])),
+            r"test y .*\[\], got \[1\]",
+        ),
         (lambda xs, ys: from_arrays(xs, ys, test=3), r"test must be \(xs, ys\).* got int"),  # pyright: ignore[reportArgumentType]
         (lambda xs, ys: from_arrays(xs, ys, test=([], [])), "test x is empty"),
         (
-            lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=[1] * 7, test=(xs[0], ys[0], [2] * 7)),
+            lambda xs, ys: from_arrays(
+                xs[0], ys[0], client_ids=[1] * 7, test=(xs[0], ys[0], [2] * 7)
+            ),
             r"test client_ids .*client 2\b.*\[1\]",
         ),
     ],
@@ -339,18 +440,27 @@ def test_given_test_data_have_no_environment_of_their_own():
     ],
 )
 def test_labels_that_are_no_classes_from_0(y: Any, words: str):
-    """Else a class without examples would be made of 0, and text would be numbers of type object."""
+    """Else a class without examples would be made of 0, and text would be numbers of type
+    object.
+    """
     with pytest.raises(ValueError, match=words):
         from_arrays(np.ones((4, 2)), y, client_ids=[0, 0, 1, 1])
-    assert from_arrays(np.ones((4, 2)), [1, 2, 1, 2], client_ids=[0, 0, 1, 1], outputs=3).outputs == 3
+    assert (
+        from_arrays(np.ones((4, 2)), [1, 2, 1, 2], client_ids=[0, 0, 1, 1], outputs=3).outputs == 3
+    )
 
 
 def test_masked_values_are_refused():
-    """Below the mask there may be any numbers, which would be taken for data; a mask of nothing is none."""
+    """Below the mask there may be any numbers, which would be taken for data; a mask of nothing is
+    none.
+    """
     x, y = np.ma.masked_array(np.ones((6, 2)), mask=False), np.arange(6) % 2
     assert from_arrays([x], [y], test_share=0).train.counts.sum() == 6
     x[2, 1] = np.ma.masked
-    for given in (lambda: from_arrays([x], [y]), lambda: from_arrays([np.ones((6, 2))], [np.ma.masked_array(y, mask=y == 1)])):
+    for given in (
+        lambda: from_arrays([x], [y]),
+        lambda: from_arrays([np.ones((6, 2))], [np.ma.masked_array(y, mask=y == 1)]),
+    ):
         with pytest.raises(ValueError, match=r"(x|y) of client 0 has masked values.*filled"):
             given()
 
@@ -368,5 +478,9 @@ class Flipping(Dataset):
 def test_data_sets_that_draw_are_refused():
     """Every item is read once, so that training would see one draw of it, and so would a test."""
     plain = TensorDataset(torch.ones(9, 2), torch.arange(9) % 2)
-    with pytest.raises(ValueError, match=r"^datasets\[1\] gives other numbers when item \d is read again, .*clients\.augmented"):
+    with pytest.raises(
+        ValueError,
+        match=r"^datasets\[1\] gives other numbers when item \d is read again, "
+        r".*clients\.augmented",
+    ):
         from_datasets([plain, Flipping()])

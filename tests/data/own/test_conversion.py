@@ -57,7 +57,9 @@ def test_columns_of_frames_are_quantities():
 
 def test_trees_are_tuples_and_plain_dicts():
     """So is what a tokeniser returns, which is a mapping of its own kind."""
-    made: Any = to_inputs(UserDict(input_ids=[[1, 2]], rest=(np.ones((1, 3)), UserDict(mask=[[True]]))))
+    made: Any = to_inputs(
+        UserDict(input_ids=[[1, 2]], rest=(np.ones((1, 3)), UserDict(mask=[[True]])))
+    )
     assert type(made) is type(made["rest"][1]) is dict
     assert made["input_ids"].dtype == torch.int64
     assert made["rest"][1]["mask"].dtype == torch.bool
@@ -74,13 +76,30 @@ def test_trees_are_tuples_and_plain_dicts():
         (([1.0], ()), r"^x\[1\] of client 3 is an empty tuple"),
         ({"a": {"b": {}}}, r"^x\['a'\]\['b'\] of client 3 is an empty mapping"),
         ({1: [1.0]}, r"^x of client 3 must name its arrays by text.* got 1: .*str\(name\)"),
-        ({"a": [1.0, 2.0], "b": ([1.0, 2.0], [1.0])}, r"^x\['a'\] of client 3 has 2 rows and x\['b'\]\[1\] of client 3 has 1"),
+        (
+            {"a": [1.0, 2.0], "b": ([1.0, 2.0], [1.0])},
+            r"^x\['a'\] of client 3 has 2 rows and x\['b'\]\[1\] of client 3 has 1",
+        ),
         ((1.5, 2.5), r"^x\[0\] of client 3 is a single number, 1\.5: .* list or an array"),
-        ({"a": np.array([1j])}, r"^x\['a'\] of client 3 must be an array of numbers.*complex128.*real"),
-        ((torch.zeros(2) * 1j,), r"^x\[0\] of client 3 must be real numbers, got torch\.complex64; pass real and imaginary"),
+        (
+            {"a": np.array([1j])},
+            r"^x\['a'\] of client 3 must be an array of numbers.*complex128.*real",
+        ),
+        (
+            (torch.zeros(2) * 1j,),
+            r"^x\[0\] of client 3 must be real numbers, got torch\.complex64; pass real and "
+            r"imaginary",
+        ),
         ({"a": np.array([object()])}, r"^x\['a'\] of client 3 must be an array of numbers.*object"),
-        ({"a": [[1, 2], [3]]}, r"^x\['a'\] of client 3 must be an array of numbers, all rows of one shape"),
-        ([np.ones((4, 2)), np.ones((4, 3))], r"^x of client 3 must be an array.*; several inputs of a network are a tuple or a mapping"),
+        (
+            {"a": [[1, 2], [3]]},
+            r"^x\['a'\] of client 3 must be an array of numbers, all rows of one shape",
+        ),
+        (
+            [np.ones((4, 2)), np.ones((4, 3))],
+            r"^x of client 3 must be an array.*; several inputs of a network are a tuple or a "
+            r"mapping",
+        ),
         ({"a": ["b"]}, r"^x\['a'\] of client 3 holds text"),
         ({"a": np.ma.masked_array([1.0], mask=[True])}, r"^x\['a'\] of client 3 has masked values"),
     ],
@@ -103,7 +122,9 @@ def always_warned():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.usefixtures("always_warned")
 def test_mapped_arrays_stay_in_their_files(tmp_path):
-    """Slices and views too, without a warning that they cannot be written; those in an order torch has no name for are read."""
+    """Slices and views too, without a warning that they cannot be written; those in an order torch
+    has no name for are read.
+    """
     path = tmp_path / "x.npy"
     np.save(path, np.arange(12.0).reshape(6, 2))
     array = np.load(path, mmap_mode="r")

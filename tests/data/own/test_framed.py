@@ -1,4 +1,6 @@
-"""Federations of data frames: against scikit-learn's transformers, without leakage, and what is refused."""
+"""Federations of data frames: against scikit-learn's transformers, without leakage, and what is
+refused.
+"""
 
 import datetime
 import importlib.util
@@ -22,7 +24,9 @@ from tests.federation.made import run
 
 
 def hospitals(n: int = 200, seed: int = 0) -> pd.DataFrame:
-    """Patients of four hospitals, with missing numbers and levels, and a level that one patient has."""
+    """Patients of four hospitals, with missing numbers and levels, and a level that one patient
+    has.
+    """
     rng = np.random.default_rng(seed)
     frame = pd.DataFrame(
         {
@@ -46,15 +50,27 @@ ROLES: dict[str, Any] = {"client": "hospital", "target": "ill"}
 INPUTS = ["age", "pain", "pressure", "code", "smokes"]
 
 
-def by_hand(frame: pd.DataFrame, train: np.ndarray, codes: list[str], inputs: list[str]) -> np.ndarray:
+def by_hand(
+    frame: pd.DataFrame, train: np.ndarray, codes: list[str], inputs: list[str]
+) -> np.ndarray:
     """The matrix that scikit-learn's transformers, fitted on training rows, make of all rows."""
     out = []
     for name in inputs:
         column = frame[[name]]
-        if name in codes or column[name].dtype == object or isinstance(column[name].dtype, pd.StringDtype):
+        if (
+            name in codes
+            or column[name].dtype == object
+            or isinstance(column[name].dtype, pd.StringDtype)
+        ):
             known = column[name].iloc[train].dropna().unique()
-            encoder = OneHotEncoder(categories=[sorted(known, key=str)], handle_unknown="ignore", sparse_output=False)
-            out.append(encoder.fit(column.iloc[train].dropna()).transform(column.astype(object).where(column.notna(), "?")))
+            encoder = OneHotEncoder(
+                categories=[sorted(known, key=str)], handle_unknown="ignore", sparse_output=False
+            )
+            out.append(
+                encoder.fit(column.iloc[train].dropna()).transform(
+                    column.astype(object).where(column.notna(), "?")
+                )
+            )
             continue
         numbers = column.astype(float)
         steps = make_pipeline(SimpleImputer(), StandardScaler()).fit(numbers.iloc[train])
@@ -73,7 +89,9 @@ def train_rows(data: FederatedData, columns: Columns, frame: pd.DataFrame) -> np
 
 @pytest.mark.parametrize("codes", [[], ["code"]])
 def test_inputs_are_scikit_learns(codes: list[str]):
-    """Of its imputer, scaler, indicator and encoder, fitted on training rows; validation rows are none of these."""
+    """Of its imputer, scaler, indicator and encoder, fitted on training rows; validation rows are
+    none of these.
+    """
     frame = hospitals().drop(columns="patient")
     data, columns = from_frame(frame, **ROLES, categories=codes, validation=0.2)
     train = train_rows(data, columns, frame)
@@ -85,7 +103,9 @@ def test_inputs_are_scikit_learns(codes: list[str]):
     assert data.prepared == columns
 
 
-@pytest.mark.skipif("BAYESFL_DATA" not in os.environ, reason="needs the folder of data that BAYESFL_DATA names")
+@pytest.mark.skipif(
+    "BAYESFL_DATA" not in os.environ, reason="needs the folder of data that BAYESFL_DATA names"
+)
 @pytest.mark.parametrize("name", ["heart", "brca"])
 def test_real_files_as_they_lie(name: str, recwarn: pytest.WarningsRecorder):
     """Missing values and all."""
@@ -94,7 +114,11 @@ def test_real_files_as_they_lie(name: str, recwarn: pytest.WarningsRecorder):
     if not path.exists():
         pytest.skip(f"needs {path.name}")
     frame = pd.read_csv(path).drop_duplicates()
-    roles: dict[str, Any] = {"client": "centre", "target": "num"} if name == "heart" else {"client": "region", "target": "event"}
+    roles: dict[str, Any] = (
+        {"client": "centre", "target": "num"}
+        if name == "heart"
+        else {"client": "region", "target": "event"}
+    )
     codes = ["cp", "thal"] if name == "heart" else []
     frame = frame.drop(columns=[c for c in ("split", "time") if c in frame])
     frame["key"] = np.arange(len(frame)) / 7
@@ -105,7 +129,9 @@ def test_real_files_as_they_lie(name: str, recwarn: pytest.WarningsRecorder):
 
 
 def test_nothing_of_other_rows_is_learnt():
-    """A value changed in a test, validation or calibration row, and a new level there, change no training input."""
+    """A value changed in a test, validation or calibration row, and a new level there, change no
+    training input.
+    """
     frame = hospitals().drop(columns="patient").reset_index(drop=True)
     options: dict[str, Any] = {**ROLES, "validation": 0.2, "calibration": 0.1}
     data, columns = from_frame(frame, **options)
@@ -119,15 +145,24 @@ def test_nothing_of_other_rows_is_learnt():
     for mine, theirs in ((data.train, again.train),):
         assert torch.equal(mine.x[mine.index], theirs.x[theirs.index])  # type: ignore[index]
     rare = columns.apply(changed.loc[others])
-    assert not rare[:, [i for i, name in enumerate(columns.names) if name.startswith("pain is")]].any()
+    assert not rare[
+        :, [i for i, name in enumerate(columns.names) if name.startswith("pain is")]
+    ].any()
 
 
 def test_hospitals_learn_columns_without_pooling():
-    """Each on its own machine, by numbers that JSON holds: columns and splits are those of the frame that nobody has."""
-    frame = hospitals().drop(columns="patient").assign(ill=lambda f: np.where(f["ill"], "yes", "no"))
+    """Each on its own machine, by numbers that JSON holds: columns and splits are those of the
+    frame that nobody has.
+    """
+    frame = (
+        hospitals().drop(columns="patient").assign(ill=lambda f: np.where(f["ill"], "yes", "no"))
+    )
     options: dict[str, Any] = {**ROLES, "validation": 0.2}
     data, columns = from_frame(frame, **options)
-    told = [json.loads(json.dumps(frame_statistics(part, **options))) for _, part in frame.groupby("hospital")]
+    told = [
+        json.loads(json.dumps(frame_statistics(part, **options)))
+        for _, part in frame.groupby("hospital")
+    ]
     found = Columns.of(told)
     assert found == columns
     for j, (_, part) in enumerate(frame.groupby("hospital")):
@@ -144,23 +179,43 @@ def test_hospitals_learn_columns_without_pooling():
 
 
 def test_classes_are_those_of_the_columns():
-    """On a machine where one does not occur, too; names that are given are an order, and all must be known."""
+    """On a machine where one does not occur, too; names that are given are an order, and all must
+    be known.
+    """
     rng = np.random.default_rng(0)
-    frame = pd.DataFrame({"h": ["A", "B"] * 50, "x": rng.normal(size=100), "grade": rng.choice(["low", "mid", "high"], 100)})
+    frame = pd.DataFrame(
+        {
+            "h": ["A", "B"] * 50,
+            "x": rng.normal(size=100),
+            "grade": rng.choice(["low", "mid", "high"], 100),
+        }
+    )
     _, columns = from_frame(frame, client="h", target="grade", class_names=["low", "mid", "high"])
     assert columns.classes == ("low", "mid", "high")
     part = frame[(frame["h"] == "B") & (frame["grade"] != "low")]
     data, _ = from_frame(part, client="h", target="grade", columns=columns)
     assert data.class_names == ("low", "mid", "high")
     assert set(data.train.y.tolist()) == {1, 2}
-    ordered = frame.assign(grade=pd.Categorical(frame["grade"], categories=["low", "mid", "high"], ordered=True))
+    ordered = frame.assign(
+        grade=pd.Categorical(frame["grade"], categories=["low", "mid", "high"], ordered=True)
+    )
     assert from_frame(ordered, client="h", target="grade")[0].class_names == ("low", "mid", "high")
-    with pytest.raises(ValueError, match=r"'grade' holds \['high'\], which are none of the classes \['low', 'mid'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"'grade' holds \['high'\], which are none of the classes \['low', 'mid'\]",
+    ):
         from_frame(frame, client="h", target="grade", class_names=["low", "mid"])
     whole = frame.assign(grade=np.arange(100) % 3)
     _, columns = from_frame(whole, client="h", target="grade")
-    assert from_frame(whole[whole["grade"] < 2], client="h", target="grade", columns=columns)[0].classes == 3
-    with pytest.raises(ValueError, match=r"columns= has the inputs \['x'\], which are client, target or group"):
+    assert (
+        from_frame(whole[whole["grade"] < 2], client="h", target="grade", columns=columns)[
+            0
+        ].classes
+        == 3
+    )
+    with pytest.raises(
+        ValueError, match=r"columns= has the inputs \['x'\], which are client, target or group"
+    ):
         from_frame(frame, client="h", target="x", columns=columns, task="regression")
     with pytest.raises(ValueError, match="holds text, which is no number"):
         from_frame(frame, client="h", target="grade", task="regression")
@@ -168,13 +223,24 @@ def test_classes_are_those_of_the_columns():
 
 def test_clients_must_agree_on_classes():
     """One order where one is given, and one kind of target."""
-    frame = pd.DataFrame({"h": ["A", "B"] * 20, "x": np.arange(40.0), "grade": ["low", "high"] * 10 + ["high", "low"] * 10})
+    frame = pd.DataFrame(
+        {
+            "h": ["A", "B"] * 20,
+            "x": np.arange(40.0),
+            "grade": ["low", "high"] * 10 + ["high", "low"] * 10,
+        }
+    )
 
     def told(**options: Any) -> dict[str, Any]:
-        return frame_statistics(frame.assign(**options.pop("change", {})), client="h", target="grade", **options)
+        return frame_statistics(
+            frame.assign(**options.pop("change", {})), client="h", target="grade", **options
+        )
 
     one, other = told(class_names=["low", "high"]), told(class_names=["high", "low"])
-    others = {**one, "clients": {f"{client}'": columns for client, columns in one["clients"].items()}}
+    others = {
+        **one,
+        "clients": {f"{client}'": columns for client, columns in one["clients"].items()},
+    }
     assert Columns.of([one, others]).classes == ("low", "high")
     with pytest.raises(ValueError, match=r"different orders or names, .*class_names= everywhere"):
         Columns.of([one, other])
@@ -185,10 +251,21 @@ def test_clients_must_agree_on_classes():
 def test_frames_are_raw_and_arrays_prepared():
     """Also where both have the same columns."""
     rng = np.random.default_rng(0)
-    frame = pd.DataFrame({"h": ["A", "B"] * 50, "x": rng.normal(9, 3, size=100), "z": rng.normal(size=100), "y": np.arange(100) % 2})
+    frame = pd.DataFrame(
+        {
+            "h": ["A", "B"] * 50,
+            "x": rng.normal(9, 3, size=100),
+            "z": rng.normal(size=100),
+            "y": np.arange(100) % 2,
+        }
+    )
     data, columns = from_frame(frame, client="h", target="y")
     assert columns.names == ("x", "z")
-    one = run(bf.algorithms.fedavg(bf.models.mlp(2, hidden=4, outputs=2), epochs=1), data, evaluate_every=None).client("A")
+    one = run(
+        bf.algorithms.fedavg(bf.models.mlp(2, hidden=4, outputs=2), epochs=1),
+        data,
+        evaluate_every=None,
+    ).client("A")
     wanted = one.predict(columns.apply(frame)).probs
     for given in (frame, frame[["x", "z"]], frame[["z", "x"]]):
         assert torch.equal(one.predict(given).probs, wanted)  # type: ignore[arg-type]
@@ -200,10 +277,16 @@ def test_levels_that_no_row_knows_are_warned_of():
     _, columns = from_frame(frame, **ROLES, categories=["code"])
     place = [i for i, name in enumerate(columns.names) if name.startswith("code is")]
     wanted = columns.apply(frame)[:, place]
-    for twin in (frame["code"].astype(float), frame["code"].astype(str), frame["code"].astype(float).astype(str)):
+    for twin in (
+        frame["code"].astype(float),
+        frame["code"].astype(str),
+        frame["code"].astype(float).astype(str),
+    ):
         np.testing.assert_array_equal(columns.apply(frame.assign(code=twin))[:, place], wanted)
     with pytest.warns(
-        UserWarning, match=r"'code': 200 of 200 rows have no level of the training rows, \['3', '6', '7'\], but for instance '03'"
+        UserWarning,
+        match=r"'code': 200 of 200 rows have no level of the training rows, \['3', '6', '7'\], "
+        r"but for instance '03'",
     ):
         columns.apply(frame.assign(code="03"))
     with pytest.warns(UserWarning, match=r"'code': 100 of 200 rows have no level"):
@@ -213,31 +296,47 @@ def test_levels_that_no_row_knows_are_warned_of():
 
 
 def test_rows_unlike_the_training_rows_are_warned_of():
-    """A code for what is missing, or another unit of all rows; the numbers are taken nevertheless."""
+    """A code for what is missing, or another unit of all rows; the numbers are taken
+    nevertheless.
+    """
     frame = hospitals().drop(columns="patient")
     data, columns = from_frame(frame, **ROLES)
     new = frame.drop(columns=["ill", "hospital"]).head(40)
     with pytest.warns(
-        UserWarning, match=r"'age': 2 of 40 rows are far from the training rows, for instance 999; training rows have a mean of \d+"
+        UserWarning,
+        match=r"'age': 2 of 40 rows are far from the training rows, for instance 999; training "
+        r"rows have a mean of \d+",
     ):
         x = columns.apply(new.assign(age=[999.0, 999.0, *new["age"][2:]]))
     assert x[0, 0] > 90
-    with pytest.warns(UserWarning, match=r"'pressure': half of the rows are far off, their median is 1[0-9]\.\d+; .*is it another unit"):
+    with pytest.warns(
+        UserWarning,
+        match=r"'pressure': half of the rows are far off, their median is 1[0-9]\.\d+; .*is it "
+        r"another unit",
+    ):
         columns.apply(new.assign(pressure=new["pressure"] / 10))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         columns.apply(new)
-    one = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=2), epochs=1), data, evaluate_every=None).client("Bern")
+    one = run(
+        bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=2), epochs=1),
+        data,
+        evaluate_every=None,
+    ).client("Bern")
     with pytest.warns(UserWarning, match="'age': 1 of 1 rows are far") as caught:
         one.predict(new.head(1).assign(age=744.0))
     assert caught[0].filename == __file__
 
 
 def test_what_no_training_row_lacked_is_warned_of():
-    """A mean in place of most rows' values would otherwise look like data; a single row of many may lack one."""
+    """A mean in place of most rows' values would otherwise look like data; a single row of many may
+    lack one.
+    """
     frame = hospitals().drop(columns="patient")
     _, columns = from_frame(frame, **ROLES)
-    with pytest.warns(UserWarning, match=r"'age'.*: 200 of 200 rows lack it, which no training row did: the mean"):
+    with pytest.warns(
+        UserWarning, match=r"'age'.*: 200 of 200 rows lack it, which no training row did: the mean"
+    ):
         columns.apply(frame.assign(age=None).astype({"age": float}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -247,7 +346,11 @@ def test_what_no_training_row_lacked_is_warned_of():
 
 def test_large_ids_are_not_merged():
     """Nor codes of a category; of any library."""
-    frame = hospitals(120).drop(columns="patient").assign(hospital=lambda f: 2**60 + np.arange(len(f)) % 4)
+    frame = (
+        hospitals(120)
+        .drop(columns="patient")
+        .assign(hospital=lambda f: 2**60 + np.arange(len(f)) % 4)
+    )
     frame["code"] = 2**60 + frame["code"] % 3
     twins: list[Any] = [frame, frame.convert_dtypes()]
     if importlib.util.find_spec("polars"):
@@ -257,12 +360,16 @@ def test_large_ids_are_not_merged():
     for twin in twins:
         data, columns = from_frame(twin, **ROLES, categories=["code"])
         assert data.client_names == tuple(str(2**60 + k) for k in range(4))
-        assert [name for name in columns.names if "code" in name] == [f"code is {2**60 + k}" for k in range(2)]
+        assert [name for name in columns.names if "code" in name] == [
+            f"code is {2**60 + k}" for k in range(2)
+        ]
 
 
 def test_names_that_look_like_numbers_are_names():
     frame = hospitals().drop(columns="patient")
-    frame["hospital"] = frame["hospital"].map({"Basel": "1", "Bern": "1.0", "Chur": "v1", "Genf": "2"})
+    frame["hospital"] = frame["hospital"].map(
+        {"Basel": "1", "Bern": "1.0", "Chur": "v1", "Genf": "2"}
+    )
     for twin in (frame, frame.astype({"hospital": "category"})):
         assert from_frame(twin, **ROLES)[0].client_names == ("1", "1.0", "2", "v1")
     grades = frame.assign(ill=pd.Categorical(np.array(["7", "7.0"])[np.arange(200) % 2]))
@@ -272,9 +379,15 @@ def test_names_that_look_like_numbers_are_names():
 
 
 def test_classes_of_types_keep_their_order():
-    """Ordered categories of pandas, enumerations of polars, and numbers as categories, which are sorted as such."""
+    """Ordered categories of pandas, enumerations of polars, and numbers as categories, which are
+    sorted as such.
+    """
     frame = hospitals().drop(columns="patient")
-    level = pd.Categorical(np.array(["mid", "low", "high"])[np.arange(200) % 3], categories=["low", "mid", "high"], ordered=True)
+    level = pd.Categorical(
+        np.array(["mid", "low", "high"])[np.arange(200) % 3],
+        categories=["low", "mid", "high"],
+        ordered=True,
+    )
     frame["ill"] = level
     assert from_frame(frame, **ROLES)[0].class_names == ("low", "mid", "high")
     frame["ill"] = pd.Categorical(np.arange(200) % 11)
@@ -284,18 +397,31 @@ def test_classes_of_types_keep_their_order():
         polars.col("ill").cast(polars.Enum(["low", "mid", "high"]))
     )
     assert from_frame(enumerated, **ROLES)[0].class_names == ("low", "mid", "high")
-    codes = polars.from_pandas(frame.assign(ill=(np.arange(200) % 3).astype(str))).with_columns(polars.col("ill").cast(polars.Categorical))
+    codes = polars.from_pandas(frame.assign(ill=(np.arange(200) % 3).astype(str))).with_columns(
+        polars.col("ill").cast(polars.Categorical)
+    )
     assert from_frame(codes, **ROLES)[0].class_names == ("0", "1", "2")
 
 
 @pytest.mark.parametrize("levels", [[10, 9, 2], ["1", "2", "10"], [-1.5, 0.5, -10.5]])
 def test_classes_are_counted_alike_everywhere(levels: list[Any]):
-    """Numbers as categories by size: in the data, in the columns, and on machines that have these."""
-    frame = hospitals().drop(columns="patient").assign(ill=pd.Categorical(np.array(levels, dtype=object)[np.arange(200) % 3]))
+    """Numbers as categories by size: in the data, in the columns, and on machines that
+    have these.
+    """
+    frame = (
+        hospitals()
+        .drop(columns="patient")
+        .assign(ill=pd.Categorical(np.array(levels, dtype=object)[np.arange(200) % 3]))
+    )
     data, columns = from_frame(frame, **ROLES)
     assert data.class_names == columns.classes == tuple(sorted(map(str, levels), key=float))
     assert torch.equal(from_frame(frame, **ROLES, columns=columns)[0].train.y, data.train.y)
-    assert from_frame(frame, **ROLES, columns=columns, class_names=list(data.class_names))[0].class_names == data.class_names
+    assert (
+        from_frame(frame, **ROLES, columns=columns, class_names=list(data.class_names))[
+            0
+        ].class_names
+        == data.class_names
+    )
 
 
 def test_counts_stay_numbers_beside_columns():
@@ -311,23 +437,38 @@ def test_codes_do_not_depend_on_what_other_rows_lack():
     frame = hospitals().drop(columns="patient")
     codes = pd.array(2**53 + np.arange(200) % 3, dtype="Int64")
     codes[5] = pd.NA
-    twins: list[Any] = [frame.assign(code=codes), frame.assign(code=pd.Categorical(codes)), frame.assign(code=codes.astype(object))]
+    twins: list[Any] = [
+        frame.assign(code=codes),
+        frame.assign(code=pd.Categorical(codes)),
+        frame.assign(code=codes.astype(object)),
+    ]
     if importlib.util.find_spec("polars"):
         import polars
 
         twins.append(polars.from_pandas(twins[0]))
     for twin in twins:
         _, columns = from_frame(twin, **ROLES, categories=["code"])
-        assert [name for name in columns.names if "code" in name] == [f"code is {2**53 + k}" for k in range(3)]
+        assert [name for name in columns.names if "code" in name] == [
+            f"code is {2**53 + k}" for k in range(3)
+        ]
         place = [i for i, name in enumerate(columns.names) if "code" in name]
-        assert columns.apply(twin)[:, place].argmax(1)[6:].tolist() == (np.arange(200) % 3)[6:].tolist()
+        assert (
+            columns.apply(twin)[:, place].argmax(1)[6:].tolist()
+            == (np.arange(200) % 3)[6:].tolist()
+        )
         assert not columns.apply(twin)[5, place].any()
 
 
 def test_rare_flags_are_no_outliers():
     """Nor long tails among the rows of which columns are learnt."""
     rng = np.random.default_rng(0)
-    frame = pd.DataFrame({"h": ["A", "B"] * 2000, "flag": np.arange(4000) % 1501 == 0, "lab": rng.lognormal(0, 1.5, 4000)})
+    frame = pd.DataFrame(
+        {
+            "h": ["A", "B"] * 2000,
+            "flag": np.arange(4000) % 1501 == 0,
+            "lab": rng.lognormal(0, 1.5, 4000),
+        }
+    )
     frame["y"] = (rng.random(4000) < 0.4).astype(int)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -337,18 +478,52 @@ def test_rare_flags_are_no_outliers():
 
 def test_a_recipe_says_how_rows_were_split():
     frame = hospitals()
-    data, _ = from_frame(frame, **ROLES, group="patient", categories=["code"], validation=0.2, calibration=0.1, test_share=0.3, seed=3)
-    told = {"client": "hospital", "target": "ill", "group": "patient", "categories": ["code"], "task": "classification", "seed": 3}
-    assert data.recipe == {"recipe": "from_frame", **told, "test": 0.3, "validation": 0.2, "calibration": 0.1}
+    data, _ = from_frame(
+        frame,
+        **ROLES,
+        group="patient",
+        categories=["code"],
+        validation=0.2,
+        calibration=0.1,
+        test_share=0.3,
+        seed=3,
+    )
+    told = {
+        "client": "hospital",
+        "target": "ill",
+        "group": "patient",
+        "categories": ["code"],
+        "task": "classification",
+        "seed": 3,
+    }
+    assert data.recipe == {
+        "recipe": "from_frame",
+        **told,
+        "test": 0.3,
+        "validation": 0.2,
+        "calibration": 0.1,
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: f.assign(number=np.arange(200) * 7), "'number' has another whole number in every row, as an id has"),
-        (lambda f: f.assign(seen=20210100 + np.arange(200) % 28 + 1), "'seen' looks like dates written as numbers"),
-        (lambda f: f.assign(age=[1e7, *f["age"][1:]]), r"'age' holds 1e\+07, while half of the rows are from 5\d"),
-        (lambda f: f.assign(outcome=f["ill"].map({True: "dead", False: "alive"})), "'outcome' tells the target of every row"),
+        (
+            lambda f: f.assign(number=np.arange(200) * 7),
+            "'number' has another whole number in every row, as an id has",
+        ),
+        (
+            lambda f: f.assign(seen=20210100 + np.arange(200) % 28 + 1),
+            "'seen' looks like dates written as numbers",
+        ),
+        (
+            lambda f: f.assign(age=[1e7, *f["age"][1:]]),
+            r"'age' holds 1e\+07, while half of the rows are from 5\d",
+        ),
+        (
+            lambda f: f.assign(outcome=f["ill"].map({True: "dead", False: "alive"})),
+            "'outcome' tells the target of every row",
+        ),
         (lambda f: f.assign(again=f["ill"].astype(float)), "'again' tells the target of every row"),
         (lambda f: f.assign(ill=f["age"] / 3 + 2), "'age' tells the target of every row"),
     ],
@@ -363,12 +538,18 @@ def test_inputs_that_are_seldom_meant_are_warned_of(change: Any, words: str):
 
 
 def test_columns_travel(tmp_path: Path):
-    """As JSON, in clients' files and saved runs; new frames may have other columns, and these in any order."""
+    """As JSON, in clients' files and saved runs; new frames may have other columns, and these in
+    any order.
+    """
     frame = hospitals()
     data, columns = from_frame(frame.drop(columns="patient"), **ROLES)
     columns.save(tmp_path / "columns.json")
     assert Columns.load(tmp_path / "columns.json") == columns
-    result = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=2), epochs=1), data, evaluate_every=None)
+    result = run(
+        bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=2), epochs=1),
+        data,
+        evaluate_every=None,
+    )
     new = hospitals(20, seed=5)[["patient", *reversed(INPUTS)]]
     wanted = result.client("Chur").predict(columns.apply(new)).probs
     result.client("Chur").save(tmp_path / "chur")
@@ -382,23 +563,31 @@ def test_columns_travel(tmp_path: Path):
         assert torch.equal(model.predict(new).probs, wanted)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"has no columns \['age'\]"):
             model.predict(new.drop(columns="age"))
-        with pytest.raises(ValueError, match=r"'age' holds text where the training data hold numbers"):
+        with pytest.raises(
+            ValueError, match=r"'age' holds text where the training data hold numbers"
+        ):
             model.predict(new.assign(age="old"))
     assert data.hash != from_frame(frame.drop(columns=["patient", "age"]), **ROLES)[0].hash
 
 
 def test_values_are_read_back():
-    """From inputs: numbers in their units, NaN where they were missing; levels as they were, None for none or unknown ones."""
+    """From inputs: numbers in their units, NaN where they were missing; levels as they were, None
+    for none or unknown ones.
+    """
     frame = hospitals().drop(columns="patient")
     _, columns = from_frame(frame, **ROLES)
     frame.loc[9, "pain"] = "never seen"
     x = columns.apply(frame)
     for name in ("age", "pressure"):
         np.testing.assert_allclose(columns.values(x, name), frame[name].to_numpy(), rtol=1e-5)
-    assert columns.values(torch.from_numpy(x), "code").tolist() == frame["code"].tolist()  # to the digit, so that they can be groups
+    assert (
+        columns.values(torch.from_numpy(x), "code").tolist() == frame["code"].tolist()
+    )  # to the digit, so that they can be groups
     known = set(columns.parts[1].levels)  # type: ignore[union-attr] (a category's)
     assert known >= {"none", "typical", "atypical"}
-    assert columns.values(x, "pain").tolist() == [one if one in known else None for one in frame["pain"]]
+    assert columns.values(x, "pain").tolist() == [
+        one if one in known else None for one in frame["pain"]
+    ]
     assert None in columns.values(x, "pain")
     for bad, words in (
         (lambda: columns.values(x, "town"), "none of the columns"),
@@ -410,9 +599,17 @@ def test_values_are_read_back():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_group_stands_in_one_split(seed: int):
-    """Also where its rows are of several clients; shares are met about, and other rows than a group's move freely."""
+    """Also where its rows are of several clients; shares are met about, and other rows than a
+    group's move freely.
+    """
     frame = hospitals(400)
-    options: dict[str, Any] = {**ROLES, "group": "patient", "validation": 0.2, "calibration": 0.2, "seed": seed}
+    options: dict[str, Any] = {
+        **ROLES,
+        "group": "patient",
+        "validation": 0.2,
+        "calibration": 0.2,
+        "seed": seed,
+    }
     frame["key"] = np.arange(len(frame)).astype(float)
     data, columns = from_frame(frame, **options)
     assert "patient" not in columns.names
@@ -428,21 +625,37 @@ def test_a_group_stands_in_one_split(seed: int):
     assert total == len(frame)
     assert 0.1 < data.test.counts.sum() / total < 0.35
     assert 0.03 < data.validation.counts.sum() / total < 0.3
-    for part in frame["hospital"].unique():  # a patient of two hospitals stands in the same split on both machines
+    for part in frame[
+        "hospital"
+    ].unique():  # a patient of two hospitals stands in the same split on both machines
         alone, _ = from_frame(frame[frame["hospital"] == part], **options, columns=columns)
         for name, split in alone.splits.items():
             values = split.x[split.index, place].double() * key.scale + key.mean  # type: ignore[index, union-attr]
-            assert all(split_of[int(frame["patient"].iloc[row])] == {name} for row in values.round().long().tolist())
+            assert all(
+                split_of[int(frame["patient"].iloc[row])] == {name}
+                for row in values.round().long().tolist()
+            )
 
 
 def test_frames_of_any_library():
-    """Of polars by way of Arrow, of pandas with its nullable and string types, and with objects: one federation."""
+    """Of polars by way of Arrow, of pandas with its nullable and string types, and with objects:
+    one federation.
+    """
     frame = hospitals().drop(columns="patient")
     data, columns = from_frame(frame, **ROLES)
-    twins = [frame.convert_dtypes(), frame.astype(object), frame.astype({"pain": "category"}), frame.set_index(np.arange(200)[::-1])]
+    twins = [
+        frame.convert_dtypes(),
+        frame.astype(object),
+        frame.astype({"pain": "category"}),
+        frame.set_index(np.arange(200)[::-1]),
+    ]
     pl = pytest.importorskip("polars")
     pytest.importorskip("pyarrow")
-    twins.append(pl.DataFrame({name: [None if pd.isna(v) else v for v in frame[name].tolist()] for name in frame}))
+    twins.append(
+        pl.DataFrame(
+            {name: [None if pd.isna(v) else v for v in frame[name].tolist()] for name in frame}
+        )
+    )
     for twin in twins:
         other, same = from_frame(twin, **ROLES)
         assert same == columns, type(twin)
@@ -458,7 +671,9 @@ def test_targets_of_each_kind():
     assert torch.equal(plain.train.y, named.train.y)
     number, _ = from_frame(frame, client="hospital", target="age", task="regression")
     assert (number.task, number.outputs) == ("regression", 1)
-    two, columns = from_frame(frame.dropna(), client="hospital", target=["age", "pressure"], task="regression")
+    two, columns = from_frame(
+        frame.dropna(), client="hospital", target=["age", "pressure"], task="regression"
+    )
     assert two.outputs == 2
     assert "age" not in columns.names
 
@@ -468,7 +683,9 @@ def test_what_a_column_says_nothing_of_is_named():
     frame.loc[frame["hospital"] == "Chur", "pressure"] = None
     frame.loc[frame["hospital"] == "Genf", "age"] = 60.0
     with pytest.warns(
-        UserWarning, match=r"'pressure' has no value in the training rows of \['Chur'\]; 'age' is constant in those of \['Genf'\]"
+        UserWarning,
+        match=r"'pressure' has no value in the training rows of \['Chur'\]; 'age' is constant in "
+        r"those of \['Genf'\]",
     ):
         from_frame(frame, **ROLES)
     frame["age"] = 60.0
@@ -479,33 +696,59 @@ def test_what_a_column_says_nothing_of_is_named():
 
 def test_clients_without_rows_in_a_split_are_named():
     """As where all of one's rows are one group; a client without training rows is refused."""
-    frame = hospitals().drop(columns="patient").assign(patient=lambda f: np.where(f["hospital"] == "Genf", -1, np.arange(len(f))))
+    frame = (
+        hospitals()
+        .drop(columns="patient")
+        .assign(patient=lambda f: np.where(f["hospital"] == "Genf", -1, np.arange(len(f))))
+    )
     with pytest.warns(UserWarning, match=r"clients \['Genf'\] have no test rows"):
         data, _ = from_frame(frame, **ROLES, group="patient", seed=1)
     assert data.test.counts[-1] == 0
-    with pytest.raises(ValueError, match=r"client 'Genf' has no training rows, as its groups, 1, stand in other splits: use another seed"):
+    with pytest.raises(
+        ValueError,
+        match=r"client 'Genf' has no training rows, as its groups, 1, stand in other splits: use "
+        r"another seed",
+    ):
         from_frame(frame, **ROLES, group="patient", seed=0)
 
 
 def test_other_classes_beside_columns_are_refused():
     """As are columns that are none; labels that are floats count all classes that were learnt."""
-    frame = hospitals().drop(columns="patient").assign(ill=lambda f: f["ill"].map({True: "yes", False: "no"}))
+    frame = (
+        hospitals()
+        .drop(columns="patient")
+        .assign(ill=lambda f: f["ill"].map({True: "yes", False: "no"}))
+    )
     _, columns = from_frame(frame, **ROLES)
-    with pytest.raises(ValueError, match=r"class_names are \['yes', 'no'\], and columns= has the classes \['no', 'yes'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"class_names are \['yes', 'no'\], and columns= has the classes \['no', 'yes'\]",
+    ):
         from_frame(frame, **ROLES, columns=columns, class_names=["yes", "no"])
     with pytest.raises(TypeError, match=r"columns must be .*Columns.load"):
         from_frame(frame, **ROLES, columns="columns.json")  # pyright: ignore[reportArgumentType]
     labels = frame.assign(ill=np.arange(200.0) % 3)
     _, columns = from_frame(labels, **ROLES, task="classification")
-    assert from_frame(labels[labels["ill"] < 2], **ROLES, task="classification", columns=columns)[0].outputs == 3
+    assert (
+        from_frame(labels[labels["ill"] < 2], **ROLES, task="classification", columns=columns)[
+            0
+        ].outputs
+        == 3
+    )
 
 
 def test_statistics_of_clients_that_lack_the_first_class():
     """Are those of all clients together; a client counts once, and what it lacks is warned of."""
-    frame = hospitals().drop(columns="patient").assign(ill=lambda f: np.where(f["hospital"] == "Bern", 2, f["ill"].astype(int)))
+    frame = (
+        hospitals()
+        .drop(columns="patient")
+        .assign(ill=lambda f: np.where(f["hospital"] == "Bern", 2, f["ill"].astype(int)))
+    )
     frame["pressure"] = frame["pressure"].where(frame["hospital"] != "Bern")
     told = [frame_statistics(own, **ROLES) for _, own in frame.groupby("hospital")]
-    with pytest.warns(UserWarning, match=r"'pressure' has no value in the training rows of \['Bern'\]"):
+    with pytest.warns(
+        UserWarning, match=r"'pressure' has no value in the training rows of \['Bern'\]"
+    ):
         columns = Columns.of(told)
     assert columns.outputs == 3
     with pytest.warns(UserWarning, match="'pressure' has no value"):
@@ -518,9 +761,13 @@ def test_what_is_no_frame_is_refused():
     """One column is none."""
     frame = hospitals().drop(columns="patient")
     _, columns = from_frame(frame, **ROLES)
-    with pytest.raises(TypeError, match="must be a data frame, of pandas or polars say, got Series"):
+    with pytest.raises(
+        TypeError, match="must be a data frame, of pandas or polars say, got Series"
+    ):
         columns.apply(frame["age"])
-    with pytest.raises(ValueError, match="statistics must be a list of what frame_statistics returned, got str"):
+    with pytest.raises(
+        ValueError, match="statistics must be a list of what frame_statistics returned, got str"
+    ):
         Columns.of(["a"])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="'age' has mean nan"):
         Columns.from_json(columns.to_json().replace(str(columns.parts[0].mean), "NaN"))  # type: ignore[union-attr]
@@ -532,47 +779,143 @@ CODE = np.arange(200)
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [
-        (lambda f: f.assign(ill=np.arange(200) % 40), {}, "'ill' holds 40 different whole numbers, .*task='regression'"),
+        (
+            lambda f: f.assign(ill=np.arange(200) % 40),
+            {},
+            "'ill' holds 40 different whole numbers, .*task='regression'",
+        ),
         (
             lambda f: f.assign(ill=(f["age"] / 7).round(3).astype(str)),
             {},
             r"'ill' holds numbers as text, .*to_numeric, or pass class_names=",
         ),
-        (lambda f: f.assign(ill=["0", "1", "?", "0"] * 50), {}, r"'ill' holds numbers as text, as '0' beside '\?'"),
+        (
+            lambda f: f.assign(ill=["0", "1", "?", "0"] * 50),
+            {},
+            r"'ill' holds numbers as text, as '0' beside '\?'",
+        ),
         (lambda f: f.assign(code=pd.Categorical([1.0, np.inf] * 100)), {}, "'code' holds infinite"),
-        (lambda f: f.assign(name=[f"patient {i}" for i in CODE]), {}, r"'name' has 1\d\d levels, more than 100: leave it out"),
+        (
+            lambda f: f.assign(name=[f"patient {i}" for i in CODE]),
+            {},
+            r"'name' has 1\d\d levels, more than 100: leave it out",
+        ),
         (lambda f: f.assign(day=pd.Timestamp("2026-01-01")), {}, r"'day' holds dates .*\.dt\.days"),
         (lambda f: f.assign(day=[datetime.date(2026, 1, 1)] * 200), {}, r"'day' holds dates"),
-        (lambda f: f.assign(mixed=["a", 1] * 100), {}, r"'mixed' holds values of the types \['int', 'str'\]"),
-        (lambda f: f.assign(day="2026-01-1" + (f["code"] - 2).astype(str)), {}, r"'day' holds dates as text, as '2026-01-1\d'"),
-        (lambda f: f.assign(day="2026/01/1" + (f["code"] - 2).astype(str)), {}, "'day' holds dates as text"),
-        (lambda f: f.assign(day=[f"{1 + i % 28:02d} Jan 2026" for i in CODE]), {}, "'day' holds dates as text, as '01 Jan 2026'"),
-        (lambda f: f.assign(day=[f"{i % 24:02d}:30" if i else "unknown" for i in CODE]), {}, "'day' holds dates as text, as '00:30'"),
-        (lambda f: f.assign(dose=[f"{i % 9},5" for i in CODE]), {}, r"'dose' holds numbers with commas, as '0,5': .*decimal=','"),
-        (lambda f: f.assign(age=[*map(str, range(190)), *["?"] * 10]), {}, r"numbers as text, as '\d+' beside '\?', which may stand for"),
-        (lambda f: f.assign(**{"pressure is missing": 1.0}), {}, r"several inputs would be called \['pressure is missing'\]"),
-        (lambda f: f.assign(age=1e300), {}, r"'age' holds infinite or too large numbers, first 1e\+300 in row 0"),
-        (lambda f: f.assign(lists=[[1]] * 200), {}, r"'lists' holds values of the types \['list'\]"),
-        (lambda f: f.assign(age=f["age"].astype(int).astype(str)), {}, r"'age' holds numbers as text, as '\d+': .*to_numeric.*categories="),
-        (lambda f: f.assign(age=np.inf), {}, r"'age' holds infinite or too large numbers, first inf in row 0"),
+        (
+            lambda f: f.assign(mixed=["a", 1] * 100),
+            {},
+            r"'mixed' holds values of the types \['int', 'str'\]",
+        ),
+        (
+            lambda f: f.assign(day="2026-01-1" + (f["code"] - 2).astype(str)),
+            {},
+            r"'day' holds dates as text, as '2026-01-1\d'",
+        ),
+        (
+            lambda f: f.assign(day="2026/01/1" + (f["code"] - 2).astype(str)),
+            {},
+            "'day' holds dates as text",
+        ),
+        (
+            lambda f: f.assign(day=[f"{1 + i % 28:02d} Jan 2026" for i in CODE]),
+            {},
+            "'day' holds dates as text, as '01 Jan 2026'",
+        ),
+        (
+            lambda f: f.assign(day=[f"{i % 24:02d}:30" if i else "unknown" for i in CODE]),
+            {},
+            "'day' holds dates as text, as '00:30'",
+        ),
+        (
+            lambda f: f.assign(dose=[f"{i % 9},5" for i in CODE]),
+            {},
+            r"'dose' holds numbers with commas, as '0,5': .*decimal=','",
+        ),
+        (
+            lambda f: f.assign(age=[*map(str, range(190)), *["?"] * 10]),
+            {},
+            r"numbers as text, as '\d+' beside '\?', which may stand for",
+        ),
+        (
+            lambda f: f.assign(**{"pressure is missing": 1.0}),
+            {},
+            r"several inputs would be called \['pressure is missing'\]",
+        ),
+        (
+            lambda f: f.assign(age=1e300),
+            {},
+            r"'age' holds infinite or too large numbers, first 1e\+300 in row 0",
+        ),
+        (
+            lambda f: f.assign(lists=[[1]] * 200),
+            {},
+            r"'lists' holds values of the types \['list'\]",
+        ),
+        (
+            lambda f: f.assign(age=f["age"].astype(int).astype(str)),
+            {},
+            r"'age' holds numbers as text, as '\d+': .*to_numeric.*categories=",
+        ),
+        (
+            lambda f: f.assign(age=np.inf),
+            {},
+            r"'age' holds infinite or too large numbers, first inf in row 0",
+        ),
         (lambda f: f.assign(age=None), {}, r"'age' has no value in any training row; leave it out"),
-        (lambda f: pd.concat([f, f]), {}, r"index 0 more than once, as after concat: .*reset_index"),
-        (lambda f: f.assign(hospital=CODE % 4 * 1.5), {}, r"'hospital' holds floats, and a client .*astype\('int64'\)"),
-        (lambda f: f.assign(hospital=f["hospital"].where(CODE != 3)), {}, r"'hospital' has no client in 1 rows, first row 3: .*dropna"),
-        (lambda f: f.assign(ill=f["ill"].astype(object).where(CODE != 3)), {}, r"target 'ill' is missing in 1 rows, first row 3"),
+        (
+            lambda f: pd.concat([f, f]),
+            {},
+            r"index 0 more than once, as after concat: .*reset_index",
+        ),
+        (
+            lambda f: f.assign(hospital=CODE % 4 * 1.5),
+            {},
+            r"'hospital' holds floats, and a client .*astype\('int64'\)",
+        ),
+        (
+            lambda f: f.assign(hospital=f["hospital"].where(CODE != 3)),
+            {},
+            r"'hospital' has no client in 1 rows, first row 3: .*dropna",
+        ),
+        (
+            lambda f: f.assign(ill=f["ill"].astype(object).where(CODE != 3)),
+            {},
+            r"target 'ill' is missing in 1 rows, first row 3",
+        ),
         (lambda f: f.assign(ill=pd.Timestamp("2026-01-01")), {}, r"'ill' holds dates"),
-        (lambda f: f, {"client": "clinic"}, r"client: frame has no columns \['clinic'\], only \['hospital'"),
+        (
+            lambda f: f,
+            {"client": "clinic"},
+            r"client: frame has no columns \['clinic'\], only \['hospital'",
+        ),
         (lambda f: f, {"target": ["ill", "gone"]}, r"target: frame has no columns \['gone'\]"),
         (lambda f: f, {"categories": ["gone"]}, r"categories: frame has no columns \['gone'\]"),
         (lambda f: f, {"categories": "code"}, r"categories must be a list of names, got 'code'"),
         (lambda f: f, {"target": "hospital"}, r"a column has one role"),
         (lambda f: f[["hospital", "ill"]], {}, r"no column is left for inputs"),
         (lambda f: f.iloc[:0], {}, r"frame has no rows"),
-        (lambda f: f.drop(columns="code").assign(code=1).rename(columns={"code": "age"}), {}, r"several columns called \['age'\]"),
-        (lambda f: f.assign(hospital=np.where(CODE == 5, "Thun", f["hospital"])), {}, r"client 'Thun' has 1 rows, too few for its splits"),
-        (lambda f: f, {"target": ["ill", "pain"]}, r"several targets must be numbers, \['pain'\] hold text"),
+        (
+            lambda f: f.drop(columns="code").assign(code=1).rename(columns={"code": "age"}),
+            {},
+            r"several columns called \['age'\]",
+        ),
+        (
+            lambda f: f.assign(hospital=np.where(CODE == 5, "Thun", f["hospital"])),
+            {},
+            r"client 'Thun' has 1 rows, too few for its splits",
+        ),
+        (
+            lambda f: f,
+            {"target": ["ill", "pain"]},
+            r"several targets must be numbers, \['pain'\] hold text",
+        ),
         (lambda f: f, {"test_share": 1.5}, r"test_share is a share .* got 1\.5"),
-        (lambda f: f, {"group": "code", "test_share": 0.9, "validation": 0.2}, r"test_share and validation must leave something"),
+        (
+            lambda f: f,
+            {"group": "code", "test_share": 0.9, "validation": 0.2},
+            r"test_share and validation must leave something",
+        ),
     ],
 )
 def test_what_is_refused(change: Any, options: dict[str, Any], words: str):
@@ -583,13 +926,19 @@ def test_what_is_refused(change: Any, options: dict[str, Any], words: str):
 
 
 def test_what_is_no_frame():
-    with pytest.raises(TypeError, match=r"frame must be a data frame.* got ndarray; pandas\.DataFrame makes one"):
+    with pytest.raises(
+        TypeError, match=r"frame must be a data frame.* got ndarray; pandas\.DataFrame makes one"
+    ):
         from_frame(np.ones((3, 2)), client="a", target="b")
     with pytest.raises(ValueError, match="no JSON of Columns"):
         Columns.from_json("[1]")
     with pytest.raises(ValueError, match="statistics is empty"):
         Columns.of([])
     frame = hospitals().drop(columns="patient")
-    one, other = (frame_statistics(part, **ROLES) for part in (frame, frame.rename(columns={"age": "years"})))
-    with pytest.raises(ValueError, match=r"clients have other columns: \['age', 'years'\] are not everywhere"):
+    one, other = (
+        frame_statistics(part, **ROLES) for part in (frame, frame.rename(columns={"age": "years"}))
+    )
+    with pytest.raises(
+        ValueError, match=r"clients have other columns: \['age', 'years'\] are not everywhere"
+    ):
         Columns.of([one, other])

@@ -1,4 +1,6 @@
-"""Rows of every client: inputs of several arrays, in both forms, and inputs that stay in their files."""
+"""Rows of every client: inputs of several arrays, in both forms, and inputs that stay in their
+files.
+"""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +22,11 @@ IDS = np.repeat(NAMES, SIZES)[np.random.default_rng(1).permutation(21)]
 def trees(n: int, seed: int = 0) -> dict[str, Any]:
     """The same rows as one array, several by place, and several by name."""
     rng = np.random.default_rng(seed)
-    tokens, mask, numbers = rng.integers(0, 90, (n, 4)), rng.random((n, 4)) > 0.3, rng.normal(size=(n, 3))
+    tokens, mask, numbers = (
+        rng.integers(0, 90, (n, 4)),
+        rng.random((n, 4)) > 0.3,
+        rng.normal(size=(n, 3)),
+    )
     images = rng.integers(0, 256, (n, 2, 2), dtype=np.uint8)
     return {
         "array": tokens,
@@ -42,9 +48,15 @@ def rows_of(tree: Any, rows: Any) -> Any:
 def same(found: Any, given: Any) -> bool:
     """Whether tensors are those arrays, in their types; floats in float32."""
     if isinstance(given, dict):
-        return type(found) is dict and found.keys() == given.keys() and all(same(found[key], part) for key, part in given.items())
+        return (
+            type(found) is dict
+            and found.keys() == given.keys()
+            and all(same(found[key], part) for key, part in given.items())
+        )
     if isinstance(given, tuple):
-        return isinstance(found, tuple) and len(found) == len(given) and all(map(same, found, given))
+        return (
+            isinstance(found, tuple) and len(found) == len(given) and all(map(same, found, given))
+        )
     wanted = torch.from_numpy(given)
     wanted = wanted.float() if wanted.is_floating_point() else wanted
     return found.dtype == wanted.dtype and found.equal(wanted)
@@ -75,12 +87,17 @@ def test_clients_may_come_one_by_one():
     """Anything that can be iterated, with something for each client; a tuple of clients too."""
     xs, ys = [np.ones((4, 2)), np.zeros((5, 2))], [np.arange(4) % 2, np.arange(5) % 2]
     assert from_arrays(iter(xs), iter(ys)).hash == from_arrays(tuple(xs), tuple(ys)).hash
-    assert from_arrays(xs, ys, test=(iter(xs), iter(ys))).hash == from_arrays(xs, ys, test=(xs, ys)).hash
+    assert (
+        from_arrays(xs, ys, test=(iter(xs), iter(ys))).hash
+        == from_arrays(xs, ys, test=(xs, ys)).hash
+    )
 
 
 def test_a_client_without_test_rows_need_not_know_the_types():
     x, y = [{"t": np.arange(8).reshape(4, 2)}] * 2, [[0, 1, 0, 1]] * 2
-    data = from_arrays(x, y, test=([{"t": np.empty((0, 2))}, {"t": np.ones((1, 2), dtype=np.int64)}], [[], [1]]))
+    data = from_arrays(
+        x, y, test=([{"t": np.empty((0, 2))}, {"t": np.ones((1, 2), dtype=np.int64)}], [[], [1]])
+    )
     read: Any = data.test.client(1)[0]
     assert read["t"].dtype == torch.int64
 
@@ -88,19 +105,38 @@ def test_a_client_without_test_rows_need_not_know_the_types():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: {"a": x["a"]}, r"^client 'Bern' has the inputs x\['a'\], client 'Aarau' x\['a'\], x\['b'\]: pass the same"),
-        (lambda x: (x["a"], x["b"]), r"^client 'Bern' has the inputs x\[0\], x\[1\], client 'Aarau' x\['a'\]"),
+        (
+            lambda x: {"a": x["a"]},
+            r"^client 'Bern' has the inputs x\['a'\], client 'Aarau' x\['a'\], x\['b'\]: pass the "
+            r"same",
+        ),
+        (
+            lambda x: (x["a"], x["b"]),
+            r"^client 'Bern' has the inputs x\[0\], x\[1\], client 'Aarau' x\['a'\]",
+        ),
         (lambda x: x["a"], r"^client 'Bern' has the inputs x, client 'Aarau' x\['a'\]"),
-        (lambda x: x | {"c": x["a"]}, r"^client 'Bern' has the inputs x\['a'\], x\['b'\], x\['c'\]"),
+        (
+            lambda x: x | {"c": x["a"]},
+            r"^client 'Bern' has the inputs x\['a'\], x\['b'\], x\['c'\]",
+        ),
         (
             lambda x: x | {"b": x["b"] * 1.0},
             r"^x\['b'\] .*one type: client 'Bern' has torch\.float32, client 'Aarau' torch\.int64",
         ),
         (lambda x: x | {"b": x["b"] > 0}, r"^x\['b'\] .*client 'Bern' has torch\.bool"),
-        (lambda x: x | {"b": x["b"][:, :1]}, r"^x\['b'\] must have rows of one shape: client 'Bern' has \[1\], client 'Aarau' \[2\]"),
-        (lambda x: x | {"b": x["b"][1:]}, r"^x\['a'\] of client 'Bern' has 4 rows and x\['b'\] of client 'Bern' has 3"),
+        (
+            lambda x: x | {"b": x["b"][:, :1]},
+            r"^x\['b'\] must have rows of one shape: client 'Bern' has \[1\], client 'Aarau' \[2\]",
+        ),
+        (
+            lambda x: x | {"b": x["b"][1:]},
+            r"^x\['a'\] of client 'Bern' has 4 rows and x\['b'\] of client 'Bern' has 3",
+        ),
         (lambda x: {}, r"^x of client 'Bern' is an empty mapping"),
-        (lambda x: {key: part[1:] for key, part in x.items()}, r"^client 'Bern' has x\['a'\] of shape \[3\] and y of shape \[4\]"),
+        (
+            lambda x: {key: part[1:] for key, part in x.items()},
+            r"^client 'Bern' has x\['a'\] of shape \[3\] and y of shape \[4\]",
+        ),
     ],
 )
 def test_clients_that_do_not_fit_are_named(change, message):
@@ -108,18 +144,26 @@ def test_clients_that_do_not_fit_are_named(change, message):
     y = [[0, 1, 0, 1]] * 2
     with pytest.raises(ValueError, match=message):
         from_arrays([own, change(own)], y, names=["Aarau", "Bern"])
-    assert from_arrays([own, dict(reversed(own.items()))], y).hash == from_arrays([own, own], y).hash
+    assert (
+        from_arrays([own, dict(reversed(own.items()))], y).hash == from_arrays([own, own], y).hash
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: (x["a"], x["b"]), r"^the test part has the inputs x\[0\], x\[1\], the training part x\['a'\], x\['b'\]"),
+        (
+            lambda x: (x["a"], x["b"]),
+            r"^the test part has the inputs x\[0\], x\[1\], the training part x\['a'\], x\['b'\]",
+        ),
         (
             lambda x: x | {"b": x["b"] * 1.0},
             r"one type: the test part has torch\.float32, the training part torch\.int64; .*astype",
         ),
-        (lambda x: x | {"b": x["b"][:, :1]}, r"^test x\['b'\] must have rows of the training data's shape \[2\], got \[1\]"),
+        (
+            lambda x: x | {"b": x["b"][:, :1]},
+            r"^test x\['b'\] must have rows of the training data's shape \[2\], got \[1\]",
+        ),
     ],
 )
 def test_test_data_that_do_not_fit_are_named(change, message):
@@ -136,13 +180,22 @@ def test_pooled_inputs_that_do_not_fit_are_named():
         from_arrays((x, x[1:]), y, client_ids=ids)
     with pytest.raises(ValueError, match=r"^test x\['a'\] has 4 rows and test x\['b'\] has 3"):
         from_arrays({"a": x, "b": x}, y, client_ids=ids, test=({"a": x, "b": x[1:]}, y, ids))
-    with pytest.raises(ValueError, match=r"^x\['a'\] and y must have as many rows, got shapes \[4, 2\] and \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"^x\['a'\] and y must have as many rows, got shapes \[4, 2\] and \[3\]"
+    ):
         from_arrays({"a": x}, y[1:], client_ids=ids)
-    with pytest.raises(ValueError, match=r"^x and y .*shapes \[2, 4, 2\] and \[4\]; several inputs are a tuple of arrays, not a list"):
+    with pytest.raises(
+        ValueError,
+        match=r"^x and y .*shapes \[2, 4, 2\] and \[4\]; several inputs are a tuple of arrays, "
+        r"not a list",
+    ):
         from_arrays([x, x], y, client_ids=ids)
     with pytest.raises(ValueError, match=r"^x has 2 clients, y has 4; .*pass client_ids"):
         from_arrays((x, x), y)
-    with pytest.raises(TypeError, match=r"^x must be a list .* got dict: a mapping of all clients' arrays needs client_ids"):
+    with pytest.raises(
+        TypeError,
+        match=r"^x must be a list .* got dict: a mapping of all clients' arrays needs client_ids",
+    ):
         from_arrays({"a": x}, y)
 
 
@@ -150,15 +203,24 @@ def test_frames_among_several_inputs_are_compared_by_name():
     frame = pd.DataFrame(np.ones((4, 2)), columns=["age", "bmi"])
     turned: Any = frame[["bmi", "age"]]
     y, ids = pd.Series([0, 1, 0, 1]), [0, 0, 1, 1]
-    with pytest.raises(ValueError, match=r"^test x\['table'\] has the columns of x\['table'\] in another order"):
+    with pytest.raises(
+        ValueError, match=r"^test x\['table'\] has the columns of x\['table'\] in another order"
+    ):
         from_arrays({"table": frame}, y, client_ids=ids, test=({"table": turned}, y, ids))
-    with pytest.raises(ValueError, match=r"^x\[1\] of client 1 lacks columns \['bmi'\] of x\[1\] of client 0"):
+    with pytest.raises(
+        ValueError, match=r"^x\[1\] of client 1 lacks columns \['bmi'\] of x\[1\] of client 0"
+    ):
         from_arrays([(frame, frame), (frame, frame[["age"]])], [y, y])
     with pytest.raises(ValueError, match=r"^x\['more'\] and x\['table'\] .*other indices"):
         from_arrays({"table": frame, "more": frame.iloc[::-1]}, y, client_ids=ids)
     with pytest.raises(ValueError, match=r"^y of client 1 and x\[0\] of client 1 .*other indices"):
         from_arrays([(frame,), (frame,)], [y, y.iloc[::-1]])
-    assert from_arrays({"table": frame, "tokens": np.ones((4, 1))}, y, client_ids=ids, test_share=0).clients == 2
+    assert (
+        from_arrays(
+            {"table": frame, "tokens": np.ones((4, 1))}, y, client_ids=ids, test_share=0
+        ).clients
+        == 2
+    )
 
 
 def saved(tmp_path, n: int, seed: int = 0, kind: Any = np.uint8) -> np.ndarray:
@@ -169,22 +231,32 @@ def saved(tmp_path, n: int, seed: int = 0, kind: Any = np.uint8) -> np.ndarray:
 
 
 def same_rows(one: FederatedData, other: FederatedData) -> bool:
-    """Whether clients have the same examples in all splits, in the same order, of the same environments."""
+    """Whether clients have the same examples in all splits, in the same order, of the same
+    environments.
+    """
     for name, split in one.splits.items():
         twin = other.splits[name]
         for j in range(one.clients):
             (x, y), (twin_x, twin_y) = split.client(j), twin.client(j)
             pairs = zip(named(x), named(twin_x), strict=True)
-            if not (y.equal(twin_y) and all(a.dtype == b.dtype and a.equal(b) for (_, a), (_, b) in pairs)):
+            if not (
+                y.equal(twin_y)
+                and all(a.dtype == b.dtype and a.equal(b) for (_, a), (_, b) in pairs)
+            ):
                 return False
             if split.environment is not None and twin.environment is not None:
                 if not split.environment[split.rows(j)].equal(twin.environment[twin.rows(j)]):
                     return False
-    kinds = [[(name, split.environment is None) for name, split in data.splits.items()] for data in (one, other)]
+    kinds = [
+        [(name, split.environment is None) for name, split in data.splits.items()]
+        for data in (one, other)
+    ]
     return kinds[0] == kinds[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"test_share": 0}, {"validation": 0.2, "environments": np.arange(21) % 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"test_share": 0}, {"validation": 0.2, "environments": np.arange(21) % 2}]
+)
 def test_pooled_inputs_in_files_stay_there(tmp_path, options):
     """Each client has the same rows in the same splits as it has of arrays in memory."""
     x, y = saved(tmp_path, 21), np.arange(21) % 3
@@ -200,14 +272,20 @@ def test_pooled_inputs_in_files_stay_there(tmp_path, options):
 def test_test_data_are_in_tensors_of_their_own_where_one_is_in_a_file(tmp_path):
     x, held, y = saved(tmp_path, 21), saved(tmp_path, 6, seed=1), np.arange(21) % 3
     owners = ["Bern"] * 4 + ["Aarau"] * 2
-    options: dict[str, Any] = {"client_ids": IDS, "validation": 0.2, "environments": np.arange(21) % 2}
+    options: dict[str, Any] = {
+        "client_ids": IDS,
+        "validation": 0.2,
+        "environments": np.arange(21) % 2,
+    }
     copied = from_arrays(np.array(x), y, test=(np.array(held), y[:6], owners), **options)
     for train, test in ((x, held), (x, np.array(held)), (np.array(x), held)):
         data = from_arrays(train, y, test=(test, y[:6], owners), **options)
         assert same_rows(data, copied)
         assert data.test.x is not data.train.x
         found = [split.x for split in (data.train, data.test)]
-        assert [isinstance(t, torch.Tensor) and mapped(t) for t in found] == [isinstance(part, np.memmap) for part in (train, test)]
+        assert [isinstance(t, torch.Tensor) and mapped(t) for t in found] == [
+            isinstance(part, np.memmap) for part in (train, test)
+        ]
         assert same_rows(data.select([2, 0]), copied.select([2, 0]))
 
 
@@ -216,20 +294,29 @@ def test_files_beside_arrays_in_memory(tmp_path):
     x, y = saved(tmp_path, 21), np.arange(21) % 3
     numbers = np.arange(21.0, dtype=np.float32)
     data = from_arrays({"file": x, "numbers": numbers}, y, client_ids=IDS)
-    assert same_rows(data, from_arrays({"file": np.array(x), "numbers": numbers}, y, client_ids=IDS))
+    assert same_rows(
+        data, from_arrays({"file": np.array(x), "numbers": numbers}, y, client_ids=IDS)
+    )
     numbers[:] = -1
     assert dict(named(data.train.x))["x['numbers']"].min() == 0
 
 
 def test_numbers_in_files_are_converted_where_they_are_read(tmp_path):
-    """Floats to the run's precision, and the types of token files, with which torch hardly computes."""
+    """Floats to the run's precision, and the types of token files, with which torch hardly
+    computes.
+    """
     y = np.arange(21) % 3
-    for kind, stored, read in ((np.float64, torch.float64, torch.float32), (np.uint16, torch.uint16, torch.int64)):
+    for kind, stored, read in (
+        (np.float64, torch.float64, torch.float32),
+        (np.uint16, torch.uint16, torch.int64),
+    ):
         data = from_arrays(saved(tmp_path, 21, kind=kind), y, client_ids=IDS)
         x: Any = data.train.client(0)[0]
         assert [t.dtype for _, t in named(data.train.x)] == [stored]
         assert (data.train.dtype, x.dtype) == (torch.float32, read)
-        assert x.equal(torch.from_numpy(saved(tmp_path, 21, kind=np.int64))[data.train.rows(0)].to(read))
+        assert x.equal(
+            torch.from_numpy(saved(tmp_path, 21, kind=np.int64))[data.train.rows(0)].to(read)
+        )
     bad = tmp_path / "bad"
     np.where(np.arange(21.0) == 20, np.nan, 1.0).tofile(bad)
     with pytest.raises(ValueError, match=rf"^x holds NaN .*client '{IDS[20]}'"):
@@ -240,7 +327,10 @@ def test_doubles_in_files_are_those_in_memory(tmp_path):
     """Read as float32 in any run, since both have one hash, and a run may go on with either."""
     given = np.random.default_rng(0).normal(size=(21, 3))
     given.tofile(tmp_path / "doubles")
-    x, y = np.memmap(tmp_path / "doubles", dtype=np.float64, mode="r", shape=(21, 3)), np.arange(21) % 3
+    x, y = (
+        np.memmap(tmp_path / "doubles", dtype=np.float64, mode="r", shape=(21, 3)),
+        np.arange(21) % 3,
+    )
     one, other = (from_arrays(rows, y, client_ids=np.sort(IDS)) for rows in (x, given))
     assert one.hash == other.hash
     for dtype in (torch.float32, torch.float64):
@@ -260,14 +350,22 @@ def anonymous() -> float:
 
 @pytest.mark.skipif(not ACCOUNT.exists(), reason="needs Linux's account of memory")
 def test_data_in_files_need_next_to_no_memory(tmp_path):
-    """111 MiB of images: neither made nor hashed are they copied; a client's rows alone are read."""
+    """111 MiB of images: neither made nor hashed are they copied; a client's rows alone
+    are read.
+    """
     n, shape = 38_000, (3, 32, 32)
     made = np.memmap(tmp_path / "images", dtype=np.uint8, mode="w+", shape=(n, *shape))
     made[::7] = 3
     made.flush()
     del made
-    x, y, ids = np.memmap(tmp_path / "images", dtype=np.uint8, mode="r", shape=(n, *shape)), np.arange(n) % 10, np.arange(n) % 100
-    assert from_arrays(x[:100], y[:100], client_ids=ids[:100], test_share=0).hash  # what the first call loads is not counted
+    x, y, ids = (
+        np.memmap(tmp_path / "images", dtype=np.uint8, mode="r", shape=(n, *shape)),
+        np.arange(n) % 10,
+        np.arange(n) % 100,
+    )
+    assert from_arrays(
+        x[:100], y[:100], client_ids=ids[:100], test_share=0
+    ).hash  # what the first call loads is not counted
     before = anonymous()
     data = from_arrays(x, y, client_ids=ids, validation=0.1)
     assert anonymous() - before < 12
@@ -295,15 +393,25 @@ class Watching(torch.nn.Module):
 
 @pytest.mark.skipif(not ACCOUNT.exists(), reason="needs Linux's account of memory")
 def test_a_round_over_data_in_files_reads_its_batches_alone(tmp_path):
-    """70 MiB of images, 281 as floats: a round with its evaluation has those of some batches at once."""
+    """70 MiB of images, 281 as floats: a round with its evaluation has those of some batches at
+    once.
+    """
     n = 24_000
     np.memmap(tmp_path / "images", dtype=np.uint8, mode="w+", shape=(n, 3, 32, 32)).flush()
     x = np.memmap(tmp_path / "images", dtype=np.uint8, mode="r", shape=(n, 3, 32, 32))
     model = Watching()
 
     def one_round(rows: int, clients: int) -> None:
-        data = from_arrays(x[:rows], np.arange(rows) % 10, client_ids=np.arange(rows) % clients).transformed(lambda x: x / 255)
-        bf.simulate(bf.algorithms.fedavg(model, epochs=1, batch_size=50), data, rounds=1, engine=bf.Engine(workers=1), progress=False)
+        data = from_arrays(
+            x[:rows], np.arange(rows) % 10, client_ids=np.arange(rows) % clients
+        ).transformed(lambda x: x / 255)
+        bf.simulate(
+            bf.algorithms.fedavg(model, epochs=1, batch_size=50),
+            data,
+            rounds=1,
+            engine=bf.Engine(workers=1),
+            progress=False,
+        )
 
     one_round(2_000, 5)
     before, calls = max(model.seen), len(model.seen)

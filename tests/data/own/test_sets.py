@@ -1,4 +1,6 @@
-"""Federations of map-style data sets whose rows have names: columns, lists of different lengths, a folder of them, and what is refused."""
+"""Federations of map-style data sets whose rows have names: columns, lists of different lengths, a
+folder of them, and what is refused.
+"""
 
 import types
 from pathlib import Path
@@ -26,7 +28,13 @@ def rows(n: int, seed: int, longest: int) -> list[dict[str, Any]]:
         length = int(rng.integers(2, longest + 1))
         ids = rng.integers(1, 9, length).tolist()
         found.append(
-            {"input_ids": ids, "label": int(rng.integers(3)), "tags": [i % 4 for i in ids], "age": rng.normal(), "text": "no number"}
+            {
+                "input_ids": ids,
+                "label": int(rng.integers(3)),
+                "tags": [i % 4 for i in ids],
+                "age": rng.normal(),
+                "text": "no number",
+            }
         )
     return found
 
@@ -35,8 +43,12 @@ SETS = [rows(12, 0, 5), rows(20, 1, 7)]
 
 
 def test_lists_are_filled_up_with_a_mask():
-    """To the longest of all clients, 0 behind, in every split; the mask is of the row's own places."""
-    data = from_datasets(SETS, inputs="input_ids", target="label", test=[rows(4, 2, 3), []], names=["Bern", "Chur"])
+    """To the longest of all clients, 0 behind, in every split; the mask is of the row's own
+    places.
+    """
+    data = from_datasets(
+        SETS, inputs="input_ids", target="label", test=[rows(4, 2, 3), []], names=["Bern", "Chur"]
+    )
     longest = max(len(row["input_ids"]) for one in SETS for row in one)
     assert data.inputs == {"input_ids": (longest,), "attention_mask": (longest,)}
     x, y = data.train.client(0)
@@ -53,7 +65,9 @@ def test_lists_are_filled_up_with_a_mask():
 
 def test_a_mask_that_the_rows_have_is_theirs():
     """Filled up with 0, as the tokens are."""
-    with_mask = [[{**row, "attention_mask": [1] * len(row["input_ids"])} for row in one] for one in SETS]
+    with_mask = [
+        [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in one] for one in SETS
+    ]
     data = from_datasets(with_mask, inputs=["input_ids", "attention_mask"], target="label")
     x, _ = data.train.client(1)
     assert x["attention_mask"].dtype == torch.int64
@@ -75,7 +89,9 @@ def test_labels_of_places_are_filled_up_with_what_is_not_known():
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return self.last(self.embed(input_ids) * attention_mask.unsqueeze(-1))
 
-    result = run(bf.algorithms.fedavg(Tagger(), likelihood=Tokens(), epochs=1), data, evaluate_every=None)
+    result = run(
+        bf.algorithms.fedavg(Tagger(), likelihood=Tokens(), epochs=1), data, evaluate_every=None
+    )
     table = result.predict().table(data.test)
     assert table["examples"].sum() == int((data.test.y[data.test.index] >= 0).sum())
 
@@ -105,13 +121,25 @@ class Drawn:
             {"inputs": "ids", "target": "label"},
             r"datasets\[0\] must give rows with the columns \['ids', 'label'\], got \['input_ids'",
         ),
-        (SETS, {"inputs": "text", "target": "label"}, r"numbers in column 'text', its item 0 does not: .*tokeniser"),
+        (
+            SETS,
+            {"inputs": "text", "target": "label"},
+            r"numbers in column 'text', its item 0 does not: .*tokeniser",
+        ),
         (SETS, {"inputs": ["age", "label"], "target": "label"}, r"target 'label' is among inputs="),
         (SETS, {"mask": "known"}, "mask='known' is for rows by name"),
         (SETS, {"inputs": "age"}, r"inputs= and target= name columns of rows together"),
         (SETS, {}, r"pairs \(x, y\), got dict .*inputs= and target="),
-        ([[(1, 2)]], {"inputs": "x", "target": "y"}, r"rows with the columns \['x', 'y'\], got tuple of length 2 as item 0"),
-        ([Drawn()], {"inputs": "x", "target": "y"}, r"other numbers when item 0 is read again.*augmented"),
+        (
+            [[(1, 2)]],
+            {"inputs": "x", "target": "y"},
+            r"rows with the columns \['x', 'y'\], got tuple of length 2 as item 0",
+        ),
+        (
+            [Drawn()],
+            {"inputs": "x", "target": "y"},
+            r"other numbers when item 0 is read again.*augmented",
+        ),
         ([[]], {"inputs": "x", "target": "y"}, r"datasets\[0\] is empty"),
         (
             [[{"x": np.ones((2, k)), "y": 0} for k in (1, 2)]],
@@ -136,8 +164,16 @@ def test_rows_of_hugging_face_are_rows():
     sets = [datasets.Dataset.from_list(one) for one in SETS]
     mine, theirs = (from_datasets(one, inputs="input_ids", target="label") for one in (sets, SETS))
     assert mine.hash == theirs.hash
-    labelled = [one.cast_column("label", datasets.ClassLabel(names=["no", "yes", "who knows", "never"])) for one in sets]
-    assert from_datasets(labelled, inputs="input_ids", target="label").class_names == ("no", "yes", "who knows", "never")
+    labelled = [
+        one.cast_column("label", datasets.ClassLabel(names=["no", "yes", "who knows", "never"]))
+        for one in sets
+    ]
+    assert from_datasets(labelled, inputs="input_ids", target="label").class_names == (
+        "no",
+        "yes",
+        "who knows",
+        "never",
+    )
     tags = datasets.Sequence(datasets.ClassLabel(names=list("abcd")))
     tagged = [one.cast_column("tags", tags) for one in sets]
     assert from_datasets(tagged, inputs="input_ids", target="tags").class_names == tuple("abcd")
@@ -167,10 +203,19 @@ class Labelled(list):
 def test_other_names_of_classes_are_refused():
     same, other = (Labelled(SETS[0], names) for names in (["a", "b", "c"], ["c", "b", "a"]))
     assert from_datasets([same, same], inputs="age", target="label").class_names == ("a", "b", "c")
-    with pytest.raises(ValueError, match=r"datasets\[1\] has the classes \['c', 'b', 'a'\], datasets\[0\] has \['a', 'b', 'c'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"datasets\[1\] has the classes \['c', 'b', 'a'\], datasets\[0\] has \['a', 'b', "
+        r"'c'\]",
+    ):
         from_datasets([same, other], inputs="age", target="label")
-    assert from_datasets([same, other], inputs="age", target="label", class_names=["x", "y", "z"]).class_names == ("x", "y", "z")
-    assert from_datasets([same, other], inputs="label", target="age", task="regression").class_names is None
+    assert from_datasets(
+        [same, other], inputs="age", target="label", class_names=["x", "y", "z"]
+    ).class_names == ("x", "y", "z")
+    assert (
+        from_datasets([same, other], inputs="label", target="age", task="regression").class_names
+        is None
+    )
     assert from_datasets([same], inputs="age", target="label", outputs=5).class_names is None
     held = Labelled(SETS[0], [])
     held.features = torch.ones(3)  # type: ignore[assignment]
@@ -181,32 +226,66 @@ def test_other_names_of_classes_are_refused():
 
 def test_partitions_of_flower_are_rows():
     """As their partitioners make them."""
-    datasets, partitioners = pytest.importorskip("datasets"), pytest.importorskip("flwr_datasets.partitioner")
+    datasets, partitioners = (
+        pytest.importorskip("datasets"),
+        pytest.importorskip("flwr_datasets.partitioner"),
+    )
     rng = np.random.default_rng(0)
-    drawn = {"image": rng.integers(0, 256, (60, 4, 4), dtype=np.uint8), "label": rng.integers(0, 3, 60)}
+    drawn = {
+        "image": rng.integers(0, 256, (60, 4, 4), dtype=np.uint8),
+        "label": rng.integers(0, 3, 60),
+    }
     partitioner = partitioners.IidPartitioner(num_partitions=3)
-    partitioner.dataset = datasets.Dataset.from_dict({key: list(values) for key, values in drawn.items()}).with_format("numpy")
-    data = from_datasets([partitioner.load_partition(j) for j in range(3)], inputs="image", target="label")
+    partitioner.dataset = datasets.Dataset.from_dict(
+        {key: list(values) for key, values in drawn.items()}
+    ).with_format("numpy")
+    data = from_datasets(
+        [partitioner.load_partition(j) for j in range(3)], inputs="image", target="label"
+    )
     assert data.inputs == (4, 4)
     assert data.counts["train"].tolist() == [16, 16, 16]
 
 
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lists": (SETS, {"inputs": "input_ids", "target": "label"}),
-    "labels of places": (SETS, {"inputs": ["input_ids", "age"], "target": "tags", "names": ["Bern", "Chur"], "validation": 0.2}),
+    "labels of places": (
+        SETS,
+        {
+            "inputs": ["input_ids", "age"],
+            "target": "tags",
+            "names": ["Bern", "Chur"],
+            "validation": 0.2,
+        },
+    ),
     "numbers": (SETS, {"inputs": "age", "target": "label"}),
-    "pairs": ([[(np.full((2, 2), i + j, np.uint8), i % 2) for i in range(6)] for j in range(3)], {}),
+    "pairs": (
+        [[(np.full((2, 2), i + j, np.uint8), i % 2) for i in range(6)] for j in range(3)],
+        {},
+    ),
     "several inputs": (
-        [[((np.arange(3.0) + i, {"a": torch.tensor([i, j])}), float(i) / 7) for i in range(6)] for j in range(3)],
+        [
+            [((np.arange(3.0) + i, {"a": torch.tensor([i, j])}), float(i) / 7) for i in range(6)]
+            for j in range(3)
+        ],
         {"environments": [[0, 1, 0, 1, 0, 1]] * 3, "test_share": 0},
     ),
-    "tensors": ([TensorDataset(torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 7, torch.arange(6) % 3)] * 2, {}),
+    "tensors": (
+        [
+            TensorDataset(
+                torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 7, torch.arange(6) % 3
+            )
+        ]
+        * 2,
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_folder_holds_the_same_data(form: str, tmp_path: Path):
-    """Its arrays are mapped, nothing else is left beside them, and a second call reads them only."""
+    """Its arrays are mapped, nothing else is left beside them, and a second call reads
+    them only.
+    """
     sets, options = FORMS[form]
     want = from_datasets(sets, **options)
     first = from_datasets(sets, folder=tmp_path / "new" / "rows", **options)
@@ -224,16 +303,22 @@ def test_a_folder_holds_the_same_data(form: str, tmp_path: Path):
             read.append(i)
             return self.own[i]
 
-    second = from_datasets([Counted(one) for one in sets], folder=tmp_path / "new" / "rows", **options)
+    second = from_datasets(
+        [Counted(one) for one in sets], folder=tmp_path / "new" / "rows", **options
+    )
     assert len(set(read)) <= 9
     for data in (first, second):
         assert data.hash == want.hash
         assert data.client_names == want.client_names
         assert all(mapped(t) for _, t in named(data.train.x))
-        assert [t.dtype for _, t in named(data.train.x)] == [t.dtype for _, t in named(want.train.x)]
+        assert [t.dtype for _, t in named(data.train.x)] == [
+            t.dtype for _, t in named(want.train.x)
+        ]
         for split, one in want.splits.items():
             for (_, mine), (_, theirs) in zip(
-                named(data.splits[split].take(data.splits[split].index)), named(one.take(one.index)), strict=True
+                named(data.splits[split].take(data.splits[split].index)),
+                named(one.take(one.index)),
+                strict=True,
             ):
                 assert torch.equal(mine, theirs)
 
@@ -246,7 +331,9 @@ def test_a_folder_holds_test_rows_too(tmp_path: Path):
         mine, theirs = data.splits[split], want.splits[split]
         assert mine.counts.tolist() == theirs.counts.tolist()
         assert torch.equal(mine.y[mine.index], theirs.y[theirs.index])
-        for (_, own), (_, other) in zip(named(mine.take(mine.index)), named(theirs.take(theirs.index)), strict=True):
+        for (_, own), (_, other) in zip(
+            named(mine.take(mine.index)), named(theirs.take(theirs.index)), strict=True
+        ):
             assert torch.equal(own, other)
 
 
@@ -254,7 +341,10 @@ def test_what_a_folder_may_not_hold(tmp_path: Path):
     """Other rows, other files, half of the rows."""
     one: dict[str, Any] = {"inputs": "input_ids", "target": "label", "folder": tmp_path / "rows"}
     from_datasets(SETS, **one)
-    changed = [[{**row, "label": row["label"] + (i == 6)} for i, row in enumerate(SETS[0])], SETS[1]]
+    changed = [
+        [{**row, "label": row["label"] + (i == 6)} for i, row in enumerate(SETS[0])],
+        SETS[1],
+    ]
     for sets, options, words in (
         (changed, one, "differ in items: pass another folder, or delete"),
         (SETS[:1], one, "differ in rows, items: "),
@@ -268,19 +358,35 @@ def test_what_a_folder_may_not_hold(tmp_path: Path):
         from_datasets(SETS, **one)
 
     broken: Any = [*SETS[0], {"input_ids": [1], "label": "?"}]
-    with pytest.raises(ValueError, match=r"datasets\[0\] must hold numbers in column 'label', its item 12 does not"):
+    with pytest.raises(
+        ValueError, match=r"datasets\[0\] must hold numbers in column 'label', its item 12 does not"
+    ):
         from_datasets([broken], inputs="input_ids", target="label", folder=tmp_path / "other")
     mixed: Any = [[{"x": 1, "y": 0}, {"x": 1.5, "y": 1}]]
-    with pytest.raises(ValueError, match=r"column 'x' must hold numbers of one type, got torch.float32 after torch.int64"):
+    with pytest.raises(
+        ValueError,
+        match=r"column 'x' must hold numbers of one type, got torch.float32 after torch.int64",
+    ):
         from_datasets(mixed, inputs="x", target="y", folder=tmp_path / "other")
     shapes: Any = [[(np.ones(2), 0)], [(np.ones(3), 0)]]
     with pytest.raises(ValueError, match=r"column 'x' has rows of shapes \[\(2,\), \(3,\)\]"):
         from_datasets(shapes, folder=tmp_path / "other")
-    with pytest.raises(ValueError, match=r"all data sets must give the same inputs, got \['x\[0\]', 'y'\] after \['x', 'y'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"all data sets must give the same inputs, got \['x\[0\]', 'y'\] after \['x', 'y'\]",
+    ):
         from_datasets([shapes[0], [((np.ones(2),), 0)]], folder=tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]  # nothing half-written
-    uneven: Any = {"environments": [[0] * 13, [0] * 19], "inputs": "age", "target": "label", "folder": tmp_path / "other"}
-    with pytest.raises(ValueError, match=r"environments must have one number for each row, \[12, 20\], got \[13, 19\]"):
+    uneven: Any = {
+        "environments": [[0] * 13, [0] * 19],
+        "inputs": "age",
+        "target": "label",
+        "folder": tmp_path / "other",
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"environments must have one number for each row, \[12, 20\], got \[13, 19\]",
+    ):
         from_datasets(SETS, **uneven)
     with pytest.raises(ValueError, match=r"test has 1 clients, the training data 2"):
         from_datasets(SETS, test=SETS[:1], inputs="age", target="label", folder=tmp_path / "third")

@@ -1,4 +1,6 @@
-"""Groups of clients with the same classes: which classes, how many rows of each, whose rows, and inputs that are centred."""
+"""Groups of clients with the same classes: which classes, how many rows of each, whose rows, and
+inputs that are centred.
+"""
 
 import gc
 import weakref
@@ -15,7 +17,9 @@ from tests.files import where_present
 
 
 def check_label_groups(data, source, clients, train, test, labels=5):
-    """Every client has the classes that the formula says, exactly so many rows of each, and no row is used twice."""
+    """Every client has the classes that the formula says, exactly so many rows of each, and no row
+    is used twice.
+    """
     assert data.clients == clients
     for name, amount in (("train", train), ("test", test)):
         for j, mine in enumerate(fine_labels(data, source, name)):
@@ -24,7 +28,10 @@ def check_label_groups(data, source, clients, train, test, labels=5):
             assert np.bincount(mine, minlength=source.outputs).tolist() == expected.tolist()
     used = torch.cat([data.train.index, data.test.index])
     assert len(used.unique()) == len(used) == clients * labels * (train + test)
-    for split in (data.train, data.test):  # the pool: each split has rows of both official parts, in proportion but for chance
+    for split in (
+        data.train,
+        data.test,
+    ):  # the pool: each split has rows of both official parts, in proportion but for chance
         share = source.train / len(source.x)
         found = float((split.index < source.train).float().mean())
         assert abs(found - share) < 5 * (share * (1 - share) / len(split.index)) ** 0.5
@@ -43,9 +50,14 @@ def test_label_groups():
     assert data.train.y is source.y
 
 
-@pytest.mark.parametrize(("clients", "labels", "train", "test"), [(7, 3, 30, 10), (4, 10, 1, 42), (3, 1, 174, 3), (1, 4, 1, 1)])
+@pytest.mark.parametrize(
+    ("clients", "labels", "train", "test"),
+    [(7, 3, 30, 10), (4, 10, 1, 42), (3, 1, 174, 3), (1, 4, 1, 1)],
+)
 def test_label_groups_of_any_number_of_classes(clients, labels, train, test):
-    """Groups that overlap, that are everybody's, that nobody else has, and classes that nobody has."""
+    """Groups that overlap, that are everybody's, that nobody else has, and classes that
+    nobody has.
+    """
     source = load("digits")
     data = label_groups(clients=clients, labels=labels, train=train, test=test)
     assert data.counts["train"].tolist() == [labels * train] * clients
@@ -74,7 +86,9 @@ def test_label_groups_takes_every_row_there_is():
 def test_label_groups_are_determined_by_their_arguments():
     data = label_groups(seed=5)
     assert label_groups(seed=5).hash == data.hash
-    assert label_groups(seed=np.int64(5), clients=np.int64(10), train=np.int64(14)).hash == data.hash  # pyright: ignore[reportArgumentType]
+    assert (
+        label_groups(seed=np.int64(5), clients=np.int64(10), train=np.int64(14)).hash == data.hash
+    )  # pyright: ignore[reportArgumentType]
     others = [
         label_groups(seed=6),
         label_groups(seed=5, centred=False),
@@ -96,10 +110,15 @@ def test_label_groups_share_out_their_training_rows():
     assert torch.equal(data.test.index, whole.test.index)
     assert data.hash != whole.hash
     for j in range(10):
-        mine = torch.cat([data.splits[name].rows(j) for name in ("train", "validation", "calibration")])
+        mine = torch.cat(
+            [data.splits[name].rows(j) for name in ("train", "validation", "calibration")]
+        )
         assert torch.equal(mine.sort()[0], whole.train.rows(j))
     for name, amount in (("train", 14), ("validation", 4), ("calibration", 2)):
-        assert all((np.unique(mine, return_counts=True)[1] == amount).all() for mine in fine_labels(data, source, name))
+        assert all(
+            (np.unique(mine, return_counts=True)[1] == amount).all()
+            for mine in fine_labels(data, source, name)
+        )
 
 
 def test_label_groups_are_centred():
@@ -135,7 +154,15 @@ def own(x, name="own"):
 
 def test_label_groups_stay_what_they_are():
     """The same on every machine and in every version: what was published can be made again."""
-    data = label_groups(own(torch.arange(40.0)[:, None] / 64), clients=4, labels=1, train=5, test=3, validation=0.2, seed=3)
+    data = label_groups(
+        own(torch.arange(40.0)[:, None] / 64),
+        clients=4,
+        labels=1,
+        train=5,
+        test=3,
+        validation=0.2,
+        seed=3,
+    )
     assert data.train.rows(0).tolist() == [6, 12, 18, 28]
     assert data.validation.index.tolist() == [14, 27, 2, 7]
     assert data.hash == "e9d68fc60ebaad19c12779e785535ab3d774b75c0e8152cc61fd2f658b5a29d7"
@@ -143,29 +170,50 @@ def test_label_groups_stay_what_they_are():
 
 @pytest.mark.parametrize("name", ["own", "mnist"])
 def test_centring_of_a_source_of_your_own(name):
-    """Whatever it is called: the standardisation of a known name is undone for the known data only."""
+    """Whatever it is called: the standardisation of a known name is undone for the known
+    data only.
+    """
     x = torch.linspace(0, 1, 40)[:, None, None, None].expand(40, 1, 2, 2)
     data = label_groups(own(x, name), clients=2, labels=1, train=5, test=5)
     assert_close(data.train.x, 2 * x - 1)
-    for wrong, low, high in ((x - 0.1, "-0.1", "0.9"), (x * 255, "0", "255"), (x + float("nan"), "nan", "nan")):
-        with pytest.raises(ValueError, match=rf"centred .*'{name}' .*\[{low}, {high}\].*\[0, 1\].*centred=False"):
+    for wrong, low, high in (
+        (x - 0.1, "-0.1", "0.9"),
+        (x * 255, "0", "255"),
+        (x + float("nan"), "nan", "nan"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"centred .*'{name}' .*\[{low}, {high}\].*\[0, 1\].*centred=False"
+        ):
             label_groups(own(wrong, name), clients=2, labels=1, train=5, test=5)
     data = label_groups(own(x * 255, name), clients=2, labels=1, train=5, test=5, centred=False)
     assert data.train.x.max() == 255
 
 
-@pytest.mark.parametrize(("name", "shape"), [("mnist", (28, 28)), ("fashion-mnist", (28, 28)), ("cifar10", (32, 32, 3))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("mnist", (28, 28)), ("fashion-mnist", (28, 28)), ("cifar10", (32, 32, 3))]
+)
 def test_centred_images_are_the_bytes_on_disk(tmp_path, name, shape):
-    """Made-up images of every byte: what dividing by 255 and standardising by 0.5 and 0.5 makes of them, to the last bit."""
+    """Made-up images of every byte: what dividing by 255 and standardising by 0.5 and 0.5 makes of
+    them, to the last bit.
+    """
     images = np.random.default_rng(0).integers(0, 256, (60, *shape), dtype=np.uint8)
     images[:, 0, 0] = 0  # a corner that is always black
     labels = np.arange(60) % 10
-    np.savez(tmp_path / f"{name}.npz", x_train=images[:50], y_train=labels[:50], x_test=images[50:], y_test=labels[50:])
+    np.savez(
+        tmp_path / f"{name}.npz",
+        x_train=images[:50],
+        y_train=labels[:50],
+        x_test=images[50:],
+        y_test=labels[50:],
+    )
     data = label_groups(name, clients=2, train=3, test=3, root=tmp_path)
     x = torch.from_numpy(images).float().div(255).sub(0.5).div(0.5)
     assert torch.equal(data.train.x, x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2))
     assert (data.train.x[..., 0, 0] == -1).all()
-    assert torch.equal(label_groups(name, clients=2, train=3, test=3, centred=False, root=tmp_path).train.x, load(name, root=tmp_path).x)
+    assert torch.equal(
+        label_groups(name, clients=2, train=3, test=3, centred=False, root=tmp_path).train.x,
+        load(name, root=tmp_path).x,
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,13 +234,19 @@ def test_label_groups_of_the_paper(name, clients, train, test):
     check_label_groups(data, source, clients, train, test)
     assert tuple(data.train.x.aminmax()) == (-1, 1)
     if (name, train) == ("cifar10", 450):
-        assert torch.equal(torch.cat([data.train.index, data.test.index]).sort()[0], torch.arange(60_000))
-        with pytest.raises(ValueError, match=r"class 0 .*6000 examples.* 451 \+ 150 .*\(10\).* 600 "):
+        assert torch.equal(
+            torch.cat([data.train.index, data.test.index]).sort()[0], torch.arange(60_000)
+        )
+        with pytest.raises(
+            ValueError, match=r"class 0 .*6000 examples.* 451 \+ 150 .*\(10\).* 600 "
+        ):
             label_groups(name, clients=clients, train=train + 1, test=test)
 
 
 def test_dominant_classes_are_the_published_groups(hundred):
-    """Five groups of three classes that overlap by one; a fifth of a client's rows is spread over all classes, the rest over its three."""
+    """Five groups of three classes that overlap by one; a fifth of a client's rows is spread over
+    all classes, the rest over its three.
+    """
     data, source = dominant_classes("digits", clients=7, train=50, test=25), load("digits")
     held = [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8], [0, 8, 9]]
     assert data.recipe["groups"] == held
@@ -209,11 +263,17 @@ def test_dominant_classes_are_the_published_groups(hundred):
     own = dominant_classes(hundred, clients=4, uniform=0.0, groups=[[7], [3, 99]], train=10, test=4)
     expected = [{7}, {3, 99}, {7}, {3, 99}]
     assert [set(mine) for mine in fine_labels(own, hundred, "train")] == expected
-    assert dominant_classes(hundred, clients=1, train=100, test=100).recipe["groups"][-1] == [0, 98, 99]
+    assert dominant_classes(hundred, clients=1, train=100, test=100).recipe["groups"][-1] == [
+        0,
+        98,
+        99,
+    ]
 
 
 def test_dominant_classes_share_rows_only_when_a_class_runs_out():
-    """Clients take rows one after another; where a class ends it starts again, so that no row is used twice more than another."""
+    """Clients take rows one after another; where a class ends it starts again, so that no row is
+    used twice more than another.
+    """
     source = load("digits")
     for clients, train in ((10, 60), (20, 200)):
         data = dominant_classes(clients=clients, train=train)

@@ -12,12 +12,16 @@ MADE = (0.9, 0.6, 0.3, 0.05)
 
 
 def source(side=6, train=24_000, test=8_000, classes=10):
-    """Made-up images, each with its row written into one corner, so that it can be known again whatever its colour."""
+    """Made-up images, each with its row written into one corner, so that it can be known again
+    whatever its colour.
+    """
     rows = train + test
     x = torch.rand(rows, 1, side, side, generator=torch.Generator().manual_seed(0)) / 2 + 0.25
     x[:, 0, 0, 0] = (torch.arange(rows) + 1.0) / (rows + 1)
     y = torch.from_numpy(np.random.default_rng(0).integers(0, classes, rows))
-    return Source.from_parts(x[:train], y[:train], x[train:], y[train:], name="made", outputs=classes)
+    return Source.from_parts(
+        x[:train], y[:train], x[train:], y[train:], name="made", outputs=classes
+    )
 
 
 def within(share, n, p):
@@ -40,7 +44,9 @@ def made():
 
 
 def test_noise_and_colours_have_their_probabilities(made):
-    """Of every client and part: how often the label is flipped, how often colour agrees with the noisy label; independent of each other."""
+    """Of every client and part: how often the label is flipped, how often colour agrees with the
+    noisy label; independent of each other.
+    """
     of, data = made
     for split, agreement in ((data.train, MADE), (data.test, (0.2,) * 4)):
         for client, p in enumerate(agreement):
@@ -69,19 +75,25 @@ def test_every_training_row_goes_to_one_client(made):
 
 
 def test_quarter_turns_go_counter_clockwise():
-    """The upper right corner of client 1 is the lower right one of the image: rows become columns from the left."""
+    """The upper right corner of client 1 is the lower right one of the image: rows become columns
+    from the left.
+    """
     of = source(train=80, test=40)
     flat = coloured(of, agreement=MADE, rotate=False)
     turned = coloured(of, agreement=MADE)
     for client in range(4):
         straight, image = flat.train.client(client)[0][0], turned.train.client(client)[0][0]
-        corner = [straight[:, 0, 0], straight[:, 0, -1], straight[:, -1, -1], straight[:, -1, 0]][client]
+        corner = [straight[:, 0, 0], straight[:, 0, -1], straight[:, -1, -1], straight[:, -1, 0]][
+            client
+        ]
         assert torch.equal(image[:, 0, 0], corner)
     assert torch.equal(flat.train.y, turned.train.y)
 
 
 def test_other_colours_of_the_same_images(made):
-    """Labels and shapes stay; the share at which it was made gives it back; with a larger share colours only change towards agreeing."""
+    """Labels and shapes stay; the share at which it was made gives it back; with a larger share
+    colours only change towards agreeing.
+    """
     _, data = made
     assert torch.equal(recoloured(data, 0.2).x, data.test.x)
     before = None
@@ -112,7 +124,9 @@ def test_test_rows_off_the_end_of_the_training_part():
     """As IRM's code has it; every second pixel of 28 x 28; digits are squares of 8."""
     x = torch.rand(70, 1, 28, 28, generator=torch.Generator().manual_seed(1))
     y = torch.arange(70) % 10
-    data = coloured(Source.from_parts(x[:60], y[:60], x[60:], y[60:], name="big"), test=20, rotate=False)
+    data = coloured(
+        Source.from_parts(x[:60], y[:60], x[60:], y[60:], name="big"), test=20, rotate=False
+    )
     assert data.inputs == (2, 14, 14)
     assert sorted(data.test.index.tolist()) == list(range(40, 60))
     assert len(data.train.x) == 60
@@ -146,8 +160,22 @@ def test_agreements_as_an_array():
         ({"test": 3}, r"4 environments .*'digits' .*1435 .* 3 "),
         ({"source": "diabetes"}, r"coloured .*'diabetes' .*no images.*'digits'"),
         ({"source": "heart"}, r"coloured .*'heart' .*no images.*'digits'"),
-        ({"source": Source.from_parts(*[torch.rand(9, 1, 4, 4), torch.rand(9)] * 2, name="dose")}, r"coloured .*classes .*'dose'"),
-        ({"source": Source.from_parts(*[torch.rand(9, 3, 4, 4), torch.arange(9) % 2] * 2, name="rgb")}, r"coloured .*'rgb' .*\[3, 4, 4\]"),
+        (
+            {
+                "source": Source.from_parts(
+                    *[torch.rand(9, 1, 4, 4), torch.rand(9)] * 2, name="dose"
+                )
+            },
+            r"coloured .*classes .*'dose'",
+        ),
+        (
+            {
+                "source": Source.from_parts(
+                    *[torch.rand(9, 3, 4, 4), torch.arange(9) % 2] * 2, name="rgb"
+                )
+            },
+            r"coloured .*'rgb' .*\[3, 4, 4\]",
+        ),
     ],
 )
 def test_mistakes_are_named(options, message):
@@ -165,5 +193,7 @@ def test_only_coloured_data_are_recoloured(made):
         recoloured(made[1].select([0]), 0.5)
     with pytest.raises(ValueError, match=r"agreement .*\[0, 1\], got 1\.5"):
         recoloured(made[1], 1.5)
-    with pytest.raises(TypeError, match=r"clients .*FederatedData, got int; .*bf\.data\.coloured\(\)"):
+    with pytest.raises(
+        TypeError, match=r"clients .*FederatedData, got int; .*bf\.data\.coloured\(\)"
+    ):
         recoloured(3, 0.5)  # pyright: ignore[reportArgumentType]

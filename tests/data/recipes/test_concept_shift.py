@@ -12,14 +12,18 @@ from tests.files import where_present
 
 def check_concept_drift(data, source, clients):
     fine = fine_labels(data, source, "train")
-    held = np.array([[np.unique(mine[np.array(FINE_TO_COARSE)[mine] == c]) for c in range(20)] for mine in fine])
+    held = np.array(
+        [[np.unique(mine[np.array(FINE_TO_COARSE)[mine] == c]) for c in range(20)] for mine in fine]
+    )
     assert held.shape == (clients, 20, 1)  # one subclass of every superclass
     assert (np.array(FINE_TO_COARSE)[held[:, :, 0]] == np.arange(20)).all()
     for group in held[:, :, 0].reshape(-1, 5, 20):
         assert len(np.unique(group)) == 100  # within a group every subclass is used once
     sizes = np.array([np.bincount(mine, minlength=100) for mine in fine])
     pieces = sizes.max(1)
-    assert all(set(mine) == {0, piece} for mine, piece in zip(sizes, pieces, strict=True))  # the same cuts for all classes
+    assert all(
+        set(mine) == {0, piece} for mine, piece in zip(sizes, pieces, strict=True)
+    )  # the same cuts for all classes
     by_group = pieces.reshape(-1, 5)
     assert (by_group == by_group[:, :1]).all()
     assert by_group[:, 0].sum() == 500
@@ -50,7 +54,9 @@ def test_concept_drift_of_digits_pairs_classes():
     data, source = concept_drift("digits", clients=20), load("digits")
     assert data.class_names == ("0/1", "2/3", "4/5", "6/7", "8/9")
     assert data.test.x is data.train.x
-    for train, test in zip(fine_labels(data, source, "train"), fine_labels(data, source, "test"), strict=True):
+    for train, test in zip(
+        fine_labels(data, source, "train"), fine_labels(data, source, "test"), strict=True
+    ):
         assert sorted(set(train // 2)) == [0, 1, 2, 3, 4]
         assert len(set(train)) == 5
         assert set(test) == set(train)
@@ -60,7 +66,9 @@ def test_concept_drift_of_digits_pairs_classes():
 
 @pytest.mark.parametrize(("size", "clients"), [(2, 60), (5, 200)])
 def test_concepts_are_shuffled_for_every_group_and_superclass(hundred, size, clients):
-    """Each superclass on its own, each group anew, each seed otherwise: no two superclasses go together more than chance has it."""
+    """Each superclass on its own, each group anew, each seed otherwise: no two superclasses go
+    together more than chance has it.
+    """
     source = load("digits") if size == 2 else hundred
     superclasses = source.superclasses or [(k, k + 1) for k in range(0, 10, 2)]
     rank = {k: place for group in superclasses for place, k in enumerate(group)}
@@ -69,7 +77,9 @@ def test_concepts_are_shuffled_for_every_group_and_superclass(hundred, size, cli
     def concepts(seed: int) -> np.ndarray:
         """Which subclass of each superclass [J, K]."""
         held = np.full((clients, len(superclasses)), -1)
-        for j, mine in enumerate(fine_labels(concept_drift(source, clients=clients, seed=seed), source, "train")):
+        for j, mine in enumerate(
+            fine_labels(concept_drift(source, clients=clients, seed=seed), source, "train")
+        ):
             for k in np.unique(mine):
                 held[j, place[k]] = rank[k]
         return held
@@ -85,7 +95,10 @@ def test_concepts_are_shuffled_for_every_group_and_superclass(hundred, size, cli
 
 def test_concept_drift_with_superclasses_of_your_own():
     groups = [[0, 6, 8], [1, 4, 7]]
-    data, source = concept_drift("digits", clients=9, superclasses=groups, min_piece=20), load("digits")
+    data, source = (
+        concept_drift("digits", clients=9, superclasses=groups, min_piece=20),
+        load("digits"),
+    )
     assert data.classes == 2
     assert data.train.counts.min() >= 40
     assert set(np.concatenate(fine_labels(data, source, "train"))) == {0, 1, 4, 6, 7, 8}
@@ -93,7 +106,9 @@ def test_concept_drift_with_superclasses_of_your_own():
 
 
 def test_swapped_labels_change_names_by_group():
-    """Every group's names are a permutation of disjoint pairs, no two alike, the first the classes' own; rows are dealt as by `iid`."""
+    """Every group's names are a permutation of disjoint pairs, no two alike, the first the classes'
+    own; rows are dealt as by `iid`.
+    """
     source = load("digits")
     data = swapped_labels(clients=7, groups=3, swaps=2, seed=4)
     names, plain = np.array(data.recipe["names"]), iid(clients=7, seed=4)
@@ -113,6 +128,12 @@ def test_swapped_labels_change_names_by_group():
 
 
 def test_odd_classes_have_no_pairs(hundred):
-    source = Source.from_parts(torch.zeros(6, 1), torch.tensor([0, 1, 2] * 2), torch.zeros(3, 1), torch.tensor([0, 1, 2]), name="three")
+    source = Source.from_parts(
+        torch.zeros(6, 1),
+        torch.tensor([0, 1, 2] * 2),
+        torch.zeros(3, 1),
+        torch.tensor([0, 1, 2]),
+        name="three",
+    )
     with pytest.raises(ValueError, match=r"'three' .*3 classes.*superclasses="):
         concept_drift(source, clients=2)

@@ -17,7 +17,9 @@ from bayesfl.data.recipes.images import FINE_TO_COARSE, read_idx
 from tests.data.made import images, write_idx, write_mnist
 from tests.files import where_present
 
-needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
+)
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -44,7 +46,8 @@ def test_idx_refuses_other_files_and_cut_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "folder", "mean", "std"), [("mnist", "MNIST", 0.1307, 0.3081), ("fashion-mnist", "FashionMNIST", 0.286, 0.353)]
+    ("name", "folder", "mean", "std"),
+    [("mnist", "MNIST", 0.1307, 0.3081), ("fashion-mnist", "FashionMNIST", 0.286, 0.353)],
 )
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_layout(tmp_path, name, folder, mean, std, zipped):
@@ -62,15 +65,23 @@ def test_idx_layout(tmp_path, name, folder, mean, std, zipped):
 def test_npz_layout(tmp_path, name):
     classes = 10 if name == "cifar10" else 100
     arrays = {"x_train": images(200, 32, 32, 3), "x_test": images(100, 32, 32, 3, seed=1)}
-    arrays |= {"y_train": np.arange(200, dtype=np.uint8) % classes, "y_test": np.arange(100, dtype=np.uint8) % classes}
+    arrays |= {
+        "y_train": np.arange(200, dtype=np.uint8) % classes,
+        "y_test": np.arange(100, dtype=np.uint8) % classes,
+    }
     np.savez(tmp_path / f"{name}.npz", **arrays)  # pyright: ignore[reportArgumentType]
     source = load(name, root=tmp_path)
     assert source.x.shape == (300, 3, 32, 32)
     mean, std = (0.4914, 0.2023) if name == "cifar10" else (0.5074, 0.2011)
-    assert_close(source.x_train[:, 0], (torch.from_numpy(arrays["x_train"][..., 0]).float() / 255 - mean) / std)
+    assert_close(
+        source.x_train[:, 0],
+        (torch.from_numpy(arrays["x_train"][..., 0]).float() / 255 - mean) / std,
+    )
     if name == "cifar100":
         assert source.superclasses is not None
-        assert all(FINE_TO_COARSE[k] == c for c, group in enumerate(source.superclasses) for k in group)
+        assert all(
+            FINE_TO_COARSE[k] == c for c, group in enumerate(source.superclasses) for k in group
+        )
     np.savez(tmp_path / "mnist.npz", x_train=arrays["x_train"])
     with pytest.raises(ValueError, match="lacks"):
         load("mnist", root=tmp_path)
@@ -79,7 +90,10 @@ def test_npz_layout(tmp_path, name):
 def test_letters_are_numbered_from_zero(tmp_path):
     """EMNIST's labels 1 to 26 as 0 to 25."""
     arrays = {"x_train": images(52, 28, 28), "x_test": images(26, 28, 28, seed=1)}
-    arrays |= {"y_train": np.arange(52, dtype=np.uint8) % 26 + 1, "y_test": np.arange(26, dtype=np.uint8) + 1}
+    arrays |= {
+        "y_train": np.arange(52, dtype=np.uint8) % 26 + 1,
+        "y_test": np.arange(26, dtype=np.uint8) + 1,
+    }
     np.savez(tmp_path / "emnist_letters.npz", **arrays)  # pyright: ignore[reportArgumentType]
     source = load("emnist-letters", root=tmp_path)
     assert source.x.shape == (78, 1, 28, 28)
@@ -87,7 +101,9 @@ def test_letters_are_numbered_from_zero(tmp_path):
     assert source.y_train.tolist() == [*range(26)] * 2
     assert source.y_test.tolist() == [*range(26)]
     assert source.class_names == tuple("abcdefghijklmnopqrstuvwxyz")
-    assert_close(source.x_train[:, 0], (torch.from_numpy(arrays["x_train"]).float() / 255 - 0.1307) / 0.3081)
+    assert_close(
+        source.x_train[:, 0], (torch.from_numpy(arrays["x_train"]).float() / 255 - 0.1307) / 0.3081
+    )
 
 
 @needs_torchvision
@@ -123,17 +139,29 @@ def test_torchvision_files(tmp_path):
     folder.mkdir()
     lists = []
     for i, name in enumerate(
-        ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch", "batches.meta"]
+        [
+            "data_batch_1",
+            "data_batch_2",
+            "data_batch_3",
+            "data_batch_4",
+            "data_batch_5",
+            "test_batch",
+            "batches.meta",
+        ]
     ):
         content = (
-            {"data": images(10, 3072, seed=i), "labels": [*range(10)]} if name != "batches.meta" else {"label_names": list("abcdefghij")}
+            {"data": images(10, 3072, seed=i), "labels": [*range(10)]}
+            if name != "batches.meta"
+            else {"label_names": list("abcdefghij")}
         )
         (folder / name).write_bytes(pickle.dumps(content))
         lists.append([name, hashlib.md5((folder / name).read_bytes()).hexdigest()])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CIFAR10, "train_list", lists[:5])
         patch.setattr(CIFAR10, "test_list", lists[5:6])
-        patch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": lists[6][1]})
+        patch.setattr(
+            CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": lists[6][1]}
+        )
         source = load("cifar10", root=tmp_path)
     assert source.x.shape == (60, 3, 32, 32)
     assert source.class_names == tuple("abcdefghij")
@@ -150,7 +178,9 @@ def test_torchvision_files(tmp_path):
         ("cifar100", "CIFAR100", IncompleteRead(b"", 9)),
     ],
 )
-def test_a_download_that_fails_says_where_it_was_looked_for(tmp_path, monkeypatch, name, cls, error):
+def test_a_download_that_fails_says_where_it_was_looked_for(
+    tmp_path, monkeypatch, name, cls, error
+):
     """Not torchvision's own error alone, which is kept as the cause."""
     loader.torchvision()
     from torchvision import datasets
@@ -171,7 +201,9 @@ def test_a_download_that_fails_says_where_it_was_looked_for(tmp_path, monkeypatc
 @needs_torchvision
 def test_a_folder_that_is_not_whole_says_so(tmp_path):
     (tmp_path / "cifar-10-batches-py").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"(?s)'cifar10' .*as a whole.*Looked at.*download=True") as caught:
+    with pytest.raises(
+        FileNotFoundError, match=r"(?s)'cifar10' .*as a whole.*Looked at.*download=True"
+    ) as caught:
         load("cifar10", root=tmp_path)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -180,4 +212,6 @@ def test_a_folder_that_is_not_whole_says_so(tmp_path):
 def test_the_coarse_table_is_that_of_the_file():
     source = load("cifar100")
     assert source.superclasses is not None
-    assert [next(c for c, group in enumerate(source.superclasses) if k in group) for k in range(100)] == list(FINE_TO_COARSE)
+    assert [
+        next(c for c, group in enumerate(source.superclasses) if k in group) for k in range(100)
+    ] == list(FINE_TO_COARSE)

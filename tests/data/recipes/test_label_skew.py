@@ -16,13 +16,20 @@ def test_labels_per_client():
     for sizes in ("equal", "random"):
         data = labels_per_client(clients=15, labels=3, sizes=sizes)
         assert len(data.train.index.unique()) == len(data.train.index) == source.train
-        for train, test in zip(fine_labels(data, source, "train"), fine_labels(data, source, "test"), strict=True):
+        for train, test in zip(
+            fine_labels(data, source, "train"), fine_labels(data, source, "test"), strict=True
+        ):
             assert len(set(train)) == 3
             assert set(test) == set(train)
             assert len(test) == sum(int((source.y_test == k).sum()) for k in set(train))
     equal = labels_per_client(clients=15, labels=3)
-    assert equal.train.counts.max() - equal.train.counts.min() <= 27  # a class has four or five clients: parts of 29 to 36
-    assert labels_per_client(clients=15, labels=3, sizes="random").train.counts.std() > equal.train.counts.std()
+    assert (
+        equal.train.counts.max() - equal.train.counts.min() <= 27
+    )  # a class has four or five clients: parts of 29 to 36
+    assert (
+        labels_per_client(clients=15, labels=3, sizes="random").train.counts.std()
+        > equal.train.counts.std()
+    )
 
 
 def test_dirichlet_deals_test_rows_like_training_rows():
@@ -34,10 +41,16 @@ def test_dirichlet_deals_test_rows_like_training_rows():
     assert data.recipe["moved"] == 0
     for k in range(10):
         train, test = (
-            np.array([int((mine == k).sum()) for mine in fine_labels(data, source, part)], dtype=float) for part in ("train", "test")
+            np.array(
+                [int((mine == k).sum()) for mine in fine_labels(data, source, part)], dtype=float
+            )
+            for part in ("train", "test")
         )
         assert np.abs(test - train / train.sum() * test.sum()).max() <= 1.5
-    skew = [np.mean([len(set(m)) for m in fine_labels(dirichlet(clients=10, alpha=a), source, "train")]) for a in (0.1, 10.0)]
+    skew = [
+        np.mean([len(set(m)) for m in fine_labels(dirichlet(clients=10, alpha=a), source, "train")])
+        for a in (0.1, 10.0)
+    ]
     assert skew[0] < skew[1]
 
 
@@ -48,12 +61,16 @@ def test_dirichlet_ends_for_many_clients_and_little_alpha(hundred):
     assert data.train.counts.min() >= 10
     assert data.test.counts.min() >= 1
     assert len(data.train.index.unique()) == len(data.train.index) == 50_000
-    for train, test in zip(fine_labels(data, hundred, "train"), fine_labels(data, hundred, "test"), strict=True):
+    for train, test in zip(
+        fine_labels(data, hundred, "train"), fine_labels(data, hundred, "test"), strict=True
+    ):
         assert set(test) <= set(train)
 
 
 def test_shards_deal_test_rows_like_training_rows():
-    """The pathological partition of digits: every row once, two shards a client, test labels those of its training rows."""
+    """The pathological partition of digits: every row once, two shards a client, test labels those
+    of its training rows.
+    """
     source = load("digits")
     data = shards(clients=20, shards=2)
     assert torch.equal(data.train.index.sort()[0], torch.arange(source.train))
@@ -65,37 +82,57 @@ def test_shards_deal_test_rows_like_training_rows():
         ours = np.array([int((mine == k).sum()) for mine in train], dtype=float)
         theirs = np.array([int((mine == k).sum()) for mine in test], dtype=float)
         assert np.abs(theirs - ours / ours.sum() * (source.y_test == k).sum().item()).max() <= 1.5
-    assert len(set(np.concatenate([data.test.rows(j).numpy() for j in range(20)]))) == len(source.x) - source.train
+    assert (
+        len(set(np.concatenate([data.test.rows(j).numpy() for j in range(20)])))
+        == len(source.x) - source.train
+    )
 
 
 def test_label_clusters_are_dealt_as_one_class():
-    """FedEM's CIFAR-10 recipe, on digits: a client has one share of all classes of a group; groups are of one size."""
+    """FedEM's CIFAR-10 recipe, on digits: a client has one share of all classes of a group; groups
+    are of one size.
+    """
     source = load("digits")
     data = dirichlet(clients=8, alpha=0.4, label_clusters=3, seed=1)
     groups = data.recipe["label_clusters"]
     assert sorted(map(len, groups)) == [3, 3, 4]
     assert sorted(k for group in groups for k in group) == list(range(10))
-    assert dirichlet(clients=8, alpha=0.4, label_clusters=3, seed=2).recipe["label_clusters"] != groups
+    assert (
+        dirichlet(clients=8, alpha=0.4, label_clusters=3, seed=2).recipe["label_clusters"] != groups
+    )
     assert torch.equal(data.train.index.sort()[0], torch.arange(source.train))
     train, test = fine_labels(data, source, "train"), fine_labels(data, source, "test")
     for group in groups:
         ours = np.array([[(mine == k).sum() for k in group] for mine in train])
         total = ours.sum(1) / ours.sum()
-        # Given its share of a group a client's rows are drawn at random: within five standard deviations of the class's.
+        # Given its share of a group a client's rows are drawn at random: within five standard
+        # deviations of the class's.
         for at in range(len(group)):
             n = ours[:, at].sum()
-            assert np.abs(ours[:, at] - n * total).max() <= 5 * np.sqrt(n * total * (1 - total)).max() + 1
+            assert (
+                np.abs(ours[:, at] - n * total).max()
+                <= 5 * np.sqrt(n * total * (1 - total)).max() + 1
+            )
         theirs = np.array([np.isin(mine, group).sum() for mine in test])
         assert np.abs(theirs - total * theirs.sum()).max() <= 1.5
     assert "label_clusters" not in dirichlet(clients=8).recipe
-    # As many groups as classes deal each class by itself; one group leaves labels in the same shares everywhere.
+    # As many groups as classes deal each class by itself; one group leaves labels in the same
+    # shares everywhere.
     one = dirichlet(clients=4, alpha=0.4, label_clusters=1)
-    shares = np.array([np.bincount(mine, minlength=10) / len(mine) for mine in fine_labels(one, source, "train") if len(mine) > 200])
+    shares = np.array(
+        [
+            np.bincount(mine, minlength=10) / len(mine)
+            for mine in fine_labels(one, source, "train")
+            if len(mine) > 200
+        ]
+    )
     assert np.abs(shares - 0.1).max() < 0.08
 
 
 def test_pachinko_of_cifar_100(hundred):
-    """Sizes of the paper: 100 clients of 500, all training rows once; few superclasses carry a client, and most classes of these."""
+    """Sizes of the paper: 100 clients of 500, all training rows once; few superclasses carry a
+    client, and most classes of these.
+    """
     start = time.perf_counter()
     data = pachinko(hundred)
     assert time.perf_counter() - start < 20
@@ -103,13 +140,22 @@ def test_pachinko_of_cifar_100(hundred):
     assert torch.equal(data.train.index.sort()[0], torch.arange(50_000))
     assert len(data.test.index) == 10_000
     coarse = np.array(FINE_TO_COARSE)
-    first = [np.bincount(coarse[mine], minlength=20) for mine in fine_labels(data, hundred, "train")[:50]]
-    assert np.mean([np.sort(mine)[-5:].sum() / 500 for mine in first]) > 0.6  # the early ones, before anything runs out
+    first = [
+        np.bincount(coarse[mine], minlength=20) for mine in fine_labels(data, hundred, "train")[:50]
+    ]
+    assert (
+        np.mean([np.sort(mine)[-5:].sum() / 500 for mine in first]) > 0.6
+    )  # the early ones, before anything runs out
     flat = pachinko(hundred, clients=20, size=300, alpha=1e6, beta=1e6)
-    assert all(np.bincount(coarse[mine], minlength=20).min() >= 2 for mine in fine_labels(flat, hundred, "train"))
+    assert all(
+        np.bincount(coarse[mine], minlength=20).min() >= 2
+        for mine in fine_labels(flat, hundred, "train")
+    )
     assert flat.train.counts.tolist() == [300] * 20
     assert flat.recipe["superclasses"] == [list(group) for group in hundred.superclasses]
-    assert pachinko("digits", clients=7).train.counts.tolist() == [205] * 7  # pairs of classes; 1,438 rows leave three
+    assert (
+        pachinko("digits", clients=7).train.counts.tolist() == [205] * 7
+    )  # pairs of classes; 1,438 rows leave three
 
 
 @where_present

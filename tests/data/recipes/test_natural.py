@@ -47,9 +47,13 @@ QUEEN\t{exact}
 
 
 def test_roles_speak_for_themselves(tmp_path):
-    """Who says what, in which order; a chunk of 80 characters and the one after it; first ones train, last ones test."""
+    """Who says what, in which order; a chunk of 80 characters and the one after it; first ones
+    train, last ones test.
+    """
     long = "abcdefgh " * 30
-    text = PLAYS.format(long=long.strip(), exact=240 * "x")  # the last chunk of so many has nothing after it
+    text = PLAYS.format(
+        long=long.strip(), exact=240 * "x"
+    )  # the last chunk of so many has nothing after it
     said = speeches(text)
     assert list(said) == ["first, KING", "first, FOOL", "second, KING", "second, QUEEN"]
     assert said["first, KING"] == f"{long.strip()} the first\nAnd more\non two lines."
@@ -64,10 +68,14 @@ def test_roles_speak_for_themselves(tmp_path):
     characters = data.class_names
     assert characters == tuple(string.printable)
     for j, role in enumerate(data.client_names):
-        x, y = (torch.cat(pair) for pair in zip(data.train.client(j), data.test.client(j), strict=True))
+        x, y = (
+            torch.cat(pair) for pair in zip(data.train.client(j), data.test.client(j), strict=True)
+        )
         chunks = ["".join(characters[int(c)] for c in row) for row in x]
         assert chunks == [said[role][80 * i : 80 * i + 80] for i in range(len(chunks))]
-        assert [characters[int(c)] for c in y] == [said[role][80 * i + 80] for i in range(len(chunks))]
+        assert [characters[int(c)] for c in y] == [
+            said[role][80 * i + 80] for i in range(len(chunks))
+        ]
         assert len(chunks) == (len(said[role]) - 1) // 80
         assert data.train.counts[j] == int(0.8 * len(chunks))
     assert shakespeare(min_size=4, root=tmp_path).client_names == ("second, KING",)
@@ -100,7 +108,10 @@ def write_hearts(root, patients=40):
         for i in range(patients):
             chol = 0 if hospital == "switzerland" else rng.integers(150, 300)
             fbs = "" if i % 10 == 0 else i % 2
-            lines.append(f"{hospital},{40 + i},{i % 2},{1 + i % 4},120,{chol},{fbs},{i % 3},{100 + i},0,{i / 10},,,,{i % 5}")
+            lines.append(
+                f"{hospital},{40 + i},{i % 2},{1 + i % 4},120,{chol},{fbs},"
+                f"{i % 3},{100 + i},0,{i / 10},,,,{i % 5}"
+            )
     (root / "heart_disease").mkdir()
     (root / "heart_disease" / "heart.csv").write_text("\n".join(lines))
 
@@ -115,7 +126,9 @@ def test_heart_disease_protocol_on_made_up_patients(tmp_path):
         x, y = data.train.client(j)
         assert_close(x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)
         spread = x.std(0, correction=0)
-        assert_close(spread, (spread > 0.5).float(), atol=1e-5, rtol=0)  # a constant attribute stays at 0
+        assert_close(
+            spread, (spread > 0.5).float(), atol=1e-5, rtol=0
+        )  # a constant attribute stays at 0
         assert abs(y.float().mean() - data.test.client(j)[1].float().mean()) < 0.06
     assert data.train.client(2)[0][:, 3].abs().max() == 0
     assert heart_disease(root=tmp_path, seed=2).hash != data.hash

@@ -1,4 +1,6 @@
-"""Reading: where files are looked for, what is said when they are not there, and what is made of tables and texts."""
+"""Reading: where files are looked for, what is said when they are not there, and what is made of
+tables and texts.
+"""
 
 import sys
 
@@ -16,7 +18,10 @@ def test_plays_that_are_none_say_so(tmp_path):
     """No file, no play in it, or letters that have no number."""
     (tmp_path / "shakespeare").mkdir()
     path = tmp_path / "shakespeare" / "moby_plays.txt"
-    for text, message in (("ROMEO\t" + 100 * "a", r"80 .*@@PLAY"), ("@@PLAY a\nROMEO\t" + 100 * "\x01", "not printable")):
+    for text, message in (
+        ("ROMEO\t" + 100 * "a", r"80 .*@@PLAY"),
+        ("@@PLAY a\nROMEO\t" + 100 * "\x01", "not printable"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             load("shakespeare", root=tmp_path)
@@ -27,7 +32,12 @@ def test_environment_and_argument_name_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("BAYESFL_DATA", str(tmp_path / "empty"))
     with pytest.raises(FileNotFoundError) as error:
         load("mnist")
-    for part in (str(tmp_path / "empty" / "mnist.npz"), "MNIST/raw", "download=True", "BAYESFL_DATA"):
+    for part in (
+        str(tmp_path / "empty" / "mnist.npz"),
+        "MNIST/raw",
+        "download=True",
+        "BAYESFL_DATA",
+    ):
         assert part in str(error.value)
     write_mnist(tmp_path)
     assert load("mnist", root=tmp_path).train == 30
@@ -39,7 +49,9 @@ def test_environment_and_argument_name_the_folder(tmp_path, monkeypatch):
     assert readers.default_root() == tmp_path / "cache" / "bayesfl" / "datasets"
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100", "fashion-mnist", "emnist-letters", "heart", "shakespeare"])
+@pytest.mark.parametrize(
+    "name", ["cifar10", "cifar100", "fashion-mnist", "emnist-letters", "heart", "shakespeare"]
+)
 def test_what_is_not_there_says_where_it_was_looked_for(tmp_path, name):
     with pytest.raises(FileNotFoundError, match="Looked at") as error:
         load(name, root=tmp_path)
@@ -67,7 +79,11 @@ def test_hearts_from_the_repository_files(tmp_path):
     folder = tmp_path / "heart_disease"
     folder.mkdir()
     for name in readers.HOSPITALS:
-        rows = ["63,1,1,145,233,1,2,150,0,2.3,3,0,6,0", "40,0,4,120,?,0,0,100,1,1.0,?,?,?,2", "50,0,4,120,9,0,0,100,1,1,?,?,?,2"]
+        rows = [
+            "63,1,1,145,233,1,2,150,0,2.3,3,0,6,0",
+            "40,0,4,120,?,0,0,100,1,1.0,?,?,?,2",
+            "50,0,4,120,9,0,0,100,1,1,?,?,?,2",
+        ]
         (folder / f"processed.{name}.data").write_text("\n".join(rows) + "\n")
     source = load("heart", root=tmp_path)
     assert source.y.tolist() == [0, 1] * 4
@@ -94,5 +110,7 @@ def test_the_real_files(name, shape, train):
     assert tuple(source.x.shape) == shape
     assert source.train == train
     if len(shape) == 4:
-        assert source.x_train.mean().abs() < (0.2 if name == "emnist-letters" else 0.02)  # which is given MNIST's mean
+        assert source.x_train.mean().abs() < (
+            0.2 if name == "emnist-letters" else 0.02
+        )  # which is given MNIST's mean
         assert torch.bincount(source.y_test).unique().numel() == (1 if name != "mnist" else 10)

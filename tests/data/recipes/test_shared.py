@@ -26,7 +26,11 @@ from bayesfl.data import (
 from bayesfl.data.recipes.shared import Options
 from tests.data.made import small
 
-RECIPES = {name: make for name in data.__all__ if "validation" in inspect.signature(make := getattr(data, name)).parameters}
+RECIPES = {
+    name: make
+    for name in data.__all__
+    if "validation" in inspect.signature(make := getattr(data, name)).parameters
+}
 for own in ("from_arrays", "from_frame", "frame_statistics"):
     RECIPES.pop(own)
 
@@ -97,12 +101,18 @@ def test_every_recipe_is_determined_by_its_arguments(make):
     assert (data.test.index >= source.train).all()
 
 
-LIMITED = [name for name, make in RECIPES.items() if {"max_size", "source"} <= set(inspect.signature(make).parameters)]
+LIMITED = [
+    name
+    for name, make in RECIPES.items()
+    if {"max_size", "source"} <= set(inspect.signature(make).parameters)
+]
 
 
 @pytest.mark.parametrize("name", LIMITED)
 def test_clients_may_have_so_many_examples_at_most(name):
-    """The rows that stay are of the same client and split, each class in proportion, and other splits have what they had."""
+    """The rows that stay are of the same client and split, each class in proportion, and other
+    splits have what they had.
+    """
     make = functools.partial(RECIPES[name], "digits")
     every, few = make(seed=1), make(seed=1, max_size=30)
     assert few.recipe["max_size"] == 30
@@ -113,7 +123,10 @@ def test_clients_may_have_so_many_examples_at_most(name):
     for j in range(every.clients):
         all_rows, kept = every.train.rows(j), few.train.rows(j)
         assert set(kept.tolist()) <= set(all_rows.tolist())
-        counts = [torch.bincount(every.train.y[rows], minlength=every.outputs).double() for rows in (all_rows, kept)]
+        counts = [
+            torch.bincount(every.train.y[rows], minlength=every.outputs).double()
+            for rows in (all_rows, kept)
+        ]
         assert torch.equal(counts[0] > 0, counts[1] > 0)  # no class is lost
         assert (counts[0] * len(kept) / len(all_rows) - counts[1]).abs().max() < 2
     shared = make(seed=1, max_size=30, validation=0.2)
@@ -130,7 +143,12 @@ def test_an_impossible_size_is_named():
     [
         (lambda: concept_drift(clients=5), "multiple of 2"),
         (lambda: concept_drift(clients=0), r"^clients .*1.* got 0"),
-        (lambda: concept_drift(clients=20.0), r"^clients .*got 20\.0"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: concept_drift(clients=20.0),
+            r"^clients "
+            r".*got "
+            r"20\.0",
+        ),  # pyright: ignore[reportArgumentType]
         (lambda: concept_drift(clients=2000), "at most 278"),
         (lambda: concept_drift(clients=60, min_piece=10), "at most 26"),
         (lambda: concept_drift(min_piece=0), r"min_piece .*1.* got 0"),
@@ -147,32 +165,65 @@ def test_an_impossible_size_is_named():
         (lambda: diabetes(seed=0.5), r"^seed .*got 0.5$"),  # pyright: ignore[reportArgumentType]
         (lambda: labels_per_client(labels=11), r"labels .*\[1, 10\].* got 11"),
         (lambda: labels_per_client(labels=0), r"^labels .*1.* got 0"),
-        (lambda: labels_per_client(labels=2.5), r"^labels .*got 2\.5"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: labels_per_client(labels=2.5),
+            r"^labels "
+            r".*got "
+            r"2\.5",
+        ),  # pyright: ignore[reportArgumentType]
         (lambda: label_groups(seed=-1), r"^seed .*0.* got -1$"),
         (lambda: label_groups(labels=11), r"labels .*\[1, 10\].*'digits'.* got 11"),
         (lambda: label_groups(labels=0), r"^labels .*1.* got 0"),
-        (lambda: label_groups(labels=2.5), r"^labels .*got 2\.5"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: label_groups(labels=2.5),
+            r"^labels "
+            r".*got 2\.5",
+        ),  # pyright: ignore[reportArgumentType]
         (lambda: label_groups(train=0), r"^train .*1.* got 0"),
-        (lambda: label_groups(train=1.5), r"^train .*got 1\.5"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: label_groups(train=1.5),
+            r"^train .*got "
+            r"1\.5",
+        ),  # pyright: ignore[reportArgumentType]
         (lambda: label_groups(test=0), r"^test .*1.* got 0"),
         (lambda: label_groups(test=True), r"^test .*got True"),
         (lambda: label_groups(clients=0), r"^clients .*1.* got 0"),
-        (lambda: label_groups(clients=2.5), r"^clients .*got 2\.5"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: label_groups(clients=2.5),
+            r"^clients "
+            r".*got 2\.5",
+        ),  # pyright: ignore[reportArgumentType]
         (
             lambda: label_groups(test=21),
             r"^class 8 .*174 examples.* 14 \+ 21 .*\(5\).* 34 .*per class",
         ),
-        (lambda: label_groups(clients=1000), r"^class 8 .*174 examples.*\(500\): use fewer clients$"),
+        (
+            lambda: label_groups(clients=1000),
+            r"^class 8 .*174 examples.*\(500\): use fewer clients$",
+        ),
         (lambda: label_groups("diabetes"), r"label_groups .*'diabetes' .*regression"),
         (lambda: label_groups(validation=1.0), r"^validation .*\[0, 1\), got 1\.0; .*share"),
         (lambda: labels_per_client(sizes="some"), "sizes must be 'equal' or 'random', got 'some'"),  # pyright: ignore[reportArgumentType]
-        (lambda: labels_per_client(clients=1400, labels=9), r"class 0 .*142 .*1260 clients.*labels"),
+        (
+            lambda: labels_per_client(clients=1400, labels=9),
+            r"class 0 .*142 .*1260 clients.*labels",
+        ),
         (lambda: dominant_classes(uniform=1.5), r"uniform .*\[0, 1\].* got 1.5"),
         (lambda: dominant_classes(uniform=float("nan")), r"uniform .*\[0, 1\], got nan"),
         (lambda: dominant_classes(train=0), r"^train .*1.* got 0"),
-        (lambda: dominant_classes(test=1.5), r"^test .*got 1\.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: dominant_classes(train=60, validation=0.2), r"47 training examples .*several clients.*`train`"),
-        (lambda: dominant_classes(train=60, calibration=0.2), r"47 training examples .*several clients.*`train`"),
+        (
+            lambda: dominant_classes(test=1.5),
+            r"^test "
+            r".*got 1\.5",
+        ),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: dominant_classes(train=60, validation=0.2),
+            r"47 training examples .*several clients.*`train`",
+        ),
+        (
+            lambda: dominant_classes(train=60, calibration=0.2),
+            r"47 training examples .*several clients.*`train`",
+        ),
         (lambda: dominant_classes(train=600), r"class 8 .*139 examples.* 172.*`uniform`"),
         (lambda: dominant_classes(groups=[[0, 10]]), r"^groups .*\[0, 10\).* got \[\[0, 10\]\]"),
         (lambda: dominant_classes(groups=[[0], []]), r"^groups .*\[0, 10\).* got \[\[0\], \[\]\]"),
@@ -191,13 +242,20 @@ def test_an_impossible_size_is_named():
             lambda: swapped_labels(small(3), clients=5, groups=5, swaps=1),
             r"in 3 ways.*4 groups.* got 5",
         ),
-        (lambda: swapped_labels(small(4), clients=5, groups=5, swaps=2), r"in 3 ways.*4 groups.* got 5"),
+        (
+            lambda: swapped_labels(small(4), clients=5, groups=5, swaps=2),
+            r"in 3 ways.*4 groups.* got 5",
+        ),
         (lambda: swapped_labels("diabetes"), "is a regression"),
         (lambda: dirichlet(alpha=0), "alpha must be > 0 and finite, got 0"),
         (lambda: dirichlet(alpha=float("inf")), "alpha must be > 0 and finite, got inf"),
         (lambda: dirichlet(alpha="a"), r"alpha .*got 'a'"),  # pyright: ignore[reportArgumentType]
         (lambda: dirichlet(min_size=0), r"min_size .*1.* got 0"),
-        (lambda: dirichlet(min_size=10.5), r"min_size .*got 10\.5"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: dirichlet(min_size=10.5),
+            r"min_size "
+            r".*got 10\.5",
+        ),  # pyright: ignore[reportArgumentType]
         (lambda: dirichlet(clients=500), r"500 clients .*10 examples .*5000, 'digits' .*1438"),
         (lambda: dirichlet(label_clusters=0), r"label_clusters .*1.* got 0"),
         (lambda: dirichlet(label_clusters=11), r"label_clusters .*\[1, 10\].* got 11"),
@@ -206,14 +264,24 @@ def test_an_impossible_size_is_named():
         (lambda: shards("diabetes"), r"shards .*'diabetes' .*regression"),
         (lambda: pachinko("digits", alpha=0), r"alpha .*got 0"),
         (lambda: pachinko("digits", beta=-1.0), r"beta .*got -1"),
-        (lambda: pachinko("digits", clients=10, size=144), r"10 clients of 144 .*1440, .*1438.*size=None"),
+        (
+            lambda: pachinko("digits", clients=10, size=144),
+            r"10 clients of 144 .*1440, .*1438.*size=None",
+        ),
         (lambda: pachinko("digits", superclasses=[[0, 1], [1, 2]]), "different classes"),
         (lambda: pachinko("diabetes"), r"pachinko .*'diabetes' .*regression"),
         (lambda: iid(clients=0), r"^clients .*1.* got 0"),
         (lambda: iid(clients=2.5), r"^clients .*got 2\.5"),  # pyright: ignore[reportArgumentType]
         (lambda: iid(clients=360), r"clients .*359.*test examples.* got 360"),
-        (lambda: diabetes(by="height"), r"^by .*age.* got 'height'"),  # pyright: ignore[reportArgumentType]
-        (lambda: dirichlet(min_size=1, alpha=0.01, validation=0.5, calibration=0.4), "a larger min_size"),
+        (
+            lambda: diabetes(by="height"),
+            r"^by .*age.* got "
+            r"'height'",
+        ),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: dirichlet(min_size=1, alpha=0.01, validation=0.5, calibration=0.4),
+            "a larger min_size",
+        ),
     ],
 )
 def test_errors_say_what_and_what_to_do(call, message):
@@ -225,5 +293,9 @@ def test_numbers_of_numpy_are_numbers():
     data = concept_drift(clients=np.int64(10), seed=np.int64(3))  # pyright: ignore[reportArgumentType]
     assert data.hash == concept_drift(clients=10, seed=3).hash
     data = dirichlet(clients=5, alpha=np.float64(1), min_size=np.int64(8))  # pyright: ignore[reportArgumentType]
-    assert data.hash == dirichlet(clients=5, alpha=1, min_size=8).hash == dirichlet(clients=5, alpha=1.0, min_size=8).hash
+    assert (
+        data.hash
+        == dirichlet(clients=5, alpha=1, min_size=8).hash
+        == dirichlet(clients=5, alpha=1.0, min_size=8).hash
+    )
     assert dominant_classes(uniform=1, validation=0).hash == dominant_classes(uniform=1.0).hash

@@ -13,11 +13,19 @@ def test_the_papers_sizes():
     """300 clients of 50 to 1,000 training examples, 67,758 in all, median 93, 17 at the cap."""
     data = bf.data.linear_mixture(inputs=2, test=1)
     sizes = data.counts["train"]
-    assert (len(sizes), sizes.sum(), np.median(sizes), (sizes == 1000).sum(), sizes.min()) == (300, 67758, 93, 17, 50)
+    assert (len(sizes), sizes.sum(), np.median(sizes), (sizes == 1000).sum(), sizes.min()) == (
+        300,
+        67758,
+        93,
+        17,
+        50,
+    )
 
 
 def test_labels_follow_the_rules_and_the_weights():
-    """Without noise every label is one of its client's rules'; the share of each rule is its weight, within four standard errors."""
+    """Without noise every label is one of its client's rules'; the share of each rule is its
+    weight, within four standard errors.
+    """
     data = bf.data.linear_mixture(clients=4, inputs=6, components=2, noise=0.0, test=4000, seed=3)
     rules, weights = np.array(data.recipe["rules"]), np.array(data.recipe["weights"])
     assert rules.shape == (2, 6)
@@ -44,7 +52,9 @@ def test_noise_blurs_what_is_near_the_threshold():
 
 def test_seeds_and_hashes():
     """Equal seeds make equal data, other seeds others."""
-    one, again, other = (bf.data.linear_mixture(clients=3, inputs=4, test=5, seed=seed) for seed in (0, 0, 1))
+    one, again, other = (
+        bf.data.linear_mixture(clients=3, inputs=4, test=5, seed=seed) for seed in (0, 0, 1)
+    )
     assert one.hash == again.hash != other.hash
 
 

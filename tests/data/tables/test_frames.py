@@ -10,7 +10,9 @@ from bayesfl.data.tables.frames import check_columns, numbers_of
 
 def test_numbers_of_several_types():
     """Truth values and pandas' own types, whose missing values are NaN; text is named."""
-    frame = pd.DataFrame({"age": [1.5, 2.0], "ill": [True, False], "n": pd.array([1, None], dtype="Int64")})
+    frame = pd.DataFrame(
+        {"age": [1.5, 2.0], "ill": [True, False], "n": pd.array([1, None], dtype="Int64")}
+    )
     np.testing.assert_array_equal(numbers_of(frame, "x"), [[1.5, 1.0, 1.0], [2.0, 0.0, np.nan]])
     with pytest.raises(ValueError, match=r"^x: columns \['sex'\] .*get_dummies"):
         numbers_of(frame.assign(sex=["f", "m"]), "x")
@@ -19,7 +21,13 @@ def test_numbers_of_several_types():
 def test_only_names_are_compared():
     """Numbers of columns are names only where they are in another order."""
     named, plain = pd.DataFrame([[1.0, 2.0]], columns=["a", "b"]), pd.DataFrame([[1.0, 2.0]])
-    for train, test in ((named, plain), (plain, named), (named, None), (named, [[1.0, 2.0]]), (plain, plain)):
+    for train, test in (
+        (named, plain),
+        (plain, named),
+        (named, None),
+        (named, [[1.0, 2.0]]),
+        (plain, plain),
+    ):
         check_columns("x", train, test, pooled=True)
     with pytest.raises(ValueError, match=r"^test x .*\[1, 0\] .*\[0, 1\]"):
         check_columns("x", plain, plain[[1, 0]], pooled=True)
@@ -31,32 +39,51 @@ def test_only_names_are_compared():
 
 
 def test_rows_that_were_shuffled_apart_are_refused():
-    """Frames and columns of the same rows in other orders are joined by place; equal indices, arrays, and others beside them pass."""
+    """Frames and columns of the same rows in other orders are joined by place; equal indices,
+    arrays, and others beside them pass.
+    """
     frame = pd.DataFrame({"a": np.arange(20.0), "b": np.arange(20.0)})
     label, owner = pd.Series(np.arange(20) % 2), pd.Series(["x", "y"] * 10)
     shuffled = frame.sample(frac=1, random_state=0)
-    for x, y, ids in ((shuffled, label, owner), (frame, label.iloc[::-1], owner), (frame, label, owner.iloc[::-1])):
+    for x, y, ids in (
+        (shuffled, label, owner),
+        (frame, label.iloc[::-1], owner),
+        (frame, label, owner.iloc[::-1]),
+    ):
         with pytest.raises(ValueError, match=r"(y|client_ids) and x .*indices.*reset_index"):
             bf.data.from_arrays(x, y, client_ids=ids)
     with pytest.raises(ValueError, match=r"test y and test x .*indices"):
         bf.data.from_arrays(frame, label, client_ids=owner, test=(frame, label.iloc[::-1], owner))
     with pytest.raises(ValueError, match=r"y of client 1 and x of client 1 .*indices"):
         bf.data.from_arrays([frame, frame], [label, label.iloc[::-1]])
-    assert bf.data.from_arrays(shuffled, label.loc[shuffled.index], client_ids=owner.loc[shuffled.index]).clients == 2
+    assert (
+        bf.data.from_arrays(
+            shuffled, label.loc[shuffled.index], client_ids=owner.loc[shuffled.index]
+        ).clients
+        == 2
+    )
     assert bf.data.from_arrays(shuffled, label.to_numpy(), client_ids=owner.tolist()).clients == 2
 
 
 def test_a_model_knows_the_columns_it_was_trained_on(tmp_path):
-    """New rows for a client, new clients, and a later run: other columns, or another order, are refused; arrays have no names."""
+    """New rows for a client, new clients, and a later run: other columns, or another order, are
+    refused; arrays have no names.
+    """
     frame = pd.DataFrame(np.random.default_rng(0).normal(size=(40, 2)), columns=["age", "pressure"])
     label, owner = np.arange(40) % 2, ["x", "y"] * 20
-    data, turned = (bf.data.from_arrays(f, label, client_ids=owner) for f in (frame, frame[["pressure", "age"]]))
+    data, turned = (
+        bf.data.from_arrays(f, label, client_ids=owner) for f in (frame, frame[["pressure", "age"]])
+    )
     method = bf.algorithms.fedavg(bf.models.mlp(2, hidden=4, outputs=2), epochs=1)
     result = bf.simulate(method, data, rounds=1, progress=False)
     result.client("x").save(tmp_path)
     result.save(tmp_path / "run")
     words = r"\['pressure', 'age'\].*\['age', 'pressure'\]"
-    for one in (result.client("x"), bf.load_client(tmp_path, method), bf.load(tmp_path / "run", method).client("x")):
+    for one in (
+        result.client("x"),
+        bf.load_client(tmp_path, method),
+        bf.load(tmp_path / "run", method).client("x"),
+    ):
         assert one.predict(frame).probs is not None
         assert one.predict(frame.to_numpy()).probs is not None
         with pytest.raises(ValueError, match=words):

@@ -11,19 +11,32 @@ CLASSES = Outputs("classification", 4)
 
 
 def mine(
-    counts: tuple[int, ...] = (30, 7, 0, 55), classes: int = 4, *, heat: float = 1.7, seed: int = 0, ids: tuple[int, ...] | None = None
+    counts: tuple[int, ...] = (30, 7, 0, 55),
+    classes: int = 4,
+    *,
+    heat: float = 1.7,
+    seed: int = 0,
+    ids: tuple[int, ...] | None = None,
 ) -> Mine:
-    """Clients with so many rows; labels follow softmax(z / heat + b_j), probabilities softmax(z)."""
+    """Clients with so many rows; labels follow softmax(z / heat + b_j), probabilities
+    softmax(z).
+    """
     g = torch.Generator().manual_seed(seed)
     shape = (len(counts), max(counts))
     z = 2 * torch.randn(*shape, classes, generator=g, dtype=torch.float64)
     bias = 0.7 * torch.randn(len(counts), 1, classes, generator=g, dtype=torch.float64)
-    y = torch.multinomial((z / heat + bias).softmax(-1).flatten(0, 1), 1, generator=g).reshape(shape)
+    y = torch.multinomial((z / heat + bias).softmax(-1).flatten(0, 1), 1, generator=g).reshape(
+        shape
+    )
     mask = torch.arange(shape[1]) < torch.tensor(counts)[:, None]
     probs = torch.where(mask[..., None], z.softmax(-1), torch.nan)
-    found = Predictions(mask=mask, epistemic=torch.zeros(shape), probs=probs, labels=y.masked_fill(~mask, 0))
+    found = Predictions(
+        mask=mask, epistemic=torch.zeros(shape), probs=probs, labels=y.masked_fill(~mask, 0)
+    )
     rows = torch.randint(2**62, shape, generator=g).numpy().astype(np.uint64)
-    return Mine(found, np.array(ids if ids is not None else range(len(counts))), seed=3, round=5, rows=rows)
+    return Mine(
+        found, np.array(ids if ids is not None else range(len(counts))), seed=3, round=5, rows=rows
+    )
 
 
 def alone(given: Mine) -> list[tuple[Tensor, Tensor]]:
@@ -46,4 +59,10 @@ def part(given: Mine, j: int) -> Mine:
         labels=found.labels[j][inside][None],
     )
     assert given.rows is not None
-    return Mine(cut, given.ids[j : j + 1], given.seed, given.round, rows=given.rows[j : j + 1, inside.numpy()])
+    return Mine(
+        cut,
+        given.ids[j : j + 1],
+        given.seed,
+        given.round,
+        rows=given.rows[j : j + 1, inside.numpy()],
+    )

@@ -1,4 +1,6 @@
-"""Abstention: the threshold against tests in a loop, its promise over many draws, and what is answered."""
+"""Abstention: the threshold against tests in a loop, its promise over many draws, and what is
+answered.
+"""
 
 import math
 from dataclasses import replace
@@ -16,13 +18,21 @@ from tests.evaluation.calibration.made import CLASSES, alone, mine, part
 
 
 def sure(rows: int, seed: int, *, wrong_at: float = 1.0) -> tuple[Mine, np.ndarray]:
-    """One client of two classes, whose doubt d is uniform within (0, .5) squared, and that is wrong with probability `wrong_at` d."""
+    """One client of two classes, whose doubt d is uniform within (0, .5) squared, and that is wrong
+    with probability `wrong_at` d.
+    """
     rng = np.random.default_rng(seed)
     doubt = rng.uniform(0, 0.5**0.5, rows) ** 2
     wrong = rng.uniform(size=rows) < wrong_at * doubt
     probs = torch.from_numpy(np.stack([1 - doubt, doubt], -1))[None]
-    found = Predictions(mask=torch.ones(1, rows, dtype=torch.bool), epistemic=torch.full((1, rows), torch.nan), probs=probs)
-    return Mine(replace(found, labels=torch.from_numpy(wrong.astype(np.int64))[None]), np.zeros(1, np.int64)), doubt
+    found = Predictions(
+        mask=torch.ones(1, rows, dtype=torch.bool),
+        epistemic=torch.full((1, rows), torch.nan),
+        probs=probs,
+    )
+    return Mine(
+        replace(found, labels=torch.from_numpy(wrong.astype(np.int64))[None]), np.zeros(1, np.int64)
+    ), doubt
 
 
 @pytest.mark.parametrize("risk", [0.25, 0.3])
@@ -45,7 +55,9 @@ def test_the_threshold_is_that_of_tests_one_by_one(risk: float):
     assert float(found.told["threshold"]) == pytest.approx(best)
     told = step.start(CLASSES)
     for j in range(4):
-        assert torch.equal(step.ask(told, part(given, j))["n_wrong"][0], step.ask(told, given)["n_wrong"][j])
+        assert torch.equal(
+            step.ask(told, part(given, j))["n_wrong"][0], step.ask(told, given)["n_wrong"][j]
+        )
     answered = found.apply(given).predictions.answered
     assert answered is not None
     assert torch.equal(answered[3][:300], 1 - alone(given)[3][0].softmax(-1).amax(-1) <= best)
@@ -56,12 +68,16 @@ def test_the_threshold_is_that_of_tests_one_by_one(risk: float):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no answer is given")
 def test_the_promise_holds_over_draws():
-    """True risk above 5 % in at most 5 % of 600 federations; the largest threshold whose observed risk is small fails more often."""
+    """True risk above 5 % in at most 5 % of 600 federations; the largest threshold whose observed
+    risk is small fails more often.
+    """
     broken = naive = 0
     answered = []
     for seed in range(600):
         given, doubt = sure(1500, seed)
-        threshold = float(fit(Abstention(split="test"), given, Outputs("classification", 2)).told["threshold"])
+        threshold = float(
+            fit(Abstention(split="test"), given, Outputs("classification", 2)).told["threshold"]
+        )
         # E[d | d <= t] of d = u^2, u uniform, is t / 3, up to the largest doubt
         broken += threshold > 0 and min(threshold, 0.5) / 3 > 0.05
         order = np.argsort(doubt)
@@ -78,7 +94,10 @@ def test_the_promise_holds_over_draws():
 def test_too_little_to_show_a_small_risk():
     """Nothing is answered, and a warning says why."""
     given, _ = sure(40, 0)
-    with pytest.warns(UserWarning, match=r"no answer is given: of \d+ rows in 'calibration' of a doubt of at most 0.05"):
+    with pytest.warns(
+        UserWarning,
+        match=r"no answer is given: of \d+ rows in 'calibration' of a doubt of at most 0.05",
+    ):
         found = fit(Abstention(), given, Outputs("classification", 2))
     answered = found.apply(given).predictions.answered
     assert answered is not None
@@ -88,7 +107,11 @@ def test_too_little_to_show_a_small_risk():
 def test_the_first_failure_ends_the_sequence():
     """Also where a larger threshold would pass again: with fresh rows that are all right."""
     step = Abstention(risk=0.1, delta=0.1)
-    told, rows, wrong = step.start(CLASSES), torch.zeros(THRESHOLDS).double(), torch.zeros(THRESHOLDS).double()
+    told, rows, wrong = (
+        step.start(CLASSES),
+        torch.zeros(THRESHOLDS).double(),
+        torch.zeros(THRESHOLDS).double(),
+    )
     rows[[0, 10, 20]], wrong[10] = torch.tensor([100.0, 20.0, 1000.0]).double(), 15
     found, done = step.solve(told, {"n_rows": rows, "n_wrong": wrong})
     assert done
@@ -96,7 +119,10 @@ def test_the_first_failure_ends_the_sequence():
 
 
 def test_bad_options():
-    for options, words in (({"risk": 0.0}, "^risk must lie within"), ({"delta": 1.0}, "^delta must lie within")):
+    for options, words in (
+        ({"risk": 0.0}, "^risk must lie within"),
+        ({"delta": 1.0}, "^delta must lie within"),
+    ):
         with pytest.raises(ValueError, match=words):
             Abstention(**options)
     with pytest.raises(ValueError, match="this is a regression"):
@@ -107,6 +133,13 @@ def test_labels_of_one_row_are_not_counted_as_rows():
     """Ten labels of a row that fail together are no ten trials."""
     probs = torch.rand(1, 20, 10, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)
     labels = torch.zeros(1, 20, 10, dtype=torch.int64)
-    found = Predictions(mask=torch.ones(1, 20, dtype=torch.bool), epistemic=torch.full((1, 20, 10), torch.nan), probs=probs, labels=labels)
-    with pytest.raises(ValueError, match="counts rows as independent, and the several labels of one row are not"):
+    found = Predictions(
+        mask=torch.ones(1, 20, dtype=torch.bool),
+        epistemic=torch.full((1, 20, 10), torch.nan),
+        probs=probs,
+        labels=labels,
+    )
+    with pytest.raises(
+        ValueError, match="counts rows as independent, and the several labels of one row are not"
+    ):
         fit(Abstention(), Mine(found, np.zeros(1, np.int64)), Outputs("classification", 3))

@@ -13,7 +13,9 @@ from tests.evaluation.calibration.made import CLASSES, alone, mine, part
 
 
 def test_it_is_each_clients_own_optimum():
-    """Of its likelihood under the prior N(0, I); a client without rows has none, and padding counts nothing."""
+    """Of its likelihood under the prior N(0, I); a client without rows has none, and padding counts
+    nothing.
+    """
     given = mine()
     fitted = fit(Bias(), given, CLASSES)
     for j, (z, y) in enumerate(alone(given)):
@@ -46,10 +48,15 @@ def test_probabilities_of_nearly_zero_and_one():
 
 
 def test_steps_that_would_overshoot_are_halved():
-    """Where labels are those of a class that has almost no probability, the curvature at 0 tells nothing of where the slope ends."""
+    """Where labels are those of a class that has almost no probability, the curvature at 0 tells
+    nothing of where the slope ends.
+    """
     z = torch.tensor([-30.0, 0.0], dtype=torch.float64).expand(1, 1000, 2)
     mask, labels = torch.ones(1, 1000, dtype=torch.bool), torch.zeros(1, 1000, dtype=torch.int64)
-    given = Mine(Predictions(mask=mask, epistemic=torch.zeros(1, 1000), probs=z.softmax(-1), labels=labels), np.zeros(1))
+    given = Mine(
+        Predictions(mask=mask, epistemic=torch.zeros(1, 1000), probs=z.softmax(-1), labels=labels),
+        np.zeros(1),
+    )
     (b,) = fit(Bias(), given, Outputs("classification", 2)).own["bias"]
     slope = 1000 * ((z[0, 0] + b).softmax(-1) - torch.tensor([1.0, 0.0])) + b
     assert float(slope.abs().max()) < 1e-6

@@ -1,4 +1,6 @@
-"""The choice between two models: exact tests on discordant rows, and whose predictions are taken."""
+"""The choice between two models: exact tests on discordant rows, and whose predictions
+are taken.
+"""
 
 import math
 from dataclasses import replace
@@ -26,7 +28,9 @@ def other(given: Mine, share: float, seed: int = 1) -> Predictions:
 
 
 def test_clients_take_what_is_better_on_discordant_rows():
-    """P(wins >= observed | 1/2) by enumeration, of each client alone; without rows a client keeps its own."""
+    """P(wins >= observed | 1/2) by enumeration, of each client alone; without rows a client keeps
+    its own.
+    """
     given = mine((40, 7, 0, 55), seed=2)
     both = replace(given, shared=other(given, 0.95))
     found = fit(Choice(delta=0.05), both, CLASSES)
@@ -36,7 +40,9 @@ def test_clients_take_what_is_better_on_discordant_rows():
     assert both.shared.probs is not None
     for j in range(4):
         inside, y = given.predictions.mask[j], given.predictions.labels[j]
-        own, theirs = ((p[j].argmax(-1) == y)[inside] for p in (given.predictions.probs, both.shared.probs))
+        own, theirs = (
+            (p[j].argmax(-1) == y)[inside] for p in (given.predictions.probs, both.shared.probs)
+        )
         better, worse = int((theirs & ~own).sum()), int((own & ~theirs).sum())
         n = better + worse
         p = sum(math.comb(n, k) for k in range(better, n + 1)) / 2**n
@@ -51,14 +57,23 @@ def test_clients_take_what_is_better_on_discordant_rows():
 
 
 def test_a_tie_keeps_the_own_model():
-    """Equal predictions have no discordant rows; four wins of four are not enough at 5 %, five are."""
+    """Equal predictions have no discordant rows; four wins of four are not enough at 5 %,
+    five are.
+    """
     given = mine((4, 5, 0, 5))
     labels = torch.zeros(4, 5, dtype=torch.int64)
     bad = torch.tensor([0.1, 0.7, 0.1, 0.1]).expand(4, 5, 4).double()
     good = torch.tensor([0.7, 0.1, 0.1, 0.1]).expand(4, 5, 4).double()
     predictions = replace(given.predictions, probs=bad, labels=labels)
-    both = replace(given, predictions=predictions, shared=replace(predictions, probs=good, labels=None))
-    assert fit(Choice(delta=0.05), both, CLASSES).own["shared"].tolist() == [False, True, False, True]
+    both = replace(
+        given, predictions=predictions, shared=replace(predictions, probs=good, labels=None)
+    )
+    assert fit(Choice(delta=0.05), both, CLASSES).own["shared"].tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
     same = replace(both, shared=replace(predictions, labels=None))
     assert not fit(Choice(delta=0.5), same, CLASSES).own["shared"].any()
 

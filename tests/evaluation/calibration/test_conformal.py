@@ -1,4 +1,6 @@
-"""Conformal sets by the shrunk threshold: against its definition, its coverage, scores by hand, intervals."""
+"""Conformal sets by the shrunk threshold: against its definition, its coverage, scores by hand,
+intervals.
+"""
 
 import math
 from dataclasses import replace
@@ -25,10 +27,17 @@ def counted(scores: torch.Tensor, edges: torch.Tensor = EDGES) -> torch.Tensor:
 
 
 def by_definition(own: torch.Tensor, everyone: torch.Tensor, level: float, shrink: float) -> float:
-    """The smallest s that could be it at which own scores and n0 of everyone's, at their bins' upper ends, reach the level."""
-    rounded = torch.cat([EDGES, torch.tensor([math.inf]).double()])[torch.bucketize(everyone, EDGES)]
+    """The smallest s that could be it at which own scores and n0 of everyone's, at their bins'
+    upper ends, reach the level.
+    """
+    rounded = torch.cat([EDGES, torch.tensor([math.inf]).double()])[
+        torch.bucketize(everyone, EDGES)
+    ]
     for s in sorted({*own.tolist(), *EDGES.tolist()}):
-        if float((own <= s).sum() + shrink * (rounded <= s).double().mean()) >= level * (len(own) + shrink + 1) - 1e-9:
+        if (
+            float((own <= s).sum() + shrink * (rounded <= s).double().mean())
+            >= level * (len(own) + shrink + 1) - 1e-9
+        ):
             return s
     return math.inf
 
@@ -36,11 +45,15 @@ def by_definition(own: torch.Tensor, everyone: torch.Tensor, level: float, shrin
 @pytest.mark.parametrize("shrink", [0.0, 2.5, 20.0, 300.0])
 @pytest.mark.parametrize("level", [0.5, 0.9, 0.99])
 def test_the_threshold_is_as_defined(shrink: float, level: float):
-    """For clients of any size, with scores beyond the histogram; everything where no score suffices."""
+    """For clients of any size, with scores beyond the histogram; everything where no score
+    suffices.
+    """
     g = torch.Generator().manual_seed(0)
     sizes = (0, 1, 8, 9, 40)
     own = [torch.rand(n, generator=g, dtype=torch.float64) * 1.05 for n in sizes]
-    own[1:4] = [(16 * scores).round() / 16 for scores in own[1:4]]  # at the ends of bins, some twice
+    own[1:4] = [
+        (16 * scores).round() / 16 for scores in own[1:4]
+    ]  # at the ends of bins, some twice
     everyone = torch.cat([*own, torch.rand(100, generator=g, dtype=torch.float64)])
     padded = torch.full((len(sizes), max(sizes)), 7.0, dtype=torch.float64)
     mask = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
@@ -50,12 +63,17 @@ def test_the_threshold_is_as_defined(shrink: float, level: float):
 
 
 def test_pooled_and_own_scores_are_split_conformal():
-    """The k-th smallest score, k = ceil((n + 1) level), which is everything beyond n; the pooled one at most a bin above."""
+    """The k-th smallest score, k = ceil((n + 1) level), which is everything beyond n; the pooled
+    one at most a bin above.
+    """
     given = mine((30, 7, 0, 55), seed=4)
     found = given.predictions
     assert found.probs is not None
     assert found.labels is not None
-    scores = [(1 - found.probs[j].gather(-1, found.labels[j, :, None])[:, 0])[found.mask[j]].sort().values for j in range(4)]
+    scores = [
+        (1 - found.probs[j].gather(-1, found.labels[j, :, None])[:, 0])[found.mask[j]].sort().values
+        for j in range(4)
+    ]
 
     def smallest(of: torch.Tensor) -> float:
         k = math.ceil((len(of) + 1) * 0.9)
@@ -77,14 +95,23 @@ def test_coverage_where_clients_are_alike(n: int, wanted: float):
     g, covered = torch.Generator().manual_seed(n), []
     for _ in range(4000):
         scores = torch.rand(400 + n, generator=g, dtype=torch.float64)
-        t = thresholds(scores[None, :n], torch.ones(1, n, dtype=torch.bool), EDGES, counted(scores), level=0.9, shrink=20)
+        t = thresholds(
+            scores[None, :n],
+            torch.ones(1, n, dtype=torch.bool),
+            EDGES,
+            counted(scores),
+            level=0.9,
+            shrink=20,
+        )
         covered.append(min(float(t), 1.0))
     assert np.mean(covered) == pytest.approx(wanted, abs=0.003)
 
 
 @pytest.mark.slow
 def test_coverage_of_a_client_that_differs():
-    """Whose scores are a third higher: pooled scores cover as little as they must, shrunk ones nearly what is promised."""
+    """Whose scores are a third higher: pooled scores cover as little as they must, shrunk ones
+    nearly what is promised.
+    """
     g, covered, alone_ = torch.Generator().manual_seed(1), [], []
     edges = 1.33 * EDGES
     for _ in range(4000):
@@ -102,13 +129,20 @@ def test_scores_by_hand():
     probs = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     u = torch.tensor(0.25, dtype=torch.float64)
     assert class_scores("lac", probs, u).tolist() == [0.8, 0.5, 0.7]
-    assert_close(class_scores("aps", probs, u), torch.tensor([0.8 + 0.05, 0.125, 0.5 + 0.075]).double())
+    assert_close(
+        class_scores("aps", probs, u), torch.tensor([0.8 + 0.05, 0.125, 0.5 + 0.075]).double()
+    )
     eight = torch.full((8,), 0.125, dtype=torch.float64)
-    assert_close(class_scores("raps", eight, u) - class_scores("aps", eight, u), torch.tensor([0, 0, 0, 0, 0, 0.01, 0.02, 0.03]).double())
+    assert_close(
+        class_scores("raps", eight, u) - class_scores("aps", eight, u),
+        torch.tensor([0, 0, 0, 0, 0, 0.01, 0.02, 0.03]).double(),
+    )
 
 
 def test_scores_end_at_the_largest():
-    """Of probabilities whose sum rounds above 1, too: beyond the last bin a score would count as endless."""
+    """Of probabilities whose sum rounds above 1, too: beyond the last bin a score would count as
+    endless.
+    """
     probs = torch.rand(500, 200, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
     for score in ("aps", "raps"):
         found = class_scores(score, probs, torch.ones(500, dtype=torch.float64) * (1 - 1e-16))
@@ -126,11 +160,21 @@ def test_scores_of_labels_that_follow_the_probabilities_are_uniform():
     g = torch.Generator().manual_seed(0)
     probs = torch.randn(20_000, 5, generator=g, dtype=torch.float64).softmax(-1)
     y = torch.multinomial(probs, 1, generator=g)
-    scores = class_scores("aps", probs, torch.rand(20_000, generator=g, dtype=torch.float64)).gather(1, y)[:, 0].sort().values
-    assert float((scores - torch.linspace(0, 1, 20_000)).abs().max()) < 1.63 / math.sqrt(20_000)  # Kolmogorov, 1 %
+    scores = (
+        class_scores("aps", probs, torch.rand(20_000, generator=g, dtype=torch.float64))
+        .gather(1, y)[:, 0]
+        .sort()
+        .values
+    )
+    assert float((scores - torch.linspace(0, 1, 20_000)).abs().max()) < 1.63 / math.sqrt(
+        20_000
+    )  # Kolmogorov, 1 %
 
 
-@pytest.mark.parametrize("options", [{}, {"score": "aps"}, {"score": "raps"}, {"by": "label"}, {"never_empty": True, "level": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"score": "aps"}, {"score": "raps"}, {"by": "label"}, {"never_empty": True, "level": 0.1}],
+)
 def test_sets_hold_what_scores_at_most_the_threshold(options: dict[str, Any]):
     """Of every client, as its node computes them; rows that pad have none."""
     given = mine(seed=2)
@@ -174,13 +218,22 @@ def numbers(kind: str) -> tuple[Mine, torch.Tensor]:
     y = mean + 300 * spread * torch.randn(3, 60, 2, generator=g)
     about: dict[str, Any] = {"mean": mean, "variance": spread.square()}
     if kind == "intervals":
-        about = {"mean": mean, "lower": mean - 1000 * spread, "upper": mean + 1000 * spread, "likelihood": Quantiles()}
-    return Mine(Predictions(mask=mask, epistemic=torch.zeros(3, 60), labels=y, **about), np.arange(3)), y
+        about = {
+            "mean": mean,
+            "lower": mean - 1000 * spread,
+            "upper": mean + 1000 * spread,
+            "likelihood": Quantiles(),
+        }
+    return Mine(
+        Predictions(mask=mask, epistemic=torch.zeros(3, 60), labels=y, **about), np.arange(3)
+    ), y
 
 
 @pytest.mark.parametrize("kind", ["deviations", "intervals"])
 def test_intervals_of_numbers(kind: str):
-    """Hold the targets that score at most the threshold, all of an example's together; also narrower ones than were predicted."""
+    """Hold the targets that score at most the threshold, all of an example's together; also
+    narrower ones than were predicted.
+    """
     given, y = numbers(kind)
     fitted = fit(Conformal(level=0.8), given, Outputs("regression", 2))
     made = fitted.apply(given).predictions
@@ -226,13 +279,24 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(TypeError, match="never_empty"):
         Conformal(never_empty="no")  # pyright: ignore[reportArgumentType] (what is no bool is the point)
     with pytest.raises(ValueError, match="targets of these predictions are not known"):
-        fit(Conformal(), replace(given, predictions=replace(given.predictions, labels=None)), Outputs("regression", 2))
+        fit(
+            Conformal(),
+            replace(given, predictions=replace(given.predictions, labels=None)),
+            Outputs("regression", 2),
+        )
     with pytest.raises(ValueError, match="no client has an example in the split 'calibration'"):
-        fit(Conformal(), mine((0, 0, 2)), CLASSES, lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()})
+        fit(
+            Conformal(),
+            mine((0, 0, 2)),
+            CLASSES,
+            lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
+        )
 
 
 def test_a_threshold_without_one_score_by_leaving_it_out():
-    """Each client's scores less one, under the same pool, with n0 and for the pool alone; also with ties."""
+    """Each client's scores less one, under the same pool, with n0 and for the pool alone; also with
+    ties.
+    """
     g = torch.Generator().manual_seed(5)
     scores = torch.rand(3, 12, generator=g, dtype=torch.float64)
     scores[1] = (8 * scores[1]).round() / 8
@@ -244,18 +308,24 @@ def test_a_threshold_without_one_score_by_leaving_it_out():
             for i in range(int(mask[j].sum())):
                 others = mask[j : j + 1].clone()
                 others[0, i] = False
-                alone = thresholds(scores[j : j + 1], others, EDGES, counts, level=0.7, shrink=shrink)
+                alone = thresholds(
+                    scores[j : j + 1], others, EDGES, counts, level=0.7, shrink=shrink
+                )
                 assert float(found[j, i]) == float(alone[0])
 
 
 def test_n0_by_the_pinball_loss():
-    """The value whose thresholds lose least: the largest where clients are alike, a small one where each has its own scale."""
+    """The value whose thresholds lose least: the largest where clients are alike, a small one where
+    each has its own scale.
+    """
     g, rows = torch.Generator().manual_seed(0), 60
     for spread, expected in ((0.0, {80.0, 160.0, math.inf}), (1.5, {5.0, 10.0, 20.0})):
         scale = torch.exp(spread * torch.randn(30, 1, 1, generator=g))
         mean, y = torch.zeros(30, rows, 1), scale * torch.randn(30, rows, 1, generator=g)
         options = {"mean": mean, "variance": torch.ones_like(mean), "labels": y}
-        found = Predictions(mask=torch.ones(30, rows, dtype=torch.bool), epistemic=torch.zeros(30, rows), **options)
+        found = Predictions(
+            mask=torch.ones(30, rows, dtype=torch.bool), epistemic=torch.zeros(30, rows), **options
+        )
         given, numbers = Mine(found, np.arange(30)), Outputs("regression", 1)
         fitted = fit(Conformal(shrink="pinball"), given, numbers)
         assert float(fitted.told["shrink"]) in expected
@@ -263,20 +333,31 @@ def test_n0_by_the_pinball_loss():
         assert torch.equal(fixed.own["threshold"], fitted.own["threshold"])
         edges, counts = fixed.told["edges"], fixed.told["counts"][0]
         own = fixed.own["scores"][:1].clamp_max(edges[-1])
-        t = without_one(fixed.own["scores"][:1], found.mask[:1], edges, counts, level=0.9, shrink=5.0).clamp_max(edges[-1])
-        by_hand = sum(0.9 * (s - q) if s > q else 0.1 * (q - s) for s, q in zip(own[0].tolist(), t[0].tolist(), strict=True))
-        assert float(Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"][0, 0]) == pytest.approx(by_hand)
+        t = without_one(
+            fixed.own["scores"][:1], found.mask[:1], edges, counts, level=0.9, shrink=5.0
+        ).clamp_max(edges[-1])
+        by_hand = sum(
+            0.9 * (s - q) if s > q else 0.1 * (q - s)
+            for s, q in zip(own[0].tolist(), t[0].tolist(), strict=True)
+        )
+        assert float(
+            Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"][0, 0]
+        ) == pytest.approx(by_hand)
         losses = Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"].sum(0)
         assert SHRINKS[int(losses.argmin())] == float(fitted.told["shrink"])
 
 
 def test_outliers_do_not_widen_the_others():
-    """A few scores that are a million times the others: pooled and shrunk thresholds stay within a bin of the exact ones."""
+    """A few scores that are a million times the others: pooled and shrunk thresholds stay within a
+    bin of the exact ones.
+    """
     g = torch.Generator().manual_seed(0)
     y = torch.randn(6, 35, 1, generator=g).double()
     y[0, :2], y[3, :2] = 1e6, 1e5
     mask, blank = torch.ones(6, 35, dtype=torch.bool), torch.zeros(6, 35)
-    found = Predictions(mask=mask, epistemic=blank, mean=torch.zeros_like(y), variance=torch.ones_like(y), labels=y)
+    found = Predictions(
+        mask=mask, epistemic=blank, mean=torch.zeros_like(y), variance=torch.ones_like(y), labels=y
+    )
     given, numbers = Mine(found, np.arange(6)), Outputs("regression", 1)
     exact = y.abs().flatten().sort().values[math.ceil(211 * 0.9) - 1]
     pooled = fit(Conformal(shrink=math.inf), given, numbers)
@@ -287,8 +368,17 @@ def test_outliers_do_not_widen_the_others():
 
 
 def test_ranks_are_exact():
-    """k = (n + 1) level where that is whole, in float64: of 24 rows at level .6 the 15th score, not the 16th."""
+    """k = (n + 1) level where that is whole, in float64: of 24 rows at level .6 the 15th score, not
+    the 16th.
+    """
     for n in range(4, 400, 5):
         scores = torch.arange(1, n + 1, dtype=torch.float64)[None] / n
-        found = thresholds(scores, torch.ones(1, n, dtype=torch.bool), EDGES, counted(scores[0]), level=0.6, shrink=0)
+        found = thresholds(
+            scores,
+            torch.ones(1, n, dtype=torch.bool),
+            EDGES,
+            counted(scores[0]),
+            level=0.6,
+            shrink=0,
+        )
         assert round(float(found) * n) == (n + 1) * 6 // 10

@@ -1,4 +1,6 @@
-"""The temperature by Newton on sums: against a search, at the ends of its range, and each client's own."""
+"""The temperature by Newton on sums: against a search, at the ends of its range, and each client's
+own.
+"""
 
 import math
 from dataclasses import replace
@@ -20,9 +22,16 @@ def central(given: Mine) -> float:
     rows = alone(given)
 
     def nll(log_t: float) -> float:
-        return float(sum((z / math.exp(log_t)).log_softmax(-1).gather(1, y[:, None]).neg().sum() for z, y in rows))
+        return float(
+            sum(
+                (z / math.exp(log_t)).log_softmax(-1).gather(1, y[:, None]).neg().sum()
+                for z, y in rows
+            )
+        )
 
-    return math.exp(minimize_scalar(nll, bounds=(-3, 3), method="bounded", options={"xatol": 1e-12}).x)
+    return math.exp(
+        minimize_scalar(nll, bounds=(-3, 3), method="bounded", options={"xatol": 1e-12}).x
+    )
 
 
 @pytest.mark.parametrize("heat", [0.15, 0.6, 1.0, 1.7, 6.0])
@@ -37,7 +46,9 @@ def test_it_is_that_of_all_rows_together(heat: float):
         return asked[-1]
 
     fitted = fit(step, given, CLASSES, counted)
-    assert float(1 / fitted.told["beta"]) == pytest.approx(central(given), rel=1e-6)  # a search knows an optimum to the root of rounding
+    assert float(1 / fitted.told["beta"]) == pytest.approx(
+        central(given), rel=1e-6
+    )  # a search knows an optimum to the root of rounding
     assert abs(float(asked[-1]["g"])) < 1e-6
     assert len(asked) <= 10
     assert fitted.own["temperature"].unique().numel() == 1
@@ -50,7 +61,10 @@ def test_it_is_exact(heat: float):
     rows = alone(given)
 
     def slope(beta: float) -> float:
-        return sum(float(((beta * z).softmax(-1) * z).sum() - z.gather(1, y[:, None]).sum()) for z, y in rows)
+        return sum(
+            float(((beta * z).softmax(-1) * z).sum() - z.gather(1, y[:, None]).sum())
+            for z, y in rows
+        )
 
     root = brentq(slope, 1 / HOTTEST, 1 / COLDEST, xtol=1e-15, rtol=1e-15)
     assert float(fit(Temperature(), given, CLASSES).told["beta"]) == pytest.approx(root, rel=1e-9)
@@ -84,7 +98,10 @@ def test_a_clients_own_is_drawn_to_it(strength: float):
     pooled, rows = 1 / central(given), alone(given)
     at_pooled = [(pooled * z).log_softmax(-1) for z, _ in rows]
     u = [pooled * z for z, _ in rows]
-    spread = [(p.exp() * (v - (p.exp() * v).sum(-1, keepdim=True)).square()).sum() for p, v in zip(at_pooled, u, strict=True)]
+    spread = [
+        (p.exp() * (v - (p.exp() * v).sum(-1, keepdim=True)).square()).sum()
+        for p, v in zip(at_pooled, u, strict=True)
+    ]
     information = float(sum(spread)) / sum(len(y) for _, y in rows)
     for j, (z, y) in enumerate(rows):
 
@@ -93,7 +110,12 @@ def test_a_clients_own_is_drawn_to_it(strength: float):
             return nll + strength * information * (log_t + math.log(pooled)) ** 2 / 2
 
         if strength or len(y):
-            starts = [minimize_scalar(penalised, bounds=(low, low + 1), method="bounded", options={"xatol": 1e-12}) for low in range(-3, 3)]
+            starts = [
+                minimize_scalar(
+                    penalised, bounds=(low, low + 1), method="bounded", options={"xatol": 1e-12}
+                )
+                for low in range(-3, 3)
+            ]
             best = min(starts, key=lambda one: one.fun)
             assert float(fitted.own["temperature"][j]) == pytest.approx(math.exp(best.x), rel=1e-6)
     assert float(fitted.own["temperature"][2]) == pytest.approx(float(1 / fitted.told["beta"]))
@@ -105,13 +127,23 @@ def test_a_clients_own_is_drawn_to_it(strength: float):
 
 
 def test_ends_of_its_range():
-    """Labels that are always the most probable class, or the least, do not bound it; equal probabilities know none."""
+    """Labels that are always the most probable class, or the least, do not bound it; equal
+    probabilities know none.
+    """
     given = mine()
     found = given.predictions
     assert found.probs is not None
-    for labels, value in ((found.probs.nan_to_num().argmax(-1), 0.05), (found.probs.nan_to_num().argmin(-1), 20.0)):
-        with pytest.warns(UserWarning, match=f"'validation' does not bound the temperature, which is set to {value:.3g}"):
-            fitted = fit(Temperature(), replace(given, predictions=replace(found, labels=labels)), CLASSES)
+    for labels, value in (
+        (found.probs.nan_to_num().argmax(-1), 0.05),
+        (found.probs.nan_to_num().argmin(-1), 20.0),
+    ):
+        with pytest.warns(
+            UserWarning,
+            match=f"'validation' does not bound the temperature, which is set to {value:.3g}",
+        ):
+            fitted = fit(
+                Temperature(), replace(given, predictions=replace(found, labels=labels)), CLASSES
+            )
         assert float(1 / fitted.told["beta"]) == pytest.approx(value)
         assert fitted.told["bounded"] == 0
     right = replace(given, predictions=replace(found, labels=found.probs.nan_to_num().argmax(-1)))
@@ -129,7 +161,12 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="this is a regression"):
         fit(Temperature(), mine(), Outputs("regression", 1))
     with pytest.raises(ValueError, match="no client has an example in the split 'validation'"):
-        fit(Temperature(), mine((0, 0, 3)), CLASSES, lambda told, shapes: {name: torch.zeros(()) for name in shapes})
+        fit(
+            Temperature(),
+            mine((0, 0, 3)),
+            CLASSES,
+            lambda told, shapes: {name: torch.zeros(()) for name in shapes},
+        )
     broken = mine()
     assert broken.predictions.probs is not None
     broken.predictions.probs[0, 0] = torch.nan

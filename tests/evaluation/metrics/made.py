@@ -18,12 +18,18 @@ CLASSIFICATION = {
 }
 
 
-def federation(clients: int = 5, rows: int = 60, outputs: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Random predictions that know something, of clients of different sizes; padded rows are NaN with label -1."""
+def federation(
+    clients: int = 5, rows: int = 60, outputs: int = 4, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random predictions that know something, of clients of different sizes; padded rows are NaN
+    with label -1.
+    """
     rng = torch.Generator().manual_seed(seed)
     logits = 1.5 * torch.randn(clients, rows, outputs, generator=rng, dtype=torch.float64)
     probs = logits.softmax(-1)
-    labels = torch.multinomial((0.7 * logits).softmax(-1).flatten(0, 1), 1, generator=rng).view(clients, rows)
+    labels = torch.multinomial((0.7 * logits).softmax(-1).flatten(0, 1), 1, generator=rng).view(
+        clients, rows
+    )
     mask = torch.arange(rows) < torch.linspace(rows // 3, rows, clients).long()[:, None]
     return probs.masked_fill(~mask[..., None], math.nan), labels.masked_fill(~mask, -1), mask
 
@@ -35,7 +41,11 @@ def each(probs: Tensor, labels: Tensor, mask: Tensor):
 
 def one(rows: list[list[float]], labels: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """A federation of one client without padding."""
-    return torch.tensor([rows]), torch.tensor([labels]), torch.ones(1, len(labels), dtype=torch.bool)
+    return (
+        torch.tensor([rows]),
+        torch.tensor([labels]),
+        torch.ones(1, len(labels), dtype=torch.bool),
+    )
 
 
 def regression(outputs: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -46,4 +56,9 @@ def regression(outputs: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mask = torch.arange(50) < torch.tensor([50, 30, 20, 41])[:, None]
     targets = mean + 1.2 * variance.sqrt() * noise
     pad = ~mask[..., None]
-    return mean.masked_fill(pad, math.nan), variance.masked_fill(pad, -1), targets.masked_fill(pad, math.nan), mask
+    return (
+        mean.masked_fill(pad, math.nan),
+        variance.masked_fill(pad, -1),
+        targets.masked_fill(pad, math.nan),
+        mask,
+    )

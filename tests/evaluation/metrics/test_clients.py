@@ -16,7 +16,11 @@ def test_pooled_is_one_client_with_everything(name):
     """`pooled` equals the measure of the clients' examples, concatenated."""
     probs, labels, mask = federation()
     measure = CLASSIFICATION[name]
-    together = probs[mask][None], labels[mask][None], torch.ones(1, int(mask.sum()), dtype=torch.bool)
+    together = (
+        probs[mask][None],
+        labels[mask][None],
+        torch.ones(1, int(mask.sum()), dtype=torch.bool),
+    )
     assert_close(metrics.pooled(measure, probs, labels, mask), measure(*together).item())
 
 
@@ -34,7 +38,10 @@ def test_bottom_decile_counts_from_the_worst():
     ("change", "message"),
     [
         (lambda p, y, m: (p[0], y, m), r"probs must be \[J, N, O\]"),
-        (lambda p, y, m: (p * 0.99, y, m), r"probs .*sum to 1, got sums from 0\.99 to 0\.99; .*keepdim=True"),
+        (
+            lambda p, y, m: (p * 0.99, y, m),
+            r"probs .*sum to 1, got sums from 0\.99 to 0\.99; .*keepdim=True",
+        ),
         (lambda p, y, m: (p, y[:, 1:], m), "labels must be"),
         (lambda p, y, m: (p, y, m[1:]), "mask must be"),
         (lambda p, y, m: (p, y, m.float()), "mask must be bool"),
@@ -46,6 +53,10 @@ def test_bottom_decile_counts_from_the_worst():
 )
 def test_errors_name_the_remedy(change, message):
     """Every measure checks its input the same way."""
-    for measure in [*CLASSIFICATION.values(), metrics.classification_summary, metrics.reliability_bins]:
+    for measure in [
+        *CLASSIFICATION.values(),
+        metrics.classification_summary,
+        metrics.reliability_bins,
+    ]:
         with pytest.raises(ValueError, match=message):
             measure(*change(*federation()))

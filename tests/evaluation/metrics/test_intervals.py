@@ -1,4 +1,6 @@
-"""Measures of intervals: by hand, against the loss of the likelihood, and for clients of different size."""
+"""Measures of intervals: by hand, against the loss of the likelihood, and for clients of different
+size.
+"""
 
 import math
 
@@ -29,7 +31,9 @@ def test_intervals_by_hand():
 
 
 def test_the_loss_is_the_likelihoods():
-    """Summed over targets, as `Quantiles` trains it; each client counts once, and all examples pooled."""
+    """Summed over targets, as `Quantiles` trains it; each client counts once, and all examples
+    pooled.
+    """
     lower, upper, y, mask = intervals()
     outputs = torch.cat([lower, torch.expm1(upper - lower).log()], -1)
     losses = Quantiles(0.8).nll(outputs, y)
@@ -39,7 +43,9 @@ def test_the_loss_is_the_likelihoods():
     table = metrics.interval_table(lower, upper, y, mask, level=0.8, names=["Bern", "Chur"])
     assert table["client"].tolist() == ["Bern", "Chur"]
     assert table["examples"].tolist() == [3, 2]
-    assert table["pinball"].tolist() == pytest.approx([float(losses[0].mean()), float(losses[1, :2].mean())])
+    assert table["pinball"].tolist() == pytest.approx(
+        [float(losses[0].mean()), float(losses[1, :2].mean())]
+    )
     assert set(found) == {*list(table)[2:], *(f"pooled_{name}" for name in list(table)[2:])}
 
 
@@ -51,24 +57,36 @@ def test_padding_is_not_read_and_broken_clients_are_nan():
     after = metrics.interval_table(lower, upper, y, mask)
     assert all((before[name] == after[name]).all() for name in before)
     upper[0, 1, 0] = math.nan
-    assert metrics.interval_table(lower, upper, y, mask)["width"].tolist() == pytest.approx([math.nan, before["width"][1]], nan_ok=True)
-    assert all(math.isnan(value) for value in metrics.interval_summary(lower, upper, y, mask).values())
+    assert metrics.interval_table(lower, upper, y, mask)["width"].tolist() == pytest.approx(
+        [math.nan, before["width"][1]], nan_ok=True
+    )
+    assert all(
+        math.isnan(value) for value in metrics.interval_summary(lower, upper, y, mask).values()
+    )
 
 
 def test_endless_intervals_are_infinitely_wide():
-    """They hold their targets; the middle of one is not known, and a lower end of +inf is no interval."""
+    """They hold their targets; the middle of one is not known, and a lower end of +inf is no
+    interval.
+    """
     lower, upper, y, mask = intervals()
     before = metrics.interval_table(lower, upper, y, mask)
     lower[0, 1], upper[0, 1] = -math.inf, math.inf
     found = metrics.interval_table(lower, upper, y, mask)
     inside = ((lower <= y) & (y <= upper)).double().mean(-1)
-    assert found["coverage"].tolist() == pytest.approx([float(inside[0].mean()), before["coverage"][1]])
+    assert found["coverage"].tolist() == pytest.approx(
+        [float(inside[0].mean()), before["coverage"][1]]
+    )
     for name in ("width", "pinball", "interval_score"):
         assert found[name].tolist() == [math.inf, before[name][1]]
     assert math.isnan(found["rmse"][0])
     middle = y + 0.5  # of a mean that is known apart
-    assert metrics.interval_table(lower, upper, y, mask, middle=middle)["rmse"].tolist() == pytest.approx([0.5, 0.5])
-    assert metrics.interval_summary(lower, upper, y, mask, middle=middle)["pooled_rmse"] == pytest.approx(0.5)
+    assert metrics.interval_table(lower, upper, y, mask, middle=middle)[
+        "rmse"
+    ].tolist() == pytest.approx([0.5, 0.5])
+    assert metrics.interval_summary(lower, upper, y, mask, middle=middle)[
+        "pooled_rmse"
+    ] == pytest.approx(0.5)
     summary = metrics.interval_summary(lower, upper, y, mask)
     assert math.isnan(summary["rmse"])  # and not that of the clients whose intervals end
     assert summary["width"] == summary["pooled_interval_score"] == math.inf

@@ -16,18 +16,26 @@ def test_regression_agrees_with_scipy():
     mean, variance, targets, mask = regression()
     for j, rows in enumerate(mask):
         m, s, t = mean[j][rows].numpy(), variance[j][rows].sqrt().numpy(), targets[j][rows].numpy()
-        assert metrics.rmse(mean, targets, mask)[j].item() == pytest.approx(np.sqrt(((t - m) ** 2).mean()))
-        assert metrics.gaussian_nll(mean, variance, targets, mask)[j].item() == pytest.approx(-norm.logpdf(t, m, s).sum(-1).mean())
+        assert metrics.rmse(mean, targets, mask)[j].item() == pytest.approx(
+            np.sqrt(((t - m) ** 2).mean())
+        )
+        assert metrics.gaussian_nll(mean, variance, targets, mask)[j].item() == pytest.approx(
+            -norm.logpdf(t, m, s).sum(-1).mean()
+        )
         for level in (0.5, 0.9, 0.95):
             low, high = norm.interval(level, m, s)
-            assert metrics.coverage(mean, variance, targets, mask, level)[j].item() == pytest.approx(((low <= t) & (t <= high)).mean())
+            assert metrics.coverage(mean, variance, targets, mask, level)[
+                j
+            ].item() == pytest.approx(((low <= t) & (t <= high)).mean())
 
 
 def test_regression_by_hand():
     """One client, errors 3 and 4 of standard deviation 1."""
     mean, targets, mask = torch.zeros(1, 2, 1), torch.tensor([[3.0, -4.0]]), torch.ones(1, 2).bool()
     assert metrics.rmse(mean, targets, mask).item() == pytest.approx(math.sqrt(12.5))
-    assert metrics.gaussian_nll(mean, mean + 1, targets, mask).item() == pytest.approx(6.25 + 0.5 * math.log(2 * math.pi))
+    assert metrics.gaussian_nll(mean, mean + 1, targets, mask).item() == pytest.approx(
+        6.25 + 0.5 * math.log(2 * math.pi)
+    )
     assert metrics.coverage(mean, mean + 1, targets, mask, 0.999).item() == 0.5
 
 
@@ -38,7 +46,9 @@ def test_regression_summary():
     keys = ["rmse", "nll", "crps", "coverage_50", "coverage_90"]
     assert list(summary) == [*keys, *(f"pooled_{key}" for key in keys)]
     assert summary["rmse"] == pytest.approx(metrics.rmse(mean, targets, mask).mean().item())
-    assert summary["pooled_rmse"] == pytest.approx(((targets - mean)[mask] ** 2).mean().sqrt().item())
+    assert summary["pooled_rmse"] == pytest.approx(
+        ((targets - mean)[mask] ** 2).mean().sqrt().item()
+    )
     m, v, t, k = (value[mask][None] for value in (mean, variance, targets, mask))
     assert summary["pooled_coverage_90"] == pytest.approx(metrics.coverage(m, v, t, k).item())
     nobody = metrics.regression_summary(mean, variance, targets, torch.zeros_like(mask))
@@ -68,19 +78,30 @@ def test_regression_errors():
 
 
 def test_scores_and_tables_by_client():
-    """The score is the mean over targets; the table has the measures of the summary, and the width of intervals."""
+    """The score is the mean over targets; the table has the measures of the summary, and the width
+    of intervals.
+    """
     stats = pytest.importorskip("scipy.stats")
     mean, variance, targets, mask = regression()
     table = metrics.regression_table(mean, variance, targets, mask)
     for j, rows in enumerate(mask):
         m, s, t = mean[j][rows].numpy(), variance[j][rows].sqrt().numpy(), targets[j][rows].numpy()
         z = (t - m) / s
-        wanted = (s * (z * (2 * stats.norm.cdf(z) - 1) + 2 * stats.norm.pdf(z) - 1 / np.sqrt(np.pi))).mean()
-        assert metrics.crps(mean, variance, targets, mask)[j].item() == pytest.approx(wanted) == table["crps"][j]
+        wanted = (
+            s * (z * (2 * stats.norm.cdf(z) - 1) + 2 * stats.norm.pdf(z) - 1 / np.sqrt(np.pi))
+        ).mean()
+        assert (
+            metrics.crps(mean, variance, targets, mask)[j].item()
+            == pytest.approx(wanted)
+            == table["crps"][j]
+        )
         assert table["width_90"][j] == pytest.approx(2 * 1.6448536269514722 * s.mean())
         assert table["examples"][j] == rows.sum()
     summary = metrics.regression_summary(mean, variance, targets, mask)
-    assert all(summary[name] == pytest.approx(np.nanmean(table[name])) for name in ("rmse", "nll", "crps", "coverage_90"))
+    assert all(
+        summary[name] == pytest.approx(np.nanmean(table[name]))
+        for name in ("rmse", "nll", "crps", "coverage_90")
+    )
 
 
 def test_the_histogram_of_calibrated_predictions_is_flat():
@@ -101,30 +122,51 @@ def test_the_histogram_of_calibrated_predictions_is_flat():
 def test_counts_far_from_their_rate_lie_in_the_outer_bins():
     """Where P(Y < y) and P(Y <= y) both round to 1, or to 0."""
     many = torch.full((1, 2, 1), 5000.0, dtype=torch.float64)
-    found = metrics.pit_histogram(many, many, torch.full_like(many, 2000), torch.ones(1, 2).bool(), distribution="counts", bins=4)
+    found = metrics.pit_histogram(
+        many,
+        many,
+        torch.full_like(many, 2000),
+        torch.ones(1, 2).bool(),
+        distribution="counts",
+        bins=4,
+    )
     assert found.tolist() == [[1, 0, 0, 0]]
     five = torch.full((1, 2, 1), 5.0, dtype=torch.float64)
-    found = metrics.pit_histogram(five, five, torch.full_like(five, 200), torch.ones(1, 2).bool(), distribution="counts", bins=4)
+    found = metrics.pit_histogram(
+        five,
+        five,
+        torch.full_like(five, 200),
+        torch.ones(1, 2).bool(),
+        distribution="counts",
+        bins=4,
+    )
     assert found.tolist() == [[0, 0, 0, 1]]
 
 
 def test_the_histogram_of_counts_is_flat():
     """Though counts lie apart; that of a rate twice as high is not."""
-    y = torch.poisson(torch.full((1, 20_000, 1), 2.5, dtype=torch.float64), generator=torch.Generator().manual_seed(0))
+    y = torch.poisson(
+        torch.full((1, 20_000, 1), 2.5, dtype=torch.float64),
+        generator=torch.Generator().manual_seed(0),
+    )
     mask, mean = torch.ones(1, 20_000).bool(), torch.full_like(y, 2.5)
     flat = metrics.pit_histogram(mean, mean, y, mask, distribution="counts")[0]
     assert flat.sum().item() == pytest.approx(1)
     assert (flat - 0.1).abs().max() < 0.01
     assert metrics.pit_histogram(2 * mean, 2 * mean, y, mask, distribution="counts")[0, 0] > 0.3
     summary = metrics.regression_summary(mean, mean, y, mask, distribution="counts")
-    assert summary["nll"] == pytest.approx(float(-torch.distributions.Poisson(mean).log_prob(y).mean()))
+    assert summary["nll"] == pytest.approx(
+        float(-torch.distributions.Poisson(mean).log_prob(y).mean())
+    )
     assert summary["coverage_90"] == pytest.approx(0.9, abs=0.01)
     assert summary["coverage_50"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_what_is_no_count_or_distribution():
     mean, variance, targets, mask = regression()
-    with pytest.raises(ValueError, match=r"distribution must be one of \['normal', 'counts'\], got 'gamma'"):
+    with pytest.raises(
+        ValueError, match=r"distribution must be one of \['normal', 'counts'\], got 'gamma'"
+    ):
         metrics.crps(mean, variance, targets, mask, distribution="gamma")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="whole numbers >= 0"):
         metrics.crps(mean.abs() + 1, variance, targets, mask, distribution="counts")

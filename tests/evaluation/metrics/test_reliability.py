@@ -19,14 +19,21 @@ def test_calibration_by_hand():
     case = one([[0.4, 0.3, 0.3], [0.6, 0.2, 0.2], [0.1, 0.8, 0.1], [0.05, 0.05, 0.9]], [1, 0, 1, 0])
     low, high = 0.4, abs(2 / 3 - 2.3 / 3)
     assert_close(metrics.ece(*case, bins=2).item(), (low + 3 * high) / 4, atol=1e-6, rtol=0)
-    assert_close(metrics.ece(*case, bins=2, norm="l2").item(), math.sqrt((low**2 + 3 * high**2) / 4), atol=1e-6, rtol=0)
+    assert_close(
+        metrics.ece(*case, bins=2, norm="l2").item(),
+        math.sqrt((low**2 + 3 * high**2) / 4),
+        atol=1e-6,
+        rtol=0,
+    )
     assert_close(metrics.mce(*case, bins=2).item(), low, atol=1e-6, rtol=0)
     assert_close(metrics.ece(*case, bins=1).item(), abs(2 / 4 - 2.7 / 4), atol=1e-6, rtol=0)
 
 
 def test_bins_are_closed_on_the_right():
     """With four bins, confidence .5 belongs to (.25, .5], .75 to (.5, .75], and 1 to the last."""
-    bins = metrics.reliability_bins(*one([[0.5, 0.5], [0.75, 0.25], [1.0, 0.0], [0.76, 0.24]], [0, 0, 1, 0]), bins=4)
+    bins = metrics.reliability_bins(
+        *one([[0.5, 0.5], [0.75, 0.25], [1.0, 0.0], [0.76, 0.24]], [0, 0, 1, 0]), bins=4
+    )
     assert bins.count.tolist() == [0, 1, 1, 2]
     np.testing.assert_allclose(bins.edges, [0, 0.25, 0.5, 0.75, 1])
     np.testing.assert_allclose(bins.accuracy, [math.nan, 1, 1, 0.5])
@@ -50,15 +57,28 @@ def calibration_error():
 def test_calibration_agrees_with_torchmetrics(calibration_error, norm, bins):
     """On confidences away from the edges of bins, where its bins are closed on the other side."""
     rng = torch.Generator().manual_seed(bins)
-    confidence = (torch.randint(7, 15, (3, 200), generator=rng) + 0.1 + 0.8 * torch.rand(3, 200, generator=rng)) / 15
+    confidence = (
+        torch.randint(7, 15, (3, 200), generator=rng)
+        + 0.1
+        + 0.8 * torch.rand(3, 200, generator=rng)
+    ) / 15
     probs = torch.stack([confidence, (1 - confidence) * 0.6, (1 - confidence) * 0.4], -1)
     turn = torch.randint(3, (3, 200), generator=rng)
     probs = probs.gather(-1, (torch.arange(3) + turn[..., None]) % 3)
-    labels, mask = torch.randint(3, (3, 200), generator=rng), torch.rand(3, 200, generator=rng) < 0.8
+    labels, mask = (
+        torch.randint(3, (3, 200), generator=rng),
+        torch.rand(3, 200, generator=rng) < 0.8,
+    )
     ours = metrics.ece(probs, labels, mask, bins=bins, norm=norm)
-    theirs = [calibration_error(p, y, num_classes=3, n_bins=bins, norm=norm) for p, y in each(probs, labels, mask)]
+    theirs = [
+        calibration_error(p, y, num_classes=3, n_bins=bins, norm=norm)
+        for p, y in each(probs, labels, mask)
+    ]
     assert_close(ours, torch.stack(theirs).double(), atol=2e-6, rtol=0)
-    assert_close(metrics.mce(probs, labels, mask, bins=bins), metrics.ece(probs, labels, mask, bins=bins, norm="max"))
+    assert_close(
+        metrics.mce(probs, labels, mask, bins=bins),
+        metrics.ece(probs, labels, mask, bins=bins, norm="max"),
+    )
 
 
 def test_bins_add_up():

@@ -27,13 +27,22 @@ def test_a_client_without_examples_is_nan_and_left_out():
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 3)])
 def test_nobody_at_all(shape):
     """No client, no row, or no example: NaN throughout, and no error."""
-    summary = metrics.classification_summary(torch.rand(shape), torch.zeros(shape[:2]).long(), torch.zeros(shape[:2]).bool())
+    summary = metrics.classification_summary(
+        torch.rand(shape), torch.zeros(shape[:2]).long(), torch.zeros(shape[:2]).bool()
+    )
     assert all(math.isnan(value) for value in summary.values())
-    assert metrics.reliability_bins(torch.rand(shape), torch.zeros(shape[:2]).long(), torch.zeros(shape[:2]).bool()).examples == 0
+    assert (
+        metrics.reliability_bins(
+            torch.rand(shape), torch.zeros(shape[:2]).long(), torch.zeros(shape[:2]).bool()
+        ).examples
+        == 0
+    )
 
 
 def test_a_diverged_client_is_seen():
-    """One prediction that is not finite: NaN for its client and for every mean, the other clients keep theirs."""
+    """One prediction that is not finite: NaN for its client and for every mean, the other clients
+    keep theirs.
+    """
     probs, labels, mask = federation()
     broken = probs.clone()
     broken[1, 0, 2] = math.inf
@@ -41,7 +50,9 @@ def test_a_diverged_client_is_seen():
         before, after = measure(probs, labels, mask), measure(broken, labels, mask)
         assert after.isnan().tolist() == [False, True, False, False, False], name
         assert_close(after[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
-    assert all(math.isnan(value) for value in metrics.classification_summary(broken, labels, mask).values())
+    assert all(
+        math.isnan(value) for value in metrics.classification_summary(broken, labels, mask).values()
+    )
     with pytest.raises(ValueError, match=r"clients \[1\].*diverged"):
         metrics.reliability_bins(broken, labels, mask)
 
@@ -54,7 +65,9 @@ def test_summary_is_made_of_the_measures():
         options = {"bins": 10} if name in ("ece", "mce") else {}
         assert summary[name] == pytest.approx(measure(*case, **options).mean().item())
         if name not in ("macro_f1", "auroc"):
-            assert summary[f"pooled_{name}"] == pytest.approx(metrics.pooled(measure, *case, **options))
+            assert summary[f"pooled_{name}"] == pytest.approx(
+                metrics.pooled(measure, *case, **options)
+            )
     assert summary["accuracy_decile"] == metrics.accuracy(*case).sort().values[1]
     pooled = {"pooled_accuracy", "pooled_nll", "pooled_ece", "pooled_mce", "pooled_brier"}
     assert set(summary) == {*CLASSIFICATION, "accuracy_decile", *pooled}
@@ -73,7 +86,13 @@ def test_table_has_a_row_per_client():
 
 def test_a_table_names_its_clients():
     """By the names given, in the order of the clients; one for each."""
-    probs, labels, mask = torch.full((2, 3, 2), 0.5), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool)
-    assert metrics.per_client_table(probs, labels, mask, names=("Basel", "Genève"))["client"].tolist() == ["Basel", "Genève"]
+    probs, labels, mask = (
+        torch.full((2, 3, 2), 0.5),
+        torch.zeros(2, 3, dtype=torch.long),
+        torch.ones(2, 3, dtype=torch.bool),
+    )
+    assert metrics.per_client_table(probs, labels, mask, names=("Basel", "Genève"))[
+        "client"
+    ].tolist() == ["Basel", "Genève"]
     with pytest.raises(ValueError, match=r"names .*2 clients, got 1"):
         metrics.per_client_table(probs, labels, mask, names=("Basel",))

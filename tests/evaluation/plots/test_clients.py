@@ -11,8 +11,12 @@ from matplotlib.figure import Figure
 
 
 def test_collaboration_shows_groups_as_blocks():
-    """Clients stand in the order of their groups, labelled by their own numbers, lines between groups; without groups as they come."""
-    weights = torch.tensor([[0.6, 0.0, 0.4, 0.0], [0.1, 0.9, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0], [0.0, 0.3, 0.0, 0.7]])
+    """Clients stand in the order of their groups, labelled by their own numbers, lines between
+    groups; without groups as they come.
+    """
+    weights = torch.tensor(
+        [[0.6, 0.0, 0.4, 0.0], [0.1, 0.9, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0], [0.0, 0.3, 0.0, 0.7]]
+    )
     mine = Figure().add_subplot()
     ax = plots.collaboration(weights, groups=[0, 1, 0, 1], ax=mine, title="t")
     assert ax is mine
@@ -38,14 +42,17 @@ def test_collaboration_shows_groups_as_blocks():
 
 
 def test_clients_stand_under_their_names():
-    """In the order in which they are drawn; of many clients some are named, each at its own place."""
+    """In the order in which they are drawn; of many clients some are named, each at its
+    own place.
+    """
     weights = torch.eye(4)
     ax = plots.collaboration(weights, groups=[0, 1, 0, 1], names=["a", "b", "c", "d"])
     for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
         assert [text.get_text() for text in labels] == ["a", "c", "b", "d"]
     many = plots.collaboration(torch.eye(50), names=[f"town {j}" for j in range(50)])
-    assert [(int(x), text.get_text()) for x, text in zip(many.get_xticks(), many.get_xticklabels(), strict=True)] == [
-        (j, f"town {j}") for j in range(0, 50, 3)
-    ]
+    assert [
+        (int(x), text.get_text())
+        for x, text in zip(many.get_xticks(), many.get_xticklabels(), strict=True)
+    ] == [(j, f"town {j}") for j in range(0, 50, 3)]
     with pytest.raises(ValueError, match=r"names.*4 clients, got 1"):
         plots.collaboration(weights, names=["a"])

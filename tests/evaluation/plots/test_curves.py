@@ -17,9 +17,13 @@ from matplotlib.figure import Figure
 
 
 def test_learning_curves():
-    """A line without the rounds that were not evaluated; several seeds give their mean and a band of one standard error."""
+    """A line without the rounds that were not evaluated; several seeds give their mean and a band
+    of one standard error.
+    """
     seeds = [history(s) for s in range(3)]
-    ax: Any = plots.learning_curves({"one": seeds[0], "three": seeds, "result": SimpleNamespace(history=seeds[1])})
+    ax: Any = plots.learning_curves(
+        {"one": seeds[0], "three": seeds, "result": SimpleNamespace(history=seeds[1])}
+    )
     one, three, result = ax.lines
     assert one.get_xdata().tolist() == [5, 10, 15, 20]
     np.testing.assert_allclose(one.get_ydata(), seeds[0]["personal_accuracy"][4::5])
@@ -38,9 +42,13 @@ def test_learning_curves():
 
 
 def test_learning_curves_options():
-    """Another measure, another abscissa, own axes, and seeds that were evaluated at different rounds."""
+    """Another measure, another abscissa, own axes, and seeds that were evaluated at different
+    rounds.
+    """
     mine = Figure().add_subplot()
-    ax: Any = plots.learning_curves({"a": [history(0, every=5), history(1, every=10)]}, ax=mine, title="t")
+    ax: Any = plots.learning_curves(
+        {"a": [history(0, every=5), history(1, every=10)]}, ax=mine, title="t"
+    )
     assert ax is mine
     assert ax.lines[0].get_xdata().tolist() == [10, 20]
     assert ax.get_title() == "t"
@@ -52,19 +60,30 @@ def test_learning_curves_options():
 
 
 def test_the_default_measure_is_that_of_the_task():
-    """Accuracy, of regressions the error; where the histories share neither, the columns they share are listed."""
-    accuracy, rmse = {"round": 2, "train_nll": 1.0, "personal_accuracy": 0.5}, {"round": 2, "train_nll": 1.0, "personal_rmse": 3.0}
+    """Accuracy, of regressions the error; where the histories share neither, the columns they share
+    are listed.
+    """
+    accuracy, rmse = (
+        {"round": 2, "train_nll": 1.0, "personal_accuracy": 0.5},
+        {"round": 2, "train_nll": 1.0, "personal_rmse": 3.0},
+    )
     assert plots.learning_curves({"a": History([accuracy])}).get_ylabel() == "personal accuracy"
-    regression: Any = plots.learning_curves({"a": History([{"round": 1}, rmse]), "b": [History([rmse])] * 2})
+    regression: Any = plots.learning_curves(
+        {"a": History([{"round": 1}, rmse]), "b": [History([rmse])] * 2}
+    )
     assert regression.get_ylabel() == "personal RMSE"
     assert regression.lines[0].get_ydata().tolist() == [3.0]
     for other in ([accuracy], [{"round": 1, "train_nll": 2.0}]):
-        with pytest.raises(ValueError, match=r"metric .*'personal_accuracy'.*\['round', 'train_nll'\]"):
+        with pytest.raises(
+            ValueError, match=r"metric .*'personal_accuracy'.*\['round', 'train_nll'\]"
+        ):
             plots.learning_curves({"a": History([rmse]), "b": History(other)})
 
 
 def test_risk_coverage_shows_the_curve():
-    """One line a method: of predictions by the largest probability, of a curve as it is; the legend has the areas."""
+    """One line a method: of predictions by the largest probability, of a curve as it is; the legend
+    has the areas.
+    """
     probs, labels, mask = case = federation()
     right = probs.argmax(-1) == labels
     by_entropy = detection.risk_coverage(detection.entropy(probs), right, mask)
@@ -97,7 +116,9 @@ def test_errors_name_the_remedy():
     with pytest.raises(ValueError, match=r"'round'.*history .*got ndarray"):
         plots.learning_curves(history(0))
     for table in (history(0), History([{"round": 1, "personal_accuracy": 0.5, "loss": 0.1}])):
-        with pytest.raises(ValueError, match=r"'a'.*'auroc'.*\['round', 'personal_accuracy', 'loss'\]"):
+        with pytest.raises(
+            ValueError, match=r"'a'.*'auroc'.*\['round', 'personal_accuracy', 'loss'\]"
+        ):
             plots.learning_curves({"a": table}, metric="auroc")
     with pytest.raises(ValueError, match=r"'a'.*'personal_accuracy' .*seeds"):
         plots.learning_curves({"a": [history(0, every=20), history(1, every=19)]})

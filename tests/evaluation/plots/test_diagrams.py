@@ -22,15 +22,21 @@ from matplotlib.figure import Figure
 
 @pytest.mark.parametrize("own", [None, "subplot", "free"])
 def test_diagram_shows_the_bins(own):
-    """Bars are accuracies, gaps reach from accuracy to confidence, the histogram counts every example once."""
+    """Bars are accuracies, gaps reach from accuracy to confidence, the histogram counts every
+    example once.
+    """
     case = federation()
     bins = reliability_bins(*case, bins=10)
-    given = {None: lambda: None, "subplot": lambda: Figure().subplots(1, 2)[1], "free": lambda: Figure().add_axes((0.1, 0.1, 0.8, 0.8))}[
-        own
-    ]()
+    given = {
+        None: lambda: None,
+        "subplot": lambda: Figure().subplots(1, 2)[1],
+        "free": lambda: Figure().add_axes((0.1, 0.1, 0.8, 0.8)),
+    }[own]()
     ax = plots.reliability(*case, bins=10, ax=given, title="here")
     assert given is None or ax is given
-    np.testing.assert_allclose([bar.get_height() for bar in bars(ax, "accuracy")], np.nan_to_num(bins.accuracy))
+    np.testing.assert_allclose(
+        [bar.get_height() for bar in bars(ax, "accuracy")], np.nan_to_num(bins.accuracy)
+    )
     np.testing.assert_allclose([bar.get_x() for bar in bars(ax, "accuracy")], bins.edges[:-1])
     counts = [bar.get_height() for bar in bars(beneath(ax), "count")]
     assert counts == bins.count.tolist()
@@ -39,7 +45,9 @@ def test_diagram_shows_the_bins(own):
     assert len(over) + len(under) == (bins.count > 0).sum()
     above, below = (bins.confidence >= bins.accuracy), (bins.confidence < bins.accuracy)
     np.testing.assert_allclose([bar.get_y() for bar in over], bins.accuracy[above])
-    np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in over], bins.confidence[above])
+    np.testing.assert_allclose(
+        [bar.get_y() + bar.get_height() for bar in over], bins.confidence[above]
+    )
     np.testing.assert_allclose([bar.get_y() for bar in under], bins.confidence[below])
     (diagonal,) = [line for line in ax.lines if line.get_gid() == "diagonal"]
     np.testing.assert_array_equal(diagonal.get_xydata(), [[0, 0], [1, 1]])
@@ -52,34 +60,62 @@ def test_diagram_shows_the_bins(own):
     ]
     assert ax.get_title() == "here"
     legend = ax.get_legend() or ax.figure.legends[0]
-    words = ["accuracy", "overconfident", "underconfident", "interval, level 0.95", "fewer than 20 examples"]
+    words = [
+        "accuracy",
+        "overconfident",
+        "underconfident",
+        "interval, level 0.95",
+        "fewer than 20 examples",
+    ]
     assert [text.get_text() for text in legend.get_texts()] == words
     ax.figure.canvas.draw()
 
 
 def test_few_examples_do_not_shout():
-    """A bin of 19 examples is a pale bar with an outline, one of 20 is filled; every filled bin has its accuracy's Wilson interval."""
+    """A bin of 19 examples is a pale bar with an outline, one of 20 is filled; every filled bin has
+    its accuracy's Wilson interval.
+    """
     confidence = torch.tensor([0.55] * 19 + [0.75] * 20 + [0.95] * 400)
     right = torch.cat([torch.arange(19) < 3, torch.arange(20) < 15, torch.arange(400) < 396])
     probs, labels = torch.stack([confidence, 1 - confidence], -1), (~right).long()
     ax = plots.reliability(probs, labels, bins=10)
     drawn = {round(bar.get_x(), 1): bar for bar in bars(ax, "accuracy") if bar.get_height()}
-    assert drawn[0.5].get_facecolor()[3] < 0.3 < 0.8 < drawn[0.7].get_facecolor()[3] == drawn[0.9].get_facecolor()[3]
-    assert drawn[0.5].get_edgecolor() == (*drawn[0.5].get_facecolor()[:3], 1.0)  # its own blue, opaque
+    assert (
+        drawn[0.5].get_facecolor()[3]
+        < 0.3
+        < 0.8
+        < drawn[0.7].get_facecolor()[3]
+        == drawn[0.9].get_facecolor()[3]
+    )
+    assert drawn[0.5].get_edgecolor() == (
+        *drawn[0.5].get_facecolor()[:3],
+        1.0,
+    )  # its own blue, opaque
     assert drawn[0.7].get_edgecolor() == drawn[0.9].get_edgecolor() == (1.0, 1.0, 1.0, 1.0)
-    gaps = {round(gap.get_x(), 1): gap for gap in bars(ax, "overconfident") + bars(ax, "underconfident")}
+    gaps = {
+        round(gap.get_x(), 1): gap for gap in bars(ax, "overconfident") + bars(ax, "underconfident")
+    }
     assert len(gaps) == 3
     assert all(gap.get_edgecolor()[3] == 1.0 for gap in gaps.values())
     assert gaps[0.5].get_facecolor()[3] == drawn[0.5].get_facecolor()[3]
     assert sum(gaps[0.5].get_edgecolor()[:3]) > sum(gaps[0.7].get_edgecolor()[:3])
     lines = [line for line in ax.lines if line.get_gid() == "interval"]
     z = 1.959963984540054
-    for line, middle, k, n in zip(lines, (0.55, 0.75, 0.95), (3, 15, 396), (19, 20, 400), strict=True):
-        centre, half = (k + z**2 / 2) / (n + z**2), z / (n + z**2) * (k * (n - k) / n + z**2 / 4) ** 0.5
-        np.testing.assert_allclose(line.get_xydata(), [[middle, centre - half], [middle, centre + half]])
+    for line, middle, k, n in zip(
+        lines, (0.55, 0.75, 0.95), (3, 15, 396), (19, 20, 400), strict=True
+    ):
+        centre, half = (
+            (k + z**2 / 2) / (n + z**2),
+            z / (n + z**2) * (k * (n - k) / n + z**2 / 4) ** 0.5,
+        )
+        np.testing.assert_allclose(
+            line.get_xydata(), [[middle, centre - half], [middle, centre + half]]
+        )
 
 
-@pytest.mark.parametrize(("confidence", "corner"), [(0.9, ("left", "top")), (0.55, ("right", "bottom"))])
+@pytest.mark.parametrize(
+    ("confidence", "corner"), [(0.9, ("left", "top")), (0.55, ("right", "bottom"))]
+)
 def test_the_numbers_hide_no_bar(confidence: float, corner: tuple[str, str]):
     """They stand in the upper left corner, unless a bar reaches it."""
     probs = torch.tensor([[confidence, 1 - confidence]]).expand(30, 2)
@@ -87,11 +123,22 @@ def test_the_numbers_hide_no_bar(confidence: float, corner: tuple[str, str]):
     assert (numbers.get_ha(), numbers.get_va()) == corner
 
 
-@pytest.mark.parametrize(("most", "ticks"), [(1, [1, 10]), (25, [1, 10]), (999, [1, 10, 100]), (3000, [1, 10, 100, 1000])])
+@pytest.mark.parametrize(
+    ("most", "ticks"),
+    [(1, [1, 10]), (25, [1, 10]), (999, [1, 10, 100]), (3000, [1, 10, 100, 1000])],
+)
 def test_counts_are_on_a_scale_that_shows_all(most: int, ticks: list[int]):
-    """A logarithmic one, on which a single example is a bar as well; powers of ten are its ticks."""
+    """A logarithmic one, on which a single example is a bar as well; powers of ten are
+    its ticks.
+    """
     confidence = torch.tensor([0.55] + [0.95] * most)
-    ax = beneath(plots.reliability(torch.stack([confidence, 1 - confidence], -1), torch.zeros(most + 1, dtype=torch.long), bins=10))
+    ax = beneath(
+        plots.reliability(
+            torch.stack([confidence, 1 - confidence], -1),
+            torch.zeros(most + 1, dtype=torch.long),
+            bins=10,
+        )
+    )
     assert ax.get_yscale() == "log"
     assert "log" in ax.get_ylabel()
     assert ax.get_yticks().tolist() == ticks
@@ -102,7 +149,9 @@ def test_counts_are_on_a_scale_that_shows_all(most: int, ticks: list[int]):
 def test_clients_have_their_names(clients: FederatedData, model: nn.Module):
     """Of a result those of its data; a name that is a number says what it counts."""
     named = replace(clients, client_names=("Basel", "2", "Genève", *map(str, range(3, 7))))
-    axes = plots.reliability(run(bf.algorithms.fedavg(model, epochs=1), named), by="client", clients=[0, "2", "Genève"])
+    axes = plots.reliability(
+        run(bf.algorithms.fedavg(model, epochs=1), named), by="client", clients=[0, "2", "Genève"]
+    )
     assert [ax.get_title() for ax in axes] == ["Basel", "client 2", "Genève"]
 
 
@@ -113,10 +162,16 @@ def test_clients_are_chosen_by_name_or_number(by: str):
     names = [f"town {j}" for j in range(len(case[0]))]
     for chosen in ([2, 4], ["town 2", "town 4"], np.array([2, 4]), ["town 2", 4]):
         drawn = plots.reliability(*case, by=by, clients=chosen, names=names)  # type: ignore[arg-type]
-        counts = [sum(bar.get_height() for bar in bars(beneath(ax), "count")) for ax in np.atleast_1d(drawn)]
+        counts = [
+            sum(bar.get_height() for bar in bars(beneath(ax), "count"))
+            for ax in np.atleast_1d(drawn)
+        ]
         assert sum(counts) == case[2][[2, 4]].sum()
     one = plots.reliability(*case, by=by, clients="town 3", names=names)  # type: ignore[arg-type]
-    assert sum(bar.get_height() for ax in np.atleast_1d(one) for bar in bars(beneath(ax), "count")) == case[2][3].sum()
+    assert (
+        sum(bar.get_height() for ax in np.atleast_1d(one) for bar in bars(beneath(ax), "count"))
+        == case[2][3].sum()
+    )
     for wrong, error, words in (
         (["twon 3"], ValueError, r"no client 'twon 3'.*'town 3'"),
         ([14], ValueError, r"0 to 13, got 14"),
@@ -132,7 +187,11 @@ def test_errors_name_the_client():
     """By its number among all, whichever are drawn; what the others predict does not matter."""
     probs, labels, mask = federation()
     probs[3, 0] = torch.nan
-    for options in ({"by": "client"}, {"by": "client", "clients": [2, 3]}, {"clients": np.array([2, 3])}):
+    for options in (
+        {"by": "client"},
+        {"by": "client", "clients": [2, 3]},
+        {"clients": np.array([2, 3])},
+    ):
         with pytest.raises(ValueError, match=r"clients? \[?3\b"):
             plots.reliability(probs, labels, mask, **options)
     plots.reliability(probs, labels, mask, by="client", clients=torch.tensor([2, 4]))
@@ -162,10 +221,17 @@ def test_by_client():
 
 
 def test_compare(tmp_path: Path):
-    """One diagram a method with its histogram, all histograms on one scale; the figure can be saved atomically."""
+    """One diagram a method with its histogram, all histograms on one scale; the figure can be saved
+    atomically.
+    """
     probs, labels, mask = federation()
     figure = plots.reliability_compare(
-        {"a": (probs, labels, mask), "b": (probs[:3], labels[:3], mask[:3]), "c": (probs, labels, mask)}, columns=2
+        {
+            "a": (probs, labels, mask),
+            "b": (probs[:3], labels[:3], mask[:3]),
+            "c": (probs, labels, mask),
+        },
+        columns=2,
     )
     panels = [ax for ax in figure.axes if ax.get_label() != "histogram"]
     assert [ax.get_title() for ax in panels] == ["a", "b", "c"]

@@ -24,12 +24,18 @@ def test_sources_are_equivalent():
         data=SimpleNamespace(test=test, client_names=[str(j) for j in range(len(probs))]),
         predict=lambda data: SimpleNamespace(probs=probs if data is test else None),
     )
-    drawn = [plots.reliability(probs, labels, mask), plots.reliability((probs, labels, mask)), plots.reliability(result)]
+    drawn = [
+        plots.reliability(probs, labels, mask),
+        plots.reliability((probs, labels, mask)),
+        plots.reliability(result),
+    ]
     heights = [[bar.get_height() for bar in bars(ax, "accuracy")] for ax in drawn]
     assert heights[0] == heights[1] == heights[2]
     single = plots.reliability(probs[0][mask[0]], labels[0][mask[0]])
     chosen = plots.reliability(probs, labels, mask, clients=[0])
-    assert [bar.get_height() for bar in bars(single, "accuracy")] == [bar.get_height() for bar in bars(chosen, "accuracy")]
+    assert [bar.get_height() for bar in bars(single, "accuracy")] == [
+        bar.get_height() for bar in bars(chosen, "accuracy")
+    ]
     with pytest.raises(ValueError, match="brings its own"):
         plots.reliability(result, labels, mask)
     with pytest.raises(ValueError, match="need labels"):

@@ -17,13 +17,18 @@ def test_matplotlib_is_imported_late():
     import subprocess
 
     code = (
-        "import sys; from bayesfl.evaluation import plots, metrics, report; sys.exit('matplotlib' in sys.modules or 'scipy' in sys.modules)"
+        "import sys; from bayesfl.evaluation import plots, metrics, report; "
+        "sys.exit('matplotlib' in sys.modules or 'scipy' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
+    )
 
 
 def test_lines_look_different():
-    """Every colour with every dash before anything comes again; black is the last of the seven that lines have."""
+    """Every colour with every dash before anything comes again; black is the last of the seven that
+    lines have.
+    """
     many = list(islice(looks(), 29))
     assert len(set(many)) == 28
     assert many[28] == many[0] == (OKABE_ITO[0], "-")
@@ -34,5 +39,8 @@ def test_axes_are_quiet(grid):
     ax: Any = new_figure((3, 2)).add_subplot()
     clean(ax, grid=grid)
     assert [side for side, spine in ax.spines.items() if spine.get_visible()] == ["left", "bottom"]
-    assert [axis.get_tick_params()["gridOn"] for axis in (ax.xaxis, ax.yaxis)] == [grid == "both", grid is not None]
+    assert [axis.get_tick_params()["gridOn"] for axis in (ax.xaxis, ax.yaxis)] == [
+        grid == "both",
+        grid is not None,
+    ]
     assert tuple(ax.figure.get_size_inches()) == (3, 2)

@@ -31,7 +31,9 @@ def lines(ax, gid: str) -> list:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_the_diagram_shows_coverage_and_histogram(own: bool):
-    """The pooled share at each level, a line for each client with examples, and densities that add up to 1."""
+    """The pooled share at each level, a line for each client with examples, and densities that add
+    up to 1.
+    """
     mean, variance, targets, mask = case()
     given = Figure().subplots() if own else None
     ax = plots.interval_reliability((mean, variance, targets, mask), bins=8, ax=given, title="here")
@@ -43,10 +45,14 @@ def test_the_diagram_shows_coverage_and_histogram(own: bool):
     np.testing.assert_allclose(shares, wanted)
     assert len(lines(ax, "client")) == 2
     (first, _) = lines(ax, "client")
-    assert first.get_ydata()[3] == pytest.approx(float(coverage(mean, variance, targets, mask, float(levels[3]))[0]))
+    assert first.get_ydata()[3] == pytest.approx(
+        float(coverage(mean, variance, targets, mask, float(levels[3]))[0])
+    )
     (histogram,) = [a for a in [*ax.figure.axes, *ax.child_axes] if a.get_label() == "histogram"]
     heights = [bar.get_height() for bar in bars(histogram, "pit")]
-    np.testing.assert_allclose(heights, 8 * pit_histogram(*flat, torch.ones(1, 420).bool(), bins=8)[0])
+    np.testing.assert_allclose(
+        heights, 8 * pit_histogram(*flat, torch.ones(1, 420).bool(), bins=8)[0]
+    )
     assert sum(heights) == pytest.approx(8)
     assert ax.get_title() == "here"
     ax.figure.canvas.draw()
@@ -63,18 +69,29 @@ def test_results_bring_their_distribution():
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0)).numpy()
     y = np.random.default_rng(0).poisson(np.exp(x[:, 0])).astype(float)
     data = bf.data.from_arrays(x, y, client_ids=["Bern", "Chur"] * 30, task="regression")
-    result = run(bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=1), likelihood=Poisson()), data)
+    result = run(
+        bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=1), likelihood=Poisson()), data
+    )
     ax = plots.interval_reliability(result, clients="Chur")
     assert len(lines(ax, "client")) == 1
     found = result.predict()
     targets, mask = data.test.padded_labels()
-    wanted = coverage(found.mean, found.variance, targets, mask, float(plots.numbers.LEVELS[9]), distribution="counts")  # type: ignore[arg-type]
+    wanted = coverage(
+        found.mean,
+        found.variance,
+        targets,
+        mask,
+        float(plots.numbers.LEVELS[9]),
+        distribution="counts",
+    )  # type: ignore[arg-type]
     assert lines(ax, "client")[0].get_ydata()[9] == pytest.approx(float(wanted[1]))
     with pytest.raises(ValueError, match=r"interval_reliability\(result\)"):
         plots.reliability(result)
     with pytest.raises(ValueError, match="Genf"):
         plots.interval_reliability(result, clients=["Genf"])
-    ends = run(bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=2), likelihood=Quantiles()), data)
+    ends = run(
+        bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=2), likelihood=Quantiles()), data
+    )
     with pytest.raises(ValueError, match=r"one level; .*table\(clients\.test\)"):
         plots.interval_reliability(ends)
 

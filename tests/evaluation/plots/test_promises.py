@@ -28,19 +28,30 @@ FOUND = Audit(
 
 
 def test_coverage_shows_units_and_their_intervals():
-    """A point, a bar and a size for each unit with rows; who is below the promise looks different."""
+    """A point, a bar and a size for each unit with rows; who is below the promise looks
+    different.
+    """
     figure = plots.coverage({"a": FOUND, "b": FOUND}, title="t")
     upper = [ax for ax in figure.axes if ax.get_label() == "coverage"]
     lower = [ax for ax in figure.axes if ax.get_label() == "size"]
     assert [ax.get_title() for ax in upper] == ["a", "b"]
     assert len({ax.get_ylim() for ax in upper}) == len({ax.get_ylim() for ax in lower}) == 1
-    kept, below = (next(line for line in upper[0].lines if line.get_gid() == gid) for gid in ("a client", "a client below the promise"))
+    kept, below = (
+        next(line for line in upper[0].lines if line.get_gid() == gid)
+        for gid in ("a client", "a client below the promise")
+    )
     assert list(below.get_xdata()) == [2]
-    assert dict(zip(kept.get_xdata(), kept.get_ydata(), strict=True)) == pytest.approx({0: 0.92, 3: 1.0})
+    assert dict(zip(kept.get_xdata(), kept.get_ydata(), strict=True)) == pytest.approx(
+        {0: 0.92, 3: 1.0}
+    )
     low, high = FOUND.intervals(FOUND.held)[[0, 2, 3]].T
     np.testing.assert_allclose([bar.get_y() for bar in bars(upper[0], "interval")], low)
-    np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in bars(upper[0], "interval")], high)
-    np.testing.assert_allclose([bar.get_height() for bar in bars(lower[0], "size")], [1.2, 1.6, 0.9])
+    np.testing.assert_allclose(
+        [bar.get_y() + bar.get_height() for bar in bars(upper[0], "interval")], high
+    )
+    np.testing.assert_allclose(
+        [bar.get_height() for bar in bars(lower[0], "size")], [1.2, 1.6, 0.9]
+    )
     lines = {str(line.get_label()): list(line.get_ydata()) for line in upper[0].lines}
     assert lines["promised: 0.9"] == [0.9, 0.9]
     assert lines["worst by chance"] == pytest.approx([FOUND.worst_by_chance] * 2)
@@ -53,8 +64,14 @@ def test_coverage_shows_units_and_their_intervals():
 
 @pytest.mark.parametrize("units", [2, 4])
 def test_the_legend_lies_within_the_picture(units: int):
-    """Few units make a narrow figure, whose legend takes more lines, the diamond of who is below the promise included."""
-    few = dataclasses.replace(FOUND, units=UNITS[-units:], **{n: getattr(FOUND, n)[-units:] for n in ("rows", "held", "size", "right")})
+    """Few units make a narrow figure, whose legend takes more lines, the diamond of who is below
+    the promise included.
+    """
+    few = dataclasses.replace(
+        FOUND,
+        units=UNITS[-units:],
+        **{n: getattr(FOUND, n)[-units:] for n in ("rows", "held", "size", "right")},
+    )
     figure = plots.coverage(few)
     figure.canvas.draw()
     (legend,) = figure.legends
@@ -65,7 +82,9 @@ def test_the_legend_lies_within_the_picture(units: int):
 
 
 def test_widths_without_end_are_hatched():
-    """Of a client that gets everything there is no bar of infinite height, but one to the top that looks different."""
+    """Of a client that gets everything there is no bar of infinite height, but one to the top that
+    looks different.
+    """
     numbers = dataclasses.replace(FOUND, right=None, size=np.array([2.0, np.nan, np.inf, 3.0]))
     figure = plots.coverage(numbers)
     (lower,) = [ax for ax in figure.axes if ax.get_label() == "size"]
@@ -93,12 +112,17 @@ def test_nothing_to_show():
 def test_evidence_is_drawn_from_one():
     """After every row, with the height at which it is raised, and a mark where it first was."""
     rng = np.random.default_rng(0)
-    strange, usual = Alarm(rng.normal(size=50)).see(rng.normal(size=40) + 2), Alarm(rng.normal(size=50), client=1).see(rng.normal(size=60))
+    strange, usual = (
+        Alarm(rng.normal(size=50)).see(rng.normal(size=40) + 2),
+        Alarm(rng.normal(size=50), client=1).see(rng.normal(size=60)),
+    )
     mine = Figure().add_subplot()
     ax = plots.evidence({"strange": strange, "usual": usual}, ax=mine, title="t")
     assert ax is mine
     lines = {str(line.get_label()): line for line in ax.lines}
-    np.testing.assert_allclose(lines["usual"].get_ydata(), np.clip([1.0, *usual.history], 1e-3, 1e9))
+    np.testing.assert_allclose(
+        lines["usual"].get_ydata(), np.clip([1.0, *usual.history], 1e-3, 1e9)
+    )
     assert list(lines["_raised at 20"].get_ydata()) == [20, 20]
     assert "raised at 20" in [text.get_text() for text in ax.texts]
     assert "1e9 or more" not in [text.get_text() for text in ax.texts]
@@ -108,7 +132,10 @@ def test_evidence_is_drawn_from_one():
     ax.figure.canvas.draw()
     plots.evidence(strange).figure.canvas.draw()
     assert plots.evidence(Merged(["a", "b"]).see({"a": 3.0})).get_xlabel() == "reports"
-    assert plots.evidence({"a": strange, "b": Merged(["a"]).see({"a": 3.0})}).get_xlabel() == "rows seen or reports"
+    assert (
+        plots.evidence({"a": strange, "b": Merged(["a"]).see({"a": 3.0})}).get_xlabel()
+        == "rows seen or reports"
+    )
     long = plots.evidence(Alarm(np.zeros(50)).see(np.arange(1.0, 200.0)))
     assert "1e9 or more" in [text.get_text() for text in long.texts]
     (above,) = [line for line in long.lines if line.get_gid() == "above"]

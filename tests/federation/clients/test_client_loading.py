@@ -24,7 +24,9 @@ def short(clients: FederatedData) -> Result:
 
 @pytest.mark.parametrize("months", [("a-january", "b-february"), ("b-january", "a-february")])
 def test_the_model_written_last_is_taken(months: tuple[str, str], short: Result, tmp_path: Path):
-    """Whatever the names of the experiments, and however the files' own times were changed by copying."""
+    """Whatever the names of the experiments, and however the files' own times were changed by
+    copying.
+    """
     first, last = (tmp_path / "states" / month / "client-0" for month in months)
     short.client(0).save(first)
     replace(short, round=2).client(0).save(last)
@@ -48,15 +50,26 @@ def test_the_time_is_no_part_of_the_model(short: Result, tmp_path: Path):
 
 def test_a_file_is_no_folder(short: Result, tmp_path: Path):
     short.client(0).save(tmp_path / "zurich")
-    with pytest.raises(CheckpointError, match=r"client\.safetensors' is a file; pass the folder that holds it, '.*zurich'$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"client\.safetensors' is a file; pass the folder that holds it, '.*zurich'$",
+    ):
         bf.load_client(tmp_path / "zurich" / files.CLIENT_FILE, short.algorithm)
 
 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (("Bern", "Chur", "bern"), r"'Bern' \(client 0\) and 'bern' \(client 2\) are the same one where case does not count; save single"),
-        (("Bern", "Chur", "Chur"), r"'Chur' \(client 1\) and 'Chur' \(client 2\) are the same one; save single clients by result\.client"),
+        (
+            ("Bern", "Chur", "bern"),
+            r"'Bern' \(client 0\) and 'bern' \(client 2\) are the same one where case does not "
+            r"count; save single",
+        ),
+        (
+            ("Bern", "Chur", "Chur"),
+            r"'Chur' \(client 1\) and 'Chur' \(client 2\) are the same one; save single clients "
+            r"by result\.client",
+        ),
         (("Bern", "..", "a"), r"'\.\.' cannot be one; save"),
         (("Bern", "a/b", "a"), r"'a/b' cannot be one; save"),
     ],

@@ -32,24 +32,36 @@ def breaking(model: nn.Module, clients: FederatedData) -> bf.Algorithm:
 
 
 @pytest.mark.parametrize("kernel", ["layers", "live", "reference"])
-def test_training_that_leaves_the_numbers(kernel: Any, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
-    """It stops a plain run; skipped, its client is left out, and the others of its chunk are as they were."""
+def test_training_that_leaves_the_numbers(
+    kernel: Any, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch
+):
+    """It stops a plain run; skipped, its client is left out, and the others of its chunk are as
+    they were.
+    """
     algorithm = breaking(model, clients)
     with pytest.raises(bf.DivergenceError, match="client 2"):
         run(algorithm, clients)
-    result = run(algorithm, clients, admission=bf.Admission("skip"), engine=bf.Engine(kernel, chunk=3))
+    result = run(
+        algorithm, clients, admission=bf.Admission("skip"), engine=bf.Engine(kernel, chunk=3)
+    )
     assert result.history["rejected"].tolist() == [1, 1, 1]
     plain = bf.algorithms.fedper(model, epochs=1, batch_size=10)
     for round in range(3):
         without(2, round, monkeypatch)
-    healthy = run(replace(plain, phases=(*plain.phases, *plain.phases)), clients, engine=bf.Engine(kernel, chunk=3))
+    healthy = run(
+        replace(plain, phases=(*plain.phases, *plain.phases)),
+        clients,
+        engine=bf.Engine(kernel, chunk=3),
+    )
     assert_close(result.private, healthy.private, atol=1e-12, rtol=0)
     assert_close(result.server, healthy.server, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "live", "layers", "vmap"])
 def test_counters_and_masks_are_kept(clients, model, kernel, tmp_path):
-    """Private and server state of whole numbers and truth values goes through rounds, checks, saving and adapting as it is."""
+    """Private and server state of whole numbers and truth values goes through rounds, checks,
+    saving and adapting as it is.
+    """
 
     def count(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
         return view | {"rounds_in": view["rounds_in"] + 1, "mask": ~view["mask"]}
@@ -58,12 +70,23 @@ def test_counters_and_masks_are_kept(clients, model, kernel, tmp_path):
     made = replace(
         plain,
         phases=(Once(count), *plain.phases),
-        server=lambda blocks, jobs: {"seen": torch.zeros(jobs, dtype=torch.int64), "on": torch.tensor(True)},
+        server=lambda blocks, jobs: {
+            "seen": torch.zeros(jobs, dtype=torch.int64),
+            "on": torch.tensor(True),
+        },
         private={"rounds_in": torch.tensor(0), "mask": torch.tensor([True, False])},
         reports={"rounds_in": torch.tensor(0)},
-        combine=lambda server, ids, uplink: {"seen": server["seen"].index_add(0, ids, torch.ones_like(ids)), "on": ~server["on"]},
+        combine=lambda server, ids, uplink: {
+            "seen": server["seen"].index_add(0, ids, torch.ones_like(ids)),
+            "on": ~server["on"],
+        },
     )
-    options = {"participation": 0.5, "evaluate_every": None, "progress": False, "engine": bf.Engine(kernel, chunk=2, workers=1)}
+    options = {
+        "participation": 0.5,
+        "evaluate_every": None,
+        "progress": False,
+        "engine": bf.Engine(kernel, chunk=2, workers=1),
+    }
     run = bf.simulate(made, clients, rounds=3, **options)
     chosen = np.bincount(np.concatenate([run.settings.cohort(7, r) for r in range(3)]), minlength=7)
     assert run.server["seen"].tolist() == run.private["rounds_in"].tolist() == chosen.tolist()
@@ -78,25 +101,37 @@ def test_counters_and_masks_are_kept(clients, model, kernel, tmp_path):
 
 
 def test_a_fine_tuning_that_leaves_the_numbers(clients, model, caplog, tmp_path):
-    """It stops a plain run, which gives back its last round; where bad clients are skipped its client predicts without it, later too."""
+    """It stops a plain run, which gives back its last round; where bad clients are skipped its
+    client predicts without it, later too.
+    """
     algorithm = burst_by_fine_tuning(model)
-    with pytest.raises(bf.DivergenceError, match=r"client 2 .*fine-tuning phase 0 \(Once\) of round 1") as raised:
+    with pytest.raises(
+        bf.DivergenceError, match=r"client 2 .*fine-tuning phase 0 \(Once\) of round 1"
+    ) as raised:
         bf.simulate(algorithm, clients, rounds=2, progress=False)
     assert (raised.value.result.round, len(raised.value.result.history)) == (1, 1)
     caplog.clear()
-    found = bf.simulate(algorithm, clients, rounds=1, progress=False, admission=bf.Admission("skip"))
+    found = bf.simulate(
+        algorithm, clients, rounds=1, progress=False, admission=bf.Admission("skip")
+    )
     assert re.search(r"fine-tuning .*client 2 .*not finite", caplog.text)
     assert np.isfinite(found.history["personal_nll"]).all()
     found.save(tmp_path / "run")
     for result in (found, bf.load(tmp_path / "run", algorithm, clients)):
-        assert result.predict().summary(clients.test)["nll"] == pytest.approx(found.history.rows[0]["personal_nll"], abs=1e-12)
-    strict = bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, progress=False, resume=found)
+        assert result.predict().summary(clients.test)["nll"] == pytest.approx(
+            found.history.rows[0]["personal_nll"], abs=1e-12
+        )
+    strict = bf.simulate(
+        algorithm, clients, rounds=2, evaluate_every=None, progress=False, resume=found
+    )
     with pytest.raises(bf.DivergenceError, match="client 2"):
         strict.predict()
 
 
 def test_bytes_down(clients, model):
-    """What a client receives in a round: shared blocks, what is addressed to it and what the method adds; not what never changes."""
+    """What a client receives in a round: shared blocks, what is addressed to it and what the method
+    adds; not what never changes.
+    """
     body, head = (sum(p.numel() for p in part.parameters()) for part in (model.body, model.head))
     for made, numbers in (
         (bf.algorithms.fedavg(model), body + head),
@@ -105,26 +140,47 @@ def test_bytes_down(clients, model):
         (bf.algorithms.lg_fedavg(model), head),
         (bf.algorithms.ditto(model), body + head),
         (bf.algorithms.local(model), 0),
-        (bf.algorithms.pfedvem(model, head_epochs=1, body_epochs=1), body + head + 1),  # the pooled scale; its share stays up there
+        (
+            bf.algorithms.pfedvem(model, head_epochs=1, body_epochs=1),
+            body + head + 1,
+        ),  # the pooled scale; its share stays up there
         (one_head_each(model), body + 2 * head),
     ):
         for dtype, size in ((torch.float32, 4), (torch.float64, 8)):
-            options = {"participation": 0.5, "train": "cohort", "sampling": "fixed", "evaluate_every": None, "progress": False}
+            options = {
+                "participation": 0.5,
+                "train": "cohort",
+                "sampling": "fixed",
+                "evaluate_every": None,
+                "progress": False,
+            }
             history = bf.simulate(made, clients, rounds=2, dtype=dtype, **options).history
             assert history["bytes_down"].tolist() == [3 * size * numbers] * 2
-    assert history["bytes_up"].tolist() == [3 * 8 * (body + head + 1)] * 2  # the last: both blocks, one of them stacked, and a report
+    assert (
+        history["bytes_up"].tolist() == [3 * 8 * (body + head + 1)] * 2
+    )  # the last: both blocks, one of them stacked, and a report
 
 
 def test_train_nll(clients, model):
-    """The mean over the cohort of what a client's last trained phase saw, batch by batch, before each step."""
+    """The mean over the cohort of what a client's last trained phase saw, batch by batch, before
+    each step.
+    """
     options = {"rounds": 1, "evaluate_every": None, "dtype": torch.float64, "progress": False}
     net = bf.models.mlp(8, hidden=16, outputs=3).double()
 
     def losses(chosen) -> list[float]:
         with torch.no_grad():
-            return [float(nn.functional.cross_entropy(net(x.double()), y)) for x, y in map(clients.train.client, chosen)]
+            return [
+                float(nn.functional.cross_entropy(net(x.double()), y))
+                for x, y in map(clients.train.client, chosen)
+            ]
 
-    plain = bf.simulate(bf.algorithms.fedavg(model, epochs=1, batch_size=None), clients, participation=0.5, **options)
+    plain = bf.simulate(
+        bf.algorithms.fedavg(model, epochs=1, batch_size=None),
+        clients,
+        participation=0.5,
+        **options,
+    )
     assert_close(plain.history["train_nll"][0], np.mean(losses(plain.settings.cohort(7, 0))))
     # FedRep's last phase is the body's, under the head that the first one fitted.
     fedrep = bf.algorithms.fedrep(model, head_epochs=3, body_epochs=1, batch_size=None)
@@ -132,10 +188,14 @@ def test_train_nll(clients, model):
     heads = run.private["head"]["loc"]
     seen = []
     for j in range(7):
-        net.head.load_state_dict({name[5:]: leaf for name, leaf in fedrep.layout("head").leaves(heads[j]).items()})
+        net.head.load_state_dict(
+            {name[5:]: leaf for name, leaf in fedrep.layout("head").leaves(heads[j]).items()}
+        )
         seen += losses([j])
     assert_close(run.history["train_nll"][0], np.mean(seen))
-    assert np.isnan(bf.simulate(replace(plain.algorithm, phases=()), clients, **options).history["train_nll"][0])
+    assert np.isnan(
+        bf.simulate(replace(plain.algorithm, phases=()), clients, **options).history["train_nll"][0]
+    )
 
 
 def test_a_client_set_aside_predicts_from_its_start(clients, model):
@@ -143,7 +203,11 @@ def test_a_client_set_aside_predicts_from_its_start(clients, model):
 
     def burst(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
         loc = view["w"]["loc"]
-        return view | {"w": {"loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)}}
+        return view | {
+            "w": {
+                "loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)
+            }
+        }
 
     def shift(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
         return view | {"w": {"loc": view["w"]["loc"] + 1}}
@@ -151,7 +215,11 @@ def test_a_client_set_aside_predicts_from_its_start(clients, model):
     algorithm = replace(bf.algorithms.fedavg(model, epochs=1), finetune=(Once(burst), Once(shift)))
     result = bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, progress=False)
     ids, start = np.array([0, 2]), result.server["w"]["loc"]
-    done = replace(result, tolerant=True).local(clients.train).finetuned(ids, result.state.received(algorithm, ids), 1)
+    done = (
+        replace(result, tolerant=True)
+        .local(clients.train)
+        .finetuned(ids, result.state.received(algorithm, ids), 1)
+    )
     assert done.diverged.tolist() == [False, True]
     assert torch.equal(done.views["w"]["loc"][1], start)
     torch.testing.assert_close(done.views["w"]["loc"][0], start + 2)
@@ -167,8 +235,12 @@ def test_adaptation_is_never_tolerant(model: nn.Module, clients: FederatedData):
 
 
 @pytest.mark.parametrize("name", ["Genève", "2", "client 2"])
-def test_a_client_is_called_by_its_name(name: str, model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
-    """In errors and in the log, by its number too; a name that says no more than the number is left out."""
+def test_a_client_is_called_by_its_name(
+    name: str, model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture
+):
+    """In errors and in the log, by its number too; a name that says no more than the number is left
+    out.
+    """
     data = replace(clients, client_names=("a", "b", name, "d", "e", "f", "g"))
     called = "client 2 ('Genève')" if name == "Genève" else "client 2"
     with pytest.raises(bf.DivergenceError, match=re.escape(f"{called} is no longer finite")):

@@ -28,9 +28,14 @@ def test_padding(result):
 
 
 def test_the_plug_in_is_the_model_at_its_mean(result):
-    """draws=0, which is pFedVEM's own predictor: softmax at the posterior's mean, with no epistemic part."""
+    """draws=0, which is pFedVEM's own predictor: softmax at the posterior's mean, with no epistemic
+    part.
+    """
     algorithm, x = result.algorithm, result.data.test.client(2)[0]
-    view = {"body": result.server["body"], "head": {key: t[2] for key, t in result.private["head"].items()}}
+    view = {
+        "body": result.server["body"],
+        "head": {key: t[2] for key, t in result.private["head"].items()},
+    }
     expected = algorithm.outputs(algorithm.leaves(("body", "head"), view), x).softmax(-1)
     plug_in = result.predict(draws=0)
     assert_close(plug_in.probs[2], expected)
@@ -39,14 +44,28 @@ def test_the_plug_in_is_the_model_at_its_mean(result):
 
 
 def test_draws_average_probabilities(result):
-    """Many draws: the mean of softmax over the posterior, checked by draws of one's own; the epistemic part is the mutual information."""
+    """Many draws: the mean of softmax over the posterior, checked by draws of one's own; the
+    epistemic part is the mutual information.
+    """
     algorithm, x = result.algorithm, result.data.test.client(2)[0]
-    view = {"body": result.server["body"], "head": {key: t[2] for key, t in result.private["head"].items()}}
-    noise = torch.randn(4000, algorithm.layout("head").size, generator=torch.Generator().manual_seed(0))
-    probs = torch.stack([algorithm.outputs(algorithm.leaves(("body", "head"), view, {"head": e}), x).softmax(-1) for e in noise])
+    view = {
+        "body": result.server["body"],
+        "head": {key: t[2] for key, t in result.private["head"].items()},
+    }
+    noise = torch.randn(
+        4000, algorithm.layout("head").size, generator=torch.Generator().manual_seed(0)
+    )
+    probs = torch.stack(
+        [
+            algorithm.outputs(algorithm.leaves(("body", "head"), view, {"head": e}), x).softmax(-1)
+            for e in noise
+        ]
+    )
     averaged = result.predict(draws=4000).client(2)
     assert_close(averaged.probs, probs.mean(0), atol=0.03, rtol=0)
-    information = torch.special.entr(probs.mean(0)).sum(-1) - torch.special.entr(probs).sum(-1).mean(0)
+    information = torch.special.entr(probs.mean(0)).sum(-1) - torch.special.entr(probs).sum(
+        -1
+    ).mean(0)
     assert_close(averaged.epistemic, information, atol=0.03, rtol=0)
     assert bool((averaged.epistemic > 0).all())
 
@@ -56,8 +75,15 @@ def test_draws_have_addresses(result):
     few = replace(result, engine=bf.Engine("reference", chunk=2, workers=1)).predict(draws=3)
     assert_close(result.predict(draws=3).probs, few.probs, atol=1e-6, rtol=1e-5, equal_nan=True)
     train = result.data.train
-    few_rows = replace(train, index=torch.cat([train.rows(j)[:5] for j in range(len(SIZES))]), counts=np.minimum(train.counts, 5))
-    assert_close(result.predict(few_rows, draws=3).epistemic[3], result.predict(train, draws=3).epistemic[3, :5])
+    few_rows = replace(
+        train,
+        index=torch.cat([train.rows(j)[:5] for j in range(len(SIZES))]),
+        counts=np.minimum(train.counts, 5),
+    )
+    assert_close(
+        result.predict(few_rows, draws=3).epistemic[3],
+        result.predict(train, draws=3).epistemic[3, :5],
+    )
 
 
 def test_pieces_do_not_matter(result, monkeypatch):
@@ -81,11 +107,15 @@ def test_clients_without_test_examples_are_left_out(result):
 
 
 def test_finetuning_predicts_from_a_copy():
-    """FedAvg-FT's predictions are those of FedAvg followed by an epoch on each client; the state is FedAvg's."""
+    """FedAvg-FT's predictions are those of FedAvg followed by an epoch on each client; the state is
+    FedAvg's.
+    """
     clients, model = federation(), bf.models.mlp(8, hidden=8, outputs=3)
     options = {"rounds": 2, "dtype": torch.float64, "evaluate_every": None, "progress": False}
     fast = SGD(0.2, momentum=0.9)
-    method = bf.algorithms.fedavg_ft(model, batch_size=None, epochs=1, finetune_epochs=3, finetune_optimiser=fast)
+    method = bf.algorithms.fedavg_ft(
+        model, batch_size=None, epochs=1, finetune_epochs=3, finetune_optimiser=fast
+    )
     tuned = bf.simulate(method, clients, **options)
     plain = bf.simulate(bf.algorithms.fedavg(model, batch_size=None, epochs=1), clients, **options)
     assert torch.equal(tuned.server["w"]["loc"], plain.server["w"]["loc"])
@@ -113,10 +143,14 @@ def test_finetuning_runs_once_for_all_splits():
     data = bf.data.iid("digits", clients=3, validation=0.2, seed=0)
     plain = bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=10), epochs=1)
     tuned = replace(plain, finetune=(Once(watch),))
-    result = bf.simulate(tuned, data, rounds=1, engine=bf.Engine("reference", workers=1), progress=False)
+    result = bf.simulate(
+        tuned, data, rounds=1, engine=bf.Engine("reference", workers=1), progress=False
+    )
     assert len(seen) == 3
     for split, prefix in ((data.test, "personal"), (data.validation, "validation")):
-        assert_close(result.predict(split).summary(split)["nll"], result.history[f"{prefix}_nll"][-1])
+        assert_close(
+            result.predict(split).summary(split)["nll"], result.history[f"{prefix}_nll"][-1]
+        )
 
 
 def test_a_split_without_examples(result):
@@ -128,7 +162,9 @@ def test_a_split_without_examples(result):
 
 
 def test_a_server_without_the_whole_model_has_no_common_view():
-    """As what a client receives, where some blocks are addressed to single clients; a method with personal heads has none at all."""
+    """As what a client receives, where some blocks are addressed to single clients; a method with
+    personal heads has none at all.
+    """
     method = bf.algorithms.fedavg(bf.models.mlp(4, outputs=3))
     server = method.init(2, dtype=torch.float32)
     assert predict.common_view(method, server) is not None

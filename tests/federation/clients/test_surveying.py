@@ -1,4 +1,6 @@
-"""Calibration of a federation: predictions, clients, files, newcomers, secure sums, and what is refused."""
+"""Calibration of a federation: predictions, clients, files, newcomers, secure sums, and what is
+refused.
+"""
 
 import dataclasses
 import math
@@ -24,7 +26,9 @@ from tests.federation.made import run
 
 @pytest.fixture(scope="module")
 def clients() -> bf.data.FederatedData:
-    return bf.data.dirichlet("digits", clients=5, alpha=0.3, max_size=80, validation=0.2, calibration=0.25, seed=1)
+    return bf.data.dirichlet(
+        "digits", clients=5, alpha=0.3, max_size=80, validation=0.2, calibration=0.25, seed=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,9 @@ def test_predictions_are_calibrated(result: Result, served: Result, clients: bf.
     same(again.predict(), found)
 
 
-def test_files_and_clients_keep_it(served: Result, method: bf.Algorithm, clients: bf.data.FederatedData, tmp_path: Path):
+def test_files_and_clients_keep_it(
+    served: Result, method: bf.Algorithm, clients: bf.data.FederatedData, tmp_path: Path
+):
     """To the bit, in a saved run with data and without, and in a client's own file."""
     served.save(tmp_path / "run")
     found = served.predict()
@@ -75,9 +81,14 @@ def test_files_and_clients_keep_it(served: Result, method: bf.Algorithm, clients
     assert_close(one.probs, found.client(2).probs, atol=1e-6, rtol=0)
     assert torch.equal(one.sets, found.client(2).sets)  # type: ignore[arg-type]
     served.client(2).save(tmp_path / "client")
-    for model in (bf.load(tmp_path / "run", method).client(2), bf.load_client(tmp_path / "client", method)):
+    for model in (
+        bf.load(tmp_path / "run", method).client(2),
+        bf.load_client(tmp_path / "client", method),
+    ):
         same(model.predict(x), one)
-    with pytest.raises(ValueError, match="is calibrated for its full predictions, and plug_in=True makes others"):
+    with pytest.raises(
+        ValueError, match="is calibrated for its full predictions, and plug_in=True makes others"
+    ):
         served.client(2).save(tmp_path / "other", plug_in=True)
 
 
@@ -85,15 +96,26 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
     """Counts and thresholds to the bit; a temperature to the unit in which summands are rounded."""
     secure = result.calibrate(Temperature(), aggregation=SecureSum())
     assert_close(secure.steps[0].told["beta"], served.steps[0].told["beta"], atol=1e-7, rtol=0)
-    sets, plain = result.calibrate(Conformal(), aggregation=SecureSum()), result.calibrate(Conformal())
+    sets, plain = (
+        result.calibrate(Conformal(), aggregation=SecureSum()),
+        result.calibrate(Conformal()),
+    )
     assert torch.equal(sets.steps[0].told["counts"], plain.steps[0].told["counts"])
     assert torch.equal(sets.steps[0].own["threshold"], plain.steps[0].own["threshold"])
     seen: list[Any] = []
-    monkeypatch.setattr(secure_sums, "summed", lambda messages: seen.extend(messages) or summed(messages))
+    monkeypatch.setattr(
+        secure_sums, "summed", lambda messages: seen.extend(messages) or summed(messages)
+    )
     answers = {client: {"g": torch.full((3,), float(client))} for client in (4, 2, 9)}
     assert SecureSum().added(answers)["g"].tolist() == [15.0] * 3
-    assert (np.abs(np.stack(seen).view(np.int64).astype(float)) > 2**32).all()  # numbers up to 9 in units of 2^-24, below the masks
-    with pytest.raises(ValueError, match=r"client \d answers with numbers up to .*, outside SecureSum\(range=2\), .*pass range=\d+"):
+    assert (
+        np.abs(np.stack(seen).view(np.int64).astype(float)) > 2**32
+    ).all()  # numbers up to 9 in units of 2^-24, below the masks
+    with pytest.raises(
+        ValueError,
+        match=r"client \d answers with numbers up to .*, outside SecureSum\(range=2\), .*pass "
+        r"range=\d+",
+    ):
         result.calibrate(Conformal(), aggregation=SecureSum(range=2))
     with pytest.raises(TypeError, match="aggregation must be able to add the answers of a survey"):
         result.calibrate(Temperature(), aggregation="secure")
@@ -105,47 +127,72 @@ def test_a_survey_of_ones_own(result: Result, clients: bf.data.FederatedData):
     """Asks about predictions as the result makes them, calibrated or not."""
     for aggregation in (None, SecureSum()):
         told = result.survey(Share(), aggregation=aggregation)
-        assert float(told["share"]) == pytest.approx(result.predict().summary(clients.test)["pooled_accuracy"])
+        assert float(told["share"]) == pytest.approx(
+            result.predict().summary(clients.test)["pooled_accuracy"]
+        )
     skewed = result.calibrate(Bias())
-    assert float(skewed.survey(Share())["share"]) == pytest.approx(skewed.predict().summary(clients.test)["pooled_accuracy"])
+    assert float(skewed.survey(Share())["share"]) == pytest.approx(
+        skewed.predict().summary(clients.test)["pooled_accuracy"]
+    )
 
 
 def test_newcomers_settle_by_what_was_told(served: Result):
-    """With their own rows where they have such a split, without where they have none; others' parameters stay with these."""
+    """With their own rows where they have such a split, without where they have none; others'
+    parameters stay with these.
+    """
     novel = bf.data.dirichlet("digits", clients=3, alpha=0.3, max_size=40, calibration=0.5, seed=9)
     joined = served.adapt(novel)
-    assert joined.steps[0].own["temperature"].tolist() == pytest.approx([1 / float(served.steps[0].told["beta"])] * 3)
+    assert joined.steps[0].own["temperature"].tolist() == pytest.approx(
+        [1 / float(served.steps[0].told["beta"])] * 3
+    )
     assert joined.steps[1].own["bias"].abs().max() == 0
     assert joined.steps[2].own["n_scores"].flatten().tolist() == novel.calibration.counts.tolist()
     steps = [one.step for one in served.steps]
     fresh = dataclasses.replace(joined, steps=())
-    (mine,) = fresh.mine(novel.to(fresh.device, fresh.dtype).calibration, steps=[one.step for one in served.steps])
+    (mine,) = fresh.mine(
+        novel.to(fresh.device, fresh.dtype).calibration, steps=[one.step for one in served.steps]
+    )
     for one in joined.steps[:2]:
         mine = one.apply(mine)
-    assert_close(joined.steps[2].own["threshold"], steps[2].settle(served.steps[2].told, mine)["threshold"])
+    assert_close(
+        joined.steps[2].own["threshold"], steps[2].settle(served.steps[2].told, mine)["threshold"]
+    )
     assert all(joined.steps[k].told is served.steps[k].told for k in range(3))
     sets = joined.predict().sets
     assert sets is not None
     assert sets.shape[0] == 3
 
 
-def test_training_that_goes_on_forgets_it(served: Result, method: bf.Algorithm, clients: bf.data.FederatedData):
+def test_training_that_goes_on_forgets_it(
+    served: Result, method: bf.Algorithm, clients: bf.data.FederatedData
+):
     with pytest.warns(UserWarning, match="the steps are dropped; calibrate the new result"):
-        on = bf.simulate(method, clients, rounds=1, start=served, progress=False, evaluate_every=None)
+        on = bf.simulate(
+            method, clients, rounds=1, start=served, progress=False, evaluate_every=None
+        )
     assert on.steps == ()
 
 
 def test_what_is_refused(result: Result, served: Result):
     with pytest.raises(
-        ValueError, match=r"Temperature reads the split 'tuning', and the data have rows in \['train', 'test', .*name one of them"
+        ValueError,
+        match=r"Temperature reads the split 'tuning', and the data have rows in \['train', "
+        r"'test', .*name one of them",
     ):
         result.calibrate(Temperature(split="tuning"))
     with pytest.raises(TypeError, match="steps must be steps of calibration, as Temperature"):
         result.calibrate(Temperature)  # pyright: ignore[reportArgumentType]
-    for predict in (served.predict, lambda draws: served.client(0).predict(torch.zeros(1, 64), draws=draws)):
-        with pytest.raises(ValueError, match="draws=7 makes other predictions than those that were calibrated"):
+    for predict in (
+        served.predict,
+        lambda draws: served.client(0).predict(torch.zeros(1, 64), draws=draws),
+    ):
+        with pytest.raises(
+            ValueError, match="draws=7 makes other predictions than those that were calibrated"
+        ):
             predict(draws=7)
-    with pytest.warns(UserWarning, match="Bias and Conformal are fitted to the same split, 'calibration'") as caught:
+    with pytest.warns(
+        UserWarning, match="Bias and Conformal are fitted to the same split, 'calibration'"
+    ) as caught:
         result.calibrate(Bias(split="calibration"), Conformal())
     assert caught[0].filename == __file__
     own = result.calibrate(type("Own", (Temperature,), {})())
@@ -156,7 +203,11 @@ def test_what_is_refused(result: Result, served: Result):
 def test_regression_has_intervals(tmp_path: Path):
     """Beside means and variances, by which it is measured as before; of a client's file, too."""
     data = bf.data.diabetes(clients=4, calibration=0.3, seed=0)
-    method = bf.algorithms.fedavg(bf.models.mlp(10, hidden=4, outputs=1), likelihood=bf.likelihoods.Gaussian(scale=0.7), epochs=2)
+    method = bf.algorithms.fedavg(
+        bf.models.mlp(10, hidden=4, outputs=1),
+        likelihood=bf.likelihoods.Gaussian(scale=0.7),
+        epochs=2,
+    )
     plain = run(method, data, rounds=3, evaluate_every=None)
     served = plain.calibrate(Conformal(level=0.8, shrink=math.inf))
     found = served.predict()
@@ -167,21 +218,40 @@ def test_regression_has_intervals(tmp_path: Path):
     assert 0.65 < float(inside.double().mean()) < 0.95
     summary, before = found.summary(data.test), plain.predict().summary(data.test)
     assert {name: summary[name] for name in before} == before
-    each = [(found.lower[j, : mask[j].sum(), 0], found.upper[j, : mask[j].sum(), 0], y[j, mask[j]]) for j in range(4)]
-    assert summary["coverage"] == pytest.approx(np.mean([float(((lo <= t) & (t <= up)).double().mean()) for lo, up, t in each]), abs=1e-12)
-    assert summary["width"] == pytest.approx(np.mean([float((up - lo).double().mean()) for lo, up, _ in each]), abs=1e-6)
-    assert found.table(data.test)["width"][2] == pytest.approx(float((each[2][1] - each[2][0]).double().mean()), abs=1e-6)
+    each = [
+        (found.lower[j, : mask[j].sum(), 0], found.upper[j, : mask[j].sum(), 0], y[j, mask[j]])
+        for j in range(4)
+    ]
+    assert summary["coverage"] == pytest.approx(
+        np.mean([float(((lo <= t) & (t <= up)).double().mean()) for lo, up, t in each]), abs=1e-12
+    )
+    assert summary["width"] == pytest.approx(
+        np.mean([float((up - lo).double().mean()) for lo, up, _ in each]), abs=1e-6
+    )
+    assert found.table(data.test)["width"][2] == pytest.approx(
+        float((each[2][1] - each[2][0]).double().mean()), abs=1e-6
+    )
     served.client(1).save(tmp_path / "client")
     x, _ = data.test.client(1)
-    assert_close(bf.load_client(tmp_path / "client", method).predict(x).lower, found.client(1).lower)
+    assert_close(
+        bf.load_client(tmp_path / "client", method).predict(x).lower, found.client(1).lower
+    )
     assert dataclasses.replace(served, steps=()).predict().lower is None
 
 
 def test_sets_have_the_names_of_classes(tmp_path: Path):
-    """The most probable class first; of a client's file, too; numbers where classes have no names."""
+    """The most probable class first; of a client's file, too; numbers where classes have
+    no names.
+    """
     x = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
     y, names = np.abs(x).argmax(1), ["cold", "flu", "none"]
-    data = bf.data.from_arrays([x[i::3] for i in range(3)], [y[i::3] for i in range(3)], class_names=names, calibration=0.3, seed=0)
+    data = bf.data.from_arrays(
+        [x[i::3] for i in range(3)],
+        [y[i::3] for i in range(3)],
+        class_names=names,
+        calibration=0.3,
+        seed=0,
+    )
     method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=8, outputs=3), epochs=2)
     served = run(method, data, rounds=3, evaluate_every=None).calibrate(Conformal(level=0.8))
     found = served.predict()
@@ -189,7 +259,10 @@ def test_sets_have_the_names_of_classes(tmp_path: Path):
     assert [len(rows) for rows in named] == data.test.counts.tolist()
     for i, row in enumerate(named[1]):
         assert set(row) == {data.class_names[c] for c in range(3) if found.sets[1, i, c]}
-        assert not row or row[0] == data.class_names[int((found.probs[1, i] * found.sets[1, i]).argmax())]
+        assert (
+            not row
+            or row[0] == data.class_names[int((found.probs[1, i] * found.sets[1, i]).argmax())]
+        )
     assert len({row for rows in named for row in rows}) > 3
     served.client(1).save(tmp_path)
     assert bf.load_client(tmp_path, method).predict(data.test.client(1)[0]).named_sets() == named[1]
@@ -201,29 +274,45 @@ def test_sets_have_the_names_of_classes(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def personal() -> tuple[Any, Any]:
-    """FedAvg with fine-tuning at a rate that is too high for some clients, at which the global model is better."""
-    data = bf.data.dirichlet("digits", clients=5, alpha=0.5, validation=0.4, calibration=0.2, seed=0)
+    """FedAvg with fine-tuning at a rate that is too high for some clients, at which the global
+    model is better.
+    """
+    data = bf.data.dirichlet(
+        "digits", clients=5, alpha=0.5, validation=0.4, calibration=0.2, seed=0
+    )
     model = bf.models.mlp(data.inputs, hidden=16, outputs=10)
     slow, fast = (SGD(rate, momentum=0.9) for rate in (0.03, 0.1))
-    method = bf.algorithms.fedavg_ft(model, epochs=5, batch_size=10, optimiser=slow, finetune_epochs=5, finetune_optimiser=fast)
+    method = bf.algorithms.fedavg_ft(
+        model, epochs=5, batch_size=10, optimiser=slow, finetune_epochs=5, finetune_optimiser=fast
+    )
     return data, run(method, data, rounds=5, evaluate_every=None)
 
 
 def test_clients_choose_between_two_models(personal: tuple[Any, Any], tmp_path: Path):
-    """Those that take the server's predict as it does; so do saved runs, files, and newcomers by their own rows."""
+    """Those that take the server's predict as it does; so do saved runs, files, and newcomers by
+    their own rows.
+    """
     data, plain = personal
     chosen = plain.calibrate(Choice(), Temperature(), Conformal(shrink=5.0))
     takes = chosen.steps[0].own["shared"]
     assert takes.any()
     assert not takes.all()
     alone = dataclasses.replace(chosen, steps=chosen.steps[:1]).predict()
-    shared = torch.stack([plain.model()(data.test.client(j)[0][:5].double()).softmax(-1) for j in range(5)])
+    shared = torch.stack(
+        [plain.model()(data.test.client(j)[0][:5].double()).softmax(-1) for j in range(5)]
+    )
     own = plain.predict()
     for j in range(5):
-        assert_close(alone.probs[j, :5], shared[j] if takes[j] else own.probs[j, :5], atol=1e-6, rtol=1e-5)
+        assert_close(
+            alone.probs[j, :5], shared[j] if takes[j] else own.probs[j, :5], atol=1e-6, rtol=1e-5
+        )
     found = chosen.predict()
     chosen.save(tmp_path / "run")
-    assert_close(bf.load(tmp_path / "run", plain.algorithm, data).predict().probs, found.probs, equal_nan=True)
+    assert_close(
+        bf.load(tmp_path / "run", plain.algorithm, data).predict().probs,
+        found.probs,
+        equal_nan=True,
+    )
     for j in (int(takes.nonzero()[0]), int((~takes).nonzero()[0])):
         chosen.client(j).save(tmp_path / str(j))
         model = bf.load_client(tmp_path / str(j), plain.algorithm)
@@ -244,19 +333,34 @@ def test_a_choice_comes_first_and_needs_two_models(personal: tuple[Any, Any]):
         plain.calibrate(Temperature()).calibrate(Choice())
     with pytest.warns(UserWarning, match="Choice and Conformal are fitted to the same split"):
         plain.calibrate(Choice(split="calibration"), Conformal())
-    common = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=10)), data, rounds=1, evaluate_every=None)
+    common = run(
+        bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=10)),
+        data,
+        rounds=1,
+        evaluate_every=None,
+    )
     with pytest.raises(ValueError, match="all clients predict with the server's"):
         common.calibrate(Choice())
-    own_head = run(bf.algorithms.fedper(bf.models.mlp(data.inputs, outputs=10)), data, rounds=1, evaluate_every=None)
+    own_head = run(
+        bf.algorithms.fedper(bf.models.mlp(data.inputs, outputs=10)),
+        data,
+        rounds=1,
+        evaluate_every=None,
+    )
     with pytest.raises(ValueError, match="no whole model on the server"):
         own_head.calibrate(Choice())
 
 
 def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
-    """A step that changes probabilities would leave sets of others; a second Conformal would replace the first's sets."""
+    """A step that changes probabilities would leave sets of others; a second Conformal would
+    replace the first's sets.
+    """
     _, plain = personal
     served = plain.calibrate(Temperature(), Conformal())
-    for wrong, words in (([Temperature()], "give them one by one"), (Counting("client", ()), "it is a survey without `apply`")):
+    for wrong, words in (
+        ([Temperature()], "give them one by one"),
+        (Counting("client", ()), "it is a survey without `apply`"),
+    ):
         with pytest.raises(TypeError, match=words):
             plain.calibrate(wrong)
     with pytest.raises(ValueError, match="Bias must come before Conformal"):
@@ -269,7 +373,9 @@ def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
 
 
 def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
-    """`answered` and its accuracy by client are those of a loop; a client's file answers the same rows."""
+    """`answered` and its accuracy by client are those of a loop; a client's file answers the same
+    rows.
+    """
     data, plain = personal
     served = plain.calibrate(Temperature(), Abstention(risk=0.06, delta=0.2))
     found = served.predict()
@@ -283,20 +389,30 @@ def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
         assert table["answered"][j] == pytest.approx(float(given.answered.double().mean()))
         assert table["answered_accuracy"][j] == pytest.approx(float(right.double().mean()))
         served.client(j).save(tmp_path / str(j))
-        assert torch.equal(bf.load_client(tmp_path / str(j), plain.algorithm).predict(x).answered, given.answered)
+        assert torch.equal(
+            bf.load_client(tmp_path / str(j), plain.algorithm).predict(x).answered, given.answered
+        )
     summary = found.summary(data.test)
     assert 0.2 < summary["answered"] < 1
     assert summary["answered_accuracy"] > summary["accuracy"]
     audit = served.audit()
     np.testing.assert_allclose(audit.columns()["answered"], table["answered"], rtol=1e-12)
-    np.testing.assert_allclose(audit.columns()["answered_accuracy"], table["answered_accuracy"], rtol=1e-12)
+    np.testing.assert_allclose(
+        audit.columns()["answered_accuracy"], table["answered_accuracy"], rtol=1e-12
+    )
     assert audit.risk == 0.06
     assert audit.answered is not None
     assert audit.answered_right is not None
-    assert summary["pooled_answered"] == pytest.approx(audit.answered.sum() / audit.rows.sum(), rel=1e-12)
-    assert summary["pooled_answered_accuracy"] == pytest.approx(audit.answered_right.sum() / audit.answered.sum(), rel=1e-12)
+    assert summary["pooled_answered"] == pytest.approx(
+        audit.answered.sum() / audit.rows.sum(), rel=1e-12
+    )
+    assert summary["pooled_answered_accuracy"] == pytest.approx(
+        audit.answered_right.sum() / audit.answered.sum(), rel=1e-12
+    )
     assert summary["pooled_answered"] != pytest.approx(summary["answered"], rel=1e-6)
-    secure = plain.calibrate(Temperature(), Abstention(risk=0.06, delta=0.2), aggregation=SecureSum())
+    secure = plain.calibrate(
+        Temperature(), Abstention(risk=0.06, delta=0.2), aggregation=SecureSum()
+    )
     assert secure.steps[1].told["threshold"] == served.steps[1].told["threshold"]
     with pytest.warns(UserWarning, match="Bias and Abstention are fitted to the same split"):
         plain.calibrate(Bias(split="calibration"), Abstention(risk=0.3, delta=0.3))

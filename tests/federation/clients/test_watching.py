@@ -1,4 +1,6 @@
-"""Audits and alarms of a calibrated federation: whose rows they read, also under secure sums, from files and without labels."""
+"""Audits and alarms of a calibrated federation: whose rows they read, also under secure sums, from
+files and without labels.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -28,7 +30,12 @@ def federation(**options: Any) -> FederatedData:
     x = np.random.default_rng(0).normal(size=(900, 3)).astype(np.float32)
     y = np.abs(x).argmax(1)
     return bf.data.from_arrays(
-        [x[i::3] for i in range(3)], [y[i::3] for i in range(3)], class_names=NAMES, calibration=0.2, validation=0.2, **options
+        [x[i::3] for i in range(3)],
+        [y[i::3] for i in range(3)],
+        class_names=NAMES,
+        calibration=0.2,
+        validation=0.2,
+        **options,
     )
 
 
@@ -39,12 +46,18 @@ def data() -> FederatedData:
 
 @pytest.fixture(scope="module")
 def served(data: FederatedData) -> Result:
-    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=16, outputs=3), epochs=5, optimiser=SGD(0.3, momentum=0.9))
-    return run(method, data, rounds=10, evaluate_every=None).calibrate(Temperature(), Bias(), Conformal(level=0.8, score="aps"))
+    method = bf.algorithms.fedavg(
+        bf.models.mlp(3, hidden=16, outputs=3), epochs=5, optimiser=SGD(0.3, momentum=0.9)
+    )
+    return run(method, data, rounds=10, evaluate_every=None).calibrate(
+        Temperature(), Bias(), Conformal(level=0.8, score="aps")
+    )
 
 
 def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
-    """Coverage and accuracy by client are the table's; the same under secure sums; labels by their names; groups by function or list."""
+    """Coverage and accuracy by client are the table's; the same under secure sums; labels by their
+    names; groups by function or list.
+    """
     table, found = served.predict().table(data.test), served.audit()
     np.testing.assert_allclose(found.columns()["coverage"], table["coverage"], rtol=1e-12)
     np.testing.assert_allclose(found.columns()["size"], table["set_size"], rtol=1e-12)
@@ -57,7 +70,10 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
     assert secure.table() == served.audit(by="label").table()
     assert secure.rows.tolist() == torch.bincount(data.test.y[data.test.index]).tolist()
     groups = [["high" if v > 0 else "low" for v in data.test.client(j)[0][:, 0]] for j in range(3)]
-    by_list, by_function = served.audit(groups=groups), served.audit(groups=lambda x: np.where(x[:, 0] > 0, "high", "low"))
+    by_list, by_function = (
+        served.audit(groups=groups),
+        served.audit(groups=lambda x: np.where(x[:, 0] > 0, "high", "low")),
+    )
     assert by_list.table() == by_function.table()
     assert by_list.units == ("high", "low")
     assert by_list.rows.sum() == found.rows.sum()
@@ -81,8 +97,12 @@ def test_audits_that_do_not_fit(options: dict[str, Any], words: str, served: Res
         served.audit(**options)
 
 
-def test_an_alarm_compares_with_the_clients_calibration_rows(served: Result, data: FederatedData, tmp_path: Path):
-    """Scores of new rows are those of calibration rows; a client's file gives the same alarm; labels may be names."""
+def test_an_alarm_compares_with_the_clients_calibration_rows(
+    served: Result, data: FederatedData, tmp_path: Path
+):
+    """Scores of new rows are those of calibration rows; a client's file gives the same alarm;
+    labels may be names.
+    """
     model = served.client(1)
     x, y = data.splits["calibration"].client(1)
     kept = served.steps[2].own["scores"][1]
@@ -90,10 +110,21 @@ def test_an_alarm_compares_with_the_clients_calibration_rows(served: Result, dat
     assert kept.isfinite().sum() == data.splits["calibration"].counts[1]
     x, y = data.test.client(1)
     scores = model.scores(x, y)
-    expected = Alarm(kept[kept.isfinite()].numpy(), alpha=1 - 0.8, delta=0.1, client=1, round=10, seed=served.settings.seed).see(scores)
+    expected = Alarm(
+        kept[kept.isfinite()].numpy(),
+        alpha=1 - 0.8,
+        delta=0.1,
+        client=1,
+        round=10,
+        seed=served.settings.seed,
+    ).see(scores)
     model.save(tmp_path)
     loaded = bf.load_client(tmp_path, served.algorithm)
-    for watch in (model.alarm(delta=0.1), served.alarm(data.client_names[1], delta=0.1), loaded.alarm(delta=0.1)):
+    for watch in (
+        model.alarm(delta=0.1),
+        served.alarm(data.client_names[1], delta=0.1),
+        loaded.alarm(delta=0.1),
+    ):
         assert np.array_equal(watch.see(scores).history, expected.history)
     np.testing.assert_array_equal(loaded.scores(x, [NAMES[c] for c in y]), scores)
     assert not expected.raised
@@ -101,11 +132,15 @@ def test_an_alarm_compares_with_the_clients_calibration_rows(served: Result, dat
 
 
 def test_a_row_alone_has_the_score_that_it_has_among_others(served: Result, data: FederatedData):
-    """To the bit, as scores of classes are rounded: where a model is sure, floating-point error would otherwise decide who is stranger."""
+    """To the bit, as scores of classes are rounded: where a model is sure, floating-point error
+    would otherwise decide who is stranger.
+    """
     model = served.client(2)
     x, y = data.test.client(2)
     together = model.scores(x, y)
-    assert [float(model.scores(x[i : i + 1], y[i : i + 1])[0]) for i in range(20)] == together[:20].tolist()
+    assert [float(model.scores(x[i : i + 1], y[i : i + 1])[0]) for i in range(20)] == together[
+        :20
+    ].tolist()
     assert (together == together.round(6)).all()
     assert len(np.unique(together)) > 10
 
@@ -113,7 +148,11 @@ def test_a_row_alone_has_the_score_that_it_has_among_others(served: Result, data
 @pytest.mark.parametrize("score", ["aps", "raps"])
 def test_sets_of_rows_one_by_one(score: Any, served: Result, data: FederatedData):
     """Each row draws its own u: alone it has the set that it has among others."""
-    model = dataclasses.replace(served, steps=()).calibrate(Conformal(level=0.8, score=score, shrink=0.0)).client(0)
+    model = (
+        dataclasses.replace(served, steps=())
+        .calibrate(Conformal(level=0.8, score=score, shrink=0.0))
+        .client(0)
+    )
     x, y = data.test.client(0)
     together = model.predict(x).sets
     alone = torch.cat([model.predict(x[i : i + 1]).sets for i in range(len(x))])
@@ -121,7 +160,9 @@ def test_sets_of_rows_one_by_one(score: Any, served: Result, data: FederatedData
     assert 0.7 < float(together.gather(1, y[:, None]).double().mean()) < 0.95
 
 
-def test_scores_of_another_kind_or_model_are_refused(served: Result, data: FederatedData, tmp_path: Path):
+def test_scores_of_another_kind_or_model_are_refused(
+    served: Result, data: FederatedData, tmp_path: Path
+):
     """By alarms that were loaded, too; plain numbers are taken."""
     x, y = data.test.client(0)
     model, other = served.client(0), served.client(1)
@@ -131,16 +172,26 @@ def test_scores_of_another_kind_or_model_are_refused(served: Result, data: Feder
             watch.see(other.scores(x, y))
         for changed in (Conformal(level=0.8), Conformal(level=0.7, score="aps")):
             again = dataclasses.replace(served, steps=()).calibrate(changed)
-            with pytest.raises(ValueError, match=r"scores are of labels by 'client 0' .* calibration [0-9a-f]{8}, and this alarm watches"):
+            with pytest.raises(
+                ValueError,
+                match=r"scores are of labels by 'client 0' .* calibration [0-9a-f]{8}, and this "
+                r"alarm watches",
+            ):
                 watch.see(again.client(0).scores(x, y))
-        for foreign in (other.scores(x, y)[0], next(iter(other.scores(x, y))), 2 * other.scores(x, y)[1:2]):
+        for foreign in (
+            other.scores(x, y)[0],
+            next(iter(other.scores(x, y))),
+            2 * other.scores(x, y)[1:2],
+        ):
             with pytest.raises(ValueError, match="this alarm watches"):
                 watch.see(foreign)
         one_by_one = model.alarm()
         for one in model.scores(x, y):
             one_by_one.see(one)
         assert np.array_equal(one_by_one.history, model.alarm().see(model.scores(x, y)).history)
-        assert len(watch.see(model.scores(x, y)[:3]).see(np.asarray(model.scores(x, y)).tolist()).p) == 3 + len(x)
+        assert len(
+            watch.see(model.scores(x, y)[:3]).see(np.asarray(model.scores(x, y)).tolist()).p
+        ) == 3 + len(x)
 
 
 def test_one_row_that_is_not_finite_stays_one(served: Result, data: FederatedData):
@@ -148,30 +199,40 @@ def test_one_row_that_is_not_finite_stays_one(served: Result, data: FederatedDat
     (mine,) = served.mine(data.to(dtype=torch.float64).test)
     probs = mine.predictions.probs.clone()
     probs[1, 2, 0] = torch.nan
-    broken = dataclasses.replace(mine, predictions=dataclasses.replace(mine.predictions, probs=probs))
+    broken = dataclasses.replace(
+        mine, predictions=dataclasses.replace(mine.predictions, probs=probs)
+    )
     found, whole = (applied(served.steps, one).predictions for one in (broken, mine))
     assert found.probs[1, 2].isnan().all()
     assert not found.sets[1, 2].any()
     assert torch.equal(found.sets[1, 3:], whole.sets[1, 3:])
     assert torch.equal(found.sets[[0, 2]], whole.sets[[0, 2]])
     for step in (Temperature(), Bias(), Conformal()):
-        with pytest.raises(ValueError, match="rows are not finite, the first of row 2 of 'client 1'"):
+        with pytest.raises(
+            ValueError, match="rows are not finite, the first of row 2 of 'client 1'"
+        ):
             fit(step, broken, Outputs("classification", 3))
 
 
 def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData, tmp_path: Path):
-    """Another predictor or number of draws is refused, with the remedy, after saving, too; the method's own number of draws is not."""
+    """Another predictor or number of draws is refused, with the remedy, after saving, too; the
+    method's own number of draws is not.
+    """
     other = dataclasses.replace(served, algorithm=dataclasses.replace(served.algorithm, draws=3))
     other.save(tmp_path)
     loaded = bf.load(tmp_path, other.algorithm, data)
     model = served.client(0)
     x, y = data.test.client(0)
-    with pytest.raises(ValueError, match="is calibrated for its full predictions, and plug_in=True makes others"):
+    with pytest.raises(
+        ValueError, match="is calibrated for its full predictions, and plug_in=True makes others"
+    ):
         dataclasses.replace(model, plug_in=True).scores(x, y)
     model.save(tmp_path / "client")
     for read in (
         lambda: dataclasses.replace(model, algorithm=other.algorithm).predict(x),
-        lambda: dataclasses.replace(bf.load_client(tmp_path / "client", served.algorithm), algorithm=other.algorithm).predict(x),
+        lambda: dataclasses.replace(
+            bf.load_client(tmp_path / "client", served.algorithm), algorithm=other.algorithm
+        ).predict(x),
         other.predict,
         loaded.predict,
         loaded.audit,
@@ -182,7 +243,9 @@ def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData,
         with pytest.raises(ValueError, match="fitted to another way of predicting"):
             read()
     served.save(tmp_path)
-    assert torch.equal(bf.load(tmp_path, served.algorithm, data).predict().sets, served.predict().sets)
+    assert torch.equal(
+        bf.load(tmp_path, served.algorithm, data).predict().sets, served.predict().sets
+    )
     assert torch.equal(served.predict(draws=served.algorithm.draws).sets, served.predict().sets)
 
 
@@ -197,29 +260,47 @@ def test_splits_that_were_used(served: Result):
 
 
 def test_scores_of_an_early_conformal_step(data: FederatedData, served: Result):
-    """Scores are of the predictions to which sets were fitted, after the steps before and none behind."""
+    """Scores are of the predictions to which sets were fitted, after the steps before and none
+    behind.
+    """
     plain = dataclasses.replace(served, steps=())
     early = plain.calibrate(Conformal())
     x, y = data.test.client(0)
     probs = plain.client(0).predict(x).probs
-    np.testing.assert_allclose(early.client(0).scores(x, y), 1 - probs.gather(1, y[:, None])[:, 0].double().numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        early.client(0).scores(x, y),
+        1 - probs.gather(1, y[:, None])[:, 0].double().numpy(),
+        atol=1e-6,
+    )
 
 
 def test_without_labels_by_epistemic_uncertainty(data: FederatedData):
-    """Rows far from the training data raise it, others do not; a method of one set of weights has none."""
-    method = bf.algorithms.fedper(bf.models.mlp(3, hidden=8, outputs=3), epochs=3, optimiser=SGD(0.1, momentum=0.9))
+    """Rows far from the training data raise it, others do not; a method of one set of weights has
+    none.
+    """
+    method = bf.algorithms.fedper(
+        bf.models.mlp(3, hidden=8, outputs=3), epochs=3, optimiser=SGD(0.1, momentum=0.9)
+    )
     method = dataclasses.replace(method, predictor=LinearisedLaplace(precision=1.0))
     model = run(method, data, rounds=3, evaluate_every=None).calibrate(Conformal()).client(0)
     x, _ = data.test.client(0)
-    np.testing.assert_allclose(model.scores(x), model.predict(x).epistemic.double().numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        model.scores(x), model.predict(x).epistemic.double().numpy(), atol=1e-6
+    )
     assert not model.alarm(score="epistemic").see(model.scores(x)).raised
     assert model.alarm(score="epistemic").see(model.scores(6 * x)).raised
 
 
 def test_noise_by_a_rows_place_cannot_be_watched(data: FederatedData):
-    """A row alone would have the noise of the first, so that new rows would differ from calibration rows in any case."""
-    method = bf.algorithms.fedper(bf.models.mlp(3, hidden=8, outputs=3), epochs=3, optimiser=SGD(0.1, momentum=0.9))
-    method = dataclasses.replace(method, predictor=LinearisedLaplace(precision=1.0, link="draws"), draws=3)
+    """A row alone would have the noise of the first, so that new rows would differ from calibration
+    rows in any case.
+    """
+    method = bf.algorithms.fedper(
+        bf.models.mlp(3, hidden=8, outputs=3), epochs=3, optimiser=SGD(0.1, momentum=0.9)
+    )
+    method = dataclasses.replace(
+        method, predictor=LinearisedLaplace(precision=1.0, link="draws"), draws=3
+    )
     model = run(method, data, rounds=1, evaluate_every=None).calibrate(Conformal()).client(0)
     x, y = data.test.client(0)
     for make in (model.alarm, lambda: model.scores(x, y)):
@@ -228,7 +309,9 @@ def test_noise_by_a_rows_place_cannot_be_watched(data: FederatedData):
 
 
 def test_classes_named_by_other_numbers():
-    """Numbers that may be names or places are refused; as text they are names, and tensors are of the package, by place."""
+    """Numbers that may be names or places are refused; as text they are names, and tensors are of
+    the package, by place.
+    """
     for names in (("1.0", "0.0", "none"), ("-1", "+1", "x"), ("True", "False")):
         assert _numerals(names)
     for names in (("0", "1", "other"), ("a", "b", "2"), ("False", "True")):
@@ -240,7 +323,10 @@ def test_classes_named_by_other_numbers():
     with pytest.raises(ValueError, match="y has truth values, and the classes are named by others"):
         model.scores(x, (y == 1).numpy())
     for numbers in ((y + 1).numpy(), (y + 1).tolist()):
-        with pytest.raises(ValueError, match=r"the classes are named by others, \['1', '2', '3'\]: pass these names as text"):
+        with pytest.raises(
+            ValueError,
+            match=r"the classes are named by others, \['1', '2', '3'\]: pass these names as text",
+        ):
             model.scores(x, numbers)
     np.testing.assert_array_equal(model.scores(x, (y + 1).numpy().astype(str)), model.scores(x, y))
 
@@ -260,27 +346,56 @@ def test_models_transform_rows_themselves(data: FederatedData):
 def test_groups_by_a_column(recwarn: pytest.WarningsRecorder):
     """Of a frame, in its own words and units; a column of many values asks for ranges."""
     rng = np.random.default_rng(0)
-    frame = pandas.DataFrame({"age": rng.integers(20, 80, 400), "sex": rng.choice(["f", "m"], 400), "town": ["A", "B"] * 200})
+    frame = pandas.DataFrame(
+        {
+            "age": rng.integers(20, 80, 400),
+            "sex": rng.choice(["f", "m"], 400),
+            "town": ["A", "B"] * 200,
+        }
+    )
     frame["ill"] = np.where(frame["age"] + rng.normal(0, 10, 400) > 50, "yes", "no")
     data, columns = bf.data.from_frame(frame, client="town", target="ill", calibration=0.2)
-    served = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=2)), data, rounds=2, evaluate_every=None).calibrate(Conformal())
+    served = run(
+        bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=2)),
+        data,
+        rounds=2,
+        evaluate_every=None,
+    ).calibrate(Conformal())
     found = served.audit(groups="sex")
     assert found.units == ("f", "m")
     for j, town in enumerate("AB"):
         x, _ = data.test.client(j)
         ages, sexes = columns.values(x, "age"), columns.values(x, "sex")
         own = frame[frame["town"] == town]
-        assert {*zip(ages.tolist(), sexes.tolist(), strict=True)} <= {*zip(own["age"].tolist(), own["sex"].tolist(), strict=True)}
+        assert {*zip(ages.tolist(), sexes.tolist(), strict=True)} <= {
+            *zip(own["age"].tolist(), own["sex"].tolist(), strict=True)
+        }
     assert found.rows.sum() == data.test.counts.sum()
     decades = served.audit(groups=lambda x: columns.values(x, "age") // 10 * 10)
     assert decades.units == ("20", "30", "40", "50", "60", "70")
     turned = data.transformed(lambda x: -x)
-    again = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=2)), turned, rounds=1, evaluate_every=None).calibrate(Conformal())
-    assert again.audit(groups="sex").rows.tolist() == found.rows.tolist()  # of the frame, whatever the transform makes of it
-    assert again.audit(groups=lambda x: columns.values(x, "age") // 10 * 10).rows.tolist() == decades.rows.tolist()
-    with pytest.raises(ValueError, match=r"the column 'age' has .* values at one client, too many for groups: make ranges .* // 10 \* 10"):
+    again = run(
+        bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=2)),
+        turned,
+        rounds=1,
+        evaluate_every=None,
+    ).calibrate(Conformal())
+    assert (
+        again.audit(groups="sex").rows.tolist() == found.rows.tolist()
+    )  # of the frame, whatever the transform makes of it
+    assert (
+        again.audit(groups=lambda x: columns.values(x, "age") // 10 * 10).rows.tolist()
+        == decades.rows.tolist()
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"the column 'age' has .* values at one client, too many for groups: make ranges .* "
+        r"// 10 \* 10",
+    ):
         served.audit(groups="age")
-    spoilt = frame.assign(code=np.where(rng.uniform(size=400) < 0.1, 999_999_999, rng.integers(0, 4, 400)))
+    spoilt = frame.assign(
+        code=np.where(rng.uniform(size=400) < 0.1, 999_999_999, rng.integers(0, 4, 400))
+    )
     wide, _ = bf.data.from_frame(spoilt, client="town", target="ill", calibration=0.2)
     method = bf.algorithms.fedavg(bf.models.mlp(wide.inputs, outputs=2))
     with pytest.raises(ValueError, match="the column 'code' has numbers so far apart"):
@@ -293,10 +408,16 @@ def test_alarms_that_cannot_be(served: Result, data: FederatedData):
     model = served.client(0)
     x, y = data.test.client(0)
     for make, words in (
-        (lambda: model.alarm(score="epistemic"), "no epistemic uncertainty.*predictor=bf.predictors.LinearisedLaplace"),
+        (
+            lambda: model.alarm(score="epistemic"),
+            "no epistemic uncertainty.*predictor=bf.predictors.LinearisedLaplace",
+        ),
         (lambda: model.scores(x), "no epistemic uncertainty"),
         (lambda: model.alarm(score="loss"), "score must be one of"),
-        (lambda: dataclasses.replace(model, steps=()).alarm(), r"result.calibrate\(Conformal\(\)\)"),
+        (
+            lambda: dataclasses.replace(model, steps=()).alarm(),
+            r"result.calibrate\(Conformal\(\)\)",
+        ),
         (lambda: model.scores(x, y[:3]), "y must have a label for each of"),
         (lambda: model.scores(x[:1], 1), "y must be a list or an array"),
         (lambda: model.scores(x, y + 0.5), "y must be whole numbers"),
@@ -316,7 +437,9 @@ def test_a_client_without_calibration_rows(data: FederatedData):
     kept = np.ones(len(old.index), bool)
     kept[: counts[0]] = False
     counts[0] = 0
-    splits["calibration"] = dataclasses.replace(old, index=old.index[torch.from_numpy(kept)], counts=counts)
+    splits["calibration"] = dataclasses.replace(
+        old, index=old.index[torch.from_numpy(kept)], counts=counts
+    )
     fewer = dataclasses.replace(data, splits=splits)
     method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=3))
     served = run(method, fewer, rounds=1, evaluate_every=None).calibrate(Conformal())
@@ -329,7 +452,11 @@ def test_a_client_without_calibration_rows(data: FederatedData):
 def test_numbers_have_alarms_too():
     """|y - m| / s of targets; a target shifted by three deviations raises it."""
     data = bf.data.diabetes(clients=3, calibration=0.3, seed=0)
-    method = bf.algorithms.fedavg(bf.models.mlp(10, hidden=4, outputs=1), likelihood=bf.likelihoods.Gaussian(scale=0.7), epochs=2)
+    method = bf.algorithms.fedavg(
+        bf.models.mlp(10, hidden=4, outputs=1),
+        likelihood=bf.likelihoods.Gaussian(scale=0.7),
+        epochs=2,
+    )
     model = run(method, data, rounds=3, evaluate_every=None).calibrate(Conformal()).client(2)
     x, y = data.test.client(2)
     found = model.predict(x)

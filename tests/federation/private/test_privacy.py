@@ -1,4 +1,6 @@
-"""Client-level differential privacy: the accountant against closed forms, a release against algebra, draws from the secret alone."""
+"""Client-level differential privacy: the accountant against closed forms, a release against
+algebra, draws from the secret alone.
+"""
 
 import importlib
 import math
@@ -28,7 +30,9 @@ from bayesfl.optim import SGD, Adam
 from tests.cases import CASES, Case, with_batch_norm
 from tests.federation.made import OTHER, SECRET, fedavg, privately, state
 
-simulation = importlib.import_module("bayesfl.federation.run.simulation")  # `bf.simulate` is the function
+simulation = importlib.import_module(
+    "bayesfl.federation.run.simulation"
+)  # `bf.simulate` is the function
 
 
 pytest.importorskip("dp_accounting", reason="dp-accounting is an extra")
@@ -37,10 +41,14 @@ pytest.importorskip("dp_accounting", reason="dp-accounting is an extra")
 def split(model: nn.Module) -> Algorithm:
     """FedAvg in two blocks, which are clipped together."""
     whole = bf.algorithms.fedper(model, epochs=1, batch_size=10)
-    return replace(whole, blocks={"body": bf.Block("body.*"), "head": bf.Block("head.*", keep=True)}, adapt=())
+    return replace(
+        whole, blocks={"body": bf.Block("body.*"), "head": bf.Block("head.*", keep=True)}, adapt=()
+    )
 
 
-def test_without_the_extra(model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
+def test_without_the_extra(
+    model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch
+):
     """Said before the first round, and only where there is something to account for."""
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ImportError, match=r"pip install 'bayesfl\[privacy\]'"):
@@ -49,17 +57,32 @@ def test_without_the_extra(model: nn.Module, clients: FederatedData, monkeypatch
 
 
 def release(
-    algorithm: Algorithm, clients: FederatedData, rule: ClientPrivacy, moved: dict[str, Tensor], ids: Sequence[int], **more: Any
+    algorithm: Algorithm,
+    clients: FederatedData,
+    rule: ClientPrivacy,
+    moved: dict[str, Tensor],
+    ids: Sequence[int],
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The server's vector before, and after the clients `ids` have sent it plus `moved` [J, D]; in two chunks."""
+    """The server's vector before, and after the clients `ids` have sent it plus `moved` [J, D]; in
+    two chunks.
+    """
     options = {"participation": 0.5, "round": 0, **more}
     result = privately(
-        algorithm, clients, replace(rule, noise_multiplier=0.0, secret=SECRET), rounds=1, participation=options["participation"]
+        algorithm,
+        clients,
+        replace(rule, noise_multiplier=0.0, secret=SECRET),
+        rounds=1,
+        participation=options["participation"],
     )
-    total = rule.start(result, Admission(), every=None, repeats=0).begin(result.server, options["round"], np.array(ids))
+    total = rule.start(result, Admission(), every=None, repeats=0).begin(
+        result.server, options["round"], np.array(ids)
+    )
     for part in (list(ids[:2]), list(ids[2:])):
         if part:
-            sent = {name: {"loc": result.server[name]["loc"] + t[part]} for name, t in moved.items()}
+            sent = {
+                name: {"loc": result.server[name]["loc"] + t[part]} for name, t in moved.items()
+            }
             n = torch.full((len(part),), options.get("n", 5.0))
             total.add(Replies(np.array(part), n, sent, {}, np.full(len(part), np.nan)))
     new = total.server()
@@ -69,7 +92,10 @@ def release(
 def differences(algorithm: Algorithm, scale: float = 1.0) -> dict[str, Tensor]:
     """Of seven clients, of lengths from 0.1 to 10 times `scale`, some of them 0."""
     rng = torch.Generator().manual_seed(0)
-    made = {name: torch.randn(7, algorithm.layout(name).size, generator=rng, dtype=torch.float64) for name in algorithm.blocks}
+    made = {
+        name: torch.randn(7, algorithm.layout(name).size, generator=rng, dtype=torch.float64)
+        for name in algorithm.blocks
+    }
     total = torch.stack([t.square().sum(1) for t in made.values()]).sum(0).sqrt()
     lengths = scale * torch.tensor([0.1, 10.0, 1.0, 0.0, 3.0, 0.99, 1.01], dtype=torch.float64)
     return {name: t * (lengths / total)[:, None] for name, t in made.items()}
@@ -77,13 +103,17 @@ def differences(algorithm: Algorithm, scale: float = 1.0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("weights", [None, (1.0, 2.0, 0.5, 3.0, 1.0, 0.0, 1.0)])
 def test_a_release_without_noise_is_algebra(weights: Any, model: nn.Module, clients: FederatedData):
-    """Clipped jointly over both blocks, over p times all weights, whoever took part, and no client's size."""
+    """Clipped jointly over both blocks, over p times all weights, whoever took part, and no
+    client's size.
+    """
     algorithm, clip, p = split(model), 1.0, 0.5
     moved, ids = differences(algorithm), [1, 2, 3, 4, 6]
     rule = ClientPrivacy(clip=clip, noise_multiplier=0, weights=weights)
     joint = torch.cat(list(moved.values()), 1)
     w = [1.0] * 7 if weights is None else weights
-    wanted = sum(w[j] * joint[j] / max(1.0, float(joint[j].norm()) / clip) for j in ids) / (p * sum(w))
+    wanted = sum(w[j] * joint[j] / max(1.0, float(joint[j].norm()) / clip) for j in ids) / (
+        p * sum(w)
+    )
     for n in (5.0, 500.0):
         before, after = release(algorithm, clients, rule, moved, ids, participation=p, n=n)
         assert_close(after - before, wanted, atol=1e-13, rtol=0)
@@ -92,15 +122,25 @@ def test_a_release_without_noise_is_algebra(weights: Any, model: nn.Module, clie
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9, 1e200])
-def test_one_client_moves_the_sum_by_no_more(scale: float, model: nn.Module, clients: FederatedData):
-    """Than clip times its weight, whatever it sends; where its difference has no finite length, by nothing."""
+def test_one_client_moves_the_sum_by_no_more(
+    scale: float, model: nn.Module, clients: FederatedData
+):
+    """Than clip times its weight, whatever it sends; where its difference has no finite length, by
+    nothing.
+    """
     algorithm, weights = split(model), (1.0, 2.0, 0.5, 3.0, 1.0, 0.7, 1.0)
-    rule, moved = ClientPrivacy(clip=0.5, noise_multiplier=0, weights=weights), differences(split(model), scale)
+    rule, moved = (
+        ClientPrivacy(clip=0.5, noise_multiplier=0, weights=weights),
+        differences(split(model), scale),
+    )
     constant = 0.5 * sum(weights)
     _, everyone = release(algorithm, clients, rule, moved, range(7))
     for left in range(7):
         _, without = release(algorithm, clients, rule, moved, [j for j in range(7) if j != left])
-        assert float((everyone - without).norm()) * constant <= 0.5 * weights[left] * (1 + 1e-9) + 1e-12
+        assert (
+            float((everyone - without).norm()) * constant
+            <= 0.5 * weights[left] * (1 + 1e-9) + 1e-12
+        )
     _, most = release(algorithm, clients, rule, moved, [1])
     before, _ = release(algorithm, clients, rule, moved, [])
     far = float((most - before).norm()) * constant
@@ -108,14 +148,19 @@ def test_one_client_moves_the_sum_by_no_more(scale: float, model: nn.Module, cli
 
 
 def test_differences_are_from_what_each_client_was_sent(model: nn.Module, clients: FederatedData):
-    """Where a method sends each a block of its own, those who send it back unchanged move nothing."""
+    """Where a method sends each a block of its own, those who send it back unchanged move
+    nothing.
+    """
     algorithm, rule = split(model), ClientPrivacy(clip=0.5, noise_multiplier=0)
     own = torch.arange(1.0, 8.0, dtype=torch.float64)[:, None] / 100
 
     def address(server: Any, ids: Tensor) -> Any:
         return {"body": {"loc": server["body"]["loc"] + own[ids].to(server["body"]["loc"])}}
 
-    still = {"body": own.expand(7, algorithm.layout("body").size), "head": torch.zeros(7, algorithm.layout("head").size).double()}
+    still = {
+        "body": own.expand(7, algorithm.layout("body").size),
+        "head": torch.zeros(7, algorithm.layout("head").size).double(),
+    }
     before, after = release(replace(algorithm, address=address), clients, rule, still, range(7))
     assert_close(before, after, atol=1e-15, rtol=0)
     assert not torch.equal(*release(algorithm, clients, rule, still, range(7)))
@@ -133,12 +178,16 @@ def test_what_has_no_length_adds_nothing(bad: float, model: nn.Module, clients: 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 2.0, 0.5, 3.0, 1.0, 0.0, 1.0)])
 def test_the_noise(weights: Any, model: nn.Module, clients: FederatedData):
-    """Normal, its standard deviation sigma clip max w over p sum w; other rounds, other secrets and other sums have other noise."""
+    """Normal, its standard deviation sigma clip max w over p sum w; other rounds, other secrets and
+    other sums have other noise.
+    """
     algorithm = split(model)
     rule = ClientPrivacy(clip=2.0, noise_multiplier=0.7, weights=weights, secret=SECRET)
     moved, ids = differences(algorithm), [0, 1, 4]
     _, clean = release(algorithm, clients, replace(rule, noise_multiplier=0), moved, ids)
-    drawn = torch.stack([release(algorithm, clients, rule, moved, ids, round=k)[1] - clean for k in range(60)])
+    drawn = torch.stack(
+        [release(algorithm, clients, rule, moved, ids, round=k)[1] - clean for k in range(60)]
+    )
     w = [1.0] * 7 if weights is None else weights
     wanted = 0.7 * 2.0 * max(w) / (0.5 * sum(w))
     count = drawn.numel()
@@ -152,7 +201,9 @@ def test_the_noise(weights: Any, model: nn.Module, clients: FederatedData):
     shifted = {name: t * (1 - 1e-9) for name, t in moved.items()}
     for other, sent in ((replace(rule, secret=OTHER), moved), (rule, shifted)):
         noise = release(algorithm, clients, other, sent, ids, round=0)[1] - clean
-        assert abs(float(torch.corrcoef(torch.stack([noise, drawn[0]]))[0, 1])) < 6 / math.sqrt(drawn.shape[1])
+        assert abs(float(torch.corrcoef(torch.stack([noise, drawn[0]]))[0, 1])) < 6 / math.sqrt(
+            drawn.shape[1]
+        )
 
 
 def test_everyone_unclipped_and_no_noise_is_fedavg(model: nn.Module, clients: FederatedData):
@@ -160,15 +211,27 @@ def test_everyone_unclipped_and_no_noise_is_fedavg(model: nn.Module, clients: Fe
     plain = fedavg(model)
     alike = replace(plain, blocks={"w": bf.Block(pool=Mean(equal))})
     for weights, algorithm in ((None, alike), (clients.train.counts.tolist(), plain)):
-        found = privately(plain, clients, ClientPrivacy(clip=1e6, noise_multiplier=0, weights=weights))
-        wanted = bf.simulate(algorithm, clients, rounds=3, dtype=torch.float64, seed=3, evaluate_every=None, progress=False)
+        found = privately(
+            plain, clients, ClientPrivacy(clip=1e6, noise_multiplier=0, weights=weights)
+        )
+        wanted = bf.simulate(
+            algorithm,
+            clients,
+            rounds=3,
+            dtype=torch.float64,
+            seed=3,
+            evaluate_every=None,
+            progress=False,
+        )
         assert_close(state(found), state(wanted), atol=1e-12, rtol=0)
 
 
 def test_a_client_that_fails_adds_nothing(model: nn.Module, clients: FederatedData):
     """Lost or refused on its own account: the sum is without it, and its denominator is not."""
     rule = ClientPrivacy(clip=1e6, noise_multiplier=0)
-    without = privately(fedavg(model), clients, replace(rule, weights=[1] * 4 + [0] + [1] * 2), rounds=1)
+    without = privately(
+        fedavg(model), clients, replace(rule, weights=[1] * 4 + [0] + [1] * 2), rounds=1
+    )
     start = fedavg(model).init(7, seed=3, dtype=torch.float64)["w"]["loc"]
     for kind in ("lost", "nan", "shape"):
         options: dict[str, Any] = {
@@ -177,15 +240,32 @@ def test_a_client_that_fails_adds_nothing(model: nn.Module, clients: FederatedDa
             "rounds": 1,
         }
         found = privately(fedavg(model), clients, rule, **options)
-        assert_close((found.server["w"]["loc"] - start) * 7, (without.server["w"]["loc"] - start) * 6, atol=1e-12, rtol=0)
+        assert_close(
+            (found.server["w"]["loc"] - start) * 7,
+            (without.server["w"]["loc"] - start) * 6,
+            atol=1e-12,
+            rtol=0,
+        )
 
 
-def test_an_optimiser_on_the_server_takes_what_was_released(model: nn.Module, clients: FederatedData):
+def test_an_optimiser_on_the_server_takes_what_was_released(
+    model: nn.Module, clients: FederatedData
+):
     """Adam, on the noisy mean; SGD(1.0) is the release itself."""
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5, secret=SECRET)
     plain = privately(fedavg(model), clients, rule)
-    assert_close(privately(with_server_optimiser(fedavg(model), SGD(1.0)), clients, rule).server["w"], plain.server["w"], atol=1e-9, rtol=0)
-    assert privately(with_server_optimiser(fedavg(model), Adam(0.01)), clients, rule).server["w"]["loc"].isfinite().all()
+    assert_close(
+        privately(with_server_optimiser(fedavg(model), SGD(1.0)), clients, rule).server["w"],
+        plain.server["w"],
+        atol=1e-9,
+        rtol=0,
+    )
+    assert (
+        privately(with_server_optimiser(fedavg(model), Adam(0.01)), clients, rule)
+        .server["w"]["loc"]
+        .isfinite()
+        .all()
+    )
 
 
 TAKEN = {
@@ -212,19 +292,32 @@ TAKEN |= {"irm", "irm_l2", "irm_ft", "perinvfl"}
 def test_every_method_is_taken_or_refused_with_the_remedy(
     case: Case, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch
 ):
-    """Taken are those that send nothing but blocks gathered by means with weights of sizes or none; who trains is free."""
+    """Taken are those that send nothing but blocks gathered by means with weights of sizes or none;
+    who trains is free.
+    """
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5)
     if case.name in TAKEN and case.options.get("lower") != "group_dro":
-        assert privately(case(model), clients, rule, rounds=1, participation=0.5, train="all").history["releases"].tolist() == [1]
+        assert privately(
+            case(model), clients, rule, rounds=1, participation=0.5, train="all"
+        ).history["releases"].tolist() == [1]
     else:
         monkeypatch.setattr(simulation, "run_round", None)  # refused before the first
-        with pytest.raises(ValueError, match=r"leave aggregation out|ClientPrivacy\(weights=|bf\.Algorithm\.combine"):
+        with pytest.raises(
+            ValueError,
+            match=r"leave aggregation out|ClientPrivacy\(weights=|bf\.Algorithm\.combine",
+        ):
             privately(case(model), clients, rule)
 
 
-def test_weights_that_are_data_are_replaced_where_told(model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
-    """PFedVEM's confidence: refused; without its report it needs weights of its own, and then is as any method."""
-    algorithm = bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1, batch_size=10, init_scale=0.3)
+def test_weights_that_are_data_are_replaced_where_told(
+    model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch
+):
+    """PFedVEM's confidence: refused; without its report it needs weights of its own, and then is as
+    any method.
+    """
+    algorithm = bf.algorithms.pfedvem(
+        model, head_epochs=2, body_epochs=1, batch_size=10, init_scale=0.3
+    )
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5)
     with pytest.raises(ValueError, match=r"block 'head' .*weights=\[\.\.\.\]"):
         privately(algorithm, clients, rule)
@@ -234,7 +327,10 @@ def test_weights_that_are_data_are_replaced_where_told(model: nn.Module, clients
     silent = replace(algorithm, reports={}, combine=bf.Algorithm.combine)
     assert privately(silent, clients, rule).history["releases"].tolist() == [1, 2, 3]
     monkeypatch.setattr(simulation, "run_round", None)
-    reading = replace(fedavg(model), combine=lambda server, ids, uplink: {"w": {"loc": server["w"]["loc"] * len(ids)}})
+    reading = replace(
+        fedavg(model),
+        combine=lambda server, ids, uplink: {"w": {"loc": server["w"]["loc"] * len(ids)}},
+    )
     with pytest.raises(ValueError, match=r"ClientPrivacy .*clipped.*`combine` .*'them'"):
         privately(reading, clients, rule)
 
@@ -244,20 +340,35 @@ def test_weights_that_are_data_are_replaced_where_told(model: nn.Module, clients
     [
         ({"weights": [1.0] * 6}, {}, r"weights .*7 clients, got 6"),
         ({}, {"sampling": "fixed"}, r"ClientPrivacy .*got 'fixed'; .*sampling"),
-        ({}, {"admission": bf.Admission(min_clients=2)}, r"min_clients=2, below_minimum='skip' .*ClientPrivacy"),
-        ({}, {"admission": bf.Admission(below_minimum="repeat")}, "below_minimum='repeat' would let"),
+        (
+            {},
+            {"admission": bf.Admission(min_clients=2)},
+            r"min_clients=2, below_minimum='skip' .*ClientPrivacy",
+        ),
+        (
+            {},
+            {"admission": bf.Admission(below_minimum="repeat")},
+            "below_minimum='repeat' would let",
+        ),
         ({}, {"admission": bf.Admission("skip")}, r"max_norm=100 .*max_norm=None"),
         ({}, {"checkpoint": "runs", "every": 2}, r"every=2 .*every=1"),
     ],
 )
 def test_runs_that_do_not_work(
-    rule: dict[str, Any], options: dict[str, Any], words: str, model: nn.Module, clients: FederatedData, tmp_path: Path,
+    rule: dict[str, Any],
+    options: dict[str, Any],
+    words: str,
+    model: nn.Module,
+    clients: FederatedData,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+):
     """Refused before anything is trained."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=words):
-        privately(fedavg(model), clients, ClientPrivacy(clip=1.0, noise_multiplier=1.0, **rule), **options)
+        privately(
+            fedavg(model), clients, ClientPrivacy(clip=1.0, noise_multiplier=1.0, **rule), **options
+        )
 
 
 @pytest.mark.parametrize(
@@ -268,7 +379,10 @@ def test_runs_that_do_not_work(
         ({"noise_multiplier": -0.1}, "noise_multiplier must be >= 0"),
         ({"delta": 1.0}, "delta must lie within"),
         ({"secret": b"short"}, r"secret .*16 bytes .*secrets\.token_bytes\(32\)"),
-        ({"secret": "a text of more than sixteen letters"}, r"secret .*16 bytes .*secrets\.token_bytes\(32\)"),
+        (
+            {"secret": "a text of more than sixteen letters"},
+            r"secret .*16 bytes .*secrets\.token_bytes\(32\)",
+        ),
         ({"weights": [1.0, -1.0]}, r"weights .*0.* got \[1\.0, -1\.0\]"),
         ({"weights": [0.0, 0.0]}, r"weights .*0.* got \[0\.0, 0\.0\]"),
         ({"weights": [1.0, math.nan]}, r"weights .*0.* got \[1\.0, nan\]"),
@@ -293,11 +407,22 @@ def test_pools_and_methods_that_do_not_fit(model: nn.Module, clients: FederatedD
 
 def test_norms_whose_statistics_would_be_sent(clients: FederatedData):
     """They are refused with three remedies, each of which is taken; dropout is free."""
-    rule, options = ClientPrivacy(clip=1.0, noise_multiplier=0.5), {"rounds": 2, "participation": 0.5}
+    rule, options = (
+        ClientPrivacy(clip=1.0, noise_multiplier=0.5),
+        {"rounds": 2, "participation": 0.5},
+    )
     model, still = with_batch_norm(dropout=0.3), with_batch_norm(dropout=0.3)
-    for made in (fedavg(model), with_server_optimiser(fedavg(model), SGD(1.0)), bf.algorithms.fedper(model)):
+    for made in (
+        fedavg(model),
+        with_server_optimiser(fedavg(model), SGD(1.0)),
+        bf.algorithms.fedper(model),
+    ):
         with pytest.raises(ValueError, match=r"_buffers' .*group_norm\(model\).*eval mode.*fedbn"):
             privately(made, clients, rule, **options)
     still.get_submodule("body.1").eval()
-    for made in (fedavg(bf.models.group_norm(model)), fedavg(still), bf.algorithms.fedbn(model, epochs=1)):
+    for made in (
+        fedavg(bf.models.group_norm(model)),
+        fedavg(still),
+        bf.algorithms.fedbn(model, epochs=1),
+    ):
         assert privately(made, clients, rule, **options).history["releases"].tolist() == [1, 2]

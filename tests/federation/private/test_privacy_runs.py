@@ -25,11 +25,21 @@ TIMES = ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")
 
 def same(one: Result, other: Result) -> bool:
     a, b = state(one), state(other)
-    rows = [[{k: v for k, v in row.items() if k not in TIMES} for row in result.history] for result in (one, other)]
+    rows = [
+        [{k: v for k, v in row.items() if k not in TIMES} for row in result.history]
+        for result in (one, other)
+    ]
     return all(torch.equal(a[key], b[key]) for key in a) and str(rows[0]) == str(rows[1])
 
 
-def cohorts(clients: FederatedData, model: nn.Module, p: float, secret: bytes | None, rounds: int = 2000, **more: Any) -> np.ndarray:
+def cohorts(
+    clients: FederatedData,
+    model: nn.Module,
+    p: float,
+    secret: bytes | None,
+    rounds: int = 2000,
+    **more: Any,
+) -> np.ndarray:
     """[rounds, J], true where a client is in."""
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0, secret=secret)
     result = privately(fedavg(model), clients, rule, rounds=1, participation=p, **more)
@@ -41,7 +51,9 @@ def cohorts(clients: FederatedData, model: nn.Module, p: float, secret: bytes | 
 
 
 def test_cohorts_are_poisson(model: nn.Module, clients: FederatedData):
-    """Each client with the same probability, independently, nobody drawn again: sizes are binomial, empty ones included."""
+    """Each client with the same probability, independently, nobody drawn again: sizes are binomial,
+    empty ones included.
+    """
     found = cohorts(clients, model, 0.3, SECRET)
     rate = found.mean(0)
     assert np.abs(rate - 0.3).max() < 5 * math.sqrt(0.3 * 0.7 / 2000)
@@ -61,7 +73,9 @@ def test_cohorts_come_from_the_secret_alone(model: nn.Module, clients: Federated
     for secret in (OTHER, None):
         assert 0.3 < (one != cohorts(clients, model, 0.5, secret, 100, seed=1)).mean() < 0.7
     assert not np.array_equal(*(cohorts(clients, model, 0.5, None, 100, seed=1) for _ in range(2)))
-    settings = privately(fedavg(model), clients, ClientPrivacy(clip=1.0, noise_multiplier=0), rounds=1).settings
+    settings = privately(
+        fedavg(model), clients, ClientPrivacy(clip=1.0, noise_multiplier=0), rounds=1
+    ).settings
     assert settings.sampling == "poisson"
     with pytest.raises(ValueError, match=r"poisson .*ClientPrivacy .*aggregation"):
         settings.cohort(7, 0)
@@ -91,10 +105,16 @@ def test_the_history(model: nn.Module, clients: FederatedData):
         assert row["epsilon_own"] == epsilon_own(**known)
         assert row["releases"] == k
     assert np.isnan(history["train_nll"]).all()
-    assert not [column for column in history.columns if "accuracy" in column or "norm" in column.removeprefix("seconds_")]
+    assert not [
+        column
+        for column in history.columns
+        if "accuracy" in column or "norm" in column.removeprefix("seconds_")
+    ]
 
 
-def test_a_secret_makes_a_run_repeatable_and_is_told_nowhere(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_a_secret_makes_a_run_repeatable_and_is_told_nowhere(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
     """Not in the rule's text, the settings, or any byte that is written."""
     secret = b"never to be seen outside"
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5, secret=secret, weights=range(1, 8))
@@ -113,23 +133,49 @@ def test_a_secret_makes_a_run_repeatable_and_is_told_nowhere(model: nn.Module, c
 
 @pytest.mark.parametrize("through", ["file", "memory"])
 def test_resume(through: str, model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """The same secret: the same bits, history included. None: fresh noise, and the releases go on being counted."""
+    """The same secret: the same bits, history included. None: fresh noise, and the releases go on
+    being counted.
+    """
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5, secret=SECRET)
     whole = privately(fedavg(model), clients, rule, rounds=4, participation=0.5)
     half = privately(fedavg(model), clients, rule, rounds=2, participation=0.5)
     half.save(tmp_path / "half")
     resume = tmp_path / "half" if through == "file" else half
-    assert same(whole, privately(fedavg(model), clients, rule, rounds=4, participation=0.5, resume=resume))
-    fresh = [privately(fedavg(model), clients, replace(rule, secret=None), rounds=4, participation=0.5, resume=resume) for _ in range(2)]
+    assert same(
+        whole, privately(fedavg(model), clients, rule, rounds=4, participation=0.5, resume=resume)
+    )
+    fresh = [
+        privately(
+            fedavg(model),
+            clients,
+            replace(rule, secret=None),
+            rounds=4,
+            participation=0.5,
+            resume=resume,
+        )
+        for _ in range(2)
+    ]
     assert not same(*fresh)
     for result in fresh:
         assert result.history["releases"].tolist() == [1, 2, 3, 4]
         assert result.history["epsilon"].tolist() == whole.history["epsilon"].tolist()
-    for other in (replace(rule, noise_multiplier=0.6), replace(rule, clip=2.0), replace(rule, weights=(2.0,) * 7)):
+    for other in (
+        replace(rule, noise_multiplier=0.6),
+        replace(rule, clip=2.0),
+        replace(rule, weights=(2.0,) * 7),
+    ):
         with pytest.raises(ValueError, match=r"keeps its settings.*ClientPrivacy\("):
             privately(fedavg(model), clients, other, rounds=4, participation=0.5, resume=resume)
     with pytest.raises(ValueError, match=r"keeps its settings.*ClientPrivacy\("):
-        bf.simulate(fedavg(model), clients, rounds=4, resume=resume, dtype=torch.float64, seed=3, participation=0.5)
+        bf.simulate(
+            fedavg(model),
+            clients,
+            rounds=4,
+            resume=resume,
+            dtype=torch.float64,
+            seed=3,
+            participation=0.5,
+        )
 
 
 def test_rounds_done_again_are_releases(model: nn.Module, clients: FederatedData, tmp_path: Path):

@@ -1,4 +1,6 @@
-"""Secure aggregation: the sum is that of an open run to the bound that is stated, and what the server sees of one client says nothing."""
+"""Secure aggregation: the sum is that of an open run to the bound that is stated, and what the
+server sees of one client says nothing.
+"""
 
 import importlib
 import logging
@@ -18,12 +20,28 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.protocols import AdditivePool, Server, Tensors
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.pools import Clipped, Mean, Median, MomentMatched, PrecisionWeighted, Relaxed, by_size
+from bayesfl.composition.pools import (
+    Clipped,
+    Mean,
+    Median,
+    MomentMatched,
+    PrecisionWeighted,
+    Relaxed,
+    by_size,
+)
 from bayesfl.composition.priors import Normal, inverse_size, server_mean
 from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.federation.private import secure
-from bayesfl.federation.private.secure import SecureSum, agreed, masked, quantised, quotient_bound, restored, summed
+from bayesfl.federation.private.secure import (
+    SecureSum,
+    agreed,
+    masked,
+    quantised,
+    quotient_bound,
+    restored,
+    summed,
+)
 from bayesfl.federation.rounds.faults import KINDS, Lost
 from bayesfl.optim import Adam
 from bayesfl.posteriors import MeanField
@@ -33,7 +51,9 @@ from tests.federation.made import run, state
 COARSE = 2.0**-10
 
 
-simulation = importlib.import_module("bayesfl.federation.run.simulation")  # `bf.simulate` is the function
+simulation = importlib.import_module(
+    "bayesfl.federation.run.simulation"
+)  # `bf.simulate` is the function
 
 
 SIZE = 8 * 16 + 16 + 16 * 3 + 3  # of the fixture's model
@@ -41,7 +61,9 @@ SIZE = 8 * 16 + 16 + 16 * 3 + 3  # of the fixture's model
 
 def fedavg(model: nn.Module, pool: AdditivePool | None = None) -> Algorithm:
     made = bf.algorithms.fedavg(model, epochs=1, batch_size=10)
-    return made if pool is None else replace(made, blocks={"w": replace(made.blocks["w"], pool=pool)})
+    return (
+        made if pool is None else replace(made, blocks={"w": replace(made.blocks["w"], pool=pool)})
+    )
 
 
 def test_numbers_become_integers_and_come_back():
@@ -87,22 +109,35 @@ def test_masks_cancel_in_the_sum_of_all_and_in_no_other():
 
 def test_the_sum_wraps_as_the_clients_numbers_do():
     """Partial sums may leave the range of an int64, the sum does not."""
-    own = {k: np.array([value], np.int64).view(np.uint64) for k, value in enumerate((2**61, 2**61 - 1, -(2**61), 5))}
+    own = {
+        k: np.array([value], np.int64).view(np.uint64)
+        for k, value in enumerate((2**61, 2**61 - 1, -(2**61), 5))
+    }
     shared = agreed(own)
-    assert summed(masked(v, k, shared[k]) for k, v in own.items()).view(np.int64).tolist() == [2**61 + 4]
+    assert summed(masked(v, k, shared[k]) for k, v in own.items()).view(np.int64).tolist() == [
+        2**61 + 4
+    ]
 
 
 def test_secrets_are_of_pairs_and_fresh():
     """Both ends of a pair know one, no other client does, and the next round has others."""
     first, second = agreed([4, 0, 9]), agreed([4, 0, 9])
-    assert {client: sorted(known) for client, known in first.items()} == {0: [4, 9], 4: [0, 9], 9: [0, 4]}
-    assert all(first[a][b] == first[b][a] and len(first[a][b]) == 32 for a in first for b in first[a])
+    assert {client: sorted(known) for client, known in first.items()} == {
+        0: [4, 9],
+        4: [0, 9],
+        9: [0, 4],
+    }
+    assert all(
+        first[a][b] == first[b][a] and len(first[a][b]) == 32 for a in first for b in first[a]
+    )
     known = [secret for table in (first, second) for of in table.values() for secret in of.values()]
     assert len(set(known)) == 6
 
 
 def test_what_the_server_sees_of_one_client_is_uniform():
-    """Every byte of the message of a client that sends a constant, by chi square; one in 10^9 runs may fail."""
+    """Every byte of the message of a client that sends a constant, by chi square; one in 10^9 runs
+    may fail.
+    """
     size = 200_000
     shared = agreed(range(3))
     for client in range(3):
@@ -128,12 +163,20 @@ class Watched:
 
 
 @pytest.mark.parametrize("kind", ["mean", "precision", "moments"])
-def test_the_sum_is_that_of_an_open_run_to_half_a_step_a_client(kind: str, model: nn.Module, clients: FederatedData):
-    """Each of a pool's sums, whatever closed form follows; the bound is met within a factor, so it is no empty one."""
+def test_the_sum_is_that_of_an_open_run_to_half_a_step_a_client(
+    kind: str, model: nn.Module, clients: FederatedData
+):
+    """Each of a pool's sums, whatever closed form follows; the bound is met within a factor, so it
+    is no empty one.
+    """
     pools = {"mean": Mean(), "precision": PrecisionWeighted(), "moments": MomentMatched()}
     algorithm = fedavg(model)
     if kind != "mean":
-        block = replace(algorithm.blocks["w"], posterior=MeanField(), prior=Normal(centre=server_mean("w"), variance=inverse_size(1.0)))
+        block = replace(
+            algorithm.blocks["w"],
+            posterior=MeanField(),
+            prior=Normal(centre=server_mean("w"), variance=inverse_size(1.0)),
+        )
         algorithm = replace(algorithm, blocks={"w": block})
     totals = []
     for aggregation in (None, SecureSum(step=COARSE)):
@@ -153,8 +196,13 @@ def test_a_quotient_is_within_its_bound(model: nn.Module, clients: FederatedData
     """With large weights, and with ones near the step, where the bound is wide and is needed."""
     widest = []
     for scale in (1.0, 1e-3):
-        algorithm = fedavg(model, Mean(lambda server, uplink, scale=scale: scale * by_size(server, uplink)))
-        plain, found = (run(algorithm, clients, rounds=1, aggregation=way) for way in (None, SecureSum(step=COARSE)))
+        algorithm = fedavg(
+            model, Mean(lambda server, uplink, scale=scale: scale * by_size(server, uplink))
+        )
+        plain, found = (
+            run(algorithm, clients, rounds=1, aggregation=way)
+            for way in (None, SecureSum(step=COARSE))
+        )
         weight = scale * torch.tensor(float(clients.train.counts.sum()), dtype=torch.float64)
         loc = plain.server["w"]["loc"]
         bound = quotient_bound(loc, weight, clients=clients.clients, step=COARSE)
@@ -166,7 +214,9 @@ def test_a_quotient_is_within_its_bound(model: nn.Module, clients: FederatedData
 
 
 def test_the_bound_of_a_quotient_is_tight():
-    """Met where every rounding goes the worst way; where the sum of weights may be none but rounding, there is no bound."""
+    """Met where every rounding goes the worst way; where the sum of weights may be none but
+    rounding, there is no bound.
+    """
     step, clients, weight, mean = 0.5, 3, torch.tensor(20.0), torch.tensor(4.0)
     off = clients * step / 2
     worst = (weight * mean + off) / (weight - off) - mean
@@ -174,15 +224,29 @@ def test_the_bound_of_a_quotient_is_tight():
     assert quotient_bound(mean, torch.tensor(off), clients=clients, step=step).isinf()
 
 
-REFUSED = {"local", "fedpac", "pfedvem", "clustered", "fedem", "d_fedem", "group_dro", "fedsi", "fedsi_fac"}
-"""These send nothing, or their server does more than add up. PerInvFL over GroupDRO is one of them, by its lower method."""
+REFUSED = {
+    "local",
+    "fedpac",
+    "pfedvem",
+    "clustered",
+    "fedem",
+    "d_fedem",
+    "group_dro",
+    "fedsi",
+    "fedsi_fac",
+}
+"""These send nothing, or their server does more than add up. PerInvFL over GroupDRO is one of them,
+by its lower method.
+"""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_method_is_taken_or_refused_with_the_remedy(
     case: Case, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch
 ):
-    """Those whose server adds up and no more are taken, and come out as in the open; the others don't begin."""
+    """Those whose server adds up and no more are taken, and come out as in the open; the others
+    don't begin.
+    """
     algorithm = case(model)
     if case.name in REFUSED or case.options.get("lower") == "group_dro":
         monkeypatch.setattr(simulation, "run_round", None)
@@ -205,23 +269,36 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, np.ndarray]]:
     return sent
 
 
-def test_the_result_does_not_depend_on_the_masks(model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
+def test_the_result_does_not_depend_on_the_masks(
+    model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch
+):
     """Two runs of one seed: the same bits, and no message twice; nor with other chunks."""
     sent = watch(monkeypatch)
     one, two = (run(fedavg(model), clients, aggregation=SecureSum()) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(state(one).values(), state(two).values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(state(one).values(), state(two).values(), strict=True)
+    )
     assert len(sent) == 2 * 3 * 7
     for k, (client, message) in enumerate(sent):
-        assert all((message != other).mean() > 0.99 for mate, other in sent[k + 1 :] if mate == client)
-    other = run(fedavg(model), clients, aggregation=SecureSum(), engine=bf.Engine(chunk=3, workers=2))
+        assert all(
+            (message != other).mean() > 0.99 for mate, other in sent[k + 1 :] if mate == client
+        )
+    other = run(
+        fedavg(model), clients, aggregation=SecureSum(), engine=bf.Engine(chunk=3, workers=2)
+    )
     assert torch.equal(one.server["w"]["loc"], other.server["w"]["loc"])
 
 
 @pytest.mark.parametrize("kind", ["lost", "nan", "shape", "stale"])
-def test_a_client_that_drops_out(kind: str, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
+def test_a_client_that_drops_out(
+    kind: str, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch
+):
     """The others send again under fresh masks, the bytes count, and the round is as without it."""
     sent = watch(monkeypatch)
-    options: dict[str, Any] = {"faults": lambda round, attempt, ids: {4: KINDS[kind]} if round == 1 else {}, "rounds": 3}
+    options: dict[str, Any] = {
+        "faults": lambda round, attempt, ids: {4: KINDS[kind]} if round == 1 else {},
+        "rounds": 3,
+    }
     options["admission"] = bf.Admission("skip", max_norm=None)
     found = run(fedavg(model), clients, aggregation=SecureSum(), **options)
     assert found.history["repeats"].tolist() == [0, 1, 0]
@@ -239,8 +316,18 @@ def test_a_client_that_drops_out(kind: str, model: nn.Module, clients: Federated
 
 def test_too_few_are_left(model: nn.Module, clients: FederatedData):
     """Of one client there is no sum: the round is skipped, as one below any minimum."""
-    plan = lambda round, attempt, ids: {int(client): Lost() for client in ids[1:]} if round == 0 else {}  # noqa: E731
-    found = run(fedavg(model), clients, rounds=1, aggregation=SecureSum(), faults=plan, admission=bf.Admission("skip", max_norm=None))
+
+    def plan(round, attempt, ids):
+        return {int(client): Lost() for client in ids[1:]} if round == 0 else {}
+
+    found = run(
+        fedavg(model),
+        clients,
+        rounds=1,
+        aggregation=SecureSum(),
+        faults=plan,
+        admission=bf.Admission("skip", max_norm=None),
+    )
     assert found.history["cohort"].tolist() == [0]
     assert np.isnan(found.history["bytes_up"]).all()  # not what an open round would have taken
     start = fedavg(model).init(7, seed=3, dtype=torch.float64)
@@ -249,26 +336,46 @@ def test_too_few_are_left(model: nn.Module, clients: FederatedData):
 
 def test_a_minimum_above_two(model: nn.Module, clients: FederatedData):
     """Is kept to."""
-    plan = lambda round, attempt, ids: {0: Lost(), 5: Lost()}  # noqa: E731
+
+    def plan(round, attempt, ids):
+        return {0: Lost(), 5: Lost()}
+
     for least, cohort in ((5, 5), (6, 0)):
-        options: dict[str, Any] = {"faults": plan, "admission": bf.Admission("skip", max_norm=None, min_clients=least), "rounds": 1}
-        assert run(fedavg(model), clients, aggregation=SecureSum(), **options).history["cohort"].tolist() == [cohort]
+        options: dict[str, Any] = {
+            "faults": plan,
+            "admission": bf.Admission("skip", max_norm=None, min_clients=least),
+            "rounds": 1,
+        }
+        assert run(fedavg(model), clients, aggregation=SecureSum(), **options).history[
+            "cohort"
+        ].tolist() == [cohort]
 
 
-def test_what_is_clipped_is_counted(model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
-    """Each summand at the declared range, as a slow reference has it; the count is that of all clients."""
+def test_what_is_clipped_is_counted(
+    model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture
+):
+    """Each summand at the declared range, as a slow reference has it; the count is that of all
+    clients.
+    """
     pool, limit = Watched(Mean()), 2.0
     seen: list[np.ndarray] = []
 
     class Noted(Watched):
-        def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Any) -> Tensors:
+        def accumulate(
+            self, total: Tensors | None, server: Server, name: str, uplink: Any
+        ) -> Tensors:
             made = Mean().accumulate(None, server, name, uplink)
             seen.append(np.concatenate([t.numpy().ravel() for t in made.values()]))
             return super().accumulate(total, server, name, uplink)
 
     pool = Noted(Mean())
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
-        found = run(fedavg(model, pool), clients, rounds=1, aggregation=SecureSum(range=limit, step=2.0**-30))
+        found = run(
+            fedavg(model, pool),
+            clients,
+            rounds=1,
+            aggregation=SecureSum(range=limit, step=2.0**-30),
+        )
     assert len(seen) == 7
     count = sum(int((np.abs(values) > limit).sum()) for values in seen)
     assert count > 7
@@ -276,12 +383,19 @@ def test_what_is_clipped_is_counted(model: nn.Module, clients: FederatedData, ca
     assert f"round 0: {count} numbers were clipped" in caplog.text
     (total,) = pool.totals
     wanted = sum(np.clip(values, -limit, limit) for values in seen)
-    assert_close(torch.cat([t.flatten() for t in total.values()]), torch.as_tensor(wanted), atol=1e-8, rtol=0)
+    assert_close(
+        torch.cat([t.flatten() for t in total.values()]), torch.as_tensor(wanted), atol=1e-8, rtol=0
+    )
 
 
 def test_a_client_looks_at_its_own_sums(model: nn.Module, clients: FederatedData):
-    """A weight that is infinite for one client stops the run with its name; it would have become an integer."""
-    seventh = lambda server, uplink: torch.where(uplink["ids"] == 6, torch.inf, 1.0).to(uplink["n"])  # noqa: E731
+    """A weight that is infinite for one client stops the run with its name; it would have become an
+    integer.
+    """
+
+    def seventh(server, uplink):
+        return torch.where(uplink["ids"] == 6, torch.inf, 1.0).to(uplink["n"])
+
     with pytest.raises(bf.DivergenceError, match=r"client 6 .*round 0\b.*sums") as caught:
         run(fedavg(model, Mean(seventh)), clients, aggregation=SecureSum())
     assert caught.value.client == 6
@@ -309,7 +423,10 @@ def test_an_optimiser_on_the_server_only_needs_the_sum(model: nn.Module, clients
 
 def test_a_combine_that_asks_later_is_refused_then(model: nn.Module, clients: FederatedData):
     """Not only at the start: whenever it reads what the server has not seen."""
-    later = lambda server, ids, uplink: {} if torch.equal(server["w"]["loc"], first) else {"w": uplink["w"]}  # noqa: E731
+
+    def later(server, ids, uplink):
+        return {} if torch.equal(server["w"]["loc"], first) else {"w": uplink["w"]}
+
     algorithm = fedavg(model)
     first = algorithm.init(7, seed=3, dtype=torch.float64)["w"]["loc"]
     with pytest.raises(ValueError, match=r"secure .*`combine` .*'w'"):
@@ -324,7 +441,9 @@ def test_a_combine_that_asks_later_is_refused_then(model: nn.Module, clients: Fe
         (Relaxed(Clipped(Mean(), 1.0), 0.5), r"block 'w' .*clipped"),
     ],
 )
-def test_pools_that_need_single_clients(pool: Any, words: str, model: nn.Module, clients: FederatedData):
+def test_pools_that_need_single_clients(
+    pool: Any, words: str, model: nn.Module, clients: FederatedData
+):
     """Refused by name, with what to do."""
     with pytest.raises(ValueError, match=rf"{words}.*leave aggregation out"):
         run(fedavg(model, pool), clients, aggregation=SecureSum())
@@ -333,7 +452,11 @@ def test_pools_that_need_single_clients(pool: Any, words: str, model: nn.Module,
 @pytest.mark.parametrize(
     ("rule", "options", "words"),
     [
-        ({"range": 2.0**40, "step": 2.0**-20}, {}, r"range / step .*2\*\*62, got 7 x .* = 2\*\*62\.8"),
+        (
+            {"range": 2.0**40, "step": 2.0**-20},
+            {},
+            r"range / step .*2\*\*62, got 7 x .* = 2\*\*62\.8",
+        ),
         (
             {},
             {"admission": bf.Admission("skip")},
@@ -342,7 +465,13 @@ def test_pools_that_need_single_clients(pool: Any, words: str, model: nn.Module,
         ({}, {"participation": 0.2}, r"one client of 7 .*participation=0\.2"),
     ],
 )
-def test_runs_that_do_not_work(rule: dict[str, float], options: dict[str, Any], words: str, model: nn.Module, clients: FederatedData):
+def test_runs_that_do_not_work(
+    rule: dict[str, float],
+    options: dict[str, Any],
+    words: str,
+    model: nn.Module,
+    clients: FederatedData,
+):
     """Refused before anything is trained."""
     with pytest.raises(ValueError, match=words):
         run(fedavg(model), clients, aggregation=SecureSum(**rule), **options)
@@ -357,10 +486,15 @@ def test_the_room_that_is_left_is_enough(model: nn.Module, clients: FederatedDat
     assert total[1] < -(2**61)
     with pytest.raises(ValueError, match="must stay below"):
         run(fedavg(model), clients, aggregation=SecureSum(range=limit, step=1.0))
-    run(fedavg(model), clients, rounds=1, aggregation=SecureSum(range=limit * (1 - 1e-12), step=1.0))
+    run(
+        fedavg(model), clients, rounds=1, aggregation=SecureSum(range=limit * (1 - 1e-12), step=1.0)
+    )
 
 
-@pytest.mark.parametrize(("change", "words"), [({"range": 0.0}, "range must be > 0"), ({"step": math.nan}, "step must be > 0")])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"range": 0.0}, "range must be > 0"), ({"step": math.nan}, "step must be > 0")],
+)
 def test_numbers_that_do_not_work(change: dict[str, float], words: str):
     """Said where they come in."""
     with pytest.raises(ValueError, match=words):
@@ -381,14 +515,21 @@ def test_a_method_that_sends_nothing(model: nn.Module, clients: FederatedData):
 
 
 def test_statistics_of_norms_are_never_clipped(clients: FederatedData):
-    """A variance times a count of examples that the range cannot hold stops the run, by name; a wider range takes it."""
+    """A variance times a count of examples that the range cannot hold stops the run, by name; a
+    wider range takes it.
+    """
     large = scaled(clients, (1.0, 1e3, 1.0, 1.0, 1.0, 1.0, 1.0))
     algorithm = fedavg(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)))
-    with pytest.raises(bf.DivergenceError, match=r"client 1 .*round 0\b.*block 'w_buffers', .*range=1\.04858e\+06; .*group_norm") as caught:
+    with pytest.raises(
+        bf.DivergenceError,
+        match=r"client 1 .*round 0\b.*block 'w_buffers', .*range=1\.04858e\+06; .*group_norm",
+    ) as caught:
         run(algorithm, large, aggregation=SecureSum())
     assert caught.value.client == 1
     assert caught.value.result is not None
-    plain, found = (run(algorithm, large, aggregation=way) for way in (None, SecureSum(range=2.0**30)))
+    plain, found = (
+        run(algorithm, large, aggregation=way) for way in (None, SecureSum(range=2.0**30))
+    )
     assert found.history["clipped"].tolist() == [0, 0, 0]
     assert_close(state(plain), state(found), atol=1e-4, rtol=0)
 
@@ -400,6 +541,9 @@ def test_weights_are_clipped_beside_statistics(clients: FederatedData):
     assert seen.history["clipped"].tolist() == [0]
     with torch.no_grad():
         algorithm.model.get_parameter("head.weight").add_(10.0)
-    plain, found = (run(algorithm, clients, rounds=1, aggregation=way) for way in (None, SecureSum(range=200.0, step=2.0**-30)))
+    plain, found = (
+        run(algorithm, clients, rounds=1, aggregation=way)
+        for way in (None, SecureSum(range=200.0, step=2.0**-30))
+    )
     assert found.history["clipped"][0] > 0
     assert_close(plain.server["w_buffers"], found.server["w_buffers"], atol=1e-6, rtol=0)

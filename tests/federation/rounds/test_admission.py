@@ -14,34 +14,67 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.errors import TooFewClients
-from bayesfl.federation.rounds.admission import Admission, Message, distances, objection, shares, usual
+from bayesfl.federation.rounds.admission import (
+    Admission,
+    Message,
+    distances,
+    objection,
+    shares,
+    usual,
+)
 from bayesfl.federation.rounds.faults import KINDS, Lost
 from tests.cases import federation
 from tests.federation.made import METHODS, run, state
 
 
-def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
-    """Skipped, a round leaves all as it was; repeated, it is the round of the attempt that went well; three failures stop the run."""
+def test_rounds_with_too_few(
+    model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture
+):
+    """Skipped, a round leaves all as it was; repeated, it is the round of the attempt that went
+    well; three failures stop the run.
+    """
     algorithm = bf.algorithms.ditto(model, **METHODS["ditto"])
     plain = run(algorithm, clients)
 
     def first(attempts: int) -> Any:
-        return lambda round, attempt, ids: {int(k): Lost() for k in ids[:4]} if round == 1 and attempt < attempts else {}
+        return lambda round, attempt, ids: (
+            {int(k): Lost() for k in ids[:4]} if round == 1 and attempt < attempts else {}
+        )
 
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
-        skipped = run(algorithm, clients, faults=first(1), admission=bf.Admission("skip", min_clients=4))
+        skipped = run(
+            algorithm, clients, faults=first(1), admission=bf.Admission("skip", min_clients=4)
+        )
     assert re.search(r"round 1\b.* 3 replies .*4 \(min_clients\).*skipped", caplog.text)
     assert skipped.history["cohort"].tolist() == [7, 0, 7]
     after_one = run(algorithm, clients, rounds=1)
-    two = run(algorithm, clients, rounds=2, faults=first(1), admission=bf.Admission("skip", min_clients=4))
+    two = run(
+        algorithm, clients, rounds=2, faults=first(1), admission=bf.Admission("skip", min_clients=4)
+    )
     assert_close(state(two), state(after_one), atol=0, rtol=0)
-    repeated = run(algorithm, clients, faults=first(2), admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"))
+    repeated = run(
+        algorithm,
+        clients,
+        faults=first(2),
+        admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"),
+    )
     assert_close(state(repeated), state(plain), atol=1e-12, rtol=0)
     assert repeated.history["cohort"].tolist() == [7, 7, 7]
     with pytest.raises(TooFewClients, match=r"round 1\b.* 3 replies .*4 \(min_clients\)"):
-        run(algorithm, clients, faults=first(3), admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"))
+        run(
+            algorithm,
+            clients,
+            faults=first(3),
+            admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"),
+        )
     nan = {0: KINDS["nan"], 1: KINDS["nan"]}
-    refused = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: nan, admission=bf.Admission("skip", min_clients=6))
+    refused = run(
+        algorithm,
+        clients,
+        rounds=1,
+        faults=lambda round, attempt, ids: nan,
+        admission=bf.Admission("skip", min_clients=6),
+    )
     assert refused.history["cohort"].tolist() == [0]
     fresh = run(
         algorithm,
@@ -54,7 +87,9 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
 
 
 def test_how_far_is_too_far():
-    """A hundred medians of a round of three or more, else of earlier rounds; the floor is always allowed; without either, anything."""
+    """A hundred medians of a round of three or more, else of earlier rounds; the floor is always
+    allowed; without either, anything.
+    """
     rules = Admission("skip", max_norm=10.0, norm_floor=0.5)
     assert rules.limit([1.0, 2.0, 9.0], [1.0] * 3, [100.0]) == 20.0
     assert rules.limit([1.0, 2.0], [1.0] * 2, [3.0, 4.0, 7.0]) == 40.0
@@ -64,8 +99,13 @@ def test_how_far_is_too_far():
 
 
 def test_distances():
-    """Euclidean over everything that travels together, from what was sent to all or to each; what was not sent does not count."""
-    sent = {"a": {"loc": torch.tensor([[3.0, 0.0], [0.0, 1.0]])}, "b": {"loc": torch.tensor([[[4.0]], [[2.0]]]), "rho": torch.ones(2, 1)}}
+    """Euclidean over everything that travels together, from what was sent to all or to each; what
+    was not sent does not count.
+    """
+    sent = {
+        "a": {"loc": torch.tensor([[3.0, 0.0], [0.0, 1.0]])},
+        "b": {"loc": torch.tensor([[[4.0]], [[2.0]]]), "rho": torch.ones(2, 1)},
+    }
     start = {"a": {"loc": torch.zeros(2)}, "b": {"loc": torch.tensor([[[0.0]], [[2.0]]])}}
     assert_close(distances(sent, start), torch.tensor([5.0, 1.0], dtype=torch.float64))
 
@@ -78,12 +118,16 @@ def test_a_message_as_declared():
     bad: dict[str, Message] = {
         "it answers round 3, not round 4": good,
         "tensors ['count'] are missing": replace(good, tensors={"w.loc": torch.zeros(2)}, round=4),
-        "w.loc is a str, no tensor": replace(good, tensors={"w.loc": "x", "count": torch.tensor(1)}, round=4),
+        "w.loc is a str, no tensor": replace(
+            good, tensors={"w.loc": "x", "count": torch.tensor(1)}, round=4
+        ),
         "w.loc is torch.float32 [3], declared as torch.float32 [2]": replace(
             good, tensors={"w.loc": torch.zeros(3), "count": torch.tensor(1)}, round=4
         ),
         "count is torch.int32 [], declared as torch.int64 []": replace(
-            good, tensors={"w.loc": torch.zeros(2), "count": torch.tensor(1, dtype=torch.int32)}, round=4
+            good,
+            tensors={"w.loc": torch.zeros(2), "count": torch.tensor(1, dtype=torch.int32)},
+            round=4,
         ),
     }
     for reason, message in bad.items():
@@ -109,18 +153,37 @@ def test_rules_that_do_not_work(options: dict[str, Any], message: str):
 def test_honest_reports_are_taken(model: nn.Module):
     """Counts grow with the data, and what most report may be near 0."""
     skewed = federation(sizes=(20, 24, 30, 18, 22, 26, 6000))
-    for algorithm in (bf.algorithms.fedpac(model, body_epochs=1, batch_size=50), bf.algorithms.fedbabu(model, epochs=2, batch_size=10)):
-        found = run(algorithm, skewed, admission=bf.Admission("skip"), rounds=2, evaluate_every=None)
+    for algorithm in (
+        bf.algorithms.fedpac(model, body_epochs=1, batch_size=50),
+        bf.algorithms.fedbabu(model, epochs=2, batch_size=10),
+    ):
+        found = run(
+            algorithm, skewed, admission=bf.Admission("skip"), rounds=2, evaluate_every=None
+        )
         assert found.history["rejected"].tolist() == [0.0, 0.0]
-    few = run(algorithm, skewed, admission=bf.Admission("skip"), rounds=12, participation=0.15, seed=5, evaluate_every=None)
-    assert max(few.history["cohort"]) == 1.0  # so the medians of small clients' rounds limit the large one
+    few = run(
+        algorithm,
+        skewed,
+        admission=bf.Admission("skip"),
+        rounds=12,
+        participation=0.15,
+        seed=5,
+        evaluate_every=None,
+    )
+    assert (
+        max(few.history["cohort"]) == 1.0
+    )  # so the medians of small clients' rounds limit the large one
     assert any(6 in few.settings.cohort(7, round) for round in range(1, 12))
     assert few.history["rejected"].sum() == 0.0
     rule = Admission(on_bad_client="skip")
     assert rule.report_limit([0.0, 0.0, 0.0, 60.0], [1.0] * 4) == 100.0
     assert rule.report_limit([10.0, 20.0, 30.0], [1.0] * 3) == 2000.0
     assert rule.report_limit([10.0, 20.0, 30.0], [0.1, 0.2, 0.5]) == 10_000.0
-    assert rule.report_limit([10.0, 20.0], [1.0] * 2) == Admission(max_norm=None).report_limit([1.0] * 3, [1.0] * 3) == np.inf
+    assert (
+        rule.report_limit([10.0, 20.0], [1.0] * 2)
+        == Admission(max_norm=None).report_limit([1.0] * 3, [1.0] * 3)
+        == np.inf
+    )
 
 
 def test_shares_of_data():
@@ -141,25 +204,48 @@ def test_what_is_usual():
 @pytest.mark.slow
 @pytest.mark.parametrize("participation", [0.1, 0.4])
 def test_honest_clients_beside_small_ones(participation: float, model: nn.Module):
-    """Most clients are large, a cohort may be small ones for the most part, or rounds before it were."""
+    """Most clients are large, a cohort may be small ones for the most part, or rounds before it
+    were.
+    """
     uneven = federation(sizes=(3000,) * 6 + (5,) * 5)
-    options: dict[str, Any] = {"participation": participation, "admission": bf.Admission("skip"), "evaluate_every": None}
+    options: dict[str, Any] = {
+        "participation": participation,
+        "admission": bf.Admission("skip"),
+        "evaluate_every": None,
+    }
     options |= {"rounds": 14, "seed": 0} if participation < 0.3 else {"rounds": 10, "seed": 5}
-    for algorithm in (bf.algorithms.fedpac(model, body_epochs=1, batch_size=50), bf.algorithms.fedbabu(model, epochs=2, batch_size=10)):
+    for algorithm in (
+        bf.algorithms.fedpac(model, body_epochs=1, batch_size=50),
+        bf.algorithms.fedbabu(model, epochs=2, batch_size=10),
+    ):
         assert run(algorithm, uneven, **options).history["rejected"].sum() == 0.0
 
 
 @pytest.mark.parametrize("bad", ["skip", "stop"])
-def test_a_cohort_that_is_too_small_is_not_trained(bad: Any, model: nn.Module, clients: FederatedData):
+def test_a_cohort_that_is_too_small_is_not_trained(
+    bad: Any, model: nn.Module, clients: FederatedData
+):
     """Nothing is sent, nothing counted; in the history every round has the same columns."""
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
-    options: dict[str, Any] = {"participation": 0.4, "sampling": "bernoulli", "rounds": 6, "evaluate_every": None}
+    options: dict[str, Any] = {
+        "participation": 0.4,
+        "sampling": "bernoulli",
+        "rounds": 6,
+        "evaluate_every": None,
+    }
     found = run(algorithm, clients, admission=bf.Admission(bad, min_clients=3), **options)
     small = np.array([len(found.settings.cohort(7, round)) < 3 for round in range(6)])
     assert 0 < small.sum() < 6
-    assert (found.history["bytes_down"] == 0).tolist() == (found.history["bytes_up"] == 0).tolist() == small.tolist()
+    assert (
+        (found.history["bytes_down"] == 0).tolist()
+        == (found.history["bytes_up"] == 0).tolist()
+        == small.tolist()
+    )
     assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0] * 6
     again = run(
-        algorithm, clients, admission=bf.Admission(bad, min_clients=3, below_minimum="repeat"), **options
+        algorithm,
+        clients,
+        admission=bf.Admission(bad, min_clients=3, below_minimum="repeat"),
+        **options,
     )  # the same would be drawn
     assert_close(state(again), state(found), atol=0, rtol=0)

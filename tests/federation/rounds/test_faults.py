@@ -1,4 +1,6 @@
-"""Clients that fail: each round is as it would have been without them, and what was refused is said by name."""
+"""Clients that fail: each round is as it would have been without them, and what was refused is said
+by name.
+"""
 
 import logging
 import re
@@ -34,14 +36,29 @@ WORDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("method", ["ditto", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "ditto")])
+@pytest.mark.parametrize(
+    "method",
+    ["ditto", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "ditto")],
+)
 def test_a_round_without_the_client(
-    method: str, kind: str, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    method: str,
+    kind: str,
+    model: nn.Module,
+    clients: FederatedData,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
-    """Its reply is refused with the reason, its own state is that of its last accepted round, all others go on as without it."""
+    """Its reply is refused with the reason, its own state is that of its last accepted round, all
+    others go on as without it.
+    """
     algorithm = getattr(bf.algorithms, method)(model, **METHODS[method])
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
-        result = run(algorithm, clients, train="cohort", faults=lambda round, attempt, ids: {4: KINDS[kind]} if round == 1 else {})
+        result = run(
+            algorithm,
+            clients,
+            train="cohort",
+            faults=lambda round, attempt, ids: {4: KINDS[kind]} if round == 1 else {},
+        )
     (said,) = (record.getMessage() for record in caplog.records)
     assert said.startswith("round 1: client 4 ")
 
@@ -55,24 +72,40 @@ def test_a_round_without_the_client(
 
 @pytest.mark.slow
 def test_a_long_bad_time(model: nn.Module, clients: FederatedData, tmp_path: Any):
-    """Faults of every kind at random: kernels and chunks agree, and a run stopped in between goes on to the same bits."""
+    """Faults of every kind at random: kernels and chunks agree, and a run stopped in between goes
+    on to the same bits.
+    """
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
-    options: dict[str, Any] = {"rounds": 10, "participation": 0.7, "faults": at_random(0.3, seed=1), "evaluate_every": 5}
+    options: dict[str, Any] = {
+        "rounds": 10,
+        "participation": 0.7,
+        "faults": at_random(0.3, seed=1),
+        "evaluate_every": 5,
+    }
     options["admission"] = bf.Admission("skip", min_clients=2)
     whole = run(algorithm, clients, **options)
     assert np.nansum(whole.history["lost"]) > 0
     assert np.nansum(whole.history["rejected"]) > 5
-    assert_close(state(whole), state(run(algorithm, clients, engine=bf.Engine("reference", chunk=2), **options)), atol=1e-6, rtol=0)
+    assert_close(
+        state(whole),
+        state(run(algorithm, clients, engine=bf.Engine("reference", chunk=2), **options)),
+        atol=1e-6,
+        rtol=0,
+    )
     run(algorithm, clients, checkpoint=tmp_path / "run", **(options | {"rounds": 6}))
     again = run(algorithm, clients, checkpoint=tmp_path / "run", **options)
     assert all(torch.equal(t, state(whole)[name]) for name, t in state(again).items())
-    assert np.array_equal(again.history["uplink_norm"], whole.history["uplink_norm"], equal_nan=True)
+    assert np.array_equal(
+        again.history["uplink_norm"], whole.history["uplink_norm"], equal_nan=True
+    )
 
 
 def test_faults_need_rules_that_skip(model: nn.Module, clients: FederatedData):
     """The first of them would stop the run; rules are an Admission."""
     with pytest.raises(ValueError, match=r"faults need admission=Admission\('skip'\)"):
-        run(bf.algorithms.fedavg(model), clients, faults=at_random(0.1), admission=Admission("stop"))
+        run(
+            bf.algorithms.fedavg(model), clients, faults=at_random(0.1), admission=Admission("stop")
+        )
     with pytest.raises(TypeError, match=r"admission .*Admission, got str"):
         run(bf.algorithms.fedavg(model), clients, admission="skip")
 
@@ -87,7 +120,9 @@ def test_plans_that_do_not_work():
         at_random(0.1, kinds=())
 
 
-def test_what_cannot_be(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Refused before anything is trained, by name."""
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
     monkeypatch.chdir(tmp_path)
@@ -95,7 +130,10 @@ def test_what_cannot_be(model: nn.Module, clients: FederatedData, tmp_path: Path
         run(algorithm, clients, admission=bf.Admission(min_clients=8))
     with pytest.raises(ValueError, match=r"min_clients .*4.* got 5.*participation"):
         run(algorithm, clients, admission=bf.Admission(min_clients=5), participation=0.7)
-    for name, path, error in (("checkpoint", 3, TypeError), *((name, "", ValueError) for name in ("checkpoint", "resume", "start"))):
+    for name, path, error in (
+        ("checkpoint", 3, TypeError),
+        *((name, "", ValueError) for name in ("checkpoint", "resume", "start")),
+    ):
         with pytest.raises(error, match=rf"^{name} must name a folder.*got {path!r}"):
             run(algorithm, clients, **{name: path})
     with pytest.raises(ValueError, match=r"pool .*Mean\(\), got Median"):

@@ -1,4 +1,6 @@
-"""The state that a round leaves on the server: what pools and `combine` may leave there, and how."""
+"""The state that a round leaves on the server: what pools and `combine` may leave there,
+and how.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +20,13 @@ def test_unseen_refuses_whatever_is_asked():
     """Entries but the number of the round, attributes, iteration, length."""
     unseen = Unseen("it is hidden", 3, 5, 7)
     assert (unseen["round"], unseen["rounds"]) == (3, 5)
-    for ask in (lambda: unseen["n"], lambda: unseen.shape, lambda: list(unseen), lambda: len(unseen), lambda: "n" in unseen):
+    for ask in (
+        lambda: unseen["n"],
+        lambda: unseen.shape,
+        lambda: list(unseen),
+        lambda: len(unseen),
+        lambda: "n" in unseen,
+    ):
         with pytest.raises(ValueError, match=r"it is hidden, .*`combine`"):
             ask()
 
@@ -36,11 +44,19 @@ def test_unseen_refuses_whatever_is_asked():
         ({"other": torch.zeros(2)}, r"`combine` .*\['other'\].*`server`"),
     ],
 )
-def test_combine_returns_what_the_server_has(returned: Any, words: str, model: nn.Module, clients: FederatedData):
-    """Names, shapes and dtypes; else the next round, or a saved run that nobody can load, would be the first to notice."""
+def test_combine_returns_what_the_server_has(
+    returned: Any, words: str, model: nn.Module, clients: FederatedData
+):
+    """Names, shapes and dtypes; else the next round, or a saved run that nobody can load, would be
+    the first to notice.
+    """
     made = replace(
         bf.algorithms.fedavg(model, epochs=1),
-        server=lambda blocks, number: {"seen": torch.zeros(2, dtype=torch.int64), "each": torch.zeros(number, 2), "one": 0.0},
+        server=lambda blocks, number: {
+            "seen": torch.zeros(2, dtype=torch.int64),
+            "each": torch.zeros(number, 2),
+            "one": 0.0,
+        },
         combine=lambda server, ids, uplink: returned,
     )
     with pytest.raises(ValueError, match=words):
@@ -67,10 +83,16 @@ def inside(server: Any) -> Any:
         lambda server, ids, uplink: inside(server),
     ],
 )
-def test_combine_does_not_change_what_it_is_given(combine: Any, model: nn.Module, clients: FederatedData):
-    """The state of the round before would change with it: that of a result that is resumed, or of a round that is repeated."""
+def test_combine_does_not_change_what_it_is_given(
+    combine: Any, model: nn.Module, clients: FederatedData
+):
+    """The state of the round before would change with it: that of a result that is resumed, or of a
+    round that is repeated.
+    """
     made = replace(
-        bf.algorithms.fedavg(model, epochs=1), server=lambda blocks, number: {"k": 0.0, "d": {"m": torch.zeros(number)}}, combine=combine
+        bf.algorithms.fedavg(model, epochs=1),
+        server=lambda blocks, number: {"k": 0.0, "d": {"m": torch.zeros(number)}},
+        combine=combine,
     )
     for aggregation in (None, bf.SecureSum()):
         with pytest.raises(ValueError, match=r"`combine` .*server\['k'\] \+ 1"):
@@ -97,19 +119,25 @@ class Own:
         (lambda loc: {"loc": loc.add_(1)}, "pool.*writes"),
     ],
 )
-def test_pools_return_what_the_server_has(entry: Any, words: str, model: nn.Module, clients: FederatedData):
+def test_pools_return_what_the_server_has(
+    entry: Any, words: str, model: nn.Module, clients: FederatedData
+):
     """Names, shapes and dtypes, in new tensors."""
     made = bf.algorithms.fedavg(model, epochs=1)
     with pytest.raises(ValueError, match=words):
         run(replace(made, blocks={"w": bf.Block(pool=Own(entry))}), clients, rounds=1)
 
 
-def test_a_first_axis_that_stands_still_at_this_number_of_clients_may_grow(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_a_first_axis_that_stands_still_at_this_number_of_clients_may_grow(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
     """By the rule that saved runs and new clients are held to: the same for one client more."""
     made = replace(
         bf.algorithms.fedavg(model, epochs=1),
         server=lambda blocks, number: {"models": torch.zeros(min(number, 3), 2)},
-        combine=lambda server, ids, uplink: {"models": torch.cat([server["models"], server["models"][:1]])},
+        combine=lambda server, ids, uplink: {
+            "models": torch.cat([server["models"], server["models"][:1]])
+        },
     )
     result = run(made, clients, rounds=2)
     result.save(tmp_path / "run")
@@ -121,7 +149,14 @@ def test_combine_knows_how_many_clients_there_are(model: nn.Module, clients: Fed
     made = replace(
         bf.algorithms.fedavg(model, epochs=1),
         server=lambda blocks, number: {"known": 0.0},
-        combine=lambda server, ids, uplink: {"known": torch.zeros_like(server["known"]) + uplink["clients"]},
+        combine=lambda server, ids, uplink: {
+            "known": torch.zeros_like(server["known"]) + uplink["clients"]
+        },
     )
     for aggregation in (None, bf.SecureSum()):
-        assert run(made, clients, rounds=1, participation=0.5, aggregation=aggregation).server["known"].item() == clients.clients
+        assert (
+            run(made, clients, rounds=1, participation=0.5, aggregation=aggregation)
+            .server["known"]
+            .item()
+            == clients.clients
+        )

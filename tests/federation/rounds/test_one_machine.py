@@ -27,13 +27,21 @@ from tests.federation.made import METHODS, of_client, run, state
 
 
 def test_a_lost_client_outside_the_cohort(model: nn.Module, clients: FederatedData):
-    """Where all train, one that is not gathered may fail too: its state stays, and nobody else's changes."""
+    """Where all train, one that is not gathered may fail too: its state stays, and nobody else's
+    changes.
+    """
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
     cohort = Settings(3, 0.5, "fixed", "all", 3, None).cohort(7, 2)
     out = int(np.setdiff1d(np.arange(7), cohort)[0])
     options: dict[str, Any] = {"participation": 0.5, "sampling": "fixed", "train": "all"}
     before = run(algorithm, clients, rounds=2, **options)
-    result = run(algorithm, clients, resume=before, faults=lambda round, attempt, ids: {out: Lost()}, **options)
+    result = run(
+        algorithm,
+        clients,
+        resume=before,
+        faults=lambda round, attempt, ids: {out: Lost()},
+        **options,
+    )
     plain = run(algorithm, clients, resume=before, **options)
     assert_close(result.server, plain.server, atol=1e-12, rtol=0)
     for name, t in flatten(result.private).items():
@@ -42,15 +50,26 @@ def test_a_lost_client_outside_the_cohort(model: nn.Module, clients: FederatedDa
         assert torch.equal(t[out], flatten(before.private)[name][out])
 
 
-def test_a_reply_that_is_taken_leaves_the_clients_own_state_alone(model: nn.Module, clients: FederatedData):
-    """Changed on its way by so little that nobody objects, it moves the server, and not what the client keeps."""
+def test_a_reply_that_is_taken_leaves_the_clients_own_state_alone(
+    model: nn.Module, clients: FederatedData
+):
+    """Changed on its way by so little that nobody objects, it moves the server, and not what the
+    client keeps.
+    """
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
 
     def nudged(message: Message) -> Message:
-        return replace(message, tensors={name: t + 0.1 if t.is_floating_point() else t for name, t in message.tensors.items()})
+        return replace(
+            message,
+            tensors={
+                name: t + 0.1 if t.is_floating_point() else t for name, t in message.tensors.items()
+            },
+        )
 
     plain = run(algorithm, clients, rounds=1, admission=bf.Admission("skip"))
-    result = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: {3: Altered(nudged)})
+    result = run(
+        algorithm, clients, rounds=1, faults=lambda round, attempt, ids: {3: Altered(nudged)}
+    )
     assert result.history["rejected"].tolist() == [0]
     assert_close(result.private, plain.private, atol=0, rtol=0)
     assert not torch.allclose(result.server["body"]["loc"], plain.server["body"]["loc"])
@@ -58,7 +77,9 @@ def test_a_reply_that_is_taken_leaves_the_clients_own_state_alone(model: nn.Modu
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_clients_that_send_nothing(kind: str, model: nn.Module, clients: FederatedData):
-    """A method without a server's model survives every fault; a client whose reply is refused stays where it was."""
+    """A method without a server's model survives every fault; a client whose reply is refused stays
+    where it was.
+    """
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
         return {2: KINDS[kind]} if round == 0 else {}
@@ -73,10 +94,16 @@ def test_clients_that_send_nothing(kind: str, model: nn.Module, clients: Federat
 
 @pytest.mark.parametrize("kind", ["stale", "protocol", "extra"])
 def test_a_bad_acknowledgement(kind: str, model: nn.Module, clients: FederatedData):
-    """A client that trains outside the cohort and whose word is not taken starts again from where it was."""
+    """A client that trains outside the cohort and whose word is not taken starts again from where
+    it was.
+    """
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
     options: dict[str, Any] = {"participation": 0.5, "train": "all", "evaluate_every": None}
-    outside = int(np.setdiff1d(np.arange(7), Settings(3, 0.5, algorithm.sampling, "all", 3, None).cohort(7, 1))[0])
+    outside = int(
+        np.setdiff1d(
+            np.arange(7), Settings(3, 0.5, algorithm.sampling, "all", 3, None).cohort(7, 1)
+        )[0]
+    )
     found = run(algorithm, clients, faults=of_client(outside, 1, KINDS[kind]), **options)
     lost = run(algorithm, clients, faults=of_client(outside, 1, Lost()), **options)
     assert_close(state(found), state(lost), atol=1e-12, rtol=0)
@@ -90,7 +117,9 @@ class Interrupted(BaseException):
 @pytest.mark.parametrize("where", ["combine", "solve", "phase"])
 @pytest.mark.parametrize("error", [RuntimeError, Interrupted])
 def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, where, error):
-    """An error in any part of a method, or from outside, undoes what its round has written, as a divergence does."""
+    """An error in any part of a method, or from outside, undoes what its round has written, as a
+    divergence does.
+    """
     fail: list[str] = []
 
     def maybe(part: str) -> None:
@@ -114,19 +143,36 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
     plain = bf.algorithms.fedper(model, epochs=1)
     blocks = {"body": replace(plain.blocks["body"], pool=Pool()), "head": plain.blocks["head"]}
     made = replace(plain, blocks=blocks, phases=(*plain.phases, Once(touch)), combine=combine)
-    options = {"engine": bf.Engine("reference", chunk=2, workers=1), "evaluate_every": None, "progress": False}
+    options = {
+        "engine": bf.Engine("reference", chunk=2, workers=1),
+        "evaluate_every": None,
+        "progress": False,
+    }
     first = bf.simulate(made, clients, rounds=1, **options)
     kept = [t.clone() for t in tree_leaves((first.server, first.private))]
     fail.append(where)
     with pytest.raises(error, match=where):
         bf.simulate(made, clients, rounds=2, resume=first, **options)
-    rules = Rules(made, first.settings, clients.clients, made.uplink(), bf.Admission(), OpenRun(made, first.settings, clients.clients, 1))
+    rules = Rules(
+        made,
+        first.settings,
+        clients.clients,
+        made.uplink(),
+        bf.Admission(),
+        OpenRun(made, first.settings, clients.clients, 1),
+    )
     with first.engine.crew(first.device) as crew:
         transport = OneMachine(first.local(clients.train), first.state, crew, None, None)
         with pytest.raises(error, match=where):
             run_round(rules, first.server, first.round, first.history, transport)
-    assert all(torch.equal(a, b) for a, b in zip(tree_leaves((first.server, first.private)), kept, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(tree_leaves((first.server, first.private)), kept, strict=True)
+    )
     fail.clear()
     again = bf.simulate(made, clients, rounds=2, resume=first, **options)
     whole = bf.simulate(made, clients, rounds=2, **options)
-    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(again.private), tree_leaves(whole.private), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(tree_leaves(again.private), tree_leaves(whole.private), strict=True)
+    )

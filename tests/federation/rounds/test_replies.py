@@ -18,7 +18,9 @@ from tests.federation.made import METHODS, of_client, run, state
 
 
 def test_earlier_rounds_say_how_far_two_clients_go(model: nn.Module, clients: FederatedData):
-    """In the first round of two there is nothing to compare with; from the second on its median is, also after a resume."""
+    """In the first round of two there is nothing to compare with; from the second on its median is,
+    also after a resume.
+    """
     two = clients.select([0, 1])
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
 
@@ -29,29 +31,53 @@ def test_earlier_rounds_say_how_far_two_clients_go(model: nn.Module, clients: Fe
     result = run(algorithm, two, rounds=2, faults=far_in(1))
     assert result.history["rejected"].tolist() == [0, 1]
     first = run(algorithm, two, rounds=1, faults=far_in(1))
-    assert_close(state(run(algorithm, two, rounds=2, resume=first, faults=far_in(1))), state(result), atol=0, rtol=0)
+    assert_close(
+        state(run(algorithm, two, rounds=2, resume=first, faults=far_in(1))),
+        state(result),
+        atol=0,
+        rtol=0,
+    )
 
 
 def setting(name: str, value: float) -> Altered:
     """A reply in which one tensor is a constant."""
-    return Altered(lambda message: replace(message, tensors={**message.tensors, name: torch.full_like(message.tensors[name], value)}))
+    return Altered(
+        lambda message: replace(
+            message,
+            tensors={**message.tensors, name: torch.full_like(message.tensors[name], value)},
+        )
+    )
 
 
 @pytest.mark.parametrize("name", ["centroids", "variance", "counts"])
-def test_absurd_reports_are_left_out(name: str, model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
+def test_absurd_reports_are_left_out(
+    name: str, model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture
+):
     """What a method reports has no start to be compared with; it is compared with the others'."""
     algorithm = bf.algorithms.fedpac(model, body_epochs=1, batch_size=10)
-    found = run(algorithm, clients, faults=of_client(4, 1, setting(name, 1e30)), evaluate_every=None)
+    found = run(
+        algorithm, clients, faults=of_client(4, 1, setting(name, 1e30)), evaluate_every=None
+    )
     without = run(algorithm, clients, faults=of_client(4, 1, Lost()), evaluate_every=None)
     assert_close(state(found), state(without), atol=1e-12, rtol=0)
     assert re.search(rf"client 4 .*left out.*{name} .*1e\+30", caplog.text)
     assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
 
 
-def test_a_round_that_is_not_finite_is_passed_over(model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
-    """A reported variance of 0 is finite and small, and weighs infinitely: the round changes nothing, and the run goes on."""
+def test_a_round_that_is_not_finite_is_passed_over(
+    model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture
+):
+    """A reported variance of 0 is finite and small, and weighs infinitely: the round changes
+    nothing, and the run goes on.
+    """
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
-    found = run(algorithm, clients, faults=of_client(4, 1, setting("rho2", 0.0)), evaluate_every=None, train="cohort")
+    found = run(
+        algorithm,
+        clients,
+        faults=of_client(4, 1, setting("rho2", 0.0)),
+        evaluate_every=None,
+        train="cohort",
+    )
     assert re.search(r"round 1\b.*not finite.*skipped", caplog.text)
     assert all(bool(t.isfinite().all()) for t in state(found).values())
     assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
@@ -60,7 +86,9 @@ def test_a_round_that_is_not_finite_is_passed_over(model: nn.Module, clients: Fe
 
 
 def test_addressed_share_stack_and_combine(clients, model):
-    """What methods with one server result per client need: gossip over a ring, the server keeping a copy for each client."""
+    """What methods with one server result per client need: gossip over a ring, the server keeping a
+    copy for each client.
+    """
     jobs = len(SIZES)
     ring = torch.zeros(jobs, jobs).double()
     for j in range(jobs):
@@ -73,24 +101,39 @@ def test_addressed_share_stack_and_combine(clients, model):
         parts=("w",),
         server=lambda blocks, count: {"copies": blocks["w"]["loc"].expand(count, -1)},
         address=lambda server, ids: {"w": {"loc": server["copies"][ids]}},
-        combine=lambda server, ids, uplink: {"copies": ring @ torch.empty_like(server["copies"]).index_copy_(0, ids, uplink["w"]["loc"])},
+        combine=lambda server, ids, uplink: {
+            "copies": ring
+            @ torch.empty_like(server["copies"]).index_copy_(0, ids, uplink["w"]["loc"])
+        },
     )
     options = {"dtype": torch.float64, "evaluate_every": None, "progress": False}
     one = bf.simulate(gossip, clients, rounds=1, engine=bf.Engine(chunk=2), **options)
-    alone = bf.simulate(bf.algorithms.local(model, epochs=1, batch_size=10), clients, rounds=1, **options)
+    alone = bf.simulate(
+        bf.algorithms.local(model, epochs=1, batch_size=10), clients, rounds=1, **options
+    )
     assert_close(one.server["copies"], ring @ alone.private["w"]["loc"])
     two = bf.simulate(gossip, clients, rounds=2, engine=bf.Engine(chunk=3), **options)
     probs = two.predict().probs
     x, _ = clients.test.client(3)
-    expected = gossip.outputs(gossip.leaves(("w",), {"w": {"loc": two.server["copies"][3]}}), x.double()).softmax(-1)
+    expected = gossip.outputs(
+        gossip.leaves(("w",), {"w": {"loc": two.server["copies"][3]}}), x.double()
+    ).softmax(-1)
     assert_close(probs[3], expected)
 
 
-@pytest.mark.parametrize("many", [True, False], ids=["all on a large scale", "one on a large scale"])
-def test_statistics_of_norms_are_no_distance(many: bool, clients: FederatedData, caplog: pytest.LogCaptureFixture):
-    """Variances of a million neither hide weights that are absurd, nor make those of one honest client so."""
+@pytest.mark.parametrize(
+    "many", [True, False], ids=["all on a large scale", "one on a large scale"]
+)
+def test_statistics_of_norms_are_no_distance(
+    many: bool, clients: FederatedData, caplog: pytest.LogCaptureFixture
+):
+    """Variances of a million neither hide weights that are absurd, nor make those of one honest
+    client so.
+    """
     large = scaled(clients, tuple(1e3 if many or j == 2 else 1.0 for j in range(7)))
-    algorithm = bf.algorithms.fedavg(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)), **METHODS["fedavg"])
+    algorithm = bf.algorithms.fedavg(
+        nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)), **METHODS["fedavg"]
+    )
     options: dict[str, Any] = {"rounds": 2, "evaluate_every": None}
     honest = run(algorithm, large, **options, admission=bf.Admission("skip"))
     assert honest.history["rejected"].tolist() == [0, 0]
@@ -99,22 +142,39 @@ def test_statistics_of_norms_are_no_distance(many: bool, clients: FederatedData,
     found = run(algorithm, large, **options, faults=of_client(4, 1, setting("w.loc", 1e3)))
     assert found.history["rejected"].tolist() == [0, 1]
     assert re.search(r"client 4 .*left out.* went ", caplog.text)
-    assert_close(state(found), state(run(algorithm, large, **options, faults=of_client(4, 1, Lost()))), atol=1e-12, rtol=0)
+    assert_close(
+        state(found),
+        state(run(algorithm, large, **options, faults=of_client(4, 1, Lost()))),
+        atol=1e-12,
+        rtol=0,
+    )
 
 
 def test_statistics_that_are_not_finite_set_a_client_aside(clients: FederatedData):
     """As any tensor."""
     algorithm = bf.algorithms.fedavg(with_batch_norm(), **METHODS["fedavg"])
-    poisoned, lost = (run(algorithm, clients, faults=of_client(4, 1, fault)) for fault in (setting("w_buffers.loc", float("nan")), Lost()))
+    poisoned, lost = (
+        run(algorithm, clients, faults=of_client(4, 1, fault))
+        for fault in (setting("w_buffers.loc", float("nan")), Lost())
+    )
     assert poisoned.history["rejected"].tolist() == [0, 1, 0]
     assert_close(state(poisoned), state(lost), atol=1e-12, rtol=0)
 
 
-def test_negative_variances_set_a_client_aside(clients: FederatedData, caplog: pytest.LogCaptureFixture):
+def test_negative_variances_set_a_client_aside(
+    clients: FederatedData, caplog: pytest.LogCaptureFixture
+):
     """Whatever their size, which has no bound; means may be of either sign."""
     algorithm = bf.algorithms.fedavg(with_batch_norm(), **METHODS["fedavg"])
-    poisoned, lost = (run(algorithm, clients, faults=of_client(4, 1, fault)) for fault in (setting("w_buffers.loc", -5.0), Lost()))
+    poisoned, lost = (
+        run(algorithm, clients, faults=of_client(4, 1, fault))
+        for fault in (setting("w_buffers.loc", -5.0), Lost())
+    )
     assert poisoned.history["rejected"].tolist() == [0, 1, 0]
     assert re.search(r"client 4 .*left out.* its w_buffers have negative variances", caplog.text)
     assert_close(state(poisoned), state(lost), atol=1e-12, rtol=0)
-    assert run(algorithm, clients, admission=bf.Admission("skip")).history["rejected"].tolist() == [0, 0, 0]
+    assert run(algorithm, clients, admission=bf.Admission("skip")).history["rejected"].tolist() == [
+        0,
+        0,
+        0,
+    ]

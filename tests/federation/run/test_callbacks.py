@@ -1,4 +1,6 @@
-"""What is called after each round: stopping early, keeping the best state, records for other programs."""
+"""What is called after each round: stopping early, keeping the best state, records for other
+programs.
+"""
 
 import csv
 import sys
@@ -24,7 +26,10 @@ class Told:
 
     def __init__(self, values: list[float | None]) -> None:
         self.round = len(values)
-        rows = [{"round": at + 1, **({} if value is None else {"validation_nll": value})} for at, value in enumerate(values)]
+        rows = [
+            {"round": at + 1, **({} if value is None else {"validation_nll": value})}
+            for at, value in enumerate(values)
+        ]
         self.history = History(rows)
 
 
@@ -35,11 +40,18 @@ def parted() -> FederatedData:
 
 @pytest.fixture(scope="module")
 def method(parted: FederatedData) -> bf.Algorithm:
-    return bf.algorithms.ditto(bf.models.mlp(parted.inputs, hidden=8, outputs=parted.outputs), epochs=1, batch_size=20, optimiser=SGD(0.3))
+    return bf.algorithms.ditto(
+        bf.models.mlp(parted.inputs, hidden=8, outputs=parted.outputs),
+        epochs=1,
+        batch_size=20,
+        optimiser=SGD(0.3),
+    )
 
 
 def test_patience_counts_evaluations_without_a_better_value():
-    """Rounds without a value do not count; a value that is not finite is none; smaller is better for a loss, unless it is said."""
+    """Rounds without a value do not count; a value that is not finite is none; smaller is better
+    for a loss, unless it is said.
+    """
     stop = EarlyStopping("validation_nll", patience=2)
     assert not stop(Told([1.0, 0.9, None, None, None, 0.95]))
     assert stop(Told([1.0, 0.9, None, 0.95, None, 0.9]))
@@ -49,8 +61,12 @@ def test_patience_counts_evaluations_without_a_better_value():
     assert not EarlyStopping("validation_nll", patience=2)(Told([None]))
 
 
-def test_a_run_ends_early_and_goes_on_with_its_patience(method, parted: FederatedData, tmp_path: Path):
-    """Patience is in the history: stopped in between and resumed, the run ends in the same round and state; ended, it stays so."""
+def test_a_run_ends_early_and_goes_on_with_its_patience(
+    method, parted: FederatedData, tmp_path: Path
+):
+    """Patience is in the history: stopped in between and resumed, the run ends in the same round
+    and state; ended, it stays so.
+    """
     options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
     whole = run(method, parted, on_round=[EarlyStopping("validation_nll", patience=3)], **options)
     values = whole.history["validation_nll"]
@@ -58,16 +74,31 @@ def test_a_run_ends_early_and_goes_on_with_its_patience(method, parted: Federate
     assert len(values) == whole.round
     assert values.argmin() == whole.round - 4
     folder: dict[str, Any] = {"checkpoint": tmp_path, "every": 4}
-    run(method, parted, rounds=whole.round - 2, evaluate_every=1, on_round=[EarlyStopping("validation_nll", patience=3)], **folder)
+    run(
+        method,
+        parted,
+        rounds=whole.round - 2,
+        evaluate_every=1,
+        on_round=[EarlyStopping("validation_nll", patience=3)],
+        **folder,
+    )
     for _ in range(2):
-        again = run(method, parted, on_round=[EarlyStopping("validation_nll", patience=3)], **options, **folder)
+        again = run(
+            method,
+            parted,
+            on_round=[EarlyStopping("validation_nll", patience=3)],
+            **options,
+            **folder,
+        )
         assert again.round == whole.round
         assert_close(state(again), state(whole), atol=0, rtol=0)
 
 
 @pytest.mark.slow
 def test_the_best_state_is_returned(method, parted: FederatedData, tmp_path: Path):
-    """That of the run which ends there, with its history; from memory or, resumed, from its folder; else the last, with a warning."""
+    """That of the run which ends there, with its history; from memory or, resumed, from its folder;
+    else the last, with a warning.
+    """
 
     def best(folder: Path | None = None) -> EarlyStopping:
         return EarlyStopping("validation_nll", patience=3, keep="best", folder=folder)
@@ -76,11 +107,20 @@ def test_the_best_state_is_returned(method, parted: FederatedData, tmp_path: Pat
     found = run(method, parted, on_round=[best()], **options)
     told = run(method, parted, rounds=found.round, evaluate_every=1)
     assert_close(state(found), state(told), atol=0, rtol=0)
-    assert [row["validation_nll"] for row in found.history] == [row["validation_nll"] for row in told.history]
+    assert [row["validation_nll"] for row in found.history] == [
+        row["validation_nll"] for row in told.history
+    ]
     found.save(tmp_path / "saved")
     assert bf.load(tmp_path / "saved", method, parted).round == found.round
     resumed: dict[str, Any] = {"checkpoint": tmp_path / "run"}
-    run(method, parted, on_round=[best(tmp_path / "best")], rounds=found.round + 1, evaluate_every=1, **resumed)
+    run(
+        method,
+        parted,
+        on_round=[best(tmp_path / "best")],
+        rounds=found.round + 1,
+        evaluate_every=1,
+        **resumed,
+    )
     again = run(method, parted, on_round=[best(tmp_path / "best")], **options, **resumed)
     assert_close(state(again), state(found), atol=0, rtol=0)
     with pytest.warns(UserWarning, match=rf"of round {found.round}.*folder="):
@@ -105,8 +145,13 @@ def test_what_is_refused(model, clients: FederatedData):
 
 
 def test_the_best_state_is_that_of_its_own_run(model, clients: FederatedData, tmp_path: Path):
-    """A callback or a folder that has served another run gives nothing of it: the last state, with a warning."""
-    method, used = bf.algorithms.fedavg(model, epochs=1), EarlyStopping("personal_nll", keep="best", folder=tmp_path, lowest=False)
+    """A callback or a folder that has served another run gives nothing of it: the last state, with
+    a warning.
+    """
+    method, used = (
+        bf.algorithms.fedavg(model, epochs=1),
+        EarlyStopping("personal_nll", keep="best", folder=tmp_path, lowest=False),
+    )
     run(method, clients, on_round=[used])
     other = run(method, clients, seed=8, rounds=2)
     with pytest.warns(UserWarning, match="is gone"):
@@ -114,20 +159,44 @@ def test_the_best_state_is_that_of_its_own_run(model, clients: FederatedData, tm
     assert_close(state(found), state(other), atol=0, rtol=0)
     folder = tmp_path / "run"
     with pytest.raises(ValueError, match="holds the run's checkpoints"):
-        run(method, clients, checkpoint=folder, on_round=[EarlyStopping("personal_nll", keep="best", folder=folder)])
+        run(
+            method,
+            clients,
+            checkpoint=folder,
+            on_round=[EarlyStopping("personal_nll", keep="best", folder=folder)],
+        )
 
 
 def test_a_column_that_never_comes_is_named(model, clients: FederatedData):
     """Also where nothing is measured on the way."""
     with pytest.raises(KeyError, match="nonsense"):
-        run(bf.algorithms.fedavg(model, epochs=1), clients, evaluate_every=None, on_round=[EarlyStopping("nonsense")])
+        run(
+            bf.algorithms.fedavg(model, epochs=1),
+            clients,
+            evaluate_every=None,
+            on_round=[EarlyStopping("nonsense")],
+        )
 
 
 def test_any_truth_value_ends_a_run(model, clients: FederatedData):
     """As numpy and torch give it for a comparison of numbers; other answers do not."""
     for yes in (np.bool_(True), torch.tensor(True), True):
-        assert run(bf.algorithms.fedavg(model, epochs=1), clients, on_round=[lambda result, yes=yes: yes]).round == 1
-    assert run(bf.algorithms.fedavg(model, epochs=1), clients, on_round=[lambda result: "yes", lambda result: 1]).round == 3
+        assert (
+            run(
+                bf.algorithms.fedavg(model, epochs=1),
+                clients,
+                on_round=[lambda result, yes=yes: yes],
+            ).round
+            == 1
+        )
+    assert (
+        run(
+            bf.algorithms.fedavg(model, epochs=1),
+            clients,
+            on_round=[lambda result: "yes", lambda result: 1],
+        ).round
+        == 3
+    )
 
 
 def test_a_snapshot_stays_as_it_was(model, clients: FederatedData):
@@ -149,38 +218,61 @@ def test_an_error_of_a_measure_loses_nothing(model, clients: FederatedData):
 
 
 def test_functions_see_the_run_and_end_it(model, clients: FederatedData):
-    """Every one is called after every round, also where another ends the run; what is not True does not end it."""
+    """Every one is called after every round, also where another ends the run; what is not True does
+    not end it.
+    """
     seen: list[tuple[int, int]] = []
 
     def note(result: Any) -> str:
         seen.append((result.round, len(result.history)))
         return "a word"
 
-    result = run(bf.algorithms.fedavg(model, epochs=1), clients, rounds=5, on_round=[lambda result: result.round == 2, note])
+    result = run(
+        bf.algorithms.fedavg(model, epochs=1),
+        clients,
+        rounds=5,
+        on_round=[lambda result: result.round == 2, note],
+    )
     assert seen == [(1, 1), (2, 2)]
     assert result.round == 2
     assert result.predict().probs is not None
 
 
 @pytest.mark.parametrize("keep", ["last", "best"])
-def test_a_run_ended_between_evaluations_is_measured(method, parted: FederatedData, tmp_path: Path, keep: Any):
-    """As the last round of any run is; callbacks and the checkpoint have the measures, and the best state may be this one."""
+def test_a_run_ended_between_evaluations_is_measured(
+    method, parted: FederatedData, tmp_path: Path, keep: Any
+):
+    """As the last round of any run is; callbacks and the checkpoint have the measures, and the best
+    state may be this one.
+    """
     best = EarlyStopping("validation_nll", patience=9, keep=keep)
     options: dict[str, Any] = {"evaluate_every": 2, "checkpoint": tmp_path / "run", "every": 5}
     callbacks = [CSV(tmp_path / "rows.csv"), best, lambda result: result.round == 3]
     found = run(method, parted, rounds=9, on_round=callbacks, **options)
     told = run(method, parted, rounds=3, evaluate_every=2)
-    names = [name for name in told.history.columns if name.startswith(("personal_", "global_", "validation_"))]
+    names = [
+        name
+        for name in told.history.columns
+        if name.startswith(("personal_", "global_", "validation_"))
+    ]
     assert found.round == 3
-    assert {name: found.history[-1][name] for name in names} == {name: told.history[-1][name] for name in names}
-    assert [row["validation_nll"] for row in csv.DictReader((tmp_path / "rows.csv").open())][-1] == str(found.history[-1]["validation_nll"])
+    assert {name: found.history[-1][name] for name in names} == {
+        name: told.history[-1][name] for name in names
+    }
+    assert [row["validation_nll"] for row in csv.DictReader((tmp_path / "rows.csv").open())][
+        -1
+    ] == str(found.history[-1]["validation_nll"])
     assert bf.load(tmp_path / "run", method, parted).history.rows == found.history.rows
-    unmeasured = run(method, parted, rounds=9, evaluate_every=None, on_round=[lambda result: result.round == 3])
+    unmeasured = run(
+        method, parted, rounds=9, evaluate_every=None, on_round=[lambda result: result.round == 3]
+    )
     assert not [name for name in unmeasured.history.columns if name.startswith("personal_")]
 
 
 def test_a_run_that_was_ended_stays_so(model, clients: FederatedData, tmp_path: Path):
-    """Resumed, it first asks every callback about the round that it goes on from; without the one that ended it, it goes on."""
+    """Resumed, it first asks every callback about the round that it goes on from; without the one
+    that ended it, it goes on.
+    """
     method, seen = bf.algorithms.fedavg(model, epochs=1, batch_size=10), []
     options: dict[str, Any] = {"rounds": 4, "checkpoint": tmp_path}
 
@@ -221,7 +313,9 @@ def test_the_history_as_a_file(model, clients: FederatedData, tmp_path: Path):
 
 
 def test_numbers_for_tensorboard(model, clients: FederatedData, tmp_path: Path, monkeypatch):
-    """One scalar for each column, at its round; without the package the message says what to install."""
+    """One scalar for each column, at its round; without the package the message says what to
+    install.
+    """
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match="pip install tensorboard"):
         TensorBoard(tmp_path)
@@ -238,13 +332,17 @@ def test_numbers_for_tensorboard(model, clients: FederatedData, tmp_path: Path, 
 
     fake = types.SimpleNamespace(SummaryWriter=SummaryWriter)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    result = run(bf.algorithms.fedavg(model, epochs=1), clients, rounds=2, on_round=[TensorBoard(tmp_path)])
+    result = run(
+        bf.algorithms.fedavg(model, epochs=1), clients, rounds=2, on_round=[TensorBoard(tmp_path)]
+    )
     losses = [(value, step) for name, value, step in written if name == "personal_nll"]
     assert losses == [(value, at + 1) for at, value in enumerate(result.history["personal_nll"])]
 
 
 def test_measures_of_ones_own_are_columns(parted: FederatedData, method):
-    """Of every split that is measured, as means over clients; one that is undefined for a client leaves it out."""
+    """Of every split that is measured, as means over clients; one that is undefined for a client
+    leaves it out.
+    """
 
     def errors(predictions: Any, labels: torch.Tensor) -> torch.Tensor:
         return (predictions.probs.argmax(-1) != labels).double().mean()
@@ -255,8 +353,12 @@ def test_measures_of_ones_own_are_columns(parted: FederatedData, method):
     sizes = parted.test.counts
     result = run(method, parted, measures={"errors": errors, "of_some": of_some})
     for prefix in ("personal", "validation", "global", "before_pool"):
-        np.testing.assert_allclose(result.history[f"{prefix}_errors"], 1 - result.history[f"{prefix}_accuracy"], atol=1e-12)
-    assert (result.history["personal_of_some"] == 1).all() or np.isnan(result.history["personal_of_some"]).all()
+        np.testing.assert_allclose(
+            result.history[f"{prefix}_errors"], 1 - result.history[f"{prefix}_accuracy"], atol=1e-12
+        )
+    assert (result.history["personal_of_some"] == 1).all() or np.isnan(
+        result.history["personal_of_some"]
+    ).all()
 
 
 @pytest.mark.parametrize(
@@ -270,6 +372,8 @@ def test_measures_of_ones_own_are_columns(parted: FederatedData, method):
         ({"f2": lambda p, y: p.probs}, ValueError, "'f2'"),
     ],
 )
-def test_bad_measures_are_refused(model, clients: FederatedData, measures: Any, error: type, words: str):
+def test_bad_measures_are_refused(
+    model, clients: FederatedData, measures: Any, error: type, words: str
+):
     with pytest.raises(error, match=words):
         run(bf.algorithms.fedavg(model, epochs=1), clients, measures=measures)

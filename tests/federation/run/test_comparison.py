@@ -21,10 +21,19 @@ def found(method: bf.Algorithm, clients: FederatedData, **options: Any) -> Any:
 
 
 def test_what_differs_stands_beneath(model: nn.Module, clients: FederatedData):
-    """Steps, batches, optimisers, rounds and who takes part, as far as the results differ in them; with every phase that trains."""
+    """Steps, batches, optimisers, rounds and who takes part, as far as the results differ in them;
+    with every phase that trains.
+    """
     results = {
-        "FedAvg": found(bf.algorithms.fedavg(model, epochs=1, batch_size=10, optimiser=SGD(0.1)), clients),
-        "FedRep": found(bf.algorithms.fedrep(model, head_epochs=2, body_epochs=1, batch_size=10, optimiser=SGD(0.1)), clients),
+        "FedAvg": found(
+            bf.algorithms.fedavg(model, epochs=1, batch_size=10, optimiser=SGD(0.1)), clients
+        ),
+        "FedRep": found(
+            bf.algorithms.fedrep(
+                model, head_epochs=2, body_epochs=1, batch_size=10, optimiser=SGD(0.1)
+            ),
+            clients,
+        ),
         "pFedMe": found(bf.algorithms.pfedme(model, batch_size=5), clients, participation=0.5),
     }
     text = compare(results)
@@ -41,8 +50,15 @@ def test_what_differs_stands_beneath(model: nn.Module, clients: FederatedData):
 
 
 def test_what_is_alike_is_not_said(model: nn.Module, clients: FederatedData):
-    """Nothing differs between two runs of one setting; a schedule is called one; several seeds make one row."""
-    one = found(bf.algorithms.fedavg(model, epochs=1, optimiser=SGD(lambda round, rounds: 0.1, momentum=0.9)), clients)
+    """Nothing differs between two runs of one setting; a schedule is called one; several seeds make
+    one row.
+    """
+    one = found(
+        bf.algorithms.fedavg(
+            model, epochs=1, optimiser=SGD(lambda round, rounds: 0.1, momentum=0.9)
+        ),
+        clients,
+    )
     assert "trained with" not in compare({"a": one, "b": [one, one]})
     assert "±" in compare({"b": [one, one]})
     other = found(bf.algorithms.fedavg(model, epochs=1), clients)
@@ -71,8 +87,12 @@ def test_what_is_no_result(model: nn.Module, clients: FederatedData):
         compare({"a": []})
 
 
-def test_other_data_and_other_seeds_are_told(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Numbers on other data cannot be compared; results that were loaded without their data know them, too."""
+def test_other_data_and_other_seeds_are_told(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """Numbers on other data cannot be compared; results that were loaded without their data know
+    them, too.
+    """
     method = bf.algorithms.fedavg(model, epochs=1)
     few = clients.select(range(clients.clients - 1))
     one, other = found(method, clients, seed=0), found(method, few, seed=1)
@@ -80,37 +100,68 @@ def test_other_data_and_other_seeds_are_told(model: nn.Module, clients: Federate
     alone = bf.load(tmp_path / "one", method)
     *_, first, second = compare({"a": alone, "b": [other, one]}).splitlines()
     assert first.split() == ["a", clients.source.name, clients.hash[:8], "0"]
-    assert second.split() == ["b", few.source.name, few.hash[:8] + ",", clients.source.name, clients.hash[:8], "0,", "1"]
+    assert second.split() == [
+        "b",
+        few.source.name,
+        few.hash[:8] + ",",
+        clients.source.name,
+        clients.hash[:8],
+        "0,",
+        "1",
+    ]
     assert "data" not in compare({"a": one, "b": found(method, clients, seed=1)})
 
 
 def test_what_clip_and_schedules_hold_is_told(model: nn.Module, clients: FederatedData):
-    """The optimiser that is clipped, with its rate; a schedule's first and last rate; steps inside a `Repeat` are steps."""
+    """The optimiser that is clipped, with its rate; a schedule's first and last rate; steps inside
+    a `Repeat` are steps.
+    """
     method = partial(bf.algorithms.fedavg, model, epochs=1)
-    one, two = (found(method(optimiser=Clip(inner)), clients) for inner in (Adam(1e-3), SGD(1e-3, momentum=0.5)))
+    one, two = (
+        found(method(optimiser=Clip(inner)), clients)
+        for inner in (Adam(1e-3), SGD(1e-3, momentum=0.5))
+    )
     told = compare({"a": one, "b": two})
     assert "Clip(Adam(0.001), norm 1)" in told
     assert "Clip(SGD(0.001, momentum 0.5), norm 1)" in told
-    falling, halved = (found(method(optimiser=SGD(rate, momentum=0.9)), clients) for rate in (cosine(0.1), multistep(0.5)))
+    falling, halved = (
+        found(method(optimiser=SGD(rate, momentum=0.9)), clients)
+        for rate in (cosine(0.1), multistep(0.5))
+    )
     assert "a schedule, 0.1 to " in compare({"a": falling, "b": halved})
     me = found(bf.algorithms.pfedme(model, batches=4, inner_steps=3), clients)
     assert "4 batches, each 3 steps" in compare({"a": one, "b": me})
 
 
 def test_options_of_one_method_are_told(model: nn.Module, clients: FederatedData):
-    """What no column has: a proximal weight, betas; and networks of other widths, of which some layers may be frozen."""
-    prox = {name: found(bf.algorithms.fedprox(model, mu=mu, epochs=1), clients) for name, mu in (("a", 0.1), ("b", 2.0), ("c", 0.1))}
+    """What no column has: a proximal weight, betas; and networks of other widths, of which some
+    layers may be frozen.
+    """
+    prox = {
+        name: found(bf.algorithms.fedprox(model, mu=mu, epochs=1), clients)
+        for name, mu in (("a", 0.1), ("b", 2.0), ("c", 0.1))
+    }
     told = compare(prox)
     assert [line for line in told.splitlines() if "differs" in line] == [
         "b differs from a in fedprox.mu: 2.0, not 0.1",
     ]
     assert "trained with" not in told
-    adam = {str(b): found(bf.algorithms.fedavg(model, epochs=1, optimiser=Adam(0.1, betas=(b, 0.9))), clients) for b in (0.5, 0.7)}
+    adam = {
+        str(b): found(
+            bf.algorithms.fedavg(model, epochs=1, optimiser=Adam(0.1, betas=(b, 0.9))), clients
+        )
+        for b in (0.5, 0.7)
+    }
     assert "Adam(0.1, betas (0.5, 0.9))" in compare(adam)
-    wide, part = (bf.models.mlp(clients.inputs, hidden=width, outputs=clients.outputs) for width in (9, 4))
+    wide, part = (
+        bf.models.mlp(clients.inputs, hidden=width, outputs=clients.outputs) for width in (9, 4)
+    )
     part.get_submodule("body").requires_grad_(False)
     told = compare(
-        {"wide": found(bf.algorithms.fedavg(wide, epochs=1), clients), "part": found(bf.algorithms.fedavg(part, epochs=1), clients)}
+        {
+            "wide": found(bf.algorithms.fedavg(wide, epochs=1), clients),
+            "part": found(bf.algorithms.fedavg(part, epochs=1), clients),
+        }
     )
     count = sum(p.numel() for p in wide.parameters())
     held = sum(p.numel() for p in part.get_submodule("body").parameters())
@@ -120,8 +171,14 @@ def test_options_of_one_method_are_told(model: nn.Module, clients: FederatedData
 
 
 def test_schedules_with_equal_ends_differ_by_their_means(model: nn.Module, clients: FederatedData):
-    rates = {"flat": lambda round, rounds: 0.1, "dip": lambda round, rounds: 0.1 if round != 1 else 0.01}
-    made = {name: bf.algorithms.fedavg(model, epochs=1, optimiser=SGD(rate, momentum=0.9)) for name, rate in rates.items()}
+    rates = {
+        "flat": lambda round, rounds: 0.1,
+        "dip": lambda round, rounds: 0.1 if round != 1 else 0.01,
+    }
+    made = {
+        name: bf.algorithms.fedavg(model, epochs=1, optimiser=SGD(rate, momentum=0.9))
+        for name, rate in rates.items()
+    }
     told = compare({name: run(one, clients, 3, evaluate_every=1) for name, one in made.items()})
     assert "0.1 to 0.1, mean 0.1," in told
     assert "0.1 to 0.1, mean 0.07," in told
@@ -129,10 +186,18 @@ def test_schedules_with_equal_ends_differ_by_their_means(model: nn.Module, clien
 
 def test_all_of_a_list_is_told(model: nn.Module, clients: FederatedData):
     """Not of the first result alone: rounds, optimisers, and the options that no column has."""
-    methods = [bf.algorithms.fedprox(model, mu=mu, optimiser=SGD(rate), epochs=1) for mu, rate in ((0.1, 0.01), (2.0, 0.5), (0.1, 0.5))]
-    one, two, three = (run(made, clients, rounds, evaluate_every=1) for made, rounds in zip(methods, (2, 2, 3), strict=True))
+    methods = [
+        bf.algorithms.fedprox(model, mu=mu, optimiser=SGD(rate), epochs=1)
+        for mu, rate in ((0.1, 0.01), (2.0, 0.5), (0.1, 0.5))
+    ]
+    one, two, three = (
+        run(made, clients, rounds, evaluate_every=1)
+        for made, rounds in zip(methods, (2, 2, 3), strict=True)
+    )
     told = compare({"mixed": [one, two, three], "b": three})
-    mixed, b = ([line for line in told.splitlines() if line.startswith(name)][1] for name in ("mixed", "b"))
+    mixed, b = (
+        [line for line in told.splitlines() if line.startswith(name)][1] for name in ("mixed", "b")
+    )
     assert "2, 3" in mixed
     assert "SGD(0.01), SGD(0.5)" in mixed
     assert "0.01" not in b
@@ -143,7 +208,10 @@ def test_all_of_a_list_is_told(model: nn.Module, clients: FederatedData):
 
 def test_rounds_of_a_run_that_was_ended(model: nn.Module, clients: FederatedData):
     method = bf.algorithms.fedavg(model, epochs=1)
-    ended, whole = found(method, clients, on_round=[lambda result: result.round == 1]), found(method, clients)
+    ended, whole = (
+        found(method, clients, on_round=[lambda result: result.round == 1]),
+        found(method, clients),
+    )
     told = compare({"ended": ended, "whole": whole}).splitlines()
     assert told[-2].split() == ["ended", "1", "of", "2"]
     assert told[-1].split() == ["whole", "2"]
@@ -152,16 +220,28 @@ def test_rounds_of_a_run_that_was_ended(model: nn.Module, clients: FederatedData
 def test_likelihood_precision_and_sampling_are_told(model: nn.Module, clients: FederatedData):
     """In columns, also between methods; who is drawn matters only where not everyone is."""
     smooth = bf.algorithms.fedavg(model, epochs=1, likelihood=Categorical(smoothing=0.2))
-    told = compare({"a": found(smooth, clients), "b": found(bf.algorithms.ditto(model, epochs=1), clients)})
+    told = compare(
+        {"a": found(smooth, clients), "b": found(bf.algorithms.ditto(model, epochs=1), clients)}
+    )
     assert "smoothing=0.2" in told
     assert "smoothing=0.0" in told
-    assert "differs" not in compare({"a": found(smooth, clients), "b": found(bf.algorithms.fedavg(model, epochs=1), clients)})
+    assert "differs" not in compare(
+        {"a": found(smooth, clients), "b": found(bf.algorithms.fedavg(model, epochs=1), clients)}
+    )
     method = bf.algorithms.fedavg(model, epochs=1)
     half, single = found(method, clients), found(method, clients, dtype=torch.float32)
     assert half.dtype != single.dtype
-    assert [line.split()[-1] for line in compare({"a": half, "b": single}).splitlines()[-4:]] == ["dtype", "-------", "float64", "float32"]
+    assert [line.split()[-1] for line in compare({"a": half, "b": single}).splitlines()[-4:]] == [
+        "dtype",
+        "-------",
+        "float64",
+        "float32",
+    ]
     for share, alike in ((0.5, False), (1.0, True)):
-        some = {kind: found(method, clients, participation=share, sampling=kind) for kind in ("fixed", "bernoulli")}
+        some = {
+            kind: found(method, clients, participation=share, sampling=kind)
+            for kind in ("fixed", "bernoulli")
+        }
         assert ("trained with" not in compare(some)) == alike
         assert ("0.5 (cohort trains, bernoulli)" in compare(some)) != alike
 
@@ -171,11 +251,15 @@ def test_layers_are_told_and_lines_are_few(clients: FederatedData):
 
     def network(activation: type[nn.Module], depth: int) -> Any:
         layers = [layer for _ in range(depth) for layer in (nn.Linear(8, 8), activation())]
-        return found(bf.algorithms.fedavg(nn.Sequential(*layers, nn.Linear(8, 3)), epochs=1), clients)
+        return found(
+            bf.algorithms.fedavg(nn.Sequential(*layers, nn.Linear(8, 3)), epochs=1), clients
+        )
 
     assert compare({"relu": network(nn.ReLU, 1), "tanh": network(nn.Tanh, 1)}).splitlines()[-1] == (
         "tanh differs from relu in layers.1: Tanh(), not ReLU()"
     )
-    *_, eighth, last = compare({"relu": network(nn.ReLU, 10), "tanh": network(nn.Tanh, 10)}).splitlines()
+    *_, eighth, last = compare(
+        {"relu": network(nn.ReLU, 10), "tanh": network(nn.Tanh, 10)}
+    ).splitlines()
     assert eighth == "tanh differs from relu in layers.15: Tanh(), not ReLU()"
     assert last == "tanh differs in 2 more"

@@ -19,8 +19,14 @@ from tests.federation.made import algorithm
     [
         ({"init_scale": 0.5}, r"pfedvem\.init_scale: saved 1\.0, given 0\.5"),
         ({"scale_update": "after"}, r"pfedvem\.scale_update: saved before, given after"),
-        ({"head_optimiser": SGD(1e-3)}, r"pfedvem\.head_optimiser\.momentum: saved 0\.9, given 0\.0"),
-        ({"draws": 3, "beta": 0.5}, r"pfedvem\.draws: saved 5, given 3; pfedvem\.beta: saved 0\.0, given 0\.5"),
+        (
+            {"head_optimiser": SGD(1e-3)},
+            r"pfedvem\.head_optimiser\.momentum: saved 0\.9, given 0\.0",
+        ),
+        (
+            {"draws": 3, "beta": 0.5},
+            r"pfedvem\.draws: saved 5, given 3; pfedvem\.beta: saved 0\.0, given 0\.5",
+        ),
     ],
 )
 def test_another_algorithm_is_refused(saved: Path, clients, other, words):
@@ -50,7 +56,9 @@ def test_a_split_of_another_transform_is_refused(clients, tmp_path: Path):
 
     def made(by: float) -> bf.data.FederatedData:
         done = clients.transformed(lambda x: x / 2)
-        return replace(done, splits={**done.splits, "test": replace(done.test, transform=lambda x: x / by)})
+        return replace(
+            done, splits={**done.splits, "test": replace(done.test, transform=lambda x: x / by)}
+        )
 
     method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
     bf.simulate(method, made(2.0), rounds=1, evaluate_every=None, progress=False).save(tmp_path)
@@ -60,7 +68,9 @@ def test_a_split_of_another_transform_is_refused(clients, tmp_path: Path):
 
 
 def test_another_function_of_inputs_is_named(clients, tmp_path: Path):
-    """The transform or the augmentation that differs, in code alone too; the same ones under other names are taken."""
+    """The transform or the augmentation that differs, in code alone too; the same ones under other
+    names are taken.
+    """
     method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
 
     def noise(x):
@@ -83,10 +93,16 @@ def test_another_function_of_inputs_is_named(clients, tmp_path: Path):
             clients.transformed(lambda x: x / 254).augmented(noise),
             r"other data: transform\.name: saved .*scaled, given .*<lambda>;",
         ),
-        (clients.transformed(scaled).augmented(less), r"other data: augment\.name: saved .*noise, given .*less; augment\.source"),
+        (
+            clients.transformed(scaled).augmented(less),
+            r"other data: augment\.name: saved .*noise, given .*less; augment\.source",
+        ),
         (clients.transformed(scaled), r"other data: augment: saved {.*, given None"),
         (clients.augmented(noise), r"other data: transform: saved {.*, given None"),
-        (clients.select([1, 0, 2, 3, 4, 5, 6]).transformed(scaled).augmented(noise), "other data: .*rows: saved"),
+        (
+            clients.select([1, 0, 2, 3, 4, 5, 6]).transformed(scaled).augmented(noise),
+            "other data: .*rows: saved",
+        ),
     ):
         for refused in (
             lambda other=other: bf.load(tmp_path, method, other),
@@ -100,21 +116,33 @@ def test_another_function_of_inputs_is_named(clients, tmp_path: Path):
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"class_names": ("b", "a", "c")}, r"^clients has the classes \['b', 'a', 'c'\], .*\['a', 'b', 'c'\]"),
+        (
+            {"class_names": ("b", "a", "c")},
+            r"^clients has the classes \['b', 'a', 'c'\], .*\['a', 'b', 'c'\]",
+        ),
         ({"columns": tuple("hgfedcba")}, r"^clients has the columns \['h', .*\['a', 'b', "),
     ],
     ids=["classes", "columns"],
 )
 def test_other_names_are_refused(names, words: str, clients, tmp_path: Path):
-    """Of classes and of columns, which the hash does not hold; loaded or resumed, and data without names fit."""
+    """Of classes and of columns, which the hash does not hold; loaded or resumed, and data without
+    names fit.
+    """
     named = replace(clients, class_names=("a", "b", "c"), columns=tuple("abcdefgh"))
-    turned, method = replace(named, **names), bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
+    turned, method = (
+        replace(named, **names),
+        bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1),
+    )
     result = bf.simulate(method, named, rounds=1, evaluate_every=None, progress=False)
     result.save(tmp_path)
     for refused in (
         lambda: bf.load(tmp_path, method, turned),
-        lambda: bf.simulate(method, turned, rounds=2, evaluate_every=None, progress=False, resume=tmp_path),
-        lambda: bf.simulate(method, turned, rounds=2, evaluate_every=None, progress=False, resume=result),
+        lambda: bf.simulate(
+            method, turned, rounds=2, evaluate_every=None, progress=False, resume=tmp_path
+        ),
+        lambda: bf.simulate(
+            method, turned, rounds=2, evaluate_every=None, progress=False, resume=result
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             refused()

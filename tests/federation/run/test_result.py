@@ -22,17 +22,23 @@ from tests.federation.made import one_head_each
 
 @pytest.mark.parametrize("number", [3, len(SIZES)])
 def test_newcomers_do_not_take_over_what_is_anothers(clients, model, number, tmp_path):
-    """Where the server addresses state to each client, one never seen starts from the server's own head, as all once did."""
+    """Where the server addresses state to each client, one never seen starts from the server's own
+    head, as all once did.
+    """
     made = one_head_each(model)
     result = bf.simulate(made, clients, rounds=2, evaluate_every=None, progress=False)
     novel = federation(sizes=tuple(20 + j for j in range(number)))
     adapted = result.adapt(novel)
-    assert_close(adapted.server["heads"], result.server["head"]["loc"].expand(number, -1), rtol=0, atol=0)
+    assert_close(
+        adapted.server["heads"], result.server["head"]["loc"].expand(number, -1), rtol=0, atol=0
+    )
     assert adapted.server["done"] == 2
     assert torch.equal(adapted.server["body"]["loc"], result.server["body"]["loc"])
     view = {name: result.server[name] for name in ("body", "head")}
     x, _ = novel.test.client(1)
-    assert_close(adapted.predict().probs[1], made.outputs(made.leaves(("body", "head"), view), x).softmax(-1))
+    assert_close(
+        adapted.predict().probs[1], made.outputs(made.leaves(("body", "head"), view), x).softmax(-1)
+    )
     assert not torch.isclose(result.server["heads"][1], result.server["head"]["loc"]).all()
     # The result of adapt knows what it is, saved or not.
     adapted.save(tmp_path / "run")
@@ -53,15 +59,23 @@ def test_what_is_shown_is_short(clients, model):
 def test_adapting_under_a_schedule_still_learns(clients, model):
     """After the last round a cosine schedule is at its last rate, not at zero."""
     old, novel = clients.hold_out(2, seed=0)
-    algorithm = bf.algorithms.fedrep(model, optimiser=SGD(cosine(0.5), momentum=0.5), head_epochs=2, body_epochs=1)
-    result = bf.simulate(algorithm, old, rounds=2, seed=np.int64(1), evaluate_every=None, progress=False)
+    algorithm = bf.algorithms.fedrep(
+        model, optimiser=SGD(cosine(0.5), momentum=0.5), head_epochs=2, body_epochs=1
+    )
+    result = bf.simulate(
+        algorithm, old, rounds=2, seed=np.int64(1), evaluate_every=None, progress=False
+    )
     start = algorithm.rows(result.server)["head"]["loc"]
     assert (result.adapt(novel).private["head"]["loc"] - start).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("form", ["steps", "clipped", "repeated"])
-def test_adapting_at_a_rate_that_has_fallen_is_told(form: str, clients: FederatedData, model: nn.Module):
-    """With both rates, and a remedy that works; a constant rate, or one that has not fallen to a tenth, is not mentioned."""
+def test_adapting_at_a_rate_that_has_fallen_is_told(
+    form: str, clients: FederatedData, model: nn.Module
+):
+    """With both rates, and a remedy that works; a constant rate, or one that has not fallen to a
+    tenth, is not mentioned.
+    """
 
     def made(rate: Rate) -> bf.Algorithm:
         if form == "repeated":
@@ -72,13 +86,20 @@ def test_adapting_at_a_rate_that_has_fallen_is_told(form: str, clients: Federate
 
     name = "theta" if form == "repeated" else "head"
     result = run(made(multistep(0.1)), clients, 4)
-    with pytest.warns(UserWarning, match=r"fallen from 0\.1 to 0\.001 after 4 rounds.*SGD\(0\.1\)") as told:
+    with pytest.warns(
+        UserWarning, match=r"fallen from 0\.1 to 0\.001 after 4 rounds.*SGD\(0\.1\)"
+    ) as told:
         slow = result.adapt(clients)
     assert told[0].filename == __file__
     remedy = str(told[0].message).split(", as ")[1].split(" does, ")[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        names = {"dataclasses": dataclasses, "constant": made(0.1), "result": result, "novel": clients}
+        names = {
+            "dataclasses": dataclasses,
+            "constant": made(0.1),
+            "result": result,
+            "novel": clients,
+        }
         fast = eval(remedy, names)
         for rate in (0.1, multistep(0.1, factor=0.5)):
             run(made(rate), clients, 4).adapt(clients)
@@ -88,18 +109,24 @@ def test_adapting_at_a_rate_that_has_fallen_is_told(form: str, clients: Federate
 
 
 def test_other_clients_are_refused(result):
-    """A split of other clients needs adapt, however many they are; adapted data must be of the same problem."""
+    """A split of other clients needs adapt, however many they are; adapted data must be of the same
+    problem.
+    """
     data = result.data
     with pytest.raises(ValueError, match=r"2 clients.* 7.*result\.adapt"):
         result.predict(data.test.select([0, 1]))
     others = bf.data.from_arrays(
-        [x + 1 for x, _ in map(data.train.client, range(7))], [y.flip(0) for _, y in map(data.train.client, range(7))], outputs=3
+        [x + 1 for x, _ in map(data.train.client, range(7))],
+        [y.flip(0) for _, y in map(data.train.client, range(7))],
+        outputs=3,
     )
     for strangers in (others.test, data.test.select([1, 0, 2, 3, 4, 5, 6])):
         with pytest.raises(ValueError, match=r"of other clients.*result.adapt"):
             result.predict(strangers)
     again = federation()  # the same data, made anew
-    assert_close(result.predict(again.test).probs, result.predict().probs, rtol=0, atol=0, equal_nan=True)
+    assert_close(
+        result.predict(again.test).probs, result.predict().probs, rtol=0, atol=0, equal_nan=True
+    )
     noisy = ClientData(data.test.x + 0.1, data.test.y, data.test.index, data.test.counts)
     assert not torch.equal(result.predict(noisy).probs, result.predict().probs)
     with pytest.raises(ValueError, match=r"^draws .*got 2\.5"):
@@ -111,13 +138,22 @@ def test_other_clients_are_refused(result):
 
 
 def test_new_clients_of_other_classes_are_refused(model: nn.Module):
-    """The same classes under other numbers; and rows in which the last class does not occur, with the remedy in words."""
+    """The same classes under other numbers; and rows in which the last class does not occur, with
+    the remedy in words.
+    """
     x, y = np.random.default_rng(0).normal(size=(60, 8)), np.arange(60) % 3
-    known, turned = (bf.data.from_arrays([x], [y], class_names=names) for names in (["a", "b", "c"], ["b", "a", "c"]))
+    known, turned = (
+        bf.data.from_arrays([x], [y], class_names=names)
+        for names in (["a", "b", "c"], ["b", "a", "c"])
+    )
     result = run(bf.algorithms.fedavg(model, epochs=1), known, 1)
-    with pytest.raises(ValueError, match=r"^novel has the classes \['b', 'a', 'c'\], .*\['a', 'b', 'c'\]"):
+    with pytest.raises(
+        ValueError, match=r"^novel has the classes \['b', 'a', 'c'\], .*\['a', 'b', 'c'\]"
+    ):
         result.adapt(turned)
-    with pytest.raises(ValueError, match=r"^novel has .* 2 outputs .* 3 .*from_arrays\(\.\.\., outputs=3\)"):
+    with pytest.raises(
+        ValueError, match=r"^novel has .* 2 outputs .* 3 .*from_arrays\(\.\.\., outputs=3\)"
+    ):
         result.adapt(bf.data.from_arrays([x[y < 2]], [y[y < 2]]))
     with pytest.raises(ValueError, match=r"^novel has .* 4 outputs .*same problem"):
         result.adapt(bf.data.from_arrays([x], [y], outputs=4))
@@ -129,7 +165,10 @@ def test_blocks_draw_apart_for_arviz(result):
     """Two blocks of one client, and one block of two clients, have draws of their own."""
     pytest.importorskip("arviz")
     prior = Normal(centre=server_mean("a"), variance=lambda given, view: torch.ones(1))
-    blocks = {name: bf.Block("head.*", posterior=MeanField(), prior=prior, pool=None, keep=True) for name in ("a", "b")}
+    blocks = {
+        name: bf.Block("head.*", posterior=MeanField(), prior=prior, pool=None, keep=True)
+        for name in ("a", "b")
+    }
     made = bf.Algorithm(bf.models.mlp(8, hidden=8, outputs=3), blocks, (), parts=("a",))
     run = bf.simulate(made, result.data, rounds=1, evaluate_every=None, progress=False)
     a, b, other = (
@@ -144,16 +183,36 @@ def test_blocks_draw_apart_for_arviz(result):
 def test_draws_of_copies_for_arviz(result):
     """A mixture's components, each about its own mean with its own width, [chain, draw, M, ...]."""
     pytest.importorskip("arviz")
-    plain = bf.algorithms.fedem(bf.models.mlp(8, hidden=4, outputs=3), components=2, epochs=1, optimiser=SGD(0.1, 0.9, 5e-4))
+    plain = bf.algorithms.fedem(
+        bf.models.mlp(8, hidden=4, outputs=3), components=2, epochs=1, optimiser=SGD(0.1, 0.9, 5e-4)
+    )
     prior = Normal(centre=server_mean("components"), variance=lambda given, view: torch.ones(1))
     block = replace(plain.blocks["components"], posterior=MeanField(init_scale=0.1), prior=prior)
-    run = bf.simulate(replace(plain, blocks={"components": block}), result.data, rounds=1, evaluate_every=None, progress=False)
+    run = bf.simulate(
+        replace(plain, blocks={"components": block}),
+        result.data,
+        rounds=1,
+        evaluate_every=None,
+        progress=False,
+    )
     weight = run.to_arviz(1, "components", draws=2000).posterior["head.weight"]
     assert weight.shape == (1, 2000, 2, 3, 4)
-    mean, variance = block.posterior.moments(run.algorithm.belief("components", run.server["components"]))
+    mean, variance = block.posterior.moments(
+        run.algorithm.belief("components", run.server["components"])
+    )
     layout = run.algorithm.layout("components")
-    assert_close(torch.tensor(weight.values[0]).mean(0), layout.leaves(mean)["head.weight"], atol=0.02, rtol=0)
-    assert_close(torch.tensor(weight.values[0]).var(0), layout.leaves(variance)["head.weight"], atol=0, rtol=0.15)
+    assert_close(
+        torch.tensor(weight.values[0]).mean(0),
+        layout.leaves(mean)["head.weight"],
+        atol=0.02,
+        rtol=0,
+    )
+    assert_close(
+        torch.tensor(weight.values[0]).var(0),
+        layout.leaves(variance)["head.weight"],
+        atol=0,
+        rtol=0.15,
+    )
 
 
 def test_posterior_draws_for_arviz(result):
@@ -162,10 +221,19 @@ def test_posterior_draws_for_arviz(result):
     data = result.to_arviz(2, "head", draws=4000)
     weight = data.posterior["head.weight"]
     assert weight.shape == (1, 4000, 3, 8)
-    mean, variance = result.algorithm.blocks["head"].posterior.moments({k: t[2] for k, t in result.private["head"].items()})
-    leaves = result.algorithm.layout("head").leaves(mean), result.algorithm.layout("head").leaves(variance)
-    assert_close(torch.tensor(weight.values[0]).mean(0), leaves[0]["head.weight"], atol=0.05, rtol=0)
-    assert_close(torch.tensor(weight.values[0]).var(0), leaves[1]["head.weight"], atol=0.05, rtol=0.1)
+    mean, variance = result.algorithm.blocks["head"].posterior.moments(
+        {k: t[2] for k, t in result.private["head"].items()}
+    )
+    leaves = (
+        result.algorithm.layout("head").leaves(mean),
+        result.algorithm.layout("head").leaves(variance),
+    )
+    assert_close(
+        torch.tensor(weight.values[0]).mean(0), leaves[0]["head.weight"], atol=0.05, rtol=0
+    )
+    assert_close(
+        torch.tensor(weight.values[0]).var(0), leaves[1]["head.weight"], atol=0.05, rtol=0.1
+    )
     with pytest.raises(ValueError, match=r"'body' is a point.*\['head'\]"):
         result.to_arviz(2, "body")
     with pytest.raises(ValueError, match="client"):
@@ -173,9 +241,18 @@ def test_posterior_draws_for_arviz(result):
 
 
 def test_draws_are_of_the_belief_that_a_client_is_sent(clients: FederatedData, model: nn.Module):
-    """Of an addressed block, as under Mixed, that is the client's own centre and not the mean of all."""
-    prior = priors.Normal(centre=lambda given, view: view["w"]["loc"], variance=lambda given, view: torch.ones_like(view["n"])[..., None])
-    block = bf.Block(posterior=MeanField(init_scale=1e-6), prior=prior, pool=pools.Mixed(lambda server, ids, uplink: torch.eye(len(ids))))
+    """Of an addressed block, as under Mixed, that is the client's own centre and not the mean of
+    all.
+    """
+    prior = priors.Normal(
+        centre=lambda given, view: view["w"]["loc"],
+        variance=lambda given, view: torch.ones_like(view["n"])[..., None],
+    )
+    block = bf.Block(
+        posterior=MeanField(init_scale=1e-6),
+        prior=prior,
+        pool=pools.Mixed(lambda server, ids, uplink: torch.eye(len(ids))),
+    )
     step = bf.Descend(bf.Energy("w", ("w",), likelihood="sum"), epochs=2)
     method = bf.Algorithm(model, {"w": block}, (step,), parts=("w",))
     result = bf.simulate(method, clients, rounds=1, evaluate_every=None, progress=False)
@@ -186,7 +263,9 @@ def test_draws_are_of_the_belief_that_a_client_is_sent(clients: FederatedData, m
     assert not torch.allclose(result.server["w"]["each"][3], result.server["w"]["loc"], atol=1e-3)
 
 
-def test_clients_that_would_learn_nothing_of_their_own_are_refused(clients: FederatedData, model: nn.Module):
+def test_clients_that_would_learn_nothing_of_their_own_are_refused(
+    clients: FederatedData, model: nn.Module
+):
     """Where each client predicts with a part that it keeps, a new one needs phases to learn it."""
     plain = bf.algorithms.fedper(model, epochs=1)
     with pytest.raises(ValueError, match=r"\['head'\].*`adapt`"):

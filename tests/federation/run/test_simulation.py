@@ -34,42 +34,92 @@ from tests.cases import federation, run
         (lambda m: bf.algorithms.pfedvem(m, draws=5.0), r"^draws .*got 5\.0"),
         (lambda m: bf.algorithms.pfedvem(m, init_scale="1"), r"init_scale .*got '1'"),
         (lambda m: bf.algorithms.pfedvem(m, scale_prior=1.0), r"scale_prior .*2 numbers, got 1.0"),
-        (lambda m: bf.algorithms.pfedvem(m, scale_prior=(1.0,)), r"scale_prior .*2 numbers, got \(1.0,\)"),
+        (
+            lambda m: bf.algorithms.pfedvem(m, scale_prior=(1.0,)),
+            r"scale_prior .*2 numbers, got \(1.0,\)",
+        ),
         (lambda m: bf.algorithms.pfedvem(m, scale_prior=("a", "b")), r"scale_prior .*got 'a'"),
-        (lambda m: bf.algorithms.pfedvem(m, scale_prior=(-1.0, 1.0)), "each of scale_prior must be >= 0 .*got -1"),
+        (
+            lambda m: bf.algorithms.pfedvem(m, scale_prior=(-1.0, 1.0)),
+            "each of scale_prior must be >= 0 .*got -1",
+        ),
         (lambda m: bf.algorithms.pfedme(m, batches=2.5), r"^batches .*got 2\.5"),
-        (lambda m: bf.algorithms.pfedme(m, lr=lambda round, rounds: 0.1), r"lr .*number.* got <function"),
+        (
+            lambda m: bf.algorithms.pfedme(m, lr=lambda round, rounds: 0.1),
+            r"lr .*number.* got <function",
+        ),
         (lambda m: bf.algorithms.pfedme(m, beta="1"), r"^beta .*got '1'"),
         (lambda m: bf.algorithms.ditto(m, lam="1"), r"^lam .*got '1'"),
         (lambda m: bf.algorithms.pfedmap(m, precision=None), r"precision .*got None"),
-        (lambda m: bf.algorithms.pfedmap(m, likelihood_scale="both"), r"likelihood_scale .*'sum'.*'mean'.* got 'both'"),
-        (lambda m: bf.algorithms.pfedvem(m, likelihood_scale="both"), r"likelihood_scale .*'sum'.*'mean'.* got 'both'"),
-        (lambda m: bf.Algorithm(m, {"w": bf.Block()}, (), parts=("w",), draws=1.5), r"^draws .*got 1\.5"),
+        (
+            lambda m: bf.algorithms.pfedmap(m, likelihood_scale="both"),
+            r"likelihood_scale .*'sum'.*'mean'.* got 'both'",
+        ),
+        (
+            lambda m: bf.algorithms.pfedvem(m, likelihood_scale="both"),
+            r"likelihood_scale .*'sum'.*'mean'.* got 'both'",
+        ),
+        (
+            lambda m: bf.Algorithm(m, {"w": bf.Block()}, (), parts=("w",), draws=1.5),
+            r"^draws .*got 1\.5",
+        ),
     ],
 )
 def test_options_are_checked(model, make, words):
-    """Where a method is built: a fraction of a step, or text, is refused by name instead of failing somewhere inside."""
+    """Where a method is built: a fraction of a step, or text, is refused by name instead of failing
+    somewhere inside.
+    """
     with pytest.raises(ValueError, match=words):
         make(model)
 
 
 def test_what_came_is_named(clients, model, tmp_path):
-    """The wrong sort of thing is refused where it comes in, with the argument, its type and the remedy."""
+    """The wrong sort of thing is refused where it comes in, with the argument, its type and the
+    remedy.
+    """
     made = bf.algorithms.fedavg(model)
     result = bf.simulate(made, clients, rounds=1, evaluate_every=None, progress=False)
     arrays: Any = ([torch.zeros(3, 8)], [torch.zeros(3)])
     wrong: Any = 3
     calls: tuple[tuple[Callable[[], Any], str], ...] = (
-        (lambda: bf.simulate(model, clients, rounds=1), r"algorithm must .* Algorithm, got SplitModel; .*bf\.algorithms\.fedavg\(model\)"),
-        (lambda: bf.simulate(made, arrays, rounds=1), r"clients must .* FederatedData, got tuple; .*bf\.data\.from_arrays"),
+        (
+            lambda: bf.simulate(model, clients, rounds=1),
+            r"algorithm must .* Algorithm, got SplitModel; .*bf\.algorithms\.fedavg\(model\)",
+        ),
+        (
+            lambda: bf.simulate(made, arrays, rounds=1),
+            r"clients must .* FederatedData, got tuple; .*bf\.data\.from_arrays",
+        ),
         (lambda: bf.load(tmp_path, model, clients), "algorithm must .* Algorithm, got SplitModel"),
         (lambda: bf.load(tmp_path, made, arrays), "clients must .* FederatedData, got tuple"),
-        (lambda: result.predict(clients), r"split must .* ClientData, got FederatedData; pass clients\.test"),
-        (lambda: result.predict(torch.zeros(3, 8)), r"split must .* ClientData, got Tensor; pass clients\.test"),
-        (lambda: result.adapt(clients.test), r"novel must .* FederatedData, got ClientData; .*bf\.data\.from_arrays"),
-        (lambda: bf.simulate(made, clients, rounds=1, resume=wrong), r"^resume must name a folder.*got "),
-        (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood="categorical"), clients, rounds=1), r"likelihood .*got str; .*Cat"),
-        (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood=Bernoulli), clients, rounds=1), "likelihood .*the class Bernoulli"),
+        (
+            lambda: result.predict(clients),
+            r"split must .* ClientData, got FederatedData; pass clients\.test",
+        ),
+        (
+            lambda: result.predict(torch.zeros(3, 8)),
+            r"split must .* ClientData, got Tensor; pass clients\.test",
+        ),
+        (
+            lambda: result.adapt(clients.test),
+            r"novel must .* FederatedData, got ClientData; .*bf\.data\.from_arrays",
+        ),
+        (
+            lambda: bf.simulate(made, clients, rounds=1, resume=wrong),
+            r"^resume must name a folder.*got ",
+        ),
+        (
+            lambda: bf.simulate(
+                bf.algorithms.fedavg(model, likelihood="categorical"), clients, rounds=1
+            ),
+            r"likelihood .*got str; .*Cat",
+        ),
+        (
+            lambda: bf.simulate(
+                bf.algorithms.fedavg(model, likelihood=Bernoulli), clients, rounds=1
+            ),
+            "likelihood .*the class Bernoulli",
+        ),
         (lambda: bf.algorithms.fedavg("mlp"), r"model must .* Module, got str; .*bf\.models\.mlp"),
         (lambda: bf.algorithms.pfedvem(nn.Linear), r"model must .* Module, got the class Linear; "),
     )
@@ -84,8 +134,12 @@ def test_the_number_of_rounds_has_no_default(model, clients):
 
 
 def test_history_tells_the_models_apart(clients, model):
-    """FedAvg: personal and global model are one; before pooling they are not. FedPer has no global model. Rounds in between say less."""
-    result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=5, evaluate_every=2, progress=False)
+    """FedAvg: personal and global model are one; before pooling they are not. FedPer has no global
+    model. Rounds in between say less.
+    """
+    result = bf.simulate(
+        bf.algorithms.fedavg(model), clients, rounds=5, evaluate_every=2, progress=False
+    )
     history = result.history
     assert history["round"].tolist() == [1, 2, 3, 4, 5]
     assert np.isnan(history["personal_accuracy"]).tolist() == [True, False, True, False, False]
@@ -107,39 +161,83 @@ def test_before_pool_is_the_model_that_training_left(clients, model):
 
 
 def test_validation_has_its_own_columns(model):
-    """Tuning reads validation columns; `best` refuses nothing, but the test split is not needed for it."""
+    """Tuning reads validation columns; `best` refuses nothing, but the test split is not needed for
+    it.
+    """
     clients = bf.data.iid("digits", clients=4, validation=0.2, seed=0)
     net = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
     history = bf.simulate(bf.algorithms.fedavg(net), clients, rounds=3, progress=False).history
-    assert history.best("validation_nll", lowest=True)["round"] == int(np.argmin(history["validation_nll"])) + 1
+    assert (
+        history.best("validation_nll", lowest=True)["round"]
+        == int(np.argmin(history["validation_nll"])) + 1
+    )
 
 
 def test_resume_keeps_the_experiment(clients, model):
-    """More rounds, other workers: fine. Another seed, participation or kernel would be another experiment."""
+    """More rounds, other workers: fine. Another seed, participation or kernel would be another
+    experiment.
+    """
     algorithm = bf.algorithms.fedavg(model)
     first = bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, progress=False)
     assert (
-        bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, engine=bf.Engine(workers=1), progress=False).round == 2
+        bf.simulate(
+            algorithm,
+            clients,
+            rounds=2,
+            evaluate_every=None,
+            resume=first,
+            engine=bf.Engine(workers=1),
+            progress=False,
+        ).round
+        == 2
     )
     assert first.round == 1
     for change, words in (
         ({"seed": 5}, "seed: saved 0, given 5;"),
         ({"participation": 0.5}, r"participation: saved 1\.0, given 0\.5;"),
-        ({"dtype": torch.float64, "seed": 1}, r"seed: saved 0, given 1; dtype: saved torch\.float32, given torch\.float64;"),
+        (
+            {"dtype": torch.float64, "seed": 1},
+            r"seed: saved 0, given 1; dtype: saved torch\.float32, given torch\.float64;",
+        ),
     ):
         with pytest.raises(ValueError, match="keeps its settings, " + words):
-            bf.simulate(algorithm, clients, **{"rounds": 2, "evaluate_every": None, "resume": first, **change})
+            bf.simulate(
+                algorithm,
+                clients,
+                **{"rounds": 2, "evaluate_every": None, "resume": first, **change},
+            )
     with pytest.raises(ValueError, match=r"kernel: saved auto, given vmap"):
-        bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, engine=bf.Engine("vmap"))
+        bf.simulate(
+            algorithm,
+            clients,
+            rounds=2,
+            evaluate_every=None,
+            resume=first,
+            engine=bf.Engine("vmap"),
+        )
     with pytest.raises(CheckpointError, match="another method"):
-        bf.simulate(bf.algorithms.fedavg(model, optimiser=SGD(9.0, momentum=0.9)), clients, rounds=2, evaluate_every=None, resume=first)
+        bf.simulate(
+            bf.algorithms.fedavg(model, optimiser=SGD(9.0, momentum=0.9)),
+            clients,
+            rounds=2,
+            evaluate_every=None,
+            resume=first,
+        )
     with pytest.raises(CheckpointError, match="other data"):
-        bf.simulate(algorithm, federation(sizes=(6, 7)), rounds=2, evaluate_every=None, resume=first)
+        bf.simulate(
+            algorithm, federation(sizes=(6, 7)), rounds=2, evaluate_every=None, resume=first
+        )
     elsewhere = replace(first, device=torch.device("meta"))
     with pytest.raises(ValueError, match=r"device: saved meta, given cpu"):
         bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=elsewhere)
     with pytest.raises(ValueError, match="already done"):
-        bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, resume=bf.simulate(algorithm, clients, rounds=2, progress=False))
+        bf.simulate(
+            algorithm,
+            clients,
+            rounds=1,
+            evaluate_every=None,
+            resume=bf.simulate(algorithm, clients, rounds=2, progress=False),
+        )
 
 
 def test_strengths_are_checked(model):
@@ -158,8 +256,14 @@ def test_strengths_are_checked(model):
 @pytest.mark.parametrize(
     ("forward", "words"),
     [
-        (lambda self, x: self.net(nn.functional.embedding(x, torch.ones(3, 8))), r"\(8,\).*takes whole numbers.*astype\('int64'\)"),
-        (lambda self, x, mask: self.net(x), r"\(8,\).*mask.*one array are passed as model\(x\), a tuple"),
+        (
+            lambda self, x: self.net(nn.functional.embedding(x, torch.ones(3, 8))),
+            r"\(8,\).*takes whole numbers.*astype\('int64'\)",
+        ),
+        (
+            lambda self, x, mask: self.net(x),
+            r"\(8,\).*mask.*one array are passed as model\(x\), a tuple",
+        ),
         (lambda self, x: self.net(x[:, :5]), r"\(8,\).*inputs=clients\.inputs"),
     ],
 )
@@ -190,18 +294,32 @@ def test_a_likelihood_that_lacks_something(clients: FederatedData, model: nn.Mod
         bf.simulate(bf.algorithms.fedavg(model, likelihood=Plain()), clients, rounds=1)  # pyright: ignore[reportArgumentType]
 
 
-def test_parts_that_training_does_not_touch_are_not_measured_before_pooling(clients: FederatedData, model: nn.Module):
-    """FedBABU's head is at its start until clients fine-tune it; a model with it would be taken for what training has left."""
-    for make, measured in ((bf.algorithms.fedbabu, False), (bf.algorithms.fedper, True), (bf.algorithms.fedpac, True)):
+def test_parts_that_training_does_not_touch_are_not_measured_before_pooling(
+    clients: FederatedData, model: nn.Module
+):
+    """FedBABU's head is at its start until clients fine-tune it; a model with it would be taken for
+    what training has left.
+    """
+    for make, measured in (
+        (bf.algorithms.fedbabu, False),
+        (bf.algorithms.fedper, True),
+        (bf.algorithms.fedpac, True),
+    ):
         columns = run(make(model), clients, evaluate_every=1).history.columns
         assert ("before_pool_accuracy" in columns) == measured
         assert "personal_accuracy" in columns
 
 
 def test_other_blocks_do_not_hide_the_global_model(clients: FederatedData, model: nn.Module):
-    """The server's model is measured where it holds all parts, whatever blocks there are beside them."""
+    """The server's model is measured where it holds all parts, whatever blocks there are beside
+    them.
+    """
     plain = bf.algorithms.fedavg(model, epochs=1)
-    for more in (bf.Block("head.*", pool=None, keep=True), bf.Block(pool=None), bf.Block("head.*", keep=True)):
+    for more in (
+        bf.Block("head.*", pool=None, keep=True),
+        bf.Block(pool=None),
+        bf.Block("head.*", keep=True),
+    ):
         made = replace(plain, blocks={**plain.blocks, "other": more})
         assert made.shared_parts() == ("w",)
         assert "global_accuracy" in run(made, clients, evaluate_every=1).history.columns
@@ -213,7 +331,13 @@ def test_threads_that_draw_meanwhile_get_no_model_refused(clients: FederatedData
 
     def simulate(seed: int) -> Result:
         model = bf.models.mlp(clients.inputs, hidden=4, outputs=3, seed=seed)
-        return bf.simulate(bf.algorithms.fedavg(model, epochs=1), clients, rounds=1, evaluate_every=None, progress=False)
+        return bf.simulate(
+            bf.algorithms.fedavg(model, epochs=1),
+            clients,
+            rounds=1,
+            evaluate_every=None,
+            progress=False,
+        )
 
     stop = threading.Event()
 

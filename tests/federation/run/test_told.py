@@ -1,4 +1,6 @@
-"""What a run warns of before it trains: a model in evaluation mode, a start that read other inputs."""
+"""What a run warns of before it trains: a model in evaluation mode, a start that read other
+inputs.
+"""
 
 import warnings
 from typing import Any
@@ -28,14 +30,23 @@ class Dropping(nn.Module):
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.4), nn.Linear(6, 3))
+    return nn.Sequential(
+        nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.4), nn.Linear(6, 3)
+    )
 
 
 def test_a_model_in_evaluation_mode_is_told(clients: FederatedData):
-    """As one is that another run gave; parts that are held on purpose beside others in training mode are not."""
-    with pytest.warns(UserWarning, match=r"the model Sequential is in evaluation mode, .*\['1', '3'\]; call model\.train\(\)"):
+    """As one is that another run gave; parts that are held on purpose beside others in training
+    mode are not.
+    """
+    with pytest.warns(
+        UserWarning,
+        match=r"the model Sequential is in evaluation mode, .*\['1', '3'\]; call model\.train\(\)",
+    ):
         run(bf.algorithms.fedavg(network().eval()), clients, **ONCE)
-    with pytest.warns(UserWarning, match=r"the model Dropping is in evaluation mode, .*\['Dropping'\]"):
+    with pytest.warns(
+        UserWarning, match=r"the model Dropping is in evaluation mode, .*\['Dropping'\]"
+    ):
         run(bf.algorithms.fedavg(Dropping().eval()), clients, **ONCE)
     held = network()
     held[1].eval()
@@ -46,18 +57,29 @@ def test_a_model_in_evaluation_mode_is_told(clients: FederatedData):
 
 
 def test_new_clients_have_the_same_transform(clients: FederatedData, tmp_path):
-    """The rows of others would mean something else to the model; also where the run was loaded without its data."""
+    """The rows of others would mean something else to the model; also where the run was loaded
+    without its data.
+    """
     old, novel = clients.hold_out(2)
     method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
     result = run(method, old.transformed(lambda x: x / 2), **ONCE)
     result.save(tmp_path)
     for before in (result, bf.load(tmp_path, method)):
         before.adapt(novel.transformed(lambda x: x / 2))
-        with pytest.raises(ValueError, match=r"^novel has other inputs, transform: saved {'name': .*, given None; pass novel\.transformed"):
+        with pytest.raises(
+            ValueError,
+            match=r"^novel has other inputs, transform: saved {'name': .*, given None; pass "
+            r"novel\.transformed",
+        ):
             before.adapt(novel)
-        with pytest.raises(ValueError, match=r"^novel has other inputs, transform\.source: saved \w+, given \w+; pass"):
+        with pytest.raises(
+            ValueError,
+            match=r"^novel has other inputs, transform\.source: saved \w+, given \w+; pass",
+        ):
             before.adapt(novel.transformed(lambda x: x / 3))
-    with pytest.raises(ValueError, match=r"^novel has other inputs, transform: saved None, given {.*}; pass"):
+    with pytest.raises(
+        ValueError, match=r"^novel has other inputs, transform: saved None, given {.*}; pass"
+    ):
         run(method, old, **ONCE).adapt(novel.transformed(lambda x: x / 3))
 
 
@@ -67,7 +89,10 @@ def test_a_start_that_read_other_inputs_is_told(clients: FederatedData, tmp_path
     result = run(method, clients.transformed(lambda x: x / 2), **ONCE)
     result.save(tmp_path)
     for start in (result, tmp_path):
-        with pytest.warns(UserWarning, match=r"another function of inputs, transform: saved {.*}, given None: the start"):
+        with pytest.warns(
+            UserWarning,
+            match=r"another function of inputs, transform: saved {.*}, given None: the start",
+        ):
             run(method, clients, **ONCE, seed=9, start=start)
         with pytest.raises(CheckpointError, match="made on other data: transform"):
             run(method, clients, rounds=2, evaluate_every=None, resume=start)

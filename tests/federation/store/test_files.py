@@ -8,14 +8,30 @@ import torch
 
 import bayesfl as bf
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.store.files import CLIENT, CLIENT_FILE, NODE, RUN, STATE, read, read_file, write
+from bayesfl.federation.store.files import (
+    CLIENT,
+    CLIENT_FILE,
+    NODE,
+    RUN,
+    STATE,
+    read,
+    read_file,
+    write,
+)
 from tests.federation.made import algorithm
 
 
 def test_tensors_come_back_to_the_bit(tmp_path: Path):
-    """Nests, precisions, empty and scalar tensors, and aliases of one storage, among plain values and empty nests."""
+    """Nests, precisions, empty and scalar tensors, and aliases of one storage, among plain values
+    and empty nests.
+    """
     base = torch.randn(3, 4)
-    tree = {"a": {"b": base, "c": base[1:], "k": [1, "two"]}, "d": torch.tensor(2.5).double(), "e": torch.zeros(0, 3), "f": {}}
+    tree = {
+        "a": {"b": base, "c": base[1:], "k": [1, "two"]},
+        "d": torch.tensor(2.5).double(),
+        "e": torch.zeros(0, 3),
+        "f": {},
+    }
     write(tmp_path / "x", NODE, tree)
     back = read(tmp_path / "x", NODE)
     assert torch.equal(back["a"]["b"], base)
@@ -36,26 +52,64 @@ def test_every_field_is_written_and_read_by_its_entry(saved: Path, clients, tmp_
         write(tmp_path / kind.name, kind, {**vars(found), "written": "now"}, file=file)
         again = read_file(tmp_path / kind.name / file, kind)
         assert again.keys() == kind.fields.keys()
-        same = [name for name in kind.fields if name not in ("algorithm", "known", "form", "chosen", "history")]
-        assert str([again[name] for name in same]) == str([{**vars(found), "written": "now"}[name] for name in same])
+        same = [
+            name
+            for name in kind.fields
+            if name not in ("algorithm", "known", "form", "chosen", "history")
+        ]
+        assert str([again[name] for name in same]) == str(
+            [{**vars(found), "written": "now"}[name] for name in same]
+        )
 
 
-def test_another_kind_and_another_format_are_told(saved: Path, clients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_kind_and_another_format_are_told(
+    saved: Path, clients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """By what reads them; a file of before by the version that wrote it."""
     bf.load(saved, algorithm(), clients).client(0).save(tmp_path / "client")
-    with pytest.raises(CheckpointError, match=r"holds a client's own model, not a run of bf\.simulate: bf\.load_client\(path, algorithm\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds a client's own model, not a run of bf\.simulate: bf\.load_client\(path, "
+        r"algorithm\)",
+    ):
         bf.load(tmp_path / "client", algorithm())
     monkeypatch.setattr("bayesfl.federation.store.files.FORMAT", 6)
-    with pytest.raises(CheckpointError, match=rf"has format 5, which bayesfl {bf.__version__} wrote and reads, and this version does not"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"has format 5, which bayesfl {bf.__version__} wrote and reads, and this version "
+        r"does not",
+    ):
         bf.load(saved, algorithm())
 
 
-def test_a_function_that_cannot_be_recognised_is_refused_when_a_run_is_saved(clients, tmp_path: Path):
+def test_a_function_that_cannot_be_recognised_is_refused_when_a_run_is_saved(
+    clients, tmp_path: Path
+):
     """And not when it trains: it has neither a name nor source text."""
     nameless = eval("lambda server, uplink: uplink['n']")
-    method = replace(algorithm(), combine=lambda server, ids, uplink: {}, private={}, reports={}, phases=(), adapt=())
-    method = replace(method, blocks={**method.blocks, "body": bf.Block("body.*", pool=bf.pools.Mean(nameless)), "head": bf.Block("head.*")})
-    result = bf.simulate(replace(method, server=bf.Algorithm.server, broadcast=()), clients, rounds=1, progress=False, evaluate_every=None)
+    method = replace(
+        algorithm(),
+        combine=lambda server, ids, uplink: {},
+        private={},
+        reports={},
+        phases=(),
+        adapt=(),
+    )
+    method = replace(
+        method,
+        blocks={
+            **method.blocks,
+            "body": bf.Block("body.*", pool=bf.pools.Mean(nameless)),
+            "head": bf.Block("head.*"),
+        },
+    )
+    result = bf.simulate(
+        replace(method, server=bf.Algorithm.server, broadcast=()),
+        clients,
+        rounds=1,
+        progress=False,
+        evaluate_every=None,
+    )
     with pytest.raises(ValueError, match=r"neither a name nor source text.*by def"):
         result.save(tmp_path)
     assert not list(tmp_path.iterdir())

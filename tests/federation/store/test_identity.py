@@ -1,4 +1,6 @@
-"""What makes two methods the same: every value that changes what is computed, and nothing that differs between processes."""
+"""What makes two methods the same: every value that changes what is computed, and nothing that
+differs between processes.
+"""
 
 import functools
 import json
@@ -21,15 +23,26 @@ import bayesfl as bf
 from bayesfl.composition import options
 from bayesfl.composition.pools import Mean, equal
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.store.identity import differences, identity, network_differences, same_method, same_network
+from bayesfl.federation.store.identity import (
+    differences,
+    identity,
+    network_differences,
+    same_method,
+    same_network,
+)
 from bayesfl.optim import SGD
 
 
 def test_a_method_is_its_name_and_its_options():
-    """Also inside another; changed by hand it is its fields, in which a closure's cell alone knows the strength of a pull."""
+    """Also inside another; changed by hand it is its fields, in which a closure's cell alone knows
+    the strength of a pull.
+    """
     model = bf.models.mlp(8, outputs=3)
     one, other = (bf.algorithms.ditto(model, lam=lam) for lam in (1.0, 2.0))
-    assert {key: identity(one)[key] for key in ("method", "revision")} == {"method": "ditto", "revision": 1}
+    assert {key: identity(one)[key] for key in ("method", "revision")} == {
+        "method": "ditto",
+        "revision": 1,
+    }
     assert identity(one) == identity(bf.algorithms.ditto(model, lam=1))
     assert differences(identity(one), identity(other)) == {"ditto.lam": (1.0, 2.0)}
     both = [identity(bf.with_server_optimiser(method, SGD(1.0))) for method in (one, other)]
@@ -61,10 +74,14 @@ def test_a_users_method_is_its_source():
 
 
 def test_an_option_that_came_later_is_at_its_default():
-    """A run that was saved before there was an option is one under its default, which changed nothing."""
+    """A run that was saved before there was an option is one under its default, which changed
+    nothing.
+    """
     method = bf.algorithms.fedprox(bf.models.mlp(8, outputs=3), mu=0.1)
     said = identity(method)
-    before = said | {"fedprox": {name: value for name, value in said["fedprox"].items() if name != "mu"}}
+    before = said | {
+        "fedprox": {name: value for name, value in said["fedprox"].items() if name != "mu"}
+    }
     same_method("it", before, method)
     with pytest.raises(CheckpointError, match=r"fedprox\.mu: saved None, given 0\.2"):
         same_method("it", before, bf.algorithms.fedprox(bf.models.mlp(8, outputs=3), mu=0.2))
@@ -93,22 +110,45 @@ def test_a_field_that_came_later_is_at_its_default():
     inner = bf.algorithms.fedavg(model, optimiser=SGD(0.1))
     for method in (inner, bf.with_server_optimiser(inner, SGD(1.0))):
         said = json.loads(json.dumps(identity(method)))
-        of = said["fedavg"] if "fedavg" in said else said["with_server_optimiser"]["algorithm"]["fedavg"]
+        of = (
+            said["fedavg"]
+            if "fedavg" in said
+            else said["with_server_optimiser"]["algorithm"]["fedavg"]
+        )
         assert of["optimiser"].pop("weight_decay") == 0.0
         assert of.pop("epochs") == 5
         same_method("it", said, method)
     with pytest.raises(CheckpointError, match=r"optimiser\.weight_decay: saved None, given 0\.5"):
-        same_method("it", said, bf.with_server_optimiser(bf.algorithms.fedavg(model, optimiser=SGD(0.1, 0.0, 0.5)), SGD(1.0)))
+        same_method(
+            "it",
+            said,
+            bf.with_server_optimiser(
+                bf.algorithms.fedavg(model, optimiser=SGD(0.1, 0.0, 0.5)), SGD(1.0)
+            ),
+        )
 
 
 def test_the_model_is_part_of_the_identity():
-    """Layers and their options, buffers, and the parameters that no block covers; not the start of those that one covers."""
+    """Layers and their options, buffers, and the parameters that no block covers; not the start of
+    those that one covers.
+    """
     plain = of_model(network(nn.ReLU()))
     assert differences(plain, of_model(network(nn.Tanh()))) != {}
-    with pytest.raises(CheckpointError, match=r"another network: layers\.1: saved ReLU\(\), given Tanh\(\); build"):
-        same_network("it", plain, bf.Algorithm(network(nn.Tanh()), {"w": bf.Block("2.*")}, (), parts=("w",)))
-    assert "held" not in str(network_differences(plain, bf.Algorithm(network(nn.Tanh()), {"w": bf.Block("2.*")}, (), parts=("w",))))
-    assert differences(of_model(network(nn.LeakyReLU(0.1))), of_model(network(nn.LeakyReLU(0.2)))) != {}
+    with pytest.raises(
+        CheckpointError, match=r"another network: layers\.1: saved ReLU\(\), given Tanh\(\); build"
+    ):
+        same_network(
+            "it", plain, bf.Algorithm(network(nn.Tanh()), {"w": bf.Block("2.*")}, (), parts=("w",))
+        )
+    assert "held" not in str(
+        network_differences(
+            plain, bf.Algorithm(network(nn.Tanh()), {"w": bf.Block("2.*")}, (), parts=("w",))
+        )
+    )
+    assert (
+        differences(of_model(network(nn.LeakyReLU(0.1))), of_model(network(nn.LeakyReLU(0.2))))
+        != {}
+    )
     (line,) = differences(plain, of_model(network(nn.ReLU(), shift=0.1)))
     assert line == "constants.0.bias"
     (line,) = differences(plain, of_model(network(nn.ReLU(), count=1)))
@@ -122,7 +162,13 @@ def test_the_model_is_part_of_the_identity():
 class Warm(nn.Module):
     """A network whose parts hold numbers and functions that no layer prints."""
 
-    def __init__(self, temperature: float = 1.0, activation: Any = torch.relu, heads: int = 2, rate: float = 0.5) -> None:
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        activation: Any = torch.relu,
+        heads: int = 2,
+        rate: float = 0.5,
+    ) -> None:
         super().__init__()
         self.temperature, self.activation = temperature, activation
         self.inner = nn.TransformerEncoderLayer(8, heads, 8, dropout=rate, norm_first=rate == 0.25)
@@ -143,16 +189,25 @@ class Warm(nn.Module):
 )
 def test_what_a_models_parts_hold(other: dict[str, Any], path: str):
     """Of which neither a layer's text nor a shape tells."""
-    assert path in differences(identity(bf.algorithms.fedavg(Warm())), identity(bf.algorithms.fedavg(Warm(**other))))
-    assert differences(identity(bf.algorithms.fedavg(Warm())), identity(bf.algorithms.fedavg(Warm()))) == {}
+    assert path in differences(
+        identity(bf.algorithms.fedavg(Warm())), identity(bf.algorithms.fedavg(Warm(**other)))
+    )
+    assert (
+        differences(identity(bf.algorithms.fedavg(Warm())), identity(bf.algorithms.fedavg(Warm())))
+        == {}
+    )
 
 
 def test_which_parts_draw():
     """A network in evaluation mode trains without its dropout, which a run that goes on is told."""
     drawing = identity(bf.algorithms.fedavg(Warm()))["drawing"]
     assert drawing == ["inner.self_attn", "inner.dropout", "inner.dropout1", "inner.dropout2"]
-    with pytest.raises(CheckpointError, match=r"another method: drawing: saved \['inner\.self_attn', .*given \[\]"):
-        same_method("it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval()))
+    with pytest.raises(
+        CheckpointError, match=r"another method: drawing: saved \['inner\.self_attn', .*given \[\]"
+    ):
+        same_method(
+            "it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval())
+        )
     same_network("it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval()))
 
 
@@ -170,20 +225,29 @@ def test_other_versions_of_torch_hold_more_in_a_layer():
 
 def test_three_differences_are_told():
     """Of a deep network there may be hundreds."""
-    one, other = (nn.Sequential(*[nn.BatchNorm1d(8, eps=eps) for _ in range(9)], nn.Linear(8, 3)) for eps in (1e-5, 1e-3))
+    one, other = (
+        nn.Sequential(*[nn.BatchNorm1d(8, eps=eps) for _ in range(9)], nn.Linear(8, 3))
+        for eps in (1e-5, 1e-3)
+    )
     with pytest.raises(CheckpointError, match=r"method: [^;]*; [^;]*; [^;]*; and 6 more; give"):
         same_method("it", identity(bf.algorithms.fedavg(one)), bf.algorithms.fedavg(other))
 
 
 def test_statistics_that_a_block_has_are_no_constants():
-    """A model may be loaded into a network whose norms begin elsewhere, as its weights may; statistics that are held may not."""
-    one, other = (nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)) for _ in range(2))
+    """A model may be loaded into a network whose norms begin elsewhere, as its weights may;
+    statistics that are held may not.
+    """
+    one, other = (
+        nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)) for _ in range(2)
+    )
     other.get_submodule("1").running_mean.add_(1)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue] (a norm's)
     other.get_submodule("1").num_batches_tracked.add_(1)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     assert identity(bf.algorithms.fedavg(one)) == identity(bf.algorithms.fedavg(other))
     one[1].eval()
     other[1].eval()
-    assert list(differences(identity(bf.algorithms.fedavg(one)), identity(bf.algorithms.fedavg(other)))) == [
+    assert list(
+        differences(identity(bf.algorithms.fedavg(one)), identity(bf.algorithms.fedavg(other)))
+    ) == [
         "constants.1.running_mean",
         "constants.1.num_batches_tracked",
     ]
@@ -271,10 +335,23 @@ HOLDERS = {
         (SGD(0.1), SGD(0.2)),
         (torch.float32, torch.float64),
     ],
-    ids=["number", "tensor", "numpy", "array", "not finite", "nest", "set", "module", "dataclass", "dtype"],
+    ids=[
+        "number",
+        "tensor",
+        "numpy",
+        "array",
+        "not finite",
+        "nest",
+        "set",
+        "module",
+        "dataclass",
+        "dtype",
+    ],
 )
 def test_whatever_holds_a_value_is_told_apart(holder: Callable, one: Any, other: Any):
-    """Two functions that differ in what they hold differ, two that hold the same do not; nothing of it is an address."""
+    """Two functions that differ in what they hold differ, two that hold the same do not; nothing of
+    it is an address.
+    """
     assert differences(of_weight(holder(one)), of_weight(holder(one))) == {}
     assert of_weight(holder(one)) != of_weight(holder(other))
     assert not re.search(r"0x[0-9a-f]{6}", json.dumps(of_weight(holder(one))))
@@ -300,8 +377,28 @@ def test_any_value_has_an_identity():
         def extra_repr(self) -> str:
             return repr(object())
 
-    odd = (inside, chain, object(), print, torch.exp, torch.ops.aten.relu, Broken(), Addressed(), torch.empty(2, device="meta"))
-    more = (torch.eye(2).to_sparse(), np.array(["a"]), {(1, "a"): 2}, b"bytes", 1j, range(3), Path("a"), bf.Engine(), "a".upper)
+    odd = (
+        inside,
+        chain,
+        object(),
+        print,
+        torch.exp,
+        torch.ops.aten.relu,
+        Broken(),
+        Addressed(),
+        torch.empty(2, device="meta"),
+    )
+    more = (
+        torch.eye(2).to_sparse(),
+        np.array(["a"]),
+        {(1, "a"): 2},
+        b"bytes",
+        1j,
+        range(3),
+        Path("a"),
+        bf.Engine(),
+        "a".upper,
+    )
     for value in (*odd, *more, np.array([object()]), torch.Size([1]), equal, type, Scaled):
         text = json.dumps(of_weight(closed(value)))
         assert json.loads(text) == of_weight(closed(value)), value
@@ -313,13 +410,18 @@ def test_any_value_has_an_identity():
 def test_identities_are_the_same_in_another_process():
     """Neither hashes that Python draws anew nor places in memory are in it."""
     code = (
-        "import json, torch, bayesfl as bf; from bayesfl.federation.store.identity import identity; "
-        "torch.manual_seed(0); model = bf.models.SplitModel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)), "
-        "torch.nn.Linear(8, 3)); "
-        "print(json.dumps([identity(make(model)) for make, _, _ in bf.algorithms.PAPERS.values()]))"
+        "import json, torch, bayesfl as bf; from bayesfl.federation.store.identity import "
+        "identity; torch.manual_seed(0); model = "
+        "bf.models.SplitModel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)), "
+        "torch.nn.Linear(8, 3)); print(json.dumps([identity(make(model)) for make, _, _ in "
+        "bf.algorithms.PAPERS.values()]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout
     torch.manual_seed(0)
     model = bf.models.SplitModel(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 3))
-    assert json.loads(printed) == [identity(make(model)) for make, _, _ in bf.algorithms.PAPERS.values()]
+    assert json.loads(printed) == [
+        identity(make(model)) for make, _, _ in bf.algorithms.PAPERS.values()
+    ]

@@ -25,7 +25,9 @@ def misbehave(message: Message, context: Context) -> None:
     if not config["fail"]:
         return
     how, client, round = str(config["fail"]).split()
-    if int(client) != context.node_config["client-id"] or message.content["config"]["round"] != int(round):
+    if int(client) != context.node_config["client-id"] or message.content["config"]["round"] != int(
+        round
+    ):
         return
     mark = Path(str(config["marks"])) / f"{how}-{client}-{round}"
     if mark.exists():

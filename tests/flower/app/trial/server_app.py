@@ -20,4 +20,12 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     options = {name: config[name] for name in ("rounds", "timeout", "checkpoint")}
     name = str(config["method"])
-    serve(grid, method(name), clients=CLIENTS, seed=SEED, dtype=torch.float64, calibration=steps(name), **options)
+    serve(
+        grid,
+        method(name),
+        clients=CLIENTS,
+        seed=SEED,
+        dtype=torch.float64,
+        calibration=steps(name),
+        **options,
+    )

@@ -17,7 +17,11 @@ def method(name: str) -> bf.Algorithm:
         "pfedvem": {"head_epochs": 2, "body_epochs": 1, "init_scale": 0.3},
         "ditto": {"epochs": 1},
         "fedpac": {"head_epochs": 1, "body_epochs": 1},
-        "fedsi": {"epochs": 1, "share": 0.3, "finetune_steps": 5},  # its predictive precision is tuned over the network
+        "fedsi": {
+            "epochs": 1,
+            "share": 0.3,
+            "finetune_steps": 5,
+        },  # its predictive precision is tuned over the network
     }
     return getattr(bf.algorithms, name)(model, batch_size=10, **options[name])
 
