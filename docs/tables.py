@@ -88,7 +88,9 @@ def names() -> str:
             and isinstance(after, ast.Expr)
             and isinstance(after.value, ast.Constant)
         )
-        return f"| {{py:obj}}`{shown} <{home}.{name}>` | {' '.join(str(said).split()).rstrip('.')} |"
+        return (
+            f"| {{py:obj}}`{shown} <{home}.{name}>` | {' '.join(str(said).split()).rstrip('.')} |"
+        )
 
     def public(module: ModuleType) -> list[Any]:
         found = [

@@ -152,13 +152,13 @@ class LinearisedLaplace:
                 kept[value] = self._fit(diagonal(), data, first if value is None else value)
             return kept[value]
 
-        return Linearised(self, algorithm, view, lambda value: at(value).inverse)
+        return _Linearised(self, algorithm, view, lambda value: at(value).inverse)
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors by which `restored` predicts without training data, see
         `StoredPredictor`.
         """
-        assert isinstance(fitted, Linearised)
+        assert isinstance(fitted, _Linearised)
         inverse = fitted.inverse(value)
         covariance = (
             inverse
@@ -173,7 +173,7 @@ class LinearisedLaplace:
             algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm)
         )
         covariance = Covariance.restored(curvature, tensors)
-        return Linearised(self, algorithm, view, lambda value: covariance)
+        return _Linearised(self, algorithm, view, lambda value: covariance)
 
     def _layout(self, algorithm: Any) -> Any:
         return algorithm.layout(algorithm.parts[0] if self.block is None else self.block)
@@ -279,7 +279,7 @@ class LinearisedBelief:
             1 / variance.double().clamp(1e-29, 1e29),
             torch.zeros_like(variance, dtype=torch.float64),
         )
-        return Linearised(self, algorithm, view, lambda value: inverse)
+        return _Linearised(self, algorithm, view, lambda value: inverse)
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
         """Return nothing, since the belief is all, see `StoredPredictor`."""
@@ -482,7 +482,7 @@ class _Mixed:
         plain: bool = False,
     ) -> Tensors:
         if plain or self._fit is None:
-            found = [at_mean(self._algorithm, view, x) for view in self._views.values()]
+            found = [_at_mean(self._algorithm, view, x) for view in self._views.values()]
         else:
             found = [one(x, value=value, noise=noise) for one in self.each.values()]
         stacked = {name: torch.stack([one[name] for one in found], -1) for name in found[0]}
@@ -501,7 +501,7 @@ class _Mixed:
         return mean | {"epistemic": mean["epistemic"] + spread.sum(-1)}
 
 
-class Linearised:
+class _Linearised:
     """One client's predictor by the linearised network, see `Fitted`.
 
     Args:
@@ -534,7 +534,7 @@ class Linearised:
         """
         algorithm, rule, likelihood = self._algorithm, self._rule, self._algorithm.likelihood
         if plain:
-            return at_mean(algorithm, self._view, x)
+            return _at_mean(algorithm, self._view, x)
         inverse = self.inverse(value)
         mean, covariance = inverse.predict(
             {"x": x}, centre=rule.centre and isinstance(likelihood, Categorical)
@@ -567,7 +567,7 @@ class Linearised:
         }
 
 
-def at_mean(algorithm: "Algorithm", view: View, x: Inputs) -> Tensors:
+def _at_mean(algorithm: "Algorithm", view: View, x: Inputs) -> Tensors:
     """Return the prediction at `x` [N, *] by one client's blocks at their means; its epistemic part
     is NaN.
     """

@@ -565,13 +565,10 @@ def _share(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
         return np.where(rows > 0, counts / rows, np.nan)
 
 
-def _text(name: str, value: object) -> str:
+def _text(name: str, value: Any) -> str:
+    """Return a cell of a table: shares to two decimals, other fractions to three digits."""
     if isinstance(value, str | np.str_ | int | np.integer):
         return str(value)
-    return (
-        "-"
-        if np.isnan(value)
-        else f"{value:.2f}"
-        if name in (*_SHARES, "size", "ece")
-        else f"{value:.3g}"
-    )  # pyright: ignore[reportArgumentType, reportCallIssue] (a number)
+    if np.isnan(value):
+        return "-"
+    return f"{value:.2f}" if name in (*_SHARES, "size", "ece") else f"{value:.3g}"

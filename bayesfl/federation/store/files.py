@@ -96,13 +96,12 @@ def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
             f"the step {other[0]} cannot be saved, as its code would be needed to read it; "
             f"bayesfl's are {list(STEPS)}"
         )
-    plain = [
-        json.loads(json.dumps(asdict(step), default=lambda number: number.item())) for step in steps
-    ]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
-    return [
-        {"step": type(step).__name__, "options": options}
-        for step, options in zip(steps, plain, strict=True)
-    ]
+    described = []
+    for step in steps:
+        fields: Any = asdict(step)  # pyright: ignore[reportArgumentType] (bayesfl's are dataclasses)
+        options = json.loads(json.dumps(fields, default=lambda number: number.item()))
+        described.append({"step": type(step).__name__, "options": options})
+    return described
 
 
 def read_steps(found: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
