@@ -736,11 +736,11 @@ def main() -> None:
     if arguments.against:
         found = against(arguments.against, arguments.rows, arguments.quick)
         if not arguments.quick:
-            command = " ".join(["python", *sys.argv])
-            report.write_json(
-                RESULTS.with_name("against.json"),
-                {"command": command, "environment": environment, "rows": found},
-            )
+            about = {"command": " ".join(["python", *sys.argv]), "environment": environment}
+            path = RESULTS.with_name("against.json")
+            known = json.loads(path.read_text())["rows"] if path.exists() else {}
+            known |= {name: {**row, **about} for name, row in found.items()}
+            report.write_json(path, {"rows": known})
         return
     results: dict[str, dict] = (
         json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}

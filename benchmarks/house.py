@@ -1,0 +1,176 @@
+"""How plain the code is: statements, lines, raises and defence by folder, and the way to the first
+step.
+
+    python benchmarks/house.py [TREE]
+
+Statements are those of Python's `ast` without docstrings. A function that only raises counts as a
+raise at each call. Defence is what is run to refuse or to warn: statements `raise` and `assert`,
+calls of such functions and of `warn`, and conditions and loops that hold nothing else, each with
+the assignments that only they read. The way to the first step follows a run of pFedVEM until an
+optimiser is asked for its first update, the looks of `preflight` and what they call left out: how
+often the file changes from one call to the next, and how many files there are.
+"""
+
+import ast
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+TREE = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
+
+
+def is_docstring(node: ast.AST) -> bool:
+    """Say whether a statement is text alone."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def statements(node: ast.AST) -> int:
+    """Count the statements in a part of a program, docstrings left out."""
+    return sum(isinstance(one, ast.stmt) and not is_docstring(one) for one in ast.walk(node))
+
+
+def only_raises(function: ast.FunctionDef) -> bool:
+    """Say whether a function does nothing but look: it returns nothing, and raises somewhere."""
+    inner = list(ast.walk(function))
+    returns = any(isinstance(one, ast.Return | ast.Yield) and one.value for one in inner)
+    return not returns and any(isinstance(one, ast.Raise) for one in inner)
+
+
+def called(node: ast.AST) -> str:
+    """Return the last part of the name that a call has; '' for anything else."""
+    if not isinstance(node, ast.Call):
+        return ""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def looks(trees: dict[Path, ast.Module]) -> set[str]:
+    """Return the names of functions that only raise, or only warn, special ones left out."""
+    return {"warn"} | {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("__")
+        and only_raises(node)
+    }
+
+
+def is_defence(node: ast.stmt, names: set[str]) -> bool:
+    """Say whether a statement does nothing but look."""
+    if isinstance(node, ast.Raise | ast.Assert):
+        return True
+    if isinstance(node, ast.Expr):
+        return called(node.value) in names
+    if isinstance(node, ast.If):
+        return all(is_defence(one, names) for one in (*node.body, *node.orelse))
+    if isinstance(node, ast.For | ast.With):
+        return all(is_defence(one, names) for one in node.body)
+    return False
+
+
+def defence(tree: ast.AST, names: set[str]) -> int:
+    """Count the statements that look: whole functions of looks, and looks within others."""
+    count = 0
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.FunctionDef) and child.name in names:
+            count += statements(child)
+        elif isinstance(child, ast.stmt) and is_defence(child, names):
+            count += statements(child)
+        else:
+            count += defence(child, names)
+    return count
+
+
+def table(root: Path) -> None:
+    """Print the figures of a folder's parts."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+    names = looks(trees)
+    total: Counter[str] = Counter()
+    print(f"{root.name:24s} files  lines  statements  raises  defence")
+    for part in sorted({path.relative_to(root).parts[0] for path in trees}):
+        found: Counter[str] = Counter()
+        for path, tree in trees.items():
+            if path.relative_to(root).parts[0] != part:
+                continue
+            calls = Counter(called(node) for node in ast.walk(tree))
+            found["files"] += 1
+            found["lines"] += path.read_text().count("\n")
+            found["statements"] += statements(tree)
+            found["raises"] += sum(isinstance(node, ast.Raise) for node in ast.walk(tree))
+            found["calls"] += sum(calls[name] for name in names - {"warn"})
+            found["defence"] += defence(tree, names)
+        total += found
+        show(part, found)
+    show("all", total)
+
+
+def show(name: str, found: Counter[str]) -> None:
+    """Print one line of the table."""
+    raises = f"{found['raises']}+{found['calls']}"
+    share = found["defence"] / max(1, found["statements"])
+    print(
+        f"  {name:22s} {found['files']:5d} {found['lines']:6d} {found['statements']:11d} "
+        f"{raises:>7s} {share:7.1%}"
+    )
+
+
+class FirstStep(Exception):
+    """The first step of an optimiser."""
+
+
+def way() -> tuple[int, int, int]:
+    """Return the numbers of calls, of changes of file, and of files before the first step."""
+    sys.path.insert(0, str(TREE))
+    import torch
+
+    import bayesfl as bf
+    from bayesfl.optim import SGD
+
+    torch.set_num_threads(1)
+    clients = bf.data.iid("digits", clients=3)
+    method = bf.algorithms.pfedvem(bf.models.mlp(clients.inputs, hidden=8, outputs=10))
+    engine = bf.Engine(workers=1)
+    options: dict[str, Any] = {"rounds": 1, "engine": engine, "evaluate_every": None}
+    files: list[str] = []
+    package = str(TREE / "bayesfl")
+
+    def follow(frame: FrameType, event: str, argument: object) -> None:
+        name = frame.f_code.co_filename
+        if event != "call" or not name.startswith(package) or under_preflight(frame):
+            return
+        if name.endswith("optim.py") and frame.f_code.co_name in ("update", "update_"):
+            raise FirstStep
+        files.append(name)
+
+    def under_preflight(frame: FrameType | None) -> bool:
+        while frame is not None:
+            if "preflight" in frame.f_code.co_filename or frame.f_code.co_name == "check":
+                return True
+            frame = frame.f_back
+        return False
+
+    bf.simulate(method, clients, progress=False, **options)  # imports, and what is made once
+    SGD(0.1)
+    sys.setprofile(follow)
+    try:
+        bf.simulate(method, clients, progress=False, **options)
+    except FirstStep:
+        pass
+    finally:
+        sys.setprofile(None)
+    changes = sum(one != other for one, other in pairwise(files))
+    return len(files), changes, len(set(files))
+
+
+if __name__ == "__main__":
+    table(TREE / "bayesfl")
+    table(TREE / "tests")
+    calls, changes, files = way()
+    print(f"pFedVEM's first step: {calls} calls, {changes} changes of file, {files} files")
