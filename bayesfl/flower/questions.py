@@ -63,18 +63,19 @@ class Questions:
             BadClients: A client does not answer, or wrongly, and bad clients stop the run.
             FailedSurvey: Clients were lost each of the times that it began.
         """
-        for left in range(RESTARTS, -1, -1):
+        begun = 0
+        while True:
             try:
                 return conduct(survey, _Asked(self, survey, name, before), outputs)
             except LostClients as error:
-                if not left:
+                begun += 1
+                if begun > RESTARTS:
                     raise FailedSurvey(
                         f"{type(survey).__name__} is given up after it began {1 + RESTARTS} times: "
                         f"{error}; start the server again, with "
                         "its folder of checkpoints, when the clients are back"
                     ) from error
                 log.warning("%s begins again: %s", type(survey).__name__, error)
-        raise AssertionError
 
 
 class _Asked:

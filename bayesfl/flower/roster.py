@@ -108,12 +108,8 @@ class Roster:
         """
         now, before = time.monotonic(), dict(self.nodes)
         there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
-        self._hear(
-            grid,
-            there,
-            # before nodes are asked again: a new question replaces the old one, whose answer would
-            # be lost
-        )
+        # Before nodes are asked again: a new question replaces the old one, and its answer is lost.
+        self._hear(grid, there)
         for node in [
             node for node, again in self._again.items() if node not in there and now >= again
         ]:

@@ -285,7 +285,7 @@ def test_steps_are_part_of_the_fingerprint(
             "Conformal reads the split 'later', and no client has rows in it",
         ),
         ([Temperature, Bias()], "steps must be steps"),
-        ("Temperature", "must be a list"),
+        ("Temperature", "steps must be steps"),
     ],
 )
 def test_steps_that_do_not_fit(

@@ -99,7 +99,7 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
         before: The steps that are fitted already.
 
     Raises:
-        TypeError: Something is no step, or `steps` is no list of them.
+        TypeError: Something is no step.
         ValueError: A step that compares models is not the first, one changes probabilities after
             sets were made of them, or one makes sets anew.
 
@@ -107,20 +107,9 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
         UserWarning: A step is fitted to training or test rows, or sets are made of scores on a
             split to which an earlier step is fitted.
     """
-    if isinstance(steps, str) or not isinstance(steps, Sequence):
-        raise TypeError(
-            f"calibration must be a list of steps, as [Temperature(), Conformal()], got {steps!r}"
-        )
     for number, step in enumerate(steps):
         if not isinstance(step, Step) or isinstance(step, type):
-            remedy = ""
-            if isinstance(step, list | tuple):
-                remedy = "; give them one by one, as calibrate(*steps)"
-            elif isinstance(step, Survey) and not isinstance(step, type):
-                remedy = "; it is a survey without `apply`, which result.survey(...) conducts"
-            raise TypeError(
-                f"steps must be steps of calibration, as Temperature(), got {step!r}{remedy}"
-            )
+            raise TypeError(f"steps must be steps of calibration, as Temperature(), got {step!r}")
         earlier = (*before, *steps[:number])
         if compares([step]) and earlier:
             raise ValueError(

@@ -29,7 +29,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -116,7 +116,9 @@ def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> floa
 
 @lru_cache(maxsize=4096)
 def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
-    dp, pld = _accounting()
+    import dp_accounting as dp
+    from dp_accounting import pld
+
     spread = p * math.sqrt(
         math.expm1(min(50.0, sigma**-2))
     )  # of one release's privacy loss; a grid of a tenth of it is fine enough
@@ -129,17 +131,6 @@ def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
     )
     accountant.compose(dp.PoissonSampledDpEvent(p, dp.GaussianDpEvent(sigma)), releases)
     return float(accountant.get_epsilon(delta))
-
-
-def _accounting() -> tuple[Any, Any]:
-    try:
-        import dp_accounting
-        from dp_accounting import pld
-    except ImportError as error:
-        raise ImportError(
-            "epsilon is computed by dp-accounting, which is absent; pip install 'bayesfl[privacy]'"
-        ) from error
-    return dp_accounting, pld
 
 
 def uniforms(secret: bytes, *address: bytes, size: int) -> np.ndarray:
@@ -276,7 +267,7 @@ class ClientPrivacy:
                 "nothing can be said of its epsilon; start it anew"
             )
         if self.noise_multiplier:
-            _accounting()
+            import dp_accounting  # noqa: F401 (else it fails after the first round)
         return _Run(self, result, repeats + int(counted))
 
 

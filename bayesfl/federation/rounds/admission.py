@@ -262,14 +262,15 @@ def attempts(admission: Admission, once: Callable[[int], T]) -> T | FailedRound:
     Raises:
         FailedRound: The round failed in every attempt.
     """
-    for attempt in range(ATTEMPTS):
+    attempt = 0
+    while True:
         try:
             return once(attempt)
         except FailedRound as error:
             if admission.below_minimum == "skip" or isinstance(error, SmallCohort):
                 log.warning("%s; the round is skipped", error)
                 return error
-            log.warning("%s; attempt %d of %d", error, attempt + 1, ATTEMPTS)
-            if attempt + 1 == ATTEMPTS:
+            attempt += 1
+            log.warning("%s; attempt %d of %d", error, attempt, ATTEMPTS)
+            if attempt == ATTEMPTS:
                 raise
-    raise AssertionError

@@ -99,17 +99,16 @@ def at_random(
         seed: Seed of the draws.
 
     Raises:
-        ValueError: `kinds` is empty or has an unknown name.
+        KeyError: `kinds` has an unknown name.
     """
-    if unknown := [kind for kind in kinds if kind not in KINDS] or not kinds:
-        raise ValueError(f"kinds must be among {tuple(KINDS)}, got {unknown or kinds}")
+    faults = [KINDS[kind] for kind in kinds]
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> Mapping[int, Fault]:
         found: dict[int, Fault] = {}
         for client in ids.tolist():
             rng = generator(seed, Purpose.FAULT, round=round, client=client, index=attempt)
             if rng.random() < share:
-                found[client] = KINDS[kinds[int(rng.integers(len(kinds)))]]
+                found[client] = faults[int(rng.integers(len(faults)))]
         return found
 
     return plan

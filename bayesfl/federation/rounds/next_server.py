@@ -77,26 +77,17 @@ def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Ser
     """Return what the method's `combine` changes on the server.
 
     Raises:
-        ValueError: `combine` returns no mapping of tensors, or changes what it is given.
+        ValueError: `combine` changes what it is given.
     """
     given = _nest(server)
     versions = [t._version for t in tree_leaves(server)]
     changed = algorithm.combine(given, ids, uplink)
-    if not isinstance(changed, Mapping):
-        raise ValueError(
-            f"`combine` must return a mapping of what changed, {{}} for nothing, got "
-            f"{type(changed).__name__}"
-        )
     before, after = flatten(server), flatten(given)
     assigned = before.keys() != after.keys() or any(before[key] is not after[key] for key in before)
     if assigned or versions != [t._version for t in tree_leaves(server)]:
         raise ValueError(
             "`combine` changes the server's state in place, which earlier results share; return "
             "new tensors, as {'k': server['k'] + 1}"
-        )
-    if loose := [name for name, leaf in flatten(changed).items() if not isinstance(leaf, Tensor)]:
-        raise ValueError(
-            f"`combine` returns {loose}, which must be tensors, or mappings of tensors"
         )
     return changed
 

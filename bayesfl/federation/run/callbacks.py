@@ -27,7 +27,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import warn, whole
+from bayesfl.base.checks import warn
+from bayesfl.base.options import Count, declared
 from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History
 from bayesfl.federation.run.loading import reloaded
@@ -47,10 +48,9 @@ def check_callbacks(name: str, on_round: Any) -> None:
     if not isinstance(on_round, Sequence) or isinstance(on_round, str):
         raise TypeError(f"{name} must be a list of callbacks, as [it], got {on_round!r}")
     for callback in on_round:
-        if not callable(callback) or isinstance(callback, type):
+        if not callable(callback) or isinstance(callback, type):  # else after the first round
             raise TypeError(
-                f"{name}: a callback is a function of the run so far, or an object such as "
-                f"CSV(path), got {callback!r}"
+                f"{name} must hold functions, or objects as CSV(path), got {callback!r}"
             )
 
 
@@ -119,26 +119,24 @@ class EarlyStopping:
         lowest: Whether smaller values are better; None to know it by the measure's name.
 
     Raises:
-        ValueError: `patience` is no whole number >= 1, `keep` is unknown, or `folder` is given for
-            `last`.
+        ValueError: `folder` is given for `last`.
     """
 
+    @declared
     def __init__(
         self,
         column: str,
         *,
-        patience: int = 10,
+        patience: Count = 10,
         keep: Literal["last", "best"] = "last",
         folder: str | os.PathLike[str] | None = None,
         lowest: bool | None = None,
     ) -> None:
-        if keep not in ("last", "best"):
-            raise ValueError(f"keep must be 'last' or 'best', got {keep!r}")
         if folder is not None and keep == "last":
             raise ValueError(
                 f"folder is for keep='best', got {folder!r} with keep='last'; leave one of them out"
             )
-        self.column, self.patience, self.keep = column, whole("patience", patience, least=1), keep
+        self.column, self.patience, self.keep = column, patience, keep
         self._folder, self._lowest = folder, lowest
         self.best: Any = None
 
@@ -182,12 +180,8 @@ class EarlyStopping:
                     )
                 self.best.save(self._folder)
         elif self.keep == "best":
-            self._restore(
-                result,
-                best["round"],
-                # now: the nodes of a deployment that goes on must not forget their states of that
-                # round
-            )
+            # Now, as the nodes of a deployment that goes on must not forget their states of it.
+            self._restore(result, best["round"])
         return sum(row["round"] > best["round"] for row in rows) >= self.patience
 
     def finish(self, result: Any) -> Any:
@@ -249,12 +243,8 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard needs the package tensorboard: pip install tensorboard"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder))
 
     def __call__(self, result: Any) -> None:

@@ -45,33 +45,12 @@ def compare(
         style: `text` for a terminal, or `markdown`.
 
     Raises:
-        TypeError: `results` is no mapping, or an entry is neither a result nor a list of results.
-        ValueError: `results` is empty, or a result was not evaluated or has no such measure.
+        ValueError: A result was not evaluated or has no such measure.
     """
-    if not isinstance(results, Mapping):
-        raise TypeError(
-            f"results must give each result a name, as {{'FedAvg': result}}, got "
-            f"{type(results).__name__}"
-        )
     runs = {
         name: list(found) if isinstance(found, Sequence) else [found]
         for name, found in results.items()
     }
-    if not runs or not all(runs.values()):
-        raise ValueError(
-            f"results is empty{' for ' * bool(runs)}{', '.join(runs)}: give at least one {{method: "
-            f"result}}"
-        )
-    for name, found in runs.items():
-        if wrong := [
-            run
-            for run in found
-            if not all(hasattr(run, part) for part in ("algorithm", "known", "settings", "history"))
-        ]:
-            raise TypeError(
-                f"result {name!r} must be a Result, or a list of them, got "
-                f"{type(wrong[0]).__name__}; pass what simulate returned"
-            )
     if calibrated := [
         name for name, found in runs.items() if any(getattr(run, "steps", ()) for run in found)
     ]:

@@ -78,11 +78,6 @@ def started(
         CheckpointError: The folder holds no run, or the state is one of another network or of
             another shape.
     """
-    if not isinstance(start, Result | str | os.PathLike):
-        raise TypeError(
-            f"start must be a Result or a saved one's folder, got {type(start).__name__}; "
-            "bayesfl.flower.serve(start=) takes a Deployed"
-        )
     what = "start" if isinstance(start, Result) else repr(str(start))
     found, made_with = (
         (start, identity(start.algorithm))

@@ -584,10 +584,6 @@ class Result:
         j = place(client, self.known.client_names)
         whole("draws", draws, least=1)
         algorithm = self.algorithm
-        if block not in algorithm.blocks:
-            raise ValueError(
-                f"there is no block {block!r}; the method's blocks are {list(algorithm.blocks)}"
-            )
         if not algorithm.blocks[block].stochastic:
             drawn = [name for name, this in algorithm.blocks.items() if this.stochastic]
             raise ValueError(

@@ -10,7 +10,6 @@ import pytest
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.clients.client_model import check_file_names
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.store import files
 from tests.federation.made import run
@@ -46,15 +45,6 @@ def test_the_time_is_no_part_of_the_model(short: Result, tmp_path: Path):
     one, two = found
     assert one.pop("written") < two.pop("written")
     assert str(one) == str(two)
-
-
-def test_a_file_is_no_folder(short: Result, tmp_path: Path):
-    short.client(0).save(tmp_path / "zurich")
-    with pytest.raises(
-        CheckpointError,
-        match=r"client\.safetensors' is a file; pass the folder that holds it, '.*zurich'$",
-    ):
-        bf.load_client(tmp_path / "zurich" / files.CLIENT_FILE, short.algorithm)
 
 
 @pytest.mark.parametrize(

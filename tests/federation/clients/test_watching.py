@@ -413,7 +413,6 @@ def test_alarms_that_cannot_be(served: Result, data: FederatedData):
             "no epistemic uncertainty.*predictor=bf.predictors.LinearisedLaplace",
         ),
         (lambda: model.scores(x), "no epistemic uncertainty"),
-        (lambda: model.alarm(score="loss"), "score must be one of"),
         (
             lambda: dataclasses.replace(model, steps=()).alarm(),
             r"result.calibrate\(Conformal\(\)\)",

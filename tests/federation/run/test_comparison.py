@@ -67,24 +67,10 @@ def test_what_is_alike_is_not_said(model: nn.Module, clients: FederatedData):
 
 def test_what_cannot_be_compared(model: nn.Module, clients: FederatedData):
     one = found(bf.algorithms.fedavg(model, epochs=1), clients)
-    with pytest.raises(ValueError, match=r"results .*empty"):
-        compare({})
     with pytest.raises(ValueError, match=r"'a' .*'speed'"):
         compare({"a": one}, columns=["speed"])
     with pytest.raises(ValueError, match=r"'a' .*'accuracy'.*evaluate_every"):
         compare({"a": run(bf.algorithms.fedavg(model, epochs=1), clients)})
-
-
-def test_what_is_no_result(model: nn.Module, clients: FederatedData):
-    """Results without names, a history alone, and no result at all."""
-    one = found(bf.algorithms.fedavg(model, epochs=1), clients)
-    wrong: Any = [one, one]
-    with pytest.raises(TypeError, match=r"^results .*\{'FedAvg': result\}, got list"):
-        compare(wrong)
-    with pytest.raises(TypeError, match=r"^result 'a' .*Result.* got History; .*simulate"):
-        compare({"a": one.history})
-    with pytest.raises(ValueError, match=r"^results is empty for a: "):
-        compare({"a": []})
 
 
 def test_other_data_and_other_seeds_are_told(

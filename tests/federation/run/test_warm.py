@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused(model, clients: FederatedData, tmp_path: P
         run(bf.algorithms.ditto(model, epochs=1), clients, seed=9, start=before)
     with pytest.raises(CheckpointError, match=r"no saved run"):
         run(method, clients, seed=9, start=tmp_path)
-    with pytest.raises(TypeError, match=r"start .*Result.*got int"):
+    with pytest.raises(TypeError, match=r"start must name a folder.*got 3"):
         run(method, clients, seed=9, start=3)
     with pytest.raises(ValueError, match=r"start .*resume goes on"):
         run(method, clients, seed=9, start=before, resume=before)
@@ -296,8 +296,6 @@ def test_a_run_that_goes_on_began_from_the_same_start(
         match=r"own' holds a run that began from the method's own start, and start is round 1",
     ):
         run(method, clients, rounds=1, start=before, **own)
-    with pytest.raises(TypeError, match=r"start .*Result.*got int"):
-        run(method, clients, start=3, **options)
 
 
 def test_checkpoints_have_a_folder_of_their_own(model, clients: FederatedData, tmp_path: Path):
