@@ -9,6 +9,7 @@ from bayesfl.base.checks import warn
 from bayesfl.base.described import ADDRESS
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.evaluation import report
+from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import name_of
 from bayesfl.federation.store.identity import differences, identity, without_parts
 from bayesfl.optim import Clip, Rate, rate_at
@@ -22,7 +23,7 @@ MEASURES = {
 
 
 def compare(
-    results: Mapping[str, Any],
+    results: Mapping[str, Result | Sequence[Result]],
     *,
     columns: Sequence[str] | None = None,
     style: Literal["text", "markdown"] = "text",
@@ -47,66 +48,59 @@ def compare(
     Raises:
         ValueError: A result was not evaluated or has no such measure.
     """
-    runs = {
+    runs: dict[str, list[Result]] = {
         name: list(found) if isinstance(found, Sequence) else [found]
         for name, found in results.items()
     }
-    if calibrated := [
-        name for name, found in runs.items() if any(getattr(run, "steps", ()) for run in found)
-    ]:
+    calibrated = [name for name, found in runs.items() if any(run.steps for run in found)]
+    if calibrated:
         warn(
             f"{', '.join(calibrated)}: the table has measures of training, before the steps of "
-            "calibration; those after them are in "
-            "result.predict().summary(clients.test)",
+            "calibration; those after them are in result.predict().summary(clients.test)"
         )
-    task = next(iter(runs.values()))[0].known.task
-    wanted = {
-        name: _usual(task, found) if columns is None else tuple(columns)
-        for name, found in runs.items()
-    }
-    rows = {
-        name: {key: [_last(name, run, key) for run in found] for key in wanted[name]}
-        for name, found in runs.items()
-    }
-    shown = [
-        report.Column(key, better=report.better(key))
-        for key in dict.fromkeys(key for row in rows.values() for key in row)
-    ]
-    table = report.table(rows, columns=shown, style=style)
-    told = {
+    rows: dict[str, dict[str, list[float]]] = {}
+    for name, found in runs.items():
+        wanted = _usual(found) if columns is None else columns
+        rows[name] = {key: [_last(name, run, key) for run in found] for key in wanted}
+    shown = dict.fromkeys(key for row in rows.values() for key in row)
+    heads = [report.Column(key, better=report.better(key)) for key in shown]
+    parts = [report.table(rows, columns=heads, style=style)]
+    parts += [_settings(runs, style), "\n".join(_options(runs))]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _settings(runs: Mapping[str, Sequence[Result]], style: Literal["text", "markdown"]) -> str:
+    """Return the table of the settings in which results differ; empty where they do not."""
+    settings = {
         name: _given(found) | _together([_training(run) for run in found])
         for name, found in runs.items()
     }
-    apart = [
-        what for what in next(iter(told.values())) if len({one[what] for one in told.values()}) > 1
-    ]
-    options = "\n".join(_options(runs))
+    first = next(iter(settings.values()))
+    apart = [what for what in first if len({one[what] for one in settings.values()}) > 1]
     if not apart:
-        return f"{table}\n\n{options}" if options else table
-    texts = [
-        ["trained with", *apart],
-        *([name, *(one[what] for what in apart)] for name, one in told.items()),
-    ]
+        return ""
+    texts = [["trained with", *apart]]
+    texts += [[name, *(one[what] for what in apart)] for name, one in settings.items()]
     widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
     texts.insert(1, ["-" * width for width in widths])
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in texts
-    ]
     if style == "markdown":
-        lines = ["| " + " | ".join(line) + " |" for line in texts]
-    return "\n\n".join([table, "\n".join(lines), *([options] if options else [])])
+        return "\n".join("| " + " | ".join(line) + " |" for line in texts)
+    lines = []
+    for line in texts:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
-def _usual(task: str, runs: Sequence[Any]) -> tuple[str, ...]:
+def _usual(runs: Sequence[Result]) -> tuple[str, ...]:
     """Return the measures to show by default: of intervals by quantiles their loss, as they have no
     NLL.
     """
     intervals = any("personal_pinball" in row for run in runs for row in run.history)
-    return ("rmse", "pinball") if intervals else MEASURES[task]
+    return ("rmse", "pinball") if intervals else MEASURES[runs[0].known.task]
 
 
-def _last(name: str, run: Any, key: str) -> float:
+def _last(name: str, run: Result, key: str) -> float:
     values = [row[f"personal_{key}"] for row in run.history if f"personal_{key}" in row]
     if not values:
         raise ValueError(
@@ -116,7 +110,7 @@ def _last(name: str, run: Any, key: str) -> float:
     return values[-1]
 
 
-def _given(runs: Sequence[Any]) -> dict[str, str]:
+def _given(runs: Sequence[Result]) -> dict[str, str]:
     """Name the data, by their source and the beginning of their hash, and the seeds of one method's
     results.
     """
@@ -134,7 +128,7 @@ def _together(told: Sequence[dict[str, str]]) -> dict[str, str]:
     return {what: ", ".join(dict.fromkeys(one[what] for one in told)) for what in told[0]}
 
 
-def _options(runs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+def _options(runs: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     """Name the options and layers, beyond those of `_training`, in which results differ from the
     first one of the same method.
     """
@@ -177,7 +171,7 @@ def _kind(description: Any) -> Any:
     )
 
 
-def _training(run: Any) -> dict[str, str]:
+def _training(run: Result) -> dict[str, str]:
     """Describe the settings that readers compare: the model, those of the run, and of each gradient
     phase by the blocks it trains.
     """
@@ -208,32 +202,27 @@ def _training(run: Any) -> dict[str, str]:
             else f"{phase.epochs} epoch{'s' * (phase.epochs > 1)}"
         )
 
-    batches = {
-        phase.batch_size
-        for phase in run.algorithm.phases
-        if hasattr(phase, "batch_size") and phase.batch_size
-    } or {None}
-    model = run.algorithm.model
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - trained
-    drawn = f", {run.settings.sampling}" * (
-        run.settings.participation < 1 and run.settings.sampling != "fixed"
-    )
+    sizes = {getattr(phase, "batch_size", None) for phase in run.algorithm.phases}
+    batches = sorted((sizes - {None, 0}) or {None}, key=str)
+    settings = run.settings
+    parameters = list(run.algorithm.model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    frozen = sum(p.numel() for p in parameters) - trained
+    model = f"{type(run.algorithm.model).__name__} of {trained} weights"
+    whole = run.round == settings.rounds
+    drawn = settings.participation < 1 and settings.sampling != "fixed"
+    trains = f"{settings.train} trains" + (f", {settings.sampling}" if drawn else "")
+    optimiser = "none"
+    length_of_turns = f"{length(turns[0])}, each " if turns else ""
+    if steps:
+        optimiser = each(lambda phase: _optimiser(phase.optimiser, settings.rounds))
     return {
-        "model": f"{type(model).__name__} of {trained} weights"
-        + f" and {frozen} frozen" * bool(frozen),
-        "rounds": f"{run.round} of {run.settings.rounds}"
-        if run.round != run.settings.rounds
-        else str(run.round),
-        "participation": f"{run.settings.participation:g} ({run.settings.train} trains{drawn})",
-        "steps": (f"{length(turns[0])}, each " if turns else "")
-        + (each(length) if steps else "none"),
-        "batch": ", ".join(
-            "all" if size is None else str(size) for size in sorted(batches, key=str)
-        ),
-        "optimiser": each(lambda phase: _optimiser(phase.optimiser, run.settings.rounds))
-        if steps
-        else "none",
+        "model": model + (f" and {frozen} frozen" if frozen else ""),
+        "rounds": str(run.round) if whole else f"{run.round} of {settings.rounds}",
+        "participation": f"{settings.participation:g} ({trains})",
+        "steps": length_of_turns + (each(length) if steps else "none"),
+        "batch": ", ".join("all" if size is None else str(size) for size in batches),
+        "optimiser": optimiser,
         "likelihood": ADDRESS.sub("", repr(run.algorithm.likelihood)),
         "dtype": name_of(run.dtype),
     }
