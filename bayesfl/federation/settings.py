@@ -36,20 +36,20 @@ def check_precision(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} must be torch.float32 or torch.float64, got {dtype!r}{remedy}")
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype, such as `float32`, which is its key in `DTYPES`."""
     return str(dtype).removeprefix("torch.")
 
 
 OPEN = "plain"
 """The name of the aggregation in which the server sees every uplink."""
-METHOD = "build one on a model, as bf.algorithms.fedavg(model)"
+BUILD_METHOD = "build one on a model, as bf.algorithms.fedavg(model)"
 
 
 FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.data.iid('digits')"
-BUILD = "build one, as bf.Admission('skip', min_clients=3)"
+BUILD_ADMISSION = "build one, as bf.Admission('skip', min_clients=3)"
 
-Method: TypeAlias = Annotated[Algorithm, typed(Algorithm, METHOD)]
+Method: TypeAlias = Annotated[Algorithm, typed(Algorithm, BUILD_METHOD)]
 Federation: TypeAlias = Annotated[FederatedData, typed(FederatedData, FEDERATION)]
 Precision: TypeAlias = Annotated[torch.dtype, check_precision]
 
@@ -139,9 +139,8 @@ def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> i
     if p == 1:
         return trials
     k = np.arange(least, trials)
-    steps = (
-        np.log(trials - k) - np.log(k + 1) + (np.log(p) - np.log1p(-p))
-    )  # from the log probability of k to that of k + 1
+    # From the log probability of k to that of k + 1.
+    steps = np.log(trials - k) - np.log(k + 1) + (np.log(p) - np.log1p(-p))
     logs = np.concatenate([[0.0], np.cumsum(steps)])
     below = np.cumsum(np.exp(logs - logs.max()))
     return least + min(
@@ -183,12 +182,13 @@ def present(device: torch.device | str) -> torch.device:
         ValueError: This machine has no such device, or it is one that holds no numbers.
     """
     try:
+        # Torch has another one for each kind of absence.
         found = torch.empty(0, device=device).device
     except (
         RuntimeError,
         AssertionError,
         NotImplementedError,
-    ) as error:  # torch has another one for each kind of absence
+    ) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"device {str(device)!r} is absent ({reason}); use device='cpu'"

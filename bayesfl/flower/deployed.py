@@ -20,11 +20,16 @@ from bayesfl.federation.clients.modules import server_module
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.loading import check_state, reloaded
-from bayesfl.federation.run.result import OWN
-from bayesfl.federation.settings import METHOD, Settings
+from bayesfl.federation.run.result import METHODS_START
+from bayesfl.federation.settings import BUILD_METHOD, Settings
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import differences, identity, same_method, same_network
-from bayesfl.federation.store.identity import told as in_words
+from bayesfl.federation.store.identity import (
+    differences,
+    identity,
+    in_words,
+    same_method,
+    same_network,
+)
 from bayesfl.flower.before import Before, Place
 from bayesfl.flower.states import state_names
 
@@ -73,7 +78,7 @@ class Deployed:
     measures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     before: Before | None = None
     names: tuple[str, ...] = ()
-    began: str = OWN
+    began: str = METHODS_START
     calibration: tuple[Step, ...] = ()
     told: Mapping[str, Tensors] = field(default_factory=dict)
 
@@ -94,7 +99,7 @@ class Deployed:
         began from.
         """
         state = {"server": self.server, "start": self.start}
-        return warm.told(
+        return warm.start_in_words(
             f"round {self.round} of experiment {self.experiment}", (*self.names, *self.base), state
         )
 
@@ -162,12 +167,12 @@ def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made
             with another method.
     """
-    instance("algorithm", algorithm, Algorithm, METHOD)
-    return read(folder, algorithm)[0]
+    instance("algorithm", algorithm, Algorithm, BUILD_METHOD)
+    return read_deployed(folder, algorithm)[0]
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def sole_server(folder: Path) -> Iterator[None]:
     """Lock a folder of checkpoints against other servers; the system releases the lock when the
     process ends, however it ends.
 
@@ -225,7 +230,7 @@ DEPLOYMENT = files.Kind(
 files.KINDS.append(DEPLOYMENT)
 
 
-def write(
+def write_deployed(
     folder: str | os.PathLike[str],
     state: Deployed,
     keys: Mapping[int, str],
@@ -237,7 +242,7 @@ def write(
     files.write_round(folder, DEPLOYMENT, {**vars(state), "keys": keys, "counts": counts})
 
 
-def read(
+def read_deployed(
     folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True
 ) -> tuple[Deployed, dict[int, str], dict[int, int]]:
     """Return the state in the newest checkpoint, the keys of its clients' nodes, and their numbers
@@ -287,7 +292,7 @@ def opened(
             "start must be a Deployed or the folder of its checkpoints, got "
             f"{type(start).__name__}; bf.simulate(start=) takes a Result"
         )
-    found = start if isinstance(start, Deployed) else read(start, algorithm, same=False)[0]
+    found = start if isinstance(start, Deployed) else read_deployed(start, algorithm, same=False)[0]
     same_network("start", identity(found.algorithm), algorithm)
     check_state(
         "start",
@@ -344,7 +349,7 @@ def begun(
             {name: before.initial(name) for name in sorted(initial)},
         )
     start, base = algorithm.rows(server), ("",) * clients
-    began = OWN if before is None else before.origin
+    began = METHODS_START if before is None else before.origin
     about: dict[str, Any] = {
         "dtype": dtype,
         "before": past,
@@ -354,7 +359,7 @@ def begun(
     return Deployed(algorithm, settings, experiment, (session,), 0, server, start, base, **about)
 
 
-def resumed(
+def taken_up(
     saved: Deployed,
     settings: Settings,
     clients: int,
@@ -391,7 +396,7 @@ def resumed(
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
     """Return `Deployed.base` of every readable checkpoint in a folder, by its round."""
     found: dict[int, tuple[str, ...]] = {}
-    for file in files.held(folder):
+    for file in files.checkpoints(folder):
         with contextlib.suppress(CheckpointError):
             if len(base := files.read_file(file, DEPLOYMENT)["base"]) == clients:
                 found[files.round_of(file)] = base

@@ -19,8 +19,7 @@ from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.orders import orders
 from bayesfl.flower.post import Failure, ask
 from bayesfl.flower.roster import Roster
-from bayesfl.flower.states import FORGOTTEN
-from bayesfl.flower.states import name_of as state_name
+from bayesfl.flower.states import FORGOTTEN, state_name
 
 log = logging.getLogger(__name__)
 
@@ -124,10 +123,8 @@ class Journey:
 
     def commit(self, dropped: Collection[int]) -> None:
         """Name the new states of the clients that were taken; see `Transport.commit`."""
-        made, known = (
-            state_name(self._state.round + 1, self._state.sessions[-1]),
-            self._acknowledged.difference(dropped),
-        )
+        made = state_name(self._state.round + 1, self._state.sessions[-1])
+        known = self._acknowledged.difference(dropped)
         self.base = tuple(
             made if client in known else name for client, name in enumerate(self._state.base)
         )

@@ -28,7 +28,7 @@ from bayesfl.evaluation.own_measures import Measure, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, answers
 from bayesfl.federation.clients import surveying
-from bayesfl.federation.clients.client_model import of_client
+from bayesfl.federation.clients.client_model import client_model
 from bayesfl.federation.clients.local import Done, Local, Received, kept_phases
 from bayesfl.federation.clients.predict import by_all, common_view, of_chunk
 from bayesfl.federation.clients.tuning import Tuning, candidates
@@ -97,8 +97,7 @@ class Node:
         if type(id) is not int or id < 0:
             raise Refused(
                 "this node does not say which client it is: client-id must be a whole number >= "
-                f"0, got {id!r}; start it with "
-                "--node-config 'client-id=0'"
+                f"0, got {id!r}; start it with --node-config 'client-id=0'"
             )
         folder = node.get("state-dir") if state_dir is None else state_dir
         if not isinstance(folder, str | os.PathLike):
@@ -130,8 +129,8 @@ class Node:
         if order.client != self.id:
             raise Refused(
                 f"the server takes this node for client {order.client}, and it says now that it is "
-                f"{called(self.id, self._names)}; start "
-                "each node with the client-id that it had, or start a new experiment"
+                f"{called(self.id, self._names)}; start each node with the client-id that it had, "
+                "or start a new experiment"
             )
         return order
 
@@ -339,10 +338,8 @@ class Node:
         reply: dict[str, Any] = {}
         for name, ((_, computed),) in zip(names, parts, strict=True):
             found: dict[str, Any] = {key: t.cpu() for key, t in computed.items()}
-            mask, read = (
-                torch.ones(1, self.examples(name), dtype=torch.bool),
-                bool(steps) and name == "test",
-            )
+            mask = torch.ones(1, self.examples(name), dtype=torch.bool)
+            read = bool(steps) and name == "test"
             rows = self._hashed(name, order) if read and draws(self.calibration) else None
             mine = self._mine(
                 order, {"mask": mask}, found, self._by_all(order, name) if read else None, rows
@@ -368,10 +365,9 @@ class Node:
         told, or where they fail here.
         """
         try:
+            # The model and its measures without calibration are worth more than nothing.
             return self._steps(order, len(self.calibration)) if order.calibrated else ()
-        except (
-            ValueError
-        ) as error:  # the model and its measures without calibration are worth more than nothing
+        except ValueError as error:
             log.error("this client predicts without calibration: %s", error)
             return ()
 
@@ -395,10 +391,8 @@ class Node:
         """Store the client's own model, which `bayesfl.load_client` reads; at its means where its
         covariance would take too much.
         """
-        view, train = (
-            tree_map(lambda t: t[0].clone(), done.views),
-            dict(zip("xy", local.train.client(self.id), strict=True)),
-        )
+        view = tree_map(lambda t: t[0].clone(), done.views)
+        train = dict(zip("xy", local.train.client(self.id), strict=True))
         about: dict[str, Any] = {
             "name": self.name,
             "client": self.id,
@@ -406,7 +400,7 @@ class Node:
             "round": order.round,
             "steps": steps,
         }
-        made = of_client(
+        made = client_model(
             self.algorithm, done.given, view, train, seed=order.seed, value=value, **about
         )
         folder = self._states(order.experiment).folder

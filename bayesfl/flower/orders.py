@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.trees import nest
 from bayesfl.federation.rounds.admission import PROTOCOL
-from bayesfl.federation.settings import DTYPES, name_of
+from bayesfl.federation.settings import DTYPES, dtype_name
 from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
@@ -172,7 +172,7 @@ def orders(
         "round": state.round,
         "rounds": state.settings.rounds,
         "seed": state.settings.seed,
-        "dtype": name_of(state.dtype),
+        "dtype": dtype_name(state.dtype),
         "value": value,
         "tolerant": tolerant,
         "survey": survey,

@@ -72,8 +72,8 @@ class Questions:
                 if begun > RESTARTS:
                     raise FailedSurvey(
                         f"{type(survey).__name__} is given up after it began {1 + RESTARTS} times: "
-                        f"{error}; start the server again, with "
-                        "its folder of checkpoints, when the clients are back"
+                        f"{error}; start the server again, with its folder of checkpoints, when "
+                        "the clients are back"
                     ) from error
                 log.warning("%s begins again: %s", type(survey).__name__, error)
 

@@ -70,10 +70,9 @@ class Roster:
         """
         start, said = time.monotonic(), -REMIND
         while missing := [client for client in range(self.clients) if client not in self.nodes]:
-            now, names = (
-                time.monotonic(),
-                ", ".join(map(self.called, missing[:10]))
-                + f" and {len(missing) - 10} more" * (len(missing) > 10),
+            now = time.monotonic()
+            names = ", ".join(map(self.called, missing[:10])) + f" and {len(missing) - 10} more" * (
+                len(missing) > 10
             )
             if patience is not None and now - start > patience and len(self.nodes) >= least:
                 log.warning("going on without %s", names)
@@ -164,8 +163,7 @@ class Roster:
         if (known := self.names.get(client, name)) != name:
             raise records.RecordError(
                 f"client {client} was called {known!r}, and its data call it {name!r} now; start "
-                "each node with the client-id and the data "
-                "that it had, or start a new experiment"
+                "each node with the client-id and the data that it had, or start a new experiment"
             )
         if task not in get_args(Task):
             raise records.RecordError(
@@ -181,8 +179,8 @@ class Roster:
         if client in self.keys and self.keys[client] != key:
             raise records.RecordError(
                 f"{self.called(client)} is bound to another node's key; start the node with the "
-                "key file that it had (without one it makes "
-                "a new key at each start), or start a new experiment"
+                "key file that it had (without one it makes a new key at each start), or start a "
+                "new experiment"
             )
         if (
             key

@@ -31,8 +31,8 @@ from bayesfl.federation.rounds.replies import OpenRun
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback, check_callbacks, ended, finished, over
-from bayesfl.federation.settings import BUILD, Method, Precision, Settings
-from bayesfl.federation.store.files import KEPT, described_steps, held
+from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
+from bayesfl.federation.store.files import KEPT, checkpoints, described_steps
 from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
@@ -41,7 +41,7 @@ from bayesfl.flower.orders import TUNING, orders
 from bayesfl.flower.post import Failure
 from bayesfl.flower.questions import Questions
 from bayesfl.flower.roster import REMIND, Roster
-from bayesfl.flower.states import name_of as state_name
+from bayesfl.flower.states import state_name
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def serve(
     seed: int = 0,
     dtype: Precision = torch.float32,
     timeout: Annotated[float, Range(0, why="it is in seconds")] = 600.0,
-    admission: Annotated[Admission, typed(Admission, BUILD)] = Admission("skip"),
+    admission: Annotated[Admission, typed(Admission, BUILD_ADMISSION)] = Admission("skip"),
     checkpoint: str | os.PathLike[str] | None = None,
     every: Count = 1,
     start: Deployed | str | os.PathLike[str] | None = None,
@@ -158,17 +158,16 @@ def serve(
     steps = surveying.checked_steps(calibration)
     described_steps(steps)
     surveying.check_servers_model(steps, algorithm)
-    with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
-        run = _Run(grid, admission, timeout, checkpoint, every, on_round, steps)
+    with contextlib.nullcontext() if checkpoint is None else deployed.sole_server(Path(checkpoint)):
+        run = _Service(grid, admission, timeout, checkpoint, every, on_round, steps)
         state = run.begin(algorithm, settings, clients, dtype, start)
         stopped = over(on_round, state)
         while state.round < settings.rounds and not stopped:
             state = run.round(state)
             stopped = ended(on_round, state)
         run.save(state)
-        if (
-            stopped and settings.evaluate_every is not None and "evaluated" not in state.history[-1]
-        ):  # ended between evaluations
+        if stopped and settings.evaluate_every is not None and "evaluated" not in state.history[-1]:
+            # Ended between evaluations.
             state = run.evaluate(state)
             run.save(state)
             ended(on_round, state)  # once more, with the measures, as in a simulation
@@ -183,7 +182,7 @@ def serve(
 
 
 @dataclass
-class _Run:
+class _Service:
     """One run of a server.
 
     Args:
@@ -229,9 +228,9 @@ class _Run:
         counts: dict[int, int] = {}
         state, session = None, secrets.token_hex(4)
         before = deployed.opened(begins, algorithm, dtype=dtype)
-        if self.folder is not None and held(self.folder):
-            state, keys, counts = deployed.read(self.folder, algorithm)
-            state = deployed.resumed(state, settings, clients, dtype, self.calibration)
+        if self.folder is not None and checkpoints(self.folder):
+            state, keys, counts = deployed.read_deployed(self.folder, algorithm)
+            state = deployed.taken_up(state, settings, clients, dtype, self.calibration)
             if before is not None:
                 warm.refuse_other_start(self.folder, state.began, before.origin)
             state = replace(state, sessions=(*state.sessions, session))
@@ -250,9 +249,8 @@ class _Run:
             "algorithm": fingerprint(algorithm, self.calibration),
             "experiment": experiment,
         }
-        patience = (
-            2 * self.timeout + REMIND
-        )  # answers are read between rounds, and a round may last `timeout` seconds
+        # Answers are read between rounds, and a round may last `timeout` seconds.
+        patience = 2 * self.timeout + REMIND
         roster = Roster(clients, hello, patience, keys, counts=counts, names=known)
         self.network = Network(self.grid, roster, self.timeout)
         roster.wait(
@@ -483,7 +481,9 @@ class _Run:
         """Write a checkpoint, if there is a folder for them."""
         if self.folder is None:
             return
-        deployed.write(self.folder, state, self.network.roster.keys, self.network.roster.counts)
+        deployed.write_deployed(
+            self.folder, state, self.network.roster.keys, self.network.roster.counts
+        )
         self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-KEPT:])
 
 

@@ -24,7 +24,7 @@ from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.store import files
 
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
-STATE = re.compile(r"\d{6,}-[0-9a-f]{8}")
+STATE_NAME = re.compile(r"\d{6,}-[0-9a-f]{8}")
 FORGOTTEN = "of the run from which this one began"
 """What a node says of a state that it has not kept until another run began from it; the server
 knows the case by these words.
@@ -37,14 +37,14 @@ ANEW = (
 """What to do where a state of the run before is lost."""
 
 
-def name_of(round: int, session: str) -> str:
+def state_name(round: int, session: str) -> str:
     """Return a state's name.
 
     Raises:
         ValueError: `session` is not eight hexadecimal digits, so that the name could lead out of
             the folder.
     """
-    if not STATE.fullmatch(name := f"{round:06d}-{session}"):
+    if not STATE_NAME.fullmatch(name := f"{round:06d}-{session}"):
         raise ValueError(
             "a state's name must be a round and eight hexadecimal digits, as 000004-1f6f0c9a, got "
             f"{name!r}"
@@ -59,7 +59,7 @@ def state_names(found: Iterable[str]) -> tuple[str, ...]:
     Raises:
         ValueError: One is no such name.
     """
-    if bad := [name for name in found if name and not STATE.fullmatch(name)]:
+    if bad := [name for name in found if name and not STATE_NAME.fullmatch(name)]:
         raise ValueError(f"base must name a state of each client, got {bad[0]!r}")
     return tuple(found)
 
@@ -105,7 +105,7 @@ class States:
 
     def write(self, round: int, session: str, rows: Mapping[str, Any]) -> None:
         """Store the state after `round` rounds, completely or not at all."""
-        self._keep(f"state-{name_of(round, session)}", {"client": self._name, "rows": rows})
+        self._keep(f"state-{state_name(round, session)}", {"client": self._name, "rows": rows})
 
     def read(self, name: str, *, now: str) -> dict[str, Any]:
         """Return the state of that name.
@@ -120,7 +120,7 @@ class States:
             ValueError: `name` is not the name of a state.
         """
         round, _, session = name.partition("-")
-        file = self.folder / f"state-{name_of(int(round), session)}.safetensors"
+        file = self.folder / f"state-{state_name(int(round), session)}.safetensors"
         if not file.is_file():
             before = now != self.folder.parent.name
             what, remedy = (f" {FORGOTTEN}", ANEW) if before else ("", "start another experiment")
@@ -132,8 +132,7 @@ class States:
         if found["client"] != self._name:
             raise CheckpointError(
                 f"the client's state {name} is of {found['client']!r}, and this node's data are of "
-                f"{self._name!r}: start each node with "
-                "the client-id that it had"
+                f"{self._name!r}: start each node with the client-id that it had"
             )
         return found["rows"]
 
@@ -149,7 +148,7 @@ class States:
         *ended, present = sessions
         for file in self.folder.glob("state-*.safetensors"):
             name = file.name.removeprefix("state-").removesuffix(".safetensors")
-            if not STATE.fullmatch(name) or name in named:
+            if not STATE_NAME.fullmatch(name) or name in named:
                 continue
             number, _, session = name.partition("-")
             if session in ended or (session == present and int(number) <= round):

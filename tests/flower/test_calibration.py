@@ -110,12 +110,8 @@ def test_a_client_predicts_once(
     monkeypatch.setattr(node, "of_chunk", counted)
     grid = grid_of(method, parted, tmp_path, calibration=STEPS)
     deploy(method, parted, tmp_path, grid, calibration=STEPS)
-    names = (
-        "validation",
-        "calibration",
-        "test",
-        "validation",
-    )  # for the surveys, then to be measured
+    # For the surveys, then to be measured.
+    names = ("validation", "calibration", "test", "validation")
     assert sorted(made) == sorted(int(n) for name in names for n in parted.splits[name].counts)
     whole = [asked(message, "whole") for message in surveys(grid)]
     assert sum(whole) == 2 * 4 < len(whole)  # two surveys ask, of four clients each
@@ -385,6 +381,5 @@ def test_widths_without_end_are_not_left_out(tmp_path: Path):
         assert last["calibrated_width"] == summary["width"] == np.inf
         assert last["calibrated_coverage"] == pytest.approx(summary["coverage"], abs=1e-9)
         assert last["calibrated_rmse"] == pytest.approx(summary["rmse"], abs=1e-6)
-        assert last["personal_rmse"] == pytest.approx(
-            summary["rmse"], abs=1e-6
-        )  # intervals do not change means
+        # Intervals do not change means.
+        assert last["personal_rmse"] == pytest.approx(summary["rmse"], abs=1e-6)

@@ -24,10 +24,8 @@ from bayesfl.federation.store import files
 from bayesfl.flower import Deployed, load
 
 WANTED = os.environ.get("BAYESFL_DEPLOY", "")
-APP, EXAMPLE = (
-    Path(__file__).parent / "app",
-    Path(__file__).parents[2] / "examples" / "flower_pfedvem",
-)
+APP = Path(__file__).parent / "app"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_pfedvem"
 sys.path[:0] = [str(APP), str(EXAMPLE)]
 
 import loopback  # noqa: E402 (found by the line above)
@@ -176,7 +174,7 @@ def test_a_client_that_times_out(net: loopback.Loopback):
     run, folder = submit(net, "pfedvem-sleep", fail="sleep 0 1", timeout=30.0, rounds=6)
     mark = hangs(net, folder, "sleep-0-1")
     net.until(
-        lambda: files.held(folder)[0].name == "round-000002.safetensors",
+        lambda: files.checkpoints(folder)[0].name == "round-000002.safetensors",
         "round 1 to end without it",
         seconds=120,
     )

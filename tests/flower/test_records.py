@@ -17,7 +17,7 @@ from torch import nn
 
 from bayesfl.data import FederatedData
 from bayesfl.federation.rounds.admission import PROTOCOL
-from bayesfl.federation.rounds.faults import KINDS, Fault
+from bayesfl.federation.rounds.faults import FAULTS, Fault
 from bayesfl.federation.settings import Settings
 from bayesfl.flower import records
 from tests.flower.grid import LocalGrid
@@ -111,7 +111,7 @@ def test_a_bad_reply_is_left_out(
         return change(reply) if bad else reply
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {2: KINDS["lost"]} if round == 1 else {}
+        return {2: FAULTS["lost"]} if round == 1 else {}
 
     with caplog.at_level(logging.WARNING):
         found = deploy(

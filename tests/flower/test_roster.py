@@ -12,7 +12,7 @@ from flwr.app import Message
 from torch import nn
 
 from bayesfl.data import FederatedData
-from bayesfl.federation.rounds.faults import KINDS, Fault
+from bayesfl.federation.rounds.faults import FAULTS, Fault
 from bayesfl.flower import client_app, load
 from bayesfl.flower.roster import Roster
 from tests.flower.made import (
@@ -131,10 +131,8 @@ def test_a_node_whose_inputs_are_made_otherwise_is_named(
     caplog: pytest.LogCaptureFixture,
 ):
     """The server cannot know whether that is meant; the same function elsewhere is no news."""
-    algorithm, name = (
-        method("fedavg", model),
-        {"transform": "transformed", "augment": "augmented"}[kind],
-    )
+    algorithm = method("fedavg", model)
+    name = {"transform": "transformed", "augment": "augmented"}[kind]
     data = getattr(clients, name)(lambda x: x / 2)
 
     def grid(folder: str, change: Any) -> Any:
@@ -217,7 +215,7 @@ def test_a_run_that_goes_on_does_so_without_the_missing(
     assert re.search(r"client 4 .*left out.*not come", caplog.text)
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {4: KINDS["lost"]} if round == 2 else {}
+        return {4: FAULTS["lost"]} if round == 2 else {}
 
     assert_same(found, tmp_path, simulated(algorithm, clients, rounds=4, faults=plan))
 

@@ -21,7 +21,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.predictors import LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
 from bayesfl.federation.clients.tuning import Tuning
-from bayesfl.federation.rounds.faults import KINDS, Fault
+from bayesfl.federation.rounds.faults import FAULTS, Fault
 from bayesfl.federation.settings import Settings
 from bayesfl.federation.store import files
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
@@ -182,11 +182,8 @@ def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedDa
         assert found.round == told.round
         assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
     rounds = list(range(1, told.round + 1))
-    assert seen == [
-        *rounds,
-        *rounds,
-        told.round,
-    ]  # of the simulation, the deployment, and the deployment that goes on
+    # Of the simulation, the deployment, and the deployment that goes on.
+    assert seen == [*rounds, *rounds, told.round]
     assert load(tmp_path / "server", algorithm).round == told.round
     x, _ = clients.test.client(2)
     assert_close(
@@ -451,10 +448,8 @@ def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tm
         return reply
 
     everyone = bf.Admission("skip", min_clients=clients.clients)
-    again, grid = (
-        bf.Admission("skip", min_clients=clients.clients, below_minimum="repeat"),
-        grid_of(algorithm, clients, tmp_path, alter=alter),
-    )
+    again = bf.Admission("skip", min_clients=clients.clients, below_minimum="repeat")
+    grid = grid_of(algorithm, clients, tmp_path, alter=alter)
     found = deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=again)
     assert_same(found, tmp_path, simulated(algorithm, clients))
     times.clear()
@@ -462,7 +457,7 @@ def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tm
     found = deploy(algorithm, clients, tmp_path / "skip", grid, timeout=0.3, admission=everyone)
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {2: KINDS["lost"]} if round == 1 else {}
+        return {2: FAULTS["lost"]} if round == 1 else {}
 
     assert_same(
         found, tmp_path / "skip", simulated(algorithm, clients, faults=plan, admission=everyone)
@@ -614,7 +609,7 @@ def test_a_lost_client_outside_the_cohort_is_not_counted(
         )
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {outside: KINDS["lost"]} if round == 1 else {}
+        return {outside: FAULTS["lost"]} if round == 1 else {}
 
     options: dict[str, Any] = {"participation": 0.5, "train": "all"}
     found = deploy(
@@ -764,8 +759,7 @@ def test_bytes_of_statistics_count(clients: FederatedData, tmp_path: Path):
         found = deploy(algorithm, clients, tmp_path / make.__name__, rounds=1).history["bytes_up"][
             0
         ]
-        assert (
-            0 < found - told < 7 * 100 * len(algorithm.uplink())
-        )  # what a message says of each tensor
+        # What a message says of each tensor.
+        assert 0 < found - told < 7 * 100 * len(algorithm.uplink())
         sent.append(told)
     assert sent[0] - sent[1] == 7 * 4 * 16 * 8

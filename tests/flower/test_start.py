@@ -71,10 +71,8 @@ def test_a_run_after_a_run_after_a_run(
     none, from its first start.
     """
     algorithm, some = method(name, model), {"participation": 0.3, "rounds": 1, "train": "cohort"}
-    told, found = (
-        simulated(algorithm, clients, **some),
-        deploy(algorithm, clients, tmp_path, **some),
-    )
+    told = simulated(algorithm, clients, **some)
+    found = deploy(algorithm, clients, tmp_path, **some)
     order = [6, 2, 0, 4, 1, 3, 5]
     moved, nodes = clients.select(order), [100 + client for client in order]
     grid = grid_of(algorithm, moved, tmp_path, nodes=nodes)

@@ -43,18 +43,18 @@ from bayesfl.federation.clients import predict, surveying
 from bayesfl.federation.clients.form import Form
 from bayesfl.federation.clients.modules import module_at
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.settings import METHOD, present
+from bayesfl.federation.settings import BUILD_METHOD, present
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import differences, reading, refuse, same_method
 from bayesfl.models.copies import refuse_changed
 
-LIMIT = 2**28
+LARGEST_TENSOR = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs
 training data.
 """
 
 SAFE = re.compile(r"[^/\\\0]+")
-LONGEST = 255  # bytes of a folder's name
+LONGEST_FOLDER = 255  # bytes of a folder's name
 UNCERTAIN = (
     "the predictions of {!r} have no epistemic uncertainty, as it predicts at the mean of one set "
     "of weights or by link='per_class': before the run give the method draws, "
@@ -188,8 +188,8 @@ class ClientModel:
         if (bad := broken(found, axes=1)).any():
             warn(
                 f"the predictions of {self.name!r} for {int(bad.sum())} rows are not finite, the "
-                f"first is row {int(bad.nonzero()[0])}; "
-                "look at these inputs, at the transform or at the weights",
+                f"first is row {int(bad.nonzero()[0])}; look at these inputs, at the transform or "
+                "at the weights",
             )
         shared = (
             predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else None
@@ -279,8 +279,7 @@ class ClientModel:
         if len(reference) < (least := math.ceil(1 / (1 - level))):
             warn(
                 f"{self.name!r} has {len(reference)} calibration rows, and an alarm needs {least} "
-                "to expect a miss among them: it will be "
-                "raised late",
+                "to expect a miss among them: it will be raised late",
             )
         source = (score, self._source(one))
         return Alarm(
@@ -300,9 +299,9 @@ class ClientModel:
         if self.algorithm.predictor is not None and self.algorithm.draws:
             raise ValueError(
                 f"the predictor of {self.name!r} draws noise for each row by its place among those "
-                "that are predicted together, so that an "
-                "alarm would compare what cannot be compared: train by the same method with "
-                "another link, such as 'contrasts', and draws=0"
+                "that are predicted together, so that an alarm would compare what cannot be "
+                "compared: train by the same method with another link, such as 'contrasts', and "
+                "draws=0"
             )
 
     def _source(self, one: calibration.Fitted) -> str:
@@ -337,10 +336,8 @@ class ClientModel:
         Raises:
             ValueError: They do not fit the predictions.
         """
-        values, rows = (
-            np.asarray(y).copy(),
-            found.mask.shape[1],
-        )  # a copy, as what a data frame gives cannot be written
+        # A copy, as what a data frame gives cannot be written.
+        values, rows = (np.asarray(y).copy(), found.mask.shape[1])
         if values.dtype.kind in "OUT" and self.class_names is not None:
             known = {name: place for place, name in enumerate(self.class_names)}
             if other := sorted({str(one) for one in values.ravel().tolist()} - known.keys()):
@@ -436,8 +433,8 @@ class ClientModel:
         Raises:
             TypeError: `path` is neither text nor a path.
             ValueError: `path` is empty, or is a file, or lies under one; or the method's predictor
-                cannot be stored, or takes more than `LIMIT` bytes; or `plug_in` is True and the
-                model is calibrated, or one of its steps is none of bayesfl's.
+                cannot be stored, or takes more than `LARGEST_TENSOR` bytes; or `plug_in` is True
+                and the model is calibrated, or one of its steps is none of bayesfl's.
         """
         plug_in = plug_in or self.plug_in
         surveying.check_reading(replace(self, plug_in=plug_in))
@@ -448,9 +445,8 @@ class ClientModel:
                 f"{self.name!r} cannot be saved as it predicts: {error}; pass plug_in=True to "
                 "store the means alone"
             ) from None
-        written = datetime.now(UTC).isoformat(
-            timespec="microseconds"
-        )  # a file's own time is lost where it is copied
+        # A file's own time is lost where it is copied.
+        written = datetime.now(UTC).isoformat(timespec="microseconds")
         content = {**vars(self), "plug_in": plug_in, "stored": stored, "written": written}
         files.write(path, files.CLIENT, content, file=files.CLIENT_FILE)
 
@@ -487,7 +483,7 @@ class ClientModel:
 
         Raises:
             AttributeError: The method's predictor is no `StoredPredictor`.
-            MemoryError: A tensor takes more than `LIMIT` bytes.
+            MemoryError: A tensor takes more than `LARGEST_TENSOR` bytes.
         """
         rule = self._rule
         if rule is None or rule is not self.algorithm.predictor:
@@ -495,10 +491,10 @@ class ClientModel:
         if self.predictor is None:
             return self.stored
         stored: Any = rule
-        return stored.stored(self.predictor, self.value, limit=LIMIT)
+        return stored.stored(self.predictor, self.value, limit=LARGEST_TENSOR)
 
 
-def of_client(
+def client_model(
     algorithm: Algorithm,
     given: Server,
     view: View,
@@ -541,8 +537,8 @@ def of_client(
     elif data.transform is not None:
         raise ValueError(
             f"{name!r} predicts for what the transform {data.transform.get('name', '')} makes of "
-            "rows, and this result was loaded without "
-            "the data, which have it; bf.load(path, algorithm, clients) loads it with them"
+            "rows, and this result was loaded without the data, which have it; bf.load(path, "
+            "algorithm, clients) loads it with them"
         )
     else:
         form = Form.read({"tensors": data.tensors}, None)
@@ -630,7 +626,7 @@ def load_client(
         CheckpointError: There is no model of a client, or several clients'; or the file is damaged,
             or was made with another method or another transform, see `bayesfl.base.described`.
     """
-    instance("algorithm", algorithm, Algorithm, METHOD)
+    instance("algorithm", algorithm, Algorithm, BUILD_METHOD)
     file = only_file(folder("path", path))
     found = files.read_file(file, files.CLIENT, present(device))
     same_method(repr(str(file)), found.pop("algorithm"), algorithm)
@@ -658,9 +654,10 @@ def check_file_names(names: Sequence[str]) -> None:
         if not SAFE.fullmatch(name) or name in (".", "..")
     ]
     for name in names:
-        if (size := len(os.fsencode(name))) > LONGEST:
+        if (size := len(os.fsencode(name))) > LONGEST_FOLDER:
             bad.append(
-                f"{name[:40]!r}... has {size} bytes, more than the {LONGEST} of a folder's name"
+                f"{name[:40]!r}... has {size} bytes, more than the {LONGEST_FOLDER} of a folder's "
+                "name"
             )
     firsts: dict[str, int] = {}
     for place, name in enumerate(names):
@@ -692,9 +689,8 @@ def only_file(path: Path) -> Path:
     if len(found) == 1:
         return found[0]
     models = {file: files.read_file(file, files.CLIENT) for file in found}
-    experiments = {
-        file.parent.parent.name for file in found
-    }  # a client has another folder in each, and perhaps another number
+    # A client has another folder in each, and perhaps another number.
+    experiments = {file.parent.parent.name for file in found}
     if len(experiments) < len(found) or len({model["name"] for model in models.values()}) > 1:
         several = ", ".join(str(file.parent) for file in found[:3])
         raise CheckpointError(

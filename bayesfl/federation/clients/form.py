@@ -17,7 +17,7 @@ from bayesfl.data.outline import Outline
 from bayesfl.data.own.conversion import to_inputs
 from bayesfl.data.split import Change, ClientData
 from bayesfl.data.tensors import not_finite
-from bayesfl.federation.store.identity import differences, told
+from bayesfl.federation.store.identity import differences, in_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +127,7 @@ class Form:
             if (bad := not_finite(t)) is not None:
                 raise ValueError(
                     f"{name} holds NaN or infinite numbers, first in row {int(bad.nonzero()[0])}; "
-                    "fill them in as before training, or "
-                    "drop the rows"
+                    "fill them in as before training, or drop the rows"
                 )
             return t
         own = t.to(dtype)
@@ -159,10 +158,9 @@ def same_form(what: str, found: ClientData, known: ClientData) -> None:
     )
     if different := differences(wanted, given):
         raise ValueError(
-            f"{what} gives the model other inputs than the training data, {told(different)}; take "
-            "a split of the federation, whose "
-            "transform is part of it, or give it one, as dataclasses.replace(split, "
-            "transform=clients.train.transform)"
+            f"{what} gives the model other inputs than the training data, {in_words(different)}; "
+            "take a split of the federation, whose transform is part of it, or give it one, as "
+            "dataclasses.replace(split, transform=clients.train.transform)"
         )
 
 
@@ -171,7 +169,7 @@ def other_transform(found: FederatedData, known: FederatedData | Outline) -> str
     empty if it does not.
     """
     then, now = ({"transform": one.outline.transform} for one in (known, found))
-    return told(differences(then, now))
+    return in_words(differences(then, now))
 
 
 def _kind(dtype: torch.dtype) -> str:

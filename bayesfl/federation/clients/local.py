@@ -281,10 +281,9 @@ def _diverged(
 ) -> DivergenceError:
     kind = {Stage.TRAIN: "phase", Stage.FINETUNE: "fine-tuning phase", Stage.ADAPT: "phase"}[stage]
     return DivergenceError(
-        f"{who} is no longer finite after {kind} {position} ({described(phase)}) of round {round}, "
-        "both counted "
-        "from 0: a loss became NaN or infinite; lower the learning rate, or look at this client's "
-        "data",
+        f"{who} is no longer finite after {kind} {position} ({described(phase)}) of round "
+        f"{round}, both counted from 0: a loss became NaN or infinite; lower the learning rate, "
+        "or look at this client's data",
         round=round,
         client=client,
         phase=position,

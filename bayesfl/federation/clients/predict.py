@@ -22,7 +22,7 @@ from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation.clients.local import Done, Local, State
 from bayesfl.models.remedies import explained
 
-Part: TypeAlias = tuple[np.ndarray, Tensors]
+Predicted: TypeAlias = tuple[np.ndarray, Tensors]
 """Clients [C], and their predictions, {name: [C, N, ...]}."""
 
 # Bytes of inputs that are predicted at once: activations are many times larger, and should stay in
@@ -56,7 +56,7 @@ def personal(
         ValueError: A whole number is beyond an embedding's rows.
     """
 
-    def work(ids: np.ndarray) -> list[list[Part]]:
+    def work(ids: np.ndarray) -> list[list[Predicted]]:
         done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
         return of_chunk(local, done, splits, round=state.round, draws=draws, value=value)
 
@@ -76,7 +76,7 @@ def of_chunk(
     round: int,
     draws: int | None,
     value: float | None = None,
-) -> list[list[Part]]:
+) -> list[list[Predicted]]:
     """Predict for a chunk of clients, on several splits: by the method's own predictor, client by
     client, where it has one.
 
@@ -100,7 +100,7 @@ def of_chunk(
             [(done.ids, _of_views(local.engine, *everything, split, done.ids, noise))]
             for split in splits
         ]
-    out: list[list[Part]] = [[] for _ in splits]
+    out: list[list[Predicted]] = [[] for _ in splits]
     for row, fitted in fitted_of(local, done):
         client = int(row[0])
         for split, parts in zip(splits, out, strict=True):

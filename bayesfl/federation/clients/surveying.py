@@ -33,8 +33,8 @@ from bayesfl.federation.clients import predict
 from bayesfl.federation.store.identity import reading
 
 _ANEW = (
-    "begin with dataclasses.replace(result, steps=()).calibrate(...), and give each once, in "
-    "the order of use"
+    "begin with dataclasses.replace(result, steps=()).calibrate(...), and give each once, in the "
+    "order of use"
 )
 
 
@@ -146,10 +146,9 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
         if isinstance(step, Conformal | Abstention) and shared:
             warn(
                 f"{', '.join(shared)} and {type(step).__name__} are fitted to the same split, "
-                f"{step.split!r}: then less is kept than is "
-                "promised, hardly less after a pooled temperature, one or two per cent of "
-                "coverage after a bias, more after a choice; fit the former to 'validation', the "
-                "latter to 'calibration'",
+                f"{step.split!r}: then less is kept than is promised, hardly less after a pooled "
+                "temperature, one or two per cent of coverage after a bias, more after a choice; "
+                "fit the former to 'validation', the latter to 'calibration'",
             )
     return tuple(steps)
 
@@ -197,15 +196,14 @@ def check_servers_model(steps: Sequence[Any], algorithm: Algorithm) -> None:
     if not algorithm.finetune and not any(algorithm.blocks[part].keep for part in algorithm.parts):
         raise ValueError(
             f"{names[0]} compares clients' own models with the server's, and in this method all "
-            "clients predict with the server's, so that "
-            "there is nothing to choose: leave it out, or take a method with models of their own, "
-            "such as fedavg_ft or ditto"
+            "clients predict with the server's, so that there is nothing to choose: leave it out, "
+            "or take a method with models of their own, such as fedavg_ft or ditto"
         )
     if algorithm.shared_parts() is None:
         raise ValueError(
             f"{names[0]} compares clients' own models with the server's, and this method has no "
-            "whole model on the server: leave it out, "
-            "or take a method that has one, such as fedavg_ft or ditto"
+            "whole model on the server: leave it out, or take a method that has one, such as "
+            "fedavg_ft or ditto"
         )
 
 
@@ -213,9 +211,8 @@ def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> No
     """Raise ValueError if predictions are to be made with another number of draws than those to
     which steps were fitted.
     """
-    same = draws == algorithm.draws and (
-        draws > 0 or algorithm.predictor is None
-    )  # 0 is also a predictor's plain mean
+    # 0 is also a predictor's plain mean.
+    same = draws == algorithm.draws and (draws > 0 or algorithm.predictor is None)
     if steps and not same:
         raise ValueError(
             f"draws={draws} makes other predictions than those that were calibrated, which have "
@@ -231,8 +228,7 @@ def check_reading(result: Any) -> None:
     if result.steps and getattr(result, "plug_in", False):
         raise ValueError(
             f"{result.name!r} is calibrated for its full predictions, and plug_in=True makes "
-            "others: take "
-            "dataclasses.replace(model, steps=())"
+            "others: take dataclasses.replace(model, steps=())"
         )
     if result.steps and result.calibrated not in (None, reading(result.algorithm)):
         raise ValueError(

@@ -100,8 +100,7 @@ class Tuning:
         if best == 0:
             warn(
                 f"{tunes} is at the lower edge of its grid, {grid[0]:g}: the validation data do "
-                "not bound it; hold more of them back, or "
-                "give a number",
+                "not bound it; hold more of them back, or give a number",
             )
         return {"value": torch.tensor(grid[best], dtype=torch.float64)}, True
 
@@ -164,9 +163,8 @@ def candidates(local: Local, done: Done, validation: ClientData, *, round: int) 
         client = int(row[0])
         rows, y = list(rows_of(validation, client)), validation.y[validation.rows(client)]
         for k, value in enumerate(grid if len(y) else ()):
-            rng = address_of(
-                algorithm, client, local.seed, round
-            )  # the same draws for each candidate
+            # The same draws for each candidate.
+            rng = address_of(algorithm, client, local.seed, round)
             with contextlib.suppress(torch.linalg.LinAlgError):
                 found = of_fitted(
                     algorithm,
@@ -209,6 +207,5 @@ def no_validation(algorithm: Algorithm, why: str) -> str:
     tunes = "" if algorithm.predictor is None else algorithm.predictor.tunes
     return (
         f"{tunes} is chosen on validation data, and {why}, or give a number instead, as "
-        f"{tunes}=100.0 to fedsi or precision=100.0 to "
-        "LinearisedLaplace"
+        f"{tunes}=100.0 to fedsi or precision=100.0 to LinearisedLaplace"
     )

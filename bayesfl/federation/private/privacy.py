@@ -58,7 +58,9 @@ GRID = 1e-3
 """Widest spacing of the grid of privacy losses. The accountant rounds losses up: a coarser grid
 loosens the bound, but never breaks it.
 """
-UNSEEN = "with ClientPrivacy nothing of single clients may be used but their clipped differences"
+CLIPPED_ONLY = (
+    "with ClientPrivacy nothing of single clients may be used but their clipped differences"
+)
 
 
 @declared
@@ -119,12 +121,10 @@ def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
     import dp_accounting as dp
     from dp_accounting import pld
 
-    spread = p * math.sqrt(
-        math.expm1(min(50.0, sigma**-2))
-    )  # of one release's privacy loss; a grid of a tenth of it is fine enough
-    most = 10 / sigma + 1 / (
-        2 * sigma**2
-    )  # privacy loss that matters at delta: bounds the grid's memory
+    # Of one release's privacy loss; a grid of a tenth of it is fine enough.
+    spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))
+    # Privacy loss that matters at delta: bounds the grid's memory.
+    most = 10 / sigma + 1 / (2 * sigma**2)
     grid = max(min(GRID, spread / 10), 3e-6 * most)
     accountant = pld.PLDAccountant(
         dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=grid
@@ -236,39 +236,36 @@ class ClientPrivacy:
         _check(algorithm, free=self.weights is None)
         check_combine(
             result,
-            Unseen(UNSEEN, result.round, result.settings.rounds, result.data.clients),
-            UNSEEN,
+            Unseen(CLIPPED_ONLY, result.round, result.settings.rounds, result.data.clients),
+            CLIPPED_ONLY,
         )
         if admission.min_clients > 1 or admission.below_minimum != "skip":
             raise ValueError(
                 f"min_clients={admission.min_clients}, below_minimum={admission.below_minimum!r} "
-                "would let a round's outcome tell how many "
-                "took part; with ClientPrivacy every round counts, one without a client too: leave "
-                "both out"
+                "would let a round's outcome tell how many took part; with ClientPrivacy every "
+                "round counts, one without a client too: leave both out"
             )
         if admission.skips and admission.max_norm is not None:
             raise ValueError(
                 f"max_norm={admission.max_norm:g} compares clients with each other, which no noise "
-                "covers; pass max_norm=None: clip bounds "
-                "every client"
+                "covers; pass max_norm=None: clip bounds every client"
             )
         if every is not None and every > 1:
             raise ValueError(
                 f"every={every} lets states leave the server that are in no checkpoint, so that a "
-                "resumed run could not count them; with "
-                "ClientPrivacy pass every=1"
+                "resumed run could not count them; with ClientPrivacy pass every=1"
             )
         last = result.history.rows[-1] if result.history.rows else {"releases": 0}
         counted = last.get("releases", -1)
         if not (result.round <= counted < 2**31 and counted == int(counted)):
             raise CheckpointError(
                 f"the history of the run to go on from counts {last.get('releases', 'no')} "
-                f"releases after {result.round} rounds, so that "
-                "nothing can be said of its epsilon; start it anew"
+                f"releases after {result.round} rounds, so that nothing can be said of its "
+                "epsilon; start it anew"
             )
         if self.noise_multiplier:
             import dp_accounting  # noqa: F401 (else it fails after the first round)
-        return _Run(self, result, repeats + int(counted))
+        return _PrivateRun(self, result, repeats + int(counted))
 
 
 def _check(algorithm: Algorithm, *, free: bool) -> None:
@@ -291,33 +288,32 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
         if isinstance(algorithm.blocks[name], Buffers):
             raise ValueError(
                 f"block {name!r} holds statistics of norms, on the scale of the data: clipped "
-                "together with the weights they would drown "
-                "these, and noise could make a variance negative; build the method on "
-                "bf.models.group_norm(model), put the norms in eval mode, or let them stay with "
-                "the clients, as bf.algorithms.fedbn does"
+                "together with the weights they would drown these, and noise could make a "
+                "variance negative; build the method on bf.models.group_norm(model), put the "
+                "norms in eval mode, or let them stay with the clients, as bf.algorithms.fedbn "
+                "does"
             )
         if type(pool) is not Mean:
             raise ValueError(
                 f"block {name!r} is gathered by {type(pool).__name__}; ClientPrivacy bounds a "
-                "client's part in Mean pools only: build the "
-                "block with pool=Mean(), or leave aggregation out"
+                "client's part in Mean pools only: build the block with pool=Mean(), or leave "
+                "aggregation out"
             )
         if free and pool.weight not in (by_size, equal):
             raise ValueError(
                 f"block {name!r} weighs clients by a function of what they send, which would tell "
-                "of their data; pass "
-                "ClientPrivacy(weights=[...]), fixed beforehand, which replace it"
+                "of their data; pass ClientPrivacy(weights=[...]), fixed beforehand, which "
+                "replace it"
             )
     if more := sorted(name for name in algorithm.uplink() if name.split(".")[0] not in pools):
         raise ValueError(
             f"the method's `reports` sends {more}, which ClientPrivacy does not cover; where it "
-            "can do without, take "
-            "dataclasses.replace(algorithm, reports={}, combine=bf.Algorithm.combine), else leave "
-            "aggregation out"
+            "can do without, take dataclasses.replace(algorithm, reports={}, "
+            "combine=bf.Algorithm.combine), else leave aggregation out"
         )
 
 
-class _Run:
+class _PrivateRun:
     """The `AggregationRun` of `ClientPrivacy`."""
 
     least = 0
@@ -325,11 +321,9 @@ class _Run:
     def __init__(self, rule: ClientPrivacy, result: "Result", releases: int) -> None:
         self.rule, self.algorithm = rule, result.algorithm
         self.secret = rule.secret or secrets.token_bytes(32)
-        self.p, self.clients, self.rounds = (
-            result.settings.participation,
-            result.data.clients,
-            result.settings.rounds,
-        )
+        self.p = result.settings.participation
+        self.clients = result.data.clients
+        self.rounds = result.settings.rounds
         self.weights = np.ones(self.clients) if rule.weights is None else np.array(rule.weights)
         self.releases = releases
 
@@ -338,11 +332,11 @@ class _Run:
         return np.flatnonzero(drawn < self.p)
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        return _Round(self, server, round)
+        return _PrivateRound(self, server, round)
 
 
-class _Round:
-    def __init__(self, run: _Run, server: Server, round: int) -> None:
+class _PrivateRound:
+    def __init__(self, run: _PrivateRun, server: Server, round: int) -> None:
         self._run, self._server, self._round = run, server, round
         self._next = NextServer(run.algorithm, server, run.clients, round)
         blocks = {
@@ -361,10 +355,8 @@ class _Round:
     def add(self, replies: Replies) -> None:
         """Add the clipped differences of a chunk; the clients' numbers of examples are not used."""
         ids, sent = replies.ids, replies.sent
-        began, came = (
-            flatten(was_sent(self._run.algorithm, self._server, ids, replies.n.device, sent)),
-            flatten(sent),
-        )
+        began = flatten(was_sent(self._run.algorithm, self._server, ids, replies.n.device, sent))
+        came = flatten(sent)
         moved = [
             (came[name].double() - began.get(name, old).double()).flatten(1)
             for name, old in self._flat.items()
@@ -394,7 +386,7 @@ class _Round:
             block, key = name.split(".")
             new[block] = {**new[block], key: (old.double() + part.view(old.shape)).to(old)}
         run.releases += 1
-        unseen = Unseen(UNSEEN, self._round, run.rounds, run.clients)
+        unseen = Unseen(CLIPPED_ONLY, self._round, run.rounds, run.clients)
         return self._next.state(new, unseen, unseen)
 
     def _noise(self) -> Tensor:

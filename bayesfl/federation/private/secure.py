@@ -62,7 +62,7 @@ int64.
 """
 LEAST = 2
 """Least number of clients in a sum: the sum of one client is that client's own uplink."""
-UNSEEN = "under secure aggregation the server sees sums only"
+SUMS_ONLY = "under secure aggregation the server sees sums only"
 
 
 def quantised(values: np.ndarray, range: float, step: float) -> tuple[np.ndarray, int]:
@@ -248,21 +248,20 @@ class SecureSum:
             if isinstance(pool, StackedPool):
                 raise ValueError(
                     f"block {name!r} is gathered by {type(pool).__name__}, which needs every "
-                    "client's uplink; secure aggregation shows the "
-                    "server their sum only: take a pool that adds up, such as Mean(), or leave "
-                    "aggregation out"
+                    "client's uplink; secure aggregation shows the server their sum only: take a "
+                    "pool that adds up, such as Mean(), or leave aggregation out"
                 )
             if _clips(pool):
                 raise ValueError(
                     f"block {name!r} is clipped by the server, which under secure aggregation "
-                    "never sees one client's difference; take the "
-                    "pool inside it, or leave aggregation out"
+                    "never sees one client's difference; take the pool inside it, or leave "
+                    "aggregation out"
                 )
         if admission.skips and admission.max_norm is not None:
             raise ValueError(
                 f"max_norm={admission.max_norm:g} looks at single clients, which secure "
-                "aggregation hides; pass max_norm=None: clients "
-                "that keep to the rules clip themselves, to SecureSum(range=)"
+                "aggregation hides; pass max_norm=None: clients that keep to the rules clip "
+                "themselves, to SecureSum(range=)"
             )
         if clients < LEAST or (
             settings.sampling == "fixed" and settings.fixed_size(clients) < LEAST
@@ -272,8 +271,8 @@ class SecureSum:
                 f"participation={settings.participation:g}, whose sum is its own uplink; secure "
                 "aggregation needs two: raise participation"
             )
-        check_combine(result, torch.arange(clients), UNSEEN)
-        return _Run(self, result, max(LEAST, admission.min_clients))
+        check_combine(result, torch.arange(clients), SUMS_ONLY)
+        return _SecureRun(self, result, max(LEAST, admission.min_clients))
 
 
 def _clips(pool: object) -> bool:
@@ -281,19 +280,19 @@ def _clips(pool: object) -> bool:
     return isinstance(pool, Clipped) or (hasattr(pool, "pool") and _clips(pool.pool))  # pyright: ignore[reportAttributeAccessIssue] (asked for)
 
 
-class _Run(OpenRun):
+class _SecureRun(OpenRun):
     def __init__(self, rule: SecureSum, result: "Result", least: int) -> None:
         super().__init__(result.algorithm, result.settings, result.data.clients, least)
         self._rule = rule
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         following = NextServer(self._algorithm, server, self._clients, round)
-        return _Round(
+        return _SecureRound(
             self._rule, self._algorithm, server, following, round, self._settings.rounds, cohort
         )
 
 
-class _Round:
+class _SecureRound:
     """A `RoundSum` that holds the integers of each client, which the client alone knows, and adds
     up their masked forms.
     """
@@ -308,12 +307,10 @@ class _Round:
         rounds: int,
         cohort: np.ndarray,
     ) -> None:
-        self._rule, self._server, self._next, self._cohort = (
-            rule,
-            server,
-            following,
-            cohort.tolist(),
-        )
+        self._rule = rule
+        self._server = server
+        self._next = following
+        self._cohort = cohort.tolist()
         self._round, self._rounds = round, rounds
         self._known = {"round": round, "rounds": rounds, "clients": following.clients}
         self._pools: dict[str, AdditivePool] = {
@@ -358,8 +355,8 @@ class _Round:
             except ValueError as error:
                 raise DivergenceError(
                     f"client {client} sends nothing in round {self._round}, counted from 0: of "
-                    f"what it would add to the sums, {error}; "
-                    "lower the learning rates, or look at its weight",
+                    f"what it would add to the sums, {error}; lower the learning rates, or look "
+                    "at its weight",
                     round=self._round,
                     client=client,
                 ) from error
@@ -375,9 +372,8 @@ class _Round:
                     f"client {client} sends nothing in round {self._round}, counted from 0: of "
                     f"block {block!r}, the statistics of norms, it would add {size:.4g} to the "
                     f"sums (its weight times its value), more than range={self._rule.range:g}; "
-                    "pass a wider "
-                    "SecureSum(range=), with a larger step if need be, scale the inputs, or take "
-                    "bf.models.group_norm(model)",
+                    "pass a wider SecureSum(range=), with a larger step if need be, scale the "
+                    "inputs, or take bf.models.group_norm(model)",
                     round=self._round,
                     client=client,
                 )
@@ -412,7 +408,7 @@ class _Round:
         }
         ids = torch.tensor(sorted(self._own), device=self._device)
         return self._next.state(
-            new, ids, Unseen(UNSEEN, self._round, self._rounds, self._next.clients)
+            new, ids, Unseen(SUMS_ONLY, self._round, self._rounds, self._next.clients)
         )
 
     def _sum(self) -> np.ndarray:

@@ -63,7 +63,7 @@ def _poisoned(value: float) -> Altered:
     return _tensor(change)
 
 
-KINDS: dict[str, Fault] = {
+FAULTS: dict[str, Fault] = {
     "lost": Lost(),
     "stale": Altered(lambda message: replace(message, round=message.round - 1)),
     "protocol": Altered(lambda message: replace(message, protocol=message.protocol + 1)),
@@ -87,7 +87,7 @@ KINDS: dict[str, Fault] = {
 def at_random(
     share: Annotated[float, Range(0, 1, "[]")],
     *,
-    kinds: tuple[str, ...] = tuple(KINDS),
+    kinds: tuple[str, ...] = tuple(FAULTS),
     seed: Natural = 0,
 ) -> FaultPlan:
     """Return a plan in which every client fails with the same probability, independently in every
@@ -95,13 +95,13 @@ def at_random(
 
     Args:
         share: The probability, in [0, 1].
-        kinds: Names of `KINDS`, from which each fault is drawn uniformly; all of them by default.
+        kinds: Names of `FAULTS`, from which each fault is drawn uniformly; all of them by default.
         seed: Seed of the draws.
 
     Raises:
         KeyError: `kinds` has an unknown name.
     """
-    faults = [KINDS[kind] for kind in kinds]
+    faults = [FAULTS[kind] for kind in kinds]
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> Mapping[int, Fault]:
         found: dict[int, Fault] = {}

@@ -44,9 +44,8 @@ class Unseen:
     def _refuse(self, *asked: Any) -> Any:
         raise ValueError(
             f"{self._why}, but the method's `combine` reads {asked[0] if asked else 'them'!r}; "
-            "take a method whose server only adds up, "
-            "or, where it can do without, dataclasses.replace(algorithm, "
-            "combine=bf.Algorithm.combine, reports={})"
+            "take a method whose server only adds up, or, where it can do without, "
+            "dataclasses.replace(algorithm, combine=bf.Algorithm.combine, reports={})"
         )
 
     __contains__ = __iter__ = __len__ = __getattr__ = _refuse

@@ -51,13 +51,11 @@ class OneMachine:
         test: ClientData | None,
         faults: FaultPlan | None,
     ) -> None:
-        self._local, self._state, self._crew, self._test, self._faults = (
-            local,
-            state,
-            crew,
-            test,
-            faults,
-        )
+        self._local = local
+        self._state = state
+        self._crew = crew
+        self._test = test
+        self._faults = faults
         self.before = (
             None if test is None else Collector(test, local.names, local.algorithm.likelihood)
         )
@@ -69,7 +67,7 @@ class OneMachine:
         self.seconds: dict[str, float] = {}
         self.traffic: dict[str, float] = {}
         self._undo: list[tuple[np.ndarray, View]] = []
-        self._seen: list[predict.Part] = []
+        self._seen: list[predict.Predicted] = []
 
     @contextmanager
     def asked(self, round: Round) -> Iterator[Iterator[Replies | Absence]]:
@@ -120,7 +118,7 @@ class OneMachine:
         ]
         kept = kept_phases(local.algorithm)
 
-        def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, list[predict.Part], float]:
+        def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, list[predict.Predicted], float]:
             ids, sends = chunk
             phases = None if sends or self._test is not None else kept
             done = local.run(
@@ -172,10 +170,8 @@ class OneMachine:
             sent, reported = tree_map(torch.clone, (sent, reported))
             flat: dict[str, Tensor] = flatten({**sent, **reported})
             for place, client in enumerate(ids.tolist()):
-                message, fault = (
-                    Message({name: t[place] for name, t in flat.items()}, round.number),
-                    wrong.get(client),
-                )
+                message = Message({name: t[place] for name, t in flat.items()}, round.number)
+                fault = wrong.get(client)
                 if isinstance(fault, Altered):
                     message = fault.change(message)
                 if good[place] and (

@@ -152,12 +152,10 @@ class OpenRun:
     """
 
     def __init__(self, algorithm: Algorithm, settings: Settings, clients: int, least: int) -> None:
-        self._algorithm, self._settings, self._clients, self.least = (
-            algorithm,
-            settings,
-            clients,
-            least,
-        )
+        self._algorithm = algorithm
+        self._settings = settings
+        self._clients = clients
+        self.least = least
 
     def cohort(self, round: int) -> np.ndarray:
         """Return the ids of one round's cohort, ascending, drawn by the settings."""
@@ -259,13 +257,11 @@ class ReplyFilter:
         counts: np.ndarray,
         names: tuple[str, ...] = (),
     ) -> None:
-        self._algorithm, self._server, self._sum, self._admission, self._round = (
-            algorithm,
-            server,
-            sum,
-            admission,
-            round,
-        )
+        self._algorithm = algorithm
+        self._server = server
+        self._sum = sum
+        self._admission = admission
+        self._round = round
         self._earlier = [
             row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))
         ]
@@ -351,9 +347,8 @@ class ReplyFilter:
             log.warning(
                 "round %d: %s is left out: %s", self._round, called(client, self._names), reason
             )
-        for replies in sorted(
-            self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))
-        ):  # in a simulation's order
+        for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):
+            # In a simulation's order.
             if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
                 self._pass(replies if kept.all() else replies.of(kept))
         return list(self.dropped)

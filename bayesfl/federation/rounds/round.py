@@ -212,9 +212,8 @@ def run_round(
             check_replies(filter.taken, number, aggregation.least)
             server = filter.server()
         except FailedRound as error:
-            error.row |= (
-                counted if isinstance(total, OpenSum) else counted | {"bytes_up": math.nan}
-            )  # other sums count their own bytes
+            # Other sums count their own bytes.
+            error.row |= counted if isinstance(total, OpenSum) else counted | {"bytes_up": math.nan}
             raise
     row = {
         "round": number + 1,

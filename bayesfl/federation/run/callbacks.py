@@ -33,7 +33,7 @@ from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History
 from bayesfl.federation.run.loading import reloaded
 from bayesfl.federation.run.result import Result
-from bayesfl.federation.store.files import held, newest
+from bayesfl.federation.store.files import checkpoints, newest
 
 Callback: TypeAlias = Callable[[Any], Any]
 """Function from the run so far; True ends the run."""
@@ -195,8 +195,8 @@ class EarlyStopping:
         if not self._is_of(result, round):
             warn(
                 f"the best {self.column} is of round {round}, whose state is gone, as of a run "
-                "that was resumed without a folder; the last "
-                "state is returned. Pass EarlyStopping(folder=...) to keep the best one on disk",
+                "that was resumed without a folder; the last state is returned. Pass "
+                "EarlyStopping(folder=...) to keep the best one on disk",
             )
             return result
         return self.best or result
@@ -205,7 +205,11 @@ class EarlyStopping:
         """Read the best state from its folder, if the one in memory is not that of this run after
         so many rounds.
         """
-        if not self._is_of(result, round) and self._folder is not None and held(self._folder):
+        if (
+            not self._is_of(result, round)
+            and self._folder is not None
+            and checkpoints(self._folder)
+        ):
             self.best = reloaded(result, self._folder)
 
     def _is_of(self, result: Any, round: int) -> bool:

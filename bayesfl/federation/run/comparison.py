@@ -10,13 +10,13 @@ from bayesfl.base.described import ADDRESS
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
-from bayesfl.federation.settings import name_of
+from bayesfl.federation.settings import dtype_name
 from bayesfl.federation.store.identity import differences, identity, without_parts
 from bayesfl.optim import Clip, Rate, rate_at
 
 LINES = 8  # most lines that name the options of one result
 
-MEASURES = {
+SHOWN = {
     "classification": ("accuracy", "nll", "ece", "pooled_ece", "brier"),
     "regression": ("rmse", "nll"),
 }
@@ -97,7 +97,7 @@ def _usual(runs: Sequence[Result]) -> tuple[str, ...]:
     NLL.
     """
     intervals = any("personal_pinball" in row for run in runs for row in run.history)
-    return ("rmse", "pinball") if intervals else MEASURES[runs[0].known.task]
+    return ("rmse", "pinball") if intervals else SHOWN[runs[0].known.task]
 
 
 def _last(name: str, run: Result, key: str) -> float:
@@ -224,7 +224,7 @@ def _training(run: Result) -> dict[str, str]:
         "batch": ", ".join("all" if size is None else str(size) for size in batches),
         "optimiser": optimiser,
         "likelihood": ADDRESS.sub("", repr(run.algorithm.likelihood)),
-        "dtype": name_of(run.dtype),
+        "dtype": dtype_name(run.dtype),
     }
 
 

@@ -31,8 +31,8 @@ from bayesfl.federation.clients import predict, surveying, tuning
 from bayesfl.federation.clients.client_model import (
     ClientModel,
     check_file_names,
+    client_model,
     needs_data,
-    of_client,
 )
 from bayesfl.federation.clients.form import other_transform, same_form
 from bayesfl.federation.clients.local import Local, State, private_rows
@@ -43,7 +43,7 @@ from bayesfl.federation.store.identity import Chosen, reading
 from bayesfl.models.copies import refuse_changed
 from bayesfl.optim import rate_at
 
-OWN = "the method's own start"
+METHODS_START = "the method's own start"
 """What a run began from that did not begin from another."""
 
 
@@ -90,7 +90,7 @@ class Result:
     novel: bool = False
     chosen: Chosen | None = None
     tolerant: bool = False
-    began: str = OWN
+    began: str = METHODS_START
     steps: tuple[Fitted, ...] = ()
     calibrated: str | None = None
 
@@ -232,10 +232,8 @@ class Result:
             steps: Steps of calibration that are to read it, beside the result's own, by which it
                 holds what they need.
         """
-        train, reads = (
-            self.data.train.to(self.device, self.dtype),
-            [*steps, *(one.step for one in self.steps)],
-        )
+        train = self.data.train.to(self.device, self.dtype)
+        reads = [*steps, *(one.step for one in self.steps)]
         local, value = self.local(train), None if draws == 0 else self.tuned
         with self.engine.crew(self.device) as crew:
             found = predict.personal(local, self.state, splits, crew, draws=draws, value=value)
@@ -386,8 +384,8 @@ class Result:
         if kept and not algorithm.adapt:
             raise ValueError(
                 f"each client predicts with its own {kept}, and the method has no `adapt` phases, "
-                "by which a new client would learn them; "
-                "give it some, as dataclasses.replace(algorithm, adapt=algorithm.phases)"
+                "by which a new client would learn them; give it some, as "
+                "dataclasses.replace(algorithm, adapt=algorithm.phases)"
             )
         if slowed := self._slowed():
             warn(slowed)
@@ -429,11 +427,10 @@ class Result:
             return ""
         return (
             "the learning rate of the method's adapt phases has fallen from "
-            f"{', '.join(dict.fromkeys(fallen))} after {self.round} rounds, "
-            "so new clients hardly learn; adapt them at a constant rate, as "
-            "dataclasses.replace(result, algorithm=dataclasses.replace(result.algorithm, "
-            "adapt=constant.adapt)).adapt(novel) does, where `constant` is the method with an "
-            "optimiser such as SGD(0.1)"
+            f"{', '.join(dict.fromkeys(fallen))} after {self.round} rounds, so new clients hardly "
+            "learn; adapt them at a constant rate, as dataclasses.replace(result, "
+            "algorithm=dataclasses.replace(result.algorithm, adapt=constant.adapt)).adapt(novel) "
+            "does, where `constant` is the method with an optimiser such as SGD(0.1)"
         )
 
     def _settled(self, new: "Result", novel: FederatedData) -> tuple[Fitted, ...]:
@@ -483,22 +480,19 @@ class Result:
         if isinstance(self.known, Outline) and needs_data(self.algorithm):
             raise ValueError(
                 f"{name!r} needs its training data, for fine-tuning or for the method's predictor, "
-                "and this result was loaded without "
-                "them; bf.load(path, algorithm, clients) loads it with them, bf.load_client reads "
-                "a client's own file"
+                "and this result was loaded without them; bf.load(path, algorithm, clients) loads "
+                "it with them, bf.load_client reads a client's own file"
             )
         if isinstance(self.known, Outline):
             given, views = self._unadapted(j)
             train, value = None, self.known_value
         else:
-            local, ids = (
-                self.local(self.known.train.alone(j).to(self.device, self.dtype)),
-                np.array([j]),
-            )
+            local = self.local(self.known.train.alone(j).to(self.device, self.dtype))
+            ids = np.array([j])
             done = local.finetuned(ids, self.state.received(self.algorithm, ids), self.round)
             given, views = done.given, done.views
             train, value = dict(zip("xy", local.train.client(j), strict=True)), self.tuned
-        return of_client(
+        return client_model(
             self.algorithm,
             given,
             tree_map(lambda t: t[0].clone(), views),

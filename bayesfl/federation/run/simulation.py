@@ -36,9 +36,16 @@ from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback, check_callbacks, ended, finished, over
 from bayesfl.federation.run.loading import resumed, started
 from bayesfl.federation.run.result import Result
-from bayesfl.federation.settings import BUILD, Federation, Method, Precision, Settings, present
+from bayesfl.federation.settings import (
+    BUILD_ADMISSION,
+    Federation,
+    Method,
+    Precision,
+    Settings,
+    present,
+)
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import differences, told
+from bayesfl.federation.store.identity import differences, in_words
 
 Source: TypeAlias = Result | str | os.PathLike[str]
 """A run: its result, or the folder in which it was saved."""
@@ -68,7 +75,7 @@ def simulate(
     start: Source | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: Count = 1,
-    admission: Annotated[Admission | None, typed(Admission, BUILD)] = None,
+    admission: Annotated[Admission | None, typed(Admission, BUILD_ADMISSION)] = None,
     aggregation: Annotated[
         Aggregation | None, typed(Aggregation, "build one, as bayesfl.SecureSum(), or leave it out")
     ] = None,
@@ -156,12 +163,10 @@ def simulate(
         before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
     preflight.check(algorithm, clients)
     if goes_on is None:
-        result, repeats = (
-            _begun(
-                algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype
-            ),
-            0,
+        result = _begun(
+            algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype
         )
+        repeats = 0
     else:
         result, repeats = _resumed(
             goes_on,
@@ -176,9 +181,8 @@ def simulate(
         )
     result = replace(result, tolerant=admission.skips)
     if checkpoint is not None:
-        files.refuse_nameless(
-            described(algorithm), described(clients.outline)
-        )  # not when the first checkpoint is due
+        # Not when the first checkpoint is due.
+        files.refuse_nameless(described(algorithm), described(clients.outline))
     sums = aggregation.start(
         result, admission, every=None if checkpoint is None else every, repeats=repeats
     )
@@ -191,7 +195,7 @@ def simulate(
         sums,
         clients.client_names,
     )
-    run = _Run(
+    run = _Simulation(
         rules, clients.to(device, dtype), faults, on_round, measures, checkpoint, every, progress
     )
     with result.engine.crew(device) as crew:
@@ -258,8 +262,7 @@ def _from_where(resume: Source | None, checkpoint: str | os.PathLike[str] | None
     ):
         raise ValueError(
             f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on "
-            "where resume is left out; or pass another "
-            "folder"
+            "where resume is left out; or pass another folder"
         )
     return resume
 
@@ -282,10 +285,8 @@ def _begun(
     trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
     engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
     if before is None:
-        server, new = (
-            algorithm.init(clients.clients, seed=settings.seed, dtype=dtype, device=device),
-            np.arange(0),
-        )
+        server = algorithm.init(clients.clients, seed=settings.seed, dtype=dtype, device=device)
+        new = np.arange(0)
         begin = State(server, private_rows(algorithm, server, clients.clients), 0)
     else:
         begin, new = warm.continued(
@@ -367,8 +368,8 @@ def _under(
     then = {**vars(saved.settings), "dtype": saved.dtype, "device": saved.device, **free}
     if apart := differences(then, now):
         raise ValueError(
-            f"a run that goes on keeps its settings, {told(apart)}; pass the saved ones, or begin "
-            "another run"
+            f"a run that goes on keeps its settings, {in_words(apart)}; pass the saved ones, or "
+            "begin another run"
         )
     own = {
         "private": tree_map(torch.clone, saved.private),
@@ -379,7 +380,7 @@ def _under(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Simulation:
     """The rounds of one run, with what is done after each of them.
 
     Args:
@@ -426,9 +427,8 @@ class _Run:
                     result.save_round(self.checkpoint)
                 bar.update()
                 stopped = ended(self.callbacks, result)
-        if (
-            stopped and settings.evaluate_every is not None and measure not in result.history[-1]
-        ):  # ended between evaluations
+        if stopped and settings.evaluate_every is not None and measure not in result.history[-1]:
+            # Ended between evaluations.
             self._evaluate(result, None, local, crew)
             ended(self.callbacks, result)  # once more, with the measures
         if stopped and self.checkpoint is not None:
@@ -458,11 +458,9 @@ class _Run:
             error.result = result
             raise
         if isinstance(tried, FailedRound):
-            server, row, before = (
-                result.server,
-                {"round": result.round + 1, "cohort": 0, **tried.row},
-                None,
-            )
+            server = result.server
+            row = {"round": result.round + 1, "cohort": 0, **tried.row}
+            before = None
         else:
             server, row, before = tried
         result = replace(result, round=result.round + 1, server=server, steps=())
@@ -475,12 +473,11 @@ class _Run:
         """
         row = result.history[-1]
         try:
+            # In fine-tuning, or of a user's measure; the round itself is done.
             if before is not None and not before.empty:
                 row |= self._columns("before_pool", before.predictions(), self.data.test)
             row |= self._measured(local, result.state, crew)
-        except (
-            Exception
-        ) as error:  # in fine-tuning, or of a user's measure; the round itself is done
+        except Exception as error:
             error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
             raise
 

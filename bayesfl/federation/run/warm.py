@@ -25,7 +25,7 @@ from bayesfl.data.names import generated
 from bayesfl.federation.clients.form import other_transform
 from bayesfl.federation.clients.local import State, private_rows
 from bayesfl.federation.run.loading import started
-from bayesfl.federation.run.result import OWN, Result
+from bayesfl.federation.run.result import METHODS_START, Result
 from bayesfl.federation.settings import same_problem
 
 log = logging.getLogger(__name__)
@@ -62,16 +62,16 @@ def origin(start: Result | None) -> str:
     start.
     """
     if start is None:
-        return OWN
+        return METHODS_START
     state = {"server": start.server, "private": start.private}
-    return told(
+    return start_in_words(
         f"round {start.round} of a run with seed {start.settings.seed}",
         start.known.client_names,
         state,
     )
 
 
-def told(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
+def start_in_words(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
     """Return words for the state that a run begins from, with a digest of that state and of the
     clients' names.
     """
@@ -85,8 +85,8 @@ def refuse_other_start(folder: Any, began: str, given: str) -> None:
     if began != given:
         raise ValueError(
             f"checkpoint folder {str(folder)!r} holds a run that began from {began}, and start is "
-            f"{given}; pass another folder for a run "
-            "that begins from start, or leave start out to go on with the one that is there"
+            f"{given}; pass another folder for a run that begins from start, or leave start out to "
+            "go on with the one that is there"
         )
 
 
@@ -188,9 +188,8 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
     if twice := repeated(before):
         raise ValueError(
             f"start matches clients by name, and in the run before {twice}; over Flower, begin "
-            "from "
-            "dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=()), which matches "
-            "clients by number"
+            "from dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=()), which "
+            "matches clients by number"
         )
     places = {name: place for place, name in enumerate(before)}
     new = [place for place, name in enumerate(names) if name in places]
@@ -201,10 +200,9 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
         else:
             warn(
                 f"the run before has {len(before)} clients and this one {len(names)}, none with a "
-                "name of its own: they are matched by "
-                "their places ('client 0' with 'client 0'), which mixes them up if one has left "
-                "or joined before others; pass names=, or client_ids=, to both runs, or here the "
-                "names that the same clients had there",
+                "name of its own: they are matched by their places ('client 0' with 'client 0'), "
+                "which mixes them up if one has left or joined before others; pass names=, or "
+                "client_ids=, to both runs, or here the names that the same clients had there",
             )
     fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
     if new and fresh and lost:
@@ -251,9 +249,8 @@ def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old
         for axis in range(one.dim())
         if one.dim() == two.dim() and one.shape[axis] != two.shape[axis]
     ]
-    if not axes or any(
-        not then.shape[axis] for axis in axes
-    ):  # nothing of single clients, or all of them were new themselves
+    if not axes or any(not then.shape[axis] for axis in axes):
+        # Nothing of single clients, or all of them were new themselves.
         return now
     for axis in axes:
         then = then.index_select(axis, old.to(then.device))

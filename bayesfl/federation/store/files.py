@@ -45,7 +45,7 @@ from bayesfl.evaluation.calibration import (
 )
 from bayesfl.evaluation.history import History
 from bayesfl.federation.errors import CheckpointError, OtherFileError
-from bayesfl.federation.settings import DTYPES, Settings, name_of
+from bayesfl.federation.settings import DTYPES, Settings, dtype_name
 from bayesfl.federation.store.identity import Chosen, identity
 
 FORMAT = 5
@@ -119,10 +119,11 @@ def _write_fitted(steps: Sequence[Fitted]) -> dict[str, Any]:
 
 def _read_fitted(found: Mapping[str, Any]) -> tuple[Fitted, ...]:
     ordered = [found[str(place)] for place in range(len(found))]
+    # Applied on the CPU.
     parts = [
         [{name: t.cpu() for name, t in one[part].items()} for part in ("told", "own")]
         for one in ordered
-    ]  # applied on the CPU
+    ]
     return tuple(Fitted(step, *both) for step, both in zip(read_steps(ordered), parts, strict=True))
 
 
@@ -137,7 +138,7 @@ TUPLE = Entry(read=as_tuples)
 METHOD = Entry(identity, dict)
 SETTINGS = Entry(asdict, lambda found: Settings(**found))
 HISTORY = Entry(lambda history: history.rows, History)
-DTYPE = Entry(name_of, DTYPES.__getitem__)
+DTYPE = Entry(dtype_name, DTYPES.__getitem__)
 FITTED = Entry(_write_fitted, _read_fitted)
 COLUMNS = optional(Entry(Columns.to_json, Columns.from_json))
 
@@ -234,9 +235,8 @@ def write_round(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, 
     write(path, kind, content, file=f"round-{content['round']:06d}.safetensors")
     files = _rounds(Path(path))
     later = [file for file in files if round_of(file) > content["round"]]
-    for file in (
-        later + [file for file in files if file not in later][KEPT:]
-    ):  # later ones were damaged: the run resumed before them
+    for file in later + [file for file in files if file not in later][KEPT:]:
+        # Later ones were damaged: the run resumed before them.
         file.unlink(missing_ok=True)
 
 
@@ -253,7 +253,7 @@ def read(
         CheckpointError: The folder holds nothing of this kind, or every file is damaged or of
             another format.
     """
-    files, damage = held(folder("path", path)), []
+    files, damage = checkpoints(folder("path", path)), []
     if not files:
         others = [
             file
@@ -358,7 +358,7 @@ def claim(path: str | os.PathLike[str]) -> list[Path]:
     return _rounds(claimed)
 
 
-def held(path: str | os.PathLike[str]) -> list[Path]:
+def checkpoints(path: str | os.PathLike[str]) -> list[Path]:
     """Return the files of saved runs in the folder `path`, the one to be read first."""
     state = Path(path) / STATE
     return [state] if state.is_file() else _rounds(Path(path))

@@ -116,7 +116,7 @@ def differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, An
     }
 
 
-def told(different: Mapping[str, tuple[Any, Any]]) -> str:
+def in_words(different: Mapping[str, tuple[Any, Any]]) -> str:
     """Return the first differences in words, and how many more there are; empty for none."""
     first = "; ".join(
         f"{path.rstrip('.')}: saved {then}, given {now}"
@@ -130,7 +130,7 @@ def refuse(what: str, different: Mapping[str, tuple[Any, Any]], remedy: str) -> 
     differences; `what` begins the message.
     """
     if different:
-        raise CheckpointError(f"{what} {told(different)}; {remedy}")
+        raise CheckpointError(f"{what} {in_words(different)}; {remedy}")
 
 
 def method_differences(

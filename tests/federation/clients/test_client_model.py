@@ -65,10 +65,8 @@ def test_it_is_on_its_own(ditto: Result):
     """
     one = ditto.client("Chur")
     x = torch.randn(4, 8)
-    before, state = (
-        one.predict(x).probs,
-        {k: v.clone() for k, v in ditto.private["w"].items()} if "w" in ditto.private else {},
-    )
+    before = one.predict(x).probs
+    state = {k: v.clone() for k, v in ditto.private["w"].items()} if "w" in ditto.private else {}
     network = one.model()
     assert not network.training
     assert all(p.requires_grad for p in network.parameters())
@@ -260,7 +258,7 @@ def test_what_needs_too_much_is_refused_unless_the_means_are_asked_for(
 ):
     """With its size; nothing is written. The means alone predict as `draws=0` does."""
     result = run(laplace(model), named, evaluate_every=None)
-    monkeypatch.setattr(client_model, "LIMIT", 100)
+    monkeypatch.setattr(client_model, "LARGEST_TENSOR", 100)
     one, x = result.client("Basel"), torch.randn(4, 8)
     assert_close(one.predict(x).probs, result.client("Basel").predict(x).probs, atol=1e-12, rtol=0)
     with pytest.raises(ValueError, match=r"'Basel'.* bytes, more than 100; .*plug_in=True"):
@@ -365,14 +363,10 @@ def test_a_stored_covariance_is_as_confidential_as_the_rows(named: FederatedData
     one.save(tmp_path / "stays")
     one.save(tmp_path / "leaves", plug_in=True)
 
-    stays, leaves = (
-        load_file(tmp_path / "stays" / files.CLIENT_FILE),
-        load_file(tmp_path / "leaves" / files.CLIENT_FILE),
-    )
-    unit, curved = (
-        torch.tensor([*range(8), 16 * 8]),
-        stays["stored.curved"],
-    )  # its weights, and its bias after those of all units
+    stays = load_file(tmp_path / "stays" / files.CLIENT_FILE)
+    leaves = load_file(tmp_path / "leaves" / files.CLIENT_FILE)
+    # Its weights, and its bias after those of all units.
+    unit, curved = (torch.tensor([*range(8), 16 * 8]), stays["stored.curved"])
     assert bool(curved[unit].all())
     root = stays["stored.root"][curved.cumsum(0)[unit] - 1]
     covariance = stays["stored.variance"][unit].diag() + stays["stored.sign"] * root @ root.T
@@ -381,9 +375,8 @@ def test_a_stored_covariance_is_as_confidential_as_the_rows(named: FederatedData
     assert_close(row[:8] / row[8], secret, atol=1e-9, rtol=1e-9)
 
     assert sorted(leaves) == sorted(name for name in stays if name.startswith("view."))
-    assert all(
-        torch.equal(leaves[name], stays[name]) for name in leaves
-    )  # the means alone, of which this unit's hold another direction
+    # The means alone, of which this unit's hold another direction.
+    assert all(torch.equal(leaves[name], stays[name]) for name in leaves)
     assert (
         abs(
             float(torch.nn.functional.cosine_similarity(leaves["view.body.loc"][:8], secret, dim=0))

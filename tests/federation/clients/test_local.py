@@ -156,9 +156,8 @@ def test_bytes_down(clients, model):
             }
             history = bf.simulate(made, clients, rounds=2, dtype=dtype, **options).history
             assert history["bytes_down"].tolist() == [3 * size * numbers] * 2
-    assert (
-        history["bytes_up"].tolist() == [3 * 8 * (body + head + 1)] * 2
-    )  # the last: both blocks, one of them stacked, and a report
+    # The last: both blocks, one of them stacked, and a report.
+    assert history["bytes_up"].tolist() == [3 * 8 * (body + head + 1)] * 2
 
 
 def test_train_nll(clients, model):

@@ -96,10 +96,8 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
     """Counts and thresholds to the bit; a temperature to the unit in which summands are rounded."""
     secure = result.calibrate(Temperature(), aggregation=SecureSum())
     assert_close(secure.steps[0].told["beta"], served.steps[0].told["beta"], atol=1e-7, rtol=0)
-    sets, plain = (
-        result.calibrate(Conformal(), aggregation=SecureSum()),
-        result.calibrate(Conformal()),
-    )
+    sets = result.calibrate(Conformal(), aggregation=SecureSum())
+    plain = result.calibrate(Conformal())
     assert torch.equal(sets.steps[0].told["counts"], plain.steps[0].told["counts"])
     assert torch.equal(sets.steps[0].own["threshold"], plain.steps[0].own["threshold"])
     seen: list[Any] = []
@@ -108,9 +106,8 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
     )
     answers = {client: {"g": torch.full((3,), float(client))} for client in (4, 2, 9)}
     assert SecureSum().added(answers)["g"].tolist() == [15.0] * 3
-    assert (
-        np.abs(np.stack(seen).view(np.int64).astype(float)) > 2**32
-    ).all()  # numbers up to 9 in units of 2^-24, below the masks
+    # Numbers up to 9 in units of 2^-24, below the masks.
+    assert (np.abs(np.stack(seen).view(np.int64).astype(float)) > 2**32).all()
     with pytest.raises(
         ValueError,
         match=r"client \d answers with numbers up to .*, outside SecureSum\(range=2\), .*pass "

@@ -70,10 +70,8 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
     assert secure.table() == served.audit(by="label").table()
     assert secure.rows.tolist() == torch.bincount(data.test.y[data.test.index]).tolist()
     groups = [["high" if v > 0 else "low" for v in data.test.client(j)[0][:, 0]] for j in range(3)]
-    by_list, by_function = (
-        served.audit(groups=groups),
-        served.audit(groups=lambda x: np.where(x[:, 0] > 0, "high", "low")),
-    )
+    by_list = served.audit(groups=groups)
+    by_function = served.audit(groups=lambda x: np.where(x[:, 0] > 0, "high", "low"))
     assert by_list.table() == by_function.table()
     assert by_list.units == ("high", "low")
     assert by_list.rows.sum() == found.rows.sum()
@@ -380,9 +378,8 @@ def test_groups_by_a_column(recwarn: pytest.WarningsRecorder):
         rounds=1,
         evaluate_every=None,
     ).calibrate(Conformal())
-    assert (
-        again.audit(groups="sex").rows.tolist() == found.rows.tolist()
-    )  # of the frame, whatever the transform makes of it
+    # Of the frame, whatever the transform makes of it.
+    assert again.audit(groups="sex").rows.tolist() == found.rows.tolist()
     assert (
         again.audit(groups=lambda x: columns.values(x, "age") // 10 * 10).rows.tolist()
         == decades.rows.tolist()

@@ -24,15 +24,14 @@ from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.federation.private.privacy import ClientPrivacy
 from bayesfl.federation.rounds.admission import Admission
-from bayesfl.federation.rounds.faults import KINDS
+from bayesfl.federation.rounds.faults import FAULTS
 from bayesfl.federation.rounds.replies import Replies
 from bayesfl.optim import SGD, Adam
 from tests.cases import CASES, Case, with_batch_norm
 from tests.federation.made import OTHER, SECRET, fedavg, privately, state
 
-simulation = importlib.import_module(
-    "bayesfl.federation.run.simulation"
-)  # `bf.simulate` is the function
+# `bf.simulate` is the function.
+simulation = importlib.import_module("bayesfl.federation.run.simulation")
 
 
 pytest.importorskip("dp_accounting", reason="dp-accounting is an extra")
@@ -129,10 +128,8 @@ def test_one_client_moves_the_sum_by_no_more(
     nothing.
     """
     algorithm, weights = split(model), (1.0, 2.0, 0.5, 3.0, 1.0, 0.7, 1.0)
-    rule, moved = (
-        ClientPrivacy(clip=0.5, noise_multiplier=0, weights=weights),
-        differences(split(model), scale),
-    )
+    rule = ClientPrivacy(clip=0.5, noise_multiplier=0, weights=weights)
+    moved = differences(split(model), scale)
     constant = 0.5 * sum(weights)
     _, everyone = release(algorithm, clients, rule, moved, range(7))
     for left in range(7):
@@ -235,7 +232,7 @@ def test_a_client_that_fails_adds_nothing(model: nn.Module, clients: FederatedDa
     start = fedavg(model).init(7, seed=3, dtype=torch.float64)["w"]["loc"]
     for kind in ("lost", "nan", "shape"):
         options: dict[str, Any] = {
-            "faults": lambda round, attempt, ids, kind=kind: {4: KINDS[kind]},
+            "faults": lambda round, attempt, ids, kind=kind: {4: FAULTS[kind]},
             "admission": bf.Admission("skip", max_norm=None),
             "rounds": 1,
         }
@@ -407,10 +404,8 @@ def test_pools_and_methods_that_do_not_fit(model: nn.Module, clients: FederatedD
 
 def test_norms_whose_statistics_would_be_sent(clients: FederatedData):
     """They are refused with three remedies, each of which is taken; dropout is free."""
-    rule, options = (
-        ClientPrivacy(clip=1.0, noise_multiplier=0.5),
-        {"rounds": 2, "participation": 0.5},
-    )
+    rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5)
+    options = {"rounds": 2, "participation": 0.5}
     model, still = with_batch_norm(dropout=0.3), with_batch_norm(dropout=0.3)
     for made in (
         fedavg(model),

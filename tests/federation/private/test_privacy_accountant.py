@@ -187,7 +187,6 @@ def test_uniforms_and_normals():
     assert kstest(z, "norm").pvalue > 1e-3
     assert len(z) == 100_001
     assert np.abs(z).max() > 4
-    assert (
-        abs(np.corrcoef(z[:50_000], z[50_001:])[0, 1]) < 0.02
-    )  # the two halves of Box and Muller's pairs
+    # The two halves of Box and Muller's pairs.
+    assert abs(np.corrcoef(z[:50_000], z[50_001:])[0, 1]) < 0.02
     assert abs(np.corrcoef(z[:-1], z[1:])[0, 1]) < 0.02

@@ -42,7 +42,7 @@ from bayesfl.federation.private.secure import (
     restored,
     summed,
 )
-from bayesfl.federation.rounds.faults import KINDS, Lost
+from bayesfl.federation.rounds.faults import FAULTS, Lost
 from bayesfl.optim import Adam
 from bayesfl.posteriors import MeanField
 from tests.cases import CASES, Case, scaled, with_batch_norm
@@ -51,9 +51,8 @@ from tests.federation.made import run, state
 COARSE = 2.0**-10
 
 
-simulation = importlib.import_module(
-    "bayesfl.federation.run.simulation"
-)  # `bf.simulate` is the function
+# `bf.simulate` is the function.
+simulation = importlib.import_module("bayesfl.federation.run.simulation")
 
 
 SIZE = 8 * 16 + 16 + 16 * 3 + 3  # of the fixture's model
@@ -296,7 +295,7 @@ def test_a_client_that_drops_out(
     """The others send again under fresh masks, the bytes count, and the round is as without it."""
     sent = watch(monkeypatch)
     options: dict[str, Any] = {
-        "faults": lambda round, attempt, ids: {4: KINDS[kind]} if round == 1 else {},
+        "faults": lambda round, attempt, ids: {4: FAULTS[kind]} if round == 1 else {},
         "rounds": 3,
     }
     options["admission"] = bf.Admission("skip", max_norm=None)

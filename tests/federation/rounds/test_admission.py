@@ -22,7 +22,7 @@ from bayesfl.federation.rounds.admission import (
     shares,
     usual,
 )
-from bayesfl.federation.rounds.faults import KINDS, Lost
+from bayesfl.federation.rounds.faults import FAULTS, Lost
 from tests.cases import federation
 from tests.federation.made import METHODS, run, state
 
@@ -67,7 +67,7 @@ def test_rounds_with_too_few(
             faults=first(3),
             admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"),
         )
-    nan = {0: KINDS["nan"], 1: KINDS["nan"]}
+    nan = {0: FAULTS["nan"], 1: FAULTS["nan"]}
     refused = run(
         algorithm,
         clients,
@@ -170,9 +170,8 @@ def test_honest_reports_are_taken(model: nn.Module):
         seed=5,
         evaluate_every=None,
     )
-    assert (
-        max(few.history["cohort"]) == 1.0
-    )  # so the medians of small clients' rounds limit the large one
+    # So the medians of small clients' rounds limit the large one.
+    assert max(few.history["cohort"]) == 1.0
     assert any(6 in few.settings.cohort(7, round) for round in range(1, 12))
     assert few.history["rejected"].sum() == 0.0
     rule = Admission(on_bad_client="skip")
@@ -242,10 +241,11 @@ def test_a_cohort_that_is_too_small_is_not_trained(
         == small.tolist()
     )
     assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0] * 6
+    # The same would be drawn.
     again = run(
         algorithm,
         clients,
         admission=bf.Admission(bad, min_clients=3, below_minimum="repeat"),
         **options,
-    )  # the same would be drawn
+    )
     assert_close(state(again), state(found), atol=0, rtol=0)

@@ -17,7 +17,7 @@ import bayesfl as bf
 from bayesfl.composition.pools import Clipped, Median
 from bayesfl.data import FederatedData
 from bayesfl.federation.rounds.admission import PROTOCOL, Admission
-from bayesfl.federation.rounds.faults import KINDS, at_random
+from bayesfl.federation.rounds.faults import FAULTS, at_random
 from tests.federation.made import METHODS, run, state, without
 
 WORDS = {
@@ -35,7 +35,7 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(FAULTS))
 @pytest.mark.parametrize(
     "method",
     ["ditto", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "ditto")],
@@ -57,7 +57,7 @@ def test_a_round_without_the_client(
             algorithm,
             clients,
             train="cohort",
-            faults=lambda round, attempt, ids: {4: KINDS[kind]} if round == 1 else {},
+            faults=lambda round, attempt, ids: {4: FAULTS[kind]} if round == 1 else {},
         )
     (said,) = (record.getMessage() for record in caplog.records)
     assert said.startswith("round 1: client 4 ")

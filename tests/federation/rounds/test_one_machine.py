@@ -17,7 +17,7 @@ from bayesfl.composition.phases import Once
 from bayesfl.composition.pools import Mean
 from bayesfl.data import FederatedData
 from bayesfl.federation.rounds.admission import Message
-from bayesfl.federation.rounds.faults import KINDS, Altered, Fault, Lost
+from bayesfl.federation.rounds.faults import FAULTS, Altered, Fault, Lost
 from bayesfl.federation.rounds.one_machine import OneMachine
 from bayesfl.federation.rounds.replies import OpenRun
 from bayesfl.federation.rounds.round import Rules, run_round
@@ -75,14 +75,14 @@ def test_a_reply_that_is_taken_leaves_the_clients_own_state_alone(
     assert not torch.allclose(result.server["body"]["loc"], plain.server["body"]["loc"])
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(FAULTS))
 def test_clients_that_send_nothing(kind: str, model: nn.Module, clients: FederatedData):
     """A method without a server's model survives every fault; a client whose reply is refused stays
     where it was.
     """
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {2: KINDS[kind]} if round == 0 else {}
+        return {2: FAULTS[kind]} if round == 0 else {}
 
     algorithm = bf.algorithms.local(model, epochs=1, batch_size=10)
     kept = flatten(run(algorithm, clients, faults=plan, rounds=1, evaluate_every=None).private)
@@ -104,7 +104,7 @@ def test_a_bad_acknowledgement(kind: str, model: nn.Module, clients: FederatedDa
             np.arange(7), Settings(3, 0.5, algorithm.sampling, "all", 3, None).cohort(7, 1)
         )[0]
     )
-    found = run(algorithm, clients, faults=of_client(outside, 1, KINDS[kind]), **options)
+    found = run(algorithm, clients, faults=of_client(outside, 1, FAULTS[kind]), **options)
     lost = run(algorithm, clients, faults=of_client(outside, 1, Lost()), **options)
     assert_close(state(found), state(lost), atol=1e-12, rtol=0)
     assert found.history["rejected"].sum() == lost.history["lost"].sum() == 0

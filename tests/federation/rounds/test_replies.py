@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.composition.pools import Stack
 from bayesfl.data import FederatedData
-from bayesfl.federation.rounds.faults import KINDS, Altered, Lost
+from bayesfl.federation.rounds.faults import FAULTS, Altered, Lost
 from tests.cases import SIZES, scaled, with_batch_norm
 from tests.federation.made import METHODS, of_client, run, state
 
@@ -25,7 +25,7 @@ def test_earlier_rounds_say_how_far_two_clients_go(model: nn.Module, clients: Fe
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
 
     def far_in(round: int) -> Any:
-        return lambda at, attempt, ids: {1: KINDS["far"]} if at == round else {}
+        return lambda at, attempt, ids: {1: FAULTS["far"]} if at == round else {}
 
     assert run(algorithm, two, rounds=1, faults=far_in(0)).history["rejected"].tolist() == [0]
     result = run(algorithm, two, rounds=2, faults=far_in(1))

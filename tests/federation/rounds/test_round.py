@@ -5,7 +5,7 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.federation.rounds.faults import KINDS, Fault, Lost
+from bayesfl.federation.rounds.faults import FAULTS, Fault, Lost
 from tests.federation.made import METHODS, of_client, run
 
 
@@ -16,7 +16,7 @@ def test_a_skipped_round_counts_the_refused_beside_the_lost(
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {1: Lost(), 2: Lost(), 3: KINDS["stale"]} if round == 1 else {}
+        return {1: Lost(), 2: Lost(), 3: FAULTS["stale"]} if round == 1 else {}
 
     found = run(
         algorithm,
@@ -46,7 +46,7 @@ def test_a_skipped_round_counts_who_was_missing(model: nn.Module, clients: Feder
     found = run(
         algorithm,
         clients,
-        faults=of_client(4, 1, KINDS["nan"]),
+        faults=of_client(4, 1, FAULTS["nan"]),
         admission=bf.Admission("skip", min_clients=7),
         evaluate_every=None,
     )

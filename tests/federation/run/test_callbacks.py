@@ -148,10 +148,8 @@ def test_the_best_state_is_that_of_its_own_run(model, clients: FederatedData, tm
     """A callback or a folder that has served another run gives nothing of it: the last state, with
     a warning.
     """
-    method, used = (
-        bf.algorithms.fedavg(model, epochs=1),
-        EarlyStopping("personal_nll", keep="best", folder=tmp_path, lowest=False),
-    )
+    method = bf.algorithms.fedavg(model, epochs=1)
+    used = EarlyStopping("personal_nll", keep="best", folder=tmp_path, lowest=False)
     run(method, clients, on_round=[used])
     other = run(method, clients, seed=8, rounds=2)
     with pytest.warns(UserWarning, match="is gone"):

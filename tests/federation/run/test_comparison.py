@@ -194,10 +194,8 @@ def test_all_of_a_list_is_told(model: nn.Module, clients: FederatedData):
 
 def test_rounds_of_a_run_that_was_ended(model: nn.Module, clients: FederatedData):
     method = bf.algorithms.fedavg(model, epochs=1)
-    ended, whole = (
-        found(method, clients, on_round=[lambda result: result.round == 1]),
-        found(method, clients),
-    )
+    ended = found(method, clients, on_round=[lambda result: result.round == 1])
+    whole = found(method, clients)
     told = compare({"ended": ended, "whole": whole}).splitlines()
     assert told[-2].split() == ["ended", "1", "of", "2"]
     assert told[-1].split() == ["whole", "2"]

@@ -129,10 +129,8 @@ def test_other_names_are_refused(names, words: str, clients, tmp_path: Path):
     names fit.
     """
     named = replace(clients, class_names=("a", "b", "c"), columns=tuple("abcdefgh"))
-    turned, method = (
-        replace(named, **names),
-        bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1),
-    )
+    turned = replace(named, **names)
+    method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
     result = bf.simulate(method, named, rounds=1, evaluate_every=None, progress=False)
     result.save(tmp_path)
     for refused in (

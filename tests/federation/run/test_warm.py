@@ -210,16 +210,12 @@ def test_data_of_another_problem_are_refused(clients: FederatedData, tmp_path: P
     """Classes under other numbers; a last class that this month's rows lack, with the remedy in
     words.
     """
-    x, y, ids = (
-        np.random.default_rng(0).normal(size=(60, 4)),
-        np.arange(60) % 3,
-        np.arange(60) // 20,
-    )
+    x = np.random.default_rng(0).normal(size=(60, 4))
+    y = np.arange(60) % 3
+    ids = np.arange(60) // 20
     named: dict[str, Any] = {"client_ids": ids, "class_names": ["healthy", "ill", "dead"]}
-    data, turned = (
-        bf.data.from_arrays(x, y, **named),
-        bf.data.from_arrays(x, y, **{**named, "class_names": ["ill", "healthy", "dead"]}),
-    )
+    data = bf.data.from_arrays(x, y, **named)
+    turned = bf.data.from_arrays(x, y, **{**named, "class_names": ["ill", "healthy", "dead"]})
     before = run(
         bf.algorithms.fedavg(bf.models.mlp(4, outputs=3), epochs=1),
         data,
