@@ -6,7 +6,6 @@ place, whose first axis may be clients. The two agree to rounding. A learning ra
 schedule (round, rounds) -> number.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,23 +55,11 @@ def rate_at(rate: Rate, round: int, rounds: int) -> float:
         rounds: Number of rounds in all.
 
     Raises:
-        ValueError: A schedule does not take two arguments, or returns something else than a number
-            >= 0 that is finite.
+        ValueError: A schedule returns something else than a number >= 0 that is finite.
     """
     if not callable(rate):
         return rate
-    try:
-        found = rate(round, rounds)
-    except TypeError as error:
-        try:
-            inspect.signature(rate).bind(round, rounds)
-        except TypeError:
-            raise ValueError(
-                "rate must be a number or a schedule of two arguments, as lambda round, rounds: "
-                "0.1 * 0.99**round; got one that does not "
-                f"take them: {error}"
-            ) from error
-        raise
+    found = rate(round, rounds)
     found = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
     if isinstance(found, bool) or not isinstance(found, Real) or not 0 <= found < math.inf:
         raise ValueError(
@@ -120,27 +107,23 @@ class Optimiser(Protocol):
 
 
 def check_optimiser(name: str, value: object) -> None:
-    """Check that `value` is an optimiser of this file, or has the same methods.
+    """Check that an optimiser has its two steps from one class: `update` and `update_` are one step
+    in two forms, of which kernels take either.
 
     Raises:
-        ValueError: `value` is something else, such as a learning rate or a class; or a subclass
-            overrides one of `update` and `update_`, which are one step in two forms, of which
-            kernels take either.
+        TypeError: `value` is no optimiser, but a learning rate or a class.
+        ValueError: A subclass overrides one of the two.
     """
-    if isinstance(value, type) or not all(
-        hasattr(value, method) for method in ("rate", "init", "update", "update_")
-    ):
-        raise ValueError(f"{name} must be one of bayesfl.optim, such as SGD(0.1), got {value!r}")
-    owners = {
-        method: next(kind for kind in type(value).__mro__ if method in vars(kind))
-        for method in ("update", "update_")
-    }
-    if owners["update"] is not owners["update_"]:
-        kind = type(value).__name__
+    kind: Any = type(value)
+    if not hasattr(kind, "update_"):
+        raise TypeError(f"{name} must be an optimiser, as bf.optim.SGD(0.1), got {value!r}")
+    steps = {"update": kind.update, "update_": kind.update_}
+    one, other = (next(base for base in kind.__mro__ if step in vars(base)) for step in steps)
+    if one is not other:
         raise ValueError(
-            f"{name}: {kind} takes update from {owners['update'].__name__} and update_ from "
-            f"{owners['update_'].__name__}; the two are one step, as new tensors and in place, and "
-            f"kernels take either: define both in {kind}"
+            f"{name}: {kind.__name__} takes update from {one.__name__} and update_ from "
+            f"{other.__name__}; the two are one step, as new tensors and in place, and kernels "
+            f"take either: define both in {kind.__name__}"
         )
 
 

@@ -19,7 +19,6 @@ from glob import escape
 
 from torch import nn
 
-from bayesfl.base.checks import instance
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, equal, options
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.modes import norms, trainable
@@ -51,7 +50,6 @@ def fedbn(
             alone stay with a client.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`.
         ValueError: `model` has no norm with trainable weights, or has one in two places.
     """
     patterns, both = _patterns(model), ("w", "norms")
@@ -73,7 +71,6 @@ def _patterns(model: nn.Module) -> tuple[str, ...]:
     """Return patterns of the norms: names of trainable parameters, and of modules without these
     that follow the statistics of batches.
     """
-    instance("model", model, nn.Module, "build one, as torchvision.models.resnet18()")
     own = [
         leaf
         for name, part in model.named_modules()

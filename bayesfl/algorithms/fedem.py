@@ -1,12 +1,11 @@
 """FedEM: M components shared by all, of which every client has its own mixture, learned by EM;
 D-FedEM: the same between neighbours.
 
-Model.  example i of client j comes from component z_i ~ pi_j:   p_j(y | x) = sum_m pi_jm p(y | x,
-    theta_m).
-E step  (client)  q_im = pi_jm p(y_i | x_i, theta_m) / sum_m' ...,  with the components received;
-    pi_j = mean_i q_i.
-M step  (client)  theta_m moves by SGD on the mean over a batch of q_im times -log p(y_i | x_i,
-    theta_m).
+Model.  example i of client j comes from component z_i ~ pi_j:
+p_j(y | x) = sum_m pi_jm p(y | x, theta_m).
+E step  (client)  q_im = pi_jm p(y_i | x_i, theta_m) / sum_m' ...,  pi_j = mean_i q_i,  with the
+components received.
+M step  (client)  theta_m moves by SGD on a batch's mean of q_im times -log p(y_i | x_i, theta_m).
 M step  (server)  theta_m = sum_j (n_j / n) theta_jm.
 New client        EM on pi alone, with the components fixed.
 

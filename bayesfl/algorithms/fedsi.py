@@ -4,12 +4,12 @@ that clients fine-tune to predict.
 Model.  body w_j | mu, g ~ N(mu, diag g);  head: one common random head, constant in training.
 MAP        (client)  w_j = argmax log p(D_j | w) - 1/2 sum_r (w_r - mu_r)^2 / g_r, from mu.
 Selection  (client)  P: the share of the weights of largest s_r^2 = 1 / (GGN_rr + 1 / g_r).
-Laplace    (client)  H_P = GGN_P + diag(1 / g_P); sends w_j and sigma_j = diag(H_P^-1)^(1/2) on P, 0
-    elsewhere (a Dirac).
+Laplace    (client)  H_P = GGN_P + diag(1 / g_P); sends w_j, and sigma_j = diag(H_P^-1)^(1/2) on P
+and 0 elsewhere (a Dirac).
 Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where no
-    client selected r.
-Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8
-    Sigma)^(-1/2), Sigma = J_P H_P^-1 J_P'.
+client selected r.
+Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f),
+kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_P H_P^-1 J_P'.
 
 Source: Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty
 quantification", arXiv:2404.15657, 2024, equations 10 to 15 and algorithm 1. Where the text and the

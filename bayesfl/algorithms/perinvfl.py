@@ -1,8 +1,8 @@
 """PerInvFL: invariant personal models that are pulled towards a global invariant model.
 
 Lower problem  w by distributed IRM or GroupDRO over all clients' environments.
-Upper problem  theta_j by steps on  (R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2
-    |theta - w|^2) / max(1, gamma_t).
+Upper problem  theta_j by steps on
+(R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2 |theta - w|^2) / max(1, gamma_t).
 
 In the upper problem w is the model received in the round; theta_j and its optimiser's state stay on
 the client from round to round.
@@ -19,7 +19,7 @@ personal penalty: features z_i of theta are pulled towards those of w and pushed
 a model that the client trains alone,
 
     R_j(theta) + l2 |theta|^2
-        + lam mean_i -log( e^cos(z_i, z_i^w) / (e^cos(z_i, z_i^w) + 0.2 e^cos(z_i, z_i^own)) ).
+    + lam mean_i -log( e^cos(z_i, z_i^w) / (e^cos(z_i, z_i^w) + 0.2 e^cos(z_i, z_i^own)) ).
 
 Three things are corrected. That code resets theta to w before every step, where cos(z, z^w) is 1
 and has no gradient; here theta continues. Here the client's own model has its own optimiser; there

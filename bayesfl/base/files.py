@@ -43,18 +43,14 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         The temporary path.
 
     Raises:
-        FileNotFoundError: The block wrote nothing to the temporary path.
+        FileNotFoundError: The block wrote nothing to the temporary path, as a writer that changes
+            its suffix.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
     try:
         yield temporary
-        if not temporary.is_file():
-            raise FileNotFoundError(
-                f"nothing was written for {path}: write to the path that atomic_path yields, with "
-                "its suffix unchanged"
-            )
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -91,17 +91,12 @@ def named(x: Inputs, name: str = "x") -> Iterator[tuple[str, Tensor]]:
             f"{name} must be a tensor, a tuple of tensors or a mapping of them by name, got "
             f"{type(x).__name__}"
         )
-    if not x:
+    if not x or (isinstance(x, Mapping) and not all(isinstance(key, str) for key in x)):
         raise ValueError(
-            f"{name} is an empty {'mapping' if isinstance(x, Mapping) else 'tuple'}: a model needs "
-            "at least one input"
+            f"{name} must hold at least one input, and a mapping must name each by text, as the "
+            f"model's forward does, got {structure(x)}"
         )
     for key, part in x.items() if isinstance(x, Mapping) else enumerate(x):
-        if isinstance(x, Mapping) and not isinstance(key, str):
-            raise ValueError(
-                f"{name} must name its inputs by text, as the model's forward does, got {key!r}; "
-                "str(name) makes text of it"
-            )
         yield from named(part, f"{name}[{key!r}]")
 
 

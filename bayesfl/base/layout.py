@@ -43,18 +43,23 @@ def _untrained(model: nn.Module) -> Iterator[str]:
     statistics.
     """
     for name, part in model.named_modules():
-        if not any(p.requires_grad for p in part.parameters(recurse=False)):
-            statistics = [
-                leaf
-                for leaf, _ in part.named_buffers(recurse=False)
-                if leaf in ("running_mean", "running_var")
-            ]
-            yield from (
-                one.removeprefix(".")
-                for one in (
-                    (name,) * bool(statistics) + tuple(f"{name}.{leaf}" for leaf in statistics)
-                )
-            )
+        if any(p.requires_grad for p in part.parameters(recurse=False)):
+            continue
+        held = {leaf for leaf, _ in part.named_buffers(recurse=False)}
+        for leaf in sorted(held & {"running_mean", "running_var"}):
+            yield name
+            yield f"{name}.{leaf}".removeprefix(".")
+
+
+def _matches(model: nn.Module, pattern: str) -> bool:
+    """Say whether one of several patterns matches something to train, or to take out: if not, it is
+    a slip, or its part was lost.
+    """
+    bare = pattern.removeprefix("!")
+    found = [p for name, p in model.named_parameters() if fnmatchcase(name, bare)]
+    if not found:
+        return any(fnmatchcase(name, bare) for name in _untrained(model))
+    return pattern.startswith("!") or any(p.requires_grad for p in found)
 
 
 class Layout:
@@ -67,34 +72,25 @@ class Layout:
         pattern: Pattern over parameter names, see `Pattern`.
 
     Raises:
-        TypeError: The pattern is neither text nor a tuple of texts.
-        ValueError: The pattern matches no parameter, or frozen ones alone.
+        ValueError: The pattern, or one of several, matches no parameter, or frozen ones alone.
     """
 
     def __init__(self, model: nn.Module, pattern: Pattern) -> None:
-        if not isinstance(pattern, str) and not (
-            isinstance(pattern, tuple) and pattern and all(isinstance(one, str) for one in pattern)
-        ):
-            raise TypeError(
-                f"pattern must be text, such as 'head.*', or a tuple of texts, got {pattern!r}"
-            )
-        covered = {name: p for name, p in model.named_parameters() if covers(pattern, name)}
-        if not covered:
-            raise ValueError(
-                f"pattern {pattern!r} matches no parameter; the model has "
-                f"{[name for name, _ in model.named_parameters()]}. Patterns are "
-                "matched against named_parameters(); bf.models.split(module, head=...) gives any "
-                "module a body and a head, and bf.models.SplitModel(nn.Identity(), layer) a single "
-                "layer that is all head, for methods that need no body."
-            )
-        self._check_patterns(model, pattern)
+        every = dict(model.named_parameters())
+        covered = {name: p for name, p in every.items() if pattern and covers(pattern, name)}
         self._hold({name: p for name, p in covered.items() if p.requires_grad})
-        if not self.shapes:
+        several = () if isinstance(pattern, str) else pattern
+        idle = [one for one in several if not _matches(model, one)]
+        if idle or not self.shapes:
+            wrong = idle[0].removeprefix("!") if idle else pattern
+            frozen = bool(wrong) and any(covers(wrong, name) for name in every)
+            what = "frozen parameters alone (requires_grad=False)" if frozen else "no parameter"
             raise ValueError(
-                f"pattern {pattern!r} matches frozen parameters alone: {list(covered)} have "
-                "requires_grad=False; unfreeze what is to be "
-                "trained, take a method without such a part, or compute what the frozen part gives "
-                "once and federate the rest on that"
+                f"pattern {pattern!r}: {wrong!r} matches {what}; the model has {list(every)[:20]}. "
+                "Patterns are matched against named_parameters(), of which the trained ones count; "
+                "bf.models.split(module, head=...) gives any module a body and a head, and "
+                "bf.models.SplitModel(nn.Identity(), layer) a single layer that is all head, for "
+                "methods that need no body."
             )
 
     @classmethod
@@ -109,34 +105,6 @@ class Layout:
         self.names = tuple(self.shapes)
         self.sizes = tuple(math.prod(shape) for shape in self.shapes.values())
         self.size = sum(self.sizes)
-
-    @staticmethod
-    def _check_patterns(model: nn.Module, pattern: Pattern) -> None:
-        """Raise ValueError if one of several patterns matches nothing or frozen parameters alone: a
-        slip, or a part that was lost.
-        """
-        patterns = () if isinstance(pattern, str) else pattern
-        for one in patterns:
-            found = [
-                p.requires_grad
-                for name, p in model.named_parameters()
-                if fnmatchcase(name, one.removeprefix("!"))
-            ]
-            if not found and any(
-                fnmatchcase(name, one.removeprefix("!")) for name in _untrained(model)
-            ):
-                continue
-            if not found or (not any(found) and not one.startswith("!")):
-                what = (
-                    "matches frozen parameters alone (requires_grad=False)"
-                    if found
-                    else "matches no parameter"
-                )
-                names = [name for name, _ in model.named_parameters()][:20]
-                raise ValueError(
-                    f"{one!r} of the patterns {pattern!r} {what}; leave it out, or mend it. The "
-                    f"model has {names}"
-                )
 
     def ravel(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """Join the named tensors [..., *shape] into one vector [..., D]."""

@@ -4,8 +4,7 @@ checked before anything is done.
     Epochs = Annotated[int, AT_LEAST_1, "Number of passes over a client's data each round."]
 
     @declared
-    def fedavg(model: nn.Module, *, epochs: Epochs = 5, weight: Literal["size", "equal"] = "size"):
-        ...
+    def fedavg(model, *, epochs: Epochs = 5, weight: Literal["size", "equal"] = "size"): ...
 
 A function or a data class that is `declared` refuses an `epochs` of 0 and a `weight` of "sizes",
 and its docstring says of `epochs` what the annotation does, where its own `Args` say nothing.

@@ -144,6 +144,7 @@ class StackedPool(Protocol):
         ...
 
 
+@runtime_checkable
 class Likelihood(Protocol):
     """The interface of a likelihood p(y | outputs of the network), for one example."""
 

@@ -70,8 +70,8 @@ def nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
         for key in path:
             place = place.setdefault(key, {})
             if isinstance(place, Tensor):
-                raise ValueError(f"tensor {name!r} stands below another")
-        if last in place:
-            raise ValueError(f"tensor {name!r} stands above another")
+                break
+        if isinstance(place, Tensor) or last in place:
+            raise ValueError(f"tensor {name!r} stands above or below another")
         place[last] = value
     return out

@@ -5,7 +5,6 @@ phases (what is trained).
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
-from numbers import Number
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -103,10 +102,10 @@ class Algorithm:
     no dot.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, `private` or `reports` is not a mapping, or
-            `server`, `address` or `combine` is no function.
+        TypeError: `model` is not an `nn.Module`, `likelihood` is no `Likelihood`, or what is to be
+            a tuple is none.
         ValueError: A pattern matches no parameter, two parts claim one parameter, a name is
-            reserved or has a dot, or the model draws random numbers or updates buffers in training.
+            reserved or has a dot, or the model cannot be trained here.
     """
 
     model: nn.Module
@@ -139,6 +138,14 @@ class Algorithm:
             nn.Module,
             "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)",
         )
+        instance(
+            "likelihood",
+            self.likelihood,
+            Likelihood,
+            "build one, as Categorical(), or one with task, width, nll, nll_and_slope, predictive",
+        )
+        for name in ("phases", "parts", "broadcast", "finetune", "adapt"):
+            instance(name, getattr(self, name), tuple, "pass a tuple, as (it,) of one")
         refuse_impure(self.model)
         _check_composed(self)
         object.__setattr__(self, "model", copied(self.model))
@@ -197,16 +204,15 @@ class Algorithm:
         return f"Algorithm({type(self.model).__name__}; {blocks}; {len(self.phases)} phases)"
 
     def check_parts(self, parts: Iterable[str]) -> None:
-        """Check that `parts` are names of blocks that claim each parameter at most once.
+        """Check that `parts` claim each parameter at most once.
 
         Raises:
-            ValueError: A part is not a block, two parts claim one parameter, or the parts differ in
-                their number of copies.
+            KeyError: A part is not a block.
+            ValueError: Two parts claim one parameter, or the parts differ in their number of
+                copies.
         """
         owner: dict[str, str] = {}
         for part in parts:
-            if part not in self.blocks:
-                raise ValueError(f"{part!r} is not a block; the blocks are {list(self.blocks)}")
             for name in self.layout(part).names:
                 if name in owner:
                     raise ValueError(
@@ -414,15 +420,8 @@ class Algorithm:
             state[name] = (
                 block.pool.start(entry, clients) if isinstance(block.pool, Mixed) else entry
             )
-        more = self._more(
-            "server", self.server(state, clients), torch.empty(0, dtype=dtype, device=device)
-        )
-        if unknown := [name for name in self.broadcast if name not in more]:
-            raise ValueError(
-                f"broadcast names {unknown}, which the server does not have; give them a start in "
-                "`server`"
-            )
-        return state | more
+        like = torch.empty(0, dtype=dtype, device=device)
+        return state | self._more("server", self.server(state, clients), like)
 
     @staticmethod
     def _start(block: Block, loc: Tensor, rng: np.random.Generator) -> Tensor:
@@ -482,28 +481,10 @@ class Algorithm:
         """Convert a method's entries beyond the blocks to tensors on the device of `like`; floating
         ones in its precision.
         """
-        if not isinstance(tree, Mapping):
-            raise ValueError(
-                f"`{what}` must return a mapping, {{}} for nothing, got {type(tree).__name__}"
-            )
         _refuse_taken(what, tree, (*self.blocks, *RESERVED))
-        for key, leaf in flatten(tree).items():
-            if not isinstance(leaf, Tensor | np.ndarray | np.generic | Number):
-                raise ValueError(
-                    f"`{what}` starts {key!r} as {leaf!r}; give it a tensor, a number, or a "
-                    "mapping of these"
-                )
-        try:
-            out: dict[str, Any] = tree_map(lambda t: _placed(t, like), dict(tree))
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(
-                f"`{what}` starts with something that is no tensor of numbers: {error}"
-            ) from error
-        if wild := [
-            key
-            for key, t in flatten(out).items()
-            if what != "reports" and not bool(t.isfinite().all())
-        ]:
+        out: dict[str, Any] = tree_map(lambda t: _placed(t, like), dict(tree))
+        wild = [key for key, t in flatten(out).items() if not bool(t.isfinite().all())]
+        if wild and what != "reports":
             raise ValueError(
                 f"`{what}` starts {wild} with NaN or infinite numbers; give finite ones"
             )
@@ -686,60 +667,21 @@ def _placed(value: Any, like: Tensor) -> Tensor:
 
 
 def _check_composed(algorithm: Algorithm) -> None:
-    """Check the types of an algorithm's parts, and that the names it uses are free.
+    """Check that the names an algorithm uses are free.
 
     Raises:
-        TypeError: A part is none: of the blocks, phases, functions or tuples of names.
-        ValueError: A parameter of the model has no shape yet, a block covers a tied one by some of
-            its names only, or a name is reserved, has a dot, or stands twice.
+        ValueError: A block covers a tied parameter by some of its names only, or a name is
+            reserved, has a dot, or stands twice.
     """
-    if not isinstance(algorithm.blocks, Mapping) or not all(
-        isinstance(block, Block) for block in algorithm.blocks.values()
-    ):
-        raise TypeError(f"blocks must be a mapping {{name: Block(...)}}, got {algorithm.blocks!r}")
-    for name in ("phases", "parts", "broadcast", "finetune", "adapt"):
-        if not isinstance(getattr(algorithm, name), tuple):
-            raise TypeError(
-                f"{name} must be a tuple, such as (it,) of one, got {getattr(algorithm, name)!r}"
-            )
-    for phase in (*algorithm.phases, *algorithm.finetune, *algorithm.adapt):
-        if isinstance(phase, type) or not hasattr(phase, "check"):
-            raise TypeError(
-                f"a phase must be a Descend, a Once, a Repeat or one of your own, got {phase!r}; "
-                "wrap a function in Once(...)"
-            )
-    if shapeless := [
-        name
-        for name, p in algorithm.model.named_parameters()
-        if isinstance(p, nn.parameter.UninitializedParameter)
-    ]:
-        raise ValueError(
-            f"parameters {shapeless} of the model have no shape yet: run it on an example first, "
-            "or give layers their sizes"
-        )
     _check_tied(algorithm.model, algorithm.blocks)
-    reserved = [name for name in algorithm.blocks if name in RESERVED]
-    if reserved:
-        raise ValueError(f"block names {reserved} are reserved; choose others than {RESERVED}")
-    flatten(algorithm.blocks)  # refuses names with dots
+    _refuse_taken("blocks", algorithm.blocks, RESERVED)
     for name in ("private", "reports"):
-        if not isinstance(getattr(algorithm, name), Mapping):
-            raise TypeError(
-                f"{name} must be a mapping {{name: start}}, got "
-                f"{type(getattr(algorithm, name)).__name__}"
-            )
         _refuse_taken(name, getattr(algorithm, name), (*algorithm.blocks, *RESERVED))
     if any(name in (*algorithm.blocks, *RESERVED) for name in algorithm.broadcast):
         raise ValueError(
             "broadcast must be names that `server` adds, other than blocks, got "
             f"{algorithm.broadcast!r}"
         )
-    for name in ("server", "address", "combine"):
-        if not callable(getattr(algorithm, name)):
-            raise TypeError(
-                f"{name} must be a function, got {getattr(algorithm, name)!r}; see {name} in "
-                "Algorithm's arguments"
-            )
 
 
 def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
@@ -760,37 +702,23 @@ def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
                 )
 
 
-def _check_addressed(algorithm: Algorithm, own: Any, server: Server, ids: Tensor) -> None:
+def _check_addressed(algorithm: Algorithm, own: View, server: Server, ids: Tensor) -> None:
     """Check what an algorithm's `address` returns for the clients `ids` [C].
 
     Raises:
-        ValueError: It is no mapping of tensors, has a name that is taken, lacks a row for each
-            client, or is no belief about its block.
+        ValueError: It has a name that is taken, lacks a row for each client, or is no belief about
+            its block.
     """
-    if not isinstance(own, Mapping) or not all(
-        isinstance(t, Tensor) for t in flatten(own).values()
-    ):
-        raise ValueError(
-            f"`address` must return a mapping of tensors, {{}} for nothing, got {own!r}"
-        )
     _refuse_taken("address", own, (*RESERVED, *algorithm.private, *algorithm.reports))
     for name in own.keys() & algorithm.blocks.keys():
-        entry, held = own[name], server[name]
-        if (
-            not isinstance(entry, Mapping)
-            or not {"loc"} <= entry.keys() <= algorithm.belief(name, {"loc": held["loc"]}).keys()
+        entry, loc = own[name], server[name]["loc"]
+        if not {"loc"} <= entry.keys() <= algorithm.belief(name, {"loc": loc}).keys() or not all(
+            t.dim() and alike(loc.expand(len(t), *loc.shape), t) for t in entry.values()
         ):
             raise ValueError(
-                f"`address` returns {entry!r} for the block {name!r}; return {{'loc': ...}} or all "
-                "tensors of its belief"
-            )
-        if not all(
-            t.dim() and alike(held["loc"].expand(t.shape[0], *held["loc"].shape), t)
-            for t in entry.values()
-        ):
-            raise ValueError(
-                f"`address` returns {shapes({name: entry})} for a block of {shapes({name: held})}; "
-                "one row a client"
+                f"`address` returns {shapes({name: entry})} for a block whose 'loc' is "
+                f"{(loc.dtype, tuple(loc.shape))}; return {{'loc': ...}} or all tensors of its "
+                "belief, with one row a client"
             )
     if wrong := [key for key, t in flatten(own).items() if t.shape[:1] != (len(ids),)]:
         raise ValueError(

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance
 from bayesfl.base.layout import Pattern
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import AdditivePool, Posterior, Prior, StackedPool
@@ -52,9 +51,8 @@ class Block:
             the factor of each example for each copy, [..., M, B].
 
     Raises:
-        TypeError: The posterior, the prior or the pool is none.
-        ValueError: A posterior that draws has a flat prior, or several copies would have the same
-            start.
+        ValueError: A posterior that draws has a flat prior, several copies would have the same
+            start, or the pool sends what the belief has not.
     """
 
     pattern: Pattern = "*"
@@ -66,20 +64,9 @@ class Block:
     copies: Count | None = None
 
     def __post_init__(self) -> None:
-        instance("posterior", self.posterior, Posterior, "build one, as Point() or MeanField()")
-        instance(
-            "prior", self.prior, Prior, "build one, as Flat() or Normal(centre=..., variance=...)"
-        )
-        if self.pool is not None and (
-            isinstance(self.pool, type) or not isinstance(self.pool, AdditivePool | StackedPool)
-        ):
-            raise TypeError(
-                "pool must be a rule such as pools.Mean(), or None for a block that is never "
-                f"sent, got {self.pool!r}"
-            )
-        sends = getattr(self.pool, "sends", ("loc",))
+        sends = ("loc",) if self.pool is None else self.pool.sends
         held = tuple(self.posterior.init(torch.zeros(1)))
-        if not isinstance(sends, tuple) or not sends or not set(sends) <= set(held):
+        if not sends or not set(sends) <= set(held):
             kind = type(self.posterior).__name__
             raise ValueError(
                 f"pool sends {sends!r}, of which a {kind} belief has {held}; name some of these, "

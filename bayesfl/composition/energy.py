@@ -47,6 +47,11 @@ class Energy:
     Priors and weights read the view as it was when the phase began, the trained blocks included:
     they are constant during the phase.
 
+    In production `bayesfl.engine.descent` computes the slopes of a plain energy itself, of
+    `shares`, `scales` and `penalty`; `loss` and `__call__` are what the reference kernel
+    differentiates, and vmap where a subclass of this or of `Descend` has them run (see
+    `bayesfl.composition.phases.by_algebra`), and against them the others are tested.
+
     Args:
         block: Name of the trained block, or names of several; their KL divergences are added.
         parts: Names of the blocks that make the predictor.
@@ -69,13 +74,6 @@ class Energy:
     weight: ExampleWeight | None = None
     penalty: Penalty | None = None
     kl_weight: NotNegative = 1.0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.parts, tuple):
-            raise TypeError(
-                f"parts must be a tuple of names of blocks, as ({self.parts!r},), got "
-                f"{self.parts!r}"
-            )
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -5,12 +5,11 @@ An environment is a set of examples taken under the same conditions; R_e is its 
 d/ds R_e(s outputs) at s = 1 is the slope of that loss as the outputs are scaled. A predictor whose
 outputs are optimally scaled in every environment has all g_e = 0.
 
-    IRM, for one client      (R + gamma_t sum_e g_e^2 + l2 |w|^2 + lambda/2 |w - centre|^2) / c,
-                             c = max(1, gamma_t)
+    IRM, for one client      (R + gamma_t sum_e g_e^2 + l2 |w|^2 + lambda/2 |w - centre|^2) / c
     GroupDRO, on the server  q_e <- q_e exp(eta R_e) / Z
 
-The data record which environment an example is from (`environments` of `bf.data.from_arrays`, or
-`clients.as_environments()`).
+with c = max(1, gamma_t). The data record which environment an example is from (`environments` of
+`bf.data.from_arrays`, or `clients.as_environments()`).
 
 Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019,
 arXiv:1907.02893, section 3 (IRMv1), annealing and the division by gamma from the authors' code;

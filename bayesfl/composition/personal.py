@@ -5,7 +5,6 @@ everyone.
 from dataclasses import replace
 from typing import Any
 
-from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Batch, Prior, Server, View
 from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
@@ -43,20 +42,10 @@ def with_personal(
         The method with one more block.
 
     Raises:
-        TypeError: An argument has the wrong type.
         ValueError: The phases do not train exactly one new block; no single pattern covers the
             parameters of the method's predictor; no single model is sent to everyone; or the method
             has fine-tuning phases or a predictor, which would be lost.
     """
-    instance("method", method, Algorithm, "build one on a model, as bf.algorithms.fedavg(model)")
-    if adapt is not None:
-        instance("adapt", adapt, tuple, "pass the phases as a tuple, as adapt=(phase,)")
-    instance(
-        "prior",
-        prior,
-        Prior,
-        "build one, as Normal(centre=server_mean('w'), variance=inverse_size(lam))",
-    )
     names, later = (
         list(
             dict.fromkeys(

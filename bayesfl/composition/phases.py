@@ -102,6 +102,11 @@ class Descend:
     Priors are constant during the phase: they read the view as it was before the first step, the
     trained blocks included.
 
+    In production a plain `Descend` is stepped by `bayesfl.engine.descent`, in place and for a chunk
+    of clients, under every kernel but `reference` (see `by_algebra` and `bayesfl.engine.driver`);
+    its own `step` is what the reference kernel runs, and vmap for a subclass or an energy that
+    overrides something, and against it the others are tested.
+
     Args:
         energy: The objective, which also names the trained blocks.
         epochs: Number of passes over the client's data, the last short batch included; with
@@ -258,13 +263,6 @@ def by_algebra(phase: Any) -> TypeGuard[Descend]:
     )
 
 
-class _NoData(dict[str, Any]):
-    """The batch of a phase that reads no data."""
-
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name!r}: this Once reads no data; pass data=True")
-
-
 @dataclass(frozen=True)
 class Once:
     """A phase of one step that applies a pure function to a client's view, for closed-form updates,
@@ -278,13 +276,10 @@ class Once:
             always the shared batch).
         losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are
             then in `batch["losses"]`, [B], or [M, B] for copies; engines compute them faster than
-            `fn` would.
+            `fn` would. They need `data`.
         kept: {name: start} of tensors that the client keeps from round to round for this phase
             alone.
         batched: Whether vmap can run `fn`.
-
-    Raises:
-        ValueError: `losses` is given without `data=True`.
     """
 
     fn: Update
@@ -296,12 +291,6 @@ class Once:
     epochs = 1
     steps = None
     batch_size = None
-
-    def __post_init__(self) -> None:
-        if self.losses and not self.data:
-            raise ValueError(
-                f"losses of {self.losses} are those of the client's data; pass data=True"
-            )
 
     def check(self, algorithm: Algorithm) -> None:
         """Check that the algorithm has the parts of `losses`."""
@@ -329,7 +318,7 @@ class Once:
         noise: Noise,
     ) -> Carry:
         """Apply `fn`, see `Phase.step`."""
-        return self.fn(algorithm, given, carry, batch or _NoData())
+        return self.fn(algorithm, given, carry, batch)
 
     def end(
         self, algorithm: Algorithm, carry: Carry, given: Server, view: View

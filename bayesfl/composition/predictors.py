@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance, warn
+from bayesfl.base.checks import warn
 from bayesfl.base.inputs import Inputs, pieces
 from bayesfl.base.layout import Layout
 from bayesfl.base.options import Natural, Range, declared
@@ -73,7 +73,6 @@ class LinearisedLaplace:
             depends on it.
 
     Raises:
-        TypeError: `block` is no text.
         ValueError: `link` is not `per_class` and `centre` is False, or `selection` is unknown.
     """
 
@@ -91,8 +90,7 @@ class LinearisedLaplace:
 
     def __post_init__(self) -> None:
         check_rule(self.selection)
-        _check_block(self.block)
-        _check_link(self.link, centre=self.centre)
+        refuse_idle_centre(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
@@ -214,7 +212,6 @@ class LinearisedBelief:
         centre: As of `LinearisedLaplace`.
 
     Raises:
-        TypeError: `block` is no text.
         ValueError: `link` is not `per_class` and `centre` is False.
 
     References:
@@ -232,8 +229,7 @@ class LinearisedBelief:
     needs_data = False
 
     def __post_init__(self) -> None:
-        _check_block(self.block)
-        _check_link(self.link, centre=self.centre)
+        refuse_idle_centre(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
@@ -324,21 +320,11 @@ class Mixture:
         block: Name of the block with copies.
         weights: Name of the mixture weights pi [M] in a client's view.
         each: Predictor of one copy, `LinearisedLaplace` or `LinearisedBelief`; None for its mean.
-
-    Raises:
-        TypeError: `each` is another predictor.
     """
 
     block: str
     weights: str
     each: LinearisedLaplace | LinearisedBelief | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.each, LinearisedLaplace | LinearisedBelief | None):
-            raise TypeError(
-                "each must be LinearisedLaplace(), LinearisedBelief(), or None for copies at "
-                f"their means, got {self.each!r}"
-            )
 
     @property
     def tunes(self) -> str:
@@ -373,16 +359,7 @@ class Mixture:
             self.each.check_one(algorithm)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
-        """Return one client's predictor, see `Predictor`.
-
-        Raises:
-            ValueError: The client's view has no entry `weights`.
-        """
-        if self.weights not in view:
-            raise ValueError(
-                f"weights={self.weights!r} is not in a client's view, which has "
-                f"{sorted(set(view) - set(algorithm.blocks))}"
-            )
+        """Return one client's predictor, see `Predictor`."""
         views = self._views(algorithm, view)
 
         def fit() -> dict[int, Fitted]:
@@ -577,33 +554,11 @@ def _at_mean(algorithm: "Algorithm", view: View, x: Inputs) -> Tensors:
     return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
 
 
-def _check_block(block: Any) -> None:
-    """Raise TypeError if `block` is neither None nor text."""
-    if block is not None:
-        instance("block", block, str, "pass the name of one block, or None")
-
-
-def _check_link(link: str, *, centre: bool) -> None:
-    """Raise ValueError if `centre` is without effect."""
-    refuse_idle_centre(link, centre=centre)
-
-
 def _check_linearised(rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Algorithm") -> None:
-    """Raise TypeError for a likelihood of unknown curvature, ValueError for an idle option or draws
-    without a number.
+    """Raise TypeError for a likelihood of unknown curvature, ValueError for draws without a
+    number.
     """
-    likelihood = algorithm.likelihood
-    check_known(likelihood)
-    if isinstance(likelihood, Gaussian) and rule.link != "contrasts":
-        raise ValueError(
-            f"link={rule.link!r} says nothing for targets, whose distribution is exact; leave it "
-            "out"
-        )
-    if not rule.centre and not isinstance(likelihood, Categorical):
-        raise ValueError(
-            f"centre=False says nothing under likelihood {type(likelihood).__name__}, as only "
-            "classes are centred; leave it out"
-        )
+    check_known(algorithm.likelihood)
     if rule.link == "draws" and not algorithm.draws:
         raise ValueError(
             "link='draws' needs the number of a prediction's draws: dataclasses.replace(method, "

@@ -39,9 +39,9 @@ def with_server_optimiser(
             the server.
 
     Raises:
-        ValueError: `optimiser` is not one of `bayesfl.optim`. At the start of a run: the method
-            already has an optimiser on the server, or sends clients or clusters different models
-            (D-FedEM, FedPAC, clustered FL), which a step on the gathered block would not change.
+        ValueError: At the start of a run: the method already has an optimiser on the server, or
+            sends clients or clusters different models (D-FedEM, FedPAC, clustered FL), which a step
+            on the gathered block would not change.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step
@@ -52,11 +52,6 @@ def with_server_optimiser(
         for name, block in algorithm.blocks.items()
         if block.pool is not None and not isinstance(block, Buffers)
     ]
-    if not gathered:
-        raise ValueError(
-            "the method gathers no block, so there is nothing that an optimiser on the server "
-            "could step; leave it out"
-        )
 
     def entries(server: Server) -> Server:
         return {name: server[name] for name in gathered}

@@ -41,30 +41,19 @@ def minimise(quadratic: Tensor, linear: Tensor) -> Tensor:
         linear: b [C, K].
 
     Raises:
-        ValueError: The shapes do not fit, a number is not finite, or Q is not symmetric and
-            positive definite.
+        ValueError: A number is not finite, or Q is not symmetric and positive definite.
         RuntimeError: The active-set method did not end within its limit of steps.
     """
     quadratic, linear = quadratic.double(), linear.double()
-    if linear.dim() != 2 or quadratic.shape != (linear.shape[1], linear.shape[1]):
-        raise ValueError(
-            f"quadratic must be [K, K] and linear [C, K], got {list(quadratic.shape)} and "
-            f"{list(linear.shape)}"
-        )
-    if not torch.allclose(quadratic, quadratic.T, rtol=1e-9, atol=0.0, equal_nan=True):
-        raise ValueError(
-            "quadratic must be symmetric; pass (Q + Q') / 2, which gives the same programs"
-        )
     scale = quadratic.diagonal().mean()
-    values = (
-        torch.linalg.eigvalsh(quadratic)
-        if bool(quadratic.isfinite().all())
-        else quadratic.new_tensor([torch.nan])
+    proper = bool(quadratic.isfinite().all()) and torch.allclose(
+        quadratic, quadratic.T, rtol=1e-9, atol=0.0
     )
+    values = torch.linalg.eigvalsh(quadratic) if proper else scale.new_tensor([torch.nan])
     if not (bool(linear.isfinite().all()) and bool(values[0] > 0)):
         raise ValueError(
-            "quadratic must be positive definite and all numbers finite; its least eigenvalue is "
-            f"{float(values[0]):.3g}"
+            "quadratic must be symmetric and positive definite and all numbers finite; its least "
+            f"eigenvalue is {float(values[0]):.3g}"
         )
     quadratic, linear = quadratic / scale, linear / scale
     weights = _descended(quadratic, linear, float(values[-1] / scale))

@@ -86,13 +86,7 @@ def metropolis(edges: Tensor) -> Tensor:
     Raises:
         ValueError: `edges` is not a symmetric matrix of bools, False on its diagonal.
     """
-    try:
-        edges = torch.as_tensor(edges)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"edges must be a symmetric [J, J] tensor of bools, got {edges!r}; "
-            "topology.ring(clients) makes one"
-        ) from error
+    edges = torch.as_tensor(edges)
     if (
         edges.dim() != 2
         or edges.dtype != torch.bool
@@ -120,21 +114,14 @@ def check_mixing(weights: Tensor, clients: Count | None = None) -> Tensor:
         ValueError: `weights` is not a [J, J] matrix, is not doubly stochastic, or has negative
             entries; its graph is not connected; or repeated mixing oscillates for ever.
     """
-    remedy = "topology.metropolis(edges) makes one, as of topology.ring(clients)"
-    try:
-        if torch.as_tensor(weights).is_complex():
-            raise TypeError("complex numbers")
-        weights = torch.as_tensor(weights, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"the mixing matrix must be a [J, J] tensor of numbers, got {weights!r}; {remedy}"
-        ) from error
+    weights = torch.as_tensor(weights, dtype=torch.float64)
     wanted = max(1, len(weights)) if clients is None and weights.dim() else clients
     if weights.shape != (wanted, wanted):
         size = "J" if clients is None else clients
         raise ValueError(
             f"the mixing matrix must be [{size}, {size}], one row for each client, got "
-            f"{list(weights.shape)}; {remedy}"
+            f"{list(weights.shape)}; topology.metropolis(edges) makes one, as of "
+            "topology.ring(clients)"
         )
     sums = torch.stack([weights.sum(0), weights.sum(1)])
     if (

@@ -154,21 +154,13 @@ class Engine:
 
         With the kernel `auto`, a model that torch.func turns out not to batch is run by `live`, and
         what that cannot run by `reference`.
-
-        Raises:
-            ValueError: The kernel is `vmap`, and torch.func cannot batch the model.
         """
         try:
             return self._run(algorithm, phase, given, views, plan)
         except RuntimeError as error:
             known = not vmap.batches(algorithm.model)
-            if self.kernel not in ("auto", "vmap") or not vmap.failed(algorithm.model, error):
+            if self.kernel != "auto" or not vmap.failed(algorithm.model, error):
                 raise
-            if self.kernel == "vmap":
-                name = type(algorithm.model).__name__
-                raise ValueError(
-                    f"torch.func cannot batch {name} ({error}); use kernel='live' or 'auto'"
-                ) from error
             plan.rewind()
             return (
                 reference.run(algorithm, phase, given, views, plan)

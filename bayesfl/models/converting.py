@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from bayesfl.base.checks import instance, warn
+from bayesfl.base.checks import warn
 from bayesfl.base.options import Count, declared
 from bayesfl.models.altered import altered
 
@@ -38,8 +38,7 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
         groups: Largest number of groups of a norm, >= 1; 1 normalises all channels together.
 
     Raises:
-        TypeError: `module` is not an `nn.Module`.
-        ValueError: There is no batch norm to convert, or one does more than a batch norm.
+        ValueError: A batch norm does more than torch's.
 
     Warns:
         UserWarning: A norm of vectors has few channels, of which a group norm leaves little.
@@ -49,7 +48,6 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
         Phanishayee, Mutlu, Gibbons, "The non-IID data quagmire of decentralized machine learning",
         ICML 2020, who take group norm where clients' labels differ.
     """
-    instance("module", module, nn.Module, "build one, as torchvision.models.resnet18()")
     _check(module)
     made = copy.deepcopy(module)
     if isinstance(made, _BATCH):
@@ -61,19 +59,6 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
         for key, child in part._modules.items()
         if isinstance(child, _BATCH)
     ]
-    if not places:
-        other = sorted(
-            {
-                type(part).__name__
-                for part in made.modules()
-                if isinstance(part, nn.modules.batchnorm._NormBase)
-            }
-        )
-        raise ValueError(
-            f"module {type(module).__name__} has no nn.BatchNorm1d, 2d or 3d to "
-            f"convert{f', but {other}, which stay' if other else ''}; "
-            "pass the module itself to the method"
-        )
     new: dict[nn.Module, nn.Module] = {}
     for part, key in places:
         norm = part._modules[key]

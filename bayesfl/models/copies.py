@@ -61,25 +61,13 @@ def copied(module: nn.Module) -> nn.Module:
 
     Embeddings with `max_norm` are an exception, since torch rescales their rows in place whenever
     they are read.
-
-    Raises:
-        ValueError: The module cannot be copied.
     """
     written = rescaled(module)
     frozen = [
         p for name, p in module.named_parameters() if not p.requires_grad and name not in written
     ]
-    try:
-        made = copy.deepcopy(
-            module, {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen}
-        )
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"model {type(module).__name__} cannot be copied: {error} Weights that are computed "
-            "from others are a usual reason: take "
-            "torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm, "
-            "and call prune.remove after pruning"
-        ) from error
+    shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen}
+    made = copy.deepcopy(module, shared)
     for part in made.modules():
         if isinstance(part, nn.TransformerEncoder):
             # else torch puts 0 at masked places where no gradient is computed, and only there

@@ -51,40 +51,20 @@ def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None)
             in the body, before the head.
 
     Raises:
-        ValueError: There is no submodule `head`, it has no parameters or shares them with the rest,
-            an `nn.Sequential` has modules after it (without `example`), or the cut network computes
-            something else on `example`.
+        AttributeError: There is no submodule `head`.
+        ValueError: An `nn.Sequential` has modules after it (without `example`), or the cut network
+            computes something else on `example`.
     """
-    names = [name for name, _ in module.named_modules() if name]
-    if head not in names:
-        raise ValueError(
-            f"the module has no submodule {head!r}; it has {names or 'none at all'}. Pass the name "
-            "of the last one as head="
-        )
+    body = copy.deepcopy(module)
+    last = body.get_submodule(head)
     if example is None and (after := _after(module, head)):
         raise ValueError(
             f"submodule {head!r} is not the last step of the module, {after} come after it: cut at "
             "the last one that has parameters, and "
             "leave out steps after it, such as a softmax"
         )
-    body = copy.deepcopy(module)
-    last = body.get_submodule(head)
-    if not any(True for _ in last.parameters()):
-        with_some = [
-            name for name in names if any(True for _ in module.get_submodule(name).parameters())
-        ]
-        raise ValueError(
-            f"submodule {head!r} has no parameters, so it cannot be a head; those with parameters "
-            f"are {with_some}"
-        )
     parent, _, child = head.rpartition(".")
     setattr(body.get_submodule(parent), child, nn.Identity())
-    shared = {id(p) for p in last.parameters()} & {id(p) for p in body.parameters()}
-    if shared:
-        raise ValueError(
-            f"submodule {head!r} shares parameters with the rest of the module, so the two cannot "
-            "be told apart: untie them first"
-        )
     cut = SplitModel(body, last)
     if example is not None:
         before = _outputs(module, example)

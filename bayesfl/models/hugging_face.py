@@ -48,13 +48,5 @@ def logits(model: nn.Module) -> nn.Module:
 
     Args:
         model: The model; its outputs have an attribute `logits`, [B, O].
-
-    Raises:
-        TypeError: `model` is not an `nn.Module`.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            "model must be a network such as "
-            f"AutoModelForSequenceClassification.from_pretrained(...), got {model!r}"
-        )
     return _Logits(model)

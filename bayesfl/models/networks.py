@@ -7,47 +7,30 @@ cut.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from bayesfl.base.checks import whole
-from bayesfl.base.options import Count, declared
+from bayesfl.base.options import Count, Positive, declared
 from bayesfl.models.cutting import SplitModel
 from bayesfl.models.starts import seeded
 
 
-def _sizes(name: str, value: Any, what: str, count: int | None = None) -> tuple[int, ...]:
-    """Check one size or several, `count` of them if it is given.
+def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
+    """Return one size or several as a tuple.
 
     Raises:
-        ValueError: There are none or another number of sizes, or one is no whole number >= 1; the
-            message says that they must be `what`.
+        ValueError: One is no whole number >= 1.
     """
-    try:
-        sizes = tuple(
-            whole(name, n, least=1) for n in (value if isinstance(value, Iterable) else (value,))
-        )
-    except ValueError:
-        sizes = ()
-    if not sizes or len(sizes) != (count or len(sizes)):
-        raise ValueError(f"{name} must be {what}; got {value!r}")
-    return sizes
+    every = value if isinstance(value, Iterable) else (value,)
+    return tuple(whole(name, one, least=1) for one in every)
 
 
-def check_shape(inputs: int | Sequence[int], outputs: int) -> tuple[int, ...]:
-    """Check the shape of an example and the number of outputs."""
-    shape = _sizes(
-        "inputs", inputs, "a number of features or the shape of one example, such as data.inputs"
-    )
-    whole("outputs (such as data.outputs)", outputs, least=1)
-    return shape
-
-
-def _image(inputs: Sequence[int] | int, outputs: int, smallest: int) -> tuple[int, int, int]:
+def _image(inputs: Sequence[int], smallest: int) -> tuple[int, int, int]:
     """Check the shape of an image, whose sides must be at least `smallest`."""
-    shape = check_shape(inputs, outputs)
+    shape = sizes("inputs", inputs)
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise ValueError(
             f"inputs must be (channels, height, width) of at least {smallest} x {smallest}, got "
@@ -60,10 +43,10 @@ def _image(inputs: Sequence[int] | int, outputs: int, smallest: int) -> tuple[in
 def mlp(
     inputs: int | Sequence[int],
     *,
-    outputs: int,
+    outputs: Count,
     hidden: int | Sequence[int] = 100,
     start: Literal["torch", "xavier"] = "torch",
-    head_scale: float | None = None,
+    head_scale: Positive | None = None,
     seed: int = 0,
 ) -> SplitModel:
     """Build a fully connected network with ReLUs, cut before its last layer: the hidden layers are
@@ -80,13 +63,9 @@ def mlp(
         seed: Seed of the start.
 
     Raises:
-        ValueError: A size is no whole number >= 1, or `head_scale` is not > 0.
+        ValueError: A size is no whole number >= 1.
     """
-    shape = check_shape(inputs, outputs)
-    what = "one width, several, or () for none, each a whole number of at least 1"
-    widths = (
-        () if isinstance(hidden, tuple | list) and not hidden else _sizes("hidden", hidden, what)
-    )
+    shape, widths = sizes("inputs", inputs), sizes("hidden", hidden)
 
     def make() -> SplitModel:
         layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
@@ -104,13 +83,14 @@ def mlp(
     return seeded(make, seed, head_scale)
 
 
+@declared
 def lenet(
     inputs: Sequence[int],
     *,
-    outputs: int,
-    channels: tuple[int, int] = (6, 16),
-    hidden: tuple[int, int] = (120, 84),
-    head_scale: float | None = None,
+    outputs: Count,
+    channels: tuple[Count, Count] = (6, 16),
+    hidden: tuple[Count, Count] = (120, 84),
+    head_scale: Positive | None = None,
     seed: int = 0,
 ) -> SplitModel:
     """Build LeNet-5 with ReLUs and max-pooling: conv 5x5, pool, conv 5x5, pool, 120, 84 | outputs.
@@ -127,16 +107,14 @@ def lenet(
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small; or `channels` or `hidden`
-            are not two whole numbers >= 1.
+        ValueError: `inputs` is not the shape of an image, or too small.
 
     References:
         LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the
         IEEE 86(11), 1998.
     """
-    depth, height, width = _image(inputs, outputs, 12)
-    first, second = _sizes("channels", channels, "two numbers of channels, such as (6, 16)", 2)
-    widths = _sizes("hidden", hidden, "two widths, such as (120, 84)", 2)
+    depth, height, width = _image(inputs, 12)
+    first, second = channels
     padding = 2 if min(height, width) < 32 else 0
     size = [((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width)]
 
@@ -149,18 +127,19 @@ def lenet(
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(second * size[0] * size[1], widths[0]),
+            nn.Linear(second * size[0] * size[1], hidden[0]),
             nn.ReLU(),
-            nn.Linear(widths[0], widths[1]),
+            nn.Linear(hidden[0], hidden[1]),
             nn.ReLU(),
         )
-        return SplitModel(body, nn.Linear(widths[1], outputs))
+        return SplitModel(body, nn.Linear(hidden[1], outputs))
 
     return seeded(make, seed, head_scale)
 
 
+@declared
 def leaky_cnn(
-    inputs: Sequence[int], *, outputs: int, head_scale: float | None = None, seed: int = 0
+    inputs: Sequence[int], *, outputs: Count, head_scale: Positive | None = None, seed: int = 0
 ) -> SplitModel:
     """Build the networks of FedPAC, with leaky ReLUs of slope 0.01 and max-pooling: conv 5x5, pool,
     conv 5x5, pool, 128 | outputs.
@@ -184,8 +163,8 @@ def leaky_cnn(
         collaboration", ICLR 2023, arXiv:2306.11867, experiments; details from the authors' code,
         github.com/JianXu95/FedPAC.
     """
-    deep = _image(inputs, outputs, 12)[0] > 1
-    depth, height, width = _image(inputs, outputs, 16 if deep else 12)
+    depth, height, width = _image(inputs, 12)
+    deep = depth > 1
     size = [((side - 4) // 2 - 2) // 2 // (2 if deep else 1) for side in (height, width)]
 
     def make() -> SplitModel:
@@ -202,11 +181,12 @@ def leaky_cnn(
     return seeded(make, seed, head_scale)
 
 
+@declared
 def cifar100_cnn(
     inputs: Sequence[int] = (3, 32, 32),
     *,
-    outputs: int = 20,
-    head_scale: float | None = None,
+    outputs: Count = 20,
+    head_scale: Positive | None = None,
     seed: int = 0,
 ) -> SplitModel:
     """Build the network of pFedVEM for CIFAR-100: five 3x3 convolutions, averaged | outputs.
@@ -229,7 +209,7 @@ def cifar100_cnn(
         hierarchical Bayesian modeling", FL-NeurIPS 2022, experiments; details from the authors'
         code, github.com/JunyiZhu-AI/confidence_aware_PFL.
     """
-    depth = _image(inputs, outputs, 1)[0]
+    depth = _image(inputs, 1)[0]
     widths = (32, 64, 128, 256, 100)
 
     def make() -> SplitModel:
@@ -275,10 +255,10 @@ class _Residual(nn.Module):
 def resnet18(
     inputs: Sequence[int],
     *,
-    outputs: int,
+    outputs: Count,
     groups: Count = 2,
     width: Count = 64,
-    head_scale: float | None = None,
+    head_scale: Positive | None = None,
     seed: int = 0,
 ) -> SplitModel:
     """Build ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four
@@ -297,8 +277,7 @@ def resnet18(
         seed: Seed of the start.
 
     Raises:
-        ValueError: `inputs` is not the shape of an image, or too small, or `groups` does not divide
-            `width`.
+        ValueError: `inputs` is not the shape of an image, or too small.
 
     References:
         He et al., "Deep residual learning for image recognition", CVPR 2016. Group norm in
@@ -306,9 +285,7 @@ def resnet18(
         learning", ICML 2020; two groups: Reddi et al., "Adaptive federated optimization", ICLR
         2021.
     """
-    depth = _image(inputs, outputs, 8)[0]
-    if width % groups:
-        raise ValueError(f"groups must divide width, got {groups} groups and a width of {width}")
+    depth = _image(inputs, 8)[0]
 
     def make() -> SplitModel:
         layers: list[nn.Module] = [
@@ -350,11 +327,11 @@ class _Reader(nn.Module):
 def char_lstm(
     inputs: int | Sequence[int],
     *,
-    outputs: int,
+    outputs: Count,
     embedding: Count = 8,
     hidden: Count = 256,
     layers: Count = 2,
-    head_scale: float | None = None,
+    head_scale: Positive | None = None,
     seed: int = 0,
 ) -> SplitModel:
     """Build a next-character network: embedding, LSTM, its state after the last character |
@@ -383,8 +360,7 @@ def char_lstm(
         AISTATS 2017, section 3; 100 characters in Marfoq et al., "Federated multi-task learning
         under a mixture of distributions", NeurIPS 2021.
     """
-    if len(check_shape(inputs, outputs)) != 1:
-        raise ValueError(f"inputs must be texts of L characters, (L,), got {inputs}")
+    (_,) = sizes("inputs", inputs)  # a text has one axis
     return seeded(
         lambda: SplitModel(_Reader(outputs, embedding, hidden, layers), nn.Linear(hidden, outputs)),
         seed,

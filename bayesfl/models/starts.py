@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import instance, number
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.random import Purpose, generator
 from bayesfl.models.cutting import SplitModel
@@ -19,8 +18,6 @@ def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) 
     """Build the model that `make` makes, on the CPU and from `seed` alone; its head is drawn from
     N(0, head_scale^2) if that is given.
     """
-    if head_scale is not None and not number("head_scale", head_scale) > 0:
-        raise ValueError(f"head_scale is a standard deviation and must be > 0, got {head_scale}")
     word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(word)
@@ -53,16 +50,9 @@ def anew(
         pattern: The block's parameters, as in `Block.pattern`.
 
     Raises:
-        TypeError: `module` is not an `nn.Module`.
         ValueError: A layer has parameters but no method `reset_parameters`, or no parameter fits
             `pattern`.
     """
-    instance(
-        "model",
-        module,
-        nn.Module,
-        "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)",
-    )
     stuck = [
         name
         for name, layer in module.named_modules()

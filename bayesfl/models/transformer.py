@@ -6,9 +6,9 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.options import Count, Range, declared
+from bayesfl.base.options import Count, Positive, Range, declared
 from bayesfl.models.cutting import SplitModel
-from bayesfl.models.networks import check_shape
+from bayesfl.models.networks import sizes
 from bayesfl.models.starts import seeded
 
 
@@ -56,13 +56,13 @@ class _Encoder(nn.Module):
 def transformer(
     inputs: int | Sequence[int],
     *,
-    outputs: int,
+    outputs: Count,
     tokens: Count | None = None,
     d: Count = 64,
     layers: Count = 2,
     heads: Count = 4,
     dropout: Annotated[float, Range(0, 1, "[")] = 0.1,
-    head_scale: float | None = None,
+    head_scale: Positive | None = None,
     seed: int = 0,
 ) -> SplitModel:
     """Build a small transformer that classifies texts: embedding, encoder layers, the last token |
@@ -94,23 +94,18 @@ def transformer(
         seed: Seed of the start.
 
     Raises:
-        ValueError: A size is no whole number >= 1, `inputs` is not the shape of a text, or `heads`
-            does not divide `d`.
+        ValueError: A size is no whole number >= 1, or `inputs` is not the shape of a text.
 
     References:
         Vaswani et al., "Attention is all you need", NeurIPS 2017, sections 3.1 to 3.4, and table 3,
         row (E), on learned places. Norms before the layers: Xiong et al., "On layer normalization
         in the transformer architecture", ICML 2020.
     """
-    shape = check_shape(inputs, outputs)
-    if len(shape) != 1:
-        raise ValueError(f"inputs must be texts of T tokens, (T,), got {inputs}")
+    (length,) = sizes("inputs", inputs)
     different = outputs if tokens is None else tokens
-    if d % heads:
-        raise ValueError(f"heads must divide d, got {heads} heads and d={d}")
     return seeded(
         lambda: SplitModel(
-            _Encoder(shape[0], different, d, layers, heads, dropout), nn.Linear(d, outputs)
+            _Encoder(length, different, d, layers, heads, dropout), nn.Linear(d, outputs)
         ),
         seed,
         head_scale,

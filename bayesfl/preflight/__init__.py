@@ -15,8 +15,6 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     reproducible.
 
     Raises:
-        TypeError: The algorithm's likelihood is no `Likelihood`, or the model's outputs are no
-            tensor.
         ValueError: The likelihood, the model's inputs or its outputs do not fit the data, or the
             same inputs give other outputs when repeated; a frozen parameter has changed since; or
             the likelihood's slope is not its derivative. The message names the remedy.

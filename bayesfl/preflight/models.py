@@ -37,18 +37,11 @@ def outputs(
     """Return some inputs of the training data, and the model's outputs for them, [N, ...].
 
     Raises:
-        TypeError: The outputs are no tensor.
-        ValueError: The model does not take the inputs, its outputs are not one row of floats for
-            each example, or are not reproducible.
+        ValueError: The model does not take the inputs, its outputs are not a tensor with one row of
+            floats for each example, or are not reproducible.
     """
     x, found, fault = outputs_at(algorithm, data.train, data.train.index[:ROWS])
     called = f"the model {type(algorithm.model).__name__}"
-    if not isinstance(found, Tensor):
-        raise TypeError(
-            f"{called} returns a {type(found).__name__}, not a tensor of outputs; let forward "
-            "return "
-            "the logits, or wrap a model of Hugging Face by bf.models.logits(model)"
-        )
     if not one_row_each(found, x) or found.dim() != 1 + len(width):
         axes = "[N, O]" if len(width) == 1 else f"[N, {', '.join(map(str, width))}]"
         remedy = (
@@ -56,9 +49,14 @@ def outputs(
             if len(width) == 1
             else "let it give outputs for each place"
         )
+        what = (
+            f"{found.dtype} outputs of shape {list(found.shape)}"
+            if isinstance(found, Tensor)
+            else f"a {type(found).__name__}, as Hugging Face's without bf.models.logits(model),"
+        )
         raise ValueError(
-            f"{called} returns {found.dtype} outputs of shape {list(found.shape)} for {count(x)} "
-            f"examples; they must be floats {axes}, one row for each example: {remedy}"
+            f"{called} returns {what} for {count(x)} examples; they must be floats {axes}, one row "
+            f"for each example: {remedy}"
         )
     if fault:
         raise ValueError(f"{called} is refused: its forward {fault}")

@@ -357,11 +357,7 @@ def test_weights_that_do_not_fit(planted: FederatedData):
         run(started(weight=lambda server, uplink: uplink["n"].unsqueeze(-1)), planted, 1)
 
 
-def test_bad_thresholds_are_refused():
-    """By name."""
-    with pytest.raises(ValueError, match=r"eps1 .*got -1"):
-        bf.algorithms.clustered(nn.Linear(3, 1), eps1=-1)
-    with pytest.raises(ValueError, match=r"eps2 .*got True"):
-        bf.algorithms.clustered(nn.Linear(3, 1), eps2=True)
-    with pytest.raises(ValueError, match=r"first_split .*0.* got -1"):
-        bf.algorithms.clustered(nn.Linear(3, 1), first_split=-1)
+@pytest.mark.parametrize(("name", "value"), [("eps1", -1), ("eps2", True), ("first_split", -1)])
+def test_bad_thresholds_are_refused(name: str, value: Any):
+    with pytest.raises(ValueError, match=rf"{name} .*got {value}"):
+        bf.algorithms.clustered(nn.Linear(3, 1), **{name: value})

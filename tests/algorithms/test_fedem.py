@@ -237,8 +237,6 @@ def test_copies_that_start_alike_are_refused(model: nn.Module):
         Block(copies=2)
     with pytest.raises(ValueError, match=r"\('components',\).*predictors\.Mixture"):
         replace(bf.algorithms.fedem(model), predictor=None)
-    with pytest.raises(ValueError, match=r"components .*1.* got 0"):
-        bf.algorithms.fedem(model, components=0)
 
 
 def test_everyone_beside_everyone_is_fedem_with_equal_weights(
@@ -341,9 +339,8 @@ def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module
         bf.algorithms.d_fedem(model, mixing=torch.eye(7))
     with pytest.raises(ValueError, match=r"mixing .*\[7, 7\].* got \[3, 3\]"):
         run(bf.algorithms.d_fedem(model, mixing=torch.full((3, 3), 1 / 3)), clients)
-    for none in ("ring", 3, [[1.0], [0.5, 0.5]]):
-        with pytest.raises(ValueError, match=r"mixing .*\[J, J\].*topology\.metropolis\(edges\)"):
-            bf.algorithms.d_fedem(model, mixing=none)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"mixing .*\[J, J\].*topology\.metropolis\(edges\)"):
+        bf.algorithms.d_fedem(model, mixing=torch.tensor(3.0))
 
 
 def test_one_way_mixing_needs_everyone(clients: FederatedData, model: nn.Module):
@@ -490,5 +487,3 @@ def test_options_that_do_not_work(options: dict[str, Any], error: type[Exception
     """Refused as the method is made."""
     with pytest.raises(error, match=message):
         bf.algorithms.fedem(nn.Linear(2, 2), **options)
-    with pytest.raises(TypeError, match=r"model .*Module.* got NoneType"):
-        bf.algorithms.fedem(None)  # pyright: ignore[reportArgumentType]

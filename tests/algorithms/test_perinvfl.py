@@ -235,7 +235,6 @@ def test_a_novel_client_starts_from_the_global_model(
         ({"eta": float("nan")}, r"^eta .*got nan"),
         ({"environments": -3}, r"environments .*1.* got -3"),
         ({"loss_examples": -2}, r"loss_examples .*1.* got -2"),
-        ({"optimiser": 0.1}, r"optimiser .*bayesfl\.optim.* got 0.1"),
     ],
 )
 def test_options_of_other_branches_are_checked(

@@ -111,19 +111,6 @@ def test_a_rate_that_grows_until_the_tie_diverges():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"head_optimiser": None}, r"head_optimiser .*got None"),
-        ({"body_optimiser": 0.1}, r"body_optimiser .*SGD\(0\.1\), got 0\.1"),
-    ],
-)
-def test_what_is_no_optimiser(options: dict[str, Any], words: str):
-    """It is refused before the tie is judged by it."""
-    with pytest.raises(ValueError, match=words):
-        bf.algorithms.pfedmap(bf.models.mlp(8, hidden=4, outputs=3), **options)
-
-
-@pytest.mark.parametrize(
     "option", [{"body_epochs": 7}, {"body_optimiser": SGD(3.0)}, {"batch_size": 3}], ids=str
 )
 def test_options_of_a_body_without_one(option: dict[str, Any]):

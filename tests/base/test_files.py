@@ -28,7 +28,7 @@ def test_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
     with pytest.raises(TypeError):
         report.write_json(path, {"round": object()})
-    with pytest.raises(FileNotFoundError, match="nothing was written"), files.atomic_path(path):
+    with pytest.raises(FileNotFoundError), files.atomic_path(path):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
     assert json.loads(path.read_text()) == {"round": 1}

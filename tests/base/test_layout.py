@@ -116,10 +116,9 @@ def test_several_patterns(pattern: Any, names: set[str]):
     assert set(Layout(mlp(4, hidden=(3, 3), outputs=2), pattern).names) == names
 
 
-@pytest.mark.parametrize("pattern", [3, (), ("body.*", 3), ["body.*"]])
-def test_what_is_no_pattern(pattern: Any):
-    with pytest.raises(TypeError, match=r"^pattern .*got "):
-        Layout(mlp(4, hidden=3, outputs=2), pattern)
+def test_no_pattern_is_not_all_of_the_model():
+    with pytest.raises(ValueError, match=r"^pattern \(\).* matches no parameter"):
+        Layout(mlp(4, hidden=3, outputs=2), ())
 
 
 def test_tied_parameters_have_all_their_names():

@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -36,12 +35,6 @@ def test_overlapping_parts_are_refused():
     ).parts == ("all",)
 
 
-def test_unknown_parts_are_refused():
-    """The message names the part and the blocks there are."""
-    with pytest.raises(ValueError, match=r"'tail' .*blocks .*\['w'\]"):
-        algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}, parts=("w", "tail"))
-
-
 def test_phases_are_checked():
     """A phase trains what its energy's predictor contains; fine-tuning and adaptation too."""
     model = mlp(2, hidden=3, outputs=2)
@@ -54,17 +47,18 @@ def test_phases_are_checked():
         bf.Algorithm(model, blocks, (wrong,), parts=("body", "head"))
 
 
-@pytest.mark.parametrize("name", ["n", "ids", "round", "rounds"])
-def test_reserved_names_are_refused(name):
-    """Names that views and uplinks use themselves."""
-    with pytest.raises(ValueError, match=f"'{name}'.*reserved"):
-        algorithm(mlp(2, hidden=3, outputs=2), {name: bf.Block()})
-
-
-@pytest.mark.parametrize("name", ["head.mean", ""])
-def test_names_with_dots_are_refused(name):
-    """State is saved under names joined by dots."""
-    with pytest.raises(ValueError, match=rf"{name!r} .*dots"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *((name, f"'{name}'.*reserved") for name in ("n", "ids", "round", "rounds")),
+        *((name, rf"{name!r} .*dots") for name in ("head.mean", "")),
+    ],
+)
+def test_names_of_blocks_that_are_refused(name: str, words: str):
+    """Those that views and uplinks use themselves; and state is saved under names joined by
+    dots.
+    """
+    with pytest.raises(ValueError, match=words):
         algorithm(mlp(2, hidden=3, outputs=2), {name: bf.Block()})
 
 
@@ -79,11 +73,6 @@ def test_names_with_dots_are_refused(name):
         ),
         ("server", lambda blocks, clients: {"a": {"b.c": torch.zeros(1)}}, r"'b\.c' .*dots"),
         ("server", lambda blocks, clients: {0: torch.zeros(1)}, "0 must be text"),
-        (
-            "server",
-            lambda blocks, clients: {"heads": [torch.zeros(1)]},
-            r"`server` starts 'heads' as",
-        ),
         ("private", {"w": torch.zeros(1)}, r"`private` has \['w'\]"),
         ("private", {"n": torch.zeros(1)}, r"`private` has \['n'\]"),
         ("reports", {"w": torch.zeros(1)}, r"`reports` has \['w'\]"),
@@ -104,12 +93,6 @@ def test_names_that_are_taken_are_refused(where, what, words):
         made().uplink()
     with pytest.raises(ValueError, match=words):
         bf.simulate(made(), data(), rounds=1, evaluate_every=None, progress=False)
-
-
-def test_a_pattern_that_matches_nothing_is_refused():
-    """With the names there are."""
-    with pytest.raises(ValueError, match=r"'fc\.\*' .*head\.weight"):
-        algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block("fc.*")})
 
 
 @pytest.mark.parametrize(
@@ -219,13 +202,9 @@ def test_only_what_is_named_leaves_the_server():
     )
     assert set(common) == {"body", "told"}
     assert {name: entry["loc"].shape for name, entry in addressed.items()} == {"head": (2, 8)}
-    for broadcast in (("body",), "told", ("n",), 3):
-        with pytest.raises(
-            (TypeError, ValueError), match=rf"broadcast .*got {re.escape(repr(broadcast))}"
-        ):
+    for broadcast in (("body",), ("n",)):
+        with pytest.raises(ValueError, match=rf"broadcast .*got {re.escape(repr(broadcast))}"):
             replace(made, broadcast=broadcast)
-    with pytest.raises(ValueError, match=r"broadcast names \['more'\].*`server`"):
-        replace(made, broadcast=("more",)).init(4)
 
 
 def test_reports_are_declared_by_their_start():
@@ -258,8 +237,6 @@ def test_reports_are_declared_by_their_start():
         made.check_reported(view, view | {"drift": torch.zeros(2, 16).double()})
     with pytest.raises(ValueError, match=r"`reports` .*'count' .*nothing"):
         made.check_reported(view, {name: entry for name, entry in view.items() if name != "count"})
-    with pytest.raises(TypeError, match=r"private .*mapping.* got function"):
-        replace(made, private=lambda given: {"tau": 1.0})
 
 
 @pytest.mark.parametrize("number", [3, 5])
@@ -329,12 +306,6 @@ def test_shared_parts(name, parts):
     assert getattr(bf.algorithms, name)(mlp(2, hidden=3, outputs=2)).shared_parts() == parts
 
 
-def test_layers_without_a_shape():
-    """A lazy layer is named, with the remedy, before anything is made of it."""
-    with pytest.raises(ValueError, match=r"\['weight', 'bias'\] .*shape"):
-        bf.algorithms.fedavg(nn.LazyLinear(3))
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -359,18 +330,13 @@ def test_layers_without_a_shape():
             "`address` has .'c'.",
         ),
         ({"address": lambda server, ids: {"q": torch.zeros(4)}}, r"`address` .*\['q'\].* 1 ids"),
-        ({"private": {"c": "text"}}, "`private` starts 'c' as 'text'"),
-        ({"private": {"c": np.array(["text"])}}, "`private` .*numpy"),
-        ({"address": lambda server, ids: None}, "`address` .*mapping of tensors.*None"),
-        (
-            {"address": lambda server, ids: {"q": np.zeros((1, 2))}},
-            "`address` .*mapping of tensors",
-        ),
         (
             {"address": lambda server, ids: {"w": {"loc": torch.zeros(len(ids), 2)}}},
             r"`address` .*'w\.loc'.*\(1, 2\).*\(17,\)",
         ),
         ({"private": {"c": float("inf")}}, r"`private` .*\['c'\].*NaN"),
+        ({"server": lambda blocks, clients: {"best": torch.inf}}, r"`server` .*\['best'\].*NaN"),
+        ({"private": {"c": 1.0}, "reports": {"c": 0.0}}, r"`private`.*`reports`"),
     ],
 )
 def test_names_and_rows_are_held_against_each_other(options: dict[str, Any], words: str):
@@ -380,38 +346,6 @@ def test_names_and_rows_are_held_against_each_other(options: dict[str, Any], wor
     made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
     with pytest.raises(ValueError, match=words):
         made.rows(made.init(4))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"server": {}}, r"server .*function.* got \{\}"),
-        ({"address": {}}, r"address .*function.* got \{\}"),
-        ({"combine": None}, r"combine .*function.* got None"),
-    ],
-)
-def test_what_is_no_function_is_refused(options: dict[str, Any], words: str):
-    with pytest.raises(TypeError, match=words):
-        replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
-
-
-def test_a_server_that_is_nothing_is_refused():
-    made = replace(
-        algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}),
-        server=lambda blocks, clients: None,
-    )
-    with pytest.raises(ValueError, match=r"`server` .*mapping.*NoneType"):
-        made.init(2)
-
-
-def test_a_server_that_starts_infinite_is_refused():
-    """Else the first round would blame the learning rates."""
-    made = replace(
-        algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}),
-        server=lambda blocks, clients: {"best": torch.inf},
-    )
-    with pytest.raises(ValueError, match=r"`server` .*\['best'\].*NaN"):
-        made.init(2)
 
 
 def test_a_tensor_of_any_name_travels():
@@ -441,17 +375,6 @@ def test_a_first_axis_that_counts_clients_is_theirs():
         },
     )
     assert made.free(1) == made.free(4) == {"models", "more.a"}
-
-
-def test_a_start_that_is_said_twice_is_said_alike():
-    """Else the kept one would be taken without a word."""
-    made = replace(
-        algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}),
-        private={"c": 1.0},
-        reports={"c": 0.0},
-    )
-    with pytest.raises(ValueError, match=r"`private`.*`reports`"):
-        made.rows(made.init(2))
 
 
 def test_a_model_in_double_precision_starts_from_all_its_digits():

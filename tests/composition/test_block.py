@@ -15,7 +15,7 @@ from bayesfl.base.layout import Layout
 from bayesfl.composition.block import standard_normal
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
-from bayesfl.composition.pools import Mean, PrecisionWeighted, equal
+from bayesfl.composition.pools import Mean, PrecisionWeighted
 from bayesfl.composition.priors import Flat, Normal, server_mean
 from bayesfl.models import mlp, split
 from bayesfl.optim import SGD
@@ -216,22 +216,6 @@ def test_init_of_a_private_block_is_its_centre():
     assert list(server["head"]) == ["loc"]
     assert "head" not in made.share(server, torch.arange(1))[0]
     assert set(made.rows(server)["head"]) == {"loc", "rho"}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"posterior": "MeanField"}, r"posterior .*Posterior.* got str"),
-        ({"posterior": Point}, r"posterior .*Posterior.* class Point"),
-        ({"prior": "flat"}, r"prior .*Prior.* got str"),
-        ({"pool": equal}, r"pool .*pools\.Mean\(\).* got <function equal"),
-        ({"pool": Mean}, r"pool .*pools\.Mean\(\).* got <class"),
-    ],
-)
-def test_what_is_no_part_is_refused(options: dict[str, Any], words: str):
-    """Where it is passed, not in the first round."""
-    with pytest.raises(TypeError, match=words):
-        bf.Block(**options)
 
 
 @pytest.mark.parametrize("sends", [("loc", "sigma"), ("rho",), "loc", ()])

@@ -165,8 +165,6 @@ def test_blocks_without_a_gaussian(model: nn.Module):
         ValueError, match=r"no block holds a Gaussian.*draw are \[\].*LinearisedLaplace"
     ):
         replace(bf.algorithms.fedavg(model), predictor=LinearisedBelief())
-    with pytest.raises(TypeError, match=r"block must be of type str, got list; .*one block"):
-        LinearisedBelief(["head"])  # pyright: ignore[reportArgumentType] (what is refused)
     with pytest.raises(ValueError, match=r"block 'body' .*\['head'\]"):
         replace(bf.algorithms.pfedvem(model), predictor=LinearisedBelief("body"))
     with pytest.raises(ValueError, match=r"link='draws' .*draws=100"):

@@ -200,15 +200,6 @@ def test_a_mixture_of_one_is_that_one(small: nn.Module, rule: Any, pi: list[floa
         assert_close(one["epistemic"], other["epistemic"], atol=1e-12, rtol=0, equal_nan=True)
 
 
-def test_mixture_weights_that_no_client_has(held: FederatedData, small: nn.Module):
-    method = replace(
-        bf.algorithms.fedem(small, components=2, batch_size=10),
-        predictor=Mixture("components", "weights"),
-    )
-    with pytest.raises(ValueError, match=r"weights='weights' .*'pi'"):
-        run(method, held, 1).predict()
-
-
 def test_regression_has_the_moments_of_the_mixture():
     """Mean pi m; variance s^2 + pi (v + m^2) - (pi m)^2, of which all but s^2 is epistemic."""
     xs = [numbers(n, 3, seed=n).float() for n in (20, 12)]
@@ -341,15 +332,6 @@ def test_a_component_without_examples_is_no_reason_to_warn(small: nn.Module):
         assert [str(one.message).split(" ")[0] for one in said] == [
             "predictive_precision=0.0001"
         ] * warned
-
-
-@pytest.mark.parametrize("other", ["laplace", LinearisedLaplace, Mixture("components", "pi")])
-def test_other_predictors_of_a_copy_are_refused(other: Any):
-    with pytest.raises(
-        TypeError,
-        match=r"^each must be LinearisedLaplace\(\), LinearisedBelief\(\), or None.*, got ",
-    ):
-        Mixture("components", "pi", each=other)
 
 
 def test_what_does_not_fit_the_method(small: nn.Module):

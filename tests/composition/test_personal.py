@@ -170,24 +170,6 @@ def test_what_does_not_fit(method: Any, phases: tuple[Any, ...], words: str, mod
         with_personal(method(model), *phases)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"restart": "yes"}, TypeError, r"restart .*bool.* got str"),
-        ({"adapt": FIT}, TypeError, r"adapt .*tuple.* got Descend"),
-        ({"prior": None}, TypeError, r"prior .*Prior.* got NoneType"),
-    ],
-)
-def test_arguments_of_another_type(
-    options: dict[str, Any], error: type[Exception], words: str, model: nn.Module
-):
-    """Named where they come in; so is a model in place of a method, and phases for
-    newcomers alone.
-    """
-    plain = bf.algorithms.fedavg(model)
-    with pytest.raises(error, match=words):
-        with_personal(plain, FIT, **options)
-    with pytest.raises(TypeError, match=r"method .*Algorithm.* got SplitModel"):
-        with_personal(model, FIT)  # pyright: ignore[reportArgumentType]
+def test_phases_for_newcomers_alone(model: nn.Module):
     with pytest.raises(ValueError, match=r"phases .*got \['v'\] .*\['w'\]"):
-        with_personal(plain, adapt=(FIT,))
+        with_personal(bf.algorithms.fedavg(model), adapt=(FIT,))

@@ -403,14 +403,9 @@ def test_barycentre_golden():
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (
-            lambda server, uplink: torch.ones(2),
-            r"weight .*\[5\].*'w'.* got .*\[2\].*torch\.float32",
-        ),
-        (lambda server, uplink: torch.ones(5, 1), r"weight .*\[5\].*'w'.* got .*\[5, 1\]"),
-        (lambda server, uplink: torch.tensor(1.0), r"got a tensor \[\]"),
-        (lambda server, uplink: torch.ones(5) * 1j, r"weight .*got .*\[5\].*torch\.complex64"),
-        (lambda server, uplink: 1.0, "got 1.0"),
+        (lambda server, uplink: torch.ones(2), r"weight .*\[5\].*'w', got \[2\]"),
+        (lambda server, uplink: torch.ones(5, 1), r"weight .*\[5\].*'w', got \[5, 1\]"),
+        (lambda server, uplink: torch.tensor(1.0), r"got \[\]"),
     ],
 )
 @pytest.mark.parametrize("pool", [Mean, MomentMatched, Barycentre])
@@ -480,7 +475,7 @@ def test_mixed_copies():
     assert_close(new["each"], sent.mean(0).expand(2, 2, 3))
 
 
-@pytest.mark.parametrize("weights", [torch.ones(2, 3), torch.ones(2), 0.5])
+@pytest.mark.parametrize("weights", [torch.ones(2, 3), torch.ones(2), torch.ones(2, 1)])
 def test_mixed_needs_a_weight_for_each_pair(weights):
     """Among the cohort, [C, C]."""
     pool = Mixed(lambda server, ids, uplink: weights)

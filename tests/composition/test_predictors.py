@@ -324,10 +324,8 @@ def test_evaluation_takes_the_predictor(held: FederatedData, model: nn.Module):
     )
 
 
-def test_options_that_change_nothing(model: nn.Module):
-    """What chooses a subnetwork where there is none, and links and centring of targets, are refused
-    by name.
-    """
+def test_options_that_change_nothing():
+    """What chooses a subnetwork where there is none is refused by name."""
     for options, message in (
         ({"share": 0.3}, r"share .*structure='full'"),
         ({"structure": "diagonal", "selection": "random"}, r"selection .*structure='diagonal'"),
@@ -335,10 +333,6 @@ def test_options_that_change_nothing(model: nn.Module):
     ):
         with pytest.raises(ValueError, match=message):
             LinearisedLaplace(**options)
-    targets = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=1), likelihood=Gaussian())
-    with pytest.raises(ValueError, match=r"link='per_class' .*targets"):
-        replace(targets, predictor=LinearisedLaplace(link="per_class"))
-    replace(targets, predictor=LinearisedLaplace())
 
 
 def test_a_precision_that_is_a_function(held: FederatedData, model: nn.Module):
@@ -469,7 +463,7 @@ def test_what_is_not_finite_is_passed_over(two: FederatedData, model: nn.Module)
     predictor.broken, predictor.nan = {2.0}, {0.5}
     assert trained(two, model, predictor).tuned == 1.0
     predictor.broken = {0.5, 1.0, 2.0}
-    with pytest.raises(ValueError, match=r"strength .*\(0\.5, 1\.0, 2\.0\)"):
+    with pytest.raises(ValueError, match="no candidate gives finite predictions"):
         _ = trained(two, model, predictor).tuned
 
 

@@ -88,12 +88,6 @@ def test_centres_are_read_where_they_say():
     assert own_mean("w")(given, view) is view["w"]["loc"]
 
 
-def test_a_centre_that_nobody_was_sent():
-    """The message names the block, what is sent, and what to read instead."""
-    with pytest.raises(ValueError, match=r"server_mean\('head'\).*\['body'\].*own_mean\('head'\)"):
-        server_mean("head")({"body": {"loc": torch.zeros(2)}, "round": 0, "rounds": 1}, {})
-
-
 def test_what_is_normal():
     """A Normal's pull may be added by algebra; that of a subclass with another energy may not, nor
     that of a prior with like names.

@@ -98,7 +98,6 @@ def test_projection():
 @pytest.mark.parametrize(
     ("quadratic", "linear", "message"),
     [
-        (torch.eye(3), torch.ones(2, 2), r"quadratic must be \[K, K\]"),
         (torch.tensor([[2.0, 1.0], [0.0, 2.0]]), torch.ones(1, 2), "quadratic must be symmetric"),
         (-torch.eye(2), torch.ones(1, 2), "positive definite"),
         (torch.full((2, 2), float("nan")), torch.ones(1, 2), "all numbers finite"),

@@ -307,7 +307,7 @@ def test_regressions_have_intervals(tmp_path: Path):
     algorithm = bf.algorithms.fedavg(
         bf.models.mlp(3, hidden=4, outputs=1), likelihood=bf.likelihoods.Gaussian(1.0), epochs=1
     )
-    with pytest.raises(ValueError, match="Temperature changes probabilities of classes"):
+    with pytest.raises(ValueError, match="Temperature works on probabilities of classes"):
         deploy(algorithm, made, tmp_path / "refused", calibration=[Temperature()])
     steps = [Conformal(level=0.8)]
     told = simulated(algorithm, made).calibrate(*steps)

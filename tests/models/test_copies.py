@@ -5,21 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.utils.prune as prune
 from torch import nn
 
 from bayesfl.models.copies import check_original, copied, refuse_changed, rescaled
-
-
-def test_modules_that_cannot_be_copied_say_what_to_take():
-    """Weights that are computed from others: by the old weight norm, and by pruning."""
-    with pytest.raises(ValueError, match=r"Linear cannot be copied.*parametrizations\.weight_norm"):
-        copied(nn.utils.weight_norm(nn.Linear(2, 2)))
-    pruned = nn.Linear(2, 2)
-    prune.l1_unstructured(pruned, "weight", 2)
-    pruned(torch.zeros(1, 2))
-    with pytest.raises(ValueError, match=r"prune\.remove"):
-        copied(pruned)
 
 
 def test_changes_of_shared_parameters_are_noticed():

@@ -80,5 +80,3 @@ def test_what_cannot_draw_anew_is_named():
         ValueError, match=r"^parameters of the module itself have no reset_parameters\(\)"
     ):
         models.anew(Scale())
-    with pytest.raises(TypeError, match=r"model .*got str; .*bf\.models\.mlp"):
-        models.anew("mlp")  # pyright: ignore[reportArgumentType]

@@ -23,43 +23,42 @@ from bayesfl.posteriors import MeanField
 ONCE: dict[str, Any] = {"rounds": 1, "evaluate_every": None, "progress": False}
 
 
-def test_model_and_data_must_fit(clients, model):
+ZEROS, HALVES = torch.zeros(8, 8), [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "likelihood", "data", "words"),
+    [
+        (8, 5, Categorical(), None, r"5 outputs.* 3 classes"),
+        (9, 3, Categorical(), None, r"inputs .*\(8,\) \(mat1 .*inputs=clients\.inputs"),
+        (8, 3, Gaussian(), None, "Gaussian is for regression"),
+        (10, 1, Categorical(), "diabetes", r"Categorical .*classification.*regression"),
+        (8, 1, Bernoulli(), None, r"Bernoulli .*two classes.* 3\b"),
+        (10, 3, Gaussian(), "diabetes", r"3 outputs.* 1 targets"),
+        (8, 1, Bernoulli(), [0] * 8, r"Bernoulli .*two classes.* 1;.*outputs=2"),
+        (
+            8,
+            1,
+            Categorical(),
+            [0, *range(50, 57)],
+            r"1 outputs.* 57 classes; .*outputs=57.*task='regression'",
+        ),
+    ],
+)
+def test_model_and_data_must_fit(
+    clients: FederatedData, inputs: int, outputs: int, likelihood: Any, data: Any, words: str
+):
     """Outputs, inputs and likelihood are compared with the data before training starts."""
-    with pytest.raises(ValueError, match=r"5 outputs.* 3 classes"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=5)), clients, rounds=1)
-    with pytest.raises(ValueError, match=r"inputs .*\(8,\) \(mat1 .*inputs=clients\.inputs"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(9, outputs=3)), clients, rounds=1)
-    with pytest.raises(ValueError, match="Gaussian is for regression"):
-        bf.simulate(bf.algorithms.fedavg(model, likelihood=Gaussian()), clients, rounds=1)
-    with pytest.raises(ValueError, match=r"Categorical .*classification.*regression"):
-        bf.simulate(
-            bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1)),
-            bf.data.diabetes(clients=3),
-            rounds=1,
-        )
-    with pytest.raises(ValueError, match=r"Bernoulli .*two classes.* 3\b"):
-        bf.simulate(
-            bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()),
-            clients,
-            rounds=1,
-        )
-    with pytest.raises(ValueError, match=r"3 outputs.* 1 targets"):
-        bf.simulate(
-            bf.algorithms.fedavg(bf.models.mlp((10,), outputs=3), likelihood=Gaussian()),
-            bf.data.diabetes(clients=3),
-            rounds=1,
-        )
-    x, ids = torch.zeros(8, 8), [0] * 4 + [1] * 4
-    few = bf.data.from_arrays(x, [0] * 8, client_ids=ids)
-    with pytest.raises(ValueError, match=r"Bernoulli .*two classes.* 1;.*outputs=2"):
-        bf.simulate(
-            bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), few, rounds=1
-        )
-    ages = bf.data.from_arrays(x, [0, *range(50, 57)], client_ids=ids)
-    with pytest.raises(
-        ValueError, match=r"1 outputs.* 57 classes; .*outputs=57.*task='regression'"
-    ):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1)), ages, rounds=1)
+    made = bf.algorithms.fedavg(bf.models.mlp(inputs, outputs=outputs), likelihood=likelihood)
+    if data == "diabetes":
+        data = bf.data.diabetes(clients=3)
+    elif data is not None:
+        data = bf.data.from_arrays(ZEROS, data, client_ids=HALVES)
+    with pytest.raises(ValueError, match=words):
+        bf.simulate(made, data or clients, rounds=1)
+
+
+def test_data_that_cannot_be_measured(clients: FederatedData, model: nn.Module):
     bare = bf.data.FederatedData(
         splits={"train": clients.train},
         outputs=3,

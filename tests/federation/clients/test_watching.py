@@ -87,7 +87,6 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
         ({"split": "later"}, r"reads the split 'later', and the data have"),
         ({"groups": [["a"]]}, "groups must have the groups of 3 clients"),
         ({"groups": "sex"}, "the data are not of from_frame"),
-        ({"groups": {}}, "got a mapping"),
     ],
 )
 def test_audits_that_do_not_fit(options: dict[str, Any], words: str, served: Result):

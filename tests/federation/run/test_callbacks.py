@@ -357,11 +357,10 @@ def test_measures_of_ones_own_are_columns(parted: FederatedData, method):
 @pytest.mark.parametrize(
     ("measures", "error", "words"),
     [
-        ([print], TypeError, "measures"),
         ({"F2": lambda p, y: 0.0}, ValueError, "'F2'"),
         ({"f2": 3}, TypeError, "'f2'"),
         ({"nll": lambda p, y: 0.0}, ValueError, r"\['nll'\]"),
-        ({"f2": lambda p, y: "a"}, ValueError, "'f2'.*'a'"),
+        ({"f2": lambda p, y: "a"}, ValueError, "'a'"),
         ({"f2": lambda p, y: p.probs}, ValueError, "'f2'"),
     ],
 )
