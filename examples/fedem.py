@@ -38,6 +38,9 @@ from bayesfl.evaluation import report
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import SGD, multistep
 
+sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
+from command_line import one_experiment
+
 STEPS: dict[str, Any] = {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()}
 PLAIN = partial(SGD, weight_decay=5e-4)
 HEAVY = partial(PLAIN, momentum=0.9)
@@ -159,7 +162,7 @@ def compare(options: argparse.Namespace) -> None:
         ValueError: Arguments that don't work out.
         DivergenceError: Training left the finite numbers.
     """
-    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
+    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     clients = bf.data.linear_mixture(clients=options.clients, test=options.test, validation=0.2)
     true = np.array(clients.recipe["weights"])
     model = torch.nn.Linear(clients.inputs[0], 1)

@@ -36,6 +36,9 @@ from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
 from bayesfl.optim import SGD
 
+sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
+from command_line import one_experiment
+
 EPOCHS = 6  # one of the head and five of the body, or of both
 STEPS = partial(SGD, momentum=0.5, weight_decay=5e-4)
 Make = Callable[[torch.nn.Module, float, int], bf.Algorithm]
@@ -144,7 +147,7 @@ def compare(options: argparse.Namespace) -> None:
         ValueError: Arguments that don't work out.
         DivergenceError: Training left the finite numbers.
     """
-    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
+    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     rows: dict[str, dict[str, dict[str, list[float]]]] = {}
     blocks: dict[str, list[tuple[float, float, float]]] = {}
     for seed in options.seeds:

@@ -41,6 +41,9 @@ from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.optim import SGD
 
+sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
+from command_line import one_experiment, refuse_repeats
+
 DRAWS = 100
 BINS = 10  # the paper's
 ALPHA = 0.1
@@ -415,8 +418,8 @@ def compare(options: argparse.Namespace) -> None:
         FileNotFoundError: The data are not there.
         DivergenceError: Training left the finite numbers.
     """
-    report.refuse_repeats({name: getattr(options, name) for name in ("methods", "seeds")})
-    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
+    refuse_repeats({name: getattr(options, name) for name in ("methods", "seeds")})
+    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     given = {
         name: getattr(options, name)
         for name in ("rounds", "train", "test")

@@ -43,6 +43,9 @@ from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD, Adam
 
+sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
+from command_line import one_experiment, refuse_repeats
+
 EXPERIMENT = ("parts", "seeds", "smoke")
 COLUMNS = (
     report.Column("before_accuracy", title="before pooling", better="higher"),
@@ -411,8 +414,8 @@ def compare(options: argparse.Namespace) -> None:
         OSError: The data are not there.
         DivergenceError: Training left the finite numbers.
     """
-    report.refuse_repeats({name: getattr(options, name) for name in ("parts", "seeds")})
-    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
+    refuse_repeats({name: getattr(options, name) for name in ("parts", "seeds")})
+    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     sizes = SMOKE if options.smoke else SIZES
     tables: dict[str, dict[str, dict[str, list[float]]]] = {}
     text = []

@@ -49,6 +49,9 @@ from bayesfl.evaluation import report
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import Adam
 
+sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
+from command_line import one_experiment
+
 CASES = (0.1, 0.2, 0.3, 0.4, 0.5)
 COLOUR = "(colour alone)"
 SETS: dict[str, dict[str, Any]] = {
@@ -298,7 +301,7 @@ def compare(options: argparse.Namespace) -> None:
         ValueError: Arguments that don't work out.
         DivergenceError: Training left the finite numbers.
     """
-    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
+    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     clients = federation(
         options.data, options.seed, upright=options.upright, root=options.data_root
     )

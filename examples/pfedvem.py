@@ -25,6 +25,9 @@ from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.evaluation import report
 from bayesfl.optim import SGD
 
+sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
+from command_line import one_experiment, refuse_repeats
+
 DRAWS = 20
 
 
@@ -202,8 +205,8 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: A seed or method is given twice, or the folder holds another experiment's files.
     """
-    report.refuse_repeats({name: getattr(options, name) for name in ("algorithms", "seeds")})
-    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
+    refuse_repeats({name: getattr(options, name) for name in ("algorithms", "seeds")})
+    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
 
 
 def table(rows: dict[str, dict[str, list[float]]], style: Literal["text", "markdown"]) -> str:

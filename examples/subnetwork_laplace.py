@@ -37,6 +37,9 @@ from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.posteriors import Laplace, selection
 from bayesfl.posteriors.prior_precision import by_validation
 
+sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
+from command_line import one_experiment, refuse_repeats
+
 DRAWS = 200
 EXPERIMENT = ("dataset", "examples", "validation", "share", "precision", "seeds")
 NOTE = (
@@ -177,7 +180,7 @@ def compare(options: argparse.Namespace) -> None:
         ValueError: Arguments that don't work out.
         OSError: The data are not there.
     """
-    report.refuse_repeats({"seeds": options.seeds})
+    refuse_repeats({"seeds": options.seeds})
     if not 0 < options.share <= 1:
         raise ValueError(f"--share is of the weights and must lie in (0, 1], got {options.share}")
     if not 0 < options.precision < float("inf"):
@@ -190,7 +193,7 @@ def compare(options: argparse.Namespace) -> None:
             f"--dataset must have classes of images, {options.dataset} has not; take digits, mnist "
             "or fashion-mnist"
         )
-    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
+    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     runs = [run(options, seed) for seed in options.seeds]
     rows = {
         name: {key: [r[name][0][key] for r in runs] for key in runs[0][name][0]} for name in runs[0]

@@ -35,25 +35,6 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
-def probability(name: str, value: Any, of: str) -> float:
-    """Return `value` as a float within (0, 1).
-
-    Args:
-        name: Name of the argument.
-        value: Its value.
-        of: What it is the probability of, for the message.
-
-    Raises:
-        ValueError: `value` is no number within (0, 1).
-    """
-    if not 0 < number(name, value) < 1:
-        percent = f"; {value:g}% is {value / 100:g}" if 1 < value < 100 else ""
-        raise ValueError(
-            f"{name} is the probability {of} and must lie in (0, 1), got {value}{percent}"
-        )
-    return float(value)
-
-
 def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
     """Check that `value` is an instance of `wanted`.
 

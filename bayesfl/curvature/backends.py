@@ -10,6 +10,7 @@ from torch.func import vjp, vmap
 
 from bayesfl.base.inputs import Inputs, at, call, call_at, each, named
 from bayesfl.base.layout import Layout
+from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature import layers
 from bayesfl.curvature.jacobians import PulledRows, Rows
@@ -39,7 +40,8 @@ class Backend(Protocol):
         ...
 
 
-def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
+@declared
+def choose(backend: Name, module: nn.Module, layout: Layout) -> Backend:
     """Return the backend of that name for a module, which is read and not changed.
 
     `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU
@@ -47,33 +49,22 @@ def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
     are not layers: compare it with `func` before use, as `Curvature` does.
 
     Raises:
-        ValueError: `name` is unknown, or the backend of that name does not support the model.
+        ValueError: The backend of that name does not support the model.
     """
-    if name not in ("auto", "layers", "func", "backpack"):
-        raise ValueError(f"backend must be 'auto', 'layers', 'func' or 'backpack', got {name!r}")
-    if name in ("auto", "layers"):
+    missing: list[str] = []
+    if backend in ("auto", "layers"):
         missing = layers.unsupported(module)
         if not missing:
             return layers.Layers(module, layout)
-        if name == "layers":
-            raise ValueError(
-                f"the backend 'layers' has no closed form for {', '.join(missing)}; backend='func' "
-                "takes any architecture"
-            )
-    if name == "backpack" or (name == "auto" and _on_a_gpu(module)):
+    if backend == "backpack" or (backend == "auto" and _on_a_gpu(module)):
         missing = backpack_unsupported(module)
         if not missing:
             try:
                 return BackPack(module, layout)
-            # BackPACK's converter can raise anything on a `forward` that it does not know
-            except Exception as error:
-                if name == "backpack":
-                    raise failed(module, error) from error
-        elif name == "backpack":
-            raise ValueError(
-                f"BackPACK does not support {', '.join(missing)}; backend='func' takes any "
-                "architecture"
-            )
+            except Exception as error:  # which its converter raises on an unknown `forward`
+                missing = [f"this {type(module).__name__} ({described(error)})"]
+    if backend in ("layers", "backpack"):
+        raise refusal(backend, ", ".join(missing))
     return Func(module, layout)
 
 
@@ -81,15 +72,18 @@ def _on_a_gpu(module: nn.Module) -> bool:
     return next(module.parameters()).is_cuda
 
 
-def failed(module: nn.Module, what: Exception | str) -> ValueError:
-    """Return the error which says why BackPACK does not support a module."""
-    if isinstance(what, Exception):
-        lines = str(what).strip().splitlines()
-        what = f"{type(what).__name__}: {lines[0][:100]}" if lines else type(what).__name__
+def refusal(backend: str, what: str) -> ValueError:
+    """Return the error which says what a backend, asked for by name, does not support."""
     return ValueError(
-        f"BackPACK does not support this {type(module).__name__} ({what}); backend='func' takes "
-        "any architecture"
+        f"backend {backend!r} does not support {what}; backend='func' takes any architecture and "
+        "any inputs"
     )
+
+
+def described(error: Exception) -> str:
+    """Return the type of an error and the first line that it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
 
 
 class Func:

@@ -5,8 +5,9 @@ as its 'x', as clients' data are. In an iterable, a batch may also be a tuple or
 with the inputs, as a DataLoader gives. In a batch, inputs are a tensor, with which a model is
 called as `model(x)`; a tuple or a list, `model(*x)`; or a mapping, `model(**x)`.
 
-So a whole data set of several inputs is `{"x": (tokens, mask)}` or `{"x": {"tokens": tokens,
-"mask": mask}}`, while `(x_1, x_2)` are two batches, as `x.split(100)` makes them.
+So a whole data set of several inputs is `{"x": (tokens, mask)}` or
+`{"x": {"tokens": tokens, "mask": mask}}`, while `(x_1, x_2)` are two batches, as `x.split(100)`
+makes them.
 """
 
 import os
@@ -16,27 +17,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import Inputs, count, each, named, structure
+from bayesfl.base.inputs import Inputs, count, each, named
 
 Data: TypeAlias = Tensor | Mapping[str, Any] | Iterable[Any]
 """Inputs [N, ...], a mapping with them as `x`, or an iterable of batches: of these, or of tuples
 that begin with inputs.
 """
 
-_BATCH = (
-    "a batch must be a tensor [N, ...], a tuple that begins with the inputs, or a mapping with 'x'"
-)
-
 
 def batches(x: Data, like: Tensor) -> Iterator[Inputs]:
     """Yield the batches' inputs [B, ...] on the device of `like`; empty ones are left out.
 
     Raises:
-        TypeError: `x` is neither inputs nor batches, or one of the batches has no inputs.
+        TypeError: The inputs of a batch hold something else than tensors.
         ValueError: Tensors of one batch have different numbers of rows.
     """
-    if not isinstance(x, Iterable):
-        raise TypeError(f"x must be a tensor [N, ...] or batches of them, got {type(x).__name__}")
     for batch in [x] if alone(x) else x:
         inputs = of_batch(batch)
         if count(inputs):
@@ -52,17 +47,13 @@ def of_batch(batch: Any) -> Inputs:
     """Return a batch's inputs.
 
     Raises:
-        TypeError: The batch has no inputs, or they hold something else than tensors.
+        TypeError: The inputs hold something else than tensors.
         ValueError: Their tensors have different numbers of rows.
     """
     if isinstance(batch, Mapping):
-        if "x" not in batch:
-            raise TypeError(
-                f"{_BATCH}, got {structure(batch)}; pass inputs that have names as {{'x': batch}}"
-            )
         batch = batch["x"]
     elif isinstance(batch, tuple | list):
-        batch = batch[0] if batch else None
+        batch = batch[0]
     inputs = _tensors(batch)
     (first, rows), *rest = ((name, len(t)) for name, t in named(inputs))
     for name, other in rest:
@@ -76,28 +67,9 @@ def of_batch(batch: Any) -> Inputs:
 
 def _tensors(x: Any) -> Inputs:
     """Return inputs as tuples and dicts of tensors; a DataLoader makes lists of tuples."""
-    if isinstance(x, Tensor) and x.dim():
-        return x
-    if isinstance(x, Mapping) and x:
+    if isinstance(x, Mapping):
         return {key: _tensors(part) for key, part in x.items()}
-    if isinstance(x, tuple | list) and x:
-        return tuple(_tensors(part) for part in x)
-    came = "a single number" if isinstance(x, Tensor) else type(x).__name__
-    raise TypeError(f"{_BATCH}, got {came}")
-
-
-def twice(x: Data) -> Data:
-    """Return the data, which must be readable more than once.
-
-    Raises:
-        TypeError: `x` is an iterator, which can be read only once.
-    """
-    if isinstance(x, Iterator):
-        raise TypeError(
-            "the data are read more than once: pass a tensor, a list of batches or a DataLoader, "
-            "not an iterator"
-        )
-    return x
+    return tuple(map(_tensors, x)) if isinstance(x, tuple | list) else x
 
 
 def available(like: Tensor) -> int:

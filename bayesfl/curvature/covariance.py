@@ -59,7 +59,8 @@ class Covariance:
             MemoryError: R takes more bytes than `limit`; the message says how many.
         """
         curved, order = int(inverse.curved.sum()), inverse.order
-        if (needed := 8 * curved * order) > limit:
+        needed = 8 * curved * order
+        if needed > limit:
             raise MemoryError(
                 f"its covariance, a factor of {curved} x {order} numbers, takes {needed} bytes, "
                 f"more than {limit}"
@@ -98,10 +99,8 @@ class Covariance:
         """Return the covariance with these `tensors`, for the same model at the same weights.
 
         Raises:
-            ValueError: A tensor is missing, or they do not fit each other or the model.
+            ValueError: They do not fit each other or the model.
         """
-        if missing := sorted({"variance", "root", "sign", "curved"} - tensors.keys()):
-            raise ValueError(f"the covariance has no {missing}")
         found = {name: t.to(curvature.device) for name, t in tensors.items()}
         variance, root, curved, indices = (
             found["variance"],

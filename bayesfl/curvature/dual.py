@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import at, count, join, named, unnamed
+from bayesfl.base.options import INVERTIBLE, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.curvature.batches import Data, require, twice
+from bayesfl.curvature.batches import Data, require
 from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import Rows
 
@@ -217,6 +218,7 @@ def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
     )
 
 
+@declared
 def invert(
     curvature: Curvature,
     x: Data,
@@ -245,14 +247,11 @@ def invert(
         weight: Factor of each example's curvature, [N]; None for 1.
 
     Raises:
-        ValueError: `precision` is not positive and finite; `indices`, `form` or `weight` is not
-            valid; the curvature is not finite; or there are no data.
+        ValueError: `precision` is not positive and finite; `indices` or `weight` is not valid; the
+            curvature is not finite; or there are no data.
         MemoryError: The factor needs more bytes than may be used; the message says how many.
         torch.linalg.LinAlgError: M has no Cholesky factor, even with jitter.
     """
-    if form not in ("auto", "primal", "dual"):
-        raise ValueError(f"form must be 'auto', 'primal' or 'dual', got {form!r}")
-    x = twice(x)
     precision = curvature.vector(precision)
     if diagonal is None:
         diagonal = curvature.diagonal(x, weight=weight)
@@ -338,16 +337,12 @@ def check_precision(precision: Tensor) -> None:
     Raises:
         ValueError: An entry lies outside 1e-30 to 1e30.
     """
-    for fits, what in (
-        ((precision > 0) & precision.isfinite(), "> 0 and finite"),
-        ((precision >= 1e-30) & (precision <= 1e30), "between 1e-30 and 1e30"),
-    ):
-        bad = precision[~fits]
-        if len(bad):
-            raise ValueError(
-                f"a prior precision must be {what}, got {float(bad[0])} ({len(bad)} of "
-                f"{len(precision)})"
-            )
+    bad = precision[~((precision >= INVERTIBLE.low) & (precision <= INVERTIBLE.high))]
+    if len(bad):
+        raise ValueError(
+            f"a prior precision must be > 0 and {INVERTIBLE}, got {float(bad[0])} ({len(bad)} of "
+            f"{len(precision)})"
+        )
 
 
 def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
@@ -429,13 +424,9 @@ def cholesky(matrix: Tensor) -> Tensor:
         torch.linalg.LinAlgError: The factorisation fails even with a jitter of 1e-6 of the mean
             diagonal, or an entry is not finite.
     """
-    if not matrix.sum().isfinite():
-        raise torch.linalg.LinAlgError(
-            "the posterior precision is not finite; look at the prior precision and the scale of "
-            "the inputs"
-        )
     mean = float(matrix.diagonal().mean()) if len(matrix) else 0.0
-    for jitter in (0.0, 1e-10, 1e-8, 1e-6):
+    tried = (0.0, 1e-10, 1e-8, 1e-6) if matrix.sum().isfinite() else ()
+    for jitter in tried:
         if jitter:
             matrix = matrix + jitter * mean * torch.eye(
                 len(matrix), dtype=matrix.dtype, device=matrix.device
@@ -444,7 +435,7 @@ def cholesky(matrix: Tensor) -> Tensor:
         if not info.any():
             return factor
     raise torch.linalg.LinAlgError(
-        f"the posterior precision, of order {len(matrix)}, has no Cholesky factor even with 1e-6 "
-        f"of its mean diagonal {mean:.3g} added; "
-        "a larger prior precision, or inputs of a smaller scale, help"
+        f"the posterior precision, of order {len(matrix)}, is not finite, or has no Cholesky "
+        f"factor even with 1e-6 of its mean diagonal {mean:.3g} added; a larger prior precision, "
+        "or inputs of a smaller scale, help"
     )

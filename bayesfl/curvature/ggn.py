@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import instance, whole
 from bayesfl.base.inputs import Inputs, count, in_rows, shape_of, structure
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood
-from bayesfl.curvature.backends import Backend, BackPack, Func, Name, choose, failed
+from bayesfl.curvature.backends import Backend, BackPack, Func, Name, choose, described, refusal
 from bayesfl.curvature.batches import Data, available, batches, require
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
@@ -53,10 +52,10 @@ class Curvature:
             time.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, or `pattern` is neither text nor a layout.
+        TypeError: `pattern` is neither text nor a layout.
         ValueError: No parameter fits `pattern`; the backend does not support a layer; batch norm or
-            dropout is in training mode, or batch norm tracks no statistics; or `memory` is no
-            number of bytes.
+            dropout is in training mode, or batch norm tracks no statistics; or the likelihood is a
+            training loss alone.
     """
 
     def __init__(
@@ -68,14 +67,6 @@ class Curvature:
         backend: Name = "auto",
         memory: int | None = None,
     ) -> None:
-        instance(
-            "model",
-            model,
-            nn.Module,
-            "pass a trained nn.Module from inputs [N, ...] to outputs [N, O]",
-        )
-        if memory is not None:
-            whole("memory, in bytes,", memory, least=0)
         _check_modes(model)
         self.likelihood = Categorical() if likelihood is None else likelihood
         if isinstance(self.likelihood, Categorical) and not self.likelihood.plain:
@@ -254,7 +245,10 @@ class Curvature:
                 size = max(1, BLOCK // (8 * (alone + outputs * (each + extra))))
             yield from in_rows(batch, size)
         if seen is None:
-            raise ValueError("there are no data: at least one example is needed")
+            raise ValueError(
+                "there are no data: at least one example is needed, and an iterator is empty once "
+                "it was read; pass a tensor, a list of batches or a DataLoader"
+            )
 
     def weighed(
         self, x: Data, weight: Tensor | None, *, extra: int = 0
@@ -298,39 +292,31 @@ class Curvature:
             ValueError: A backend was asked for by name and does not take such inputs; or BackPACK
                 was, and fails or gives another diagonal.
         """
-        if not isinstance(x, Tensor):
-            if self._asked not in ("auto", "func"):
-                raise ValueError(
-                    f"the backend {self.backend!r} takes inputs of one tensor, got {structure(x)}; "
-                    "backend='func' takes any"
-                )
-            if self.backend != "func":
-                self.engine, self._proven = Func(self.module, self.layout), True
-        elif not self._proven:
-            self._compare(x)
+        if isinstance(x, Tensor):
+            if not self._proven:
+                self._compare(x)
+        elif self._asked in ("layers", "backpack"):
+            raise refusal(self._asked, f"inputs of several tensors, {structure(x)}")
+        elif self.backend != "func":
+            self.engine, self._proven = Func(self.module, self.layout), True
 
     def _compare(self, x: Tensor) -> None:
         """Compare BackPACK with torch.func, see `prove`."""
         backpack, func, x = self.engine, Func(self.module, self.layout), x[:2]
         assert isinstance(backpack, BackPack)
-        self.engine = func
-        want, what = (
-            self.linearise(x)[1].squares(),
-            None,
-        )  # outputs that are not finite are refused here
+        self.engine, what = func, None
+        want = self.linearise(x)[1].squares()  # outputs that are not finite are refused here
         try:
             self.engine = backpack
             own = backpack.diagonal(x, self.likelihood)
             for found in (self.linearise(x)[1].squares(), want if own is None else own):
                 what = what or self._differs(found.double(), want)
-        except (
-            Exception
-        ) as error:  # BackPACK can raise anything on a `forward` that it does not know
-            what = error
+        except Exception as error:  # which BackPACK raises on a `forward` that it does not know
+            what = described(error)
         if what is None:
             self._proven = True
         elif self._asked == "backpack":
-            raise failed(self.module, what) from (what if isinstance(what, Exception) else None)
+            raise refusal("backpack", f"this {type(self.module).__name__} ({what})")
         else:
             self.engine, self._proven = func, True
 
@@ -404,17 +390,9 @@ class Curvature:
         for messages.
 
         Raises:
-            ValueError: `value` has another shape, or is no number.
+            ValueError: `value` has another shape.
         """
-        try:
-            if torch.as_tensor(value).dtype == torch.bool:
-                raise TypeError("a truth value")
-            vector = torch.as_tensor(value, dtype=torch.float64, device=self.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{name}: one number or one for each of the {self.size} weights is needed, got "
-                f"{value!r}"
-            ) from error
+        vector = torch.as_tensor(value, dtype=torch.float64, device=self.device)
         if vector.dim() == 0:
             vector = vector.expand(self.size)
         if vector.shape != (self.size,):
@@ -431,35 +409,18 @@ class Curvature:
             ValueError: `indices` is not a vector of integers, is empty, or has an entry that is out
                 of range or given twice.
         """
-        try:
-            indices = torch.as_tensor(indices, device=self.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"indices must be a vector of integers, got {indices!r}") from error
-        if not indices.numel():
-            raise ValueError("indices are empty: a subnetwork has at least one weight")
-        if indices.dim() != 1 or indices.dtype not in (
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.uint8,
-        ):
+        indices = torch.as_tensor(indices, device=self.device)
+        integers = indices.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+        if indices.dim() != 1 or not len(indices) or not integers:
             raise ValueError(
-                f"indices must be a vector of integers, got {indices.dtype} of shape "
-                f"{tuple(indices.shape)}"
+                "indices must be a vector of one integer or more, got "
+                f"{indices.dtype} of shape {tuple(indices.shape)}"
             )
-        if len(indices) > self.size:
+        least, most, different = int(indices.min()), int(indices.max()), len(indices.unique())
+        if least < 0 or most >= self.size or different < len(indices):
             raise ValueError(
-                f"a subnetwork of {len(indices)} weights is larger than the {self.size} weights "
-                "that are covered"
-            )
-        if not (0 <= int(indices.min()) and int(indices.max()) < self.size):
-            raise ValueError(
-                f"indices must lie in 0 to {self.size - 1}, got {int(indices.min())} to "
-                f"{int(indices.max())}"
-            )
-        if len(indices.unique()) < len(indices):
-            raise ValueError(
-                f"each index may stand once; {len(indices) - len(indices.unique())} stand again"
+                f"indices must lie in 0 to {self.size - 1}, each once, got {len(indices)} from "
+                f"{least} to {most}, {different} of them different"
             )
         return indices.long()
 
@@ -491,32 +452,27 @@ def check_outputs(likelihood: Likelihood, count: int) -> None:
     Raises:
         ValueError: The likelihood needs another number of outputs.
     """
-    if isinstance(likelihood, Categorical) and count < 2:
+    one = isinstance(likelihood, Bernoulli)
+    if isinstance(likelihood, Bernoulli | Categorical) and (count == 1) != one:
         raise ValueError(
-            "likelihood Categorical() needs two outputs or more, the model has 1: pass "
-            "likelihood=Bernoulli() for one logit"
-        )
-    if isinstance(likelihood, Bernoulli) and count != 1:
-        raise ValueError(
-            f"likelihood Bernoulli() takes one output, the model has {count}: pass "
-            "likelihood=Categorical()"
+            f"likelihood {type(likelihood).__name__}() takes {'one output' if one else 'several'}, "
+            f"the model has {count}: pass likelihood={'Categorical' if one else 'Bernoulli'}()"
         )
 
 
 def _check_modes(model: nn.Module) -> None:
+    """Check that no layer ties examples together or draws.
+
+    Raises:
+        ValueError: Batch norm or dropout is in training mode, or batch norm tracks no statistics.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
-            module.training or module.running_mean is None
-        ):
-            what, remedy = (
-                ("in training mode", "call model.eval()")
-                if module.training
-                else ("that tracks no statistics", "let it track them")
-            )
+        norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        alone = not norm or module.running_mean is not None
+        if not alone or ((norm or dropout) and module.training):
             raise ValueError(
-                f"batch norm {name!r} {what} ties examples together: {remedy}, or use group norm"
-            )
-        if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise ValueError(
-                f"dropout {name!r} in training mode makes the outputs random: call model.eval()"
+                f"{type(module).__name__} {name!r} makes outputs depend on chance, or on other "
+                "examples of a batch: call model.eval(), and let batch norm track its statistics "
+                "or take group norm"
             )

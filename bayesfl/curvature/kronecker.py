@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from bayesfl.base.inputs import structure
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.torchvision import torchvision
-from bayesfl.curvature.batches import Data, require, twice
+from bayesfl.curvature.batches import Data, require
 from bayesfl.curvature.dual import NO_CURVATURE, check_precision
 from bayesfl.curvature.factors import BLOCK, Outer
 from bayesfl.curvature.ggn import Curvature
@@ -246,7 +246,6 @@ def invert(curvature: Curvature, x: Data, precision: Tensor, *, diagonal: Tensor
         ValueError: A covered parameter belongs to another kind of layer; a layer is covered in part
             or not used exactly once; `precision` is not positive and finite, or not constant within
             a weight or bias; the inputs are no single tensor; or there are no data.
-        TypeError: The data can be read only once.
         MemoryError: The factors need more bytes than may be used; the message says how many.
     """
     _check_prior(curvature, precision)
@@ -263,7 +262,7 @@ def invert(curvature: Curvature, x: Data, precision: Tensor, *, diagonal: Tensor
         torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device),
     )
     for slots, (outer, inner) in zip(
-        layers.values(), _factors(curvature, list(layers), twice(x)), strict=True
+        layers.values(), _factors(curvature, list(layers), x), strict=True
     ):
         b, left = torch.linalg.eigh(outer)
         a, right = torch.linalg.eigh(inner)
@@ -307,15 +306,12 @@ def _layers(curvature: Curvature) -> dict[str, Tensor]:
         ):
             unknown.append(f"{type(layer).__name__} {name!r}")
         elif inside and len(inside) < len(own):
-            raise ValueError(
-                f"structure 'kfac' covers whole layers, not {inside} of {own}: widen pattern=, or "
-                f"{_OTHERS}"
-            )
+            unknown.append(f"{inside} of {own} alone")
         elif inside:
             found[name] = torch.cat([places[key].reshape(len(places[key]), -1) for key in own], 1)
     if unknown:
         raise ValueError(
-            "structure 'kfac' knows linear layers and convolutions padded with zeros, not "
+            "structure 'kfac' knows whole linear layers and convolutions padded with zeros, not "
             f"{', '.join(unknown)}: cover others by pattern=, such as 'head.*', or {_OTHERS}"
         )
     return found

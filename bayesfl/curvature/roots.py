@@ -14,30 +14,17 @@ def check_known(likelihood: Likelihood) -> None:
     Raises:
         TypeError: It is another one, or a subclass with a distribution of its own.
     """
-    for kind in (Categorical, Bernoulli, Gaussian):
-        if isinstance(likelihood, kind):
-            if changed := [
-                name
-                for name in ("nll", "predictive")
-                if getattr(type(likelihood), name) is not getattr(kind, name)
-            ]:
-                raise TypeError(
-                    f"the curvature of {type(likelihood).__name__}, which overrides {changed} of "
-                    f"{kind.__name__}, is not known; take {kind.__name__} itself, or predictions "
-                    "without a Laplace approximation"
-                )
-            if isinstance(likelihood, Gaussian) and likelihood.floor is not None:
-                raise TypeError(
-                    f"the curvature of {likelihood}, in a scale that is learned, is not known; "
-                    "take a number as the scale, or predictions "
-                    "without a Laplace approximation"
-                )
-            return
-    raise TypeError(
-        f"the curvature of {type(likelihood).__name__} is not known; there are Categorical, "
-        "Bernoulli and Gaussian, and predictions "
-        "without a Laplace approximation"
+    known = (kind for kind in (Categorical, Bernoulli, Gaussian) if isinstance(likelihood, kind))
+    kind, mine = next(known, None), type(likelihood)
+    own = kind is None or any(
+        getattr(mine, name) is not getattr(kind, name) for name in ("nll", "predictive")
     )
+    if own or (isinstance(likelihood, Gaussian) and likelihood.floor is not None):
+        raise TypeError(
+            f"the curvature of {mine.__name__} is not known; there are Categorical, Bernoulli and "
+            "Gaussian, of a scale that is a number and with the nll and the predictive that they "
+            "have: take one of these, or predictions without a Laplace approximation"
+        )
 
 
 def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:

@@ -24,12 +24,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 
-from bayesfl.base.checks import number, probability
+from bayesfl.base.checks import number
 from bayesfl.base.files import atomic_path, atomic_write
+from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.random import Purpose, generator
 
 Watched: TypeAlias = Literal["labels", "epistemic"]
@@ -94,19 +95,19 @@ class Alarm:
         ValueError: `alpha` or `delta` is out of range, or the reference is empty or not finite.
     """
 
+    @declared
     def __init__(
         self,
         reference: Any,
         *,
-        alpha: float = 0.1,
-        delta: float = 0.05,
+        alpha: Annotated[float, PROBABILITY] = 0.1,
+        delta: Annotated[float, PROBABILITY] = 0.05,
         seed: int = 0,
         client: int = 0,
         round: int = 0,
         of: tuple[str, str] | None = None,
     ) -> None:
-        self.alpha = probability("alpha", alpha, "that a set misses the truth")
-        self.delta = probability("delta", delta, "of a false alarm")
+        self.alpha, self.delta = alpha, delta
         self._address = {"seed": seed, "client": client, "round": round}
         self._sorted = np.sort(_scores("reference", reference))
         if not len(self._sorted):
@@ -264,47 +265,27 @@ class Alarm:
         """Read an alarm that `save` wrote.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            ValueError: It is no alarm, or damaged.
+            ValueError: It is of another version, or its parts do not fit each other.
         """
-        try:
-            if Path(path).read_bytes()[:2] != b"PK":
-                raise ValueError("it is no file of arrays")
-            with np.load(path, allow_pickle=False) as file:
-                found = {name: file[name] for name in file.files}
-            if int(found["version"]) != _VERSION:
-                raise ValueError(f"it is of version {int(found['version'])}")
-            address: dict[str, Any] = {
-                name: int(found[name]) for name in ("seed", "client", "round")
-            }
-            made = cls(
-                found["sorted"], alpha=float(found["alpha"]), delta=float(found["delta"]), **address
-            )
-            made.of = (str(found["of"][0]), str(found["of"][1])) if len(found["of"]) else None
-            made._wealth, seen = found["wealth"], found["seen"]
-            if (
-                made._wealth.shape != (len(STAKES) + len(POWERS),)
-                or seen.ndim != 2
-                or len(seen) != 3
-                or seen.dtype != np.float64
-            ):
-                raise ValueError("its parts do not fit each other")
-            if np.isnan(made._wealth).any() or np.isnan(seen).any():
-                raise ValueError("it holds NaN")
-            reached = np.flatnonzero(seen[2] >= 1 / made.delta)
-            made._seen, made._rows, made._first = (
-                [seen],
-                seen.shape[1],
-                int(reached[0]) + 1 if len(reached) else None,
-            )
-            made._last = float(seen[2, -1]) if seen.shape[1] else 1.0
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # bytes of any kind may raise anything
+        with np.load(path, allow_pickle=False) as file:
+            found = dict(file)
+        _of_this_version(path, int(found["version"]))
+        address: dict[str, Any] = {name: int(found[name]) for name in ("seed", "client", "round")}
+        made = cls(
+            found["sorted"], alpha=float(found["alpha"]), delta=float(found["delta"]), **address
+        )
+        made.of = (str(found["of"][0]), str(found["of"][1])) if len(found["of"]) else None
+        wealth, seen = found["wealth"], found["seen"]
+        fits = wealth.shape == made._wealth.shape and seen.ndim == 2 and len(seen) == 3
+        if not fits or np.isnan(wealth).any() or np.isnan(seen).any():
             raise ValueError(
-                f"{os.fspath(path)!r} is no alarm that this version can read: "
-                f"{type(error).__name__}, {error}"
-            ) from error
+                f"{os.fspath(path)!r} is no alarm: wealth {list(wealth.shape)} and rows "
+                f"{list(seen.shape)} do not fit each other, or hold NaN"
+            )
+        reached = np.flatnonzero(seen[2] >= 1 / made.delta)
+        made._wealth, made._seen, made._rows = wealth, [seen], seen.shape[1]
+        made._first = int(reached[0]) + 1 if len(reached) else None
+        made._last = float(seen[2, -1]) if seen.shape[1] else 1.0
         return made
 
 
@@ -325,8 +306,11 @@ class Merged:
         ValueError: There is no client, or two have one name, or `delta` is out of range.
     """
 
-    def __init__(self, clients: Sequence[str], *, delta: float = 0.05) -> None:
-        self.delta = probability("delta", delta, "of a false alarm")
+    @declared
+    def __init__(
+        self, clients: Sequence[str], *, delta: Annotated[float, PROBABILITY] = 0.05
+    ) -> None:
+        self.delta = delta
         self._last = dict.fromkeys(clients, 1.0)
         if isinstance(clients, str) or not self._last or len(self._last) < len(clients):
             raise ValueError(f"clients must be one name or more, each once, got {clients!r}")
@@ -359,26 +343,14 @@ class Merged:
         Raises:
             ValueError: A client is unknown, or a number is negative or NaN.
         """
-        if other := [name for name in evidence if name not in self._last]:
-            raise ValueError(
-                f"{other[0]!r} is none of the clients {list(self._last)}, which are fixed "
-                "beforehand"
-            )
-        if wrong := [name for name, value in evidence.items() if isinstance(value, Alarm)]:
-            raise ValueError(
-                "evidence takes the number of each alarm, and has the alarm itself of "
-                f"{wrong[0]!r}: pass its .evidence"
-            )
-        if bad := [
-            name
-            for name, value in evidence.items()
-            if not number(f"the evidence of {name!r}", value) >= 0
-        ]:
-            raise ValueError(
-                f"the evidence of {bad[0]!r} must be >= 0, as Alarm.evidence is, got "
-                f"{evidence[bad[0]]}"
-            )
-        self._last |= {name: float(value) for name, value in evidence.items()}
+        found = {name: number(f"the evidence of {name!r}", one) for name, one in evidence.items()}
+        for name, value in found.items():
+            if name not in self._last or not value >= 0:
+                raise ValueError(
+                    "evidence must be a number >= 0, as Alarm.evidence is, of each of the clients "
+                    f"{list(self._last)}, which are fixed beforehand, got {value} of {name!r}"
+                )
+        self._last |= found
         self.history.append(self.evidence)
         return self
 
@@ -403,23 +375,21 @@ class Merged:
         """Read an alarm that `save` wrote.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            ValueError: It is no such alarm, or damaged.
+            ValueError: It is of another version.
         """
-        text = Path(path).read_bytes()
-        try:
-            found = json.loads(text)
-            if found["version"] != _VERSION:
-                raise ValueError(f"it is of version {found['version']}")
-            made = cls(list(found["last"]), delta=found["delta"])
-            made.see({name: number(name, value) for name, value in found["last"].items()})
-            made.history = [number("history", one) for one in found["history"]]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{os.fspath(path)!r} is no merged alarm that this version can read: "
-                f"{type(error).__name__}, {error}"
-            ) from error
+        found = json.loads(Path(path).read_bytes())
+        _of_this_version(path, found["version"])
+        made = cls(list(found["last"]), delta=found["delta"])
+        made.see(found["last"])
+        made.history = [number("history", one) for one in found["history"]]
         return made
+
+
+def _of_this_version(path: str | os.PathLike[str], version: Any) -> None:
+    if version != _VERSION:
+        raise ValueError(
+            f"{os.fspath(path)!r} is of version {version}, and this one reads {_VERSION}"
+        )
 
 
 def _scores(name: str, scores: Any) -> np.ndarray:
@@ -428,17 +398,10 @@ def _scores(name: str, scores: Any) -> np.ndarray:
     Raises:
         ValueError: They have more than one axis, or are not finite.
     """
-    try:
-        found = np.atleast_1d(np.asarray(scores, np.float64))
-    except (TypeError, ValueError) as error:
+    found = np.atleast_1d(np.asarray(scores, np.float64))
+    if found.ndim != 1 or not np.isfinite(found).all():
         raise ValueError(
-            f"{name} must be numbers, as model.scores(x, y) gives, got {type(scores).__name__}: "
-            f"{error}"
-        ) from None
-    if found.ndim != 1:
-        raise ValueError(f"{name} must be one number for each row, got shape {list(found.shape)}")
-    if not np.isfinite(found).all():
-        raise ValueError(
-            f"{name} must be finite; row {int(np.flatnonzero(~np.isfinite(found))[0])} is not"
+            f"{name} must be one finite number for each row, got shape {list(found.shape)}, and "
+            f"{int((~np.isfinite(found)).sum())} of them not finite"
         )
     return found

@@ -5,13 +5,13 @@ intervals.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import probability
+from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.tables.texts import in_order
@@ -388,7 +388,14 @@ class Counting:
         return Audit(self.by, self.units, rows.astype(np.int64), level, delta, risk=risk, **found)
 
 
-def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 0.05) -> Audit:
+@declared
+def audit(
+    mine: Mine,
+    outputs: Outputs,
+    *,
+    names: Sequence[str],
+    delta: Annotated[float, PROBABILITY] = 0.05,
+) -> Audit:
     """Audit predictions at hand by client; `Result.audit` does so for a federation, also by label
     or group.
 
@@ -397,11 +404,7 @@ def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 
         outputs: What is predicted.
         names: The clients' names, [J].
         delta: Probability with which any of a column's intervals may miss, in (0, 1).
-
-    Raises:
-        ValueError: `delta` is out of range.
     """
-    probability("delta", delta, "that an interval of a column misses")
     survey, mine, given = (
         Counting("client", tuple(names)),
         replace(mine, ids=np.arange(len(mine.ids))),
@@ -415,8 +418,13 @@ def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 
     )
 
 
+@declared
 def units(
-    data: FederatedData, split: str, rows: ClientData, by: str, groups: Groups | None
+    data: FederatedData,
+    split: str,
+    rows: ClientData,
+    by: Literal["client", "label"],
+    groups: Groups | None,
 ) -> Counting:
     """Return the survey that counts what an audit shows, with the units that its table has as rows.
 
@@ -428,24 +436,14 @@ def units(
         groups: Groups of the split's rows; None for none.
 
     Raises:
-        ValueError: `by` is something else, or `groups` does not fit.
+        ValueError: `groups` does not fit.
     """
-    if by not in ("client", "label"):
-        raise ValueError(
-            f"by must be 'client' or 'label', got {by!r}; of other groups pass groups="
-        )
     if groups is None and by == "label":
         return Counting("label", tuple(data.class_names or map(str, range(data.outputs))), split)
     if groups is None:
         return Counting("client", tuple(data.client_names), split)
     if by != "client":
         raise ValueError(f"by={by!r} and groups= both say what the rows of the table are; give one")
-    if isinstance(groups, Mapping):
-        raise ValueError(
-            "groups must be one list of groups for each client, in the order of "
-            "clients.client_names, a function of a client's inputs, or the name of a column of "
-            "from_frame; got a mapping"
-        )
     if isinstance(groups, str):
         groups = _by_column(data, groups)
     each = (
@@ -480,10 +478,8 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
 
     def values(x: Any) -> Any:
         found = columns.values(x, name)
-        if (
-            found.dtype != object
-            and len(different := np.unique(found[~np.isnan(found)])) > MOST_GROUPS
-        ):
+        different = [] if found.dtype == object else np.unique(found[~np.isnan(found)])
+        if len(different) > MOST_GROUPS:
             width = 10 ** math.floor(math.log10(np.ptp(different) / 2))
             raise ValueError(
                 f"the column {name!r} has {len(different)} values at one client, too many for "
@@ -514,13 +510,15 @@ def grouped(
             f"groups must have the groups of {len(counts)} clients, one list for each, got "
             f"{len(groups)}"
         )
-    texts = [_names(own, j) for j, own in enumerate(groups)]
-    for j, own in enumerate(texts):
-        if len(own) != counts[j]:
+    texts: list[list[str | None]] = []
+    for j, own in enumerate(groups):
+        values = np.asarray(own, dtype=object)
+        if values.shape != (counts[j],):
             raise ValueError(
                 f"groups of client {j} must name a group for each of its {counts[j]} rows, got "
-                f"{len(own)}"
+                f"{type(own).__name__} of shape {values.shape}"
             )
+        texts.append([_text_of(one) for one in values.tolist()])
     names = in_order({one for own in texts for one in own if one is not None})
     known = {name: place for place, name in enumerate(names)}
     places = torch.full((len(counts), int(counts.max(initial=0))), -1, dtype=torch.int64)
@@ -531,28 +529,14 @@ def grouped(
     return names, places
 
 
-def _names(own: Any, j: int) -> list[str | None]:
-    """Return the groups of a client's rows as text, whole numbers without a point; None for rows of
-    no group.
-
-    Raises:
-        ValueError: They are not one for each row.
-    """
-    values = np.asarray(own, dtype=object)
-    if values.ndim != 1:
-        raise ValueError(
-            f"groups of client {j} must be one group for each of its rows, got "
-            f"{type(own).__name__} of shape {values.shape}"
-        )
-
-    def text(one: Any) -> str | None:
-        if isinstance(one, Tensor | np.generic):
-            one = one.item()
-        if one is None or one != one:
-            return None
-        return str(int(one)) if isinstance(one, float) and one.is_integer() else str(one)
-
-    return [text(one) for one in values.tolist()]
+def _text_of(group: Any) -> str | None:
+    """Return a row's group as text, a whole number without a point; None for no group."""
+    if isinstance(group, Tensor | np.generic):
+        group = group.item()
+    if group is None or group != group:
+        return None
+    whole = isinstance(group, float) and group.is_integer()
+    return str(int(group)) if whole else str(group)
 
 
 def _there(counts: np.ndarray | None) -> np.ndarray:

@@ -55,17 +55,12 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
         draws.
 
     Raises:
-        ValueError: The predictions are of regression, or of several labels of an example.
+        ValueError: The predictions are of regression.
     """
     if predictions.probs is None:
         raise ValueError(
             "doubt and entropy need class probabilities, and these predictions are of regression; "
             "use their epistemic"
-        )
-    if predictions.probs.dim() > predictions.mask.dim() + 1:
-        raise ValueError(
-            "each example has several labels; pass predictions.places(), in which each label is an "
-            "example"
         )
     found = {"doubt": doubt(predictions.probs), "entropy": entropy(predictions.probs)}
     if bool(predictions.epistemic[predictions.mask].isnan().all()):
@@ -90,11 +85,6 @@ def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tenso
     )
     _check(labels=labels, mask=mask)
     _check(train_labels=train_labels, train_mask=train_mask)
-    if len(labels) != len(train_labels):
-        raise ValueError(
-            f"labels are of {len(labels)} clients and train_labels of {len(train_labels)}; they "
-            "must be the same"
-        )
     known = [
         torch.isin(y, seen[m]) for y, seen, m in zip(labels, train_labels, train_mask, strict=True)
     ]
@@ -405,18 +395,13 @@ def _selective(score: Tensor, right: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 def _check(**rows: Tensor) -> None:
     """Check that all have one entry for each row, and that the last is a mask."""
-    (first, values), *others = rows.items()
-    if values.dim() != 2:
+    shapes = {name: list(t.shape) for name, t in rows.items()}
+    if any(len(shape) != 2 or shape != next(iter(shapes.values())) for shape in shapes.values()):
         raise ValueError(
-            f"{first} must be [J, N], one number for each example; got shape {list(values.shape)}"
+            f"{', '.join(shapes)} must be [J, N], one number for each example; got {shapes}; of "
+            "several labels of each example take predictions.places()"
         )
-    for name, other in others:
-        if other.shape != values.shape:
-            raise ValueError(
-                f"{name} must have the shape of {first}, {list(values.shape)}; got "
-                f"{list(other.shape)}"
-            )
-    name, mask = others[-1]
+    name, mask = list(rows.items())[-1]
     if mask.dtype != torch.bool:
         raise ValueError(
             f"{name} must be bool, True where a row is an example; got {mask.dtype}, use "

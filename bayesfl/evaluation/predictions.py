@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance, warn
+from bayesfl.base.checks import warn
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE
 from bayesfl.data import ClientData
@@ -166,7 +166,6 @@ class Predictions:
             split: The split that was predicted.
 
         Raises:
-            TypeError: `split` is no `ClientData`.
             ValueError: The predictions are of another split, with other numbers of examples or
                 other labels, or of one client alone.
         """
@@ -185,7 +184,6 @@ class Predictions:
             split: The split that was predicted.
 
         Raises:
-            TypeError: `split` is no `ClientData`.
             ValueError: As by `summary`.
         """
         kind, given, options = self._measured(split)
@@ -284,47 +282,22 @@ class Predictions:
         """Return which measures apply, what they are computed of, and their options.
 
         Raises:
-            TypeError: `split` is no `ClientData`.
             ValueError: The predictions are not of this split.
         """
-        instance("split", split, ClientData, "pass the split that was predicted, as clients.test")
         labels, mask = (t.cpu() for t in split.padded_labels())
-        remedy = (
-            "pass the split that was predicted, as in "
-            "result.predict(clients.test).summary(clients.test)"
-        )
-        if self.mask.dim() != 2 or len(self.mask) != len(mask):
-            many = f"{len(self.mask)} clients" if self.mask.dim() == 2 else "one client alone"
+        if not self._is_of(labels, mask):
             raise ValueError(
-                f"split has {len(mask)} clients, the predictions are of {many}; {remedy}"
-            )
-        held = self.mask.any(1).cpu()  # predictions before aggregation are of the cohort alone
-        if (wrong := held & (self.mask.sum(1).cpu() != mask.sum(1))).any():
-            j = int(wrong.nonzero()[0, 0])
-            raise ValueError(
-                f"split has {int(mask[j].sum())} examples of client {j}, the predictions have "
-                f"{int(self.mask[j].sum())}; {remedy}"
+                f"split, of {len(mask)} clients and {int(mask.sum())} examples, is not the one "
+                f"that was predicted, of {int(self.mask.sum())} examples, or has other labels: "
+                "pass that, as in result.predict(clients.test).summary(clients.test)"
             )
         labels = labels[:, : self.mask.shape[1]]
-        if self.labels is not None:
-            own = self.labels[self.mask]
-            if own.shape != (given := labels[self.mask]).shape or not torch.equal(
-                own, given.to(own.dtype)
-            ):
-                raise ValueError(
-                    f"split has other labels than the one that was predicted; {remedy}"
-                )
         if self.probs is not None:
             return "classes", per_place(self.probs, labels.long(), self.mask), {}
         if self.variance is None and self.lower is not None:
-            likelihoods = (
+            level = self.level or (
                 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
             )
-            if (level := self.level or likelihoods) is None:
-                raise ValueError(
-                    f"likelihood {type(self.likelihood).__name__} predicts intervals and does not "
-                    "say of which probability; give it `level`"
-                )
             return (
                 "intervals",
                 (self.lower, _present(self.upper), labels, self.mask),
@@ -336,6 +309,20 @@ class Predictions:
             (_present(self.mean), _present(self.variance), labels, self.mask),
             {"distribution": kind},
         )
+
+    def _is_of(self, labels: Tensor, mask: Tensor) -> bool:
+        """Say whether a split of these labels and this mask was predicted, as far as clients,
+        numbers of examples and, where they are known, labels tell.
+        """
+        if self.mask.dim() != 2 or len(self.mask) != len(mask):
+            return False
+        held = self.mask.any(1).cpu()  # predictions before aggregation are of the cohort alone
+        if bool((held & (self.mask.sum(1).cpu() != mask.sum(1))).any()):
+            return False
+        if self.labels is None:
+            return True
+        own, given = self.labels[self.mask], labels[:, : self.mask.shape[1]][self.mask]
+        return own.shape == given.shape and torch.equal(own, given.to(own.dtype))
 
 
 _SUMMARIES: dict[str, Callable[..., dict[str, float]]] = {

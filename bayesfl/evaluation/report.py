@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.files import atomic_write
+from bayesfl.base.options import declared
 
 _BETTER: dict[str, Literal["higher", "lower"]] = {
     **dict.fromkeys(("accuracy", "accuracy_decile", "macro_f1", "auroc"), "higher"),
@@ -39,6 +40,7 @@ _ACRONYMS = ("auroc", "crps", "ece", "f1", "mce", "nll", "rmse")
 
 
 @dataclass(frozen=True)
+@declared
 class Column:
     """A column of a table: one quantity and the way it is shown.
 
@@ -50,9 +52,6 @@ class Column:
         digits: Number of decimals.
         better: Which values are best, `higher` or `lower`, so that the best is marked; None marks
             nothing.
-
-    Raises:
-        ValueError: `better` is none of these.
     """
 
     key: str
@@ -63,8 +62,6 @@ class Column:
     better: Literal["higher", "lower"] | None = None
 
     def __post_init__(self) -> None:
-        if self.better not in ("higher", "lower", None):
-            raise ValueError(f"better must be 'higher', 'lower' or None, got {self.better!r}")
         if self.title is None:
             object.__setattr__(self, "title", words(self.key))
 
@@ -105,6 +102,7 @@ def mean_and_error(values: Sequence[float] | np.ndarray | Tensor) -> tuple[float
     return mean, float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else math.nan
 
 
+@declared
 def table(
     rows: Mapping[str, Mapping[str, Sequence[float] | float]],
     *,
@@ -127,10 +125,8 @@ def table(
         the best.
 
     Raises:
-        ValueError: A column's key is in no row, or `style` is none of these.
+        ValueError: A column's key is in no row.
     """
-    if style not in ("text", "markdown"):
-        raise ValueError(f"style must be 'text' or 'markdown', got {style!r}")
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
     specs = [Column(c) if isinstance(c, str) else c for c in (keys if columns is None else columns)]
     unknown = [spec.key for spec in specs if spec.key not in keys]
@@ -227,53 +223,6 @@ def write_json(path: str | os.PathLike[str], obj: Any) -> None:
     atomic_write(
         path, json.dumps(_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     )
-
-
-def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds another experiment's files; an absent or empty folder is accepted,
-    and left as it is.
-
-    Args:
-        folder: The folder, in which `write_json` wrote `table.json` with the experiment's arguments
-            under `arguments`.
-        arguments: The arguments that define the experiment, by name, without those for files or the
-            number of threads.
-
-    Raises:
-        ValueError: The folder has files but no such table, or a table of other arguments; the
-            message names the first that differs.
-    """
-    folder = Path(folder)
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    remedy = "choose another --out, or delete the folder"
-    try:
-        there = json.loads((folder / "table.json").read_text())["arguments"]
-        there = {name: there[name] for name in arguments}
-    except (OSError, json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(
-            f"--out {folder} holds files that are not of this script: {remedy}"
-        ) from None
-    for name, mine in json.loads(json.dumps(_jsonable(arguments))).items():
-        if there[name] != mine:
-            raise ValueError(
-                f"--out {folder} holds a run with --{name} {there[name]}, now it is {mine}: "
-                f"{remedy}"
-            )
-
-
-def refuse_repeats(arguments: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse lists of a command line in which a value stands twice, and would count twice in means.
-
-    Args:
-        arguments: The lists by the name of their argument.
-
-    Raises:
-        ValueError: A list repeats a value.
-    """
-    for name, values in arguments.items():
-        if len(set(values)) < len(values):
-            raise ValueError(f"--{name} must name each once, got {' '.join(map(str, values))}")
 
 
 def environment() -> dict[str, Any]:

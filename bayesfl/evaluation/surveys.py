@@ -90,6 +90,20 @@ class Mine:
         logs = probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log()
         return torch.where(inside, logs.log_softmax(-1), 0.0)
 
+    @property
+    def labels(self) -> Tensor:
+        """Return the labels [J, N] or targets [J, N, ...] on the CPU.
+
+        Raises:
+            ValueError: They are not known.
+        """
+        if self.predictions.labels is None:
+            raise ValueError(
+                "the labels of these predictions are not known; predict a split of the federation, "
+                "as result.predict(...) does"
+            )
+        return self.predictions.labels.cpu()
+
     @cached_property
     def labelled(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [J, N, O], labels [J, N] and the mask of examples, each place with a label
@@ -100,13 +114,8 @@ class Mine:
                 by `logits`.
         """
         self.refuse_broken(self.logits)
-        if self.predictions.labels is None:
-            raise ValueError(
-                "the labels of these predictions are not known; predict a split of the federation, "
-                "as result.predict(...) does"
-            )
         logits, labels, mask = per_place(
-            self.logits, self.predictions.labels.cpu().long(), self.predictions.mask.cpu()
+            self.logits, self.labels.long(), self.predictions.mask.cpu()
         )
         return torch.where(mask.unsqueeze(-1), logits, 0.0), labels.masked_fill(~mask, 0), mask
 
@@ -212,17 +221,11 @@ def conduct(survey: Survey, put: Put, outputs: Outputs) -> Tensors:
     """
     told = survey.start(outputs)
     for _ in range(QUESTIONS):
-        if not (shapes := survey.shapes(told)):
+        shapes = survey.shapes(told)
+        if not shapes:
             return told
-        found: Any = survey.solve(
-            told, checked(put(told, shapes), shapes, "the sum of the answers")
-        )
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(
-                f"solve of {type(survey).__name__} must return what is told and whether that is "
-                f"the end, got {found!r}"
-            )
-        told, done = found
+        total = checked(put(told, shapes), shapes, "the sum of the answers")
+        told, done = survey.solve(told, total)
         if done:
             return told
     raise RuntimeError(
@@ -244,11 +247,6 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
         ValueError: Names or shapes are others than were declared, or a number is not finite, or a
             count is negative.
     """
-    if not isinstance(answer, Mapping):
-        raise ValueError(
-            f"{whose} is {answer!r}, and the survey declares tensors by name, {sorted(shapes)}; "
-            "look at its ask"
-        )
     if answer.keys() != dict(shapes).keys():
         raise ValueError(
             f"{whose} holds {sorted(answer)}, and the survey declares {sorted(shapes)}"

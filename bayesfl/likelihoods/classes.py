@@ -3,7 +3,7 @@ an order.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -47,17 +47,12 @@ def _one_label(likelihood: object, targets: Targets, least: int, most: float = m
             f"labels {list(targets.shape)} of each; take "
             "Tokens() for a class at each place, or MultiLabel() for labels that are 0 or 1"
         )
-    if targets.count > most:
+    if not least <= targets.count <= most:
+        wanted = "two classes" if most == 2 else "two classes or more"
         raise ValueError(
-            f"likelihood {type(likelihood).__name__} is for two classes, the data have "
-            f"{targets.count}; use Categorical()"
-        )
-    if targets.count < least:
-        few = "two classes" if most == 2 else "two classes or more"
-        raise ValueError(
-            f"likelihood {type(likelihood).__name__} is for {few}, the data have {targets.count}; "
-            "if class 1 does not occur in them, make "
-            "them with outputs=2"
+            f"likelihood {type(likelihood).__name__} is for {wanted}, the data have "
+            f"{targets.count}; use Categorical() for more, or make the data with outputs=2 if "
+            "class 1 does not occur in them"
         )
 
 
@@ -90,22 +85,16 @@ class Categorical:
     task = "classification"
 
     def __post_init__(self) -> None:
-        if self.weights is not None:
-            weights = listed(self.weights)
-            if not isinstance(weights, Iterable) or isinstance(weights, str | Mapping):
-                raise ValueError(
-                    f"weights must be one number for each class, as (1.0, 2.0), got {weights!r}"
-                )
-            object.__setattr__(self, "weights", tuple(number("weights", w) for w in weights))
-            if (
-                not self.weights
-                or not all(0 <= w < math.inf for w in self.weights)
-                or not any(self.weights)
-            ):
-                raise ValueError(
-                    "weights must be numbers >= 0, one for each class and not all 0, got "
-                    f"{self.weights}"
-                )
+        if self.weights is None:
+            return
+        given = listed(self.weights)
+        weights = tuple(number("weights", one) for one in given)
+        in_range = all(0 <= one < math.inf for one in weights)
+        if isinstance(given, Mapping) or not any(weights) or not in_range:
+            raise ValueError(
+                f"weights must be numbers >= 0, one for each class and not all 0, got {given}"
+            )
+        object.__setattr__(self, "weights", weights)
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (O,), one output for each class.

@@ -4,8 +4,7 @@ quantiles.
 
 import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,21 @@ def _rows(y: Tensor, outputs: Tensor) -> Tensor:
     means `outputs` [..., B, O].
     """
     return y.unsqueeze(-1) if y.dim() < outputs.dim() and outputs.shape[-1] == 1 else y
+
+
+def _deviation(name: str, value: Any) -> float:
+    """Return a standard deviation as a float.
+
+    Raises:
+        ValueError: It is no number, or not > 0 and finite.
+    """
+    found = number(name, value)
+    if not 0 < found < math.inf:
+        raise ValueError(
+            f"{name} is one standard deviation for all targets and must be > 0 and finite, got "
+            f"{value}"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -57,38 +71,20 @@ class Gaussian:
     def __post_init__(self) -> None:
         scale = listed(self.scale)
         if scale == "learned":
-            floor = 0.2 if self.floor is None else number("floor", self.floor)
-            if not 0 < floor < math.inf:
-                raise ValueError(
-                    f"floor is a standard deviation and must be > 0 and finite, got {floor}"
-                )
-            object.__setattr__(self, "floor", floor)
+            floor = 0.2 if self.floor is None else self.floor
+            object.__setattr__(self, "floor", _deviation("floor", floor))
             return
         if self.floor is not None:
             raise ValueError(
                 f"floor is for scale='learned', got floor={self.floor} beside scale={scale!r}; "
                 "leave it out"
             )
-        if isinstance(scale, bool) or not isinstance(scale, Real):
-            raise ValueError(
-                "scale is one standard deviation for all targets, a number, or 'learned', got "
-                f"{scale!r}; standardise targets that differ"
-            )
-        if not 0 < float(scale) < math.inf:
-            raise ValueError(
-                f"scale is a standard deviation and must be > 0 and finite, got {scale}"
-            )
-        object.__setattr__(self, "scale", float(scale))
+        object.__setattr__(self, "scale", _deviation("scale", scale))
 
     @property
     def known(self) -> float:
-        """Return the known standard deviation.
-
-        Raises:
-            ValueError: It is learned.
-        """
-        if not isinstance(self.scale, float):
-            raise ValueError(f"{self} has no known scale; take Gaussian(scale=0.5), say")
+        """Return the known standard deviation."""
+        assert isinstance(self.scale, float)  # which who asks has made sure of
         return self.scale
 
     def width(self, targets: Targets) -> tuple[int, ...]:

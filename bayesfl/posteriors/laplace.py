@@ -29,10 +29,10 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import instance
 from bayesfl.base.files import atomic_path
 from bayesfl.base.inputs import count
 from bayesfl.base.layout import Layout, Pattern
+from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature import Curvature, Inverse, invert, kronecker
 from bayesfl.curvature.backends import Name
@@ -116,12 +116,10 @@ class Laplace:
             memory: Bytes that one matrix may take; by default all free memory.
 
         Raises:
-            TypeError: `model` is not an `nn.Module`, `x` is neither inputs nor batches, `weight` is
-                no tensor, or the likelihood's curvature is not known.
+            TypeError: The likelihood's curvature is not known.
             ValueError: `precision` lies outside 1e-30 to 1e30, `indices` or `weight` do not fit the
-                structure or the data, the curvature is not finite, the likelihood needs another
-                number of outputs, or `memory` is no number of bytes; for `kfac`, `pattern` covers
-                other layers, or a layer in part.
+                structure or the data, the curvature is not finite, or the likelihood needs another
+                number of outputs; for `kfac`, `pattern` covers other layers, or a layer in part.
             MemoryError: A factor needs more bytes than `memory`; the message says how many.
             torch.linalg.LinAlgError: A matrix has no Cholesky factor.
         """
@@ -166,41 +164,25 @@ class Laplace:
             backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
 
         Raises:
-            ValueError: The file is no such posterior or has another likelihood, or the model has
-                other parameters or other weights.
+            ValueError: The file has another likelihood, or the model has other parameters or other
+                weights.
         """
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
-        try:
-            with safe_open(path, "pt") as file:
-                meta = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except SafetensorError as error:
-            raise ValueError(
-                f"{str(path)!r} is no file that Laplace.save wrote, or is damaged: {error}"
-            ) from error
-        if (
-            not {"parameters", "structure", "likelihood", "examples"} <= meta.keys()
-            or not {"loc", "precision", "diagonal"} <= tensors.keys()
-        ):
-            raise ValueError(f"{str(path)!r} is no posterior that Laplace.save wrote")
+        with safe_open(path, "pt") as file:
+            meta = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
         likelihood = _likelihood(path, meta["likelihood"], likelihood)
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend)
         tensors = {
             name: t.to(curvature.device, copy=True) for name, t in tensors.items()
         }  # aligned, as when they were saved
         names, structure = meta["parameters"].split("\n"), cast(Structure, meta["structure"])
-        if names != list(curvature.layout.names):
+        loc, own = _weights(model, curvature), list(curvature.layout.names)
+        if names != own or not torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8):
             raise ValueError(
-                f"{str(path)!r} covers the parameters {names}, the model has "
-                f"{list(curvature.layout.names)} under {pattern!r}"
-            )
-        loc = _weights(model, curvature)
-        if loc.shape != tensors["loc"].shape or not torch.allclose(
-            loc, tensors["loc"], rtol=1e-6, atol=1e-8
-        ):
-            raise ValueError(
-                f"{str(path)!r} was fitted at other weights; load those into the model first"
+                f"{str(path)!r} was fitted at other weights, or to others than {own}, of "
+                f"{pattern!r}: it covers {names}; load its weights into the model first"
             )
         parts = {
             name.removeprefix("inverse."): t
@@ -259,13 +241,12 @@ class Laplace:
         """Make S draws of all weights, [S, D], from standard normals [S, `noise_size`].
 
         Raises:
-            ValueError: `noise` is not a tensor [S, `noise_size`].
+            ValueError: `noise` is not [S, `noise_size`].
         """
-        if not isinstance(noise, Tensor) or noise.dim() != 2 or noise.shape[1] != self.noise_size:
-            got = list(noise.shape) if isinstance(noise, Tensor) else repr(noise)
+        if noise.dim() != 2 or noise.shape[1] != self.noise_size:
             raise ValueError(
                 f"noise must be [S, {self.noise_size}], `noise_size` standard normals for each "
-                f"draw, got {got}"
+                f"draw, got {list(noise.shape)}"
             )
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
@@ -352,8 +333,8 @@ class Laplace:
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
 
         Raises:
-            ValueError: `noise` has another shape, or S is 0; or `link` is unknown, or not
-                `per_class` while `centre` is False.
+            ValueError: `noise` has another shape, or S is 0; or `link` is not `per_class` while
+                `centre` is False.
         """
         refuse_idle_centre(link, centre=centre)
         return predictive(
@@ -421,7 +402,10 @@ class Laplace:
         )
 
     def _check_fitted_to(self, x: Data) -> None:
-        if alone(x) and (found := count(of_batch(x))) != self.examples:
+        if not alone(x):
+            return
+        found = count(of_batch(x))
+        if found != self.examples:
             raise ValueError(
                 f"x must be the {self.examples} examples that it was fitted to, got {found}; fit "
                 "other data anew by Laplace.fit"
@@ -468,21 +452,17 @@ def _likelihood(path: str | os.PathLike[str], stored: str, given: Likelihood | N
         ValueError: `given` is another likelihood, or is None while the stored class is not known
             here.
     """
-    if given is not None:
-        if _described(given) != stored:
-            raise ValueError(
-                f"{str(path)!r} was fitted with the likelihood {stored}, got {_described(given)}; "
-                "leave out likelihood="
-            )
-        return given
     found = json.loads(stored)
-    name = found.pop("class")
     known = {kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian)}
-    if name not in known:
+    name = found.pop("class")
+    if given is None and name in known:
+        return known[name](**found)
+    if given is None or _described(given) != stored:
         raise ValueError(
-            f"{str(path)!r} was fitted with a likelihood of class {name}: pass it as likelihood="
+            f"{str(path)!r} was fitted with the likelihood {stored}, got {given}: pass that one as "
+            f"likelihood=, which may be left out for {list(known)}"
         )
-    return known[name](**found)
+    return given
 
 
 def _counted(x: Data, counts: list[int], device: torch.device) -> Iterator[Data]:
@@ -492,18 +472,13 @@ def _counted(x: Data, counts: list[int], device: torch.device) -> Iterator[Data]
         yield {"x": inputs}
 
 
+@declared
 def _check_structure(structure: Structure, indices: Tensor | None, weight: Tensor | None) -> None:
-    if structure not in ("full", "subnetwork", "diagonal", "kfac"):
-        raise ValueError(
-            f"structure must be 'full', 'subnetwork', 'diagonal' or 'kfac', got {structure!r}"
-        )
     if (indices is None) == (structure == "subnetwork"):
         needs = "needs" if indices is None else "has no"
         raise ValueError(
             f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices"
         )
-    if weight is not None:
-        instance("weight", weight, Tensor, "pass how often each example counts, [N]")
     if structure == "kfac" and weight is not None:
         raise ValueError(
             "structure 'kfac' counts each example once, but weight is given; take another "

@@ -3,20 +3,19 @@ distribution, in closed form or by draws.
 """
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.base.checks import instance
+from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Bernoulli, Gaussian
 
 Link = Literal["contrasts", "per_class"]
 """How a Gaussian over the logits becomes probabilities in closed form, see `predictive`."""
-LINKS = get_args(Link)
 
 
 def refuse_idle_centre(link: str, *, centre: bool) -> None:
@@ -67,6 +66,7 @@ def contrasts(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     return mean.gather(-1, most) - mean, (own.gather(-1, most) + own - 2 * across).clamp_min(0)
 
 
+@declared
 def predictive(
     likelihood: Likelihood,
     mean: Tensor,
@@ -97,17 +97,10 @@ def predictive(
     [N], the variance of the outputs summed over O.
 
     Raises:
-        ValueError: `noise` has another shape, or S is 0; or `link` is unknown.
-        TypeError: `noise` is no tensor, or the predictive distribution of `likelihood` is not known
-            here.
+        ValueError: `noise` has another shape, or S is 0.
+        TypeError: The predictive distribution of `likelihood` is not known here.
     """
-    if link not in LINKS:
-        raise ValueError(f"link must be one of {LINKS}, got {link!r}")
     check_known(likelihood)
-    if noise is not None:
-        instance(
-            "noise", noise, Tensor, "pass standard normals [S, N, O], as torch.randn makes them"
-        )
     if noise is not None and (noise.dim() != 3 or not len(noise) or noise.shape[1:] != mean.shape):
         wanted = ", ".join(map(str, mean.shape))
         raise ValueError(

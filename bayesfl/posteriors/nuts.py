@@ -4,7 +4,7 @@ approximations.
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,10 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from bayesfl.base.checks import instance
-from bayesfl.base.inputs import Inputs, call_at, each, in_precision, named
+from bayesfl.base.inputs import Inputs, call_at, each, in_precision
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import PROBABILITY, Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
@@ -192,26 +190,12 @@ def nuts(
         progress: Whether to show Pyro's progress bar.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, `likelihood` is no likelihood, or `x` or `y` is
-            not a tensor.
         ValueError: There are more than `LIMIT` weights, `pattern` matches no parameter, there are
             no data, sizes, labels or outputs do not fit, or the posterior's density at a start is
             not finite.
     """
     from pyro.infer import mcmc
 
-    instance("model", model, nn.Module, "pass an nn.Module from inputs to outputs")
-    if isinstance(likelihood, type) or not callable(getattr(likelihood, "nll", None)):
-        raise TypeError(
-            f"likelihood must have a method `nll`, got {likelihood!r}; pass Categorical(), "
-            "Bernoulli() or Gaussian(scale=0.1)"
-        )
-    for name, values in {
-        "x": tree_leaves(x) if isinstance(x, tuple | Mapping) else [x],
-        "y": [y],
-    }.items():
-        for value in values:
-            instance(name, value, Tensor, "turn arrays into tensors by torch.as_tensor")
     layout = Layout(model, pattern)
     if layout.size > LIMIT:
         raise ValueError(
@@ -219,11 +203,6 @@ def nuts(
             "smaller model, or sample part of it, as in "
             "pattern='head.*'"
         )
-    for name, value in named(x):
-        if len(value) != len(y):
-            raise ValueError(
-                f"{name} and y must have one row for each example; got {len(value)} and {len(y)}"
-            )
     if not len(y):
         raise ValueError(
             "x has no rows: at least one example is needed, without data the draws would be the "
@@ -307,11 +286,6 @@ def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
             f"{likelihood} is a loss and no density, so that there is nothing to sample; take "
             "Gaussian() or another likelihood"
         )
-    if (
-        isinstance(likelihood, Categorical | Bernoulli | Ordinal | Gaussian | Poisson | MultiLabel)
-        and f.dim() != 2
-    ):
-        raise ValueError(f"the model must give outputs [N, O], got shape {list(f.shape)}")
     if isinstance(likelihood, Gaussian | Poisson):
         numbers = y.double().reshape(len(y), -1)
         wanted = likelihood.width(Targets("regression", numbers.shape[1], numbers))
@@ -324,23 +298,20 @@ def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         return numbers
     if isinstance(likelihood, Tokens | MultiLabel):
         labels = y.long()
-        if bool((labels != y).any()):
-            raise ValueError(f"labels must be whole numbers under {likelihood}, y holds fractions")
         classes = f.shape[-1] if isinstance(likelihood, Tokens) else 2
         wanted = likelihood.width(Targets("classification", classes, labels))
-        if (
-            len(y) != len(f)
-            or tuple(f.shape[1:]) != wanted
-            or bool(((labels < 0) & (labels != IGNORE) | (labels >= classes)).any())
-        ):
+        wrong = (labels != y) | (labels < 0) & (labels != IGNORE) | (labels >= classes)
+        if len(y) != len(f) or tuple(f.shape[1:]) != wanted or bool(wrong.any()):
             raise ValueError(
-                f"labels must be from 0 to {classes - 1}, or {IGNORE}, for each of the {len(f)} "
-                f"inputs and outputs {list(f.shape)}; got {list(y.shape)} from {int(labels.min())} "
-                f"to {int(labels.max())}"
+                f"labels must be whole numbers from 0 to {classes - 1}, or {IGNORE}, for each of "
+                f"the {len(f)} inputs and outputs {list(f.shape)}; got {list(y.shape)} from "
+                f"{float(y.min()):g} to {float(y.max()):g}"
             )
         return labels
     if not isinstance(likelihood, Categorical | Bernoulli | Ordinal):
         return y
+    if f.dim() != 2:
+        raise ValueError(f"the model must give outputs [N, O], got shape {list(f.shape)}")
     check_outputs(likelihood, f.shape[1])
     return as_labels(
         y, len(f), f.shape[1] + 1 if isinstance(likelihood, Ordinal) else max(2, f.shape[1])
@@ -379,21 +350,10 @@ def _outputs(model: nn.Module, layout: Layout, w: Tensor, x: Inputs) -> Tensor:
 
 def _weights(name: str, value: float | Tensor, size: int) -> Tensor:
     """Expand one number, or one for each weight, to [D]."""
-    try:
-        tensor = torch.as_tensor(value).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} must be one number or one for each of the {size} weights; got {value!r}"
-        ) from error
-    if tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(
-            f"{name} must be of real numbers, got {str(tensor.dtype).removeprefix('torch.')}"
-        )
+    tensor = torch.as_tensor(value).detach().cpu()
     if tensor.shape not in ((), (1,), (size,)):
         raise ValueError(
             f"{name} must be one number or one for each of the {size} weights; got shape "
             f"{list(tensor.shape)}"
         )
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name} must be finite, got {value}")
     return tensor.double().expand(size)

@@ -148,10 +148,8 @@ def _scores(
     scores are left out.
 
     Raises:
-        ValueError: `grid` is empty, or no precision of it works.
+        ValueError: No precision of the grid works.
     """
-    if not len(grid):
-        raise ValueError("grid is empty: pass one prior precision or more")
     found = {}
     for precision in grid:
         try:

@@ -169,7 +169,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("model", "x", "named"), SEEN, ids=[case[2] for case in SEEN])
 def test_what_its_rules_do_not_see_is_refused(on_a_gpu, model, x, named):
     """By BackPACK and by closed forms, before there are data; `auto` takes `func`."""
-    with pytest.raises(ValueError, match=rf"BackPACK .*{re.escape(named)}; backend='func'"):
+    with pytest.raises(ValueError, match=rf"'backpack' .*{re.escape(named)}; backend='func'"):
         Curvature(model, backend="backpack")
     with pytest.raises(
         ValueError, match=rf"'layers' .*{re.escape(named.split(' with padding')[0])}"
@@ -185,7 +185,7 @@ def test_a_forward_that_it_does_not_know(on_a_gpu, model, x):
     """An error that names the model, what happened and the remedy, by any way the data come; `auto`
     takes `func`.
     """
-    message = rf"BackPACK .*{type(model).__name__} \(\w+Error: .+\); backend='func'"
+    message = rf"'backpack' .*{type(model).__name__} \(\w+Error: .+\); backend='func'"
     for call in (
         Curvature.diagonal,
         Curvature.outputs,
@@ -298,14 +298,9 @@ def test_several_inputs_are_for_func(name):
     """
     model, x = nn.Sequential(nn.Linear(5, 3)), vectors()
     with pytest.raises(
-        ValueError, match=rf"'{name}' takes inputs of one tensor, got a tuple of 1; backend='func'"
+        ValueError, match=rf"'{name}' .*inputs of several tensors, a tuple of 1; backend='func'"
     ):
         Curvature(model, backend=name).diagonal({"x": (x,)})
-    with pytest.raises(
-        ValueError,
-        match=rf"'{name}' takes inputs of one tensor, got a mapping of \['input'\]; backend='func'",
-    ):
-        Curvature(model, backend=name).diagonal({"x": {"input": x}})
     curvature = Curvature(model)
     want = curvature.diagonal({"x": x})
     assert curvature.backend == "layers"

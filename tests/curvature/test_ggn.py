@@ -18,14 +18,13 @@ from tests.curvature.made import EXACT, chosen
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        (range(0), r"indices .*empty"),
-        ([0, 23], r"indices .*0 to 22.* got 0 to 23"),
-        ([-1, 3], r"indices .*0 to 22.* got -1 to 3"),
-        ([3, 4, 3], r"index .*once.* 1 "),
-        (list(range(24)), r"24 weights .*23 weights"),
-        ([[1, 2]], r"indices .*integers.* got torch\.int64 .*\(1, 2\)"),
-        ([0.5], r"indices .*integers.* got torch\.float"),
-        ([True, False], r"indices .*integers.* got torch\.bool"),
+        (range(0), r"indices .*one integer or more, got torch\.int64 .*\(0,\)"),
+        ([0, 23], r"indices .*0 to 22.* from 0 to 23"),
+        ([-1, 3], r"indices .*0 to 22.* from -1 to 3"),
+        ([3, 4, 3], r"indices .*once, got 3 .*2 of them different"),
+        ([[1, 2]], r"indices .*integer.* got torch\.int64 .*\(1, 2\)"),
+        ([0.5], r"indices .*integer.* got torch\.float"),
+        ([True, False], r"indices .*integer.* got torch\.bool"),
     ],
 )
 def test_indices(curvature, x, indices, message):
@@ -67,15 +66,18 @@ def test_curvature_that_is_not_finite_is_named():
                 )
 
 
-def test_training_modes_are_refused():
-    with pytest.raises(ValueError, match=r"batch norm '1' .*model\.eval\(\).*group norm"):
-        Curvature(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    with pytest.raises(ValueError, match=r"batch norm '1' .*statistics .*group norm"):
-        Curvature(
-            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)).eval()
-        )
-    with pytest.raises(ValueError, match=r"dropout '1' .*model\.eval\(\)"):
-        Curvature(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(2),
+        nn.BatchNorm1d(2, track_running_stats=False).eval(),
+        nn.Dropout(0.1),
+    ],
+    ids=str,
+)
+def test_training_modes_are_refused(layer):
+    with pytest.raises(ValueError, match=rf"{type(layer).__name__} '1' .*model\.eval\(\)"):
+        Curvature(nn.Sequential(nn.Linear(2, 2), layer))
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda value: type(value).__name__)

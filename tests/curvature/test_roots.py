@@ -83,7 +83,10 @@ def test_likelihoods_of_unknown_curvature():
     """
     outputs = torch.zeros(2, 3)
     assert_close(root(Named(), outputs), root(Categorical(), outputs))
-    with pytest.raises(TypeError, match=r"Colder, which overrides \['predictive'\] of Categorical"):
-        root(Colder(), outputs)
+    for likelihood in (Colder(), type("Mine", (), {})()):
+        with pytest.raises(
+            TypeError, match=rf"curvature of {type(likelihood).__name__} .*Categorical, Bernoulli"
+        ):
+            root(likelihood, outputs)
     with pytest.raises(TypeError, match=r"Colder"):
         bf.algorithms.fedsi(bf.models.mlp(4, outputs=3, hidden=3), likelihood=Colder())

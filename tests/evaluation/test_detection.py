@@ -94,8 +94,6 @@ def test_unseen_labels():
         [True, False, True, False],
     ]
     assert detection.unseen(labels[:0], mask[:0], train[:0], train_mask[:0]).shape == (0, 4)
-    with pytest.raises(ValueError, match="must be the same"):
-        detection.unseen(labels, mask, train[:1], train_mask[:1])
 
 
 # Detection
@@ -337,11 +335,11 @@ def test_errors_name_the_remedy():
     for call, message in (
         (
             lambda: detection.auroc(inside[0], outside, inside_mask, outside_mask),
-            r"inside must be \[J, N\]",
+            r"inside, inside_mask must be \[J, N\]",
         ),
         (
             lambda: detection.auroc(inside, outside, outside_mask, outside_mask),
-            r"inside_mask .*\[4, 50\]; got \[4, 70\]",
+            r"'inside': \[4, 50\], 'inside_mask': \[4, 70\]",
         ),
         (
             lambda: detection.auroc(inside, outside, inside_mask.int(), outside_mask),
@@ -356,7 +354,7 @@ def test_errors_name_the_remedy():
             "tpr must lie within",
         ),
         (lambda: detection.aurc(score, right.int(), mask), "right must be bool"),
-        (lambda: detection.aurc(score, right[1:], mask), r"right .*\[4, 40\]; got \[3, 40\]"),
+        (lambda: detection.aurc(score, right[1:], mask), r"'score': \[4, 40\], 'right': \[3, 40\]"),
         (
             lambda: detection.selective_accuracy(score, right, mask, coverage=0),
             "coverage must lie within",

@@ -1,8 +1,6 @@
 """Predictions of many clients, padded and put together."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -67,16 +65,15 @@ def test_a_client_is_found_by_name_or_number():
         assert torch.equal(found.client(client).probs, probs[j])  # type: ignore[arg-type]
     unnamed = Predictions(mask=mask, epistemic=torch.rand(3, 2), probs=probs)
     assert torch.equal(unnamed.client(1).probs, probs[1])
-    for one, client, error, words in (
-        (found, "Bsel", ValueError, r"no client 'Bsel'.*'Basel'"),
-        (found, 3, ValueError, r"0 to 2, got 3"),
-        (found, 1, ValueError, r"client 1 is ambiguous"),
-        (unnamed, "Basel", ValueError, r"no client 'Basel'.*3 names"),
-        (unnamed, -1, ValueError, r"0 to 2, got -1"),
-        (found, 1.0, TypeError, r"got 1\.0"),
-        (found.client("Bern"), 0, ValueError, r"client 0.*of one client alone"),
+    for one, client, words in (
+        (found, "Bsel", r"client 'Bsel'.*'Basel'"),
+        (found, 3, r"0 to 2, got 3"),
+        (found, 1, r"client 1 is ambiguous"),
+        (unnamed, "Basel", r"client 'Basel'"),
+        (unnamed, -1, r"0 to 2, got -1"),
+        (found.client("Bern"), 0, r"client 0.*of one client alone"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(ValueError, match=words):
             one.client(client)  # type: ignore[arg-type]
 
 
@@ -123,23 +120,15 @@ def test_measures_are_of_the_split_that_was_predicted():
     assert found.summary(own)["nll"] == pytest.approx(math.log(3))
     assert found.labels is not None
     assert "labels" not in repr(found)
-    federation: Any = SimpleNamespace(test=own)
-    with pytest.raises(
-        TypeError, match=r"^split .*ClientData, got SimpleNamespace; .*clients\.test"
+    relabelled = ClientData(own.x, own.y.flip(0), own.index, own.counts)
+    for predicted, other in (
+        (found, split(2, 3)),
+        (found, split(2, 4, 1)),
+        (found, relabelled),
+        (found.client(0), own),
     ):
-        found.summary(federation)
-    with pytest.raises(
-        ValueError, match=r"^split has 2 clients, .* 3 clients; .*summary\(clients\.test\)"
-    ):
-        found.summary(split(2, 3))
-    with pytest.raises(
-        ValueError, match=r"^split has 4 examples of client 1, .* 3; .*summary\(clients\.test\)"
-    ):
-        found.summary(split(2, 4, 1))
-    with pytest.raises(ValueError, match=r"^split has other labels .*summary\(clients\.test\)"):
-        found.summary(ClientData(own.x, own.y.flip(0), own.index, own.counts))
-    with pytest.raises(ValueError, match=r"^split has 3 clients, .* one client"):
-        found.client(0).summary(own)
+        with pytest.raises(ValueError, match=r"^split, .*not the one .*summary\(clients\.test\)"):
+            predicted.summary(other)
 
 
 def test_targets_may_have_another_precision():

@@ -107,7 +107,6 @@ def test_draws_are_the_clients_own():
             "an answer has numbers that are not finite in 'n_right'",
         ),
         (lambda a: a | {"n_right": -a["n_right"]}, "an answer has a negative count in 'n_right'"),
-        (lambda a: None, "an answer is None, and the survey declares tensors by name"),
     ],
 )
 def test_answers_are_checked(wrong: Any, words: str):
@@ -117,23 +116,13 @@ def test_answers_are_checked(wrong: Any, words: str):
 
 
 def test_what_is_no_survey_or_does_not_end():
-    with pytest.raises(TypeError, match="a survey has split, start, shapes, ask and solve, got 3"):
-        named_split(3)
-    with pytest.raises(TypeError, match="a survey has"):
-        named_split(Share)
+    for other in (3, Share):
+        with pytest.raises(TypeError, match="a survey has split, start, shapes, ask and solve"):
+            named_split(other)
     endless = type("Endless", (Share,), {"solve": lambda self, told, total: (told, False)})()
     with pytest.raises(RuntimeError, match="Endless has asked 1000 questions and not ended"):
         conduct(
             endless,
-            lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
-            CLASSES,
-        )
-    single = type("Single", (Share,), {"solve": lambda self, told, total: total})()
-    with pytest.raises(
-        ValueError, match="solve of Single must return what is told and whether that is the end"
-    ):
-        conduct(
-            single,
             lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
             CLASSES,
         )

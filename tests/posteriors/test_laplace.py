@@ -232,8 +232,6 @@ def test_an_example_that_counts_twice_is_one_that_stands_twice(structure, exampl
     assert_close(
         got.with_structure(x, "full").moments(), want.with_structure(x[twice], "full").moments()
     )
-    with pytest.raises(TypeError, match=r"weight must be of type Tensor, got list; .*\[N\]"):
-        Laplace.fit(nn.Linear(4, 3), torch.randn(5, 4), weight=[1.0] * 5)  # pyright: ignore[reportArgumentType] (what is refused)
     with pytest.raises(ValueError, match=r"'kfac' .*weight"):
         got.with_structure(x, "kfac")
 
@@ -304,13 +302,10 @@ def test_a_saved_posterior_predicts_the_same(tmp_path, form):
     assert_close(again.moments(), fitted.moments(), rtol=0, atol=0)
     noise = numbers(2, fitted.noise_size, seed=4)
     assert_close(again.sample(noise), fitted.sample(noise), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="fitted at other weights"):
-        Laplace.load(
-            tmp_path / "posterior.safetensors",
-            bf.models.mlp(4, hidden=6, outputs=3, seed=2).double(),
-        )
-    with pytest.raises(ValueError, match="covers the parameters"):
-        Laplace.load(tmp_path / "posterior.safetensors", model, pattern="head.*")
+    other = bf.models.mlp(4, hidden=6, outputs=3, seed=2).double()
+    for changed, pattern in ((other, "*"), (model, "head.*")):
+        with pytest.raises(ValueError, match=r"fitted at other weights, .*\['body"):
+            Laplace.load(tmp_path / "posterior.safetensors", changed, pattern=pattern)
 
 
 @pytest.mark.parametrize("structure", ["full", "kfac"])
@@ -347,7 +342,10 @@ def test_a_saved_posterior_is_the_same_to_rounding(tmp_path, dtype, near, struct
         ({"precision": -1.0, "structure": "diagonal"}, r"prior precision .*got -1\.0"),
         ({"precision": math.inf}, r"prior precision .*got inf"),
         ({"pattern": "neck.*"}, "matches no parameter"),
-        ({"structure": "subnetwork", "indices": torch.tensor([0, 0])}, r"index .*once.* 1 "),
+        (
+            {"structure": "subnetwork", "indices": torch.tensor([0, 0])},
+            r"indices .*once, got 2 .*1 of them",
+        ),
     ],
 )
 def test_what_is_refused(options, message):
@@ -403,79 +401,42 @@ def test_a_likelihood_of_ones_own_is_given_again(tmp_path):
     model, x, path = network(), numbers(12, 4), tmp_path / "posterior.safetensors"
     Laplace.fit(model, x, likelihood=Mine(0.3)).save(path)
     assert Laplace.load(path, model, likelihood=Mine(0.3)).curvature.likelihood == Mine(0.3)
-    with pytest.raises(ValueError, match=r"class Mine.*likelihood="):
+    with pytest.raises(ValueError, match=r"Mine.*, got None: .*likelihood="):
         Laplace.load(path, model)
-
-
-def test_files_from_elsewhere(tmp_path):
-    """Refused by their path."""
-    from safetensors.torch import save_file
-
-    path = tmp_path / "posterior.safetensors"
-    for junk in (b"", b"junk", b"no posterior at all" * 100):
-        path.write_bytes(junk)
-        with pytest.raises(ValueError, match=r"posterior.*' .*Laplace\.save .*damaged"):
-            Laplace.load(path, network())
-    for meta in (None, {"structure": "full", "parameters": "weight"}):
-        save_file({"loc": torch.zeros(3)}, path, meta)
-        with pytest.raises(ValueError, match=r"posterior.*' .*no posterior .*Laplace\.save"):
-            Laplace.load(path, network())
-    with pytest.raises(FileNotFoundError):
-        Laplace.load(tmp_path / "nothing", network())
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
 def test_a_likelihood_fits_the_outputs(structure):
     """One logit is no softmax, and two are no sigmoid."""
-    with pytest.raises(
-        ValueError, match=r"Categorical\(\) .*model has 1: .*likelihood=Bernoulli\(\)"
-    ):
-        Laplace.fit(network(1), numbers(5, 4), structure=structure)
-    with pytest.raises(
-        ValueError, match=r"Bernoulli\(\) .*model has 2: .*likelihood=Categorical\(\)"
-    ):
-        Laplace.fit(network(2), numbers(5, 4), structure=structure, likelihood=Bernoulli())
+    for one, count, other in ((Categorical(), 1, "Bernoulli"), (Bernoulli(), 2, "Categorical")):
+        words = rf"{type(one).__name__}\(\) .*model has {count}: .*likelihood={other}\(\)"
+        with pytest.raises(ValueError, match=words):
+            Laplace.fit(network(count), numbers(5, 4), structure=structure, likelihood=one)
 
 
 @pytest.mark.parametrize(
-    ("error", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (ValueError, {"precision": "a"}, r"precision.*51 weights .*got 'a'"),
-        (ValueError, {"precision": None}, r"precision.*51 weights .*got None"),
-        (ValueError, {"precision": torch.ones(3)}, r"precision.*51 weights .*got shape \(3,\)"),
-        (ValueError, {"precision": 1e-320}, r"precision .*1e-30 and 1e30, got 1e-320 \(51 of 51\)"),
-        (ValueError, {"precision": 1e31}, r"precision .*1e-30 and 1e30, got 1e\+31"),
+        ({"precision": torch.ones(3)}, r"precision.*51 weights .*got shape \(3,\)"),
+        ({"precision": 1e-320}, r"precision .*\(1e-30, 1e\+30\), got 1e-320 \(51 of 51\)"),
+        ({"precision": 1e31}, r"precision .*\(1e-30, 1e\+30\), got 1e\+31"),
         (
-            ValueError,
             {"weight": torch.tensor([1.0, 1.0, -0.5, 1.0, 1.0])},
             r"weight .*>= 0.*-0\.5|'kfac' .*weight",
         ),
         (
-            ValueError,
             {"weight": torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0])},
             r"weight .*>= 0.*nan|'kfac' .*weight",
         ),
-        (ValueError, {"weight": torch.ones(4)}, r"weight .*got 4 for 5 examples|'kfac' .*weight"),
-        (ValueError, {"weight": torch.ones(6)}, r"weight .*got 6 for 5 examples|'kfac' .*weight"),
-        (ValueError, {"memory": "1GB"}, r"memory.* got '1GB'"),
-        (ValueError, {"memory": -1}, r"memory.* 0.* got -1"),
-        (TypeError, {"model": None}, r"model .*Module, got NoneType; .*nn\.Module"),
-        (TypeError, {"x": None}, r"^x .*\[N, ...\].* got NoneType"),
-        (TypeError, {"x": 3}, r"^x .*\[N, ...\].* got int"),
-        (TypeError, {"x": torch.tensor(3.0)}, r"batch .*\[N, ...\].* got a single number"),
-        (TypeError, {"x": [()]}, r"batch .*\[N, ...\].* got NoneType"),
-        (
-            TypeError,
-            {"x": [{"y": 1}]},
-            r"batch .*'x', got a mapping of \['y'\]; pass .*\{'x': batch\}",
-        ),
+        ({"weight": torch.ones(4)}, r"weight .*got 4 for 5 examples|'kfac' .*weight"),
+        ({"weight": torch.ones(6)}, r"weight .*got 6 for 5 examples|'kfac' .*weight"),
     ],
 )
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
-def test_what_comes_in_is_checked(structure, error, arguments, message):
+def test_what_comes_in_is_checked(structure, arguments, message):
     """By argument, value and remedy."""
-    with pytest.raises(error, match=message):
-        Laplace.fit(**{"model": network(), "x": numbers(5, 4), "structure": structure} | arguments)
+    with pytest.raises(ValueError, match=message):
+        Laplace.fit(network(), numbers(5, 4), structure=structure, **arguments)
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])

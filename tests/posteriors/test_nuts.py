@@ -215,7 +215,8 @@ def test_what_diverges_is_said(caplog):
         ({"precision": 0.0}, "precision is 1 / variance"),
         ({"precision": torch.ones(3)}, r"precision .*4 weights; got shape \[3\]"),
         ({"centre": torch.ones(1, 4)}, r"centre .*4 weights; got shape \[1, 4\]"),
-        ({"centre": float("nan")}, "centre must be finite"),
+        ({"centre": float("nan")}, r"density .*not finite"),
+        ({"precision": torch.full((4,), torch.nan)}, "precision is 1 / variance"),
         ({"pattern": "head.*"}, "matches no parameter"),
         ({"draws": 0}, r"^draws .*1.* got 0"),
         ({"chains": 1.5}, r"chains .*got 1\.5"),
@@ -234,7 +235,7 @@ def test_input_errors():
     x, y = data()
     with pytest.raises(ValueError, match=rf"20000 weights .*{LIMIT} .*pattern="):
         nuts(nn.Linear(3, LIMIT), Categorical(), x, torch.zeros(12).long(), precision=1.0)
-    with pytest.raises(ValueError, match=r"x and y .*12 and 11"):
+    with pytest.raises(ValueError, match=r"targets .*12 inputs.* got \[11\]"):
         nuts(linear(), Gaussian(), x, y[1:], precision=1.0)
     x[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"density .*not finite"):
@@ -242,15 +243,6 @@ def test_input_errors():
     x, y = data()
     with pytest.raises(ValueError, match="x has no rows"):
         nuts(linear(), Gaussian(), x[:0], y[:0], precision=1.0)
-    for name, value in {"x": x.numpy(), "y": y.tolist()}.items():
-        with pytest.raises(
-            TypeError, match=rf"^{name} .*Tensor, got (ndarray|list); .*torch\.as_tensor"
-        ):
-            nuts(linear(), Gaussian(), **{"x": x, "y": y, name: value}, precision=1.0)
-    with pytest.raises(TypeError, match=r"likelihood .*`nll`, got None; .*Categorical\(\)"):
-        nuts(linear(), None, x, y, precision=1.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"likelihood .*`nll`, got <class"):
-        nuts(linear(), Categorical, x, y, precision=1.0)  # type: ignore[arg-type]
     labels = (y > 0).long()
     for likelihood, outputs, bad, words in (
         (Bernoulli(), 1, 2 * labels, r"labels .*0 to 1, got 2"),
@@ -270,31 +262,14 @@ def test_input_errors():
             nuts(nn.Linear(x.shape[1], outputs), likelihood, x, bad, precision=1.0)
     flat = nn.Sequential(nn.Linear(x.shape[1], 1), nn.Flatten(0))
     with pytest.raises(ValueError, match=r"outputs \[N, O\], got shape \[12\]"):
-        nuts(flat, Gaussian(), x, y, precision=1.0)
+        nuts(flat, Bernoulli(), x, labels, precision=1.0)
     assert nuts(flat, Squares(), x, y, precision=1.0, draws=2, warmup=2, chains=1).draws.shape == (
         1,
         2,
         4,
     )  # its own business
-    with pytest.raises(ValueError, match=r"precision .*4 weights; got 'a'"):
-        nuts(linear(), Gaussian(), x, y, precision="a")  # type: ignore[arg-type]
-    for value, kind in (
-        (True, "bool"),
-        (1j, "complex64"),
-        (torch.ones(4, dtype=torch.bool), "bool"),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"precision .*(real numbers, got {kind}|a number, got True)"
-        ):
-            nuts(linear(), Gaussian(), x, y, precision=value)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^x .*Tensor, got ndarray"):
-        nuts(linear(), Gaussian(), {"x": x, "more": x.numpy()}, y, precision=1.0)
-    with pytest.raises(ValueError, match=r"x\['more'\] and y .*11 and 12"):
-        nuts(linear(), Gaussian(), {"x": x, "more": x[1:]}, y, precision=1.0)
     with pytest.raises(TypeError, match=r"full_mass .*bool.* got str"):
         nuts(linear(), Gaussian(), x, y, precision=1.0, full_mass="no")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"model .*Module.* got NoneType"):
-        nuts(None, Gaussian(), x, y, precision=1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("draws", "chains"), [(1, 2), (3, 1), (4, 1)])
@@ -365,7 +340,8 @@ def test_targets_of_other_likelihoods_are_checked():
         (Gaussian("learned"), torch.randn(12, 2), r"outputs for them \['N', 4\]"),
         (Poisson(), torch.rand(12, 2) + 0.5, "Poisson is of counts"),
         (Poisson(), torch.ones(12), r"outputs for them \['N', 1\]"),
-        (MultiLabel(), torch.full((12, 2), 7), r"labels must be from 0 to 1, or -100"),
+        (MultiLabel(), torch.full((12, 2), 7), r"labels must be whole .* 0 to 1, or -100"),
+        (MultiLabel(), torch.full((12, 2), 0.5), r"labels must be whole .* 0 to 1, or -100"),
         (Ordinal(), torch.full((12,), 9), r"classes from 0 to 2"),
         (Quantiles(), y, "no density"),
     ):

@@ -12,6 +12,7 @@ from bayesfl.base.checks import warn
 from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.binomial import upper_bound
+from bayesfl.evaluation.calibration.steps import refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -54,11 +55,7 @@ class Abstention:
         Raises:
             ValueError: What is predicted has no classes.
         """
-        if outputs.task != "classification":
-            raise ValueError(
-                "Abstention counts wrong classes, and this is a regression: leave it out; "
-                "Conformal makes intervals"
-            )
+        refuse_numbers(self, outputs)
         return {"thresholds": torch.linspace(self.risk, 1.0, THRESHOLDS, dtype=torch.float64)}
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:

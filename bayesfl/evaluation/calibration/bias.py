@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.calibration.steps import Local, changed
+from bayesfl.evaluation.calibration.steps import Local, changed, refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -42,11 +42,7 @@ class Bias(Local):
         Raises:
             ValueError: What is predicted has no classes.
         """
-        if outputs.task != "classification":
-            raise ValueError(
-                "Bias changes probabilities of classes, and this is a regression: leave it out; "
-                "Conformal makes intervals"
-            )
+        refuse_numbers(self, outputs)
         return {}
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:

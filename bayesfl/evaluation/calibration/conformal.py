@@ -20,6 +20,7 @@ from bayesfl.evaluation.calibration.scores import (
     largest_class_score,
     number_scores,
 )
+from bayesfl.evaluation.calibration.steps import refuse_empty
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -117,7 +118,8 @@ class Conformal:
             "score": self.score != "lac",
             "never_empty": self.never_empty,
         }
-        if idle := [name for name, found in given.items() if found]:
+        idle = [name for name, found in given.items() if found]
+        if idle:
             raise ValueError(
                 f"{idle[0]}={getattr(self, idle[0])!r} is for sets of classes, and this is a "
                 "regression; leave it out"
@@ -163,7 +165,7 @@ class Conformal:
         """
         if "edges" not in told:
             counts = total["n_powers"]
-            self._some(counts.sum())
+            refuse_empty(self.split, counts.sum())
             beyond = counts.sum() - counts.sum(0).cumsum(0)[:-1]  # scores above each power
             allowed = _BEYOND * (1 - self.level) * counts.sum()
             if not counts[:, 1:].sum() > 0.5 * counts.sum() or beyond[-1] > allowed:
@@ -184,7 +186,7 @@ class Conformal:
             return told | {
                 "shrink": torch.tensor(SHRINKS[int(total["pinball"].argmin())], dtype=torch.float64)
             }, True
-        self._some(total["n_scores"].sum())
+        refuse_empty(self.split, total["n_scores"].sum())
         return told | {"counts": total["n_scores"]}, self.shrink != "pinball"
 
     def _losses(self, told: Tensors, scores: Tensor, group: Tensor, mask: Tensor) -> Tensor:
@@ -204,13 +206,6 @@ class Conformal:
                     own, torch.maximum(self.level * above, (self.level - 1) * above), 0.0
                 ).sum(-1)
         return out
-
-    def _some(self, examples: Tensor) -> None:
-        if not examples > 0:
-            raise ValueError(
-                f"no client has an example in the split {self.split!r}: make the data with "
-                f"{self.split}=0.1"
-            )
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
         """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the
@@ -281,13 +276,8 @@ class Conformal:
         """
         given = mine.predictions
         if given.probs is None:
-            if given.labels is None:
-                raise ValueError(
-                    "the targets of these predictions are not known; predict a split of the "
-                    "federation"
-                )
             mask = given.mask.cpu()
-            scores = number_scores(given, given.labels.cpu()).masked_fill(~mask, 0.0)
+            scores = number_scores(given, mine.labels).masked_fill(~mask, 0.0)
             mine.refuse_broken(scores)
             return scores, torch.zeros_like(mask, dtype=torch.int64), mask
         logits, labels, mask = mine.labelled

@@ -97,6 +97,31 @@ def fit(step: Step, mine: Mine, outputs: Outputs, put: Put | None = None) -> Fit
     return Fitted(step, told, step.settle(told, mine))
 
 
+def refuse_numbers(step: object, outputs: Outputs) -> None:
+    """Refuse predictions of numbers, for a step that works on probabilities of classes.
+
+    Raises:
+        ValueError: What is predicted has no classes.
+    """
+    if outputs.task != "classification":
+        raise ValueError(
+            f"{type(step).__name__} works on probabilities of classes, and this is a regression: "
+            "leave it out; Conformal makes intervals"
+        )
+
+
+def refuse_empty(split: str, examples: Tensor) -> None:
+    """Refuse a split of which no client has an example, by the number of all clients' examples.
+
+    Raises:
+        ValueError: No client has one.
+    """
+    if not examples > 0:
+        raise ValueError(
+            f"no client has an example in the split {split!r}: make the data with {split}=0.1"
+        )
+
+
 def compares(steps: Iterable[Any]) -> bool:
     """Say whether one of some steps compares clients' own predictions with those of the server's
     model.

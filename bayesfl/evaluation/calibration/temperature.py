@@ -14,7 +14,7 @@ from torch import Tensor
 from bayesfl.base.checks import warn
 from bayesfl.base.options import Range, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.calibration.steps import changed
+from bayesfl.evaluation.calibration.steps import changed, refuse_empty, refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -66,24 +66,14 @@ class Temperature:
     strength: Annotated[float, Range(0, math.inf, "[]")] = 10.0
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return beta = 1 and the bracket within which it is sought, whose ends were not tried yet.
+        """Return beta = 1, and the bracket within which it is sought: the largest beta tried that
+        was too small and the smallest that was too large, 0 and infinity as none was tried.
 
         Raises:
             ValueError: What is predicted has no classes.
         """
-        if outputs.task != "classification":
-            raise ValueError(
-                "Temperature changes probabilities of classes, and this is a regression, of which "
-                "Conformal makes intervals"
-            )
-        found = {
-            "beta": 1.0,
-            "low": 1 / HOTTEST,
-            "high": 1 / COLDEST,
-            "low_tried": 0.0,
-            "high_tried": 0.0,
-        }
-        found |= {"information": 0.0, "bounded": 1.0}
+        refuse_numbers(self, outputs)
+        found = {"beta": 1.0, "low": 0.0, "high": math.inf, "information": 0.0, "bounded": 1.0}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
@@ -117,43 +107,23 @@ class Temperature:
         """
         beta, low, high = (float(told[name]) for name in ("beta", "low", "high"))
         g, h, n = (float(total[name]) for name in ("g", "h", "n_examples"))
-        if not n > 0:
-            raise ValueError(
-                f"no client has an example in the split {self.split!r}: make the data with "
-                f"{self.split}=0.1"
-            )
+        refuse_empty(self.split, total["n_examples"])
         now = told | {"information": told["beta"].square() * total["h"] / n}
-        if g == h == 0:
-            return (
-                now,
-                True,
-            )  # no prediction tells the classes apart, and no temperature changes one
+        if g == h == 0:  # no prediction tells the classes apart, and no temperature changes one
+            return now, True
         if not total["n_wrong"] > 0:
             return self._unbounded(now, 1 / COLDEST), True
         if g * g <= ENOUGH * n * h:
-            return now | {
-                "beta": (told["beta"] - total["g"] / total["h"]).clamp(low, high)
-            }, True  # the step that the sums still give
+            step = told["beta"] - total["g"] / total["h"]  # which the sums still give
+            return now | {"beta": step.clamp(*_ends(low, high))}, True
         if beta == (1 / COLDEST if g < 0 else 1 / HOTTEST):
             return self._unbounded(now, beta), True
         low, high = (beta, high) if g < 0 else (low, beta)
-        low_tried, high_tried = bool(told["low_tried"]) or g < 0, bool(told["high_tried"]) or g > 0
         step = beta - g / h if h > 0 else math.copysign(math.inf, -g)
-        if low < step < high:
-            following = step
-        elif step >= high:
-            following = math.sqrt(low * high) if high_tried else high
-        else:
-            following = math.sqrt(low * high) if low_tried else low
-        if following == beta:
-            return now, True  # the ends are neighbouring numbers
-        new = {
-            "beta": following,
-            "low": low,
-            "high": high,
-            "low_tried": float(low_tried),
-            "high_tried": float(high_tried),
-        }
+        following = _following(step, low, high)
+        if following == beta:  # the ends are neighbouring numbers
+            return now, True
+        new = {"beta": following, "low": low, "high": high}
         return now | {
             name: torch.tensor(value, dtype=torch.float64) for name, value in new.items()
         }, False
@@ -191,6 +161,22 @@ class Temperature:
         return changed(
             mine.predictions, logits / own["temperature"].reshape(-1, *[1] * (logits.dim() - 1))
         )
+
+
+def _ends(low: float, high: float) -> tuple[float, float]:
+    """Return the ends of a bracket, of which one that was not tried is that of the range."""
+    return max(low, 1 / HOTTEST), min(high, 1 / COLDEST)
+
+
+def _following(step: float, low: float, high: float) -> float:
+    """Return the beta to try after Newton's `step`: that, where it lies within the bracket; else
+    the end that it passes, or the bracket's middle where that end was tried.
+    """
+    least, most = _ends(low, high)
+    if least < step < most:
+        return step
+    end, tried = (most, high < math.inf) if step >= most else (least, low > 0)
+    return math.sqrt(least * most) if tried else end
 
 
 @dataclass(frozen=True)

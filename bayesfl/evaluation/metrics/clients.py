@@ -92,6 +92,20 @@ def mean_of_clients(values: Tensor, broken: Tensor) -> float:
     return math.nan if broken.any() else float(values.nanmean())
 
 
+def check_alike(**numbers: Tensor) -> None:
+    """Check that tensors are numbers of the same outputs, [J, N, O] each.
+
+    Raises:
+        ValueError: They have other shapes; the targets of one output alone may be [J, N].
+    """
+    shapes = {name: list(t.shape) for name, t in numbers.items()}
+    if any(len(shape) != 3 or shape != next(iter(shapes.values())) for shape in shapes.values()):
+        raise ValueError(
+            f"{', '.join(shapes)} must be [J, N, O], a row of outputs for each example, targets of "
+            f"one output [J, N] too; got {shapes}"
+        )
+
+
 def check_rows(predictions: Tensor, mask: Tensor, **others: Tensor) -> None:
     """Check that `mask` and `others` have one entry for each row of `predictions` [J, N, O].
 

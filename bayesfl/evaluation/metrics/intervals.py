@@ -2,22 +2,24 @@
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import probability
-from bayesfl.evaluation.metrics.clients import check_rows, index_of, mean_of_clients
+from bayesfl.base.options import PROBABILITY, declared
+from bayesfl.evaluation.metrics.clients import check_alike, check_rows, index_of, mean_of_clients
 
 
+@declared
 def interval_summary(
     lower: Tensor,
     upper: Tensor,
     targets: Tensor,
     mask: Tensor,
     *,
-    level: float = 0.9,
+    level: Annotated[float, PROBABILITY] = 0.9,
     middle: Tensor | None = None,
 ) -> dict[str, float]:
     """Summarise the intervals that a federation predicts for its targets.
@@ -58,13 +60,14 @@ def interval_summary(
     }
 
 
+@declared
 def interval_table(
     lower: Tensor,
     upper: Tensor,
     targets: Tensor,
     mask: Tensor,
     *,
-    level: float = 0.9,
+    level: Annotated[float, PROBABILITY] = 0.9,
     middle: Tensor | None = None,
     names: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
@@ -103,23 +106,14 @@ def _measures(
     that are NaN, and the mask.
 
     Raises:
-        ValueError: Shapes do not fit, targets are not finite, a lower end is above the upper one,
-            or `level` is out of range.
+        ValueError: Shapes do not fit, targets are not finite, or a lower end is above the upper
+            one.
     """
-    probability("level", level, "of the interval")
     lower, upper, targets, mask = (
         torch.as_tensor(t).detach().cpu() for t in (lower, upper, targets, mask)
     )
-    if lower.dim() != 3:
-        raise ValueError(
-            f"lower must be [J, N, O], one row of ends per example; got shape {list(lower.shape)}"
-        )
     targets = targets[..., None] if targets.dim() == 2 and lower.shape[-1] == 1 else targets
-    for name, value in {"upper": upper, "targets": targets}.items():
-        if value.shape != lower.shape:
-            raise ValueError(
-                f"{name} must have the shape of lower, {list(lower.shape)}; got {list(value.shape)}"
-            )
+    check_alike(lower=lower, upper=upper, targets=targets)
     check_rows(lower, mask)
     if bool((targets.isfinite().all(-1) < mask).any()):
         raise ValueError(

@@ -6,13 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import probability
-from bayesfl.evaluation.metrics.clients import check_rows, index_of, mean_of_clients, pool
+from bayesfl.base.options import PROBABILITY, Count, declared
+from bayesfl.evaluation.metrics.clients import (
+    check_alike,
+    check_rows,
+    index_of,
+    mean_of_clients,
+    pool,
+)
 from bayesfl.evaluation.metrics.distributions import KINDS, Distribution, Kind
 
 
@@ -46,12 +53,13 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) 
     return _Fitted.of(mean, variance, targets, mask).nll()
 
 
+@declared
 def coverage(
     mean: Tensor,
     variance: Tensor,
     targets: Tensor,
     mask: Tensor,
-    level: float = 0.9,
+    level: Annotated[float, PROBABILITY] = 0.9,
     *,
     distribution: Kind = "normal",
 ) -> Tensor:
@@ -97,13 +105,14 @@ def crps(
     return _Fitted.of(mean, variance, targets, mask, distribution).crps()
 
 
+@declared
 def pit_histogram(
     mean: Tensor,
     variance: Tensor,
     targets: Tensor,
     mask: Tensor,
     *,
-    bins: int = 10,
+    bins: Count = 10,
     distribution: Kind = "normal",
 ) -> Tensor:
     """Compute the histogram of probability integral transforms P(Y <= y), which is flat where
@@ -124,8 +133,6 @@ def pit_histogram(
     Returns:
         Share of the targets in each bin, [J, bins].
     """
-    if bins < 1:
-        raise ValueError(f"bins is a number of bins, >= 1; got {bins}")
     return _Fitted.of(mean, variance, targets, mask, distribution).pit(bins)
 
 
@@ -206,30 +213,13 @@ class _Fitted:
         mask: Tensor,
         kind: Kind = "normal",
     ) -> "_Fitted":
-        if kind not in KINDS:
-            raise ValueError(f"distribution must be one of {list(KINDS)}, got {kind!r}")
         mean, targets, mask = (torch.as_tensor(t).detach().cpu() for t in (mean, targets, mask))
-        if mean.dim() != 3:
-            raise ValueError(
-                "mean must be [J, N, O], one row of outputs per example; got shape "
-                f"{list(mean.shape)}"
-            )
         if targets.dim() == 2 and mean.shape[-1] == 1:
             targets = targets[..., None]
         variance = (
             torch.ones_like(mean) if variance is None else torch.as_tensor(variance).detach().cpu()
         )
-        for name, value in {"variance": variance, "targets": targets}.items():
-            if value.shape != mean.shape:
-                remedy = (
-                    "; targets may leave out the last axis only where there is one output"
-                    if name == "targets"
-                    else ""
-                )
-                raise ValueError(
-                    f"{name} must have the shape of mean, {list(mean.shape)}; got "
-                    f"{list(value.shape)}{remedy}"
-                )
+        check_alike(mean=mean, variance=variance, targets=targets)
         check_rows(mean, mask)
         if bool((targets.isfinite().all(-1) < mask).any()):
             raise ValueError(
@@ -245,14 +235,8 @@ class _Fitted:
                 f"variance must be > 0, got {float(variance.min()):.4g}; add the variance of the "
                 "observation noise"
             )
-        if (
-            kind == "counts"
-            and mean.numel()
-            and (
-                not float(mean.min()) > 0
-                or bool(((targets < 0) | (targets != targets.round())).any())
-            )
-        ):
+        no_counts = (mean <= 0) | (targets < 0) | (targets != targets.round())
+        if kind == "counts" and bool(no_counts.any()):
             raise ValueError(
                 "distribution='counts' is for means > 0 and targets that are whole numbers >= 0; "
                 "leave it out for others"
@@ -292,7 +276,6 @@ class _Fitted:
         return found.quantile((1 - level) / 2), found.quantile((1 + level) / 2)
 
     def coverage(self, level: float) -> Tensor:
-        probability("level", level, "of the interval")
         if self.kind == "counts":
             ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
             return self._average(self._passed(ends).diff(dim=-1)[..., 0].mean(-1))

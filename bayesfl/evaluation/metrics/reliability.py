@@ -4,12 +4,13 @@ reliability diagram.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.options import Count, declared
 from bayesfl.evaluation.metrics.scores import Scored
 
 Norm: TypeAlias = Literal["l1", "l2", "max"]
@@ -18,7 +19,8 @@ weighted mean square, largest.
 """
 
 
-def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15, norm: Norm = "l1") -> Tensor:
+@declared
+def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: Count = 15, norm: Norm = "l1") -> Tensor:
     """Compute the expected calibration error: how far confidence, the largest probability, is from
     accuracy.
 
@@ -42,7 +44,8 @@ def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15, norm: Norm 
     return calibration_error(Scored.of(probs, labels, mask), bins, norm)
 
 
-def mce(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> Tensor:
+@declared
+def mce(probs: Tensor, labels: Tensor, mask: Tensor, bins: Count = 15) -> Tensor:
     """Compute the maximum calibration error: the largest gap of `ece` over bins that hold an
     example.
 
@@ -98,8 +101,9 @@ class ReliabilityBins:
         )
 
 
+@declared
 def reliability_bins(
-    probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15
+    probs: Tensor, labels: Tensor, mask: Tensor, bins: Count = 15
 ) -> ReliabilityBins:
     """Compute accuracy and mean confidence by bins of confidence, over all examples of all clients.
 
@@ -129,12 +133,7 @@ def reliability_bins(
 def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the number of examples, the number of right predictions and the sum of confidences by
     bins of confidence, [J, bins] each.
-
-    Raises:
-        ValueError: `bins` is no integer >= 1.
     """
-    if bins < 1 or bins != int(bins):
-        raise ValueError(f"bins is a number of confidence bins, an integer >= 1; got {bins}")
     confidence = scored.top[0]
     inner = torch.arange(1, bins, dtype=torch.float64) / bins
     where = torch.bucketize(confidence, inner)
@@ -146,13 +145,7 @@ def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def calibration_error(scored: Scored, bins: int, norm: Norm = "l1") -> Tensor:
-    """Compute one number for each client, [J], from the gaps between accuracy and confidence.
-
-    Raises:
-        ValueError: `norm` is unknown, or `bins` is no integer >= 1.
-    """
-    if norm not in get_args(Norm):
-        raise ValueError(f"norm must be one of {get_args(Norm)}, got {norm!r}")
+    """Compute one number for each client, [J], from the gaps between accuracy and confidence."""
     count, hits, confidence = binned(scored, bins)
     gap = (hits - confidence).abs() / count.clamp_min(1)
     share = count / count.sum(-1, keepdim=True)

@@ -121,38 +121,30 @@ class Scored:
                 * (probs.dim() == 4)
             )
         check_rows(probs, mask, labels=labels)
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            raise ValueError(
-                f"labels must be class numbers of an integer type, got {labels.dtype}; use "
-                "labels.long()"
-            )
-        labels = labels.long().masked_fill(~mask, 0)
-        outputs = probs.shape[-1]
+        integers = not (labels.is_floating_point() or labels.dtype == torch.bool)
+        kind, labels, outputs = labels.dtype, labels.long().masked_fill(~mask, 0), probs.shape[-1]
         lowest, highest = (int(labels.min()), int(labels.max())) if labels.numel() else (0, 0)
-        if lowest < 0 or highest >= outputs:
+        if not integers or lowest < 0 or highest >= outputs:
             raise ValueError(
-                f"labels must lie in [0, {outputs}), the classes that probs has columns for; got "
-                f"{lowest} to {highest}. "
-                "Number the classes from 0, or mask the rows that are padding."
+                f"labels must be integers in [0, {outputs}), the classes that probs has columns "
+                f"for; got {lowest} to {highest} in {kind}. Number the classes from 0, use "
+                "labels.long(), or mask the rows that are padding."
             )
         finite, exact = (
             probs.isfinite().all(-1),
             probs.dtype if probs.is_floating_point() else torch.float64,
         )
         probs = probs.to(torch.float64).masked_fill(~(mask & finite)[..., None], 0)
-        if probs.numel() and not (-1e-6 <= float(probs.min()) and float(probs.max()) <= 1 + 1e-2):
-            raise ValueError(
-                f"probs must be probabilities in [0, 1], got {float(probs.min()):.4g} to "
-                f"{float(probs.max()):.4g}; "
-                "of logits take softmax(-1), of log probabilities exp()"
-            )
+        least, most = (float(probs.min()), float(probs.max())) if probs.numel() else (0.0, 1.0)
         total = probs.sum(-1)[mask & finite]
         # Each probability of a row in half precision is rounded, which shows in their sum.
-        if len(total) and float((total - 1).abs().max()) > max(1e-3, 2 * torch.finfo(exact).eps):
+        apart = (total - 1).abs() > max(1e-3, 2 * torch.finfo(exact).eps)
+        if least < -1e-6 or most > 1 + 1e-2 or bool(apart.any()):
             raise ValueError(
-                f"probs of each example must sum to 1, got sums from {float(total.min()):.4g} to "
-                f"{float(total.max()):.4g}; of scores take "
-                "probs / probs.sum(-1, keepdim=True), of logits softmax(-1)"
+                "probs of each example must be probabilities in [0, 1] whose sum is 1, got "
+                f"{least:.4g} to {most:.4g} and sums from {float(total.min()):.4g} to "
+                f"{float(total.max()):.4g}; of logits take softmax(-1), of log probabilities "
+                "exp(), of scores probs / probs.sum(-1, keepdim=True)"
             )
         return cls(probs, labels, mask, (mask & ~finite).any(-1))
 

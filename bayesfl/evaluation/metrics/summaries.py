@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from bayesfl.base.options import Count, declared
 from bayesfl.evaluation.metrics.clients import bottom_decile, index_of, mean_of_clients
 from bayesfl.evaluation.metrics.reliability import calibration_error
 from bayesfl.evaluation.metrics.scores import Scored
 
 
+@declared
 def classification_summary(
-    probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15
+    probs: Tensor, labels: Tensor, mask: Tensor, *, bins: Count = 15
 ) -> dict[str, float]:
     """Summarise the predictions of a federation of classifiers.
 
@@ -46,12 +48,13 @@ def classification_summary(
     return summary | {f"pooled_{name}": float(value) for name, value in together.items()}
 
 
+@declared
 def per_client_table(
     probs: Tensor,
     labels: Tensor,
     mask: Tensor,
     *,
-    bins: int = 15,
+    bins: Count = 15,
     names: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return every measure of every client as columns [J], ready for a data frame.

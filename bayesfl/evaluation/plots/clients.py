@@ -46,14 +46,11 @@ def collaboration(
     shown = np.asarray(
         weights.detach().cpu() if isinstance(weights, Tensor) else weights, dtype=float
     )
-    if shown.ndim != 2 or shown.shape[0] != shown.shape[1] or not len(shown):
+    weighs = np.isfinite(shown).all() and (shown >= 0).all()
+    if shown.shape != (len(shown), len(shown)) or not weighs:
         raise ValueError(
-            "weights must be square, a row and a column for each client, got shape "
-            f"{list(shown.shape)}"
-        )
-    if not (np.isfinite(shown).all() and (shown >= 0).all()):
-        raise ValueError(
-            f"weights must be finite and >= 0, got {shown.min():.3g} to {shown.max():.3g}"
+            "weights must be finite and >= 0, a row and a column for each client, got shape "
+            f"{list(shown.shape)} and {shown.min():.3g} to {shown.max():.3g}"
         )
     if groups is not None and len(groups) != len(shown):
         raise ValueError(

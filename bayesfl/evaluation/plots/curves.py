@@ -47,33 +47,20 @@ def learning_curves(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: A history has no such column, or nothing was evaluated.
+        KeyError: A history has no such column.
+        ValueError: Nothing was evaluated.
     """
     from matplotlib.ticker import MaxNLocator
 
-    if not isinstance(histories, Mapping):
-        raise ValueError(
-            f"histories must be {{method: history}}, got {type(histories).__name__}; name it, as "
-            f"in {{'mine': result}}"
-        )
-    if not histories:
-        raise ValueError("histories is empty: give at least one {method: history}")
-    runs = {
-        name: [
-            getattr(h, "history", h)
-            for h in (history if isinstance(history, (list, tuple)) else [history])
-        ]
-        for name, history in histories.items()
-    }
-    columns = {name: [_columns(name, run) for run in seeds] for name, seeds in runs.items()}
+    runs: dict[str, list[Any]] = {}
+    for name, history in histories.items():
+        seeds = history if isinstance(history, list | tuple) else [history]
+        runs[name] = [getattr(seed, "history", seed) for seed in seeds]
     if metric is None:
-        metric = _headline([keys for seeds in columns.values() for keys in seeds])
+        metric = _headline([_columns(run) for seeds in runs.values() for run in seeds])
     ax = new_figure((5.6, 3.6)).add_subplot() if ax is None else ax
     for name, (colour, dash) in zip(runs, looks(), strict=False):
-        seeds = [
-            _curve(name, run, keys, x, metric)
-            for run, keys in zip(runs[name], columns[name], strict=True)
-        ]
+        seeds = [_curve(run, x, metric) for run in runs[name]]
         common = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
         if not common:
             raise ValueError(
@@ -127,17 +114,9 @@ def risk_coverage(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        ValueError: There is no entry, or one does not fit or has no examples.
+        ValueError: An entry does not fit or has no examples.
     """
-    if not entries:
-        raise ValueError(
-            "entries is empty: give at least one {method: result, (probs, labels, mask) or "
-            "risk-coverage curve}"
-        )
     curves = {name: _risks(entry) for name, entry in entries.items()}
-    empty = [name for name, curve in curves.items() if not len(curve.risk)]
-    if empty:
-        raise ValueError(f"{empty} have no examples; check mask")
     ax = new_figure((5.0, 3.6)).add_subplot() if ax is None else ax
     for (name, curve), (colour, dash) in zip(curves.items(), looks(), strict=False):
         label = f"{name} (AURC {curve.aurc:.4f})"
@@ -150,28 +129,16 @@ def risk_coverage(
         ylabel="error rate among the answers",
         title=title or "",
     )
-    ax.set_ylim(
-        0,
-        1.1
-        * max(
-            1e-3,
-            *(float(curve.risk[curve.coverage >= _SETTLED].max()) for curve in curves.values()),
-        ),
-    )
+    settled = [float(c.risk[c.coverage >= _SETTLED].max()) for c in curves.values()]
+    ax.set_ylim(0, 1.1 * max(1e-3, *settled))
     clean(ax, grid="both")
     ax.legend(frameon=False, fontsize="small", loc="best")
     return ax
 
 
-def _columns(name: str, history: Any) -> list[str]:
-    """List the names of a history's columns."""
-    columns = getattr(history, "columns", None)  # of a History or a data frame
-    if columns is None and not isinstance(history, Mapping):
-        raise ValueError(
-            f"{name!r}: a history must be a result, a result's history, or columns by name, got "
-            f"{type(history).__name__}"
-        )
-    return list(history if columns is None else columns)
+def _columns(history: Any) -> list[str]:
+    """List the names of a history's columns: of a History, a data frame or a mapping."""
+    return list(getattr(history, "columns", history))
 
 
 def _headline(columns: Sequence[Sequence[str]]) -> str:
@@ -189,19 +156,9 @@ def _headline(columns: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _curve(
-    name: str, history: Any, columns: Sequence[str], x: str, metric: str
-) -> dict[float, float]:
+def _curve(history: Any, x: str, metric: str) -> dict[float, float]:
     """Take {round: value} of one seed, without the rounds that were not evaluated."""
-    for key in (x, metric):
-        if key not in columns:
-            raise ValueError(f"{name!r}: the history has no {key!r}; it has {list(columns)}")
     at, values = (np.asarray(history[key], dtype=np.float64) for key in (x, metric))
-    if at.shape != values.shape or at.ndim != 1:
-        raise ValueError(
-            f"{name!r}: {x!r} and {metric!r} must be of one length, got shapes {at.shape} and "
-            f"{values.shape}"
-        )
     return {float(a): float(v) for a, v in zip(at, values, strict=True) if np.isfinite(v)}
 
 

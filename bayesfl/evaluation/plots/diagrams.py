@@ -127,8 +127,6 @@ def reliability(
             place(client, called)
             for client in (given if isinstance(given, list | tuple | range) else [given])
         ]
-    if chosen == []:
-        raise ValueError("clients is empty: name at least one, or leave it out for all")
     if by == "pooled":
         pooled = _Panel.of(probs, labels, mask if chosen is None else _only(mask, chosen), bins)
         if ax is None:
@@ -202,8 +200,6 @@ def _panels(
     size: tuple[float, float] = (3.0, 3.4),
 ) -> tuple["Figure", np.ndarray]:
     """Draw a grid of diagrams whose histograms have one scale, the outer ones with the words."""
-    if columns < 1:
-        raise ValueError(f"columns is a number of diagrams in a row, >= 1; got {columns}")
     columns = min(columns, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure((max(size[0] * columns, 3.6) + 0.4, size[1] * lines + 0.5))

@@ -60,12 +60,8 @@ def interval_reliability(
     if clients is not None:
         called = names_of(source, names, len(mask))
         kept = torch.zeros(len(mask), 1, dtype=torch.bool)
-        kept[
-            [
-                place(client, called)
-                for client in ([clients] if isinstance(clients, int | str) else clients)
-            ]
-        ] = True
+        given = [clients] if isinstance(clients, int | str) else clients
+        kept[[place(client, called) for client in given]] = True
         mask = mask & kept
     if not mask.any():
         raise ValueError("there is no client with examples to draw; check mask")
@@ -145,17 +141,15 @@ def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Kind]:
     distribution.
 
     Raises:
-        ValueError: They are of classes or of intervals, or are not four.
+        ValueError: They are of classes or of intervals.
     """
     if hasattr(source, "predict") and hasattr(source, "data"):
         test = source.data.test
         found = source.predict(test)
-        if found.probs is not None:
-            raise ValueError("these are predictions of classes, whose diagram is plots.reliability")
         if found.variance is None:
             raise ValueError(
-                "intervals by quantiles have one level; their coverage by client is in "
-                "result.predict().table(clients.test)"
+                "predictions of classes, and intervals by quantiles, which have one level, have no "
+                "variance: take plots.reliability, or result.predict().table(clients.test)"
             )
         targets, mask = test.padded_labels()
         return (
@@ -165,7 +159,5 @@ def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Kind]:
             mask.cpu(),
             getattr(found.likelihood, "distribution", "normal"),
         )
-    if not isinstance(source, tuple | list) or len(source) != 4:
-        raise ValueError("source must be a simulation's result, or (mean, variance, targets, mask)")
     mean, variance, targets, mask = (torch.as_tensor(t) for t in source)
     return mean, variance, targets, mask, "normal"

@@ -3,7 +3,7 @@ the evidence of alarms over time.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,21 +38,15 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
         A matplotlib Figure, to be saved by `.savefig`.
 
     Raises:
-        TypeError: An entry is no audit.
-        ValueError: There is no entry, or one has no rows or no sets.
+        ValueError: An entry has no rows or no sets.
     """
-    _checked(entries, Audit, "what result.audit() returns")
     named = {"": entries} if isinstance(entries, Audit) else dict(entries)
-    if not named:
-        raise ValueError("entries is empty: give what result.audit() returns, or {name: that}")
-    if empty := [
-        name for name, found in named.items() if found.held is None or not found.rows.any()
-    ]:
-        which = f" {empty[0]!r}" if empty[0] else ""
-        raise ValueError(
-            f"the audit{which} has no rows, or no sets: make sets by result.calibrate(Conformal()) "
-            "before it"
-        )
+    for name, found in named.items():
+        if found.held is None or not found.rows.any():
+            raise ValueError(
+                f"the audit{f' {name!r}' * bool(name)} has no rows, or no sets: make sets by "
+                "result.calibrate(Conformal()) before it"
+            )
     most = max(len(found.units) for found in named.values())
     width = max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4
     figure = new_figure(
@@ -116,10 +110,8 @@ def evidence(
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
-        TypeError: An entry is no alarm.
         ValueError: There is no alarm, none has seen a row, or they are raised at different heights.
     """
-    _checked(entries, (Alarm, Merged), "an alarm")
     named: dict[str, Alarm | Merged] = (
         {"": entries} if isinstance(entries, Alarm | Merged) else dict(entries)
     )
@@ -182,15 +174,6 @@ def evidence(
     return ax
 
 
-def _checked(entries: object, kinds: type | tuple[type, ...], remedy: str) -> None:
-    """Raise TypeError if entries are neither of some kinds nor a mapping of these."""
-    each = entries.values() if isinstance(entries, Mapping) else [entries]
-    if other := [one for one in each if not isinstance(one, kinds)]:
-        raise TypeError(
-            f"entries must be {remedy}, or {{name: that}}, got {type(other[0]).__name__}"
-        )
-
-
 def _endless(ax: "Axes", found: Audit, top: float) -> None:
     """Draw hatched bars up to `top` for sizes without end, which are a part of the legend."""
     assert found.size is not None  # as there are sets
@@ -220,75 +203,52 @@ def _covered(ax: "Axes", beneath: "Axes", found: Audit, *, alone: bool) -> None:
     """Draw coverage by unit in `ax`, and mean sizes in `beneath`, with the units' names."""
     from matplotlib.ticker import MaxNLocator
 
-    assert found.held is not None
-    assert found.size is not None
-    assert found.level is not None
-    kept = found.rows > 0
-    assert found.coverage is not None
-    place, share, (low, high) = (
-        np.flatnonzero(kept),
-        found.coverage[kept],
-        found.intervals(found.held)[kept].T,
-    )
-    below = np.isin(found.units, found.below)[kept]
-    together = f"interval, all with probability {1 - found.delta:g}"
-    ax.bar(
-        place,
-        high - low,
-        0.6,
-        bottom=low,
-        color="#D9DDE1",
-        linewidth=0,
-        label=together,
-        gid="interval",
-    )
-    for which, colour, marker, label in (
-        (~below, BLUE, "o", f"a {found.by}"),
-        (below, RED, "D", f"a {found.by} below the promise"),
-    ):
-        if which.any():
-            ax.plot(
-                place[which],
-                share[which],
-                marker,
-                color=colour,
-                markersize=4.5,
-                label=label,
-                gid=label,
-            )
-    ax.axhline(
-        found.level,
-        linestyle=(0, (4, 3)),
-        color=INK,
-        linewidth=1,
-        label=f"promised: {found.level:g}",
-    )
+    assert found.level is not None  # as there are sets
+    places, units = np.flatnonzero(found.rows > 0), len(found.units)
+    lowest = _shares(ax, found, places)
+    _line(ax, found.level, (4, 3), f"promised: {found.level:g}")
     worst = found.worst_by_chance
-    ax.axhline(
-        worst,
-        linestyle=(0, (1, 2)),
-        color=INK,
-        linewidth=1,
-        label="worst by chance" + (f": {worst:.2f}" if alone else ""),
-    )
-    ax.set(
-        xlim=(-0.7, len(kept) - 0.3),
-        ylim=(max(0.0, min(float(share.min()), float(low.min())) - 0.05), 1.02),
-    )
-    ax.tick_params(labelbottom=False)
-    beneath.bar(
-        place,
-        np.where(np.isfinite(found.size), found.size, 0.0)[kept],
-        0.6,
-        color=GREY,
-        edgecolor="white",
-        linewidth=0.6,
-        gid="size",
-    )
+    _line(ax, worst, (1, 2), "worst by chance" + (f": {worst:.2f}" if alone else ""))
+    _sizes(beneath, found, places)
+    ax.set(xlim=(-0.7, units - 0.3), ylim=(max(0.0, lowest - 0.05), 1.02))
     beneath.set(xlim=ax.get_xlim(), xlabel=found.by)
-    shown = some(len(kept))
-    beneath.set_xticks(shown, [found.units[u] for u in shown], rotation=90, fontsize="small")
+    shown = some(units)
     ax.set_xticks(shown)
+    ax.tick_params(labelbottom=False)
+    beneath.set_xticks(shown, [found.units[u] for u in shown], rotation=90, fontsize="small")
     beneath.yaxis.set_major_locator(MaxNLocator(integer=found.right is not None, nbins=3))
     for axes in (ax, beneath):
         clean(axes, grid="y")
+
+
+def _shares(ax: "Axes", found: Audit, places: np.ndarray) -> float:
+    """Draw the coverage of the units at `places` with its interval, those below the promise in
+    another colour, and return the lowest number drawn.
+    """
+    assert found.held is not None  # as there are sets
+    assert found.coverage is not None
+    share, (low, high) = found.coverage[places], found.intervals(found.held)[places].T
+    together = f"interval, all with probability {1 - found.delta:g}"
+    look: Any = {"color": "#D9DDE1", "linewidth": 0, "label": together, "gid": "interval"}
+    ax.bar(places, high - low, 0.6, bottom=low, **look)
+    below, kind = np.isin(found.units, found.below)[places], f"a {found.by}"
+    for which, colour, marker, label in (
+        (~below, BLUE, "o", kind),
+        (below, RED, "D", f"{kind} below the promise"),
+    ):
+        if which.any():
+            look = {"color": colour, "markersize": 4.5, "label": label, "gid": label}
+            ax.plot(places[which], share[which], marker, **look)
+    return min(float(share.min()), float(low.min()))
+
+
+def _line(ax: "Axes", height: float, dashes: tuple[int, int], label: str) -> None:
+    ax.axhline(height, linestyle=(0, dashes), color=INK, linewidth=1, label=label)
+
+
+def _sizes(ax: "Axes", found: Audit, places: np.ndarray) -> None:
+    """Draw the mean sizes of the units at `places`, 0 for those without end."""
+    assert found.size is not None  # as there are sets
+    sizes = np.where(np.isfinite(found.size), found.size, 0.0)[places]
+    look: Any = {"color": GREY, "edgecolor": "white", "linewidth": 0.6, "gid": "size"}
+    ax.bar(places, sizes, 0.6, **look)

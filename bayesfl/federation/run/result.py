@@ -4,15 +4,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import instance, probability, warn, whole
+from bayesfl.base.checks import instance, warn, whole
 from bayesfl.base.files import folder
+from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
@@ -301,13 +302,14 @@ class Result:
             Outputs(self.known.task, self.known.outputs),
         )
 
+    @declared
     def audit(
         self,
         split: str = "test",
         *,
         by: Literal["client", "label"] = "client",
         groups: Groups | None = None,
-        delta: float = 0.05,
+        delta: Annotated[float, PROBABILITY] = 0.05,
         aggregation: Any = None,
     ) -> Audit:
         """Audit the predictions by client, label or group: coverage, set sizes, accuracy and
@@ -331,7 +333,6 @@ class Result:
             ValueError: There is no such split, `by` or `groups` does not fit, or `delta` is out of
                 range.
         """
-        probability("delta", delta, "that an interval of a column misses")
         rows = surveying.asked(Counting("group", (), split), self.data.splits)
         if split == "train" or split in {one.step.split for one in self.steps}:
             used = "training" if split == "train" else "calibration"

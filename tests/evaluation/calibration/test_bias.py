@@ -63,5 +63,5 @@ def test_steps_that_would_overshoot_are_halved():
 
 
 def test_a_regression_is_refused():
-    with pytest.raises(ValueError, match="Bias changes probabilities of classes"):
+    with pytest.raises(ValueError, match="Bias works on probabilities of classes"):
         fit(Bias(), mine(), Outputs("regression", 1))

@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused():
             fit(Conformal(**option), given, Outputs("regression", 2))
     with pytest.raises(TypeError, match="never_empty"):
         Conformal(never_empty="no")  # pyright: ignore[reportArgumentType] (what is no bool is the point)
-    with pytest.raises(ValueError, match="targets of these predictions are not known"):
+    with pytest.raises(ValueError, match="labels of these predictions are not known"):
         fit(
             Conformal(),
             replace(given, predictions=replace(given.predictions, labels=None)),

@@ -97,13 +97,12 @@ def test_endless_intervals_are_infinitely_wide():
 
 def test_what_does_not_fit():
     lower, upper, y, mask = intervals()
-    with pytest.raises(ValueError, match=r"level .*got 90"):
-        metrics.interval_summary(lower, upper, y, mask, level=90)
-    with pytest.raises(ValueError, match=r"targets must have the shape of lower"):
-        metrics.interval_summary(lower, upper, y[..., 0], mask)
-    with pytest.raises(ValueError, match="lower end is above"):
-        metrics.interval_summary(upper, lower, y, mask)
-    with pytest.raises(ValueError, match="targets must be finite"):
-        metrics.interval_summary(lower, upper, y / 0 * 0, mask)
-    with pytest.raises(ValueError, match="lower must be"):
-        metrics.interval_summary(lower[0], upper, y, mask)
+    for given, options, words in (
+        ((lower, upper, y), {"level": 90}, r"level .*got 90"),
+        ((lower, upper, y[..., 0]), {}, r"lower, upper, targets must be \[J, N, O\]"),
+        ((upper, lower, y), {}, "lower end is above"),
+        ((lower, upper, y / 0 * 0), {}, "targets must be finite"),
+        ((lower[0], upper, y), {}, r"lower, upper, targets must be \[J, N, O\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            metrics.interval_summary(*given, mask, **options)

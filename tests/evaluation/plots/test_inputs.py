@@ -36,10 +36,9 @@ def test_sources_are_equivalent():
     assert [bar.get_height() for bar in bars(single, "accuracy")] == [
         bar.get_height() for bar in bars(chosen, "accuracy")
     ]
-    with pytest.raises(ValueError, match="brings its own"):
-        plots.reliability(result, labels, mask)
-    with pytest.raises(ValueError, match="need labels"):
-        plots.reliability(probs)
+    for given, words in ((result, labels), "brings its own"), ((probs,), "need labels"):
+        with pytest.raises(ValueError, match=words):
+            plots.reliability(*given)
 
 
 def test_a_regression_has_no_reliability_diagram():
