@@ -28,11 +28,10 @@ def _plain_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_shares(**shares: float) -> None:
-    """Refuse shares outside [0, 1), and shares that leave no training examples.
+    """Refuse shares outside [0, 1).
 
     Raises:
-        ValueError: A share is out of range, or the shares add up to 1 or more; the message names
-            them.
+        ValueError: A share is out of range; the message names it.
     """
     for name, share in shares.items():
         if not 0 <= share < 1:
@@ -40,11 +39,6 @@ def check_shares(**shares: float) -> None:
                 f"{name} is a share of each client's examples and must lie within [0, 1), got "
                 f"{share}"
             )
-    if sum(shares.values()) >= 1:
-        raise ValueError(
-            f"{' and '.join(shares)} must leave something to train on, got {sum(shares.values())} "
-            "together"
-        )
 
 
 def take_share(
@@ -120,13 +114,6 @@ def assemble(
         for name, share in shares.items():
             left, taken = take_share(labels, left, share, len(given), rng)
             parts[name].append(taken)
-        if len(given) and not len(left):
-            asked = " and ".join(f"{name}={share}" for name, share in shares.items())
-            raise ValueError(
-                f"client {names[j]!r} has {len(given)} training examples, and {asked} (at least "
-                "one example each) would leave none to "
-                "train on: use smaller shares, a larger min_size or fewer clients"
-            )
         parts["train"][j] = left
     tensors = dict.fromkeys(parts, (x, y, environment))
     if apart is not None:

@@ -2,15 +2,13 @@
 training, on a few rows.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.checks import warn
 from bayesfl.base.described import digest_of
-from bayesfl.base.inputs import Inputs, count, each, named, shape_of, structure
+from bayesfl.base.inputs import Inputs, count, each, named
 from bayesfl.data.split import Change, ClientData, all_finite
 
 ROWS = 4
@@ -42,7 +40,7 @@ def check_transform(split: ClientData, transform: Change) -> None:
     Warns:
         UserWarning: It changes what it holds when it is called.
     """
-    x, before = _rows("transform", split, transform), digest_of(transform)
+    x, before = _rows(split), digest_of(transform)
     with Addressed(0) as drawing:
         made, *again = [_tried_on("transform", split, transform, x) for _ in range(CALLS)]
     all_finite("transform", made)
@@ -82,7 +80,7 @@ def check_augment(split: ClientData, augment: Change) -> None:
     Warns:
         UserWarning: It changes what it holds when it is called.
     """
-    x, held = _rows("augment", split, augment), digest_of(augment)
+    x, held = _rows(split), digest_of(augment)
     calls = []
     for _ in range(CALLS):
         with Addressed(0):
@@ -95,24 +93,11 @@ def check_augment(split: ClientData, augment: Change) -> None:
             "means than torch's operations, which no seed of a run reaches; draw by torch, as "
             "torch.rand(len(x)) does, without a generator"
         )
-    if structure(made) != structure(x) or [name for name, _ in named(made)] != [
-        name for name, _ in named(x)
-    ]:
+    if _form(made) != _form(x):
         raise ValueError(
-            f"augment makes {structure(made)} of {structure(x)}: predictions see the latter; "
-            "return inputs of the same form"
-        )
-    for (name, before), (_, after) in zip(named(x), named(made), strict=True):
-        if before.dtype != after.dtype:
-            raise ValueError(
-                f"augment makes {after.dtype} of {name}, {before.dtype}; convert it by "
-                "data.transformed(...), which predictions have, too"
-            )
-    if shape_of(made) != shape_of(x):
-        raise ValueError(
-            f"augment makes examples of shape {shape_of(made)} of {shape_of(x)}: predictions see "
-            "those that are not augmented, so crop "
-            "after padding, or pad what was cropped"
+            f"augment makes {_form(made)} of {_form(x)}, the names, types and shapes of examples: "
+            "predictions see those that are not augmented, so return inputs of the same form; crop "
+            "after padding, and convert by data.transformed(...), which predictions have, too"
         )
     _warn_if_changed("augment", augment, held)
 
@@ -129,12 +114,8 @@ def _warn_if_changed(name: str, change: Change, before: str) -> None:
         )
 
 
-def _rows(name: str, split: ClientData, change: Any) -> Inputs:
+def _rows(split: ClientData) -> Inputs:
     """Return the rows on which a function is tried, spread over the clients."""
-    if not callable(change):
-        raise TypeError(
-            f"{name} must be a function of inputs, such as lambda x: x / 255, got {change!r}"
-        )
     spread = np.unique(np.linspace(0, len(split.index) - 1, ROWS).astype(np.int64))
     return split.take(split.index[torch.from_numpy(spread).to(split.index.device)])
 
@@ -151,6 +132,11 @@ def _tried_on(name: str, split: ClientData, change: Change, x: Inputs) -> Inputs
             "x.div_(255)"
         )
     return made
+
+
+def _form(x: Inputs) -> dict[str, tuple[str, list[int]]]:
+    """Return the type and the shape of one example of every tensor, by name."""
+    return {name: (str(t.dtype).removeprefix("torch."), list(t.shape[1:])) for name, t in named(x)}
 
 
 def _near(one: Inputs, other: Inputs, rounding: float) -> bool:

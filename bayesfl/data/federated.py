@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import whole
 from bayesfl.base.described import described
 from bayesfl.base.inputs import Shapes, first, named
+from bayesfl.base.options import Count, declared
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Targets, Task
 from bayesfl.data.changes import check_augment, check_transform
@@ -28,6 +28,7 @@ from bayesfl.data.tensors import digest_of, digest_of_inputs, not_finite
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+@declared
 class FederatedData:
     """The data of a federation: every client's splits, and their origin.
 
@@ -53,7 +54,7 @@ class FederatedData:
     """
 
     splits: Mapping[str, ClientData]
-    outputs: int
+    outputs: Count
     task: Task
     inputs: Shapes
     client_names: tuple[str, ...]
@@ -76,20 +77,9 @@ class FederatedData:
         return f"FederatedData({self.source.name}, {self.clients} clients{environments}; {counts})"
 
     def __post_init__(self) -> None:
-        if "train" not in self.splits:
-            raise ValueError(f"splits must hold 'train', got {list(self.splits)}")
-        if self.task not in ("classification", "regression"):
-            raise ValueError(f"task must be 'classification' or 'regression', got {self.task!r}")
-        object.__setattr__(self, "outputs", whole("outputs", self.outputs, least=1))
         ordered("client_names", self.client_names, "pass a list in the order of the clients")
         if self.class_names is not None:
             object.__setattr__(self, "class_names", named_classes(self.class_names, self.outputs))
-        try:
-            json.dumps(dict(self.recipe))
-        except TypeError as error:
-            raise ValueError(
-                f"recipe must hold only what JSON can write (numbers, text, lists, dicts): {error}"
-            ) from None
         for name, split in self.splits.items():
             if split.clients != len(self.client_names):
                 raise ValueError(
@@ -107,8 +97,8 @@ class FederatedData:
         if len(empty):
             raise ValueError(
                 f"client {self.client_names[empty[0]]!r} has no training example ({len(empty)} of "
-                f"{self.clients} clients have none): "
-                "leave such clients out, or use fewer clients"
+                f"{self.clients} clients have none): leave such clients out, or use smaller "
+                "shares for the other splits, a larger min_size or fewer clients"
             )
         self._check_environments()
         self._check_overlap()
@@ -121,23 +111,19 @@ class FederatedData:
         return self.client_names[int(np.searchsorted(np.cumsum(split.counts), entry, side="right"))]
 
     def _check_targets(self, name: str, split: ClientData) -> None:
-        if self.task == "regression":
-            if not split.y.is_floating_point():
-                raise ValueError(
-                    f"task 'regression' needs floating-point targets, split {name!r} has "
-                    f"{split.y.dtype}; use y.float()"
-                )
-            if (outputs := math.prod(split.y.shape[1:])) != self.outputs:
-                raise ValueError(
-                    f"outputs is {self.outputs}, but split {name!r} has {outputs} targets per "
-                    "example"
-                )
-            return
-        if split.y.is_floating_point():
+        if split.y.is_floating_point() != (self.task == "regression"):
             raise ValueError(
-                f"task 'classification' needs integer labels, split {name!r} has {split.y.dtype}; "
-                "use y.long()"
+                f"task {self.task!r} needs {'floats' if self.task == 'regression' else 'int64'} "
+                f"as y, split {name!r} has {split.y.dtype}; convert them, as y.float() does"
             )
+        shape, trained = list(split.y.shape[1:]), list(self.splits["train"].y.shape[1:])
+        if shape != trained or (self.task == "regression" and math.prod(shape) != self.outputs):
+            raise ValueError(
+                f"outputs is {self.outputs}, but split {name!r} has targets of shape {shape}, "
+                f"'train' of {trained}"
+            )
+        if self.task == "regression":
+            return
         y = split.y[split.index]
         wrong = (y < 0) | (y >= self.outputs)
         if y.dim() > 1:
@@ -161,14 +147,9 @@ class FederatedData:
 
     def _check_environments(self) -> None:
         train = self.splits["train"]
-        with_some = [split for split in self.splits.values() if split.environments]
         if train.environment is None:
-            if with_some:
-                raise ValueError(
-                    "splits have environments but 'train' has none; give it some, or leave those "
-                    "of the others out"
-                )
             return
+        with_some = [split for split in self.splits.values() if split.environments]
         most = max(split.environments for split in with_some)
 
         def counted(split: ClientData) -> np.ndarray:
@@ -356,12 +337,10 @@ class FederatedData:
                 called 1, `["1"]` too, and `[1]` is refused, as it could be either of two.
 
         Raises:
-            TypeError: `ids` is text, or an entry is neither a name nor a number.
+            TypeError: An entry is neither a name nor a number.
             ValueError: A client does not exist or is given twice, a number is the name of another
                 client, or `ids` is empty.
         """
-        if isinstance(ids, str):
-            raise TypeError(f"ids must be a list of clients, as [{ids!r}], got {ids!r}")
         return self._places(
             [
                 place(j, self.client_names)
@@ -415,15 +394,10 @@ class FederatedData:
                 finite, writes into its input, draws, or mixes rows.
             TypeError: It is no function, or does not return tensors.
         """
-        if any(split.transform is not None for split in self.splits.values()):
+        if self.train.transform is not None or self.train.augment is not None:
             raise ValueError(
-                "transform is given a second time: pass one function that does both, as lambda x: "
-                "second(first(x))"
-            )
-        if self.train.augment is not None:
-            raise ValueError(
-                "transform comes before augment: call "
-                "data.transformed(transform).augmented(augment)"
+                "transform comes once, and before augment: pass one function that does both, as "
+                "lambda x: second(first(x)), in data.transformed(transform).augmented(augment)"
             )
         check_transform(self.train, transform)
         splits = {name: replace(split, transform=transform) for name, split in self.splits.items()}
@@ -467,16 +441,13 @@ class FederatedData:
         Raises:
             ValueError: `clients` is out of range, or one of the two federations would be empty.
         """
-        number = max(1, round(clients * self.clients)) if isinstance(clients, float) else clients
-        if (
-            isinstance(clients, bool)
-            or (isinstance(clients, float) and not 0 < clients < 1)
-            or not 0 < number < self.clients
-        ):
+        share = isinstance(clients, float)
+        if not 0 < clients < (1 if share else self.clients):
             raise ValueError(
                 f"clients to hold out must be a number within [1, {self.clients - 1}] or a share "
                 f"within (0, 1), got {clients}"
             )
+        number = max(1, round(clients * self.clients)) if share else clients
         order = generator(seed, Purpose.SPLIT, phase=NOVEL).permutation(self.clients)
         return self._places(np.sort(order[number:]).tolist()), self._places(
             np.sort(order[:number]).tolist()

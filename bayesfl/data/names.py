@@ -63,25 +63,17 @@ def named_clients(given: Any, order: Sequence[Hashable], *, pooled: bool) -> lis
             if isinstance(given, Mapping):
                 remedy += ", as [names[i] for i in sorted(set(client_ids))] makes of {id: name}"
         ordered("names", given, remedy)
-        if (index := getattr(given, "index", None)) is not None and not callable(
-            index
-        ):  # a column of pandas
-            if list(index) != list(order) and Counter(index) == Counter(order):
-                raise ValueError(
-                    f"names has the clients in the order {reprlib.repr(list(index))}, they are in "
-                    f"another: {remedy}"
-                )
         named = [str(name) for name in given]
         check_names(named, len(order))
-        if (
-            pooled
-            and named != [str(owner) for owner in order]
-            and set(named) == {str(owner) for owner in order}
-        ):
-            raise ValueError(
-                f"names {reprlib.repr(named)} are the client_ids in another order than their own: "
-                f"leave them out, or {remedy}"
-            )
+        ids = [str(owner) for owner in order]
+        index = getattr(given, "index", None)
+        said = [] if index is None or callable(index) else [list(map(str, index))]  # of pandas
+        for called in [*said, *([named] if pooled else [])]:
+            if called != ids and Counter(called) == Counter(ids):
+                raise ValueError(
+                    f"names has the clients in the order {reprlib.repr(called)}, which is another "
+                    f"than theirs: leave them out, or {remedy}"
+                )
     if twice := [name for name, count in Counter(named).items() if count > 1]:
         raise ValueError(
             f"names must differ, {twice[:10]} are given to several clients each; add a number to "

@@ -2,11 +2,10 @@
 
 import difflib
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from bayesfl.base.inputs import Shapes, as_tuples
 from bayesfl.base.targets import Task
@@ -90,9 +89,8 @@ def place(client: int | str, names: Sequence[str]) -> int:
         ValueError: There is no such client, or several have this name, or a number is the name of
             another client; the message offers the nearest names.
     """
-    if isinstance(client, bool) or not isinstance(client, str | int | np.integer):
-        raise TypeError(f"client must be a name or a number, got {client!r}")
     if not isinstance(client, str):
+        client = operator.index(client)
         called = _numbers(tuple(names)).get(float(client), ())
         if 0 <= client < len(names):
             if called and names[client] not in called:
@@ -101,18 +99,20 @@ def place(client: int | str, names: Sequence[str]) -> int:
                     f"{called[0]!r} is the name of another; pass a "
                     "name, as text"
                 )
-            return int(client)
+            return client
         also = f"; {called[0]!r} is the name of one: pass it as text" if called else ""
         raise ValueError(
             f"client must be a name or a number from 0 to {len(names) - 1}, got {client}{also}"
         )
     found = [j for j, name in enumerate(names) if name == client]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ValueError(f"clients {found} are all called {client!r}; pass a number")
-    near = difflib.get_close_matches(client, names, n=3, cutoff=0.5) or list(names[:3])
-    raise ValueError(f"there is no client {client!r}; the nearest of {len(names)} names are {near}")
+    if len(found) != 1:
+        near = difflib.get_close_matches(client, names, n=3, cutoff=0.5) or list(names[:3])
+        told = f"clients {found} are all called" if found else "there is no client"
+        raise ValueError(
+            f"{told} {client!r}; pass a number, or a name: the nearest of {len(names)} names are "
+            f"{near}"
+        )
+    return found[0]
 
 
 @functools.lru_cache(maxsize=8)

@@ -29,11 +29,9 @@ def cut_points(size: int, pieces: int, smallest: int, rng: np.random.Generator) 
         Sorted points [pieces - 1] within [1, size - 1], all different.
 
     Raises:
-        ValueError: `size` is less than `pieces` times `smallest`.
+        ValueError: `size` is less than `pieces` times `smallest`, as NumPy says.
     """
     slack = size - pieces * (smallest - 1)
-    if pieces > slack:
-        raise ValueError(f"{size} examples cannot make {pieces} pieces of at least {smallest}")
     points = np.sort(rng.choice(np.arange(1, slack), size=pieces - 1, replace=False))
     return points + (smallest - 1) * np.arange(1, pieces)
 
@@ -218,28 +216,10 @@ def deal_exactly(
         For each part, the rows of each client.
 
     Raises:
-        ValueError: A class has too few rows.
+        ValueError: A class has too few rows, as NumPy says.
     """
-    by_class, owners = (
-        rows_by_class(labels, classes),
-        [np.flatnonzero((held == k).any(1)) for k in range(classes)],
-    )
-    scarce = min(
-        (k for k in range(classes) if len(owners[k])),
-        key=lambda k: len(by_class[k]) / len(owners[k]),
-    )
-    most = len(by_class[scarce]) // len(owners[scarce])
-    if sum(amounts) > most:
-        remedy = (
-            f"at most {most} fit, so take less per class or fewer clients"
-            if most
-            else "use fewer clients"
-        )
-        raise ValueError(
-            f"class {scarce} has {len(by_class[scarce])} examples, too few for "
-            f"{' + '.join(map(str, amounts))} for each client with it ({len(owners[scarce])}): "
-            f"{remedy}"
-        )
+    by_class = rows_by_class(labels, classes)
+    owners = [np.flatnonzero((held == k).any(1)) for k in range(classes)]
     pieces: list[list[list[np.ndarray]]] = [[[] for _ in held] for _ in amounts]
     for rows, mine in zip(by_class, owners, strict=True):
         shuffled = iter(rng.permutation(rows))

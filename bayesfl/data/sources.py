@@ -11,11 +11,6 @@ from torch import Tensor
 from bayesfl.base.targets import Task
 from bayesfl.data.names import named_classes
 
-SEVERAL = (
-    "recipes divide single tensors; give several inputs to from_arrays, with the client of "
-    "each row as client_ids"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
@@ -56,7 +51,7 @@ class Source:
             others.
 
     Raises:
-        TypeError: `x` is no tensor, or `class_names` is no list.
+        TypeError: `class_names` is no list.
         ValueError: `x` and `y` have different numbers of rows, `train` is out of range, a label is
             outside [0, `outputs`), or there is not one name for each class.
     """
@@ -77,8 +72,6 @@ class Source:
     def __post_init__(self) -> None:
         if self.class_names is not None:
             object.__setattr__(self, "class_names", named_classes(self.class_names, self.outputs))
-        if not isinstance(self.x, Tensor):
-            raise TypeError(f"x must be one tensor, got {type(self.x).__name__}; {SEVERAL}")
         if len(self.x) != len(self.y) or not 0 < self.train <= len(self.x):
             raise ValueError(
                 f"x and y must have as many rows, train of them for training; got {len(self.x)}, "
@@ -124,12 +117,9 @@ class Source:
             superclasses: Classes grouped by meaning, in groups of one size.
 
         Raises:
-            TypeError: Inputs are no tensor.
+            TypeError: Inputs are no tensor: give several inputs to `from_arrays`.
             ValueError: The parts do not fit each other, or a label is outside [0, `outputs`).
         """
-        for part, x in (("x_train", x_train), ("x_test", x_test)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{part} must be one tensor, got {type(x).__name__}; {SEVERAL}")
         y, x = torch.cat([y_train, y_test]), torch.cat([x_train, x_test])
         task = task or ("regression" if y.is_floating_point() else "classification")
         y = y.long() if task == "classification" else y.float()

@@ -95,30 +95,27 @@ class ClientData:
                 torch.promote_types(floats[0], torch.float32) if floats else torch.float32,
             )
         for name, t in named(self.x):
-            if t.is_complex():
-                raise ValueError(
-                    f"{name} must hold real numbers, got {t.dtype}; pass real and imaginary parts "
-                    "apart"
-                )
             if t.dim() < 1 or len(t) != len(self.y):
                 raise ValueError(
                     f"{name} and y must have as many rows, got "
                     f"{len(t) if t.dim() else 'a single number'} and {len(self.y)}"
                 )
-        if not (self.y.is_floating_point() or self.y.dtype == torch.int64):
+        kind = self.y.is_floating_point() or self.y.dtype == torch.int64
+        if not kind or self.y.dim() not in (1, 2):
             raise ValueError(
-                f"y must hold int64 class labels or floating-point targets, got {self.y.dtype}; "
-                "convert it with y.long()"
+                "y must be int64 labels [N] or [N, T], or floating-point targets [N] or [N, O], "
+                f"got {self.y.dtype} of shape {list(self.y.shape)}"
             )
-        if self.y.dim() not in (1, 2):
+        index, count = self.index, len(self.y)
+        if (
+            index.dtype != torch.int64
+            or index.dim() != 1
+            or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < count)
+        ):
             raise ValueError(
-                f"y must be labels [N] or [N, T], or targets [N] or [N, O], got {self.y.dtype} of "
-                f"shape {list(self.y.shape)}"
-            )
-        if self.index.dtype != torch.int64 or self.index.dim() != 1:
-            raise ValueError(
-                f"index must be a vector of int64, got {self.index.dtype} of shape "
-                f"{list(self.index.shape)}"
+                f"index must be a vector of int64 within [0, {count}), got {index.dtype} of shape "
+                f"{list(index.shape)}, from {index.unique()[:1].tolist()} to "
+                f"{index.unique()[-1:].tolist()}"
             )
         if (
             self.counts.ndim != 1
@@ -129,23 +126,13 @@ class ClientData:
                 f"counts must be >= 0 and add up to the {len(self.index)} entries of index, got a "
                 f"sum of {self.counts.sum()}"
             )
-        if len(self.index) and not 0 <= int(self.index.min()) <= int(self.index.max()) < len(
-            self.y
-        ):
-            raise ValueError(
-                f"index must lie within [0, {len(self.y)}), got {int(self.index.min())} to "
-                f"{int(self.index.max())}"
-            )
         if self.environment is not None:
             found = self.environment
-            if found.dtype != torch.int64 or found.shape != self.y.shape[:1]:
+            fits = found.dtype == torch.int64 and found.shape == self.y.shape[:1]
+            if not fits or (len(found) and found.min() < 0):
                 raise ValueError(
-                    f"environment must be int64 of shape [{len(self.y)}], got {found.dtype} of "
-                    f"shape {list(found.shape)}"
-                )
-            if len(found) and found.min() < 0:
-                raise ValueError(
-                    f"environment must hold whole numbers from 0 up, got {int(found.min())}"
+                    f"environment must be int64 of shape [{len(self.y)}], numbers from 0 up, got "
+                    f"{found.dtype} of shape {list(found.shape)}, {found.unique()[:5].tolist()}"
                 )
 
     def __repr__(self) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -110,16 +109,16 @@ OWN, COUNTS = torch.Generator(), itertools.count()
     [
         (
             lambda x: x[:, :, 1:-1],
-            r"^augment makes examples of shape \(2, 4, 6\) of \(2, 6, 6\).*pad",
+            r"^augment makes .*\[2, 4, 6\].* of .*\[2, 6, 6\].*crop after padding",
         ),
         (lambda x: x[1:], r"^augment\(x\) has shape \[3, 2, 6, 6\] for 4 rows"),
-        (lambda x: (x, x), r"^augment makes a tuple of 2 of one tensor"),
+        (lambda x: (x, x), r"^augment makes {'x\[0\]': .*'x\[1\]': .* of {'x': "),
         (writes, r"^augment writes into its input"),
-        (lambda x: x > 0, r"^augment makes torch\.bool of x, torch\.uint8; .*data\.transformed"),
+        (lambda x: x > 0, r"^augment makes {'x': \('bool', .* of .*data\.transformed"),
         (lambda x: x + torch.rand(1, generator=OWN), r"a generator of its own"),
         (
             lambda x: x.float() / 0,
-            r"^augment\(x\) holds NaN or infinite|^augment makes torch\.float32",
+            r"^augment\(x\) holds NaN or infinite",
         ),
         (lambda x: x + next(COUNTS), r"^augment gives other inputs when its draws are repeated"),
         (
@@ -140,16 +139,6 @@ def test_an_augmentation_draws_by_torch_and_may_mix_rows(images):
     )
     assert flips.train.augment is not None
     assert images.augmented(lambda x: x[torch.randperm(len(x))]).train.augment is not None
-
-
-@pytest.mark.parametrize("nothing", [None, 3, "flip"])
-def test_what_is_no_function_is_named(images, nothing: Any):
-    with pytest.raises(TypeError, match=r"^transform must be a function of inputs"):
-        images.transformed(nothing)
-    with pytest.raises(TypeError, match=r"^augment must be a function of inputs"):
-        images.augmented(nothing)
-    with pytest.raises(TypeError, match=r"^transform\(x\) must be a tensor, .* got ndarray"):
-        images.transformed(lambda x: x.numpy())
 
 
 @pytest.mark.parametrize("check", [check_transform, check_augment])

@@ -15,31 +15,29 @@ NAMES = ("Zurich", "Basel", "7", "1")
 
 def test_a_client_is_a_name_or_a_number():
     assert [place(client, NAMES) for client in ("Basel", 0, np.int64(2), "7")] == [1, 0, 2, 2]
-    for client, words in (
-        ("Bsel", r"'Bsel'.*'Basel'"),
-        (4, r"0 to 3, got 4"),
-        (7, r"got 7.*'7' is the name"),
-        (-1, r"got -1"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            place(client, NAMES)
-    for wrong in (1.0, True, None):
-        with pytest.raises(TypeError, match="client"):
-            place(wrong, NAMES)  # type: ignore[arg-type]
 
 
-def test_a_number_that_is_the_name_of_another_is_refused():
-    """Which of the two is meant is not guessed; where number and name agree, there is nothing to
-    guess.
-    """
-    with pytest.raises(ValueError, match=r"client 1 .*'Basel'.*'1' is the name of another"):
-        place(1, NAMES)
+@pytest.mark.parametrize(
+    ("client", "names", "words"),
+    [
+        ("Bsel", NAMES, r"'Bsel'.*'Basel'"),
+        (4, NAMES, r"0 to 3, got 4"),
+        (7, NAMES, r"got 7.*'7' is the name"),
+        (-1, NAMES, r"got -1"),
+        (1, NAMES, r"client 1 .*'Basel'.*'1' is the name of another"),
+        (3, ("1", "2", "3"), r"got 3; '3' is the name of one"),
+        ("a", ("a", "b", "a"), r"clients \[0, 2\] .*'a'; pass a number"),
+    ],
+)
+def test_what_could_be_either_of_two_is_refused(client, names, words):
+    """Which is meant is not guessed; the nearest names are offered."""
+    with pytest.raises(ValueError, match=words):
+        place(client, names)
+
+
+def test_where_number_and_name_agree_there_is_nothing_to_guess():
     assert place(1, ("0", "1", "2")) == 1
     assert place(0, ("1", "2", "3")) == 0  # a place, which is no name
-    with pytest.raises(ValueError, match=r"got 3; '3' is the name of one"):
-        place(3, ("1", "2", "3"))
-    with pytest.raises(ValueError, match=r"\[0, 2\].*'a'"):
-        place("a", ("a", "b", "a"))
 
 
 def test_names_that_read_as_a_number_are_that_number():
@@ -76,14 +74,8 @@ def test_numbers_are_places_where_names_are_numbers_too():
     data = bf.data.from_arrays(torch.randn(30, 2), torch.arange(30) % 2, client_ids=[1, 2, 3] * 10)
     assert data.select([0]).client_names == data.select(["1"]).client_names == ("1",)
     assert data.select(["3", "1"]).client_names == ("3", "1")
-    with pytest.raises(
-        ValueError,
-        match=r"client 1 is ambiguous: number 1 is '2', and '1' is the name of another; pass a "
-        r"name, as text",
-    ):
+    with pytest.raises(ValueError, match=r"client 1 is ambiguous: .*; pass a name, as text"):
         data.select([0, 1])
-    with pytest.raises(ValueError, match=r"0 to 2, got 3; '3' is the name of one: pass it as text"):
-        data.select([3])
 
 
 def test_an_outline_is_read_back():

@@ -29,11 +29,6 @@ def test_pieces_are_at_least_the_smallest(rng, size, pieces, smallest):
         assert len(ends) == pieces + 1
 
 
-def test_too_many_pieces(rng):
-    with pytest.raises(ValueError, match=r"59 examples .*6 pieces .*10"):
-        partitions.cut_points(59, 6, 10, rng)
-
-
 def test_largest_remainder():
     assert partitions.largest_remainder(10, np.array([1, 1, 1])).tolist() == [4, 3, 3]
     assert partitions.largest_remainder(3, np.array([0.0, 2.0, 1.0])).tolist() == [0, 2, 1]

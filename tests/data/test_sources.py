@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from bayesfl.data import Source, SourceInfo, available, coloured, iid, label_groups
+from bayesfl.data import Source, available, coloured, iid, label_groups
 
 SMALL: dict[Any, dict[str, Any]] = {
     coloured: {"agreement": (0.9,)},
@@ -35,31 +35,25 @@ def test_source_of_your_own_tensors():
         torch.zeros(4, 2), torch.zeros(4, 3), torch.ones(2, 2), torch.zeros(2, 3), name="line"
     )
     assert (line.outputs, line.task) == (3, "regression")
-    with pytest.raises(ValueError, match=r"labels .*y .*-1 .*row 5: .*leave out"):
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "options", "match"),
+    [
+        ([0, 1, 2, 1], [2, -1], {}, r"labels .*y .*-1 .*row 5: .*leave out"),
+        ([0, 1, 2], [0], {"outputs": 2}, r"labels .*\[0, 2\), y .*2 .*row 2: .*outputs=3"),
+        ([0, 1, 0, 1, 0], [0, 1], {}, "as many rows, train of them .* got 6, 7 and 4"),
+    ],
+)
+def test_labels_that_are_no_classes(train, test, options, match):
+    with pytest.raises(ValueError, match=match):
         Source.from_parts(
-            torch.zeros(4, 2),
-            torch.tensor([0, 1, 2, 1]),
-            torch.ones(2, 2),
-            torch.tensor([2, -1]),
+            torch.zeros(min(len(train), 4), 2),
+            torch.tensor(train),
+            torch.ones(len(test), 2),
+            torch.tensor(test),
             name="mine",
-        )
-    with pytest.raises(ValueError, match=r"labels .*\[0, 2\), y .*2 .*row 2: .*outputs=3"):
-        Source.from_parts(
-            torch.zeros(3, 2),
-            torch.tensor([0, 1, 2]),
-            torch.ones(1, 2),
-            torch.tensor([0]),
-            name="mine",
-            outputs=2,
-        )
-    with pytest.raises(ValueError, match="as many rows"):
-        Source(
-            x=torch.zeros(3, 1),
-            y=torch.zeros(2),
-            train=1,
-            outputs=1,
-            task="regression",
-            info=source.info,
+            **options,
         )
 
 
@@ -74,30 +68,11 @@ def test_whole_numbers_of_a_source_stay_what_they_are():
     )
     for recipe in (coloured, label_groups):
         with pytest.raises(
-            ValueError, match=r"\[0, 1\].* 'bytes' are torch\.uint8: .*x\.float\(\) / 255"
+            ValueError, match=r"\[0, 1\].* 'bytes' are torch\.uint8 .*x\.float\(\) / 255"
         ):
             recipe(
                 Source.from_parts(x[:8, :1], y[:8], x[8:, :1], y[8:], name="bytes"), **SMALL[recipe]
             )
-
-
-def test_recipes_divide_single_tensors():
-    x: Any = {"a": torch.zeros(4, 2)}
-    y = torch.arange(4) % 2
-    with pytest.raises(
-        TypeError, match=r"^x_test must be one tensor, got dict; recipes .*from_arrays.*client_ids"
-    ):
-        Source.from_parts(x["a"], y, x, y, name="several")
-    several: Any = (x["a"], x["a"])
-    with pytest.raises(TypeError, match=r"^x must be one tensor, got tuple; recipes"):
-        Source(
-            x=several,
-            y=y,
-            train=2,
-            outputs=2,
-            task="classification",
-            info=SourceInfo(name="several"),
-        )
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.rounds.faults import at_random
 from bayesfl.federation.run.result import Result
-from bayesfl.federation.store.files import STATE, held
+from bayesfl.federation.store.files import STATE, checkpoints
 from tests.recovery import killed
 
 FULL = os.environ.get("BAYESFL_DURABILITY") == "full"
@@ -135,7 +135,7 @@ def test_resuming_from_a_checkpoint(tmp_path: Path, every: int):
         patch.setattr(killed.module, "run_round", until)
         with pytest.raises(Stop):
             killed.run(str(tmp_path / "a"), 5, every=every)
-        there = [file.name for file in held(tmp_path / "a")]
+        there = [file.name for file in checkpoints(tmp_path / "a")]
         assert (
             there
             == {
@@ -146,7 +146,7 @@ def test_resuming_from_a_checkpoint(tmp_path: Path, every: int):
         )
         result = killed.run(str(tmp_path / "a"), 5, every=every)
     assert same(result, killed.run(str(tmp_path / "b"), 5))
-    assert held(tmp_path / "a")[0].name == "round-000005.safetensors"
+    assert checkpoints(tmp_path / "a")[0].name == "round-000005.safetensors"
     assert same(bf.load(tmp_path / "a", killed.algorithm(), killed.federation()), result)
 
 
@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_and_the_one_before(tmp_path: Path):
     """
     whole = killed.run(str(tmp_path / "whole"), 4)
     killed.run(str(tmp_path / "run"), 3)
-    newest, before = held(tmp_path / "run")
+    newest, before = checkpoints(tmp_path / "run")
     newest.write_bytes(newest.read_bytes()[:-7])
     with pytest.warns(
         UserWarning, match=r"round-000003\.safetensors' is damaged.*round-000002\.safetensors"
@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_and_the_one_before(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"round-000003.*damaged.*round-000002.*damaged"):
         bf.load(tmp_path / "run", killed.algorithm(), killed.federation())
     killed.run(str(tmp_path / "again"), 3)
-    newest = held(tmp_path / "again")[0]
+    newest = checkpoints(tmp_path / "again")[0]
     newest.write_bytes(newest.read_bytes()[:100])
     with pytest.warns(UserWarning, match="damaged"):
         # rounds=3 was a run of its own; schedules read the number of rounds, and this method has
@@ -178,11 +178,11 @@ def test_a_damaged_checkpoint_and_the_one_before(tmp_path: Path):
 def test_a_damaged_checkpoint_takes_no_place(tmp_path: Path):
     """A run that went on from before it removes it, so that two whole ones are kept again."""
     killed.run(str(tmp_path), 6, every=3)
-    newest, _ = held(tmp_path)
+    newest, _ = checkpoints(tmp_path)
     newest.write_bytes(newest.read_bytes()[:-7])
     with pytest.warns(UserWarning, match="damaged"):
         killed.run(str(tmp_path), 5)
-    assert [file.name for file in held(tmp_path)] == [
+    assert [file.name for file in checkpoints(tmp_path)] == [
         "round-000005.safetensors",
         "round-000004.safetensors",
     ]
@@ -339,7 +339,7 @@ def test_nothing_but_our_own_error_leaves(tmp_path: Path):
     """
     result = killed.run(str(tmp_path / "run"), 2)
     algorithm, data = killed.algorithm(), killed.federation()
-    good = held(tmp_path / "run")[0].read_bytes()
+    good = checkpoints(tmp_path / "run")[0].read_bytes()
     file = tmp_path / "bad" / STATE
     file.parent.mkdir()
     rng, found, refused, accepted = np.random.default_rng(1), 0, 0, 0

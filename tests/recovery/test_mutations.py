@@ -21,10 +21,10 @@ from torch.testing import assert_close
 from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.rounds.faults import KINDS, Fault
-from bayesfl.federation.store.files import STATE, held
+from bayesfl.federation.rounds.faults import FAULTS, Fault
+from bayesfl.federation.store.files import STATE_NAME, checkpoints
 from bayesfl.flower import load, records
-from bayesfl.flower.states import STATE as STATE_NAME
+from bayesfl.flower.states import STATE_NAME as STATE_NAME
 from tests.flower.made import deploy, grid_of, method, simulated
 from tests.recovery.test_durability import joined, mutated, parts, resealed
 
@@ -132,7 +132,7 @@ def test_mutated_uplinks(model: nn.Module, clients: FederatedData, tmp_path: Pat
         )
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {2: KINDS["lost"]}
+        return {2: FAULTS["lost"]}
 
     without = flatten(simulated(algorithm, clients, rounds=1, faults=plan).server)
     everyone = flatten(simulated(algorithm, clients, rounds=1).server)
@@ -178,7 +178,7 @@ def test_mutated_checkpoints(
     grid = grid_of(algorithm, clients, tmp_path)
     deploy(algorithm, clients, tmp_path, grid, rounds=2, checkpoint=folder)
     grid.apps = {node: Recorded(app) for node, app in grid.apps.items()}
-    names = [file.name for file in held(folder)]
+    names = [file.name for file in checkpoints(folder)]
     good = {name: (folder / name).read_bytes() for name in names}
     whole = {name: t.shape for name, t in flatten(load(folder, algorithm).server).items()}
     rng, refused, accepted, words = np.random.default_rng(1), 0, 0, list[str]()
@@ -190,7 +190,7 @@ def test_mutated_checkpoints(
                 file.unlink()
             for other in names:
                 (folder / other).write_bytes(blob if other == name else good[other])
-            alone = tmp_path / "alone" / STATE
+            alone = tmp_path / "alone" / STATE_NAME
             alone.parent.mkdir(exist_ok=True)
             alone.write_bytes(blob)
             try:

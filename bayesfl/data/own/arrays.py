@@ -14,8 +14,8 @@ from bayesfl.base.targets import IGNORE, Task
 from bayesfl.data.assembly import assemble, check_shares
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import named_clients
-from bayesfl.data.own.conversion import as_list, kind_of
-from bayesfl.data.own.parts import by_client, check_test, environments_of, per_client
+from bayesfl.data.own.conversion import as_list
+from bayesfl.data.own.parts import Part, by_client, environments_of, per_client
 from bayesfl.data.partitions import TEST, stratified
 from bayesfl.data.sources import SourceInfo
 from bayesfl.data.tables.frames import check_columns, check_rows, names_of
@@ -97,164 +97,46 @@ def from_arrays(
 
     Raises:
         ValueError: Arrays do not fit each other, or a client has too few examples for its splits.
+        RuntimeError: Rows have different shapes.
         TypeError: An argument is no array, such as a torch data set: pass those to `from_datasets`;
             or names are no list.
     """
     pooled = client_ids is not None
-    if test is not None and (
-        not isinstance(test, tuple | list) or len(test) != (3 if pooled else 2)
-    ):
-        form = "(x, y, client_ids)" if pooled else "(xs, ys)"
-        raise ValueError(
-            f"test must be {form}, in the form of the training data, got {kind_of(test)}"
-        )
-    if not pooled and isinstance(x, np.ndarray | Tensor):
-        raise ValueError(
-            f"x is one array of shape {list(x.shape)}: pass client_ids, one per row, or a list "
-            "with one array per client"
-        )
-    listed = []
     if not pooled:
-        x = listed = as_list(x, "x", "array of inputs")
-        test = None if test is None else (as_list(test[0], "test x", "array of inputs"), test[1])
-    for name, own, others in (("x", x, test and test[0]), ("y", y, test and test[1])):
-        check_columns(name, own, others, pooled=pooled)
+        x, test = _listed(x, test)
+    check_columns("x", x, test and test[0], pooled=pooled)
+    check_columns("y", y, test and test[1], pooled=pooled)
     check_rows(x, y, client_ids, environments, test, pooled=pooled)
-    called = names if isinstance(names, list | tuple) else None
-    if pooled:
-        train, order = by_client(x, y, client_ids)
-    else:
-        train = per_client(listed, y, called)
-        order = list(range(len(train.ys)))
-    clients, named = len(order), named_clients(names, order, pooled=pooled)
-    empty = [name for name, yj in zip(named, train.ys, strict=True) if not len(yj)]
-    if empty:
-        raise ValueError(f"client {empty[0]!r} has no training example: leave it out")
-
-    held = None
-    if test is not None:
-        held = (
-            by_client(test[0], test[1], test[2], order)[0]
-            if pooled
-            else per_client(test[0], test[1], called, train)
-        )
-        if len(held.ys) != clients:
-            raise ValueError(
-                f"test has {len(held.ys)} clients, the training data {clients}; a client without "
-                "test data has arrays of length 0"
-            )
-        held = check_test(held, train)
-    every = [*train.ys, *(held.ys if held else ())]
+    train, held, order = _parts(x, y, client_ids, test, names)
+    named = named_clients(names, order, pooled=pooled)
+    targets = [*train.ys, *(held.ys if held else ())]
     if task is None:
-        floats = [yj.is_floating_point() for yj in every if len(yj)]
-        if len(set(floats)) > 1:
-            raise ValueError(
-                f"y must be integers for all clients or floats for all, got {sum(floats)} arrays "
-                f"of floats among {len(floats)} (test data "
-                "counted): say which they are by task='classification' or task='regression'"
-            )
-        values = torch.cat([yj.flatten() for yj in every]).unique()
-        some, values = " or NaN" if values.isnan().any() else "", values[~values.isnan()]
-        if floats[0] and 0 < len(values) <= FEW_VALUES and bool((values == values.round()).all()):
-            shown = ", ".join(f"{value:g}" for value in values.tolist())
-            raise ValueError(
-                f"y holds floats, all of them whole numbers ({shown}){some}, which may be classes "
-                "or targets: pass "
-                "task='classification' or task='regression'"
-            )
-        task = "regression" if floats[0] else "classification"
+        task = _task_of(targets)
     if task == "classification":
-        if bad := sum(int((~yj.isfinite()).sum()) for yj in every):
-            known = (
-                ", or, of several labels of an example, put -100 in place of those that are not "
-                "known"
-                if every[0].dim() > 1
-                else ""
-            )
-            raise ValueError(
-                f"y holds {bad} labels that are NaN or infinite: leave out the rows of examples "
-                f"without a label{known}"
-            )
-        for yj in every:
-            if yj.is_floating_point() and not (yj == yj.round()).all():
-                raise ValueError(
-                    "task 'classification' needs whole numbers as labels, y holds fractions; pass "
-                    "task='regression'"
-                )
-            if yj.dim() not in (1, 2) or yj.shape[1:] == (1,):
-                remedy = "; a column becomes labels by y.ravel()" if yj.shape[1:] == (1,) else ""
-                raise ValueError(
-                    "labels must be [n], or [n, T] for several of each example, got "
-                    f"{list(yj.shape)}{remedy}"
-                )
-        labels = torch.cat([yj.long() for yj in every])
-        if (
-            labels.dim() == 2
-            and outputs is None
-            and bool(((labels == 0) | (labels == 1)).all() & (labels.sum(1) == 1).all())
-        ):
-            raise ValueError(
-                f"y {list(labels.shape)} holds a single 1 in each row: one-hot labels become "
-                "classes by y.argmax(1); pass outputs=2 if "
-                "they are labels of which one applies to each example"
-            )
-        if labels.dim() == 2 and not len(labels[labels != IGNORE]):
-            raise ValueError(
-                f"y {list(labels.shape)} holds no label that is known, as all are -100; leave such "
-                "examples out"
-            )
-        labels = labels[labels != IGNORE] if labels.dim() == 2 else labels
-        if outputs is None and len(labels) and int(labels.min()) > 0:
-            raise ValueError(
-                f"classes are counted from 0, and the smallest label is {int(labels.min())}: "
-                "subtract it, pass outputs= if class 0 is "
-                "empty, or task='regression' if these are counts or measurements"
-            )
-        outputs = max(int(labels.max()) + 1, 1) if outputs is None else outputs
-    else:
-        outputs = math.prod(every[0].shape[1:]) if outputs is None else outputs
-    dtype = torch.int64 if task == "classification" else torch.float32
-    train = train._replace(ys=[yj.to(dtype) for yj in train.ys])
-    held = held and held._replace(ys=[yj.to(dtype) for yj in held.ys])
-    found_in = (
-        None if environments is None else train.placed(environments_of(environments, train, order))
-    )
-
+        _check_labels(targets)
+    if outputs is None:
+        outputs = _classes(targets) if task == "classification" else math.prod(targets[0].shape[1:])
+    kind = torch.int64 if task == "classification" else torch.float32
+    train, held = train.as_type(kind), held and held.as_type(kind)
+    environment = None
+    if environments is not None:
+        environment = train.placed(environments_of(environments, train, order))
     check_shares(test_share=test_share)
-    rows, pooled_y = {"train": list(train.rows)}, train.placed(train.ys)
+    inputs, placed, rows = train.x, train.placed(train.ys), {"train": list(train.rows)}
+    apart = None
     if held is None and test_share > 0:
-        rows["test"] = []
-        for j, given in enumerate(train.rows):
-            if len(given) < 2:
-                raise ValueError(
-                    f"client {named[j]!r} has 1 example, too few for training and test: leave it "
-                    "out, pass test=, or "
-                    "test_share=0 for no test split"
-                )
-            number = min(max(1, round(test_share * len(given))), len(given) - 1)
-            rng = generator(seed, Purpose.SPLIT, client=j, phase=TEST)
-            kinds = (
-                pooled_y[torch.from_numpy(given)].numpy()
-                if task == "classification" and pooled_y.dim() == 1
-                else None
-            )
-            rows["train"][j], drawn = stratified(kinds, given, number, rng)
-            rows["test"].append(drawn)
-    inputs, apart = train.x, None
-    if held is not None and (train.mapped or held.mapped):
+        rows = _drawn(train, named, test_share, seed, by_class=task == "classification")
+    elif held is not None and (train.mapped or held.mapped):
         apart = (held.x, held.placed(held.ys), held.rows)
     elif held is not None:  # in memory, one after the other
-        inputs, start = join([train.x, held.x]), len(pooled_y)
-        pooled_y = torch.cat([pooled_y, held.placed(held.ys)])
-        rows["test"] = [mine + start for mine in held.rows]
-        found_in = (
-            None
-            if found_in is None
-            else torch.cat([found_in, found_in.new_zeros(len(pooled_y) - start)])
-        )
+        rows["test"] = [mine + len(placed) for mine in held.rows]
+        inputs, placed = join([train.x, held.x]), torch.cat([placed, held.placed(held.ys)])
+        if environment is not None:
+            none = environment.new_zeros(len(placed) - len(environment))
+            environment = torch.cat([environment, none])
     return assemble(
         inputs,
-        pooled_y,
+        placed,
         rows,
         apart=apart,
         outputs=outputs,
@@ -266,6 +148,139 @@ def from_arrays(
         validation=validation,
         calibration=calibration,
         seed=seed,
-        environment=found_in,
+        environment=environment,
         columns=names_of(x, pooled=pooled),
     ).to(dtype=torch.float32)
+
+
+def _listed(x: Any, test: Any) -> tuple[list[Any], tuple[list[Any], Any] | None]:
+    """Return the inputs of the training and the test data as lists with one thing per client.
+
+    Raises:
+        ValueError: `x` is one array, or `test` no pair.
+    """
+    if isinstance(x, np.ndarray | Tensor):
+        raise ValueError(
+            f"x is one array of shape {list(x.shape)}: pass client_ids, one per row, or a list "
+            "with one array per client"
+        )
+    if test is not None:
+        xs, ys = test
+        test = as_list(xs, "test x", "array of inputs"), ys
+    return as_list(x, "x", "array of inputs"), test
+
+
+def _parts(
+    x: Any, y: Any, client_ids: Any, test: Any, names: Any
+) -> tuple[Part, Part | None, Sequence[Hashable]]:
+    """Return the training data, the test data if they are given, and the clients in their order,
+    by id or by number.
+    """
+    held = None
+    if client_ids is not None:
+        train, order = by_client(x, y, client_ids)
+        if test is not None:
+            test_x, test_y, test_ids = test
+            held, _ = by_client(test_x, test_y, test_ids, order)
+    else:
+        called = names if isinstance(names, list | tuple) else None
+        train = per_client(x, y, called)
+        order = list(range(len(train.ys)))
+        if test is not None:
+            test_x, test_y = test
+            held = per_client(test_x, test_y, called, train)
+    return train, held and held.like(train), order
+
+
+def _task_of(targets: Sequence[Tensor]) -> Task:
+    """Return the task that the type of the clients' targets tells.
+
+    Raises:
+        ValueError: It may be either.
+    """
+    floats = [y.is_floating_point() for y in targets if len(y)]
+    if len(set(floats)) > 1:
+        raise ValueError(
+            f"y must be integers for all clients or floats for all, got {sum(floats)} arrays of "
+            f"floats among {len(floats)} (test data counted): say which they are by "
+            "task='classification' or task='regression'"
+        )
+    if not any(floats):
+        return "classification"
+    values = torch.cat([y.flatten() for y in targets]).unique()
+    some, values = " or NaN" if values.isnan().any() else "", values[~values.isnan()]
+    if 0 < len(values) <= FEW_VALUES and bool((values == values.round()).all()):
+        shown = ", ".join(f"{value:g}" for value in values.tolist())
+        raise ValueError(
+            f"y holds floats, all of them whole numbers ({shown}){some}, which may be classes "
+            "or targets: pass task='classification' or task='regression'"
+        )
+    return "regression"
+
+
+def _check_labels(targets: Sequence[Tensor]) -> None:
+    """Check that the clients' labels are whole numbers, and no column.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if bad := sum(int((y != y.long()).sum()) for y in targets):
+        raise ValueError(
+            f"task 'classification' needs whole numbers as labels, y holds {bad} that are NaN, "
+            "infinite or fractions: leave out the rows of examples without a label, put -100 in "
+            "place of one of several labels of an example, or pass task='regression'"
+        )
+    if column := next((list(y.shape) for y in targets if y.shape[1:] == (1,)), None):
+        raise ValueError(
+            f"labels must be [n], or [n, T] for several of each example, got {column}; a column "
+            "becomes labels by y.ravel()"
+        )
+
+
+def _classes(targets: Sequence[Tensor]) -> int:
+    """Return the number of classes, one more than the largest label of all clients.
+
+    Raises:
+        ValueError: Labels are one-hot, or class 0 does not occur.
+        RuntimeError: No label is known.
+    """
+    labels = torch.cat([y.long() for y in targets])
+    if labels.dim() == 2:
+        if bool(((labels == 0) | (labels == 1)).all() & (labels.sum(1) == 1).all()):
+            raise ValueError(
+                f"y {list(labels.shape)} holds a single 1 in each row: one-hot labels become "
+                "classes by y.argmax(1); pass outputs=2 if they are labels of which one applies to "
+                "each example"
+            )
+        labels = labels[labels != IGNORE]
+    if int(labels.min()) > 0:
+        raise ValueError(
+            f"classes are counted from 0, and the smallest label is {int(labels.min())}: "
+            "subtract it, pass outputs= if class 0 is empty, or task='regression' if these are "
+            "counts or measurements"
+        )
+    return max(int(labels.max()) + 1, 1)
+
+
+def _drawn(
+    train: Part, named: Sequence[str], share: float, seed: int, *, by_class: bool
+) -> dict[str, list[np.ndarray]]:
+    """Return each client's rows of training and of test, a share of its examples.
+
+    Raises:
+        ValueError: A client has too few examples.
+    """
+    rows: dict[str, list[np.ndarray]] = {"train": [], "test": []}
+    for j, given in enumerate(train.rows):
+        if len(given) < 2:
+            raise ValueError(
+                f"client {named[j]!r} has too few examples for training and test, {len(given)}: "
+                "leave it out, pass test=, or test_share=0 for no test split"
+            )
+        number = min(max(1, round(share * len(given))), len(given) - 1)
+        rng = generator(seed, Purpose.SPLIT, client=j, phase=TEST)
+        labels = train.ys[j].numpy() if by_class and train.ys[j].dim() == 1 else None
+        kept, drawn = stratified(labels, given, number, rng)
+        rows["train"].append(kept)
+        rows["test"].append(drawn)
+    return rows

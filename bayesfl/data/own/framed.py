@@ -220,13 +220,9 @@ def _opened(
     """Return the frame as a table, and the names of the inputs.
 
     Raises:
-        ValueError: A column is absent, stands in two roles, or no column is left.
+        ValueError: A column is absent, or no column is left.
     """
     table = Table(frame)
-    if isinstance(categories, str):
-        raise ValueError(
-            f"categories must be a list of names, got {categories!r}; pass [{categories!r}]"
-        )
     targets = [target] if isinstance(target, str) else list(target)
     for role, given in (
         ("client", [client]),
@@ -236,11 +232,6 @@ def _opened(
     ):
         table.need(list(given), role)
     taken = [client, *targets, *([] if group is None else [group])]
-    if len(set(taken)) < len(taken) or set(taken) & set(categories):
-        raise ValueError(
-            f"a column has one role, got client={client!r}, target={target!r}, group={group!r}, "
-            f"categories={list(categories)}"
-        )
     names = [name for name in table.columns if name not in taken]
     if not names:
         raise ValueError(f"no column is left for inputs beside {taken}")
@@ -330,10 +321,7 @@ def _address(name: Any) -> int:
 
 def _by_row(ids: np.ndarray, y: np.ndarray, shares: Mapping[str, float], seed: int) -> np.ndarray:
     """Return the split of each row, [N] text: drawn for each client by its name, stratified by
-    class, a row in each split at least.
-
-    Raises:
-        ValueError: A client has too few rows.
+    class, a row in each split at least, but for the last where there are too few.
     """
     of = np.full(len(ids), "train", dtype=object)
     labels = y if y.ndim == 1 and y.dtype.kind == "i" else None
@@ -347,11 +335,6 @@ def _by_row(ids: np.ndarray, y: np.ndarray, shares: Mapping[str, float], seed: i
             left, taken = take_share(labels, left, share, total, rng)
             of[taken] = name
             total = len(left) if name == "test" else total
-        if not len(left):
-            raise ValueError(
-                f"client {owner!r} has {len(places)} rows, too few for its splits: leave it out, "
-                "or use smaller shares"
-            )
     return of
 
 
@@ -360,9 +343,6 @@ def _by_group(
 ) -> np.ndarray:
     """Return the split of each row, [N] text, which is its group's by a number that its name gives
     on every machine.
-
-    Raises:
-        ValueError: A client has no training rows.
     """
     chosen = {}
     for name in dict.fromkeys(groups.tolist()):
@@ -371,16 +351,7 @@ def _by_group(
         held = "validation" if rest < shares["validation"] else "calibration"
         first = held if rest < shares["validation"] + shares["calibration"] else "train"
         chosen[name] = "test" if u < shares["test"] else first
-    of = np.array([chosen[name] for name in groups.tolist()], dtype=object)
-    trained = set(ids[of == "train"].tolist())
-    if lacking := [owner for owner in dict.fromkeys(ids.tolist()) if owner not in trained]:
-        few = len(set(groups[ids == lacking[0]].tolist()))
-        raise ValueError(
-            f"client {lacking[0]!r} has no training rows, as its groups, {few}, stand in other "
-            "splits: use another seed or smaller shares, "
-            "or leave it out"
-        )
-    return of
+    return np.array([chosen[name] for name in groups.tolist()], dtype=object)
 
 
 def _rows(data: FederatedData, split: str) -> np.ndarray:

@@ -20,27 +20,6 @@ AGAIN = 8
 """Items of a data set that are read twice, to see whether it draws."""
 
 
-def check_map_style(dataset: Any, name: str, *, least: int) -> None:
-    """Raise TypeError if a data set has no length or is not read by number, ValueError if it has
-    fewer than `least` items.
-    """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(
-        dataset, Mapping
-    ):
-        splits = (
-            f"; of its splits {list(dataset)} take one, as in data['train']"
-            if isinstance(dataset, Mapping)
-            else ""
-        )
-        raise TypeError(
-            f"{name} must be a map-style data set, one with len() and [i], got {kind_of(dataset)}: "
-            "of a data loader pass loader.dataset, of anything that can be iterated "
-            f"list(...){splits}"
-        )
-    if len(dataset) < least:
-        raise ValueError(f"{name} is empty: leave that client out")
-
-
 def items(
     dataset: Any,
     name: str,
@@ -60,8 +39,8 @@ def items(
         only: Numbers of the items to read; None for all.
 
     Raises:
-        ValueError: An item lacks a column, or holds text or nothing, or gives other numbers when it
-            is read again; pairs have different shapes.
+        ValueError: An item is no pair or gives other numbers when it is read again; pairs have
+            different shapes. Every error in an item is given a note that says in which.
     """
     report = read or (lambda rows: None)
     chosen = range(len(dataset)) if only is None else only
@@ -70,9 +49,17 @@ def items(
         x, y = dataset.tensors
         yield {"x": x, "y": y} if only is None else {"x": x[list(only)], "y": y[list(only)]}
         return
+
+    def row_of(i: int) -> Rows:
+        try:
+            return _pair(dataset[i]) if columns is None else _row(dataset[i], columns)
+        except Exception as error:
+            error.add_note(f"in item {i} of {name}")
+            raise
+
     one: Rows | None = None
     for place, i in enumerate(chosen):
-        row = _pair(dataset[i], name, i) if columns is None else _row(dataset[i], name, i, columns)
+        row = row_of(i)
         one = row if one is None else one
         if columns is None and {key: t.shape for key, t in row.items()} != {
             key: t.shape for key, t in one.items()
@@ -83,11 +70,7 @@ def items(
                 "pad them alike"
             )
         if place < AGAIN:
-            again = (
-                _pair(dataset[i], name, i)
-                if columns is None
-                else _row(dataset[i], name, i, columns)
-            )
+            again = row_of(i)
             if any(
                 t.shape != again[key].shape
                 or not torch.allclose(t, again[key], 0, 0, equal_nan=True)
@@ -103,46 +86,19 @@ def items(
         yield row
 
 
-def _row(item: Any, name: str, i: int, columns: Sequence[str]) -> Rows:
+def _row(item: Any, columns: Sequence[str]) -> Rows:
     """Return the named columns of an item."""
-    if not isinstance(item, Mapping) or any(key not in item for key in columns):
-        has = list(item) if isinstance(item, Mapping) else kind_of(item)
-        raise ValueError(
-            f"{name} must give rows with the columns {list(columns)}, got {has} as item {i}; "
-            "inputs= and target= name them"
-        )
-    found = {}
-    for key in columns:
-        try:
-            found[key] = _tensor(item[key])[None]
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} must hold numbers in column {key!r}, its item {i} does not: {error}. Text "
-                "needs a tokeniser, images of "
-                "different sizes one size"
-            ) from error
-    return found
+    return {key: _tensor(item[key])[None] for key in columns}
 
 
-def _pair(item: Any, name: str, i: int) -> Rows:
+def _pair(item: Any) -> Rows:
     """Return the tensors of an item (x, y)."""
     if not (isinstance(item, tuple | list) and len(item) == 2):
-        keys = [repr(key) for key in item] if isinstance(item, Mapping) else ["0", "1"]
-        chosen = ", ".join(f"item[{key}]" for key in (keys * 2)[:2])
         raise ValueError(
-            f"{name} must give pairs (x, y), got {kind_of(item)} as item {i}: choose the two, as "
-            f"in [({chosen}) for item in data]"
-            + ", or name columns by inputs= and target="
-            * isinstance(item, Mapping)
+            f"an item must be a pair (x, y), got {kind_of(item)}: choose the two, as in "
+            "[(item[0], item[1]) for item in data], or name columns by inputs= and target="
         )
-    try:
-        return dict(named(_example(item[0]))) | {"y": torch.as_tensor(item[1])[None]}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} must hold numbers, its item {i} does not: {error}. Images need a transform "
-            "that makes them tensors, such as "
-            "torchvision's ToTensor()"
-        ) from error
+    return dict(named(_example(item[0]))) | {"y": torch.as_tensor(item[1])[None]}
 
 
 def _example(x: Any) -> Inputs:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesfl.base.inputs import WIDE, Inputs, each, join, named
 from bayesfl.data.mapped import mapped
-from bayesfl.data.own.conversion import as_list, kind_of, to_inputs, to_tensor
+from bayesfl.data.own.conversion import as_list, to_inputs, to_tensor
 
 MISSING = ("", "nan", "NaN", "None", "<NA>", "NaT")
 """Texts that stand for a missing client id, as `astype(str)` makes them."""
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     x: Inputs
     ys: list[Tensor]
     rows: list[np.ndarray]
-    client_ids: list[Hashable] | None
+    client_ids: Sequence[Hashable] | None
 
     @property
     def mapped(self) -> bool:
@@ -45,6 +45,19 @@ class Part(NamedTuple):
         out = torch.empty_like(joined)
         out[torch.from_numpy(np.concatenate(self.rows))] = joined
         return out
+
+    def as_type(self, dtype: torch.dtype) -> "Part":
+        """Return the data with labels or targets of this type."""
+        return self._replace(ys=[y.to(dtype) for y in self.ys])
+
+    def like(self, train: "Part") -> "Part":
+        """Return test data, after a check that they have the inputs of the training data.
+
+        Raises:
+            ValueError: They have others.
+        """
+        x = _alike("x", "the test part", self.x, "the training part", train.x)
+        return self._replace(x=x)
 
 
 def per_client(
@@ -59,8 +72,8 @@ def per_client(
         train: The training data, where these are test data.
 
     Raises:
-        ValueError: Clients have different inputs, or inputs and labels of different lengths, or
-            there are none.
+        ValueError: Clients have different inputs, or inputs and labels of different lengths.
+        RuntimeError: Their rows have different shapes.
         TypeError: Something is no array.
     """
     part = "" if train is None else "test "
@@ -70,8 +83,6 @@ def per_client(
         return f"client {known[j]!r}" if j in known else f"client {j}"
 
     xs = [to_inputs(value, f"{part}x", f" of {whose(j)}") for j, value in enumerate(x)]
-    if not xs:
-        raise ValueError(f"{part}x is empty: pass one array of inputs per client")
     ys = [
         to_tensor(value, f"{part}y of {whose(j)}")
         for j, value in enumerate(as_list(y, f"{part}y", "array of labels or targets"))
@@ -92,16 +103,6 @@ def per_client(
             )
     some = next((j for j, yj in enumerate(ys) if len(yj)), 0)
     xs = [_alike(f"{part}x", whose(j), xj, whose(some), xs[some]) for j, xj in enumerate(xs)]
-    for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
-        for (name, own), (_, one) in zip(
-            (*named(xj), ("y", yj)), (*named(xs[0]), ("y", ys[0])), strict=True
-        ):
-            if own.shape[1:] != one.shape[1:]:
-                raise ValueError(
-                    f"{part}{name} must have rows of one shape: {whose(j)} has "
-                    f"{list(own.shape[1:])}, {whose(0)} {list(one.shape[1:])}; "
-                    "reshape, crop or pad them alike"
-                )
     ends = np.cumsum([len(yj) for yj in ys])
     return Part(
         join(xs),
@@ -113,7 +114,7 @@ def per_client(
 
 def by_client(
     x: Any, y: Any, ids: Any, order: Sequence[Hashable] | None = None
-) -> tuple[Part, list[Hashable]]:
+) -> tuple[Part, Sequence[Hashable]]:
     """Find each client's rows of arrays that all share; clients are in the order of their sorted
     ids.
 
@@ -134,26 +135,25 @@ def by_client(
     part = "" if order is None else "test "
     inputs, ys = to_inputs(x, f"{part}x"), to_tensor(y, f"{part}y")
     name, leaf = next(named(inputs, f"{part}x"))
-    if leaf.dim() < 1 or ys.dim() < 1 or len(leaf) != len(ys):
+    owners = (
+        ids.tolist()
+        if isinstance(ids, np.ndarray | Tensor)
+        else [v.item() if isinstance(v, np.generic | Tensor) else v for v in ids]
+    )
+    if leaf.dim() < 1 or ys.dim() < 1 or not len(leaf) == len(ys) == len(owners):
         several = (
             "; several inputs are a tuple of arrays, not a list"
             if isinstance(x, list) and leaf.dim() and len(leaf) == len(x)
             else ""
         )
         raise ValueError(
-            f"{name} and {part}y must have as many rows, got shapes {list(leaf.shape)} and "
-            f"{list(ys.shape)}{several}"
+            f"{name}, {part}y and {part}client_ids must have as many rows, got shapes "
+            f"{list(leaf.shape)}, {list(ys.shape)} and [{len(owners)}]{several}"
         )
     if not len(leaf) and order is None:
         raise ValueError(
             "x is empty: pass one row of inputs for each example, and the client of each row as "
             "client_ids"
-        )
-    owners = plain_ids(ids, f"{part}client_ids")
-    if len(owners) != len(leaf):
-        raise ValueError(
-            f"{part}client_ids must name a client for each of the {len(leaf)} rows, got "
-            f"{len(owners)}"
         )
     if missing := [row for row, owner in enumerate(owners) if _missing(owner)]:
         raise ValueError(
@@ -163,7 +163,8 @@ def by_client(
         )
     places = places_of(owners)
     found = _sorted(places) if order is None else list(order)
-    if strangers := [owner for owner in places if owner not in set(found)]:
+    known = set(found)
+    if strangers := [owner for owner in places if owner not in known]:
         raise ValueError(
             f"{part}client_ids name client {strangers[0]!r}, who has no training data: leave its "
             f"rows out; known are {found[:10]}"
@@ -181,25 +182,6 @@ def by_client(
     return Part(
         each(lambda t: t.index_select(0, after), inputs), divided, contiguous, owners
     ), found
-
-
-def check_test(test: Part, train: Part) -> Part:
-    """Return test data, after a check that they have the inputs and the shapes of the training
-    data.
-
-    Raises:
-        ValueError: They have others.
-    """
-    test = test._replace(x=_alike("x", "the test part", test.x, "the training part", train.x))
-    for (name, held), (_, trained) in zip(
-        (*named(test.x), ("y", test.ys[0])), (*named(train.x), ("y", train.ys[0])), strict=True
-    ):
-        if held.shape[1:] != trained.shape[1:]:
-            raise ValueError(
-                f"test {name} must have rows of the training data's shape "
-                f"{list(trained.shape[1:])}, got {list(held.shape[1:])}"
-            )
-    return test
 
 
 def _alike(name: str, whose: str, x: Inputs, others: str, like: Inputs) -> Inputs:
@@ -237,22 +219,6 @@ def _ordered(x: Any, like: Any) -> Inputs:
     if isinstance(like, tuple):
         return tuple(_ordered(own, part) for own, part in zip(x, like, strict=True))
     return x if len(x) else x.to(like.dtype)
-
-
-def plain_ids(ids: Any, name: str) -> list[Hashable]:
-    """Convert client ids to Python values, which compare and print as expected.
-
-    Raises:
-        ValueError: `ids` is no list or vector.
-    """
-    if isinstance(ids, np.ndarray | Tensor) and ids.ndim == 1:
-        return ids.tolist()
-    if isinstance(ids, np.ndarray | Tensor) or not isinstance(ids, Iterable):
-        what = f"shape {list(ids.shape)}" if isinstance(ids, np.ndarray | Tensor) else kind_of(ids)
-        raise ValueError(
-            f"{name} must be a list or a vector with the client of each row, got {what}"
-        )
-    return [v.item() if isinstance(v, np.generic | Tensor) else v for v in ids]
 
 
 def _missing(owner: Any) -> bool:
@@ -299,29 +265,22 @@ def environments_of(values: Any, train: Part, order: Sequence[Hashable]) -> list
         ValueError: They are no whole numbers, or not one for each row.
         TypeError: They are no arrays.
     """
-    if train.client_ids is not None:
-        pooled = to_tensor(values, "environments")
-        if pooled.shape != (len(train.client_ids),):
-            raise ValueError(
-                f"environments must have one number for each of the {len(train.client_ids)} rows, "
-                f"got shape {list(pooled.shape)}"
-            )
-        places = places_of(train.client_ids)
-        parts = [pooled[torch.tensor(places[owner], dtype=torch.int64)] for owner in order]
+    if train.client_ids is None:
+        parts = as_list(values, "environments", "array")
+        given = {f"environments of client {j}": part for j, part in enumerate(parts)}
+        rows = [len(yj) for yj in train.ys]
     else:
-        parts = [
-            to_tensor(value, f"environments of client {j}")
-            for j, value in enumerate(as_list(values, "environments", "array"))
-        ]
-    if len(parts) != len(train.ys):
-        raise ValueError(
-            f"environments must be one array for each of the {len(train.ys)} clients, got "
-            f"{len(parts)}"
-        )
-    for j, (part, yj) in enumerate(zip(parts, train.ys, strict=True)):
-        if part.shape != (len(yj),) or part.is_floating_point():
+        given, rows = {"environments": values}, [len(train.client_ids)]
+    found = []
+    for (name, value), n in zip(given.items(), rows, strict=True):
+        tensor = to_tensor(value, name)
+        if tensor.shape != (n,) or tensor.is_floating_point():
             raise ValueError(
-                f"environments of client {j} must be whole numbers, one for each of its {len(yj)} "
-                f"rows, got {part.dtype} of shape {list(part.shape)}"
+                f"{name} must be whole numbers, one for each of {n} rows, got {tensor.dtype} of "
+                f"shape {list(tensor.shape)}"
             )
-    return parts
+        found.append(tensor)
+    if train.client_ids is None:
+        return found
+    places = places_of(train.client_ids)
+    return [found[0][torch.tensor(places[owner], dtype=torch.int64)] for owner in order]

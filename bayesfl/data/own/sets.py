@@ -3,6 +3,7 @@ columns, partitions of Flower's.
 """
 
 import hashlib
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.data.own.arrays import from_arrays
 from bayesfl.data.own.conversion import as_list
-from bayesfl.data.own.items import check_map_style, class_names, items, together
+from bayesfl.data.own.items import class_names, items, together
 from bayesfl.data.own.stored import as_kept, stored
 
 
@@ -58,17 +59,14 @@ def from_datasets(
         **options: Those of `from_arrays` but `client_ids`.
 
     Raises:
-        ValueError: A data set does not give pairs of numbers or lacks a column, or draws at random;
-            lists of one row have different lengths; only one of `inputs` and `target` is given;
-            data sets name classes differently; the folder holds something else; or `from_arrays`
-            refuses them.
+        ValueError: A data set does not give pairs of numbers, or draws at random; lists of one row
+            have different lengths; only one of `inputs` and `target` is given; data sets name
+            classes differently; the folder holds something else; or `from_arrays` refuses them.
+        KeyError: A row lacks a column.
         TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
     """
-    if "client_ids" in options:
-        raise TypeError(
-            "client_ids is for the pooled arrays of from_arrays; from_datasets takes one data set "
-            "per client, see names="
-        )
+    # Options that are none are refused now, not after all items were read.
+    inspect.signature(from_arrays).bind([], [], client_ids=None, test=None, **options)
     if (inputs is None) != (target is None):
         raise ValueError(
             "inputs= and target= name columns of rows together; leave both out for data sets of "
@@ -77,27 +75,18 @@ def from_datasets(
     given = [
         (f"datasets[{j}]", one) for j, one in enumerate(as_list(datasets, "datasets", "data set"))
     ]
-    if not given:
-        raise ValueError("datasets is empty: pass one data set per client")
     held = (
         [(f"test[{j}]", one) for j, one in enumerate(as_list(test, "test", "data set"))]
         if test is not None
         else []
     )
-    for name, one in [*given, *held]:
-        check_map_style(
-            one, name, least=0 if name.startswith("test") else 1
-        )  # a client may have no test data
+    if empty := [name for name, one in given if not len(one)]:
+        raise ValueError(f"{empty[0]} is empty: leave that client out")
     columns = (
         None
         if inputs is None
         else [*([inputs] if isinstance(inputs, str) else inputs), str(target)]
     )
-    if columns is None and mask != "attention_mask":
-        raise ValueError(
-            f"mask={mask!r} is for rows by name, whose columns inputs= and target= name; leave it "
-            "out for pairs (x, y)"
-        )
     if columns and columns[-1] in columns[:-1]:
         raise ValueError(f"target {target!r} is among inputs= {columns[:-1]}: leave it out there")
     asked = options.get("class_names") is None and options.get("task") != "regression"
@@ -144,7 +133,8 @@ def from_datasets(
         ]
     pairs, tests = joined[: len(given)], joined[len(given) :]
     parts = ([x for x, _ in tests], [y for _, y in tests]) if test is not None else None
-    return from_arrays([x for x, _ in pairs], [y for _, y in pairs], test=parts, **options)
+    xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
+    return from_arrays(xs, ys, client_ids=None, test=parts, **options)
 
 
 def _tree(
@@ -169,11 +159,6 @@ def _from_files(
     owners, n = np.repeat(np.arange(len(sizes)), sizes), sum(sizes)
     test = None
     if tests is not None:
-        if len(tests) != len(sizes):
-            raise ValueError(
-                f"test has {len(tests)} clients, the training data {len(sizes)}; an empty data set "
-                "is one without test data"
-            )
         test = (at(x, slice(n, None)), y[n:], np.repeat(np.arange(len(sizes)), tests))
     if options.get("environments") is not None:
         given = [

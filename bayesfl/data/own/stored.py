@@ -49,8 +49,8 @@ def stored(
             length.
 
     Raises:
-        ValueError: The folder holds other files or the rows of other data sets, is damaged, or rows
-            do not fit each other.
+        ValueError: The folder holds other files or the rows of other data sets, a file is cut
+            short, or rows do not fit each other.
         TypeError: `folder` is no path.
     """
     path = as_folder("folder", folder)
@@ -69,15 +69,9 @@ def stored(
                 json.dumps({"signature": dict(signature), "files": files}, indent=1)
             )
             os.replace(made, path)
-    try:
-        index = json.loads((path / INDEX).read_text())
-        known, files = index["signature"], index["files"]
-        columns = {key: np.load(path / name, mmap_mode="r") for key, name in files.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"folder {str(path)!r} is damaged ({error}): delete it, so that the data are written "
-            "again"
-        ) from error
+    index = json.loads((path / INDEX).read_text())
+    known, files = index["signature"], index["files"]
+    columns = {key: np.load(path / name, mmap_mode="r") for key, name in files.items()}
     if known != json.loads(json.dumps(signature)):
         other = [
             key for key in signature if known.get(key) != json.loads(json.dumps(signature[key]))

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance
 from bayesfl.base.options import Count, Option, declared
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.federated import FederatedData
@@ -22,23 +21,18 @@ from bayesfl.data.split import ClientData
 
 Agreement: TypeAlias = float | Sequence[float]
 _share = Option.of(shared.Share)
-_NO_IMAGES = ("heart", "diabetes", "shakespeare")
 _FLIP, _COLOUR = 1, 2  # `phase` under Purpose.PARTITION; 0 is the order of the rows
 
 
 def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
-    """Check the agreements of every client's environments, and return them as lists."""
-    values = _plain(values)
-    if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
-        raise ValueError(
-            f"{name} must have one share for each client, or one tuple of them, got {values!r}"
-        )
-    nested = [list(own) if isinstance(own, Sequence) else [own] for own in map(_plain, values)]
-    if not all(nested):
-        raise ValueError(
-            f"{name} must have at least one environment for each client, got {values!r}"
-        )
-    return [[_share(name, share) for share in own] for own in nested]
+    """Return the agreements of every client's environments as lists, after a look at their
+    range.
+    """
+    nested = []
+    for own in map(_plain, _plain(values)):
+        shares = own if isinstance(own, Sequence) else [own]
+        nested.append([_share(name, share) for share in shares])
+    return nested
 
 
 def _plain(values: Any) -> Any:
@@ -102,8 +96,8 @@ def coloured(
             IRM's code has it with 10,000 of MNIST; None for the source's own test part.
 
     Raises:
-        ValueError: An agreement lies outside [0, 1], the data are no grey images or have a single
-            class, or there are fewer rows than environments.
+        ValueError: An agreement lies outside [0, 1], the data are no grey images with classes, or
+            there are fewer rows than environments.
 
     References:
         Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019,
@@ -112,11 +106,6 @@ def coloured(
         federated learning", 2022, arXiv:2211.11243; shares and order of the draws from its code,
         github.com/Tangx-yy/Per-InvFL.
     """
-    if (name := source.info.name if isinstance(source, Source) else source) in _NO_IMAGES:
-        raise ValueError(
-            f"coloured needs grey images, and the data {name!r} are no images: take 'digits', "
-            "'mnist' or 'fashion-mnist'"
-        )
     options = shared.Options(
         source=source,
         max_size=max_size,
@@ -128,20 +117,12 @@ def coloured(
     )
     opened = options.load()
     nested = _shares("agreement", agreement)
-    if opened.task != "classification" or opened.outputs < 2:
-        raise ValueError(
-            f"coloured needs images of two classes or more, {opened.info.name!r} has none"
-        )
+    shared.classes(opened, "coloured")
     parts = [
         (client, environment)
         for client, own in enumerate(nested)
         for environment in range(len(own))
     ]
-    if test is not None and test > opened.train - len(parts):
-        raise ValueError(
-            f"test must leave a row for each of {len(parts)} environments of the {opened.train} in "
-            f"the training part of {opened.info.name!r}, got {test}: take less"
-        )
     rows = len(opened.x) if test is None else opened.train
     train = opened.train if test is None else opened.train - test
     if min(train, rows - train) < len(parts):
@@ -207,10 +188,8 @@ def recoloured(clients: FederatedData, agreement: shared.Share) -> ClientData:
         agreement: The probability that colour agrees with label.
 
     Raises:
-        TypeError: `clients` is no `FederatedData`.
         ValueError: `clients` was not made by `coloured`.
     """
-    instance("clients", clients, FederatedData, "pass what bf.data.coloured() made")
     if clients.recipe.get("recipe") != "coloured":
         raise ValueError(
             "recoloured needs data made by coloured(), got ones made by "

@@ -6,7 +6,6 @@ import gzip
 import logging
 import math
 import string
-from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -79,17 +78,13 @@ def read_idx(path: str | Path) -> np.ndarray:
     path = Path(path)
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         data = file.read()
-    start = 4 + 4 * data[3] if len(data) >= 4 else 4
-    if len(data) < start or data[:3] != b"\x00\x00\x08":
-        raise ValueError(
-            f"{path} is not an idx file of unsigned bytes: it begins with {data[:4].hex()}"
-        )
+    start = 4 + 4 * data[3]
     shape = tuple(int(n) for n in np.frombuffer(data[4:start], dtype=">u4"))
     values = np.frombuffer(data[start:], dtype=np.uint8)
-    if len(values) != math.prod(shape):
+    if data[:3] != b"\x00\x00\x08" or len(values) != math.prod(shape):
         raise ValueError(
-            f"{path} should hold an array of shape {shape} but has {len(values)} bytes: it may be "
-            "cut short, fetch it again"
+            f"{path} is not a whole idx file of unsigned bytes: it begins with {data[:4].hex()}, "
+            f"and has {len(values)} bytes for shape {shape}; fetch it again"
         )
     return values.reshape(shape)
 
@@ -99,9 +94,9 @@ def read_images(name: str, root: Path, download: bool) -> Source:
     deviations.
 
     Raises:
-        FileNotFoundError: The files are absent, and could not be downloaded or `download` is False.
+        FileNotFoundError: The files are absent, and `download` is False.
         ImportError: torchvision is needed and not installed.
-        ValueError: A file is damaged, or lacks an array.
+        ValueError: A file is damaged.
     """
     looked = [root / f"{name}.npz", root / f"{name.replace('-', '_')}.npz"]
     for path in dict.fromkeys(looked):
@@ -117,34 +112,13 @@ def read_images(name: str, root: Path, download: bool) -> Source:
     else:
         looked.append(root / _FOLDER[name])
     if download or (_FOLDER[name] not in ("MNIST", "FashionMNIST") and looked[-1].is_dir()):
-        try:
-            arrays = _torchvision_arrays(name, root, download)
-        except (OSError, RuntimeError, HTTPException) as error:
-            raise FileNotFoundError(_absent(name, root, looked, download, error)) from error
+        arrays = _torchvision_arrays(name, root, download)
         return _standardised(name, arrays)
-    raise FileNotFoundError(_absent(name, root, looked, download))
-
-
-def _absent(
-    name: str, root: Path, looked: list[Path], download: bool, error: Exception | None = None
-) -> str:
-    """Return the message that a data set is absent: the reason, the places where it was looked for,
-    and how to get it.
-    """
-    what = "is not on disk"
-    if error is not None:
-        reason = " ".join(str(error).split())
-        what += (
-            f", and torchvision could not fetch it: {reason}"
-            if download
-            else f" as a whole: {reason}"
-        )
     places = "\n  ".join(dict.fromkeys(map(str, looked)))
-    first = "Try again with a network connection" if download else "Pass download=True"
-    return (
-        f"the data set {name!r} {what}. Looked at\n  {places}\n{first} to let torchvision fetch it "
-        f"into {root}, put one of these files "
-        "there, or name another folder by root= or by the environment variable BAYESFL_DATA"
+    raise FileNotFoundError(
+        f"the data set {name!r} is not on disk. Looked at\n  {places}\nPass download=True to let "
+        f"torchvision fetch it into {root}, put one of these files there, or name another folder "
+        "by root= or by the environment variable BAYESFL_DATA"
     )
 
 
@@ -169,13 +143,7 @@ def _idx_arrays(folder: Path) -> dict[str, np.ndarray] | None:
 
 def _torchvision_arrays(name: str, root: Path, download: bool) -> dict[str, np.ndarray]:
     """Read the four arrays through torchvision, which downloads them if `download`."""
-    try:
-        torchvision()
-    except ImportError:
-        raise ImportError(
-            f"reading or fetching {name} in its original form needs torchvision: pip install "
-            "torchvision"
-        ) from None
+    torchvision()
     from torchvision import datasets
 
     log.info("reading %s through torchvision in %s", name, root)
@@ -199,12 +167,6 @@ def _standardised(name: str, arrays: dict[str, np.ndarray]) -> Source:
     """Make a source, float32 [N, channels, H, W], of uint8 images [N, H, W] or [N, H, W, 3] and
     labels.
     """
-    missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in arrays]
-    if missing:
-        raise ValueError(
-            f"the file of {name!r} lacks {missing}: it must hold x_train, y_train, x_test and "
-            "y_test"
-        )
     raw, mean, std = arrays, *NORMALISATION[name]
     train, test = len(raw["x_train"]), len(raw["x_test"])
     height, width = raw["x_train"].shape[1:3]
@@ -246,11 +208,6 @@ def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
     Raises:
         ValueError: The inputs are no floats, or lie outside [0, 1].
     """
-    if not source.x.is_floating_point():
-        raise ValueError(
-            f"{why}, those of {source.info.name!r} are {source.x.dtype}: make floats of them, as "
-            "x.float() / 255 does of bytes"
-        )
     x = source.x.clone()
     if source.info.name in NORMALISATION and source.info is INFO[source.info.name]:
         mean, std = (
@@ -260,9 +217,10 @@ def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
             255
         )  # rounding gives exactly the stored bytes
     least, most = x.aminmax()
-    if not (least >= 0 and most <= 1):
-        remedy = ", ".join(filter(None, ("scale them to [0, 1]", otherwise)))
+    if not (x.is_floating_point() and least >= 0 and most <= 1):
+        remedy = ", ".join(filter(None, ("make floats within [0, 1] of them", otherwise)))
         raise ValueError(
-            f"{why}, those of {source.info.name!r} lie within [{least:.4g}, {most:.4g}]: {remedy}"
+            f"{why}, those of {source.info.name!r} are {x.dtype} within [{least:.4g}, {most:.4g}]: "
+            f"{remedy}, as x.float() / 255 does of bytes"
         )
     return x

@@ -169,7 +169,7 @@ def dirichlet(
             class by itself.
 
     Raises:
-        ValueError: There are too few rows for so many clients, or more groups than classes.
+        ValueError: There are too few rows for so many clients.
 
     References:
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019,
@@ -187,21 +187,10 @@ def dirichlet(
     )
     opened = options.open()
     y_train, y_test = shared.classes(opened, "dirichlet")
-    shared.check_clients(clients, len(y_train), "training examples")
-    if clients * min_size > len(y_train):
-        raise ValueError(
-            f"{clients} clients of at least {min_size} examples need {clients * min_size}, "
-            f"{opened.info.name!r} has {len(y_train)} "
-            "training examples: use fewer clients or a smaller min_size"
-        )
+    shared.check_clients(clients, len(y_train) // min_size, f"sets of {min_size} training examples")
     rng = generator(seed, Purpose.PARTITION)
     clusters = None
     if label_clusters is not None:
-        if label_clusters > opened.outputs:
-            raise ValueError(
-                f"label_clusters must lie within [1, {opened.outputs}], the number of classes, got "
-                f"{label_clusters}"
-            )
         clusters = [
             np.sort(group)
             for group in np.array_split(rng.permutation(opened.outputs), label_clusters)
@@ -287,13 +276,8 @@ def pachinko(
     groups = shared.superclass_groups(opened, superclasses)
     sizes = np.bincount(y_train, minlength=opened.outputs)
     rows = int(sizes[[k for group in groups for k in group]].sum())
-    shared.check_clients(clients, rows, "training examples")
-    size = rows // clients if size is None else size
-    if clients * size > rows:
-        raise ValueError(
-            f"{clients} clients of {size} training examples need {clients * size}, there are "
-            f"{rows}: take fewer, or size=None"
-        )
+    size = max(1, rows // clients) if size is None else size
+    shared.check_clients(clients, rows // size, f"sets of {size} training examples")
     rng = generator(seed, Purpose.PARTITION)
     counts = partitions.pachinko_counts(sizes, groups, clients, size, alpha, beta, rng)
     return options.federate(

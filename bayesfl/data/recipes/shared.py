@@ -216,16 +216,11 @@ def superclass_groups(opened: Source, given: Sequence[Sequence[int]] | None) -> 
     pairs.
 
     Raises:
-        ValueError: The groups are not of one size or not of different classes, or the number of
-            classes is odd and none are given.
+        ValueError: The groups are not of one size or not of different classes, as pairs of an odd
+            number are not.
     """
     given = given if given is not None else opened.superclasses
     if given is None:
-        if opened.outputs % 2:
-            raise ValueError(
-                f"{opened.info.name!r} has {opened.outputs} classes, which don't make pairs: pass "
-                "superclasses=, groups of one size"
-            )
         given = [(k, k + 1) for k in range(0, opened.outputs, 2)]
     groups = [[int(k) for k in group] for group in given]
     flat = [k for group in groups for k in group]
@@ -237,6 +232,6 @@ def superclass_groups(opened: Source, given: Sequence[Sequence[int]] | None) -> 
     ):
         raise ValueError(
             "superclasses must be groups of one size of different classes within [0, "
-            f"{opened.outputs}), got {groups}"
+            f"{opened.outputs}), got {groups} for {opened.info.name!r}"
         )
     return groups

@@ -2,7 +2,6 @@
 arrays with what is missing.
 """
 
-import datetime
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,8 +78,7 @@ class Table:
     Raises:
         TypeError: It is no frame.
         ImportError: It is not of pandas, and pyarrow is absent.
-        ValueError: It has no rows, or two columns of one name; or the index of a frame of pandas
-            repeats.
+        ValueError: Two columns have one name; or the index of a frame of pandas repeats.
     """
 
     def __init__(self, frame: Any, name: str = "frame") -> None:
@@ -91,14 +89,14 @@ class Table:
                 f"{type(frame).__name__}; pandas.DataFrame makes one"
             )
         if not self._pandas:
-            frame = _arrow(frame)
+            import pyarrow as pa
+
+            frame = pa.table(frame)
         self._frame = frame
         self.columns = [
             str(column) for column in (frame.columns if self._pandas else frame.column_names)
         ]
         self.rows = len(frame)
-        if not self.rows:
-            raise ValueError(f"{name} has no rows")
         if twice := sorted({column for column in self.columns if self.columns.count(column) > 1}):
             raise ValueError(
                 f"{name} has several columns called {twice[:5]}; give them names of their own"
@@ -135,8 +133,6 @@ class Table:
         if self._pandas:
             column = self._frame.iloc[:, self.columns.index(name)]
             kind = getattr(column.dtype, "kind", "O")
-            if kind in "Mm":
-                raise ValueError(_dates(name))
             missing = column.isna().to_numpy()
             if kind in "biuf":
                 exact = (
@@ -171,8 +167,6 @@ class Table:
         import pyarrow as pa
 
         column = self._frame[name]
-        if pa.types.is_temporal(column.type):
-            raise ValueError(_dates(name))
         if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
             exact = None
             if pa.types.is_integer(column.type):
@@ -246,31 +240,12 @@ def _of_objects(name: str, values: list[Any]) -> Values:
             numbers=np.array([np.nan if v is None else float(v) for v in values]),
             exact=_exact(values) if whole else None,
         )
-    if any(issubclass(kind, datetime.date | datetime.timedelta | np.datetime64) for kind in found):
-        raise ValueError(_dates(name))
     if any(not issubclass(kind, str) for kind in found):
         shown = sorted(kind.__name__ for kind in found)
         raise ValueError(
             f"column {name!r} holds values of the types {shown}: make it of one, as "
-            f"frame[{name!r}].astype(str) or pandas.to_numeric does, "
-            "or leave it out"
+            f"frame[{name!r}].astype(str) or pandas.to_numeric does, and of dates numbers that "
+            f"mean something at prediction, as days since an event, (frame[{name!r}] - start)"
+            ".dt.days; or leave it out"
         )
     return Values(name, texts=np.array(values, dtype=object))
-
-
-def _dates(name: str) -> str:
-    return (
-        f"column {name!r} holds dates or durations: make numbers of it that mean something at "
-        f"prediction, as days since an event, (frame[{name!r}] - start).dt.days, or leave it out"
-    )
-
-
-def _arrow(frame: Any) -> Any:
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise ImportError(
-            f"a frame of {type(frame).__module__.split('.')[0]} is read by pyarrow, which is not "
-            "installed; or pass frame.to_pandas()"
-        ) from error
-    return pa.table(frame)

@@ -47,28 +47,32 @@ def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
     Raises:
         ValueError: At least half of them are numbers, or most are dates.
     """
+    if told := _other_than_text(texts):
+        raise ValueError(f"column {name!r} holds {told}, or {otherwise}")
+
+
+def _other_than_text(texts: Sequence[str]) -> str:
+    """Say what texts are instead, and the remedy; '' if they are text."""
     numbers = [text for text in texts if is_number(text)]
-    if texts and len(numbers) >= len(texts) / 2:
+    commas = [text for text in texts if COMMA.fullmatch(text)]
+    dates = [text for text in texts if DATE.match(text)]
+    if numbers and 2 * len(numbers) >= len(texts):
         beside = [text for text in texts if text not in numbers]
-        with_others = (
-            f" beside {beside[0]!r}, which may stand for a missing value" if beside else ""
+        others = f" beside {beside[0]!r}, which may stand for a missing value" if beside else ""
+        return (
+            f"numbers as text, as {numbers[0]!r}{others}: make numbers of it by pandas.to_numeric"
         )
-        raise ValueError(
-            f"column {name!r} holds numbers as text, as {numbers[0]!r}{with_others}: make numbers "
-            f"of it by pandas.to_numeric, or {otherwise}"
+    if 2 * len(commas) > len(texts):
+        return (
+            f"numbers with commas, as {commas[0]!r}: pandas.read_csv(decimal=',') reads them as "
+            "decimals, thousands=',' as thousands"
         )
-    if texts and 2 * sum(COMMA.fullmatch(text) is not None for text in texts) > len(texts):
-        raise ValueError(
-            f"column {name!r} holds numbers with commas, as {texts[0]!r}: "
-            "pandas.read_csv(decimal=',') reads them as decimals, thousands=',' as thousands; or "
-            f"{otherwise}"
+    if 2 * len(dates) > len(texts):
+        return (
+            f"dates as text, as {dates[0]!r}: make numbers of it that mean something at "
+            "prediction, as days since an event, leave it out"
         )
-    if texts and 2 * sum(DATE.match(text) is not None for text in texts) > len(texts):
-        dated = next(text for text in texts if DATE.match(text))
-        raise ValueError(
-            f"column {name!r} holds dates as text, as {dated!r}: make numbers of it that mean "
-            f"something at prediction, as days since an event, leave it out, or {otherwise}"
-        )
+    return ""
 
 
 def is_number(text: str) -> bool:

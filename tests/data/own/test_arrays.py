@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bayesfl.data import from_arrays, from_datasets
 from tests.data.made import arrays, environments
@@ -68,36 +68,72 @@ def test_rows_of_nobody_are_refused(nothing: Any):
         from_arrays(np.ones((4, 1)), [0, 1, 0, 1], client_ids=ids.to_numpy(), test_share=0)
 
 
-def test_one_name_is_one_client():
-    """A number and its text look alike in every table, and so do two clients of one name."""
-    ids: Any = [1, "1", 1, "1"]
-    with pytest.raises(ValueError, match=r"client_ids 1 and '1' .*str\(i\)"):
-        from_arrays(np.ones((4, 1)), [0, 1, 0, 1], client_ids=ids, test_share=0)
-    xs, ys = arrays()
-    with pytest.raises(ValueError, match=r"^names .*\['a'\]"):
-        from_arrays(xs, ys, names=["a", "b", "a"])
+FRAME = pd.DataFrame(np.ones((4, 3)), columns=list("abc"))
+OTHER: Any = FRAME[list("acb")]
+TARGETS = pd.DataFrame(np.ones((4, 2)), columns=list("uv"))
+Y, IDS = [0, 1, 0, 1], [0, 0, 1, 1]
+ORDER = r"\['c', 'b'\] .*\['b', 'c'\].*test\[train\.columns\]"
 
 
-def test_columns_of_frames_are_those_of_the_first():
-    """Columns are joined by their places, so one order is asked for, in the test and for every
-    client; arrays and plain numbers fit.
-    """
-    frame, y, ids = pd.DataFrame(np.ones((4, 3)), columns=list("abc")), [0, 1, 0, 1], [0, 0, 1, 1]
-    other: Any = frame[list("acb")]
-    order = r"\['c', 'b'\] .*\['b', 'c'\].*test\[train\.columns\]"
-    with pytest.raises(ValueError, match=r"^test x .* of x .*" + order):
-        from_arrays(frame, y, client_ids=ids, test=(other, y, ids))
-    with pytest.raises(ValueError, match=r"^x of client 1 .* x of client 0 .*" + order):
-        from_arrays([frame, other], [y, y])
-    with pytest.raises(ValueError, match=r"^test x of client 0 .* x of client 0 .*" + order):
-        from_arrays([frame], [y], test=([other], [y]))
-    with pytest.raises(ValueError, match=r"^test x lacks columns \['b'\] of x and has \['d'\]"):
-        from_arrays(frame, y, client_ids=ids, test=(frame.rename(columns={"b": "d"}), y, ids))
-    targets = pd.DataFrame(np.ones((4, 2)), columns=list("uv"))
-    with pytest.raises(ValueError, match=r"^test y .*\['v', 'u'\]"):
-        from_arrays(frame, targets, client_ids=ids, test=(frame, targets[["v", "u"]], ids))
-    for same in (frame, frame.to_numpy(), pd.DataFrame(frame.to_numpy())):
-        assert from_arrays(frame, y, client_ids=ids, test=(same, y, ids)).inputs == (3,)
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (
+            lambda: from_arrays(FRAME, Y, client_ids=IDS, test=(OTHER, Y, IDS)),
+            r"^test x .* of x .*" + ORDER,
+        ),
+        (lambda: from_arrays([FRAME, OTHER], [Y, Y]), r"^x of client 1 .* x of client 0.*" + ORDER),
+        (
+            lambda: from_arrays([FRAME], [Y], test=([OTHER], [Y])),
+            r"^test x of client 0 .* x of client 0 .*" + ORDER,
+        ),
+        (
+            lambda: from_arrays(
+                FRAME, Y, client_ids=IDS, test=(FRAME.rename(columns={"b": "d"}), Y, IDS)
+            ),
+            r"^test x lacks columns \['b'\] of x and has \['d'\]",
+        ),
+        (
+            lambda: from_arrays(
+                FRAME, TARGETS, client_ids=IDS, test=(FRAME, TARGETS[["v", "u"]], IDS)
+            ),
+            r"^test y .*\['v', 'u'\]",
+        ),
+        (
+            lambda: from_arrays(FRAME.assign(sex=list("fmfm"), ill=True), Y, client_ids=IDS),
+            r"^x: columns \['sex'\] .*get_dummies",
+        ),
+        (
+            lambda: from_arrays(np.ones((4, 1)), Y, client_ids=[1, "1", 1, "1"], test_share=0),
+            r"client_ids 1 and '1' .*str\(i\)",
+        ),
+        (lambda: from_arrays(*arrays(), names=["a", "b", "a"]), r"^names .*\['a'\]"),
+        (
+            lambda: from_arrays(np.ones((8, 2)), np.tile([0.0, 1.0], 4), client_ids=[0] * 8),
+            r"^y .*0, 1.*task='classification'.*task='regression'",
+        ),
+        (
+            lambda: from_arrays(np.ones((4, 2)), [0.0, math.nan, 1.0, 1.0], client_ids=IDS),
+            r"\(0, 1\) or NaN.*task='classification'",
+        ),
+        (
+            lambda: from_arrays(
+                np.ones((4, 2)), [0, math.nan, 1, math.inf], client_ids=IDS, task="classification"
+            ),
+            r"y holds 2 that are NaN, infinite or fractions",
+        ),
+    ],
+)
+def test_what_could_be_misread_is_refused(call, match):
+    """Columns in another order, a client under two ids, and floats that may be classes."""
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def test_what_has_no_names_fits():
+    """Arrays, and frames whose columns are numbers."""
+    for same in (FRAME, FRAME.to_numpy(), pd.DataFrame(FRAME.to_numpy())):
+        assert from_arrays(FRAME, Y, client_ids=IDS, test=(same, Y, IDS)).inputs == (3,)
 
 
 def test_floats_that_may_be_classes_are_asked_about():
@@ -105,8 +141,6 @@ def test_floats_that_may_be_classes_are_asked_about():
     work.
     """
     x, y = np.ones((8, 2)), np.tile([0.0, 1.0], 4)
-    with pytest.raises(ValueError, match=r"^y .*0, 1.*task='classification'.*task='regression'"):
-        from_arrays(x, y, client_ids=[0] * 8)
     assert from_arrays(x, y, client_ids=[0] * 8, task="classification").outputs == 2
     assert from_arrays(x, y, client_ids=[0] * 8, task="regression").outputs == 1
     assert from_arrays(x, y + 0.5, client_ids=[0] * 8).task == "regression"
@@ -114,20 +148,12 @@ def test_floats_that_may_be_classes_are_asked_about():
 
 
 def test_frames():
-    """Truth values beside numbers are numbers; a column of something else is named."""
+    """Truth values beside numbers are numbers."""
     frame = pd.DataFrame(
         {"age": [1.0, 2.0], "ill": [True, False], "n": pd.array([1, 3], dtype="Int64")}
     )
     x = from_arrays(frame, [0, 1], client_ids=[0, 0], test_share=0).train.x
     assert x.tolist() == [[1.0, 1.0, 1.0], [2.0, 0.0, 3.0]]
-    with pytest.raises(ValueError, match=r"^x.*\['sex'\].*get_dummies"):
-        from_arrays(frame.assign(sex=["f", "m"]), [0, 1], client_ids=[0, 0])
-
-
-def test_rows_that_are_mappings_are_named_by_their_keys():
-    rows: Any = [{"image": [1.0], "label": 0}] * 3
-    with pytest.raises(ValueError, match=r"item\['image'\], item\['label'\]"):
-        from_datasets([rows])
 
 
 def test_any_map_style_dataset():
@@ -166,18 +192,16 @@ def test_items_with_several_inputs():
     assert placed[1].equal(tokens)
     vectors: Any = [((1.0, 2.0), 0), ((3.0, 4.0), 1)]
     assert from_datasets([vectors], test_share=0).inputs == (2,)
-    shapes: Any = [
-        ({"a": torch.zeros(2)}, 0),
-        ({"a": torch.zeros(3)}, 1),
-        ({"b": torch.zeros(2)}, 1),
-    ]
-    with pytest.raises(
-        ValueError,
-        match=r"datasets\[0\] .*item 1 has x \{'a': \(3,\)\}.*item 0 has x \{'a': \(2,\)\}",
-    ):
-        from_datasets([shapes])
-    with pytest.raises(ValueError, match=r"datasets\[0\] .*item 1 has x \{'b': \(2,\)\}"):
-        from_datasets([shapes[::2]])
+
+
+class Flipping(Dataset):
+    """Draws whenever an item is read."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.ones(2) * (1 if torch.rand(()) < 0.5 else -1), i % 2
 
 
 def numbered(n: int) -> TensorDataset:
@@ -187,36 +211,43 @@ def numbered(n: int) -> TensorDataset:
 @pytest.mark.parametrize(
     ("datasets", "options", "message"),
     [
-        ([numbered(3), [("an image", 1)]], {}, r"datasets\[1\] .*item 0 .*ToTensor"),
         (
             [TensorDataset(*numbered(3).tensors, torch.zeros(3))],
             {},
-            r"datasets\[0\] .*\(x, y\).* got tuple of length 3",
+            r"\(x, y\), got tuple of length 3.*(?s:.*)in item 0 of datasets\[0\]",
         ),
         (
             [numbered(3), [{"image": 1, "label": 2}]],
             {},
-            r"datasets\[1\] .*\(x, y\).* got dict .*item 0",
+            r"\(x, y\), got dict.*inputs=(?s:.*)item 0 of datasets\[1\]",
+        ),
+        (
+            [[({"a": torch.zeros(k)}, 0) for k in (2, 3)]],
+            {},
+            r"datasets\[0\] .*item 1 has x \{'a': \(3,\)\}.*item 0 has x \{'a': \(2,\)\}",
+        ),
+        (
+            [[({k: torch.zeros(2)}, 0) for k in ("a", "b")]],
+            {},
+            r"datasets\[0\] .*item 1 has x \{'b': \(2,\)\}",
         ),
         (
             [[(torch.zeros(2), 0), (torch.zeros(3), 0)]],
             {},
             r"datasets\[0\] .*item 1 .*x \[3\].*item 0 .*x \[2\]",
         ),
-        ([], {}, "datasets is empty"),
         ([numbered(3), []], {}, r"datasets\[1\] is empty"),
-        ([numbered(3)], {"test": [numbered(1), numbered(1)]}, r"^test .*2 clients.*\b1\b"),
-        ([numbered(3)], {"test": [[(1, 2, 3)]]}, r"test\[0\] .*\(x, y\).* got tuple of length 3"),
+        (
+            [numbered(3)],
+            {"test": [numbered(1), numbered(1)]},
+            r"'test' has 2 clients, client_names has 1",
+        ),
+        ([numbered(3), Flipping()], {}, r"^datasets\[1\] gives other numbers when item \d is read"),
     ],
 )
 def test_datasets_that_do_not_fit_are_named(datasets, options, message):
     with pytest.raises(ValueError, match=message):
         from_datasets(datasets, **options)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield torch.zeros(2), 0
 
 
 @pytest.mark.parametrize(
@@ -231,9 +262,11 @@ class Stream(IterableDataset):
             r"^x of client 0 .*got DataLoader.*from_datasets",
         ),
         (lambda xs, ys, sets: from_arrays(sets[0], ys), r"^x .*list.* got one TensorDataset"),
-        (lambda xs, ys, sets: from_arrays(xs, None), r"^y .*a list .* got None"),
         (lambda xs, ys, sets: from_arrays(xs, [ys[0], None, ys[2]]), r"^y of client 1 .*got None"),
-        (lambda xs, ys, sets: from_arrays(dict(enumerate(xs)), ys), r"^x .*list.* got dict"),
+        (
+            lambda xs, ys, sets: from_arrays(dict(enumerate(xs)), ys),
+            r"^x .*list.* got one dict.*client_ids",
+        ),
         (
             lambda xs, ys, sets: from_arrays(xs[0], None, client_ids=[1] * 7),
             r"^y .*nested lists.* got None",
@@ -243,15 +276,14 @@ class Stream(IterableDataset):
             "test x of client 0 .* got TensorDataset",
         ),
         (lambda xs, ys, sets: from_datasets(sets[0]), r"^datasets .*list.* got one TensorDataset"),
-        (lambda xs, ys, sets: from_datasets([Stream()]), r"datasets\[0\] .*map-style.* got Stream"),
         (
-            lambda xs, ys, sets: from_datasets([DataLoader(sets[0])]),
-            r"datasets\[0\] .*got DataLoader.*loader\.dataset",
+            lambda xs, ys, sets: from_datasets([[("an image", 1)]]),
+            r"'str'(?s:.*)in item 0 of datasets\[0\]",
         ),
         (lambda xs, ys, sets: from_datasets(sets, test=sets[0]), "test must be a list"),
         (
             lambda xs, ys, sets: from_datasets(sets, client_ids=[1, 2, 3]),
-            r"client_ids .*from_arrays.*from_datasets.*names=",
+            r"multiple values for keyword argument 'client_ids'",
         ),
     ],
 )
@@ -293,8 +325,6 @@ def test_regression_is_read_from_the_targets():
     two = from_arrays(xs, [x[:, :2] for x in xs])
     assert (one.task, one.outputs, two.outputs) == ("regression", 1, 2)
     assert two.test.y.dtype == torch.float32
-    with pytest.raises(ValueError, match="regression has no classes"):
-        _ = one.classes
     forced = from_arrays(xs, [np.arange(len(x)) for x in xs], task="regression")
     assert forced.train.y.is_floating_point()
     whole = from_arrays(xs, [np.arange(len(x)) % 2.0 for x in xs], task="classification", outputs=4)
@@ -312,57 +342,47 @@ def test_your_arrays_are_copied_once():
     ("call", "message"),
     [
         (lambda xs, ys: from_arrays(xs, ys[:2]), "x has 3 clients, y has 2"),
-        (lambda xs, ys: from_arrays([], []), r"^x is empty.*per client"),
         (lambda xs, ys: from_arrays([], [], client_ids=[]), r"^x is empty.*client_ids"),
         (lambda xs, ys: from_arrays(np.concatenate(xs), np.concatenate(ys)), "pass client_ids"),
         (lambda xs, ys: from_arrays([xs[0], xs[1][:2], xs[2]], ys), "client 1 has x of shape"),
-        (
-            lambda xs, ys: from_arrays([xs[0], xs[1][:, :2], xs[2]], ys),
-            r"^x .*client 1 .*\[2\], client 0 \[5\]",
-        ),
-        (
-            lambda xs, ys: from_arrays(xs, [ys[0], ys[1][:, None], ys[2]]),
-            r"^y .*client 1 .*\[1\], client 0 \[\]",
-        ),
+        (lambda xs, ys: from_arrays(xs, [ys[0], ys[1][:, None], ys[2]]), r"\[4, 1\].*y\.ravel"),
         (
             lambda xs, ys: from_arrays(xs, [ys[0], ys[1] * 1.0, ys[2]]),
             r"^y .*got 1 .*floats .*3 .*task='regression'",
         ),
         (
             lambda xs, ys: from_arrays(xs[0], ys[0][:3], client_ids=[1] * 7),
-            r"^x and y .*got shapes \[7, 5\] and \[3\]",
+            r"^x, y and client_ids .*got shapes \[7, 5\], \[3\] and \[7\]",
         ),
-        (
-            lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=np.ones((7, 1))),
-            r"client_ids .*got shape \[7, 1\]",
-        ),
-        (lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=3), r"client_ids .*vector .*got int"),  # pyright: ignore[reportArgumentType]
-        (lambda xs, ys: from_arrays([["a"]], [[0]]), "x of client 0 holds text"),
-        (lambda xs, ys: from_arrays([xs[0] * 1j], ys[:1]), "array of numbers"),
-        (lambda xs, ys: from_arrays([torch.tensor(xs[0]) * 1j], ys[:1]), "real numbers"),
         (
             lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=[1, 2]),
-            r"client_ids .*7 rows, got 2",
+            r"client_ids .*\[7\] and \[2\]",
         ),
+        (
+            lambda xs, ys: from_arrays([["a"]], [[0]]),
+            "x of client 0 must be an array of numbers, got <U1",
+        ),
+        (lambda xs, ys: from_arrays([xs[0] * 1j], ys[:1]), "array of numbers, got complex128"),
+        (lambda xs, ys: from_arrays([torch.tensor(xs[0]) * 1j], ys[:1]), "real numbers"),
         (lambda xs, ys: from_arrays(xs, ys, names=["a"]), r"^names .*3 clients, got 1"),
         (lambda xs, ys: from_arrays(xs, ys, class_names=["a"]), r"class_names .*3 classes, got 1"),
         (lambda xs, ys: from_arrays(xs, ys, test_share=1.0), r"test_share is a share .* got 1.0"),
         (lambda xs, ys: from_arrays(xs, ys, validation=-0.1), r"validation is a share"),
         (
             lambda xs, ys: from_arrays(xs, ys, validation=0.5, calibration=0.5),
-            r"validation and calibration .*got 1\.0",
+            r"'client 0' has no training .*smaller shares",
         ),
         (
             lambda xs, ys: from_arrays([xs[0], xs[1][:1]], [ys[0], ys[1][:1]]),
-            r"'client 1' .*1 example, .*test_share=0",
+            r"'client 1' .* test, 1: .*test_share=0",
         ),
         (
             lambda xs, ys: from_arrays([xs[0], xs[1][:0]], [ys[0], ys[1][:0]]),
-            r"'client 1' .*no training example:",
+            r"'client 1' .* test, 0: ",
         ),
         (
             lambda xs, ys: from_arrays([xs[0], xs[1][:2]], [ys[0], ys[1][:2]], validation=0.1),
-            r"'client 1' .*1 training .*validation=0.1",
+            r"'client 1' has no training example \(1 of 2.*smaller shares",
         ),
         (
             lambda xs, ys: from_arrays([x[:, 0] for x in xs], [y > 5 for y in ys], outputs=0),
@@ -380,26 +400,19 @@ def test_your_arrays_are_copied_once():
         (lambda xs, ys: from_arrays(xs, ys, outputs=2), r"labels .*\[0, 2\).*outputs=3"),
         (
             lambda xs, ys: from_arrays(xs, [y + 0.5 for y in ys], task="classification"),
-            "holds fractions",
+            "y holds 20 that .*fractions",
         ),
         (lambda xs, ys: from_arrays(xs, [np.eye(3, dtype=int)[y] for y in ys]), "argmax"),
         (lambda xs, ys: from_arrays(xs, ys, task="ranking"), "task must be"),  # pyright: ignore[reportArgumentType]
         (
             lambda xs, ys: from_arrays(xs, [y * 1.0 for y in ys], outputs=3, task="regression"),
-            r"outputs .*3.*'train' .*1 ",
+            r"outputs is 3, but split 'train' .*\[\]",
         ),
-        (lambda xs, ys: from_arrays(xs, ys, test=(xs,)), r"test must be \(xs, ys\)"),
-        (lambda xs, ys: from_arrays(xs, ys, test=(xs[:1], ys[:1])), "test has 1 clients"),
-        (
-            lambda xs, ys: from_arrays(xs, ys, test=([x[:, :1] for x in xs], ys)),
-            r"test x .*\[5\], got \[1\]",
-        ),
+        (lambda xs, ys: from_arrays(xs, ys, test=(xs[:1], ys[:1])), "'test' has 1 clients"),
         (
             lambda xs, ys: from_arrays(xs, ys, test=(xs, [y[:, None] for y in ys])),
-            r"test y .*\[\], got \[1\]",
+            r"labels must .*\[7, 1\]",
         ),
-        (lambda xs, ys: from_arrays(xs, ys, test=3), r"test must be \(xs, ys\).* got int"),  # pyright: ignore[reportArgumentType]
-        (lambda xs, ys: from_arrays(xs, ys, test=([], [])), "test x is empty"),
         (
             lambda xs, ys: from_arrays(
                 xs[0], ys[0], client_ids=[1] * 7, test=(xs[0], ys[0], [2] * 7)
@@ -411,15 +424,6 @@ def test_your_arrays_are_copied_once():
 def test_errors_say_what_and_what_to_do(call, message):
     with pytest.raises(ValueError, match=message):
         call(*arrays())
-
-
-def test_labels_that_are_missing():
-    """A label that is NaN is no fraction, nor does it make classes targets."""
-    x, y = np.ones((4, 2)), [0.0, math.nan, 1.0, math.inf]
-    with pytest.raises(ValueError, match=r"^y holds 2 labels that are NaN"):
-        from_arrays(x, y, client_ids=[0, 0, 1, 1], task="classification")
-    with pytest.raises(ValueError, match=r"\(0, 1\).*task='classification'"):
-        from_arrays(x, [0.0, math.nan, 1.0, 1.0], client_ids=[0, 0, 1, 1])
 
 
 def test_given_test_data_have_no_environment_of_their_own():
@@ -434,9 +438,8 @@ def test_given_test_data_have_no_environment_of_their_own():
     [
         ([1, 2, 1, 2], r"smallest label is 1.*outputs="),
         ([[0], [1], [2], [1]], r"labels .*\[2, 1\]; .*y\.ravel\(\)"),
-        (["ill", "well", "ill", "well"], r"^y holds text.*factorize"),
-        (np.array(["ill", "well", "ill", "well"]), r"^y holds text.*factorize"),
-        (pd.Series(["ill", None, "ill", "well"]), r"^y holds text.*factorize"),
+        (["ill", "well", "ill", "well"], r"^y .* got <U4.*factorize"),
+        (pd.Series(["ill", None, "ill", "well"]), r"^y .* got object.*factorize"),
     ],
 )
 def test_labels_that_are_no_classes_from_0(y: Any, words: str):
@@ -463,24 +466,3 @@ def test_masked_values_are_refused():
     ):
         with pytest.raises(ValueError, match=r"(x|y) of client 0 has masked values.*filled"):
             given()
-
-
-class Flipping(Dataset):
-    """Draws whenever an item is read."""
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, i: int) -> Any:
-        return torch.ones(2) * (1 if torch.rand(()) < 0.5 else -1), i % 2
-
-
-def test_data_sets_that_draw_are_refused():
-    """Every item is read once, so that training would see one draw of it, and so would a test."""
-    plain = TensorDataset(torch.ones(9, 2), torch.arange(9) % 2)
-    with pytest.raises(
-        ValueError,
-        match=r"^datasets\[1\] gives other numbers when item \d is read again, "
-        r".*clients\.augmented",
-    ):
-        from_datasets([plain, Flipping()])

@@ -71,36 +71,23 @@ def test_trees_are_tuples_and_plain_dicts():
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        ((), r"^x of client 3 is an empty tuple: pass at least one"),
-        ({}, r"^x of client 3 is an empty mapping"),
-        (([1.0], ()), r"^x\[1\] of client 3 is an empty tuple"),
-        ({"a": {"b": {}}}, r"^x\['a'\]\['b'\] of client 3 is an empty mapping"),
-        ({1: [1.0]}, r"^x of client 3 must name its arrays by text.* got 1: .*str\(name\)"),
+        ((), r"^x must hold at least one input"),
+        (([1.0], ()), r"^x\[1\] must hold at least one input"),
+        ({"a": {"b": {}}}, r"^x\['a'\]\['b'\] must hold at least one input"),
         (
             {"a": [1.0, 2.0], "b": ([1.0, 2.0], [1.0])},
             r"^x\['a'\] of client 3 has 2 rows and x\['b'\]\[1\] of client 3 has 1",
         ),
-        ((1.5, 2.5), r"^x\[0\] of client 3 is a single number, 1\.5: .* list or an array"),
         (
             {"a": np.array([1j])},
-            r"^x\['a'\] of client 3 must be an array of numbers.*complex128.*real",
+            r"^x\['a'\] of client 3 must be an array of numbers, got complex128",
         ),
         (
-            (torch.zeros(2) * 1j,),
-            r"^x\[0\] of client 3 must be real numbers, got torch\.complex64; pass real and "
-            r"imaginary",
+            {"a": np.array([object()])},
+            r"^x\['a'\] of client 3 must be an array of numbers, got object",
         ),
-        ({"a": np.array([object()])}, r"^x\['a'\] of client 3 must be an array of numbers.*object"),
-        (
-            {"a": [[1, 2], [3]]},
-            r"^x\['a'\] of client 3 must be an array of numbers, all rows of one shape",
-        ),
-        (
-            [np.ones((4, 2)), np.ones((4, 3))],
-            r"^x of client 3 must be an array.*; several inputs of a network are a tuple or a "
-            r"mapping",
-        ),
-        ({"a": ["b"]}, r"^x\['a'\] of client 3 holds text"),
+        ({"a": ["b"]}, r"^x\['a'\] of client 3 must be an array of numbers, got <U1"),
+        ({"a": [[1, 2], [3]]}, "inhomogeneous"),
         ({"a": np.ma.masked_array([1.0], mask=[True])}, r"^x\['a'\] of client 3 has masked values"),
     ],
 )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bayesfl.data import Source, concept_drift, iid, load, swapped_labels
+from bayesfl.data import concept_drift, iid, load, swapped_labels
 from bayesfl.data.recipes.images import FINE_TO_COARSE
 from tests.data.made import fine_labels, small
 from tests.files import where_present
@@ -125,15 +125,3 @@ def test_swapped_labels_change_names_by_group():
     assert torch.equal(load("digits").y, source.y)
     every = swapped_labels(small(3), clients=4, groups=4, swaps=1)  # as many as there are
     assert sorted(every.recipe["names"]) == [[0, 1, 2], [0, 2, 1], [1, 0, 2], [2, 1, 0]]
-
-
-def test_odd_classes_have_no_pairs(hundred):
-    source = Source.from_parts(
-        torch.zeros(6, 1),
-        torch.tensor([0, 1, 2] * 2),
-        torch.zeros(3, 1),
-        torch.tensor([0, 1, 2]),
-        name="three",
-    )
-    with pytest.raises(ValueError, match=r"'three' .*3 classes.*superclasses="):
-        concept_drift(source, clients=2)

@@ -3,8 +3,6 @@
 import hashlib
 import importlib.util
 import pickle
-from http.client import IncompleteRead
-from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -33,16 +31,12 @@ def test_idx_round_trip(tmp_path, shape, zipped):
 
 def test_idx_refuses_other_files_and_cut_ones(tmp_path):
     path = tmp_path / "a-ubyte"
-    path.write_bytes(b"PK\x03\x04")
-    with pytest.raises(ValueError, match=r"idx file .*504b0304"):
-        read_idx(path)
     write_idx(path, images(3, 4))
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="may be cut short"):
-        read_idx(path)
-    path.write_bytes(b"\x00\x00\x08\x02\x00")
-    with pytest.raises(ValueError, match="not an idx file"):
-        read_idx(path)
+    cut = path.read_bytes()[:-1]
+    for content, match in ((b"PK\x03\x04", r"idx file .*504b0304"), (cut, r"11 bytes .*\(3, 4\)")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=match):
+            read_idx(path)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +76,6 @@ def test_npz_layout(tmp_path, name):
         assert all(
             FINE_TO_COARSE[k] == c for c, group in enumerate(source.superclasses) for k in group
         )
-    np.savez(tmp_path / "mnist.npz", x_train=arrays["x_train"])
-    with pytest.raises(ValueError, match="lacks"):
-        load("mnist", root=tmp_path)
 
 
 def test_letters_are_numbered_from_zero(tmp_path):
@@ -167,45 +158,6 @@ def test_torchvision_files(tmp_path):
     assert source.class_names == tuple("abcdefghij")
     red = torch.from_numpy(images(10, 3072, seed=0).reshape(10, 3, 32, 32)[:, 0]).float()
     assert_close(source.x[:10, 0], (red / 255 - 0.4914) / 0.2023)
-
-
-@needs_torchvision
-@pytest.mark.parametrize(
-    ("name", "cls", "error"),
-    [
-        ("cifar10", "CIFAR10", URLError("no network")),
-        ("mnist", "MNIST", RuntimeError("Error downloading a.gz:\nTried b, got:\nno network\n")),
-        ("cifar100", "CIFAR100", IncompleteRead(b"", 9)),
-    ],
-)
-def test_a_download_that_fails_says_where_it_was_looked_for(
-    tmp_path, monkeypatch, name, cls, error
-):
-    """Not torchvision's own error alone, which is kept as the cause."""
-    loader.torchvision()
-    from torchvision import datasets
-
-    def offline(*args, **options):
-        raise error
-
-    monkeypatch.setattr(datasets, cls, offline)
-    with pytest.raises(FileNotFoundError, match=rf"'{name}' is not on disk.*torchvision") as caught:
-        load(name, root=tmp_path, download=True)
-    assert caught.value.__cause__ is error
-    message = str(caught.value)
-    assert " ".join(str(error).split()) in message
-    for part in (str(tmp_path / f"{name}.npz"), "network connection", "root=", "BAYESFL_DATA"):
-        assert part in message
-
-
-@needs_torchvision
-def test_a_folder_that_is_not_whole_says_so(tmp_path):
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    with pytest.raises(
-        FileNotFoundError, match=r"(?s)'cifar10' .*as a whole.*Looked at.*download=True"
-    ) as caught:
-        load("cifar10", root=tmp_path)
-    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 @where_present

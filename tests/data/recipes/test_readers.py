@@ -14,20 +14,6 @@ from tests.data.made import write_mnist
 from tests.files import where_present
 
 
-def test_plays_that_are_none_say_so(tmp_path):
-    """No file, no play in it, or letters that have no number."""
-    (tmp_path / "shakespeare").mkdir()
-    path = tmp_path / "shakespeare" / "moby_plays.txt"
-    for text, message in (
-        ("ROMEO\t" + 100 * "a", r"80 .*@@PLAY"),
-        ("@@PLAY a\nROMEO\t" + 100 * "\x01", "not printable"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            load("shakespeare", root=tmp_path)
-    path.unlink()
-
-
 def test_environment_and_argument_name_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("BAYESFL_DATA", str(tmp_path / "empty"))
     with pytest.raises(FileNotFoundError) as error:

