@@ -236,11 +236,9 @@ class Row:
 
 def rows(quick: bool) -> dict[str, Row]:
     """The table's rows by name."""
-    mlp, paper, lenet = (
-        problem("mlp", quick),
-        problem("mlp", quick, paper=True),
-        problem("lenet", quick),
-    )
+    mlp = problem("mlp", quick)
+    paper = problem("mlp", quick, paper=True)
+    lenet = problem("lenet", quick)
     few, many = (2, 2) if quick else (5, 15)
     size = f"|S| = {len(mlp.indices)}, {len(mlp.x)} samples"
     points = f"probit predictions for {len(mlp.test)} points"

@@ -97,9 +97,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    environment = (
-        report.environment()
-    )  # before anything is written, which would count as an uncommitted change
+    # Before anything is written, which would count as an uncommitted change.
+    environment = report.environment()
     warnings.filterwarnings("ignore", message="most of the selected weights")
     saved: dict[str, Any] = (
         json.loads(RESULTS.read_text())

@@ -81,10 +81,8 @@ def federation(
     rng = torch.Generator().manual_seed(0)
     n = sum(sizes)
     rows = n * len(splits)
-    x, y = (
-        torch.rand(rows, *shape, generator=rng),
-        torch.randint(0, classes, (rows,), generator=rng),
-    )
+    x = torch.rand(rows, *shape, generator=rng)
+    y = torch.randint(0, classes, (rows,), generator=rng)
     return FederatedData(
         splits={
             name: ClientData(x, y, torch.arange(n) + k * n, np.array(sizes))
@@ -215,10 +213,8 @@ class Encoder(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = torch.nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
-        self.encoder, self.head = (
-            torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-            torch.nn.Linear(256, 10),
-        )
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(256, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Outputs [B, 10] of x [B, T, 256]."""
@@ -409,10 +405,8 @@ def rows(quick: bool) -> dict[str, Row]:
         link: bf.algorithms.fedsi(mlp, link=link, **curved) for link in ("per_class", "contrasts")
     }
     ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, optimiser=heavy)
-    linear, once = (
-        torch.nn.Linear(150, 1),
-        {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()},
-    )
+    linear = torch.nn.Linear(150, 1)
+    once = {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()}
     mean = bf.algorithms.fedavg(linear, optimiser=heavy, **once)
     mixed = bf.algorithms.fedem(
         linear, components=3, optimiser=replace(heavy, weight_decay=5e-4), **once
@@ -421,10 +415,8 @@ def rows(quick: bool) -> dict[str, Row]:
         (lambda: federation([120 if quick else 600] * 20)),
         bf.models.mlp(784, hidden=128, outputs=10),
     )
-    leaky, fives = (
-        bf.models.leaky_cnn((1, 28, 28), outputs=10),
-        {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH},
-    )
+    leaky = bf.models.leaky_cnn((1, 28, 28), outputs=10)
+    fives = {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH}
     rep, pac = bf.algorithms.fedrep(wide, **fives), bf.algorithms.fedpac(wide, **fives)
     rep_cnn, pac_cnn = bf.algorithms.fedrep(leaky, **fives), bf.algorithms.fedpac(leaky, **fives)
     mixture = cache(lambda: bf.data.linear_mixture(clients=60 if quick else 300, test=1))
@@ -726,9 +718,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    environment = (
-        report.environment()
-    )  # before anything is written, which would count as an uncommitted change
+    # Before anything is written, which would count as an uncommitted change.
+    environment = report.environment()
     print(
         f"torch {torch.__version__}, {environment['cores']} cores, 1 intra-op thread unless said",
         flush=True,

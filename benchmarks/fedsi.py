@@ -205,9 +205,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings(
-        "ignore", message="most of the selected weights"
-    )  # the share is in the table
+    # The share is in the table.
+    warnings.filterwarnings("ignore", message="most of the selected weights")
     environment, clients = report.environment(), federation(arguments.quick, arguments.data_root)
     found: dict[str, Any] = {}
     for workers in arguments.workers:

@@ -82,9 +82,8 @@ def under_precision(
     """Return accuracy and NLL under a given precision."""
     algorithm = bf.algorithms.fedsi_full(model, link=link, predictive_precision=precision, **body)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*leaves the predictions to the prior.*"
-        )  # which the figure is to show
+        # Which the figure is to show.
+        warnings.filterwarnings("ignore", message=".*leaves the predictions to the prior.*")
         return accuracy_and_nll(replace(result, algorithm=algorithm), split, None)
 
 
@@ -157,9 +156,8 @@ def draw(saved: dict[str, Any]) -> None:
             axes.set_xscale("log")
             axes.set_xlabel("prior precision of the weights in predictions")
             axes.set_ylabel({"accuracy": "accuracy", "nll": "NLL (nats)"}[measure])
-            level = np.mean(
-                [by["MAP"]["1"][measure] for by in found]
-            )  # far from it nothing is of use
+            # Far from it nothing is of use.
+            level = np.mean([by["MAP"]["1"][measure] for by in found])
             axes.set_ylim(
                 *(
                     (level - 0.03, level + 0.01)

@@ -206,9 +206,8 @@ def on_made_up_scores(runs: int) -> dict[str, dict[str, float]]:
                 level=LEVEL,
                 shrink=shrink,
             )
-            kinds[name].append(
-                torch.erf(t / scale[:, 0] / 2**0.5).numpy()
-            )  # P(|N(0, scale^2)| <= t)
+            # P(|N(0, scale^2)| <= t)
+            kinds[name].append(torch.erf(t / scale[:, 0] / 2**0.5).numpy())
     unlike = found.setdefault("20 clients of 30 rows, log scales of spread 0.6", {})
     for name, parts in kinds.items():
         coverage = np.stack(parts)
@@ -225,15 +224,13 @@ def false_alarms(streams: int, looks: int) -> dict[str, float]:
     """Shares of streams without any change in which somebody who looks after every row is
     alarmed.
     """
-    rng, found = (
-        np.random.default_rng(0),
-        {
-            "alarm": 0,
-            "alarm, ties": 0,
-            "test of 5 % at every look": 0,
-            "any of twenty clients at 1 / delta": 0,
-        },
-    )
+    rng = np.random.default_rng(0)
+    found = {
+        "alarm": 0,
+        "alarm, ties": 0,
+        "test of 5 % at every look": 0,
+        "any of twenty clients at 1 / delta": 0,
+    }
     every, group, soon = np.arange(1, looks + 1), False, []
     for stream in range(streams):
         reference, scores = rng.normal(size=100), rng.normal(size=looks)
@@ -278,9 +275,8 @@ def broken_answers(runs: int, rows: int = 2000) -> dict[str, float]:
                 Abstention(), Mine(given, np.zeros(1, np.int64)), Outputs("classification", 2)
             ).told
         threshold = float(told["threshold"])
-        found["fixed sequence"] += (
-            threshold > 0 and min(threshold, 0.5) / 3 > 0.05
-        )  # E[d | d <= t] = t / 3
+        # E[d | d <= t] = t / 3.
+        found["fixed sequence"] += threshold > 0 and min(threshold, 0.5) / 3 > 0.05
         order = np.argsort(doubt)
         right = np.flatnonzero(wrong[order].cumsum() / np.arange(1, rows + 1) <= 0.05)
         found["looks right"] += doubt[order][right.max()] / 3 > 0.05
@@ -310,10 +306,8 @@ def speed() -> dict[str, float]:
         for step in steps:
             mine = fit(step, mine, outputs).apply(mine)
         times["calibration"].append(time.perf_counter() - start)
-        watch, scores = (
-            Alarm(np.random.default_rng(0).normal(size=100)),
-            np.random.default_rng(1).normal(size=100_000),
-        )
+        watch = Alarm(np.random.default_rng(0).normal(size=100))
+        scores = np.random.default_rng(1).normal(size=100_000)
         start = time.perf_counter()
         watch.see(scores)
         times["alarm"].append(time.perf_counter() - start)
@@ -380,9 +374,8 @@ def main() -> None:
             continue
         start = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*does not bound"
-            )  # said by its number, an end of the range
+            # Said by its number, an end of the range.
+            warnings.filterwarnings("ignore", message=".*does not bound")
             found = cell()
         print(key, json.dumps(found), f"{time.perf_counter() - start:.0f} s", flush=True)
         if not options.quick:

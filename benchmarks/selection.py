@@ -148,9 +148,8 @@ def images(dataset: str, scaling: str, seed: int, sizes: Sizes, root: Path | Non
     low, high = SCALINGS[scaling]
 
     def scaled(x: Tensor) -> Tensor:
-        return ((x + 1) * 127.5).round() / 255 * (
-            high - low
-        ) + low  # label_groups gives [-1, 1], here exact at both ends
+        # label_groups gives [-1, 1], here exact at both ends.
+        return ((x + 1) * 127.5).round() / 255 * (high - low) + low
 
     options: dict[str, Any] = {
         "clients": 2,
@@ -352,9 +351,8 @@ def posteriors(model: nn.Module, data: Images, seed: int, *, few: bool) -> dict[
     size = len(evidence.loc)
     silent, inputs, place = dead(model, data.x), data.x[0].numel(), torch.arange(size)
     units = len(silent)
-    unit = torch.where(
-        place < units * inputs, place // inputs, place - units * inputs
-    )  # weights [units, inputs], then biases
+    # Weights [units, inputs], then biases.
+    unit = torch.where(place < units * inputs, place // inputs, place - units * inputs)
 
     def about(indices: Tensor) -> dict[str, float]:
         return {
@@ -493,10 +491,8 @@ def pooled(
             strict=True,
         )
     )
-    held, labels = (
-        torch.stack([at_point(m)(d.held)[0] for m, d in networks]),
-        torch.stack([d.held_y for d in all_data]),
-    )
+    held = torch.stack([at_point(m)(d.held)[0] for m, d in networks])
+    labels = torch.stack([d.held_y for d in all_data])
     best = float(1 / fitted_temperature(held, labels).told["beta"])
     found = {"MAP": [measure(at_point(m), d, everything=False) for m, d in networks]}
     found["MAP, one temperature"] = [

@@ -71,12 +71,10 @@ def main() -> None:
     )
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    environment, clients, some, repetitions = (
-        report.environment(),
-        20 if quick else 100,
-        2 if quick else 5,
-        1 if quick else 7,
-    )
+    environment = report.environment()
+    clients = 20 if quick else 100
+    some = 2 if quick else 5
+    repetitions = 1 if quick else 7
     rows: dict[str, dict[str, Any]] = {}
     for groups in (5, clients):
         quadratic, linear = programs(clients, groups)

@@ -95,10 +95,9 @@ def written(text: str) -> str:
     def write(found: re.Match[str]) -> str:
         number, made = found["number"], found["made"]
         try:
+            # An expression of a page may raise anything; it is named and passed on.
             value = float(eval(made, {**names, "__builtins__": {}}))
-        except (
-            Exception
-        ) as error:  # an expression of a page may raise anything; it is named and passed on
+        except Exception as error:
             raise type(error)(f"{made}: {error}") from error
         places = len(number.partition(".")[2])
         size = (

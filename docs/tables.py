@@ -76,10 +76,8 @@ def names() -> str:
         )
 
     def constant(shown: str, home: str) -> str:
-        body, name = (
-            ast.parse(inspect.getsource(importlib.import_module(home))).body,
-            shown.split(".")[-1],
-        )
+        body = ast.parse(inspect.getsource(importlib.import_module(home))).body
+        name = shown.split(".")[-1]
         (said,) = (
             after.value.value
             for node, after in pairwise(body)
@@ -1043,9 +1041,8 @@ def perinvfl() -> str:
         name, method, _ = key.rsplit("/", 2)
         row = sets.setdefault(name, {}).setdefault(method, {})
         for measure, value in (cell["row"] | cell.get("chosen", {})).items():
-            slope = measure in {
-                f"g{j}" for j in range(4)
-            }  # their size, which signs that differ by seed would hide
+            # Their size, which signs that differ by seed would hide.
+            slope = measure in {f"g{j}" for j in range(4)}
             row.setdefault(measure, []).append(abs(value) if slope else value)
     cases = [f"p{p}" for p in (0.1, 0.2, 0.3, 0.4, 0.5)]
     scored = [report.Column(case, title=f"p = {case[1:]}") for case in cases]

@@ -262,9 +262,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    torch.manual_seed(
-        options.seed
-    )  # of the linear layer that is the start of methods with one model
+    # Of the linear layer that is the start of methods with one model.
+    torch.manual_seed(options.seed)
     try:
         compare(options)
     except (bf.DivergenceError, ValueError, OSError) as error:

@@ -157,9 +157,8 @@ def resnet(size: Size, seed: int, root: Path | None) -> Part:
         torch.manual_seed(seed)
         network = bf.models.torchvision().models.resnet18(weights=None, num_classes=clients.outputs)
     model = bf.models.split(network, head="fc")
-    converted = bf.models.group_norm(
-        model
-    )  # averages of statistics would leave a personal head with other features than it learned on
+    # Averages of statistics would leave a personal head with other features than it learned on.
+    converted = bf.models.group_norm(model)
     steps = {"epochs": 1, "batch_size": 40, "optimiser": SGD(0.05, momentum=0.9)}
     methods = {
         "FedAvg": bf.algorithms.fedavg(model, **steps),
@@ -212,10 +211,8 @@ def texts(size: Size, seed: int, root: Path | None, length: int) -> FederatedDat
         pairs = [tuple(torch.cat(parts) for parts in zip(*split, strict=True)) for split in both]
         pairs = [(x[:, -length:], y) for x, y in pairs]
     n, m = size.train, size.test
-    train, test = (
-        ([x[:n] for x, _ in pairs], [y[:n] for _, y in pairs]),
-        ([x[-m:] for x, _ in pairs], [y[-m:] for _, y in pairs]),
-    )
+    train = ([x[:n] for x, _ in pairs], [y[:n] for _, y in pairs])
+    test = ([x[-m:] for x, _ in pairs], [y[-m:] for _, y in pairs])
     return bf.data.from_arrays(*train, test=test, outputs=len(string.printable), seed=seed)
 
 
@@ -271,11 +268,9 @@ def adapters(size: Size, seed: int, root: Path | None) -> Part:
     clients = by_camera(size, parts, seed).transformed(lambda x: x.float().flatten(1) / 255)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        first, second, head = (
-            nn.Linear(x[0].numel(), 128),
-            nn.Linear(128, 64),
-            nn.Linear(64, clients.outputs),
-        )
+        first = nn.Linear(x[0].numel(), 128)
+        second = nn.Linear(128, 64)
+        head = nn.Linear(64, clients.outputs)
         norm = nn.BatchNorm1d(128)
         trained(
             nn.Sequential(first, norm, nn.ReLU(), second, nn.ReLU(), head),

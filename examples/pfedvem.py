@@ -295,9 +295,8 @@ def compare(options: argparse.Namespace) -> None:
                 }
             for key, predictions in entries.items():
                 measures = predictions.summary(clients.test)
-                if name in BEFORE and not key.endswith(
-                    "draws"
-                ):  # which predict at the mean before pooling
+                if name in BEFORE and not key.endswith("draws"):
+                    # Which predict at the mean before pooling.
                     measures["before_accuracy"] = float(result.history["before_pool_accuracy"][-1])
                 for column in COLUMNS:
                     if column.key in measures:
@@ -308,9 +307,8 @@ def compare(options: argparse.Namespace) -> None:
             history += [{"algorithm": name, "seed": seed, **row} for row in result.history]
             histories.setdefault(title, []).append(result.history)
             runs += 1
-            write(
-                options, rows, history, runs
-            )  # before the checkpoint: the table says whose folder this is
+            # Before the checkpoint: the table says whose folder this is.
+            write(options, rows, history, runs)
             if seed == options.seeds[0]:
                 result.save(options.out / name)
     text = table(rows, "text")

@@ -144,17 +144,17 @@ def test_update_in_place_of_clients_that_took_different_numbers_of_steps(rule: A
     grads = [
         [numbers(active, 2, 2, seed=10 + t), numbers(active, 4, seed=20 + t)] for t in range(3)
     ]
-    params, state = (
-        [p.clone() for p in start],
-        {name: [t.clone() for t in kept[name]] for name in kept} | {"steps": torch.tensor(count)},
-    )
+    params = [p.clone() for p in start]
+    state = {name: [t.clone() for t in kept[name]] for name in kept} | {
+        "steps": torch.tensor(count)
+    }
     for given in grads:
         rule.update_([p[:active] for p in params], given, state, 0.1, active)
     for c in range(active):
-        alone, own = (
-            [p[c] for p in start],
-            {name: [t[c] for t in kept[name]] for name in kept} | {"steps": torch.tensor(count[c])},
-        )
+        alone = [p[c] for p in start]
+        own = {name: [t[c] for t in kept[name]] for name in kept} | {
+            "steps": torch.tensor(count[c])
+        }
         for given in grads:
             alone, own = rule.update(alone, [g[c] for g in given], own, 0.1)
         assert_close([p[c] for p in params], alone, rtol=1e-12, atol=1e-12)
@@ -256,10 +256,8 @@ def test_clipped_gradients(inner: Any):
     optimiser; short ones stay as they are.
     """
     clip = Clip(inner, norm=1.5)
-    params, grads = (
-        [numbers(3, 4), numbers(3, 2, 2, seed=1)],
-        [numbers(3, 4, seed=2), numbers(3, 2, 2, seed=3)],
-    )
+    params = [numbers(3, 4), numbers(3, 2, 2, seed=1)]
+    grads = [numbers(3, 4, seed=2), numbers(3, 2, 2, seed=3)]
     grads[0][1] /= 100
     grads[1][1] /= 100
     moved, state = [p.clone() for p in params], clip.init(params)

@@ -186,8 +186,8 @@ def test_importing_is_light():
         "flwr",
     )
     code = (
-        f"import sys, torch; b = set(sys.modules); import bayesfl; print([m for m in {heavy!r} "
-        "if m in sys.modules and m not in b])"
+        f"import sys, torch; b = set(sys.modules); import bayesfl; print([m for m in {heavy!r} if "
+        "m in sys.modules and m not in b])"
     )
     assert (
         subprocess.run(
@@ -200,8 +200,8 @@ def test_importing_is_light():
 def test_the_top_level_holds_what_it_offers():
     """Every name in `__all__` is there after `import bayesfl` alone."""
     code = (
-        "import bayesfl as bf; print(*[name for name in bf.__all__ if getattr(bf, name) is "
-        "None], bf.curvature.Curvature.__name__)"
+        "import bayesfl as bf; print(*[name for name in bf.__all__ if getattr(bf, name) is None], "
+        "bf.curvature.Curvature.__name__)"
     )
     assert subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

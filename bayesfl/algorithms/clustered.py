@@ -120,9 +120,8 @@ def clustered(
         def mean(places: Tensor) -> Tensor:
             return counts[places] @ updates[places] / counts[places].sum()
 
-        first = bool(
-            (server["cluster"] < 0).all()
-        )  # not round 0: failed rounds are counted, but set no unit
+        # Not round 0: failed rounds are counted, but set no unit.
+        first = bool((server["cluster"] < 0).all())
         unit = mean(torch.arange(len(ids))).norm() if first else server["unit"].double()
         norms = list(server["norms"].double())
         member = cluster.clone()
@@ -141,9 +140,8 @@ def clustered(
                 and moved < eps1 * unit
                 and furthest > eps2 * unit
             ):
-                new = places[
-                    bipartition(updates[places])
-                ]  # from positions in the cluster to positions in the cohort
+                # From positions in the cluster to positions in the cohort.
+                new = places[bipartition(updates[places])]
                 log.info(
                     "round %d: cluster %d splits, %d of its %d clients leave",
                     uplink["round"],

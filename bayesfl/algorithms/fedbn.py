@@ -80,8 +80,8 @@ def _patterns(model: nn.Module) -> tuple[str, ...]:
     if not own:
         raise ValueError(
             f"model {type(model).__name__} has no norm with trainable weights (nn.BatchNorm2d, "
-            "nn.LayerNorm, ...), so that no weight would "
-            "stay with a client; take bf.algorithms.fedavg, or norms with affine=True"
+            "nn.LayerNorm, ...), so that no weight would stay with a client; take "
+            "bf.algorithms.fedavg, or norms with affine=True"
         )
     places = [
         name

@@ -132,10 +132,8 @@ def fedem(
         return uplink["n"].unsqueeze(-1) * uplink["pi"] if by_responsibility else uplink["n"]
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        pi, sizes = (
-            server["pi_seen"].index_copy(0, ids, uplink["pi"]),
-            server["sizes"].index_copy(0, ids, uplink["n"]),
-        )
+        pi = server["pi_seen"].index_copy(0, ids, uplink["pi"])
+        sizes = server["sizes"].index_copy(0, ids, uplink["n"])
         before, now = server["usage"], (sizes @ pi / sizes.sum()).to(server["usage"])
         for m in ((now < DEAD) != (before < DEAD)).nonzero().flatten().tolist():
             what = "has died" if now[m] < DEAD else "is back"
@@ -239,13 +237,12 @@ def d_fedem(
         if len(ids) < clients and not torch.allclose(weights, weights.T, rtol=0, atol=1e-6):
             raise ValueError(
                 f"mixing is not symmetric and {len(ids)} of {clients} clients took part, so the "
-                "mean over clients would move: pass a "
-                "symmetric matrix such as topology.metropolis(edges), or let everyone take part"
+                "mean over clients would move: pass a symmetric matrix such as "
+                "topology.metropolis(edges), or let everyone take part"
             )
         weights = weights[ids][:, ids]
-        return weights + torch.diag(
-            1 - weights.sum(1)
-        )  # a client takes the weights of absent neighbours itself
+        # A client takes the weights of absent neighbours itself.
+        return weights + torch.diag(1 - weights.sum(1))
 
     return replace(
         central, blocks={"components": replace(central.blocks["components"], pool=Mixed(among))}

@@ -122,9 +122,8 @@ def fedpac(
         view: View,
     ) -> Tensor:
         assert features is not None
-        target = (
-            F.one_hot(batch["y"], classes).to(features) @ view["target"]
-        )  # quicker than picking rows
+        # Quicker than picking rows.
+        target = F.one_hot(batch["y"], classes).to(features) @ view["target"]
         apart = (features - target).square().mean(-1) * batch["weight"]
         return lam * apart.sum(-1) / batch["weight"].sum(-1) * given["seen"].any()
 
@@ -141,10 +140,8 @@ def fedpac(
         }
 
     measure = Once(statistics, data=True, batched=False)
-    head, body = (
-        Energy("head", PARTS, likelihood="mean"),
-        Energy("body", PARTS, likelihood="mean", penalty=pull),
-    )
+    head = Energy("head", PARTS, likelihood="mean")
+    body = Energy("body", PARTS, likelihood="mean", penalty=pull)
     fit_head = Descend(head, epochs=head_epochs, batch_size=batch_size, optimiser=head_optimiser)
     fit_body = Descend(body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser)
     each_class = torch.zeros(classes, width)
@@ -174,10 +171,8 @@ def moments(
     """Compute for every class the count of examples [K], mean features [K, d] and mean squared
     lengths [K]; 0 where the count is 0.
     """
-    leaves, hot = (
-        algorithm.leaves(PARTS, view),
-        F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1),
-    )
+    leaves = algorithm.leaves(PARTS, view)
+    hot = F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1)
     counts, first, second = hot.sum(0), 0.0, 0.0
     for x, rows in zip(in_rows(data["x"], ROWS), hot.split(ROWS), strict=True):
         z, _ = algorithm.features(leaves, x)

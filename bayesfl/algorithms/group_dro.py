@@ -70,8 +70,7 @@ def group_dro(
     if loss_examples is not None and loss_examples < environments:
         raise ValueError(
             f"loss_examples must be at least environments={environments}, so that none is lost, "
-            f"got {loss_examples}: "
-            "pass more, or None for all of a client's"
+            f"got {loss_examples}: pass more, or None for all of a client's"
         )
 
     def measure(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
@@ -111,13 +110,11 @@ def group_dro(
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         log_q, loc = server["log_q"], server["w"]["loc"]
         new = reweighted(log_q[ids], uplink["risk"], uplink["present"], eta)
-        share = new.logsumexp(-1).softmax(
-            0
-        )  # in logarithms, as a cohort's weights may all be almost 0
+        # In logarithms, as a cohort's weights may all be almost 0.
+        share = new.logsumexp(-1).softmax(0)
         known = log_q.double().index_copy(0, ids, new)
-        known = known - known.flatten().logsumexp(
-            0
-        )  # shares out the weight of environments that do not exist
+        # Shares out the weight of environments that do not exist.
+        known = known - known.flatten().logsumexp(0)
         return {
             "log_q": known.to(log_q),
             "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)},

@@ -28,10 +28,8 @@ def local(
         epochs: Number of passes over a client's data each round; Zhu et al. (FL-NeurIPS 2022) train
             100 rounds of one pass.
     """
-    energy, rest = (
-        Energy("w", ("w",), likelihood="mean"),
-        {"batch_size": batch_size, "optimiser": optimiser},
-    )
+    energy = Energy("w", ("w",), likelihood="mean")
+    rest = {"batch_size": batch_size, "optimiser": optimiser}
     return Algorithm(
         model,
         {"w": Block(pool=None, keep=True)},

@@ -135,10 +135,8 @@ def perinvfl(
         annealed = Annealed(gamma, start=anneal)
         energy = irm_energy("theta", likelihood, annealed, estimator=estimator)
         fit = Descend(energy, steps=personal_steps * steps, batch_size=batch_size, **personal)
-        phases, adapt = (
-            (*anew_at(annealed, "theta_optimiser"), fit),
-            (replace(fit, steps=adapt_steps),),
-        )
+        phases = (*anew_at(annealed, "theta_optimiser"), fit)
+        adapt = (replace(fit, steps=adapt_steps),)
         return with_personal(
             below,
             *phases,

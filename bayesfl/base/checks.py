@@ -41,9 +41,8 @@ def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
     Raises:
         TypeError: `value` has another type, or is a class; the message ends with `remedy`.
     """
-    if not isinstance(value, wanted) or isinstance(
-        value, type
-    ):  # a class has the methods of a protocol, but is not an instance
+    if not isinstance(value, wanted) or isinstance(value, type):
+        # A class has the methods of a protocol, but is not an instance.
         came = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise TypeError(f"{name} must be of type {wanted.__name__}, got {came}; {remedy}")
 

@@ -130,9 +130,8 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     if isinstance(value, types.MethodType):
         return {"method": inner(value.__func__), "of": inner(value.__self__)}
     if isinstance(value, types.FunctionType):
-        if (
-            compiled := value.__dict__.get("_torchdynamo_orig_callable")
-        ) is not None:  # by torch.compile
+        if (compiled := value.__dict__.get("_torchdynamo_orig_callable")) is not None:
+            # By torch.compile.
             return inner(compiled)
         cells = {
             name: inner(_contents(cell))
@@ -148,9 +147,8 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         found["name"] = name
         if not isinstance(whose := _attribute(value, "__self__"), types.ModuleType | None):
             found["of"] = inner(whose)
-    elif not attributes and isinstance(
-        found["class"], str
-    ):  # an object of C code, or of an installed package
+    elif not attributes and isinstance(found["class"], str):
+        # An object of C code, or of an installed package.
         found["is"] = ADDRESS.sub("", repr(value))
     return found
 

@@ -16,9 +16,8 @@ Inputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 mapping, `model(**x)`.
 """
 
-Shapes: TypeAlias = (
-    tuple[int, ...] | Any
-)  # `Any`, so that whoever has one tensor need not tell a type checker so
+# `Any`, so that whoever has one tensor need not tell a type checker so.
+Shapes: TypeAlias = tuple[int, ...] | Any
 """Shape of one example: of a tensor, such as (3, 32, 32); a tuple or a mapping of shapes for a
 tuple or a mapping of tensors.
 """
@@ -200,8 +199,9 @@ def words(x: Inputs) -> np.ndarray:
     parts = []
     for _, t in named(x):
         flat = t.detach().cpu().reshape(len(t), -1)
+        # + 0 makes -0 a 0.
         plain = (
             (flat.float() + 0.0).numpy() if t.is_floating_point() else flat.to(torch.int64).numpy()
-        )  # + 0 makes -0 a 0
+        )
         parts.append(np.ascontiguousarray(plain).view(np.uint32))
     return np.concatenate(parts, 1)

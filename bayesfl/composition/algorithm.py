@@ -217,8 +217,7 @@ class Algorithm:
                 if name in owner:
                     raise ValueError(
                         f"blocks {owner[name]!r} and {part!r} both claim parameter {name!r} in one "
-                        "predictor; narrow one pattern, "
-                        "or name only one of them in parts"
+                        "predictor; narrow one pattern, or name only one of them in parts"
                     )
                 owner[name] = part
         counts = {
@@ -697,8 +696,8 @@ def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
             if inside and inside != names and model.get_parameter(name).requires_grad:
                 raise ValueError(
                     f"pattern {block.pattern!r} covers a tied parameter by {sorted(inside)} and "
-                    f"not by {sorted(names - inside)}, which are "
-                    "names of the same tensor: untie the two, or cover both"
+                    f"not by {sorted(names - inside)}, which are names of the same tensor: untie "
+                    "the two, or cover both"
                 )
 
 

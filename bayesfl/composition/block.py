@@ -80,9 +80,8 @@ class Block:
         if isinstance(self.prior, Flat) and self.posterior.noise_size(1):
             raise ValueError(
                 f"block {self.pattern!r}: a {type(self.posterior).__name__} posterior under a Flat "
-                "prior has no optimum (its width grows "
-                "without bound along directions that the data do not see); give the block a Normal "
-                "prior, or a Point posterior"
+                "prior has no optimum (its width grows without bound along directions that the "
+                "data do not see); give the block a Normal prior, or a Point posterior"
             )
 
     @property

@@ -52,9 +52,8 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
         ]
         if not owners:
             for block in plain.values():
-                Layout(
-                    model, block.pattern
-                )  # raises where a pattern fits nothing, as of a body that the model has not
+                # Raises where a pattern fits nothing, as of a body that the model has not.
+                Layout(model, block.pattern)
             raise ValueError(
                 f"no block covers the norm {norm!r}, whose statistics would be the start's; widen "
                 "a block's pattern, or put it in eval mode"
@@ -66,8 +65,8 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
         ):
             raise ValueError(
                 f"block {torn[0]!r} covers some of {own}, the parameters of the norm {norm!r}, and "
-                "not all, so that its statistics would "
-                "have several owners; let one block's pattern cover them all"
+                "not all, so that its statistics would have several owners; let one block's "
+                "pattern cover them all"
             )
         for name in owners:
             found.setdefault(name, []).extend(buffers_of(norm))
@@ -82,9 +81,8 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
         if not isinstance(block.pool, AdditivePool | Median | TrimmedMean | None):
             raise ValueError(
                 f"block {name!r} has batch norms, and its pool {type(block.pool).__name__} makes "
-                "other models of the clients', for whose "
-                "statistics there is no rule; convert the norms by bf.models.group_norm(model), or "
-                "put them in eval mode"
+                "other models of the clients', for whose statistics there is no rule; convert the "
+                "norms by bf.models.group_norm(model), or put them in eval mode"
             )
         values = Layout.of_buffers(model, tuple(buffers)).ravel(tensors_of(model))
         start = "module" if block.copies is None else _same(values)

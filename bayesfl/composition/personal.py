@@ -58,8 +58,8 @@ def with_personal(
         found = list(dict.fromkeys(names + later)) or "none"
         raise ValueError(
             f"phases must train one block that the method does not have, got {found} beside "
-            f"{list(method.blocks)}; name it "
-            "in their energies, as Energy('v', ('v',), likelihood='mean')"
+            f"{list(method.blocks)}; name it in their energies, as Energy('v', ('v',), "
+            "likelihood='mean')"
         )
     (name,) = names
     if method.finetune or method.predictor is not None:

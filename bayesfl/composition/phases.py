@@ -363,8 +363,7 @@ class Repeat:
         ]:
             raise ValueError(
                 "a phase inside a Repeat works on the batch that the Repeat draws, got "
-                f"{wrong[0]!r}; give batch_size to the Repeat alone, "
-                "and no Repeat inside another"
+                f"{wrong[0]!r}; give batch_size to the Repeat alone, and no Repeat inside another"
             )
 
     @property

@@ -217,8 +217,8 @@ class PrecisionWeighted(_Gaussian):
             if not bool((precision > 0).all()):
                 raise ValueError(
                     f"block {name!r}: {int((precision <= 0).sum())} weights have no positive "
-                    "precision once the prior is counted "
-                    "once; the clients' posteriors are wider than their prior"
+                    "precision once the prior is counted once; the clients' posteriors are wider "
+                    "than their prior"
                 )
         return self._solved(server, name, weighted / precision, 1 / precision)
 

@@ -265,10 +265,8 @@ class LinearisedBelief:
                 algorithm.blocks[name].posterior.moments(view[name])[1]
             )
         layout = Layout(algorithm.model, tuple(leaves))
-        curvature, variance = (
-            Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout),
-            layout.ravel(leaves),
-        )
+        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
+        variance = layout.ravel(leaves)
         # precisions must lie within 1e-30 and 1e30
         inverse = independent(
             curvature,
@@ -516,12 +514,10 @@ class _Linearised:
         mean, covariance = inverse.predict(
             {"x": x}, centre=rule.centre and isinstance(likelihood, Categorical)
         )
-        classes = not isinstance(
-            likelihood, Gaussian
-        )  # kappa is defined for logits, not for the variance of targets
-        fixed = (
-            rule.precision is not None and float(self._view["n"]) >= 1
-        )  # a copy that made no example has the prior under any precision
+        # Kappa is defined for logits, not for the variance of targets.
+        classes = not isinstance(likelihood, Gaussian)
+        # A copy that made no example has the prior under any precision.
+        fixed = rule.precision is not None and float(self._view["n"]) >= 1
         if (
             fixed
             and classes
@@ -534,8 +530,8 @@ class _Linearised:
             )
             warn(
                 f"{which} leaves the predictions to the prior (the median kappa is below "
-                f"{SHRUNK}); choose a precision on validation data: "
-                "predictive_precision=None under an isotropic prior",
+                f"{SHRUNK}); choose a precision on validation data: predictive_precision=None "
+                "under an isotropic prior",
             )
         link: Link = "contrasts" if rule.link == "draws" else rule.link
         return {

@@ -64,8 +64,7 @@ def with_server_optimiser(
         if apart := [name for name in gathered if name not in common or name in addressed]:
             raise ValueError(
                 "an optimiser on the server steps what is sent to everyone alike, and of this "
-                f"method {apart} are not: some clients get "
-                "others; leave the optimiser out"
+                f"method {apart} are not: some clients get others; leave the optimiser out"
             )
         state = {"before": now} | ({} if (made := optimiser.init(now)) is None else {"state": made})
         return {**own, STATE: state}

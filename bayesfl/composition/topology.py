@@ -128,7 +128,8 @@ def check_mixing(weights: Tensor, clients: Count | None = None) -> Tensor:
         not weights.isfinite().all()
         or bool((weights < 0).any())
         or float((sums - 1).abs().max()) > 1e-6
-    ):  # a matrix in float32 is fine
+    ):
+        # A matrix in float32 is fine.
         raise ValueError(
             "the mixing matrix must be doubly stochastic: entries >= 0 (least "
             f"{float(weights.min()):.3g}), rows and columns that sum to 1 (off by up to "

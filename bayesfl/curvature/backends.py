@@ -149,13 +149,11 @@ class BackPack:
 
         self._layout, module = layout, copy.deepcopy(module)  # BackPACK adds hooks that stay
         self._parameters = [module.get_parameter(name) for name in layout.names]
-        for p in (
-            module.parameters()
-        ):  # BackPACK cannot skip frozen layers; results for other parameters are not used
+        for p in module.parameters():
+            # BackPACK cannot skip frozen layers; results for other parameters are not used.
             p.requires_grad_(True)
-        for layer in (
-            module.modules()
-        ):  # BackPACK reads the inputs of a layer, which must not be overwritten
+        for layer in module.modules():
+            # BackPACK reads the inputs of a layer, which must not be overwritten.
             if getattr(layer, "inplace", False):
                 layer.inplace = False  # type: ignore[assignment]  # an attribute that modules at large do not declare
         self._module = backpack.extend(_prepared(module))
@@ -240,9 +238,8 @@ def _prepared(module: nn.Module) -> nn.Module:
     """
     flat: list[nn.Module] = []
     for _, layer in layers.stack(module):
-        flat.append(
-            copy.deepcopy(layer) if any(layer is other for other in flat) else layer
-        )  # an activation may be used twice
+        # An activation may be used twice.
+        flat.append(copy.deepcopy(layer) if any(layer is other for other in flat) else layer)
     if any(list(layer.children()) for layer in flat):
         from backpack.custom_module.graph_utils import convert_module_to_backpack
 

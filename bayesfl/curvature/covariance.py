@@ -65,23 +65,17 @@ class Covariance:
                 f"its covariance, a factor of {curved} x {order} numbers, takes {needed} bytes, "
                 f"more than {limit}"
             )
-        prior, eye = (
-            inverse.variance[inverse.curved],
-            torch.eye(order, dtype=torch.float64, device=inverse.variance.device),
-        )
+        prior = inverse.variance[inverse.curved]
+        eye = torch.eye(order, dtype=torch.float64, device=inverse.variance.device)
         back = torch.linalg.solve_triangular(inverse.chol.T, eye, upper=True)  # L^-T
         if inverse.rows is None:
-            root, variance, sign = (
-                prior.sqrt()[:, None] * back,
-                torch.where(inverse.curved, 0.0, inverse.variance),
-                1,
-            )
+            root = prior.sqrt()[:, None] * back
+            variance = torch.where(inverse.curved, 0.0, inverse.variance)
+            sign = 1
         else:
-            root, variance, sign = (
-                _of_covariance(prior[:, None] * inverse.rows.back(back)),
-                inverse.variance,
-                -1,
-            )
+            root = _of_covariance(prior[:, None] * inverse.rows.back(back))
+            variance = inverse.variance
+            sign = -1
         return cls(inverse.curvature, variance, root, sign, inverse.curved, inverse.indices)
 
     def tensors(self) -> Tensors:
@@ -102,12 +96,10 @@ class Covariance:
             ValueError: They do not fit each other or the model.
         """
         found = {name: t.to(curvature.device) for name, t in tensors.items()}
-        variance, root, curved, indices = (
-            found["variance"],
-            found["root"],
-            found["curved"],
-            found.get("indices"),
-        )
+        variance = found["variance"]
+        root = found["root"]
+        curved = found["curved"]
+        indices = found.get("indices")
         size = curvature.size if indices is None else len(curvature.check_indices(indices))
         if (
             variance.shape != (size,)

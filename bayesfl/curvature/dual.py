@@ -265,12 +265,10 @@ def invert(
     variance = 1 / precision
     curved = diagonal * variance >= NO_CURVATURE
     weights = int(curved.sum())
-    rows, data, order, inside = (
-        None,
-        {},
-        weights,
-        curved if indices is not None else torch.ones_like(curved),
-    )
+    rows = None
+    data = {}
+    order = weights
+    inside = curved if indices is not None else torch.ones_like(curved)
     if form == "dual" or (form == "auto" and weights):
         rows, data, order = _stacked(
             curvature, x, weight, indices, variance, inside, weights if form == "auto" else None

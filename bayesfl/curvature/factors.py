@@ -354,17 +354,13 @@ class Outer(Factor):
         m >= n if `other` is this factor.
         """
         kernel = grid.new_empty(len(units), self.examples, other.examples)
-        mine, theirs = (
-            self._x.T.contiguous(),
-            other._x.T.contiguous(),
-        )  # rows are gathered faster than columns
+        # Rows are gathered faster than columns.
+        mine, theirs = (self._x.T.contiguous(), other._x.T.contiguous())
         for k, h in enumerate(units.tolist()):
             used = grid[h].nonzero().squeeze(1)
             torch.mm((mine[used] * grid[h, used, None]).T, theirs[used], out=kernel[k])
-        slopes, pulled = (
-            self._g[:, :, units],
-            other._g[:, :, units].permute(2, 0, 1).contiguous(),
-        )  # [H', M, P]
+        # [H', M, P].
+        slopes, pulled = (self._g[:, :, units], other._g[:, :, units].permute(2, 0, 1).contiguous())
         for n in range(self.examples):
             first = n if other is self else 0
             right = pulled[:, first:] * kernel[:, n, first:, None]
@@ -376,9 +372,8 @@ class Outer(Factor):
 
     def back_into(self, vectors: Tensor, out: Tensor) -> None:
         """Write the transposed rows times vectors, see `Factor`."""
-        pulled = self._g.mT @ vectors.view(
-            self.examples, self.cotangents, vectors.shape[-1]
-        )  # [N, H, K]
+        # [N, H, K].
+        pulled = self._g.mT @ vectors.view(self.examples, self.cotangents, vectors.shape[-1])
         self._write(torch.einsum("nhk,ni->hik", pulled, self._x), out)
 
     def quadratic_into(self, matrix: Tensor, out: Tensor) -> None:

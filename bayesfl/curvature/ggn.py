@@ -325,9 +325,9 @@ class Curvature:
         float32); None if there is none.
         """
         eps = torch.finfo(self._like.dtype).eps
-        floor, pairs = (
-            eps * want.norm(),
-            zip(self.layout.leaves(found).items(), self.layout.leaves(want).values(), strict=True),
+        floor = eps * want.norm()
+        pairs = zip(
+            self.layout.leaves(found).items(), self.layout.leaves(want).values(), strict=True
         )
         bad = [
             name
@@ -413,8 +413,8 @@ class Curvature:
         integers = indices.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
         if indices.dim() != 1 or not len(indices) or not integers:
             raise ValueError(
-                "indices must be a vector of one integer or more, got "
-                f"{indices.dtype} of shape {tuple(indices.shape)}"
+                f"indices must be a vector of one integer or more, got {indices.dtype} of shape "
+                f"{tuple(indices.shape)}"
             )
         least, most, different = int(indices.min()), int(indices.max()), len(indices.unique())
         if least < 0 or most >= self.size or different < len(indices):

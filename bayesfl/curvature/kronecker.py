@@ -190,9 +190,8 @@ class Kronecker:
                 )
                 out += turned.within(variance.flatten())
                 continue
-            step = max(
-                1, BLOCK // (4 * 8 * rows.cotangents * variance.numel())
-            )  # four arrays of this size at a time
+            # Four arrays of this size at a time.
+            step = max(1, BLOCK // (4 * 8 * rows.cotangents * variance.numel()))
             for some in torch.arange(rows.examples, device=out.device).split(step):
                 half = (
                     basis.into(part.take(some).dense().unflatten(-1, variance.shape))
@@ -257,10 +256,8 @@ def invert(curvature: Curvature, x: Data, precision: Tensor, *, diagonal: Tensor
         "the Kronecker factors",
         "cover fewer layers by pattern=",
     )
-    bases, eigenvalues = (
-        [],
-        torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device),
-    )
+    bases = []
+    eigenvalues = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
     for slots, (outer, inner) in zip(
         layers.values(), _factors(curvature, list(layers), x), strict=True
     ):
@@ -352,9 +349,8 @@ def _factors(curvature: Curvature, names: list[str], x: Data) -> list[tuple[Tens
                 else torch.zeros(len(some), dtype=torch.long, device=some.device)
             )
             with torch.enable_grad():
-                found = iter(
-                    backend.kron(some, labels, N=1)[1].kfacs
-                )  # N=1: sums over the inputs too
+                # N=1: sums over the inputs too.
+                found = iter(backend.kron(some, labels, N=1)[1].kfacs)
             for k, layer in enumerate(layers):
                 pair = next(found)
                 outer[k] += pair[0].double()

@@ -24,10 +24,8 @@ ELEMENTWISE = (
     nn.Identity,
 )
 POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
-_DROPOUT = (
-    nn.Dropout,
-    nn.Dropout2d,
-)  # the identity in evaluation mode; `Curvature` refuses them in training mode
+# The identity in evaluation mode; `Curvature` refuses them in training mode.
+_DROPOUT = (nn.Dropout, nn.Dropout2d)
 
 
 def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -144,10 +142,8 @@ def _factor(
     """
     if isinstance(layer, nn.Conv2d):
         assert not isinstance(layer.padding, str)
-        x, g = (
-            F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride),
-            g.flatten(3),
-        )
+        x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        g = g.flatten(3)
     else:
         x = x.flatten(1, -2).mT if x.dim() > 2 else x.unsqueeze(-1)
         g = g.flatten(2, -2).mT if g.dim() > 3 else g.unsqueeze(-1)

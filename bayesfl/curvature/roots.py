@@ -54,9 +54,8 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
         probs = outputs.softmax(-1)
         through = probs.flip(-1).cumsum(-1).flip(-1)  # p_j + ... + p_O
         tail = through[..., 1:]
-        ratios = torch.where(
-            tail[..., None, :] > 0, probs[..., :, None] / tail[..., None, :], 0.0
-        )  # [N, O, O - 1]
+        # [N, O, O - 1].
+        ratios = torch.where(tail[..., None, :] > 0, probs[..., :, None] / tail[..., None, :], 0.0)
         scale = torch.where(tail > 0, probs[..., :-1] * (tail / through[..., :-1]), 0.0).sqrt()
         one = torch.eye(probs.shape[-1], dtype=probs.dtype, device=probs.device)[:, :-1]
         return (one - ratios.tril(-1)) * scale[..., None, :]

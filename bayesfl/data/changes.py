@@ -109,8 +109,7 @@ def _warn_if_changed(name: str, change: Change, before: str) -> None:
     if digest_of(change) != before:
         warn(
             f"{name} changes what it holds or reads when it is called, so that saved runs and "
-            "saved models of clients will not know it "
-            "again: fill that before, as in __init__",
+            "saved models of clients will not know it again: fill that before, as in __init__",
         )
 
 

@@ -84,8 +84,8 @@ class FederatedData:
             if split.clients != len(self.client_names):
                 raise ValueError(
                     f"split {name!r} has {split.clients} clients, client_names has "
-                    f"{len(self.client_names)}: every split holds the same "
-                    "clients, in the same order; a client without data there has a count of 0"
+                    f"{len(self.client_names)}: every split holds the same clients, in the same "
+                    "order; a client without data there has a count of 0"
                 )
             if (found := split.inputs) != self.inputs:
                 raise ValueError(
@@ -97,8 +97,8 @@ class FederatedData:
         if len(empty):
             raise ValueError(
                 f"client {self.client_names[empty[0]]!r} has no training example ({len(empty)} of "
-                f"{self.clients} clients have none): leave such clients out, or use smaller "
-                "shares for the other splits, a larger min_size or fewer clients"
+                f"{self.clients} clients have none): leave such clients out, or use smaller shares "
+                "for the other splits, a larger min_size or fewer clients"
             )
         self._check_environments()
         self._check_overlap()
@@ -113,8 +113,8 @@ class FederatedData:
     def _check_targets(self, name: str, split: ClientData) -> None:
         if split.y.is_floating_point() != (self.task == "regression"):
             raise ValueError(
-                f"task {self.task!r} needs {'floats' if self.task == 'regression' else 'int64'} "
-                f"as y, split {name!r} has {split.y.dtype}; convert them, as y.float() does"
+                f"task {self.task!r} needs {'floats' if self.task == 'regression' else 'int64'} as "
+                f"y, split {name!r} has {split.y.dtype}; convert them, as y.float() does"
             )
         shape, trained = list(split.y.shape[1:]), list(self.splits["train"].y.shape[1:])
         if shape != trained or (self.task == "regression" and math.prod(shape) != self.outputs):
@@ -141,8 +141,8 @@ class FederatedData:
             if bad is not None and (places := bad[split.index]).any():
                 raise ValueError(
                     f"{what} holds NaN or infinite numbers: first in client "
-                    f"{self._first_client(split, places)!r}, split {name!r}; "
-                    "drop those examples or fill them in"
+                    f"{self._first_client(split, places)!r}, split {name!r}; drop those examples "
+                    "or fill them in"
                 )
 
     def _check_environments(self) -> None:
@@ -165,10 +165,9 @@ class FederatedData:
             client, environment = missing[0]
             raise ValueError(
                 f"client {self.client_names[client]!r} has no training example of its environment "
-                f"{environment}, of {known[client, 0]}: "
-                "number each client's environments from 0 without gaps, as np.unique(values, "
-                "return_inverse=True)[1] does, leave out those with too few examples, or use "
-                "smaller shares for the other splits"
+                f"{environment}, of {known[client, 0]}: number each client's environments from 0 "
+                "without gaps, as np.unique(values, return_inverse=True)[1] does, leave out those "
+                "with too few examples, or use smaller shares for the other splits"
             )
 
     def _check_overlap(self) -> None:
@@ -182,8 +181,8 @@ class FederatedData:
             if both.any():
                 raise ValueError(
                     f"splits 'train' and {name!r} share {int(both.sum())} examples, first in "
-                    f"client {self._first_client(split, both)!r}: "
-                    "what is measured there must not have been trained on"
+                    f"client {self._first_client(split, both)!r}: what is measured there must not "
+                    "have been trained on"
                 )
 
     def _split(self, name: str, remedy: str) -> ClientData:

@@ -86,8 +86,8 @@ def named_clients(given: Any, order: Sequence[Hashable], *, pooled: bool) -> lis
         if len(group) > 1:
             warn(
                 f"clients {group} differ only by case or surrounding space, and are {len(group)} "
-                "clients; if they are one, give all its "
-                "rows one id, as [str(i).strip().lower() for i in client_ids] does",
+                "clients; if they are one, give all its rows one id, as [str(i).strip().lower() "
+                "for i in client_ids] does",
             )
     return named
 
@@ -134,6 +134,6 @@ def same_classes(what: str, found: Sequence[str] | None, known: Sequence[str] | 
     if found is not None and known is not None and list(map(str, found)) != list(map(str, known)):
         raise ValueError(
             f"{what} has the classes {list(found)[:20]}, the model was trained on "
-            f"{list(known)[:20]}: number the labels in this order, as "
-            "pandas.Categorical(labels, categories=...).codes does, and pass it as class_names"
+            f"{list(known)[:20]}: number the labels in this order, as pandas.Categorical(labels, "
+            "categories=...).codes does, and pass it as class_names"
         )

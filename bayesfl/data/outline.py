@@ -96,8 +96,7 @@ def place(client: int | str, names: Sequence[str]) -> int:
             if called and names[client] not in called:
                 raise ValueError(
                     f"client {client} is ambiguous: number {client} is {names[client]!r}, and "
-                    f"{called[0]!r} is the name of another; pass a "
-                    "name, as text"
+                    f"{called[0]!r} is the name of another; pass a name, as text"
                 )
             return client
         also = f"; {called[0]!r} is the name of one: pass it as text" if called else ""

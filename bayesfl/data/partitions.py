@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SHARES, TEST, NOVEL, OFFICIAL, LIMIT, FRAME = (
-    *range(5),
-    90,
-)  # `phase` under Purpose.SPLIT, one for every kind of draw
+# `phase` under Purpose.SPLIT, one for every kind of draw.
+SHARES, TEST, NOVEL, OFFICIAL, LIMIT, FRAME = (*range(5), 90)
 REDRAWS = 100
 """Largest number of draws of Dirichlet proportions before small clients are topped up."""
 
@@ -123,9 +121,10 @@ def drift(
     """
     size = len(superclasses[0])
     groups = clients // size
+    # [groups, K, subclasses].
     held = np.array(
         [[rng.permutation(subclasses) for subclasses in superclasses] for _ in range(groups)]
-    )  # [groups, K, subclasses]
+    )
     held = held.transpose(0, 2, 1).reshape(clients, len(superclasses))
     rows = {
         k: rng.permutation(np.flatnonzero(labels == k))
@@ -150,9 +149,8 @@ def spread_labels(classes: int, clients: int, labels: int, rng: np.random.Genera
     held = np.empty((clients, labels), dtype=np.int64)
     for j in range(clients):
         order = rng.permutation(classes)
-        chosen = order[
-            np.argsort(used[order], kind="stable")[:labels]
-        ]  # the least used, ties at random
+        # The least used, ties at random.
+        chosen = order[np.argsort(used[order], kind="stable")[:labels]]
         used[chosen] += 1
         held[j] = np.sort(chosen)
     return held

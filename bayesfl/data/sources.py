@@ -164,16 +164,16 @@ _LECUN = (
     "recognition, Proc. IEEE 86(11), 1998"
 )
 _XIAO = (
-    "H. Xiao, K. Rasul, R. Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking "
-    "machine learning algorithms, arXiv:1708.07747"
+    "H. Xiao, K. Rasul, R. Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking machine "
+    "learning algorithms, arXiv:1708.07747"
 )
 _KRIZHEVSKY = (
-    "A. Krizhevsky, Learning multiple layers of features from tiny images, technical "
-    "report, University of Toronto, 2009"
+    "A. Krizhevsky, Learning multiple layers of features from tiny images, technical report, "
+    "University of Toronto, 2009"
 )
 _COHEN = (
-    "G. Cohen, S. Afshar, J. Tapson, A. van Schaik, EMNIST: an extension of MNIST to "
-    "handwritten letters, arXiv:1702.05373, 2017"
+    "G. Cohen, S. Afshar, J. Tapson, A. van Schaik, EMNIST: an extension of MNIST to handwritten "
+    "letters, arXiv:1702.05373, 2017"
 )
 _CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
@@ -256,7 +256,7 @@ def label_remedy(y: Tensor) -> str:
         )
     if (y < 0).any():
         return (
-            "give every class a number from 0 up, and leave out examples without a label, which "
-            "no number stands for"
+            "give every class a number from 0 up, and leave out examples without a label, which no "
+            "number stands for"
         )
     return f"number the classes from 0, or pass outputs={int(y.max()) + 1}"

@@ -215,13 +215,11 @@ class ClientData:
         Raises:
             ValueError: The transform gives another number of rows, or numbers that are not finite.
         """
-        if (
-            self._ready is not None
-        ):  # the usual case, in which a step's batch is gathered by one call
+        if self._ready is not None:
+            # The usual case, in which a step's batch is gathered by one call.
             return self._ready.index_select(0, rows)
-        if (
-            self.transform is not None and not len(rows) and len(self.y)
-        ):  # a transform is given at least one row
+        if self.transform is not None and not len(rows) and len(self.y):
+            # A transform is given at least one row.
             return each(lambda t: t[:0], self.take(rows.new_zeros(1)))
         x = in_precision(each(lambda t: self._read(t, rows), self.x), self.dtype)
         return (

@@ -188,11 +188,9 @@ class _Losses:
     def narrow(self, front: View) -> None:
         """Continue with the clients of `front` [c, ...], the first of the chunk."""
         active = len(front["n"])
-        self._front, self._factor, self._sum = (
-            front,
-            self._scale[:active].unsqueeze(-1),
-            self.total[:active],
-        )
+        self._front = front
+        self._factor = self._scale[:active].unsqueeze(-1)
+        self._sum = self.total[:active]
 
     def slopes(self, through: Through, data: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the slopes of a batch at the outputs and, where a penalty reads them, at the
@@ -217,13 +215,10 @@ class _Losses:
         """
         share, factor = self._energy.shares(self._given, self._front, data), self._factor
         event = slope.dim() - losses.dim()  # axes of an example's outputs
-        if (
-            self._copies
-        ):  # each copy has draws of its own, and its losses are averaged over these alone
-            losses, slope = (
-                losses.unflatten(1, (-1, self._copies)),
-                slope.unflatten(1, (-1, self._copies)),
-            )
+        if self._copies:
+            # Each copy has draws of its own, and its losses are averaged over these alone.
+            losses = losses.unflatten(1, (-1, self._copies))
+            slope = slope.unflatten(1, (-1, self._copies))
             share, factor = share if share.dim() > 2 else share.unsqueeze(1), factor.unsqueeze(-1)
         weight = share * factor
         if lifted:
@@ -243,10 +238,8 @@ class _Losses:
         if self._energy.penalty is None:
             return None, None
         with torch.enable_grad():
-            outputs, each = (
-                through.outputs.detach().requires_grad_(),
-                losses.detach().requires_grad_(),
-            )
+            outputs = through.outputs.detach().requires_grad_()
+            each = losses.detach().requires_grad_()
             features = (
                 None if through.features is None else through.features.detach().requires_grad_()
             )
@@ -254,9 +247,8 @@ class _Losses:
             if value.shape[:1] != outputs.shape[:1]:
                 raise ValueError(
                     f"the energy's penalty returns shape {list(value.shape)} for {len(outputs)} "
-                    "clients; it must be one number for each, "
-                    "so reduce over the last axes alone, as .sum(-1) or (batch['weight'] * "
-                    "each).sum(-1)"
+                    "clients; it must be one number for each, so reduce over the last axes alone, "
+                    "as .sum(-1) or (batch['weight'] * each).sum(-1)"
                 )
             if not value.requires_grad:
                 return None, None

@@ -201,9 +201,8 @@ class Engine:
             )
             for c in range(len(plan.ids))
         ]
-        return (
-            tree_map(lambda *rows: torch.cat(rows), *done) if len(done) > 1 else done[0]
-        )  # one client's are not copied
+        # One client's are not copied.
+        return tree_map(lambda *rows: torch.cat(rows), *done) if len(done) > 1 else done[0]
 
     def _trains(self, model: nn.Module, phase: Phase | Repeat) -> bool:
         """Say whether a phase trains a model that has norms with statistics or draws, which the
@@ -218,8 +217,7 @@ class Engine:
         if own := [p for p in inner if not by_algebra(p) and not isinstance(p, Once)]:
             raise ValueError(
                 f"{told}, of which the steps of {type(own[0]).__name__} know nothing; put the "
-                "model in eval mode, or take a method whose "
-                "phases are Descend"
+                "model in eval mode, or take a method whose phases are Descend"
             )
         if all(isinstance(p, Once) for p in inner):
             return False
@@ -257,10 +255,8 @@ class Engine:
                     algorithm, inner, given, front, plan, batch, losses=self._losses
                 )
             if active < len(plan.ids):  # the others have had all their batches
-                new, seen = (
-                    _with_rest(new, views),
-                    _with_rest(seen, {key: info[key] for key in seen}),
-                )
+                new = _with_rest(new, views)
+                seen = _with_rest(seen, {key: info[key] for key in seen})
             views, info = new, info | seen
         return views, info
 

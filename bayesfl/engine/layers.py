@@ -47,11 +47,9 @@ def _linear(
     # holds C * S products.
     both, wide, shape = drawn and lifted, drawn and not lifted, weight.shape
     if both:
-        x, weight, bias = (
-            x.flatten(0, 1),
-            weight.flatten(0, 1),
-            None if bias is None else bias.flatten(0, 1),
-        )
+        x = x.flatten(0, 1)
+        weight = weight.flatten(0, 1)
+        bias = None if bias is None else bias.flatten(0, 1)
     elif wide:
         weight, bias = weight.flatten(1, 2), None if bias is None else bias.flatten(1, 2)
     if x.dim() > 3:
@@ -69,9 +67,8 @@ def _linear(
         if slope.shape != flat.shape or wide:
             slope = slope.reshape(flat.shape)
         for name, to in slopes.items():
-            out = (
-                None if drawn else to
-            )  # written in place, except for draws, whose product differs in shape
+            # Written in place, except for draws, whose product differs in shape.
+            out = None if drawn else to
             found = (
                 torch.bmm(slope.mT, x, out=out)
                 if name == "weight"
@@ -145,10 +142,8 @@ def _conv(
     if not drawn and not lifted:
         return _conv_chunk(layer, weight, bias, slopes, x, through, grouped=x.is_cuda)
     draws = weight.shape[1] if drawn else x.shape[1]
-    weight, bias = (
-        _spread(weight, drawn, draws),
-        None if bias is None else _spread(bias, drawn, draws),
-    )
+    weight = _spread(weight, drawn, draws)
+    bias = None if bias is None else _spread(bias, drawn, draws)
     own = {
         name: weight.new_empty(weight.shape if name == "weight" else weight.shape[:2])
         for name in slopes
@@ -197,7 +192,8 @@ def _conv_chunk(
 
     def by_client(
         parts: Sequence[Tensor],
-    ) -> Tensor:  # [B, C * o, ...] once, or [B, o, ...] for each
+    ) -> Tensor:
+        # [B, C * o, ...] once, or [B, o, ...] for each.
         return (
             parts[0].unflatten(1, (clients, -1)).transpose(0, 1)
             if grouped

@@ -96,16 +96,14 @@ def by_autograd(
                     return Pass(*call(module, leaves, x, lifted), None)
             with torch.enable_grad():
                 live = {name: leaves[name].detach().requires_grad_() for name in slopes}
-                start = (
-                    x.detach().requires_grad_() if through and isinstance(x, Tensor) else x
-                )  # a head's inputs are one tensor
+                # A head's inputs are one tensor.
+                start = x.detach().requires_grad_() if through and isinstance(x, Tensor) else x
                 outputs, lifted = call(module, leaves | live, start, lifted)
 
             def back(slope: Tensor) -> Tensor | None:
                 ends = [*live.values(), start] if through else list(live.values())
-                found = torch.autograd.grad(
-                    outputs, ends, slope, materialize_grads=True
-                )  # some modules leave parameters unused
+                # Some modules leave parameters unused.
+                found = torch.autograd.grad(outputs, ends, slope, materialize_grads=True)
                 for buffer, value in zip(slopes.values(), found, strict=False):
                     buffer.copy_(value)
                 return found[-1] if through else None

@@ -95,16 +95,13 @@ def warn_if_unstable(
     except TypeError:  # a likelihood whose curvature is not known
         return
     assert isinstance(phase.optimiser, SGD)
-    rate, momentum = (
-        rate_at(phase.optimiser.rate, given["round"], given["rounds"]),
-        phase.optimiser.momentum,
-    )
+    rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
+    momentum = phase.optimiser.momentum
     most = rate_limit(curvature, precision, momentum, prox=phase.prox)
     if not rate >= most:
         return
-    room = (
-        2 * (1 + momentum) / rate - curvature
-    )  # with `prox` there is none left here: the tie helps
+    # With `prox` there is none left here: the tie helps.
+    room = 2 * (1 + momentum) / rate - curvature
     tie = (
         f", or a tie below {room:.3g}, a prior scale above "
         f"{(float(weight) / room) ** 0.5:.3g}{_TIES}"
@@ -140,9 +137,9 @@ def warn_if_dead(
     if same > CONSTANT * flat.shape[1]:
         warn(
             f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for "
-            f"all examples of {who}, as of units that "
-            "are dead and train no more, or of inputs that do not vary; begin with a smaller "
-            "init_scale, where the method has one, or a lower rate of body_optimiser",
+            f"all examples of {who}, as of units that are dead and train no more, or of inputs "
+            "that do not vary; begin with a smaller init_scale, where the method has one, or a "
+            "lower rate of body_optimiser",
         )
 
 
@@ -188,20 +185,17 @@ def largest(
         TypeError: The curvature of the likelihood is not known.
     """
     (name,) = phase.blocks
-    layout, leaves, likelihood = (
-        algorithm.layout(name),
-        algorithm.leaves(phase.energy.parts, view),
-        algorithm.likelihood,
-    )
+    layout = algorithm.layout(name)
+    leaves = algorithm.leaves(phase.energy.parts, view)
+    likelihood = algorithm.likelihood
     features, outputs = algorithm.features(leaves, batch["x"])
     factor = root(likelihood, outputs).to(outputs)
     shares = phase.energy.shares(given, view, batch)
     if isinstance(likelihood, Categorical) and not likelihood.plain:
         shares = shares * likelihood.targets(outputs, batch["y"]).sum(-1)
     head = algorithm.module(outputs).get_submodule("head")
-    zeros = {
-        leaf: torch.zeros_like(p) for leaf, p in head.named_parameters()
-    }  # those of no block, which stay as they are, too
+    # Those of no block, which stay as they are, too.
+    zeros = {leaf: torch.zeros_like(p) for leaf, p in head.named_parameters()}
 
     def linear(vector: Tensor) -> Tensor:
         return functional_call(
@@ -211,18 +205,14 @@ def largest(
         )
 
     direction = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)).to(outputs)
-    value, tiny = (
-        direction.new_zeros(()),
-        torch.finfo(direction.dtype).tiny,
-    )  # a product is 0 where outputs are saturated
+    # A product is 0 where outputs are saturated.
+    value, tiny = (direction.new_zeros(()), torch.finfo(direction.dtype).tiny)
     for _ in range(ITERATIONS):
         direction = (direction / direction.norm().clamp_min(tiny)).requires_grad_()
         with torch.enable_grad():
-            moved = linear(
-                direction
-                # J d, whose derivative along u is J' u; torch's forward mode is not for several
-                # threads
-            )
+            # J d, whose derivative along u is J' u; torch's forward mode is not for several
+            # threads.
+            moved = linear(direction)
         weighed = torch.einsum("noq,npq,np->no", factor, factor, moved.detach()) * shares[:, None]
         (product,) = torch.autograd.grad(moved, direction, weighed)
         value, direction = direction.detach() @ product, product

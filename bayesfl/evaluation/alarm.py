@@ -217,9 +217,8 @@ class Alarm:
         self._wealth = wealth[-1]
         share = np.repeat([0.5 / len(STAKES), 0.5 / len(POWERS)], [len(STAKES), len(POWERS)])
         with np.errstate(over="ignore"):
-            evidence = (np.exp(wealth) * share).sum(
-                1
-            )  # not a product of matrices, whose bits depend on the number of rows
+            # Not a product of matrices, whose bits depend on the number of rows.
+            evidence = (np.exp(wealth) * share).sum(1)
         self._sorted = np.insert(
             self._sorted, np.searchsorted(self._sorted, added := np.sort(new)), added
         )

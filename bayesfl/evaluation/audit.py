@@ -84,8 +84,8 @@ class Audit:
 
     def __repr__(self) -> str:
         return (
-            f"Audit({len(self.units)} {self.by}s, {int(self.rows.sum())} rows; below the "
-            f"promise: {list(self.below)})"
+            f"Audit({len(self.units)} {self.by}s, {int(self.rows.sum())} rows; below the promise: "
+            f"{list(self.below)})"
         )
 
     @property
@@ -379,9 +379,8 @@ class Counting:
                     name: sums[f"n_{name}"].astype(np.int64)
                     for name in ("answered", "answered_right")
                 }
-            if (
-                self.by != "label"
-            ):  # among rows of one label even a calibrated model is wrong by its confidence
+            if self.by != "label":
+                # Among rows of one label even a calibrated model is wrong by its confidence.
                 found["ece"] = _share(gaps, rows)
         else:
             found["rmse"] = np.sqrt(_share(sums["squares"], rows))
@@ -472,8 +471,7 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
     if any(getattr(part, "scale", 0.0) > COARSE for part in columns.parts if part.name == name):
         raise ValueError(
             f"the column {name!r} has numbers so far apart that small ones cannot be told from "
-            "inputs, as codes beside 999999: pass groups "
-            "as lists, one for each client"
+            "inputs, as codes beside 999999: pass groups as lists, one for each client"
         )
 
     def values(x: Any) -> Any:

@@ -310,9 +310,8 @@ def selective_summary(
         ValueError: The shapes or types do not fit, or a label or probability is out of range.
     """
     probs, labels, mask = (torch.as_tensor(t).detach().cpu() for t in (probs, labels, mask))
-    broken = bool(
-        (metrics.accuracy(probs, labels, mask).isnan() & mask.any(-1)).any()
-    )  # raises if the input does not fit
+    # Raises if the input does not fit.
+    broken = bool((metrics.accuracy(probs, labels, mask).isnan() & mask.any(-1)).any())
     score = doubt(probs) if score is None else torch.as_tensor(score).detach().cpu()
     case = score, probs.argmax(-1) == labels, mask
     if broken or bool((score.isnan() & mask).any()):

@@ -137,8 +137,8 @@ class Mine:
             )
             raise ValueError(
                 f"predictions, or targets, of {int(bad.sum())} rows are not finite, the first of "
-                f"row {row} of {who}: the run diverged, so "
-                "lower its learning rate, or look at these inputs"
+                f"row {row} of {who}: the run diverged, so lower its learning rate, or look at "
+                "these inputs"
             )
 
     def uniform(self, phase: int) -> Tensor:

@@ -44,8 +44,8 @@ def _one_label(likelihood: object, targets: Targets, least: int, most: float = m
     if targets.shape:
         raise ValueError(
             f"likelihood {type(likelihood).__name__} is for one label an example, the data have "
-            f"labels {list(targets.shape)} of each; take "
-            "Tokens() for a class at each place, or MultiLabel() for labels that are 0 or 1"
+            f"labels {list(targets.shape)} of each; take Tokens() for a class at each place, or "
+            "MultiLabel() for labels that are 0 or 1"
         )
     if not least <= targets.count <= most:
         wanted = "two classes" if most == 2 else "two classes or more"
@@ -241,16 +241,13 @@ class Ordinal:
         """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, K - 1]."""
         cuts, places = _cuts(outputs), y.expand(outputs.shape[:-1]).unsqueeze(-1)
         at = torch.arange(outputs.shape[-1], device=outputs.device)
-        above, below = (
-            at == places,
-            at == places - 1,
-        )  # the cut points at either end of the label's interval
+        # The cut points at either end of the label's interval.
+        above, below = (at == places, at == places - 1)
         of_cut = torch.where(below, cuts.sigmoid(), 0.0) - torch.where(
             above, (-cuts).sigmoid(), 0.0
         )
-        later = (
-            of_cut.flip(-1).cumsum(-1).flip(-1)
-        )  # an output moves its own cut point and all that follow
+        # An output moves its own cut point and all that follow.
+        later = of_cut.flip(-1).cumsum(-1).flip(-1)
         first = at == 0
         through = torch.where(first, 1.0, outputs.sigmoid()) * later
         return self.nll(outputs, y), through - torch.where(
@@ -268,10 +265,8 @@ class Ordinal:
         # exp(-softplus(f)) = sigmoid(f): nothing cancels.
         cuts = _cuts(outputs)
         none = torch.zeros_like(cuts[..., :1])
-        upper, lower = (
-            torch.cat([F.logsigmoid(cuts), none], -1),
-            torch.cat([none, F.logsigmoid(-cuts)], -1),
-        )
+        upper = torch.cat([F.logsigmoid(cuts), none], -1)
+        lower = torch.cat([none, F.logsigmoid(-cuts)], -1)
         return upper + lower + torch.cat([none, F.logsigmoid(outputs[..., 1:]), none], -1)
 
 

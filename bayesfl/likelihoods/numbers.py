@@ -160,8 +160,8 @@ class Poisson:
         if len(wrong):
             raise ValueError(
                 "likelihood Poisson is of counts, whole numbers >= 0, the targets hold "
-                f"{wrong[0].item():g}; leave out scaling and "
-                "standardising of the targets, or take Gaussian(scale=...)"
+                f"{wrong[0].item():g}; leave out scaling and standardising of the targets, or take "
+                "Gaussian(scale=...)"
             )
         return (targets.count,)
 

@@ -78,20 +78,19 @@ def _check(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if not isinstance(part, _BATCH):
             continue
-        computed = (
-            not {"weight", "bias"} <= part._parameters.keys()
-        )  # where there is none, the name is there all the same
+        # Where there is none, the name is there all the same.
+        computed = not {"weight", "bias"} <= part._parameters.keys()
         if type(part) not in _BATCH or computed or altered(part):
             raise ValueError(
                 f"batch norm {name!r} ({type(part).__name__}) does more than torch's: it is of a "
-                "subclass, or has hooks or weights that "
-                "are computed, which a group norm in its place would lose; replace it by hand"
+                "subclass, or has hooks or weights that are computed, which a group norm in its "
+                "place would lose; replace it by hand"
             )
         if isinstance(part, nn.BatchNorm1d) and part.num_features < OF_VECTORS:
             warn(
-                f"batch norm {name!r} has {part.num_features} channels, and of vectors with so few "
-                "a group norm leaves little, of two "
-                "their order alone; for inputs, standardise with fixed numbers in its place",
+                f"batch norm {name!r} has {part.num_features} channels, and of vectors with so "
+                "few a group norm leaves little, of two their order alone; for inputs, "
+                "standardise with fixed numbers in its place",
             )
 
 

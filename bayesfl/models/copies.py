@@ -112,8 +112,8 @@ def refuse_changed(made: nn.Module) -> None:
     ]:
         raise ValueError(
             f"frozen parameters {changed[:3]} were changed after the method was made, which shares "
-            "their memory, so that its results would "
-            "change, too; make the method anew, or make it of a copy: copy.deepcopy(model)"
+            "their memory, so that its results would change, too; make the method anew, or make "
+            "it of a copy: copy.deepcopy(model)"
         )
 
 
@@ -143,8 +143,8 @@ def check_original(made: nn.Module) -> None:
         if names:
             raise ValueError(
                 f"{names[:3]} of the model {type(module).__name__} were {how} after the method was "
-                "made, which trains a copy made before; "
-                "make the method anew, or make it of a copy: copy.deepcopy(model)"
+                "made, which trains a copy made before; make the method anew, or make it of a "
+                "copy: copy.deepcopy(model)"
             )
     if changed := [
         name
@@ -152,9 +152,9 @@ def check_original(made: nn.Module) -> None:
         if name not in origin.frozen and not torch.equal(mark.sample, origin.marks[name].sample)
     ]:
         warn(
-            f"{changed[:3]} of the model {type(module).__name__} have changed since the method was "
-            "made, which begins with the numbers "
-            "they had then; make the method anew to begin with the present ones",
+            f"{changed[:3]} of the model {type(module).__name__} have changed since the method "
+            "was made, which begins with the numbers they had then; make the method anew to "
+            "begin with the present ones",
         )
 
 

@@ -60,8 +60,7 @@ def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None)
     if example is None and (after := _after(module, head)):
         raise ValueError(
             f"submodule {head!r} is not the last step of the module, {after} come after it: cut at "
-            "the last one that has parameters, and "
-            "leave out steps after it, such as a softmax"
+            "the last one that has parameters, and leave out steps after it, such as a softmax"
         )
     parent, _, child = head.rpartition(".")
     setattr(body.get_submodule(parent), child, nn.Identity())
@@ -69,12 +68,13 @@ def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None)
     if example is not None:
         before = _outputs(module, example)
         try:
+            # What comes after the head takes no inputs of the head.
             now = _outputs(cut, example)
         except (
             RuntimeError,
             ValueError,
             IndexError,
-        ):  # what comes after the head takes no inputs of the head
+        ):
             now = None
         if (
             now is None
@@ -96,9 +96,8 @@ def _after(module: nn.Module, head: str) -> list[str]:
     for child in head.split("."):
         parent = module.get_submodule(".".join(at))
         if type(parent).forward is nn.Sequential.forward:
-            names = list(
-                parent._modules
-            )  # named_children leaves out a module that stands there twice
+            # named_children leaves out a module that stands there twice.
+            names = list(parent._modules)
             later = names[names.index(child) + 1 :]
             found += [
                 ".".join([*at, name])

@@ -32,8 +32,8 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
             outputs = call(module, seen)
         if drawing.drawn:
             fault = (
-                "draws random numbers in evaluation mode, too; remove that, or let it depend "
-                "on self.training, as "
+                "draws random numbers in evaluation mode, too; remove that, or let it depend on "
+                "self.training, as "
             )
             return outputs, fault + "F.dropout(x, p, self.training)"
         if wrote := _wrote(seen, x):
@@ -107,16 +107,15 @@ def looked_at_training(
             if name not in followed and not torch.equal(t, before.buffers[name])
         ]:
             return Training(
-                f"changes the buffers {changed[:3]} in training, which are no statistics of a norm "
-                "and would be lost; put that part "
-                "in eval mode, or make them parameters",
+                f"changes the buffers {changed[:3]} in training, which are no statistics of a "
+                "norm and would be lost; put that part in eval mode, or make them parameters",
                 drew,
                 True,
             )
         if not found.requires_grad:
             fault = (
-                "gives outputs without gradients in training, as under torch.no_grad() or "
-                "after .detach(); leave that out"
+                "gives outputs without gradients in training, as under torch.no_grad() or after "
+                ".detach(); leave that out"
             )
             return Training(fault, drew, True)
         if fault := _backward(module, found, leaves) or next(_effects(module, before), ""):
@@ -125,8 +124,8 @@ def looked_at_training(
             again = call_at(module, leaves, each(Tensor.clone, x))
         if _apart(found, again, 100):
             fault = (
-                "gives other outputs in training when its draws are repeated: it counts, or "
-                "draws by other means than torch's "
+                "gives other outputs in training when its draws are repeated: it counts, or draws "
+                "by other means than torch's "
             )
             return Training(
                 fault + "operations, which no seed could repeat; remove that", drew, True
@@ -158,8 +157,7 @@ def _backward(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> 
     of = next((f" of {name!r}" for name, drawn in called if name and drawn), "")
     return (
         f"draws random numbers in its backward pass{of}, as checkpointing of a part with dropout "
-        "does, which have no address; leave "
-        "checkpointing out"
+        "does, which have no address; leave checkpointing out"
     )
 
 
@@ -269,8 +267,8 @@ def _unlike(module: nn.Module, x: Inputs, outputs: Tensor) -> Iterator[str]:
         graded = call_at(module, leaves, each(Tensor.clone, x)).detach()
     if _apart(outputs, graded, 100):
         yield (
-            "gives other outputs where gradients are computed (torch.is_grad_enabled()), and "
-            "would train another model; remove that"
+            "gives other outputs where gradients are computed (torch.is_grad_enabled()), and would "
+            "train another model; remove that"
         )
     mixes = (
         "gives an example other outputs beside other examples: it mixes the rows of a batch, as x "
@@ -284,8 +282,8 @@ def _unlike(module: nn.Module, x: Inputs, outputs: Tensor) -> Iterator[str]:
         yield mixes
     if _apart(outputs[:1], again(lambda t: t[:1]), 1e4):
         yield (
-            "gives other outputs, or another shape, for an example alone; leave out a squeeze "
-            "that takes the axis of examples away"
+            "gives other outputs, or another shape, for an example alone; leave out a squeeze that "
+            "takes the axis of examples away"
         )
 
 

@@ -160,13 +160,12 @@ def check_norms(module: nn.Module) -> None:
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
             raise ValueError(
                 f"module {name!r} ({type(part).__name__}) tracks no statistics, so that an "
-                "example's outputs depend on the others of its "
-                "batch, also to predict; pass track_running_stats=True, or take nn.GroupNorm"
+                "example's outputs depend on the others of its batch, also to predict; pass "
+                "track_running_stats=True, or take nn.GroupNorm"
             )
         if part.running_mean is not None and part.momentum is None:
             raise ValueError(
                 f"module {name!r} ({type(part).__name__}) has momentum=None, a cumulative average "
-                "over the batches that it has seen, which "
-                "clients that average their statistics do not have in common; pass a number, as "
-                "momentum=0.1"
+                "over the batches that it has seen, which clients that average their statistics "
+                "do not have in common; pass a number, as momentum=0.1"
             )

@@ -15,8 +15,7 @@ def refuse_impure(model: nn.Module) -> None:
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"parameter {name!r} has a gradient hook, which is not run here; to train a part "
-                "of a weight alone, multiply it by a mask "
-                "in forward"
+                "of a weight alone, multiply it by a mask in forward"
             )
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and any(
@@ -24,7 +23,6 @@ def refuse_impure(model: nn.Module) -> None:
         ):
             raise ValueError(
                 f"module {name!r} ({type(module).__name__}) rescales its rows in place whenever "
-                "they are read (max_norm), also to predict; "
-                "pass max_norm=None"
+                "they are read (max_norm), also to predict; pass max_norm=None"
             )
     check_norms(model)

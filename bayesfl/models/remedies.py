@@ -51,14 +51,13 @@ def remedy(error: Exception, x: Inputs) -> str:
         ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in numbers]
         return (
             "whole numbers choose an embedding's rows, from 0 to below its num_embeddings; here "
-            f"are {', '.join(ranges)}: build it with "
-            "more rows, or give all that are rare one number; if these fit, forward looks up "
-            "something else that is too large, as a place"
+            f"are {', '.join(ranges)}: build it with more rows, or give all that are rare one "
+            "number; if these fit, forward looks up something else that is too large, as a place"
         )
     if "embedding" in said or "argument 'indices'" in said or "used as indices" in said:
         return (
-            "an embedding takes whole numbers, and they stay such: pass an array of integers, "
-            "as x.astype('int64')"
+            "an embedding takes whole numbers, and they stay such: pass an array of integers, as "
+            "x.astype('int64')"
         )
     if numbers and BOOLEAN.search(said):
         masks = [name for name, _ in numbers if "mask" in name] or [name for name, _ in numbers]
@@ -86,6 +85,6 @@ def remedy(error: Exception, x: Inputs) -> str:
             "mapping as model(**x): make the data in the form that forward takes"
         )
     return (
-        "build it for inputs of this shape, [N, ...] with the axis of examples, as bf.models "
-        "does with inputs=clients.inputs"
+        "build it for inputs of this shape, [N, ...] with the axis of examples, as bf.models does "
+        "with inputs=clients.inputs"
     )

@@ -174,9 +174,8 @@ class Laplace:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         likelihood = _likelihood(path, meta["likelihood"], likelihood)
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend)
-        tensors = {
-            name: t.to(curvature.device, copy=True) for name, t in tensors.items()
-        }  # aligned, as when they were saved
+        # aligned, as when they were saved.
+        tensors = {name: t.to(curvature.device, copy=True) for name, t in tensors.items()}
         names, structure = meta["parameters"].split("\n"), cast(Structure, meta["structure"])
         loc, own = _weights(model, curvature), list(curvature.layout.names)
         if names != own or not torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8):

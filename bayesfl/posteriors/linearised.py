@@ -115,9 +115,8 @@ def predictive(
         return found | {
             "aleatoric": torch.special.entr(found["probs"]).sum(-1) - found["epistemic"]
         }
-    two = isinstance(
-        likelihood, Bernoulli
-    )  # of whose logits 0 and f the second is shrunk in either link
+    # Of whose logits 0 and f the second is shrunk in either link.
+    two = isinstance(likelihood, Bernoulli)
     if two or link == "per_class":
         shrunk = mean * kappa(spread)
     else:

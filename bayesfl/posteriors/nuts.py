@@ -106,9 +106,8 @@ class Samples:
             "posterior": posterior,
             "sample_stats": {"diverging": self.diverging.numpy()},
         }
-        if (
-            int(arviz.__version__.split(".")[0]) > 0
-        ):  # from version 1 on, it takes the groups as one mapping
+        if int(arviz.__version__.split(".")[0]) > 0:
+            # From version 1 on, it takes the groups as one mapping.
             return arviz.from_dict(groups)
         return arviz.from_dict(**groups)
 
@@ -200,8 +199,7 @@ def nuts(
     if layout.size > LIMIT:
         raise ValueError(
             f"{layout.size} weights are more than the {LIMIT} that sampling can serve; take a "
-            "smaller model, or sample part of it, as in "
-            "pattern='head.*'"
+            "smaller model, or sample part of it, as in pattern='head.*'"
         )
     if not len(y):
         raise ValueError(

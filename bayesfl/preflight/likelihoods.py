@@ -37,9 +37,9 @@ def warn_of_targets(likelihood: Any, data: FederatedData) -> None:
     if float(y.square().mean().sqrt()) > FAR:
         warn(
             f"the training targets have a mean of {float(y.mean()):.3g} and a standard deviation "
-            f"of {float(y.std()):.3g}, and a learned "
-            "scale begins near 1 around 0, from which it may not find back: standardise them, as "
-            "(y - y.mean()) / y.std() of training rows, and scale predictions back",
+            f"of {float(y.std()):.3g}, and a learned scale begins near 1 around 0, from which it "
+            "may not find back: standardise them, as (y - y.mean()) / y.std() of training rows, "
+            "and scale predictions back",
         )
 
 
@@ -74,8 +74,7 @@ def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) 
         raise ValueError(
             f"likelihood {type(likelihood).__name__}: nll returns shape {shapes[0]}, nll_and_slope "
             f"{shapes[1]} and {shapes[2]}, for outputs {list(outputs.shape)}; losses must be one "
-            "for each example, as with reduction='none', and slopes must have the "
-            "outputs' shape"
+            "for each example, as with reduction='none', and slopes must have the outputs' shape"
         )
     with torch.enable_grad():
         at = outputs.detach().requires_grad_()

@@ -30,8 +30,8 @@ def check_followed(algorithm: Algorithm) -> None:
         of = still[0].removesuffix(SUFFIX)
         raise ValueError(
             f"no phase of the method has block {of!r} in its energy's parts, so that the "
-            "statistics of its norms would stay those of the "
-            "start; convert the norms by bf.models.group_norm(model), or put them in eval mode"
+            "statistics of its norms would stay those of the start; convert the norms by "
+            "bf.models.group_norm(model), or put them in eval mode"
         )
 
 
@@ -48,8 +48,8 @@ def warn_of_losses(algorithm: Algorithm) -> None:
     ]:
         told.append(
             f"no block of the method covers the parameters {idle[:5]} ({len(idle)} in all), so "
-            "they stay as they are; freeze them "
-            "(requires_grad=False) if that is meant, else rename them or widen a block's pattern"
+            "they stay as they are; freeze them (requires_grad=False) if that is meant, else "
+            "rename them or widen a block's pattern"
         )
     for one in told:
         warn(one)

@@ -99,8 +99,8 @@ def check_width(
         remedy += f", as likelihood {algorithm.likelihood} takes"
     elif data.task == "classification" and outputs.shape[1] < data.outputs:
         remedy += (
-            ", or make the data with task='regression' if their integers are measurements "
-            "and no classes"
+            ", or make the data with task='regression' if their integers are measurements and no "
+            "classes"
         )
     elif data.task == "classification":
         remedy += f", or make the data with outputs={had} if some classes do not occur in them"

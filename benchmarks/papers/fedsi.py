@@ -190,9 +190,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings(
-        "ignore", message="most of the selected weights"
-    )  # the share is in the results
+    # The share is in the results.
+    warnings.filterwarnings("ignore", message="most of the selected weights")
     if arguments.quick:
         with tempfile.TemporaryDirectory() as folder:
             for method in arguments.methods:

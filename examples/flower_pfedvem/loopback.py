@@ -54,10 +54,8 @@ def make_certificates(folder: Path) -> None:
             builder = builder.add_extension(extension, critical)
         return builder.sign(signer, hashes.SHA384())
 
-    authority, server = (
-        ec.generate_private_key(ec.SECP384R1()),
-        ec.generate_private_key(ec.SECP384R1()),
-    )
+    authority = ec.generate_private_key(ec.SECP384R1())
+    server = ec.generate_private_key(ec.SECP384R1())
     identifier = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
     usage = dict.fromkeys(
         (

@@ -123,9 +123,7 @@ def solved(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
             )[:-1]
             value = float((a.square() * variance[s]).sum() + (own - a @ h[s]).square().sum())
             if bool((a >= 0).all()) and value < best:
-                best, found = (
-                    value,
-                    torch.zeros(len(h), dtype=torch.float64).index_copy(0, torch.tensor(s), a),
-                )
+                best = value
+                found = torch.zeros(len(h), dtype=torch.float64).index_copy(0, torch.tensor(s), a)
     found = torch.where(found < 1e-3, 0.0, found)
     return found / found.sum()

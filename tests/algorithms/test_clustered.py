@@ -19,19 +19,8 @@ from bayesfl.optim import SGD
 from tests.cases import run
 
 RULES = torch.tensor([[3.0, 2.0, 1.0], [-3.0, 2.0, 1.0], [-3.0, -2.0, -4.0]], dtype=torch.float64)
-OWNER = (
-    0,
-    2,
-    1,
-    0,
-    1,
-    2,
-    2,
-    0,
-    1,
-    0,
-    2,
-)  # neighbours in number are of different rules, and so are those of like size
+# Neighbours in number are of different rules, and so are those of like size.
+OWNER = (0, 2, 1, 0, 1, 2, 2, 0, 1, 0, 2)
 SIZES = (20, 33, 8, 41, 17, 25, 12, 9, 30, 14, 27)
 START = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
 LR, EPOCHS = 0.05, 3
@@ -88,11 +77,9 @@ def reference(
 ):
     """Models of clusters by their members, sets of clients' numbers: {members: model}."""
     clients = [tuple(t.double().numpy() for t in data.train.client(j)) for j in range(data.clients)]
-    clusters, unit, splits = (
-        {frozenset(range(len(clients))): START.float().double().numpy()},
-        None,
-        [],
-    )
+    clusters = {frozenset(range(len(clients))): START.float().double().numpy()}
+    unit = None
+    splits = []
     for t in range(rounds):
         after = {}
         for members, model in clusters.items():
@@ -108,10 +95,8 @@ def reference(
                 n = {j: 1 if alike else len(clients[j][1]) for j in of}
                 return sum(n[j] * update[j] for j in of) / sum(n.values())
 
-            moved, furthest = (
-                np.linalg.norm(mean(members)),
-                max(np.linalg.norm(u) for u in update.values()),
-            )
+            moved = np.linalg.norm(mean(members))
+            furthest = max(np.linalg.norm(u) for u in update.values())
             unit = moved if unit is None else unit
             parts = [members]
             if (
@@ -344,9 +329,10 @@ def test_two_groups_by_complete_linkage():
         assert not group[0]
         assert set(np.flatnonzero(~group)) == stays
         assert set(np.flatnonzero(group)) == leaves
+        # Lengths don't matter.
         assert torch.equal(
             bipartition(torch.from_numpy(updates) * torch.arange(1.0, size + 1)[:, None]), group
-        )  # lengths don't matter
+        )
     still: Tensor = bipartition(torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.1], [-1.0, 0.0]]))
     assert not still[2]
     assert still[3]

@@ -67,7 +67,6 @@ def test_ditto_fixed_point(regressions: FederatedData):
         a / n[:, None, None] + lam * torch.eye(DIM).double(), b / n[:, None] + lam * w
     )
     assert_close(two.private["v"]["loc"], solved, atol=1e-9, rtol=0)
-    least_squares = torch.linalg.solve(a, b).mean(
-        0
-    )  # the global model is the uniform mean of the clients' own optima
+    # The global model is the uniform mean of the clients' own optima.
+    least_squares = torch.linalg.solve(a, b).mean(0)
     assert_close(w, least_squares, atol=1e-9, rtol=0)

@@ -76,15 +76,10 @@ def test_full_batch_steps_never_lower_the_likelihood(clients: FederatedData):
 
 def test_one_component_is_fedavg(clients: FederatedData, model: nn.Module):
     """To rounding: q is 1 for every example."""
-    options: dict[str, Any] = {
-        "epochs": 5,
-        "batch_size": None,
-        "optimiser": EM(0.1),
-    }  # batches of a second phase have other addresses
-    em, avg = (
-        bf.algorithms.fedem(model, components=1, **options),
-        bf.algorithms.fedavg(model, **options),
-    )
+    # Batches of a second phase have other addresses.
+    options: dict[str, Any] = {"epochs": 5, "batch_size": None, "optimiser": EM(0.1)}
+    em = bf.algorithms.fedem(model, components=1, **options)
+    avg = bf.algorithms.fedavg(model, **options)
     start = em.init(7, seed=2, dtype=torch.float64)["components"]["loc"][0]
     avg = replace(avg, blocks={"w": Block(start=lambda rng, size: start.float())})
     assert_close(
@@ -268,11 +263,8 @@ def test_two_rounds_between_neighbours_by_hand(clients: FederatedData, model: nn
     """Each client alone goes on from its own mixture; row j of an asymmetric matrix says what j
     takes from whom.
     """
-    options: dict[str, Any] = {
-        "components": 2,
-        "batch_size": None,
-        "optimiser": EM(0.1),
-    }  # full batches draw nothing
+    # Full batches draw nothing.
+    options: dict[str, Any] = {"components": 2, "batch_size": None, "optimiser": EM(0.1)}
     shift = torch.eye(7, dtype=torch.float64).roll(1, 0)
     w = 0.5 * torch.eye(7, dtype=torch.float64) + 0.3 * shift + 0.2 * shift @ shift @ shift
     one = bf.algorithms.fedem(model, **options)
@@ -417,9 +409,8 @@ def test_a_component_that_the_cohort_does_not_use_is_alive(
     with caplog.at_level("WARNING", logger="bayesfl"):
         result = run(algorithm, federation, 12, participation=0.25, sampling="fixed")
     said = [record.getMessage() for record in caplog.records]
-    assert all(
-        "has died" in line for line in said[::2]
-    )  # until a client of the other kind has come, one is unused
+    # Until a client of the other kind has come, one is unused.
+    assert all("has died" in line for line in said[::2])
     assert all("is back" in line for line in said[1::2])
     assert len(said) <= 2
     assert float(result.server["usage"].min()) > 0.2

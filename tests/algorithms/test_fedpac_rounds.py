@@ -34,14 +34,12 @@ def reference(
     centroids: dict[int, Tensor] = {}
     data = [(x.double(), y) for x, y in (clients.train.client(j) for j in range(clients.clients))]
     for t, cohort in enumerate(cohorts):
-        bodies, trained, h, v, sums, counts = (
-            [],
-            [],
-            [],
-            [],
-            torch.zeros(CLASSES, WIDTH).double(),
-            torch.zeros(CLASSES).double(),
-        )
+        bodies = []
+        trained = []
+        h = []
+        v = []
+        sums = torch.zeros(CLASSES, WIDTH).double()
+        counts = torch.zeros(CLASSES).double()
         for j in cohort:
             x, y = data[j]
             model.body.load_state_dict(body)
@@ -151,9 +149,10 @@ def test_the_programs_of_a_round_are_solved(clients: FederatedData, model: nn.Mo
         torch.where(exact < 1e-3, 0, exact)
         / torch.where(exact < 1e-3, 0, exact).sum(1, keepdim=True),
     )
+    # As uplinks come in.
     order = [
         int(n) for n in torch.tensor(clients.train.counts).argsort(descending=True, stable=True)
-    ]  # as uplinks come in
+    ]
     a = result.server["head"]["weights"][order][:, order]
     assert_close(a, mixing(h, v, h), atol=1e-12, rtol=0)
     assert_close(result.server["head"]["each"][order], a @ known["head"], atol=1e-12, rtol=0)

@@ -20,11 +20,9 @@ from tests.cases import close, federation, keeping, run, weights
 def test_a_rare_environment_keeps_its_weight(name: str):
     """Three rows of 200, of which losses on 50 evenly spaced ones would have none."""
     rng = torch.Generator().manual_seed(0)
-    x, y, environment = (
-        torch.randn(200, 8, generator=rng),
-        torch.arange(200) % 3,
-        torch.zeros(200, dtype=torch.int64),
-    )
+    x = torch.randn(200, 8, generator=rng)
+    y = torch.arange(200) % 3
+    environment = torch.zeros(200, dtype=torch.int64)
     environment[[31, 90, 177]] = 1
     clients = bf.data.from_arrays([x], [y], environments=[environment], outputs=3, test_share=0)
     options = {"lower": "group_dro"} if name == "perinvfl" else {}

@@ -169,9 +169,10 @@ def moments(s: float, n: float, c: float) -> tuple[Tensor, Tensor]:
     """Four points with the exact second moments of  x1 ~ N(0, s), x3 ~ N(0, 1), y = x1 + c x3 +
     N(0, s), x2 = y + N(0, n).
     """
+    # Of x1, x3, both noises.
     mix = torch.tensor(
         [[1.0, 0, 0, 0], [1, c, 1, 1], [0, 1, 0, 0], [1, c, 1, 0]], dtype=torch.float64
-    )  # of x1, x3, both noises
+    )
     root = mix * torch.tensor([s, 1.0, s, n], dtype=torch.float64).sqrt()
     points = 2 * root.T  # [4, 4]: their mean square is root root'
     return points[:, :3], points[:, 3]

@@ -202,24 +202,18 @@ def sweeps(shape: float, scale: float, count: int = 3000) -> Tensor:
     )
     y = torch.einsum("jnd,jd->jn", x, truth) + torch.randn(5, n, generator=rng).double()
     a, b = x.mT @ x, torch.einsum("jnd,jn->jd", x, y)
-    mu, variance, w = (
-        torch.zeros(5, dim).double(),
-        torch.ones(5, dim).double(),
-        torch.zeros(dim).double(),
-    )
+    mu = torch.zeros(5, dim).double()
+    variance = torch.ones(5, dim).double()
+    w = torch.zeros(dim).double()
     pool = Mean(weight=lambda server, uplink: 1 / uplink["rho2"])
     rho2 = torch.ones(5).double()
     for _ in range(count):
         rho2 = closest_variance((mu, variance), w, shape=shape, scale=scale).clamp_min(1e-6)
         precision = a + torch.eye(dim).double() / rho2[:, None, None]
-        mu, variance = (
-            torch.linalg.solve(precision, b + w / rho2[:, None]),
-            1 / precision.diagonal(dim1=1, dim2=2),
-        )
-        server, uplink = (
-            {"head": {"loc": w}},
-            {"head": {"loc": mu}, "rho2": rho2, "n": torch.ones(5)},
-        )
+        mu = torch.linalg.solve(precision, b + w / rho2[:, None])
+        variance = 1 / precision.diagonal(dim1=1, dim2=2)
+        server = {"head": {"loc": w}}
+        uplink = {"head": {"loc": mu}, "rho2": rho2, "n": torch.ones(5)}
         w = pool.solve(server, "head", pool.accumulate(None, server, "head", uplink))["loc"]
     return (1 / rho2).max() / (1 / rho2).sum()
 
@@ -286,10 +280,8 @@ def test_what_the_head_minimises(clients: FederatedData, scale: str):
         phase for phase in algorithm.phases if getattr(phase, "blocks", None) == ("head",)
     )
     x, y = (t.double() for t in clients.train.client(0))
-    belief = {
-        "loc": torch.linspace(-1, 1, DIM).double(),
-        "rho": torch.full((DIM,), -20.0).double(),
-    }  # so narrow that draws are the mean
+    # So narrow that draws are the mean.
+    belief = {"loc": torch.linspace(-1, 1, DIM).double(), "rho": torch.full((DIM,), -20.0).double()}
     view = {
         "head": belief,
         "body": {"loc": torch.eye(DIM).double().flatten()},
@@ -347,11 +339,8 @@ def test_a_scale_that_is_never_updated(clients: FederatedData):
     """The prior's scale stays what was asked for, for clients that join later, too; all clients
     have one weight in the centre.
     """
-    learnt: dict[str, Any] = {
-        "init_scale": 1.0,
-        "scale_rate": 1.0,
-        "head_start": "normal",
-    }  # as in pfedvem, but for the prior's scale
+    # As in pfedvem, but for the prior's scale.
+    learnt: dict[str, Any] = {"init_scale": 1.0, "scale_rate": 1.0, "head_start": "normal"}
     algorithm = bf.algorithms.pfedvem_held(
         linear(), prior_scale=0.7, likelihood=Gaussian(NOISE), head_epochs=2, **learnt
     )

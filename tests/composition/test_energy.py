@@ -269,10 +269,8 @@ def test_a_penalty_by_hand(
     x, y = (t.double() if t.is_floating_point() else t for t in one.train.client(0))
     network = copy.deepcopy(model).double()
     lr, scale = 0.01, len(x) if likelihood == "sum" else 1
-    view, batch = (
-        {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)},
-        {"weight": torch.ones(len(x), dtype=torch.float64)},
-    )
+    view = {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)}
+    batch = {"weight": torch.ones(len(x), dtype=torch.float64)}
     for part in (network.body, network.head):
         features = network.body(x)
         outputs = network.head(features)

@@ -149,10 +149,8 @@ def test_ties_as_one_gaussian(l2, lam):
     max(1, gamma_t).
     """
     prior = tied(Annealed(40.0, start=2), l2=l2, lam=lam, centre=server_mean("w"))
-    w, centre = (
-        torch.tensor([[0.5, -2.0], [1.0, 3.0]], dtype=torch.float64),
-        torch.tensor([1.5, 1.0], dtype=torch.float64),
-    )
+    w = torch.tensor([[0.5, -2.0], [1.0, 3.0]], dtype=torch.float64)
+    centre = torch.tensor([1.5, 1.0], dtype=torch.float64)
     view = {"n": torch.tensor([5.0, 17.0], dtype=torch.float64)}
     for round, scale in ((1, 1.0), (2, 40.0)):
         given: dict[str, Any] = {"w": {"loc": centre}, "round": round, "rounds": 9}

@@ -181,11 +181,9 @@ def test_a_mixture_of_one_is_that_one(small: nn.Module, rule: Any, pi: list[floa
     single, theta, data = one_client(small, len(pi))
     weights, only = torch.tensor(pi, dtype=torch.float64), pi.index(1.0)
     theta[weights == 0] = torch.nan
-    n, x, noise = (
-        torch.tensor(20.0, dtype=torch.float64),
-        numbers(6, 4, seed=9),
-        numbers(5, 6, 3, seed=1),
-    )
+    n = torch.tensor(20.0, dtype=torch.float64)
+    x = numbers(6, 4, seed=9)
+    noise = numbers(5, 6, 3, seed=1)
     mixed = Mixture("components", "pi", each=rule)
     method = em(small, rule, components=len(pi))
     found = mixed(method, {}, {"components": {"loc": theta}, "pi": weights, "n": n}, data)
@@ -290,11 +288,9 @@ def test_components_that_are_beliefs(held: FederatedData, small: nn.Module, tmp_
     """Mean-field components, each linearised around its own mean; no data are needed."""
     method = em(small, LinearisedBelief(), posterior=MeanField(init_scale=0.3))
     result = run(method, held, 2)
-    x, layout, pi = (
-        held.test.client(1)[0].double(),
-        method.layout("components"),
-        result.private["pi"][1],
-    )
+    x = held.test.client(1)[0].double()
+    layout = method.layout("components")
+    pi = result.private["pi"][1]
     loc, variance = MeanField().moments(result.server["components"])
     probs = torch.zeros(9, 3, dtype=torch.float64)
     for m in range(2):

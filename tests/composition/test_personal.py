@@ -16,9 +16,8 @@ from bayesfl.data import FederatedData
 from bayesfl.optim import SGD
 from tests.cases import run
 
-FIT = Descend(
-    Energy("v", ("v",), likelihood="mean"), epochs=2, optimiser=SGD(0.1)
-)  # full batches draw nothing
+# Full batches draw nothing.
+FIT = Descend(Energy("v", ("v",), likelihood="mean"), epochs=2, optimiser=SGD(0.1))
 METHODS: dict[str, Any] = {
     "fedavg": {"epochs": 2, "batch_size": 10},
     "fedper": {"epochs": 1, "batch_size": 10},

@@ -215,10 +215,8 @@ def test_once_gets_the_losses_it_asks_for(
     net = bf.models.mlp(8, hidden=16, outputs=3)
     if likelihood.task == "regression":
         parts = [clients.train.client(j) for j in range(7)]
-        xs, ys = (
-            [x for x, _ in parts],
-            [torch.nn.functional.one_hot(y, 3).float() for _, y in parts],
-        )
+        xs = [x for x, _ in parts]
+        ys = [torch.nn.functional.one_hot(y, 3).float() for _, y in parts]
         clients = bf.data.from_arrays(xs, ys, test=(xs, ys), task="regression")
 
     def keep(algorithm: Any, given: Any, view: Any, data: Batch) -> Any:

@@ -48,10 +48,8 @@ def federation(
 ) -> tuple[Server, Uplink]:
     """A server and beliefs of clients of different sizes."""
     n = torch.arange(1.0, clients + 1, dtype=dtype) ** 2
-    loc, variance = (
-        numbers(clients, size, dtype=dtype),
-        numbers(clients, size, seed=1, dtype=dtype).exp(),
-    )
+    loc = numbers(clients, size, dtype=dtype)
+    variance = numbers(clients, size, seed=1, dtype=dtype).exp()
     server = {
         "w": {"loc": numbers(size, seed=2, dtype=dtype), "rho": numbers(size, seed=3, dtype=dtype)}
     }
@@ -156,10 +154,8 @@ def test_long_rows_are_added_as_short_ones():
     """In pieces, to the bit; of any layout."""
     loc = torch.randn(3, 3 * 2**16 + 5, generator=torch.Generator().manual_seed(0))
     for rows in (loc, loc.flip(1).t().contiguous().t()):
-        server, uplink = (
-            {"w": {"loc": torch.zeros(rows.shape[1])}},
-            {"n": torch.tensor([1.0, 2.0, 4.0]), "w": {"loc": rows}},
-        )
+        server = {"w": {"loc": torch.zeros(rows.shape[1])}}
+        uplink = {"n": torch.tensor([1.0, 2.0, 4.0]), "w": {"loc": rows}}
         total = Mean().accumulate(None, server, "w", uplink)["loc"]
         wanted = torch.zeros_like(total)
         for weight, row in zip((1.0, 2.0, 4.0), rows, strict=True):
@@ -207,10 +203,8 @@ def test_relaxed_goes_part_of_the_way(step):
 def test_relaxed_moves_all_that_travels(step):
     """Around a pool of Gaussians both tensors are relaxed."""
     server, uplink = federation()
-    new, found = (
-        pooled(Barycentre(), server, uplink),
-        pooled(Relaxed(Barycentre(), step), server, uplink),
-    )
+    new = pooled(Barycentre(), server, uplink)
+    found = pooled(Relaxed(Barycentre(), step), server, uplink)
     for key in ("loc", "rho"):
         assert_close(found[key], (1 - step) * server["w"][key] + step * new[key])
 
@@ -251,10 +245,8 @@ def test_product_with_the_prior_counted_once_is_the_pooled_posterior():
     """Conjugate linear regression: every client's posterior holds the prior, the pooled posterior
     holds it once.
     """
-    mean, precision = (
-        torch.tensor([0.5, 0.0, -0.5]).double(),
-        torch.tensor([1.0, 2.0, 0.5]).double(),
-    )
+    mean = torch.tensor([0.5, 0.0, -0.5]).double()
+    precision = torch.tensor([1.0, 2.0, 0.5]).double()
     data = shards()
     locs, precisions = zip(*[conjugate(x, y, mean, precision, 0.5) for x, y in data], strict=True)
     uplink = {
@@ -418,10 +410,8 @@ def test_weights_that_do_not_fit(pool, weight, message):
 def test_copies_are_weighed_together_or_each():
     """[C] or [C, M], and nothing else, for a block [C, M, D]."""
     loc = numbers(5, 2, 3)
-    server, uplink = (
-        {"w": {"loc": numbers(2, 3, seed=1)}},
-        {"n": torch.arange(1.0, 6).double(), "w": {"loc": loc}},
-    )
+    server = {"w": {"loc": numbers(2, 3, seed=1)}}
+    uplink = {"n": torch.arange(1.0, 6).double(), "w": {"loc": loc}}
     each = torch.rand(5, 2, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
     assert_close(
         pooled(Mean(lambda s, u: each), server, uplink)["loc"],

@@ -277,13 +277,11 @@ def test_a_number_is_of_the_predictor_that_it_was_chosen_for(
     )
     linked = replace(loaded.algorithm, predictor=LinearisedLaplace(link="per_class"))
     assert replace(loaded, algorithm=linked).tuned == replace(result, algorithm=linked).tuned
-    tuned_to = replace(
-        loaded.algorithm, finetune=result.algorithm.phases
-    )  # after which another number may fit
+    # After which another number may fit.
+    tuned_to = replace(loaded.algorithm, finetune=result.algorithm.phases)
     assert replace(loaded, algorithm=tuned_to).tuned == replace(result, algorithm=tuned_to).tuned
-    assert (
-        replace(bf.load(tmp_path / "run", result.algorithm), algorithm=given).tuned == 1e-3
-    )  # no data are needed
+    # No data are needed.
+    assert replace(bf.load(tmp_path / "run", result.algorithm), algorithm=given).tuned == 1e-3
     learnt = replace(
         loaded.algorithm, predictor=LinearisedLaplace(precision=lambda given, view: 2.0)
     )

@@ -61,12 +61,10 @@ def test_pull_is_distance_over_variance():
     """The derivative by the mean is (loc - centre) / variance, by the belief's variance 1 / (2
     variance).
     """
-    loc, var, centre, variance = (
-        numbers(6).requires_grad_(),
-        numbers(6).exp().requires_grad_(),
-        numbers(6, seed=1),
-        numbers(6, seed=2).exp(),
-    )
+    loc = numbers(6).requires_grad_()
+    var = numbers(6).exp().requires_grad_()
+    centre = numbers(6, seed=1)
+    variance = numbers(6, seed=2).exp()
     by_loc, by_var = torch.autograd.grad(
         normal(centre, variance).energy(loc, var, {}, {}), [loc, var]
     )
@@ -118,11 +116,9 @@ def test_inverse_size_is_a_pull_under_a_mean(strength):
     """KL / n with variance 1 / (strength n) pulls by strength (w_j - w), for clients of any size,
     one or many at once.
     """
-    n, w, centre = (
-        torch.tensor([1.0, 20.0, 300.0]).double(),
-        numbers(3, 4).requires_grad_(),
-        numbers(4, seed=1),
-    )
+    n = torch.tensor([1.0, 20.0, 300.0]).double()
+    w = numbers(3, 4).requires_grad_()
+    centre = numbers(4, seed=1)
     variance = inverse_size(strength)
     assert_close(variance({}, {"n": n}), (1 / (strength * n)).view(3, 1))
     assert variance({}, {"n": n[0]}).shape == (1,)

@@ -117,9 +117,8 @@ def test_every_way_ends_at_the_minimum(exchanges: int, block: int, monkeypatch: 
     at a time, or many: the same.
     """
     rng = torch.Generator().manual_seed(3)
-    h = torch.randn(
-        40, 3, generator=rng, dtype=torch.float64
-    )  # of rank 3: supports are small, and many exchanges are wrong
+    # Of rank 3: supports are small, and many exchanges are wrong.
+    h = torch.randn(40, 3, generator=rng, dtype=torch.float64)
     quadratic = h @ h.T + torch.diag(
         1e-3 + 1e-2 * torch.rand(40, generator=rng, dtype=torch.float64)
     )

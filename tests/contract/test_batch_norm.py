@@ -113,9 +113,8 @@ def test_resume_goes_on_bit_for_bit(case: Case, clients: FederatedData, tmp_path
     rest = run(case, clients, evaluate_every=1, resume=loaded)
     assert same_bits(state(whole), state(rest))
     assert_close(whole.predict().probs, rest.predict().probs, atol=0, rtol=0, equal_nan=True)
-    again = run(
-        case, clients, rounds=1, seed=9, start=tmp_path / "run"
-    )  # a new run, from where that one came
+    # A new run, from where that one came.
+    again = run(case, clients, rounds=1, seed=9, start=tmp_path / "run")
     assert all(bool(t.isfinite().all()) for t in state(again).values())
 
 

@@ -35,9 +35,8 @@ def test_a_clients_model_predicts_as_the_federation(
         again = bf.load_client(tmp_path / str(j), case(model)).predict(x)
         assert torch.equal(again.probs, found.probs)
         assert torch.equal(again.epistemic.nan_to_num(), found.epistemic.nan_to_num())
-        if (
-            result.algorithm.copies(result.algorithm.parts) is None or case.name == "ifca"
-        ):  # which chooses one of its copies
+        if result.algorithm.copies(result.algorithm.parts) is None or case.name == "ifca":
+            # Which chooses one of its copies.
             with torch.no_grad():
                 outputs = one.model()(x.double())
             assert_close(outputs.softmax(-1), means.client(j).probs, atol=1e-12, rtol=0)

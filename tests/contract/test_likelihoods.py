@@ -190,10 +190,8 @@ def test_predictions_survive_files(case: Case, name: str, tmp_path: Path):
     )
     result.client(3).save(tmp_path / "client", plug_in=algorithm.predictor is None)
     x = np.asarray(case.data.test.client(3)[0])
-    mine, theirs = (
-        result.client(3).predict(x, draws=0),
-        bf.load_client(tmp_path / "client", algorithm).predict(x, draws=0),
-    )
+    mine = result.client(3).predict(x, draws=0)
+    theirs = bf.load_client(tmp_path / "client", algorithm).predict(x, draws=0)
     assert mine.likelihood == theirs.likelihood == case.likelihood
     for key in ("probs", "mean", "variance", "lower", "upper"):
         one, other = getattr(mine, key), getattr(theirs, key)
@@ -255,9 +253,8 @@ def test_a_learned_scale_learns_at_the_methods_own_rates(name: str):
     )
     result = bf.simulate(algorithm, data, rounds=10, evaluate_every=10, progress=False)
     found = result.predict()
-    assert (
-        found.summary(data.test)["rmse"] < 1.5
-    )  # the targets' deviation is 1; lower floors gave 39
+    # The targets' deviation is 1; lower floors gave 39.
+    assert found.summary(data.test)["rmse"] < 1.5
     assert float(found.variance.nan_to_num(1.0).min()) >= 0.2**2  # type: ignore[union-attr]
 
 

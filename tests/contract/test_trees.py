@@ -70,9 +70,8 @@ def with_predictors(name: str, model: nn.Module) -> bf.Algorithm:
     )
 
 
-METHODS = {
-    str(case): case for case in CASES if case.name != "fedbn"
-}  # which wants a norm, and is otherwise fedper
+# Which wants a norm, and is otherwise fedper.
+METHODS = {str(case): case for case in CASES if case.name != "fedbn"}
 METHODS |= {
     name: lambda model, name=name: with_predictors(name, model)
     for name in ("full", "subnetwork", "diagonal", "belief", "mixture")

@@ -108,9 +108,8 @@ class Case:
         x = torch.randn(
             count, *self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
         )
-        x[:, 0] *= (
-            torch.arange(count).view(-1, *(1,) * (x.dim() - 2)) % 3 > 0
-        )  # some inputs are zero
+        # Some inputs are zero.
+        x[:, 0] *= torch.arange(count).view(-1, *(1,) * (x.dim() - 2)) % 3 > 0
         return x
 
 

@@ -92,12 +92,10 @@ class Mean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.relu, self.b, self.head = (
-            nn.Conv2d(2, 3, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(3, 3, 3, padding=1),
-            nn.Linear(3, 3),
-        )
+        self.a = nn.Conv2d(2, 3, 3, padding=1)
+        self.relu = nn.ReLU()
+        self.b = nn.Conv2d(3, 3, 3, padding=1)
+        self.head = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.a(x))
@@ -214,10 +212,8 @@ def test_other_numbers_than_those_of_torch_func(on_a_gpu, monkeypatch, broken, l
         return None if found is None else 1.1 * found
 
     outputs = 1 if isinstance(likelihood, Bernoulli) else 3
-    model, x = (
-        nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, outputs)),
-        vectors(),
-    )
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, outputs))
+    x = vectors()
     curvature = Curvature(model, likelihood)
     assert_close(
         curvature.diagonal(x),

@@ -110,10 +110,8 @@ def test_several_inputs():
     """
     one, two, x, a, b = brute.two_inputs(9)
     curvature, want = Curvature(two), Curvature(one).diagonal(x)
-    pairs, named = (
-        [(a[i], b[i]) for i in (slice(4), slice(4, 9))],
-        [{"a": a[i], "b": b[i]} for i in (slice(4), slice(4, 9))],
-    )
+    pairs = [(a[i], b[i]) for i in (slice(4), slice(4, 9))]
+    named = [{"a": a[i], "b": b[i]} for i in (slice(4), slice(4, 9))]
     loaders = [
         torch.utils.data.DataLoader(Pairs(a, b, names=names), batch_size=2)
         for names in (False, True)

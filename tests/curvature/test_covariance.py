@@ -76,9 +76,8 @@ def test_the_columns_of_the_dual_factor_are_no_examples():
     x, curvature = case.data(6), Curvature(case.model())
     inverse = invert(curvature, x, 1.0, form="dual")
     root = Covariance.of(inverse, limit=LIMIT).root
-    assert_close(
-        root.T @ root, torch.diag((root.T @ root).diagonal()), atol=1e-10, rtol=0
-    )  # along eigenvectors, which mix examples
+    # Along eigenvectors, which mix examples.
+    assert_close(root.T @ root, torch.diag((root.T @ root).diagonal()), atol=1e-10, rtol=0)
     first = root[: 7 * 6].view(6, 7, -1) / root[42:48].view(6, 1, -1)
     rows = first.permute(0, 2, 1).reshape(-1, 7)
     rows = rows[rows.isfinite().all(1)]

@@ -92,9 +92,8 @@ def check(inverse, h: Tensor, columns: Tensor, x: Tensor, model: nn.Module) -> N
     assert_close(between, columns @ covariance @ columns.mT, **EXACT)
     assert_close(inverse.marginals(), covariance.diagonal(), **EXACT)
     assert_close(inverse.log_det(), torch.logdet(h), **EXACT)
-    linear = inverse.sample(
-        torch.eye(inverse.noise_size, dtype=torch.float64)
-    )  # a draw is linear in the noise
+    # A draw is linear in the noise.
+    linear = inverse.sample(torch.eye(inverse.noise_size, dtype=torch.float64))
     assert_close(linear.T @ linear, covariance, **EXACT)
     noise = torch.randn(3, inverse.noise_size, generator=generator(8), dtype=torch.float64)
     assert_close(inverse.sample(noise), noise @ linear, **EXACT)
@@ -136,10 +135,8 @@ def test_all_indices_are_the_whole(form):
     model, x, test = case.model(), case.data(6), case.data(4, seed=3)
     curvature = Curvature(model)
     order = torch.randperm(curvature.size, generator=generator(7))
-    part, whole = (
-        invert(curvature, x, 0.3, indices=order, form=form),
-        invert(curvature, x, 0.3, form=form),
-    )
+    part = invert(curvature, x, 0.3, indices=order, form=form)
+    whole = invert(curvature, x, 0.3, form=form)
     assert_close(part.marginals(), whole.marginals()[order], **EXACT)
     assert_close(part.log_det(), whole.log_det(), **EXACT)
     assert_close(part.predict(test), whole.predict(test), **EXACT)
@@ -235,9 +232,8 @@ def test_examples_without_rows_are_split_off():
         model[0].weight.copy_(torch.tensor([[1.0], [-1.0]]))
         model[0].bias.zero_()
     x = torch.tensor([[1.0], [2.0], [-1.0], [-3.0], [4.0]], dtype=torch.float64)
-    inverse = invert(
-        Curvature(model), x, 1.0, indices=torch.tensor([1]), form="dual"
-    )  # the unit that fires for negative inputs
+    # The unit that fires for negative inputs.
+    inverse = invert(Curvature(model), x, 1.0, indices=torch.tensor([1]), form="dual")
     assert inverse.order == 2
     want = torch.linalg.inv(brute.ggn(model, Categorical(), x)[1:2, 1:2] + 1)
     assert_close(inverse.marginals(), want[0], **EXACT)

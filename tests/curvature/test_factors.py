@@ -22,10 +22,8 @@ def test_both_ways_to_the_marginals(unit: int, monkeypatch: pytest.MonkeyPatch):
     used: list[str] = []
     for name in ("quadratic_into", "solved_into"):
         monkeypatch.setattr(factors.Outer, name, _noting(getattr(factors.Outer, name), name, used))
-    model, x = (
-        bf.models.mlp(5, hidden=6, outputs=3, seed=1).double(),
-        torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).double(),
-    )
+    model = bf.models.mlp(5, hidden=6, outputs=3, seed=1).double()
+    x = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).double()
     curvature, precision = Curvature(model), torch.linspace(0.5, 2.0, 57, dtype=torch.float64)
     dual = invert(curvature, x, precision, form="dual").marginals()
     assert set(used) == {"solved_into" if unit else "quadratic_into"}

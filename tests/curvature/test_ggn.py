@@ -46,9 +46,8 @@ def test_curvature_that_is_not_finite_is_named():
     with pytest.raises(ValueError, match=r"outputs .*not finite .*5 of 5"):
         Curvature(model).diagonal(torch.ones(5, 3))
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh(), nn.Linear(2, 2))
-    x = torch.full((4, 3), 1e30) * torch.tensor(
-        [1.0, 0.0, 0.0]
-    )  # its square is beyond float32, the outputs are not
+    # Its square is beyond float32, the outputs are not.
+    x = torch.full((4, 3), 1e30) * torch.tensor([1.0, 0.0, 0.0])
     for backend in ("layers", "func"):
         with torch.no_grad():
             model[0].weight.zero_()

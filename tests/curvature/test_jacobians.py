@@ -15,11 +15,9 @@ from tests.curvature.made import EXACT, chosen
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
 def test_jacobian_columns_and_gram(case, backend):
     model, x, other = case.model(), case.data(9), case.data(5, seed=3)
-    curvature, j, k = (
-        Curvature(model, backend=backend),
-        brute.jacobian(model, x),
-        brute.jacobian(model, other),
-    )
+    curvature = Curvature(model, backend=backend)
+    j = brute.jacobian(model, x)
+    k = brute.jacobian(model, other)
     indices = chosen(curvature.size)
     weight = torch.rand(
         curvature.size, generator=torch.Generator().manual_seed(4), dtype=torch.float64

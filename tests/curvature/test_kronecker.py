@@ -146,9 +146,8 @@ def test_the_last_layer_is_a_pattern(theirs, case, head, structure, their_struct
     from laplace.curvature import BackPackGGN, CurvlinopsGGN
 
     x, new = case.data(9), case.data(5, seed=3)
-    backend = (
-        CurvlinopsGGN if structure == "kfac" else BackPackGGN
-    )  # the former's full GGN is of single precision
+    # The former's full GGN is of single precision.
+    backend = CurvlinopsGGN if structure == "kfac" else BackPackGGN
     options = {
         "subset_of_weights": "last_layer",
         "last_layer_name": head,
@@ -222,9 +221,8 @@ def test_it_is_the_matrix_written_out(backend, likelihood):
             (model(new).detach(), j @ covariance @ j.mT),
             **EXACT,
         )
-        linear = (
-            fitted.sample(torch.eye(fitted.noise_size, dtype=torch.float64)) - fitted.loc
-        )  # a draw is linear in the noise
+        # A draw is linear in the noise.
+        linear = fitted.sample(torch.eye(fitted.noise_size, dtype=torch.float64)) - fitted.loc
         assert_close(linear.T @ linear, covariance, **EXACT)
         assert_close(linear, linear.T, **EXACT)  # and the root is the symmetric one
         if isinstance(likelihood, Categorical):
@@ -248,9 +246,10 @@ def test_one_layer_and_one_example_leave_nothing_out(likelihood):
     assert_close(kfac.linearised(new), full.linearised(new), **EXACT)
     assert_close(kfac.log_marginal_likelihood(x, y), full.log_marginal_likelihood(x, y), **EXACT)
     assert_close(kfac.diagonal, full.diagonal, rtol=0, atol=0)
+    # A sum over the data.
     twice = Laplace.fit(
         model, torch.cat([x, x]), precision=0.3, structure="kfac", likelihood=likelihood
-    )  # a sum over the data
+    )
     assert_close(
         twice.log_det(),
         Laplace.fit(model, torch.cat([x, x]), precision=0.3, likelihood=likelihood).log_det(),
@@ -310,11 +309,12 @@ def test_what_it_says_of_itself():
     x[:, 1] = 0
     fitted = Laplace.fit(network(), x, precision=0.3, structure="kfac")
     assert isinstance(fitted.inverse, Kronecker)
+    # 6 inputs and a bias.
     assert (fitted.inverse.form, fitted.inverse.order, fitted.inverse.size) == (
         "kronecker",
         7,
         len(fitted.loc),
-    )  # 6 inputs and a bias
+    )
     assert fitted.inverse.uncurved_share == 6 / len(fitted.loc)
     assert_close(fitted.moments()[1][1:24:4], torch.full((6,), 1 / 0.3, dtype=torch.float64))
     assert (
@@ -418,9 +418,8 @@ def test_layers_beside_those_covered_may_be_any():
     """The head of a network that has a group norm."""
     fitted = Laplace.fit(NORM, IMAGES, structure="kfac", pattern="3.*")
     assert fitted.predict(IMAGES)["probs"].isfinite().all()
-    assert all(
-        p.requires_grad for p in fitted.curvature.module.parameters()
-    )  # also of those not covered
+    # Also of those not covered.
+    assert all(p.requires_grad for p in fitted.curvature.module.parameters())
 
 
 def test_data_are_read_twice():

@@ -37,9 +37,8 @@ def test_root_is_exact():
     p = f.double().softmax(-1)
     lam = r @ r.mT
     assert lam.isfinite().all()
-    others = (
-        p.unsqueeze(1).expand(-1, 3, -1).masked_fill(torch.eye(3, dtype=torch.bool), 0).sum(-1)
-    )  # 1 - p without a difference
+    # 1 - p without a difference.
+    others = p.unsqueeze(1).expand(-1, 3, -1).masked_fill(torch.eye(3, dtype=torch.bool), 0).sum(-1)
     exact = torch.where(
         torch.eye(3, dtype=torch.bool), (p * others).unsqueeze(-1), -p[:, :, None] * p[:, None, :]
     )

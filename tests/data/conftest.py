@@ -27,10 +27,8 @@ def hundred():
     """
     superclasses = tuple(tuple(k for k in range(100) if FINE_TO_COARSE[k] == c) for c in range(20))
     rng = np.random.default_rng(0)
-    train, test = (
-        rng.permutation(np.repeat(np.arange(100), 500)),
-        rng.permutation(np.repeat(np.arange(100), 100)),
-    )
+    train = rng.permutation(np.repeat(np.arange(100), 500))
+    test = rng.permutation(np.repeat(np.arange(100), 100))
     return Source.from_parts(
         torch.arange(50_000.0)[:, None],
         torch.from_numpy(train),

@@ -24,9 +24,7 @@ def test_shares_are_stratified(data):
 
 def test_calibration_does_not_move_validation():
     xs, ys = arrays(sizes=(20, 30))
-    alone, both = (
-        from_arrays(xs, ys, validation=0.2),
-        from_arrays(xs, ys, validation=0.2, calibration=0.2),
-    )
+    alone = from_arrays(xs, ys, validation=0.2)
+    both = from_arrays(xs, ys, validation=0.2, calibration=0.2)
     assert alone.validation.index.tolist() == both.validation.index.tolist()
     assert "calibration" not in alone.splits

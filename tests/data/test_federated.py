@@ -215,9 +215,8 @@ def test_environments_go_with_their_rows():
     knows.
     """
     xs, ys = arrays(sizes=(20, 30, 25))
-    xs = [
-        np.hstack([x[:, :1], e[:, None]]) for x, e in zip(xs, environments(), strict=True)
-    ]  # written beside the row, to be known again
+    # Written beside the row, to be known again.
+    xs = [np.hstack([x[:, :1], e[:, None]]) for x, e in zip(xs, environments(), strict=True)]
     data = from_arrays(xs, ys, environments=environments(), validation=0.2, seed=3)
     ids = np.repeat([5, 7, 9], (20, 30, 25))
     order = np.random.default_rng(0).permutation(75)

@@ -134,9 +134,8 @@ def test_pachinko_draws_down_the_tree():
     expected = var + (1 / 3 - 1 / 9 - var) * (1 / many.sum(0)).mean()
     assert abs(fine.mean() - 1 / 3) < 0.02
     both = counts[:, (counts[:3].sum(0) > 20) & (counts[3:6].sum(0) > 20)]
-    assert (
-        abs(np.corrcoef(both[0] / both[:3].sum(0), both[3] / both[3:6].sum(0))[0, 1]) < 0.2
-    )  # each superclass has weights of its own
+    # Each superclass has weights of its own.
+    assert abs(np.corrcoef(both[0] / both[:3].sum(0), both[3] / both[3:6].sum(0))[0, 1]) < 0.2
     assert abs(fine.var() / expected - 1) < 0.15
 
 

@@ -60,10 +60,8 @@ def test_digests_of_whole_numbers_are_of_their_bytes_and_their_type():
 @pytest.mark.parametrize("size", [1, 7, 4096])
 def test_pieces_do_not_change_what_is_found(monkeypatch, size):
     """Pieces are of bytes: of one row at least, of none for tensors without rows or numbers."""
-    wide, double = (
-        torch.arange(60, dtype=torch.int16).reshape(20, 3),
-        torch.arange(20.0, dtype=torch.float64),
-    )
+    wide = torch.arange(60, dtype=torch.int16).reshape(20, 3)
+    double = torch.arange(20.0, dtype=torch.float64)
     whole = [digest_of(t.clone()) for t in (wide, double, wide[:0], wide[:, :0])]
     monkeypatch.setattr(tensors, "_PIECE", size)
     assert [digest_of(t.clone()) for t in (wide, double, wide[:0], wide[:, :0])] == whole
@@ -84,9 +82,8 @@ def test_digests_of_trees_know_names_and_not_their_order():
 def test_rows_that_are_not_finite_are_marked():
     x = torch.zeros(2500, 3)
     assert not_finite(x) is None
-    x[[7, 2400], [0, 2]] = torch.tensor(
-        [float("nan"), float("inf")]
-    )  # changed in place, which is noticed
+    # Changed in place, which is noticed.
+    x[[7, 2400], [0, 2]] = torch.tensor([float("nan"), float("inf")])
     bad = not_finite(x)
     assert bad is not None
     assert bad.nonzero().flatten().tolist() == [7, 2400]

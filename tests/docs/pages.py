@@ -33,10 +33,8 @@ def run(page: Path, folder: Path) -> Iterator[tuple[str, str | None]]:
     A block that begins with `# file: NAME` is written to that file instead; where the page's
     network runs, so does one in this process.
     """
-    text, names = (
-        page.read_text(encoding="utf-8"),
-        {"__name__": f"docs_{page.stem.replace('-', '_')}"},
-    )
+    text = page.read_text(encoding="utf-8")
+    names = {"__name__": f"docs_{page.stem.replace('-', '_')}"}
     for part in PART.finditer(text):
         if part["code"] is None:
             network(folder)
@@ -46,9 +44,8 @@ def run(page: Path, folder: Path) -> Iterator[tuple[str, str | None]]:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(part["code"])
             continue
-        block = (
-            "\n" * text.count("\n", 0, part.start("code")) + part["code"]
-        )  # at the lines where they stand: tracebacks name them
+        # At the lines where they stand: tracebacks name them.
+        block = "\n" * text.count("\n", 0, part.start("code")) + part["code"]
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             exec(compile(block, str(page), "exec"), names)
         yield shown.getvalue(), part["printed"]

@@ -274,9 +274,8 @@ def test_invariance_is_looked_at(tmp_path, capsys):
     assert [line.split("  ")[0] for line in out.splitlines() if line.startswith("(")] == list(
         written
     )
-    for p in (
-        example.CASES
-    ):  # colour agrees with the label in so many of 359 images, which are the same in each case
+    for p in example.CASES:
+        # Colour agrees with the label in so many of 359 images, which are the same in each case.
         assert abs(written["(colour alone)"][f"p{p}"] - p) < 3 * (0.25 / 359) ** 0.5
         assert (written["(coin)"][f"p{p}"], written["(shape, at most)"][f"p{p}"]) == (0.5, 0.75)
     images, labels = clients.test.client(2)

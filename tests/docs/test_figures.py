@@ -49,8 +49,8 @@ once, which the page then says: timings in decision 0008, other runs in speed.
 def test_a_figure_is_written_as_its_expression_says():
     """With the decimals and the unit that stand there; what is no figure stays."""
     text = (
-        "version 3.11, **1.5 %**<!-- = 100 * 0.25 -->, .05<!-- = 1 / 8 -->, 7 nats<!-- = "
-        "len([1, 2]) -->, 1,000<!-- = 2e4 -->"
+        "version 3.11, **1.5 %**<!-- = 100 * 0.25 -->, .05<!-- = 1 / 8 -->, 7 nats<!-- = len([1, "
+        "2]) -->, 1,000<!-- = 2e4 -->"
     )
     assert FIGURES["written"](text) == text.replace("1.5", "25.0").replace(".05", ".12").replace(
         "7 ", "2 "

@@ -121,10 +121,8 @@ def parameters(
     the covered ones.
     """
     layout = Layout(copy.deepcopy(module).requires_grad_(), "*")
-    fixed, moving = (
-        layout.leaves(0.6 * numbers(C, layout.size, seed=1)),
-        layout.leaves(0.6 * numbers(C, S, layout.size, seed=2)),
-    )
+    fixed = layout.leaves(0.6 * numbers(C, layout.size, seed=1))
+    moving = layout.leaves(0.6 * numbers(C, S, layout.size, seed=2))
     return {
         name: moving[name] if name in drawn else fixed[name]
         for name in layout.names
@@ -148,10 +146,8 @@ def slow(
     """The module itself, one client and one draw at a time: outputs, whether lifted, slopes of
     every leaf and, as "", of x.
     """
-    leaves, x = (
-        {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()},
-        x.clone().requires_grad_(),
-    )
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
+    x = x.clone().requires_grad_()
     own = dict(module.named_parameters())
     drawn = {name for name, leaf in leaves.items() if leaf.dim() == own[name].dim() + 2}
     up = lifted or bool(drawn)

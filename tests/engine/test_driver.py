@@ -42,14 +42,11 @@ def test_chunks_of_a_cpu():
     chunks at least.
     """
     algorithms = bf.algorithms
-    small, medium, large = (
-        bf.models.mlp(4, hidden=8, outputs=2),
-        bf.models.mlp(100, hidden=200, outputs=10),
-        bf.models.mlp(784, outputs=10),
-    )
-    assert (
-        sum(p.numel() for p in medium.parameters()) == 22_210
-    )  # 12 MiB hold 17 of them, each counted eight times in four bytes
+    small = bf.models.mlp(4, hidden=8, outputs=2)
+    medium = bf.models.mlp(100, hidden=200, outputs=10)
+    large = bf.models.mlp(784, outputs=10)
+    # 12 MiB hold 17 of them, each counted eight times in four bytes.
+    assert sum(p.numel() for p in medium.parameters()) == 22_210
     lenet = bf.models.lenet((1, 12, 12), outputs=2, channels=(2, 2), hidden=(4, 4))
     cases = (
         (
@@ -81,11 +78,9 @@ def test_kernels_of_a_cpu():
     """Rules where there are rules, many convolutions client by client, but not under a head that is
     trained on features.
     """
-    lenet, large, mlp = (
-        bf.models.lenet((1, 28, 28), outputs=3),
-        bf.models.cifar100_cnn(),
-        bf.models.mlp(4, outputs=2),
-    )
+    lenet = bf.models.lenet((1, 28, 28), outputs=3)
+    large = bf.models.cifar100_cnn()
+    mlp = bf.models.mlp(4, outputs=2)
     own = bf.models.split(
         nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), head="2"
     )

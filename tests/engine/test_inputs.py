@@ -207,9 +207,8 @@ def test_augmented_steps_by_hand(data: FederatedData, kernel: Any, batch_size: i
         n = torch.from_numpy(some.train.counts).double()
         server = torch.stack(ended).mT @ n / n.sum()
     assert_close(found.server["w"]["loc"], server, rtol=0, atol=1e-12)
-    assert [len(rows) for rows in sorted(seen[CALLS:], key=len)] == sorted(
-        sizes
-    )  # without padding, and the calls of the look at it
+    # Without padding, and the calls of the look at it.
+    assert [len(rows) for rows in sorted(seen[CALLS:], key=len)] == sorted(sizes)
 
 
 def test_augmentation_is_the_same_wherever_it_runs(data: FederatedData):

@@ -340,10 +340,8 @@ def test_a_grouped_convolution_is_one_for_each_client(groups: int, bias: bool):
     """
     layer = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=groups, bias=bias).double()
     rng = torch.Generator().manual_seed(0)
-    weight, x = (
-        torch.randn(3, *layer.weight.shape, generator=rng).double(),
-        torch.randn(3, 5, 4, 7, 7, generator=rng).double(),
-    )
+    weight = torch.randn(3, *layer.weight.shape, generator=rng).double()
+    x = torch.randn(3, 5, 4, 7, 7, generator=rng).double()
     shift = torch.randn(3, 6, generator=rng).double() if bias else None
     outcome = []
     for grouped in (False, True):

@@ -69,10 +69,8 @@ def test_still_features_are_computed_once():
         (of_layers(module, owners(module)), True, 4),
     ):
         calls.clear()
-        network, slopes = (
-            Network(module, counting, still=still),
-            {name: torch.empty_like(leaves[name]) for name in wanted},
-        )
+        network = Network(module, counting, still=still)
+        slopes = {name: torch.empty_like(leaves[name]) for name in wanted}
         for active in (C, C, 2, 2):
             found = network(*tree_map(lambda t, a=active: t[:a], (leaves, x, slopes)))
             assert_close(found.outputs, slow(module, leaves, x, False)[0][:active])

@@ -175,9 +175,8 @@ def test_what_the_warning_names_fits(
         )
     else:
         assert_close(rate * (curvature + precision), 2 * (1 + momentum), rtol=0.01, atol=0.0)
-    if (
-        prox or share < 1
-    ):  # a weaker tie helps no steps that solve for it, nor where the data alone are too much
+    if prox or share < 1:
+        # A weaker tie helps no steps that solve for it, nor where the data alone are too much.
         assert "a tie below" not in words
         return
     tie, scale = words.split("a tie below ")[1].split(" (")[0].split(", a prior scale above ")

@@ -124,9 +124,8 @@ def test_who_is_below_the_promise():
             found, units=("a",), rows=np.array([200]), held=np.array([184])
         ).table()
     )
-    assert (
-        dataclasses.replace(found, held=np.array([170, 184])).below == ()
-    )  # .85 of 200 is not beyond chance, among two
+    # .85 of 200 is not beyond chance, among two.
+    assert dataclasses.replace(found, held=np.array([170, 184])).below == ()
     assert "below the promise: ['b']" in repr(found)
 
 
@@ -197,10 +196,8 @@ def test_labels_of_an_example_are_places():
 def test_numbers_have_widths():
     """An interval without end makes its unit's width infinite; errors are of means."""
     rng = torch.Generator().manual_seed(0)
-    mean, y = (
-        torch.rand(3, 30, 2, generator=rng).double(),
-        torch.rand(3, 30, 2, generator=rng).double(),
-    )
+    mean = torch.rand(3, 30, 2, generator=rng).double()
+    y = torch.rand(3, 30, 2, generator=rng).double()
     lower, upper = mean - 0.4, mean + 0.4
     upper[1, 0] = torch.inf
     blank = torch.full((3, 30), torch.nan)
@@ -288,8 +285,8 @@ def test_answers_are_counted_among_themselves():
     wrong, answers = int(answered.sum() - right.sum()), int(answered.sum())
     low, high = clopper_pearson(np.array(wrong), np.array(answers), 0.05)
     line = (
-        f"Wrong among all {answers} answers: {wrong / answers:.2f}, {low:.2f} to {high:.2f} "
-        "with probability 0.95; promised: at most 0.3."
+        f"Wrong among all {answers} answers: {wrong / answers:.2f}, {low:.2f} to {high:.2f} with "
+        "probability 0.95; promised: at most 0.3."
     )
     assert line in found.table()
     assert "answered" not in audited(Counting("client", ("a", "b", "c")), given).table()
@@ -299,11 +296,9 @@ def test_quantiles_promise_their_own_level():
     """Intervals of a likelihood are audited without a step; ends that hold the truth are
     counted.
     """
-    lower, upper, y = (
-        torch.zeros(3, 30, 1),
-        torch.ones(3, 30, 1),
-        torch.linspace(-0.5, 1.5, 30).expand(3, 30)[..., None],
-    )
+    lower = torch.zeros(3, 30, 1)
+    upper = torch.ones(3, 30, 1)
+    y = torch.linspace(-0.5, 1.5, 30).expand(3, 30)[..., None]
     given = Predictions(
         MASK,
         torch.full((3, 30), torch.nan),

@@ -25,10 +25,8 @@ def pair(
     makes ties.
     """
     rng = torch.Generator().manual_seed(0)
-    inside, outside = (
-        torch.randn(clients, own, generator=rng).double(),
-        0.8 + torch.randn(clients, others, generator=rng).double(),
-    )
+    inside = torch.randn(clients, own, generator=rng).double()
+    outside = 0.8 + torch.randn(clients, others, generator=rng).double()
     if levels:
         inside, outside = ((t * levels).round() / levels for t in (inside, outside))
     masks = [
@@ -81,14 +79,10 @@ def test_scores_of_predictions():
 
 def test_unseen_labels():
     """Of each client the classes that it has no training example of; padding is nobody's."""
-    labels, mask = (
-        torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]]),
-        torch.tensor([[True] * 4, [True, True, True, False]]),
-    )
-    train, train_mask = (
-        torch.tensor([[0, 2, 3], [1, 1, 0]]),
-        torch.tensor([[True, True, False], [True, True, False]]),
-    )
+    labels = torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]])
+    mask = torch.tensor([[True] * 4, [True, True, True, False]])
+    train = torch.tensor([[0, 2, 3], [1, 1, 0]])
+    train_mask = torch.tensor([[True, True, False], [True, True, False]])
     assert detection.unseen(labels, mask, train, train_mask).tolist() == [
         [False, True, False, True],
         [True, False, True, False],
@@ -270,9 +264,8 @@ def test_selective_limits():
     n = 20000
     wrong = torch.arange(n)[None] >= 0.7 * n
     curve = detection.risk_coverage(torch.arange(n)[None].double(), ~wrong, full(wrong))
-    assert curve.aurc == pytest.approx(
-        0.3 + 0.7 * math.log(0.7), abs=1e-4
-    )  # r + (1 - r) log(1 - r), the limit of many examples
+    # R + (1 - r) log(1 - r), the limit of many examples.
+    assert curve.aurc == pytest.approx(0.3 + 0.7 * math.log(0.7), abs=1e-4)
     assert (detection.aurc(-perfect, right, mask) >= errors).all()
     assert detection.aurc(perfect, full(right), mask).tolist() == [0] * 4
     assert_close(detection.selective_accuracy(*selective(), coverage=1), 1 - errors)

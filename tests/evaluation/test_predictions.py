@@ -188,11 +188,9 @@ def test_numbers_are_measured_under_the_likelihood():
     it.
     """
     y = torch.tensor([0.0, 2.0, 5.0])
-    data, mask, mean = (
-        ClientData(torch.zeros(3, 2), y, torch.arange(3), np.array([3])),
-        torch.ones(1, 3).bool(),
-        torch.full((1, 3, 1), 2.0),
-    )
+    data = ClientData(torch.zeros(3, 2), y, torch.arange(3), np.array([3]))
+    mask = torch.ones(1, 3).bool()
+    mean = torch.full((1, 3, 1), 2.0)
     epistemic = torch.zeros(1, 3)
     for likelihood, wanted in (
         (Poisson(), -torch.distributions.Poisson(2.0).log_prob(y)),
@@ -218,10 +216,8 @@ def test_places_take_sets_and_answers_along():
     """Each label of an example becomes an example, with its own set and whether it is answered."""
     rng = torch.Generator().manual_seed(0)
     probs = torch.rand(2, 3, 4, 5, generator=rng).softmax(-1)
-    mask, labels = (
-        torch.tensor([[True, True, False], [True, True, True]]),
-        torch.randint(5, (2, 3, 4), generator=rng),
-    )
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    labels = torch.randint(5, (2, 3, 4), generator=rng)
     sets, answered = probs > 0.2, probs.amax(-1) > 0.25
     found = Predictions(
         mask,

@@ -145,10 +145,8 @@ def test_an_interval_by_draws():
     """Ends are averaged over draws, which cannot cross; what they disagree on is epistemic."""
     outputs = numbers(5, 3, 4)
     seen = Quantiles().predictive(outputs)
-    lower, upper = (
-        outputs[..., :2],
-        outputs[..., :2] + torch.nn.functional.softplus(outputs[..., 2:]),
-    )
+    lower = outputs[..., :2]
+    upper = outputs[..., :2] + torch.nn.functional.softplus(outputs[..., 2:])
     assert (seen["upper"] > seen["lower"]).all()
     assert_close(seen["lower"], lower.mean(0))
     assert_close(seen["upper"], upper.mean(0))

@@ -125,16 +125,12 @@ def targets(task: Any, count: int, y: Tensor) -> Targets:
     return Targets(task, count, y)
 
 
-CLASSES, TWO, NUMBERS = (
-    targets("classification", 5, labels(5, 9)),
-    targets("classification", 2, labels(2, 9)),
-    numbers(9),
-)
+CLASSES = targets("classification", 5, labels(5, 9))
+TWO = targets("classification", 2, labels(2, 9))
+NUMBERS = numbers(9)
 ONE, THREE = targets("regression", 1, NUMBERS), targets("regression", 3, numbers(9, 3))
-TEXTS, SEVERAL = (
-    targets("classification", 5, labels(5, 9, 4)),
-    targets("classification", 2, labels(2, 9, 4)),
-)
+TEXTS = targets("classification", 5, labels(5, 9, 4))
+SEVERAL = targets("classification", 2, labels(2, 9, 4))
 COUNTS = targets("regression", 1, counts(9))
 
 

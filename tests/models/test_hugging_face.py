@@ -46,10 +46,8 @@ def test_a_tokenizers_mapping_trains_as_one_tensor_does():
     """Tokens and mask by name, with dropout; the mask is the one that is made of a single
     tensor.
     """
-    model, tokens = (
-        bert().train(),
-        torch.randint(1, 50, (30, 6), generator=torch.Generator().manual_seed(1)),
-    )
+    model = bert().train()
+    tokens = torch.randint(1, 50, (30, 6), generator=torch.Generator().manual_seed(1))
     tokens[::3, 4:] = 0
     named = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
     ends = []
@@ -69,9 +67,8 @@ def test_filled_up_rows_give_what_the_short_ones_give():
     model, tokens = bert(), torch.randint(1, 50, (4, 7))
     filled = torch.cat([tokens, torch.zeros(4, 5, dtype=torch.long)], dim=1)
     assert_close(bf.models.logits(model)(filled), model(input_ids=tokens).logits, rtol=0, atol=1e-5)
-    assert (
-        model(input_ids=filled).logits - model(input_ids=tokens).logits
-    ).abs().max() > 0.01  # so it is the mask that does it
+    # So it is the mask that does it.
+    assert (model(input_ids=filled).logits - model(input_ids=tokens).logits).abs().max() > 0.01
 
 
 def test_a_model_without_a_token_for_filling_up_reads_every_position():

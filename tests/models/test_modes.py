@@ -122,10 +122,8 @@ def test_the_same_bits_wherever_it_runs(data: FederatedData):
     """For any number of workers, any chunk, on resume, and whoever draws in other threads; a seed
     changes all.
     """
-    data, method = (
-        federation(),
-        bf.algorithms.fedrep(parted(), head_epochs=2, body_epochs=1, batch_size=10),
-    )
+    data = federation()
+    method = bf.algorithms.fedrep(parted(), head_epochs=2, body_epochs=1, batch_size=10)
     first = run(method, data, 4)
 
     def same(other: Any) -> None:
@@ -310,12 +308,10 @@ class Holding(nn.Module):
 
     def __init__(self, mend: Callable[[nn.Module], Any]) -> None:
         super().__init__()
-        self.one, self.norm, self.last, self.mend = (
-            nn.Linear(8, 4),
-            nn.BatchNorm1d(4),
-            nn.Linear(4, 3),
-            mend,
-        )
+        self.one = nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 3)
+        self.mend = mend
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:

@@ -29,9 +29,10 @@ def test_published_sizes():
     convs = sum(9 * a * b + b for a, b in pairwise(widths))
     assert size(models.cifar100_cnn()) == convs + 100 * 20 + 20
     dense = 800 * 128 + 128 + 128 * 10 + 10
+    # FedPAC, Fashion-MNIST.
     assert (
         size(models.leaky_cnn((1, 28, 28), outputs=10)) == 25 * 16 + 16 + 25 * 16 * 32 + 32 + dense
-    )  # FedPAC, Fashion-MNIST
+    )
     dense = 576 * 128 + 128 + 128 * 10 + 10
     convs = 3 * 25 * 16 + 16 + 25 * 16 * 32 + 32 + 9 * 32 * 64 + 64
     assert size(models.leaky_cnn((3, 32, 32), outputs=10)) == convs + dense  # FedPAC, CIFAR-10

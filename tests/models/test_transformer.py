@@ -98,16 +98,11 @@ def test_what_is_dropped():
         if isinstance(part, nn.Dropout):
             part.register_forward_hook(lambda part, args, out: places.append(tuple(args[0].shape)))
     dropping(x)
-    layer = [
-        (4, 2, 6, 6),
-        (4, 6, 8),
-        (4, 6, 32),
-        (4, 6, 8),
-    ]  # attention, what it gathers, the network's inside, what it gives
+    # attention, what it gathers, the network's inside, what it gives.
+    layer = [(4, 2, 6, 6), (4, 6, 8), (4, 6, 32), (4, 6, 8)]
     assert places == [(4, 6, 8), *layer, *layer]
-    body = models.transformer(
-        6, **SMALL, dropout=0.999
-    ).body  # all that layers add is dropped, and the embeddings
+    # All that layers add is dropped, and the embeddings.
+    body = models.transformer(6, **SMALL, dropout=0.999).body
     assert_close(body(texts(50)).abs().sum(1).median(), torch.tensor(0.0))
 
 

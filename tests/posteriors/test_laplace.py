@@ -97,9 +97,8 @@ def test_posteriors_are_those_of_laplace_torch(theirs, form, task):
         else {"subset_of_weights": "all"}
     )
     structure = "diag" if form == "diagonal" else "full"
-    backend = importlib.import_module(
-        "laplace.curvature"
-    ).BackPackGGN  # the default one leaves 1e-7
+    # The default one leaves 1e-7.
+    backend = importlib.import_module("laplace.curvature").BackPackGGN
     twin = network()  # BackPACK leaves hooks in what it is given
     other = theirs(
         nn.Sequential(twin.body, twin.head),
@@ -126,9 +125,8 @@ def test_posteriors_are_those_of_laplace_torch(theirs, form, task):
     assert_close(
         fitted.log_det(), other.log_det_posterior_precision.detach().double(), rtol=1e-8, atol=1e-8
     )
-    if (
-        form != "subnetwork"
-    ):  # there laplace-torch also counts the prior of weights that are not in it
+    if form != "subnetwork":
+        # There laplace-torch also counts the prior of weights that are not in it.
         assert_close(
             fitted.log_marginal_likelihood(x, y),
             other.log_marginal_likelihood().detach().double(),
@@ -200,12 +198,10 @@ def test_an_example_that_counts_twice_is_one_that_stands_twice(structure, exampl
     """In covariance, evidence and predictions, under another precision and structure and after a
     file; in primal and dual form.
     """
-    model, x, y, new = (
-        network(),
-        numbers(examples, 4),
-        torch.arange(examples) % 3,
-        numbers(7, 4, seed=3),
-    )
+    model = network()
+    x = numbers(examples, 4)
+    y = torch.arange(examples) % 3
+    new = numbers(7, 4, seed=3)
     counts = torch.arange(examples) % 3  # 0, 1 or 2 times
     twice = torch.arange(examples).repeat_interleave(counts)
     options = {
@@ -319,10 +315,8 @@ def test_a_saved_posterior_is_the_same_to_rounding(tmp_path, dtype, near, struct
     fitted = Laplace.fit(model, x.split(5), precision=0.3, structure=structure)
     assert fitted.inverse.form == ("dual" if structure == "full" else "kronecker")
     fitted.save(tmp_path / "posterior.safetensors")
-    again, noise = (
-        Laplace.load(tmp_path / "posterior.safetensors", model),
-        numbers(2, fitted.noise_size),
-    )
+    again = Laplace.load(tmp_path / "posterior.safetensors", model)
+    noise = numbers(2, fitted.noise_size)
     for call in (
         lambda f: f.predict(new)["probs"],
         lambda f: f.moments()[1],
@@ -376,11 +370,9 @@ def test_the_model_is_left_alone(form):
 )
 def test_a_saved_posterior_keeps_its_likelihood(tmp_path, likelihood, structure):
     """It is what it was without being told, and another one is refused."""
-    model, x, path = (
-        network(1 if isinstance(likelihood, Bernoulli) else 3),
-        numbers(12, 4),
-        tmp_path / "posterior.safetensors",
-    )
+    model = network(1 if isinstance(likelihood, Bernoulli) else 3)
+    x = numbers(12, 4)
+    path = tmp_path / "posterior.safetensors"
     fitted = Laplace.fit(model, x, structure=structure, likelihood=likelihood)
     fitted.save(path)
     for again in (Laplace.load(path, model), Laplace.load(path, model, likelihood=likelihood)):
@@ -537,10 +529,8 @@ def test_one_byte_for_each_number_stays_so():
             assert (image.dtype, mask.dtype) == (torch.uint8, torch.bool)
             return self.head(image.double() / 255 * mask)
 
-    image, mask = (
-        torch.arange(40, dtype=torch.uint8).view(8, 5),
-        torch.arange(40).view(8, 5) % 3 > 0,
-    )
+    image = torch.arange(40, dtype=torch.uint8).view(8, 5)
+    mask = torch.arange(40).view(8, 5) % 3 > 0
     model = Masked()
     found = Laplace.fit(model, {"x": {"image": image, "mask": mask}})
     want = Laplace.fit(model.head, image.double() / 255 * mask)

@@ -104,16 +104,12 @@ def test_contrasts_of_two_classes_are_bernoullis_probit():
     mean, covariance = gaussians(50, 2, 2.0)
     difference = mean[:, 1:] - mean[:, :1]
     variance = covariance[:, :1, :1] + covariance[:, 1:, 1:] - 2 * covariance[:, :1, 1:]
-    one, other = (
-        predictive(Bernoulli(), difference, variance),
-        predictive(Categorical(), mean, covariance),
-    )
+    one = predictive(Bernoulli(), difference, variance)
+    other = predictive(Categorical(), mean, covariance)
     for name in ("probs", "epistemic", "aleatoric"):
         assert_close(one[name], other[name])
-    mean, covariance = (
-        torch.tensor([[0.0, 2.0]], dtype=torch.float64),
-        2 * torch.eye(2, dtype=torch.float64)[None],
-    )
+    mean = torch.tensor([[0.0, 2.0]], dtype=torch.float64)
+    covariance = 2 * torch.eye(2, dtype=torch.float64)[None]
     exact = float((2 + 2 * numbers(2000000)).sigmoid().mean())
     assert_close(exact, 0.775, atol=1e-3, rtol=0)
     assert_close(

@@ -75,10 +75,8 @@ def test_draws_have_its_moments():
     kurtosis of N(loc, var).
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(8)
-    noise, weights = (
-        torch.from_numpy(nodes)[:, None],
-        torch.from_numpy(weights / weights.sum())[:, None],
-    )
+    noise = torch.from_numpy(nodes)[:, None]
+    weights = torch.from_numpy(weights / weights.sum())[:, None]
     q = belief(5)
     draws = MeanField().sample(q, noise.expand(-1, 5))
     mean, variance = MeanField().moments(q)

@@ -164,10 +164,8 @@ def test_seeds_decide_and_nothing_else_changes():
         p.grad is None and p.requires_grad and p.dtype == torch.float32 for p in model.parameters()
     )
     torch.manual_seed(99)
-    again, other = (
-        nuts(model, Gaussian(SCALE), *data(), **options),
-        nuts(model, Gaussian(SCALE), *data(), **options, seed=1),
-    )
+    again = nuts(model, Gaussian(SCALE), *data(), **options)
+    other = nuts(model, Gaussian(SCALE), *data(), **options, seed=1)
     assert again.draws.equal(first.draws)
     assert not other.draws.equal(first.draws)
     assert not first.draws[0].equal(first.draws[1])
@@ -263,11 +261,12 @@ def test_input_errors():
     flat = nn.Sequential(nn.Linear(x.shape[1], 1), nn.Flatten(0))
     with pytest.raises(ValueError, match=r"outputs \[N, O\], got shape \[12\]"):
         nuts(flat, Bernoulli(), x, labels, precision=1.0)
+    # Its own business.
     assert nuts(flat, Squares(), x, y, precision=1.0, draws=2, warmup=2, chains=1).draws.shape == (
         1,
         2,
         4,
-    )  # its own business
+    )
     with pytest.raises(TypeError, match=r"full_mass .*bool.* got str"):
         nuts(linear(), Gaussian(), x, y, precision=1.0, full_mass="no")  # type: ignore[arg-type]
 
@@ -320,10 +319,8 @@ def test_two_inputs_are_one_that_is_joined(names: bool):
     x[:, 2] = x[:, 2].round()
     inputs = {"code": x[:, 2:].long(), "a": x[:, :2]} if names else (x[:, :2], x[:, 2:].long())
     options = {"precision": 1.0, "draws": 5, "warmup": 5, "chains": 1}
-    want, found = (
-        nuts(linear(), Gaussian(SCALE), x, y, **options),
-        nuts(Two(), Gaussian(SCALE), inputs, y, **options),
-    )
+    want = nuts(linear(), Gaussian(SCALE), x, y, **options)
+    found = nuts(Two(), Gaussian(SCALE), inputs, y, **options)
     assert_close(found.draws, want.draws, rtol=1e-12, atol=1e-12)
     assert_close(found.predict(inputs)["mean"], want.predict(x)["mean"], rtol=1e-12, atol=1e-12)
 

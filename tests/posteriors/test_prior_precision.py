@@ -42,9 +42,8 @@ def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):
         return honest(self, x, precision)
 
     monkeypatch.setattr(Laplace, "with_precision", fails)
-    with pytest.warns(
-        UserWarning, match=rf" {beyond[0]:g}\b.*edge of the grid"
-    ):  # of what can be computed of it
+    with pytest.warns(UserWarning, match=rf" {beyond[0]:g}\b.*edge of the grid"):
+        # Of what can be computed of it.
         assert by_evidence(fitted, x, y, grid=[GRID[0], *beyond]) is fitted
 
 
@@ -97,13 +96,11 @@ def test_candidates_that_do_not_work_are_passed_over():
     )
     assert largest_alike(losses.sum(1), losses @ losses.T, 2) == 1
     assert largest_alike(losses[:2, 0], losses[:2, :1] @ losses[:2, :1].T, 1) == 1
-    sure = torch.tensor(
-        [[1.0, 2.0], [2.0, 3.0]], dtype=torch.float64
-    )  # a difference that does not vary has no error
+    # A difference that does not vary has no error.
+    sure = torch.tensor([[1.0, 2.0], [2.0, 3.0]], dtype=torch.float64)
     assert largest_alike(sure.sum(1), sure @ sure.T, 2) == 0
-    few = torch.tensor(
-        [[1.0, 1.0, 1.0], [1.35, 0.99, 1.0]], dtype=torch.float64
-    )  # .34 more, to an error of .36; over n and not n - 1, .29
+    # .34 more, to an error of .36; over n and not n - 1, .29.
+    few = torch.tensor([[1.0, 1.0, 1.0], [1.35, 0.99, 1.0]], dtype=torch.float64)
     assert largest_alike(few.sum(1), few @ few.T, 3) == 1
     one = torch.tensor([[1.0], [1.1]], dtype=torch.float64)
     assert largest_alike(one.sum(1), one @ one.T, 1) == 0

@@ -45,7 +45,8 @@ def test_wasserstein_is_the_best_of_all_subnetworks(count):
 
     def distance(
         kept: tuple[int, ...],
-    ) -> float:  # squared W2 of diagonal Gaussians with equal means: sum (s_r - t_r)^2
+    ) -> float:
+        # Squared W2 of diagonal Gaussians with equal means: sum (s_r - t_r)^2.
         other = torch.zeros_like(deviation)
         other[list(kept)] = deviation[list(kept)]
         return float((deviation - other).square().sum())

@@ -88,10 +88,8 @@ def test_a_token_that_an_embedding_lacks(split, value, words, kind):
     named.
     """
     texts = {"train": torch.arange(900).view(300, 3) % 9, "test": torch.arange(90).view(30, 3) % 9}
-    model, ids = (
-        nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 2)),
-        np.arange(300) % 2,
-    )
+    model = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 2))
+    ids = np.arange(300) % 2
 
     def simulate() -> None:
         x = {name: t.to(kind) for name, t in texts.items()}
@@ -114,11 +112,9 @@ def test_columns_that_have_embeddings_of_their_own():
     class Columns(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two, self.last = (
-                nn.Embedding(100, 2),
-                nn.Embedding(5, 2),
-                nn.Linear(4, 2),
-            )
+            self.one = nn.Embedding(100, 2)
+            self.two = nn.Embedding(5, 2)
+            self.last = nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last(torch.cat([self.one(x[:, 0]), self.two(x[:, 1])], 1))
@@ -358,11 +354,9 @@ class Around(nn.Module):
 
     def __init__(self, before: Any = None, after: Any = None) -> None:
         super().__init__()
-        self.layer, self.before, self.after = (
-            nn.Linear(8, 3),
-            before or (lambda x: x),
-            after or (lambda x: x),
-        )
+        self.layer = nn.Linear(8, 3)
+        self.before = before or (lambda x: x)
+        self.after = after or (lambda x: x)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after(self.layer(self.before(x)))

@@ -18,9 +18,8 @@ import torch
 import bayesfl as bf
 from tests.cases import federation
 
-module = importlib.import_module(
-    "bayesfl.federation.run.simulation"
-)  # the package holds the function under this name
+# The package holds the function under this name.
+module = importlib.import_module("bayesfl.federation.run.simulation")
 
 
 def algorithm() -> bf.Algorithm:

@@ -50,9 +50,8 @@ def without_times(result: Result) -> list[dict[str, Any]]:
 def same(one: Result, other: Result) -> bool:
     a, b = state(one), state(other)
     equal = a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-    return equal and str(without_times(one)) == str(
-        without_times(other)
-    )  # as text, so that NaN is NaN
+    # As text, so that NaN is NaN.
+    return equal and str(without_times(one)) == str(without_times(other))
 
 
 def child(*arguments: Any) -> int:
@@ -108,9 +107,8 @@ def test_the_order_of_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "replace", noting("replace", os.replace))
     monkeypatch.setattr(Path, "unlink", noting("unlink", Path.unlink))
     killed.run(str(tmp_path), 3, evaluate_every=None)
-    assert calls == ["fsync", "replace", "unlink", "fsync folder"] * 3 + [
-        "unlink"
-    ]  # the temporary name's, and the third's oldest
+    # The temporary name's, and the third's oldest.
+    assert calls == ["fsync", "replace", "unlink", "fsync folder"] * 3 + ["unlink"]
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])
@@ -207,10 +205,8 @@ def test_folders_hold_one_run(tmp_path: Path):
     """
     folder = tmp_path / "run"
     folder.mkdir()
-    leftover, own = (
-        folder / ".round-000001.0123456789abcdef.safetensors",
-        folder / ".notes.safetensors",
-    )
+    leftover = folder / ".round-000001.0123456789abcdef.safetensors"
+    own = folder / ".notes.safetensors"
     leftover.write_bytes(b"half")
     own.write_bytes(b"mine")
     result = killed.run(str(folder), 1)
@@ -407,9 +403,8 @@ def test_memory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return original(rules, server, number, *more, **options)
 
     monkeypatch.setattr(killed.module, "run_round", watched)
-    monkeypatch.setattr(
-        logging.getLogger("bayesfl.federation.rounds.replies"), "disabled", True
-    )  # pytest would keep every line
+    # Pytest would keep every line.
+    monkeypatch.setattr(logging.getLogger("bayesfl.federation.rounds.replies"), "disabled", True)
     options: dict[str, Any] = {
         "faults": at_random(0.1, seed=2),
         "checkpoint": tmp_path,

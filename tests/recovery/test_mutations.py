@@ -22,9 +22,9 @@ from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.rounds.faults import FAULTS, Fault
-from bayesfl.federation.store.files import STATE_NAME, checkpoints
+from bayesfl.federation.store.files import STATE, checkpoints
 from bayesfl.flower import load, records
-from bayesfl.flower.states import STATE_NAME as STATE_NAME
+from bayesfl.flower.states import STATE_NAME
 from tests.flower.made import deploy, grid_of, method, simulated
 from tests.recovery.test_durability import joined, mutated, parts, resealed
 
@@ -190,7 +190,7 @@ def test_mutated_checkpoints(
                 file.unlink()
             for other in names:
                 (folder / other).write_bytes(blob if other == name else good[other])
-            alone = tmp_path / "alone" / STATE_NAME
+            alone = tmp_path / "alone" / STATE
             alone.parent.mkdir(exist_ok=True)
             alone.write_bytes(blob)
             try:

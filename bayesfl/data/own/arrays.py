@@ -212,8 +212,8 @@ def _task_of(targets: Sequence[Tensor]) -> Task:
     if 0 < len(values) <= FEW_VALUES and bool((values == values.round()).all()):
         shown = ", ".join(f"{value:g}" for value in values.tolist())
         raise ValueError(
-            f"y holds floats, all of them whole numbers ({shown}){some}, which may be classes "
-            "or targets: pass task='classification' or task='regression'"
+            f"y holds floats, all of them whole numbers ({shown}){some}, which may be classes or "
+            "targets: pass task='classification' or task='regression'"
         )
     return "regression"
 
@@ -255,9 +255,9 @@ def _classes(targets: Sequence[Tensor]) -> int:
         labels = labels[labels != IGNORE]
     if int(labels.min()) > 0:
         raise ValueError(
-            f"classes are counted from 0, and the smallest label is {int(labels.min())}: "
-            "subtract it, pass outputs= if class 0 is empty, or task='regression' if these are "
-            "counts or measurements"
+            f"classes are counted from 0, and the smallest label is {int(labels.min())}: subtract "
+            "it, pass outputs= if class 0 is empty, or task='regression' if these are counts or "
+            "measurements"
         )
     return max(int(labels.max()) + 1, 1)
 

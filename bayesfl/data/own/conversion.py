@@ -107,9 +107,8 @@ def _of_array(values: Any, name: str) -> Tensor:
     if not stays:
         array = array.astype(kind, order="C", copy=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="The given NumPy array is not writable"
-        )  # nothing writes to inputs
+        # Nothing writes to inputs.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)
     if stays:
         mark_mapped(tensor)

@@ -422,8 +422,8 @@ def _ids(values: Values, role: str) -> np.ndarray:
     if values.numbers is not None and values.exact is None:
         raise ValueError(
             f"column {values.name!r} holds floats, and a {role} is a name or a whole number: "
-            f"frame[{values.name!r}].astype('int64') makes "
-            "these of ids that became floats when one was missing"
+            f"frame[{values.name!r}].astype('int64') makes these of ids that became floats when "
+            "one was missing"
         )
     return (
         values.texts
@@ -503,8 +503,8 @@ def _targets(
         if (many := len(set(found[0].exact.tolist()))) > FEW_VALUES:
             raise ValueError(
                 f"target {found[0].name!r} holds {many} different whole numbers, which may be "
-                "classes or counts and measurements: pass "
-                "task='classification' or task='regression'"
+                "classes or counts and measurements: pass task='classification' or "
+                "task='regression'"
             )
     parts = [
         values.exact.astype(np.int64) if whole and values.exact is not None else values.numbers

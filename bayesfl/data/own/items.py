@@ -66,8 +66,7 @@ def items(
         }:
             raise ValueError(
                 f"{name} must have items of one shape: item {i} has {_shown(row)}, item "
-                f"{chosen[0]} has {_shown(one)}; reshape, crop or "
-                "pad them alike"
+                f"{chosen[0]} has {_shown(one)}; reshape, crop or pad them alike"
             )
         if place < AGAIN:
             again = row_of(i)
@@ -78,9 +77,8 @@ def items(
             ):
                 raise ValueError(
                     f"{name} gives other numbers when item {i} is read again, as random transforms "
-                    "do, and every item is read once: leave "
-                    "them out, and pass them to clients.augmented(...), which draws anew in every "
-                    "step of training"
+                    "do, and every item is read once: leave them out, and pass them to "
+                    "clients.augmented(...), which draws anew in every step of training"
                 )
         report(1)
         yield row
@@ -95,8 +93,8 @@ def _pair(item: Any) -> Rows:
     """Return the tensors of an item (x, y)."""
     if not (isinstance(item, tuple | list) and len(item) == 2):
         raise ValueError(
-            f"an item must be a pair (x, y), got {kind_of(item)}: choose the two, as in "
-            "[(item[0], item[1]) for item in data], or name columns by inputs= and target="
+            f"an item must be a pair (x, y), got {kind_of(item)}: choose the two, as in [(item[0], "
+            "item[1]) for item in data], or name columns by inputs= and target="
         )
     return dict(named(_example(item[0]))) | {"y": torch.as_tensor(item[1])[None]}
 

@@ -90,16 +90,16 @@ def per_client(
     if len(xs) != len(ys):
         raise ValueError(
             f"{part}x has {len(xs)} clients, {part}y has {len(ys)}; pass as many arrays of labels "
-            "or targets as of inputs. Are these "
-            "arrays of all clients? Then pass client_ids, one per row"
+            "or targets as of inputs. Are these arrays of all clients? Then pass client_ids, one "
+            "per row"
         )
     for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
         name, leaf = next(named(xj, f"{part}x"))
         if leaf.dim() < 1 or yj.dim() < 1 or len(leaf) != len(yj):
             raise ValueError(
                 f"{whose(j)} has {name} of shape {list(leaf.shape)} and {part}y of shape "
-                f"{list(yj.shape)}; they must have as many rows. "
-                "Are these pooled arrays? Then pass client_ids, one per row"
+                f"{list(yj.shape)}; they must have as many rows. Are these pooled arrays? Then "
+                "pass client_ids, one per row"
             )
     some = next((j for j, yj in enumerate(ys) if len(yj)), 0)
     xs = [_alike(f"{part}x", whose(j), xj, whose(some), xs[some]) for j, xj in enumerate(xs)]
@@ -199,8 +199,8 @@ def _alike(name: str, whose: str, x: Inputs, others: str, like: Inputs) -> Input
         if _read_as(own) != _read_as(one) and len(own) and len(one):
             raise ValueError(
                 f"{what} must hold numbers of one type: {whose} has {own.dtype}, {others} "
-                f"{one.dtype}; convert them alike, as "
-                "values.astype('float32') does where both are quantities"
+                f"{one.dtype}; convert them alike, as values.astype('float32') does where both are "
+                "quantities"
             )
     return _ordered(x, like)
 
@@ -249,8 +249,7 @@ def _sorted(owners: Mapping[Hashable, Any]) -> list[Hashable]:
         if (other := texts.setdefault(str(owner), owner)) is not owner:
             raise ValueError(
                 f"client_ids {other!r} and {owner!r} would be two clients of one name: give one "
-                "client's rows one id, as "
-                "[str(i) for i in client_ids] does"
+                "client's rows one id, as [str(i) for i in client_ids] does"
             )
     try:
         return sorted(owners)  # pyright: ignore[reportArgumentType] (what cannot be sorted is caught)

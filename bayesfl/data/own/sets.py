@@ -185,8 +185,8 @@ def _classes(sets: Sequence[tuple[str, Any]], target: str) -> list[str] | None:
     if other := [name for name, found in named.items() if found != first and len(dict(sets)[name])]:
         raise ValueError(
             f"{other[0]} has the classes {named[other[0]]}, {sets[0][0]} has {first}: labels may "
-            "mean different things; give all the "
-            "same features, as data.cast_column does, or pass class_names= if they mean the same"
+            "mean different things; give all the same features, as data.cast_column does, or pass "
+            "class_names= if they mean the same"
         )
     return first
 

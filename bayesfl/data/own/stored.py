@@ -78,8 +78,8 @@ def stored(
         ]
         raise ValueError(
             f"folder {str(path)!r} holds the rows of other data sets, which differ in "
-            f"{', '.join(other)}: pass another folder, or delete "
-            "this one, so that the data are written again"
+            f"{', '.join(other)}: pass another folder, or delete this one, so that the data are "
+            "written again"
         )
     return columns
 
@@ -154,8 +154,7 @@ def ragged(
         if len(set(own)) > 1:
             raise ValueError(
                 f"columns {found} have different lengths in one row, {[n for (n,) in own]}: fill "
-                "them up before, each with a mask of "
-                "its own"
+                "them up before, each with a mask of its own"
             )
         lengths.append(own[0][0])
     return found, lengths
@@ -209,11 +208,9 @@ class _Column:
 
     def fill_up(self, lengths: list[int], width: int, value: int) -> None:
         """Write lists [n] of different lengths again as [N, width], with `value` behind each."""
-        flat, start, size = (
-            self.path.rename(self.path.with_suffix(".flat")),
-            self.start,
-            self.type.itemsize,
-        )
+        flat = self.path.rename(self.path.with_suffix(".flat"))
+        start = self.start
+        size = self.type.itemsize
         self._open((width,))
         with flat.open("rb") as file:
             file.seek(start)

@@ -107,8 +107,8 @@ def dominant_classes(
     if twice[0] and (validation or calibration):
         raise ValueError(
             f"{twice[0]} training examples belong to several clients, so that one's validation or "
-            "calibration part would be trained on "
-            "by another: take a smaller `train`, fewer clients, or neither part"
+            "calibration part would be trained on by another: take a smaller `train`, fewer "
+            "clients, or neither part"
         )
     return options.federate(
         opened,

@@ -154,10 +154,11 @@ def _torchvision_arrays(name: str, root: Path, download: bool) -> dict[str, np.n
             str(root), train=train, download=download, **letters
         )
         x = np.asarray(data.data)
+        # EMNIST's images are transposed.
         arrays |= {
             f"x_{part}": x.swapaxes(1, 2) if letters else x,
             f"y_{part}": np.asarray(data.targets),
-        }  # EMNIST's images are transposed
+        }
     if name.startswith("cifar"):
         arrays["label_names"] = np.asarray(data.classes)
     return arrays
@@ -213,9 +214,8 @@ def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
         mean, std = (
             torch.tensor(numbers)[:, None, None] for numbers in NORMALISATION[source.info.name]
         )
-        x.mul_(std).add_(mean).mul_(255).round_().div_(
-            255
-        )  # rounding gives exactly the stored bytes
+        # Rounding gives exactly the stored bytes.
+        x.mul_(std).add_(mean).mul_(255).round_().div_(255)
     least, most = x.aminmax()
     if not (x.is_floating_point() and least >= 0 and most <= 1):
         remedy = ", ".join(filter(None, ("make floats within [0, 1] of them", otherwise)))

@@ -57,9 +57,8 @@ def heart_disease(
         rng = generator(seed, Purpose.PARTITION, client=j)
         left, held = partitions.stratified(y[rows], rows, math.ceil(_HEART_TEST * len(rows)), rng)
         mean, std = x[left].mean(0), x[left].std(0, correction=0)
-        x[rows] = (x[rows] - mean) / std.where(
-            std > 0, torch.ones_like(std)
-        )  # a constant feature becomes 0
+        # A constant feature becomes 0.
+        x[rows] = (x[rows] - mean) / std.where(std > 0, torch.ones_like(std))
         train.append(left)
         test.append(held)
     recipe = {"recipe": "heart_disease", "source": "heart"}
@@ -113,9 +112,8 @@ def shakespeare(
     source = options.load()
     assert source.owners is not None
     counts = np.bincount(source.owners.numpy(), minlength=len(source.owner_names))
-    starts = (
-        np.cumsum(counts) - counts
-    )  # a role's examples are contiguous, in the order of its text
+    # A role's examples are contiguous, in the order of its text.
+    starts = np.cumsum(counts) - counts
     chosen = np.flatnonzero(counts >= min_size)
     if not len(chosen):
         raise ValueError(

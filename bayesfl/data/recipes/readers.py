@@ -145,10 +145,8 @@ def _heart_rows(root: Path) -> list[dict[str, str]]:
     or from the repository's four files.
     """
     folder = root / "heart_disease"
-    table, files = (
-        folder / "heart.csv",
-        {name: folder / f"processed.{name}.data" for name in HOSPITALS},
-    )
+    table = folder / "heart.csv"
+    files = {name: folder / f"processed.{name}.data" for name in HOSPITALS}
     if table.is_file():
         with table.open(newline="") as file:
             return list(csv.DictReader(file))
@@ -194,9 +192,8 @@ def _heart(root: Path) -> Source:
 
 
 CHUNK = 80  # characters of an example
-_OPENING = re.compile(
-    r"^(ACT|PROLOGUE|INDUCTION)", re.MULTILINE
-)  # the text before it lists the characters of the play
+# The text before it lists the characters of the play.
+_OPENING = re.compile(r"^(ACT|PROLOGUE|INDUCTION)", re.MULTILINE)
 
 
 def speeches(text: str) -> dict[str, str]:

@@ -77,8 +77,8 @@ class Columns:
     def __repr__(self) -> str:
         numbers = sum(isinstance(part, Number) for part in self.parts)
         return (
-            f"Columns({numbers} numbers, {len(self.parts) - numbers} categories; "
-            f"{len(self.names)} inputs)"
+            f"Columns({numbers} numbers, {len(self.parts) - numbers} categories; {len(self.names)} "
+            "inputs)"
         )
 
     @property
@@ -301,9 +301,8 @@ def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:
     """
     size = np.abs(away)
     if 0 <= part.mean <= 1:
-        size = np.where(
-            (numbers == 0) | (numbers == 1), 0, size
-        )  # of a rare yes, which is far from a mean near 0
+        # Of a rare yes, which is far from a mean near 0.
+        size = np.where((numbers == 0) | (numbers == 1), 0, size)
     known = (
         f"training rows have a mean of {part.mean:.4g} and a standard deviation of {part.scale:.4g}"
     )
@@ -315,8 +314,8 @@ def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:
         )
     if len(away) >= SEVERAL_ROWS and np.median(size) > SEVERAL:
         return (
-            f"half of the rows are far off, their median is {np.median(numbers):g}; {known}: is "
-            "it another unit?"
+            f"half of the rows are far off, their median is {np.median(numbers):g}; {known}: is it "
+            "another unit?"
         )
     return ""
 

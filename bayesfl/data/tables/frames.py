@@ -12,9 +12,8 @@ def numbers_of(frame: Any, name: str) -> np.ndarray:
     Raises:
         ValueError: A column holds something else than numbers and truth values; it is named.
     """
-    kinds = {
-        column: getattr(dtype, "numpy_dtype", dtype) for column, dtype in frame.dtypes.items()
-    }  # of pandas' nullable types, too
+    # Of pandas' nullable types, too.
+    kinds = {column: getattr(dtype, "numpy_dtype", dtype) for column, dtype in frame.dtypes.items()}
     wrong = [
         str(column) for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "fiub"
     ]
@@ -68,8 +67,8 @@ def _check_alike(first: tuple[str, list[Any]], *others: tuple[str, list[Any]]) -
         else:
             apart = [(a, b) for a, b in zip(columns, known, strict=False) if a != b][:10]
             what = (
-                f"has the columns of {first_name} in another order, {[a for a, _ in apart]} "
-                f"where that has {[b for _, b in apart]}"
+                f"has the columns of {first_name} in another order, {[a for a, _ in apart]} where "
+                f"that has {[b for _, b in apart]}"
             )
         raise ValueError(
             f"{part} {what}: columns are taken by their places, so select the same in one order, "
@@ -93,9 +92,8 @@ def check_rows(x: Any, y: Any, ids: Any, environments: Any, test: Any, *, pooled
             )
         return
     for part, (xs, ys) in {"": (x, y), "test ": test or ([], [])}.items():
-        both = (
-            (xs, ys) if isinstance(xs, Sequence) and isinstance(ys, Sequence) else ((), ())
-        )  # what is no list is refused elsewhere
+        # What is no list is refused elsewhere.
+        both = (xs, ys) if isinstance(xs, Sequence) and isinstance(ys, Sequence) else ((), ())
         for j, (one, other) in enumerate(zip(*both, strict=False)):
             own = {f"{part}{name} of client {j}": v for name, v in _leaves("x", one)}
             check_index(**own, **{f"{part}y of client {j}": other})

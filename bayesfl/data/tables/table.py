@@ -105,8 +105,7 @@ class Table:
             again = frame.index[frame.index.duplicated()].tolist()[0]
             raise ValueError(
                 f"{name} has the index {again!r} more than once, as after concat: if the rows are "
-                "different, call reset_index(drop=True), "
-                "if they are the same, drop_duplicates()"
+                "different, call reset_index(drop=True), if they are the same, drop_duplicates()"
             )
 
     def need(self, names: Sequence[str], role: str) -> None:

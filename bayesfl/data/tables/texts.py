@@ -31,8 +31,7 @@ def check_levels(name: str, levels: Sequence[str]) -> None:
     if len(levels) > MOST_LEVELS:
         raise ValueError(
             f"column {name!r} has {len(levels)} levels, more than {MOST_LEVELS}: leave it out if "
-            "it is a name or an id, give rare levels "
-            "one name, or make numbers of it"
+            "it is a name or an id, give rare levels one name, or make numbers of it"
         )
 
 

@@ -171,8 +171,8 @@ class Conformal:
             if not counts[:, 1:].sum() > 0.5 * counts.sum() or beyond[-1] > allowed:
                 warn(
                     f"scores of targets lie outside 2^-{POWERS // 2} to 2^{POWERS // 2 - 1}, so "
-                    "that intervals may be far too wide: scale "
-                    "the targets, to a standard deviation of 1 for instance",
+                    "that intervals may be far too wide: scale the targets, to a standard "
+                    "deviation of 1 for instance",
                 )
             high = float(_POWERS_OF_2[min(int((beyond > allowed).sum()), POWERS - 1)])
             negative = counts[1, :-1].nonzero()
@@ -258,10 +258,8 @@ class Conformal:
         logits, inside = mine.logits, given.mask.cpu()
         u = mine.uniform(1) if self.draws else torch.zeros(given.mask.shape, dtype=torch.float64)
         if logits.dim() == 4:
-            u, inside = (
-                u.unsqueeze(-1).expand(logits.shape[:-1]),
-                inside.unsqueeze(-1).expand(logits.shape[:-1]),
-            )
+            u = u.unsqueeze(-1).expand(logits.shape[:-1])
+            inside = inside.unsqueeze(-1).expand(logits.shape[:-1])
         probs = logits.softmax(-1)
         sets = class_scores(self.score, probs, u) <= threshold.reshape(
             len(threshold), *[1] * (logits.dim() - 2), -1
@@ -345,9 +343,8 @@ def without_one(
     low, high = (
         _first(scores, mask, edges, counts, shrink, needed + more)[:, None] for more in (0, 1)
     )
-    return torch.where(
-        scores > low, low, high
-    )  # a score above the threshold is not counted there in any case
+    # A score above the threshold is not counted there in any case.
+    return torch.where(scores > low, low, high)
 
 
 def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:
@@ -362,9 +359,8 @@ def _first(
     """Return the smallest s at which a client's own scores up to s, and `shrink` times all clients'
     share of them, reach `needed` [J].
     """
-    below = torch.cat(
-        [counts.new_zeros(1), counts[:-1].cumsum(0)]
-    )  # scores up to each end, after none
+    # Scores up to each end, after none.
+    below = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])
     share = below / counts.sum().clamp_min(1)
     own = scores.masked_fill(~mask, math.inf).sort(-1).values
     least = needed.unsqueeze(-1) - _ROUNDING

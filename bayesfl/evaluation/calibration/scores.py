@@ -37,9 +37,8 @@ def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
         return 1 - probs
     order = torch.sort(probs, dim=-1, descending=True, stable=True).indices
     ordered = probs.gather(-1, order)
-    ranked = (ordered.cumsum(-1) - ordered * (1 - uniform.double().unsqueeze(-1))).clamp_max(
-        1.0
-    )  # sums of probabilities round
+    # Sums of probabilities round.
+    ranked = (ordered.cumsum(-1) - ordered * (1 - uniform.double().unsqueeze(-1))).clamp_max(1.0)
     if score == "raps":
         ranked = ranked + RAPS_WEIGHT * (
             torch.arange(1, probs.shape[-1] + 1) - RAPS_FREE

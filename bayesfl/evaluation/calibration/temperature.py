@@ -230,10 +230,8 @@ class Tempered:
         tried = torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
         values = tried + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
         best = values.argmin(-1)
-        low, high = (
-            self.grid[(best - 1).clamp_min(0)],
-            self.grid[(best + 1).clamp_max(len(self.grid) - 1)],
-        )
+        low = self.grid[(best - 1).clamp_min(0)]
+        high = self.grid[(best + 1).clamp_max(len(self.grid) - 1)]
         now = self.grid[best]
         for _ in range(_STEPS):
             slope, information = self.slopes(now)

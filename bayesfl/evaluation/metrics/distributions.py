@@ -105,10 +105,8 @@ class Counts:
         excess = np.maximum(variance.numpy() - self._m, 0.0)
         self._v, self._spread_out = self._m + excess, excess > POISSON * self._m
         self._size = np.divide(self._m**2, excess, out=np.ones_like(excess), where=self._spread_out)
-        self._poisson, self._binomial = (
-            stats.poisson(self._m),
-            stats.nbinom(self._size, self._m / self._v),
-        )
+        self._poisson = stats.poisson(self._m)
+        self._binomial = stats.nbinom(self._size, self._m / self._v)
 
     def _either(self, function: Callable[[Any], np.ndarray]) -> Tensor:
         return torch.from_numpy(
@@ -143,9 +141,8 @@ class Counts:
         x = y.numpy()
         upto = self._m * np.where(self._spread_out, more.cdf(x - 1), self._poisson.cdf(x - 1))
         apart = x * (2 * self.cdf(y).numpy() - 1) + self._m - 2 * upto
-        return torch.from_numpy(apart - 0.5 * self._apart()).clamp_min(
-            0
-        )  # of extreme spreads, rounding
+        # Of extreme spreads, rounding.
+        return torch.from_numpy(apart - 0.5 * self._apart()).clamp_min(0)
 
     def _apart(self) -> np.ndarray:
         """Return E|Y - Y'|, 1 / pi times the integral of (1 - |f(t)|^2) / (1 - cos t) over (0, pi),

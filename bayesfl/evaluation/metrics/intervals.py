@@ -119,9 +119,8 @@ def _measures(
         raise ValueError(
             "targets must be finite where mask is True; mask the rows that are padding"
         )
-    there = ((lower < math.inf) & (upper > -math.inf)).all(
-        -1
-    )  # not NaN; a lower end may be -inf, an upper one inf
+    # Not NaN; a lower end may be -inf, an upper one inf.
+    there = ((lower < math.inf) & (upper > -math.inf)).all(-1)
     use = (mask & there)[..., None]
     low, high, y = (t.to(torch.float64).masked_fill(~use, 0) for t in (lower, upper, targets))
     if bool((low > high).any()):

@@ -120,8 +120,7 @@ def reliability_bins(
     if scored.broken.any():
         raise ValueError(
             f"clients {scored.broken.nonzero().flatten().tolist()} have predictions that are not "
-            "finite: the run diverged (lower its "
-            "learning rate), or `mask` covers padded rows"
+            "finite: the run diverged (lower its learning rate), or `mask` covers padded rows"
         )
     count, hits, confidence = (t[0].numpy() for t in binned(scored.pooled(), bins))
     with np.errstate(invalid="ignore"):

@@ -130,10 +130,8 @@ class Scored:
                 f"for; got {lowest} to {highest} in {kind}. Number the classes from 0, use "
                 "labels.long(), or mask the rows that are padding."
             )
-        finite, exact = (
-            probs.isfinite().all(-1),
-            probs.dtype if probs.is_floating_point() else torch.float64,
-        )
+        finite = probs.isfinite().all(-1)
+        exact = probs.dtype if probs.is_floating_point() else torch.float64
         probs = probs.to(torch.float64).masked_fill(~(mask & finite)[..., None], 0)
         least, most = (float(probs.min()), float(probs.max())) if probs.numel() else (0.0, 1.0)
         total = probs.sum(-1)[mask & finite]
@@ -189,9 +187,8 @@ class Scored:
         outputs, predicted = self.probs.shape[-1], self.top[1]
         right = self.count(predicted, outputs, self.hits)
         total = self.count(predicted, outputs) + self.count(self.labels, outputs)
-        return self.nan_broken(
-            (2 * right / total).nanmean(-1)
-        )  # 0 / 0 marks a class that does not occur
+        # 0 / 0 marks a class that does not occur.
+        return self.nan_broken((2 * right / total).nanmean(-1))
 
     def auroc(self) -> Tensor:
         """Compute the area under the ROC curve averaged over classes, [J]."""
@@ -210,9 +207,8 @@ class Scored:
                 .values.flip(-1)
             )
             positive = ((self.labels == k) & self.mask).gather(-1, order)
-            below = (
-                (first + last).double() / 2 * positive
-            )  # number of examples ranked below, ties counting half
+            # Number of examples ranked below, ties counting half.
+            below = (first + last).double() / 2 * positive
             ours = positive.sum(-1)
             areas.append(
                 (below.sum(-1) - ours * (ours - 1) / 2) / (ours * (self.mask.sum(-1) - ours))

@@ -36,10 +36,8 @@ _FEW = 20  # a bin of fewer examples is an outline, filled palely
 _PALE = 0.2
 _PALE_OVER = "#ECB78C"  # vermilion, less than half of it, on white
 _PALE_UNDER = "#8FB6D3"  # blue, about half of it, on white
-_BOX = (
-    0.6,
-    0.75,
-)  # the box of numbers reaches this far right of the upper left corner, and this far down
+# The box of numbers reaches this far right of the upper left corner, and this far down.
+_BOX = (0.6, 0.75)
 
 
 @dataclass(frozen=True)
@@ -366,9 +364,8 @@ def _count(ax: "Axes", tallest: int) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     decades = len(str(max(tallest, 1)))
-    ax.set_ylim(
-        0.5, 1.5 * max(tallest, 10)
-    )  # first: of no examples alone, the scale would have no limits of its own
+    # first: of no examples alone, the scale would have no limits of its own.
+    ax.set_ylim(0.5, 1.5 * max(tallest, 10))
     ax.set_yscale("log", nonpositive="clip")
     ax.yaxis.set_major_locator(
         FixedLocator([10**k for k in range(0, max(decades, 2), 1 if decades < 5 else 2)])

@@ -49,9 +49,8 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
             )
     most = max(len(found.units) for found in named.values())
     width = max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4
-    figure = new_figure(
-        (width, 3.9 if width > 5.2 else 4.6)
-    )  # the legend of a narrow one has a column alone
+    # The legend of a narrow one has a column alone.
+    figure = new_figure((width, 3.9 if width > 5.2 else 4.6))
     grid = figure.add_gridspec(2, len(named), height_ratios=(3, 1))
     uppers, lowers = (
         [figure.add_subplot(grid[line, column], label=kind) for column in range(len(named))]

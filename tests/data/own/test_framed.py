@@ -580,9 +580,8 @@ def test_values_are_read_back():
     x = columns.apply(frame)
     for name in ("age", "pressure"):
         np.testing.assert_allclose(columns.values(x, name), frame[name].to_numpy(), rtol=1e-5)
-    assert (
-        columns.values(torch.from_numpy(x), "code").tolist() == frame["code"].tolist()
-    )  # to the digit, so that they can be groups
+    # To the digit, so that they can be groups.
+    assert columns.values(torch.from_numpy(x), "code").tolist() == frame["code"].tolist()
     known = set(columns.parts[1].levels)  # type: ignore[union-attr] (a category's)
     assert known >= {"none", "typical", "atypical"}
     assert columns.values(x, "pain").tolist() == [
@@ -621,9 +620,8 @@ def test_a_group_stands_in_one_split(seed: int):
     assert total == len(frame)
     assert 0.1 < data.test.counts.sum() / total < 0.35
     assert 0.03 < data.validation.counts.sum() / total < 0.3
-    for part in frame[
-        "hospital"
-    ].unique():  # a patient of two hospitals stands in the same split on both machines
+    for part in frame["hospital"].unique():
+        # A patient of two hospitals stands in the same split on both machines.
         alone, _ = from_frame(frame[frame["hospital"] == part], **options, columns=columns)
         for name, split in alone.splits.items():
             values = split.x[split.index, place].double() * key.scale + key.mean  # type: ignore[index, union-attr]

@@ -22,11 +22,9 @@ IDS = np.repeat(NAMES, SIZES)[np.random.default_rng(1).permutation(21)]
 def trees(n: int, seed: int = 0) -> dict[str, Any]:
     """The same rows as one array, several by place, and several by name."""
     rng = np.random.default_rng(seed)
-    tokens, mask, numbers = (
-        rng.integers(0, 90, (n, 4)),
-        rng.random((n, 4)) > 0.3,
-        rng.normal(size=(n, 3)),
-    )
+    tokens = rng.integers(0, 90, (n, 4))
+    mask = rng.random((n, 4)) > 0.3
+    numbers = rng.normal(size=(n, 3))
     images = rng.integers(0, 256, (n, 2, 2), dtype=np.uint8)
     return {
         "array": tokens,
@@ -347,10 +345,8 @@ def test_doubles_in_files_are_those_in_memory(tmp_path):
     """Read as float32 in any run, since both have one hash, and a run may go on with either."""
     given = np.random.default_rng(0).normal(size=(21, 3))
     given.tofile(tmp_path / "doubles")
-    x, y = (
-        np.memmap(tmp_path / "doubles", dtype=np.float64, mode="r", shape=(21, 3)),
-        np.arange(21) % 3,
-    )
+    x = np.memmap(tmp_path / "doubles", dtype=np.float64, mode="r", shape=(21, 3))
+    y = np.arange(21) % 3
     one, other = (from_arrays(rows, y, client_ids=np.sort(IDS)) for rows in (x, given))
     assert one.hash == other.hash
     for dtype in (torch.float32, torch.float64):
@@ -378,14 +374,11 @@ def test_data_in_files_need_next_to_no_memory(tmp_path):
     made[::7] = 3
     made.flush()
     del made
-    x, y, ids = (
-        np.memmap(tmp_path / "images", dtype=np.uint8, mode="r", shape=(n, *shape)),
-        np.arange(n) % 10,
-        np.arange(n) % 100,
-    )
-    assert from_arrays(
-        x[:100], y[:100], client_ids=ids[:100], test_share=0
-    ).hash  # what the first call loads is not counted
+    x = np.memmap(tmp_path / "images", dtype=np.uint8, mode="r", shape=(n, *shape))
+    y = np.arange(n) % 10
+    ids = np.arange(n) % 100
+    # What the first call loads is not counted.
+    assert from_arrays(x[:100], y[:100], client_ids=ids[:100], test_share=0).hash
     before = anonymous()
     data = from_arrays(x, y, client_ids=ids, validation=0.1)
     assert anonymous() - before < 12

@@ -214,10 +214,8 @@ def test_other_names_of_classes_are_refused():
 
 def test_partitions_of_flower_are_rows():
     """As their partitioners make them."""
-    datasets, partitioners = (
-        pytest.importorskip("datasets"),
-        pytest.importorskip("flwr_datasets.partitioner"),
-    )
+    datasets = pytest.importorskip("datasets")
+    partitioners = pytest.importorskip("flwr_datasets.partitioner")
     rng = np.random.default_rng(0)
     drawn = {
         "image": rng.integers(0, 256, (60, 4, 4), dtype=np.uint8),

@@ -31,7 +31,8 @@ def check_label_groups(data, source, clients, train, test, labels=5):
     for split in (
         data.train,
         data.test,
-    ):  # the pool: each split has rows of both official parts, in proportion but for chance
+    ):
+        # The pool: each split has rows of both official parts, in proportion but for chance.
         share = source.train / len(source.x)
         found = float((split.index < source.train).float().mean())
         assert abs(found - share) < 5 * (share * (1 - share) / len(split.index)) ** 0.5

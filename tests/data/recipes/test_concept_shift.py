@@ -21,9 +21,8 @@ def check_concept_drift(data, source, clients):
         assert len(np.unique(group)) == 100  # within a group every subclass is used once
     sizes = np.array([np.bincount(mine, minlength=100) for mine in fine])
     pieces = sizes.max(1)
-    assert all(
-        set(mine) == {0, piece} for mine, piece in zip(sizes, pieces, strict=True)
-    )  # the same cuts for all classes
+    # The same cuts for all classes.
+    assert all(set(mine) == {0, piece} for mine, piece in zip(sizes, pieces, strict=True))
     by_group = pieces.reshape(-1, 5)
     assert (by_group == by_group[:, :1]).all()
     assert by_group[:, 0].sum() == 500
@@ -95,10 +94,8 @@ def test_concepts_are_shuffled_for_every_group_and_superclass(hundred, size, cli
 
 def test_concept_drift_with_superclasses_of_your_own():
     groups = [[0, 6, 8], [1, 4, 7]]
-    data, source = (
-        concept_drift("digits", clients=9, superclasses=groups, min_piece=20),
-        load("digits"),
-    )
+    data = concept_drift("digits", clients=9, superclasses=groups, min_piece=20)
+    source = load("digits")
     assert data.classes == 2
     assert data.train.counts.min() >= 40
     assert set(np.concatenate(fine_labels(data, source, "train"))) == {0, 1, 4, 6, 7, 8}

@@ -23,9 +23,8 @@ def test_labels_per_client():
             assert set(test) == set(train)
             assert len(test) == sum(int((source.y_test == k).sum()) for k in set(train))
     equal = labels_per_client(clients=15, labels=3)
-    assert (
-        equal.train.counts.max() - equal.train.counts.min() <= 27
-    )  # a class has four or five clients: parts of 29 to 36
+    # A class has four or five clients: parts of 29 to 36.
+    assert equal.train.counts.max() - equal.train.counts.min() <= 27
     assert (
         labels_per_client(clients=15, labels=3, sizes="random").train.counts.std()
         > equal.train.counts.std()
@@ -143,9 +142,8 @@ def test_pachinko_of_cifar_100(hundred):
     first = [
         np.bincount(coarse[mine], minlength=20) for mine in fine_labels(data, hundred, "train")[:50]
     ]
-    assert (
-        np.mean([np.sort(mine)[-5:].sum() / 500 for mine in first]) > 0.6
-    )  # the early ones, before anything runs out
+    # The early ones, before anything runs out.
+    assert np.mean([np.sort(mine)[-5:].sum() / 500 for mine in first]) > 0.6
     flat = pachinko(hundred, clients=20, size=300, alpha=1e6, beta=1e6)
     assert all(
         np.bincount(coarse[mine], minlength=20).min() >= 2
@@ -153,9 +151,8 @@ def test_pachinko_of_cifar_100(hundred):
     )
     assert flat.train.counts.tolist() == [300] * 20
     assert flat.recipe["superclasses"] == [list(group) for group in hundred.superclasses]
-    assert (
-        pachinko("digits", clients=7).train.counts.tolist() == [205] * 7
-    )  # pairs of classes; 1,438 rows leave three
+    # Pairs of classes; 1,438 rows leave three.
+    assert pachinko("digits", clients=7).train.counts.tolist() == [205] * 7
 
 
 @where_present

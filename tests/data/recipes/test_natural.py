@@ -51,9 +51,8 @@ def test_roles_speak_for_themselves(tmp_path):
     train, last ones test.
     """
     long = "abcdefgh " * 30
-    text = PLAYS.format(
-        long=long.strip(), exact=240 * "x"
-    )  # the last chunk of so many has nothing after it
+    # The last chunk of so many has nothing after it.
+    text = PLAYS.format(long=long.strip(), exact=240 * "x")
     said = speeches(text)
     assert list(said) == ["first, KING", "first, FOOL", "second, KING", "second, QUEEN"]
     assert said["first, KING"] == f"{long.strip()} the first\nAnd more\non two lines."
@@ -126,9 +125,8 @@ def test_heart_disease_protocol_on_made_up_patients(tmp_path):
         x, y = data.train.client(j)
         assert_close(x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)
         spread = x.std(0, correction=0)
-        assert_close(
-            spread, (spread > 0.5).float(), atol=1e-5, rtol=0
-        )  # a constant attribute stays at 0
+        # A constant attribute stays at 0.
+        assert_close(spread, (spread > 0.5).float(), atol=1e-5, rtol=0)
         assert abs(y.float().mean() - data.test.client(j)[1].float().mean()) < 0.06
     assert data.train.client(2)[0][:, 3].abs().max() == 0
     assert heart_disease(root=tmp_path, seed=2).hash != data.hash

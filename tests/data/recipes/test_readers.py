@@ -96,7 +96,6 @@ def test_the_real_files(name, shape, train):
     assert tuple(source.x.shape) == shape
     assert source.train == train
     if len(shape) == 4:
-        assert source.x_train.mean().abs() < (
-            0.2 if name == "emnist-letters" else 0.02
-        )  # which is given MNIST's mean
+        # Which is given MNIST's mean.
+        assert source.x_train.mean().abs() < (0.2 if name == "emnist-letters" else 0.02)
         assert torch.bincount(source.y_test).unique().numel() == (1 if name != "mnist" else 10)

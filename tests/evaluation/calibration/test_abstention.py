@@ -107,11 +107,9 @@ def test_too_little_to_show_a_small_risk():
 def test_the_first_failure_ends_the_sequence():
     """Also where a larger threshold would pass again: with fresh rows that are all right."""
     step = Abstention(risk=0.1, delta=0.1)
-    told, rows, wrong = (
-        step.start(CLASSES),
-        torch.zeros(THRESHOLDS).double(),
-        torch.zeros(THRESHOLDS).double(),
-    )
+    told = step.start(CLASSES)
+    rows = torch.zeros(THRESHOLDS).double()
+    wrong = torch.zeros(THRESHOLDS).double()
     rows[[0, 10, 20]], wrong[10] = torch.tensor([100.0, 20.0, 1000.0]).double(), 15
     found, done = step.solve(told, {"n_rows": rows, "n_wrong": wrong})
     assert done

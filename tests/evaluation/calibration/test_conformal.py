@@ -51,9 +51,8 @@ def test_the_threshold_is_as_defined(shrink: float, level: float):
     g = torch.Generator().manual_seed(0)
     sizes = (0, 1, 8, 9, 40)
     own = [torch.rand(n, generator=g, dtype=torch.float64) * 1.05 for n in sizes]
-    own[1:4] = [
-        (16 * scores).round() / 16 for scores in own[1:4]
-    ]  # at the ends of bins, some twice
+    # At the ends of bins, some twice.
+    own[1:4] = [(16 * scores).round() / 16 for scores in own[1:4]]
     everyone = torch.cat([*own, torch.rand(100, generator=g, dtype=torch.float64)])
     padded = torch.full((len(sizes), max(sizes)), 7.0, dtype=torch.float64)
     mask = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
@@ -166,9 +165,8 @@ def test_scores_of_labels_that_follow_the_probabilities_are_uniform():
         .sort()
         .values
     )
-    assert float((scores - torch.linspace(0, 1, 20_000)).abs().max()) < 1.63 / math.sqrt(
-        20_000
-    )  # Kolmogorov, 1 %
+    # Kolmogorov, 1 %.
+    assert float((scores - torch.linspace(0, 1, 20_000)).abs().max()) < 1.63 / math.sqrt(20_000)
 
 
 @pytest.mark.parametrize(

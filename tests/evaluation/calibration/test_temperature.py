@@ -46,9 +46,8 @@ def test_it_is_that_of_all_rows_together(heat: float):
         return asked[-1]
 
     fitted = fit(step, given, CLASSES, counted)
-    assert float(1 / fitted.told["beta"]) == pytest.approx(
-        central(given), rel=1e-6
-    )  # a search knows an optimum to the root of rounding
+    # A search knows an optimum to the root of rounding.
+    assert float(1 / fitted.told["beta"]) == pytest.approx(central(given), rel=1e-6)
     assert abs(float(asked[-1]["g"])) < 1e-6
     assert len(asked) <= 10
     assert fitted.own["temperature"].unique().numel() == 1

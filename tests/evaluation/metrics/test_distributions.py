@@ -46,10 +46,8 @@ def test_counts_are_scipys(mean: float, excess: float):
     counts.
     """
     variance = mean * (1 + excess)
-    found, wanted = (
-        Counts(one(mean), one(variance)),
-        of_counts(mean, variance if excess > 1e-7 else mean),
-    )
+    found = Counts(one(mean), one(variance))
+    wanted = of_counts(mean, variance if excess > 1e-7 else mean)
     assert wanted.mean() == pytest.approx(mean)
     k = np.arange(int(wanted.ppf(1 - 1e-12)) + int(4 * mean) + 40)
     for y in (0.0, float(int(mean)), float(int(3 * mean) + 2)):

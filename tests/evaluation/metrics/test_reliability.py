@@ -65,10 +65,8 @@ def test_calibration_agrees_with_torchmetrics(calibration_error, norm, bins):
     probs = torch.stack([confidence, (1 - confidence) * 0.6, (1 - confidence) * 0.4], -1)
     turn = torch.randint(3, (3, 200), generator=rng)
     probs = probs.gather(-1, (torch.arange(3) + turn[..., None]) % 3)
-    labels, mask = (
-        torch.randint(3, (3, 200), generator=rng),
-        torch.rand(3, 200, generator=rng) < 0.8,
-    )
+    labels = torch.randint(3, (3, 200), generator=rng)
+    mask = torch.rand(3, 200, generator=rng) < 0.8
     ours = metrics.ece(probs, labels, mask, bins=bins, norm=norm)
     theirs = [
         calibration_error(p, y, num_classes=3, n_bins=bins, norm=norm)

@@ -86,11 +86,9 @@ def test_table_has_a_row_per_client():
 
 def test_a_table_names_its_clients():
     """By the names given, in the order of the clients; one for each."""
-    probs, labels, mask = (
-        torch.full((2, 3, 2), 0.5),
-        torch.zeros(2, 3, dtype=torch.long),
-        torch.ones(2, 3, dtype=torch.bool),
-    )
+    probs = torch.full((2, 3, 2), 0.5)
+    labels = torch.zeros(2, 3, dtype=torch.long)
+    mask = torch.ones(2, 3, dtype=torch.bool)
     assert metrics.per_client_table(probs, labels, mask, names=("Basel", "Genève"))[
         "client"
     ].tolist() == ["Basel", "Genève"]

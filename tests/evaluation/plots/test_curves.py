@@ -62,10 +62,8 @@ def test_the_default_measure_is_that_of_the_task():
     """Accuracy, of regressions the error; where the histories share neither, the columns they share
     are listed.
     """
-    accuracy, rmse = (
-        {"round": 2, "train_nll": 1.0, "personal_accuracy": 0.5},
-        {"round": 2, "train_nll": 1.0, "personal_rmse": 3.0},
-    )
+    accuracy = {"round": 2, "train_nll": 1.0, "personal_accuracy": 0.5}
+    rmse = {"round": 2, "train_nll": 1.0, "personal_rmse": 3.0}
     assert plots.learning_curves({"a": History([accuracy])}).get_ylabel() == "personal accuracy"
     regression: Any = plots.learning_curves(
         {"a": History([{"round": 1}, rmse]), "b": [History([rmse])] * 2}

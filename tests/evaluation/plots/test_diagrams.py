@@ -87,10 +87,8 @@ def test_few_examples_do_not_shout():
         < drawn[0.7].get_facecolor()[3]
         == drawn[0.9].get_facecolor()[3]
     )
-    assert drawn[0.5].get_edgecolor() == (
-        *drawn[0.5].get_facecolor()[:3],
-        1.0,
-    )  # its own blue, opaque
+    # Its own blue, opaque.
+    assert drawn[0.5].get_edgecolor() == (*drawn[0.5].get_facecolor()[:3], 1.0)
     assert drawn[0.7].get_edgecolor() == drawn[0.9].get_edgecolor() == (1.0, 1.0, 1.0, 1.0)
     gaps = {
         round(gap.get_x(), 1): gap for gap in bars(ax, "overconfident") + bars(ax, "underconfident")
@@ -104,10 +102,8 @@ def test_few_examples_do_not_shout():
     for line, middle, k, n in zip(
         lines, (0.55, 0.75, 0.95), (3, 15, 396), (19, 20, 400), strict=True
     ):
-        centre, half = (
-            (k + z**2 / 2) / (n + z**2),
-            z / (n + z**2) * (k * (n - k) / n + z**2 / 4) ** 0.5,
-        )
+        centre = (k + z**2 / 2) / (n + z**2)
+        half = z / (n + z**2) * (k * (n - k) / n + z**2 / 4) ** 0.5
         np.testing.assert_allclose(
             line.get_xydata(), [[middle, centre - half], [middle, centre + half]]
         )

@@ -17,8 +17,8 @@ def test_matplotlib_is_imported_late():
     import subprocess
 
     code = (
-        "import sys; from bayesfl.evaluation import plots, metrics, report; "
-        "sys.exit('matplotlib' in sys.modules or 'scipy' in sys.modules)"
+        "import sys; from bayesfl.evaluation import plots, metrics, report; sys.exit('matplotlib' "
+        "in sys.modules or 'scipy' in sys.modules)"
     )
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0

@@ -111,10 +111,8 @@ def test_nothing_to_show():
 def test_evidence_is_drawn_from_one():
     """After every row, with the height at which it is raised, and a mark where it first was."""
     rng = np.random.default_rng(0)
-    strange, usual = (
-        Alarm(rng.normal(size=50)).see(rng.normal(size=40) + 2),
-        Alarm(rng.normal(size=50), client=1).see(rng.normal(size=60)),
-    )
+    strange = Alarm(rng.normal(size=50)).see(rng.normal(size=40) + 2)
+    usual = Alarm(rng.normal(size=50), client=1).see(rng.normal(size=60))
     mine = Figure().add_subplot()
     ax = plots.evidence({"strange": strange, "usual": usual}, ax=mine, title="t")
     assert ax is mine
