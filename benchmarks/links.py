@@ -26,7 +26,7 @@ import torch
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_path
-from bayesfl.composition.predictors import GRID
+from bayesfl.composition.predictors import PRECISIONS
 from bayesfl.evaluation import calibration, detection, report
 from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.evaluation.surveys import Outputs
@@ -115,7 +115,7 @@ def run(dataset: str, seed: int, root: Path | None, *, quick: bool) -> dict[str,
                 f"{precision:g}": under_precision(
                     model, result, link, precision, body, outside["own"][0]
                 )
-                for precision in GRID
+                for precision in PRECISIONS
             }
         print(
             f"{dataset}/{seed}: {name}: "

@@ -35,7 +35,7 @@ from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.evaluation import report
 from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperature, fit
-from bayesfl.evaluation.calibration.conformal import BINS, thresholds
+from bayesfl.evaluation.calibration.conformal import HISTOGRAM_BINS, thresholds
 from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "promises.json"
 LEVEL = 0.9
 DATASETS = ("digits", "mnist", "fashion-mnist")
-EDGES = torch.arange(1, BINS + 1, dtype=torch.float64) / BINS
+EDGES = torch.arange(1, HISTOGRAM_BINS + 1, dtype=torch.float64) / HISTOGRAM_BINS
 STEPS = {"epochs": 2, "batch_size": 20}
 HEAVY = SGD(0.05, momentum=0.9)
 METHODS: dict[str, Callable[[torch.nn.Module], bf.Algorithm]] = {
@@ -182,7 +182,9 @@ def on_made_up_scores(runs: int) -> dict[str, dict[str, float]]:
         covered: dict[str, list[float]] = {"own": [], "shrunk": [], "pooled": []}
         for _ in range(runs):
             scores = torch.rand(400 + n, generator=rng, dtype=torch.float64)
-            counts = torch.bincount(torch.bucketize(scores, EDGES), minlength=BINS + 1).double()
+            counts = torch.bincount(
+                torch.bucketize(scores, EDGES), minlength=HISTOGRAM_BINS + 1
+            ).double()
             for name, shrink in (("own", 0.0), ("shrunk", 20.0), ("pooled", math.inf)):
                 t = thresholds(scores[None, :n], one, EDGES, counts, level=LEVEL, shrink=shrink)
                 covered[name].append(min(float(t), 1.0))
@@ -195,7 +197,7 @@ def on_made_up_scores(runs: int) -> dict[str, dict[str, float]]:
         scale = torch.exp(0.6 * torch.randn(clients, 1, generator=rng, dtype=torch.float64))
         scores = scale * torch.randn(clients, rows, generator=rng, dtype=torch.float64).abs()
         counts = torch.bincount(
-            torch.bucketize(scores.flatten(), edges), minlength=BINS + 1
+            torch.bucketize(scores.flatten(), edges), minlength=HISTOGRAM_BINS + 1
         ).double()
         for name, shrink in (("own", 0.0), ("shrunk", 20.0), ("pooled", math.inf)):
             t = thresholds(

@@ -53,7 +53,7 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:class",
-        r"P|bayesfl\.(base\.options\.[CPRT]|engine\.(crew\.(Item|Result)|driver\.T)|federation\.rounds\.admission\.T|flower\.records\.T)",
+        r"P|bayesfl\.(base\.options\.[CPRT]|engine\.(crew\.(Item|Outcome)|driver\.T)|federation\.rounds\.admission\.T|flower\.records\.T)",
     ),  # type variables
     (r"py:.*", r"(typing|types)\.(Annotated|Literal)\[.*|inspect\.BoundArguments"),
     (

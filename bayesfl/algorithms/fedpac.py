@@ -48,8 +48,8 @@ from bayesfl.optim import SGD
 PARTS = ("body", "head")
 # smaller weights are set to 0; with over 100 heads the limit is a tenth of an equal share, so that
 # most weight is kept
-LEAST = 1e-3
-ROWS = 256  # examples whose features are held at once
+SMALLEST_WEIGHT = 1e-3
+ROWS_AT_ONCE = 256  # examples whose features are held at once
 # A client with one example has V = 0. V is raised to at least the larger of these, so that the
 # minimum is unique:
 FLOOR = 1e-10  # in units of the median |h|^2 + V
@@ -161,7 +161,7 @@ def fedpac(
             "centroids": each_class,
         },
         combine=combine,
-        adapt=(measure, Once(join, batched=False), fit_head),
+        adapt=(measure, Once(join_newcomer, batched=False), fit_head),
     )
 
 
@@ -174,7 +174,7 @@ def moments(
     leaves = algorithm.leaves(PARTS, view)
     hot = F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1)
     counts, first, second = hot.sum(0), 0.0, 0.0
-    for x, rows in zip(in_rows(data["x"], ROWS), hot.split(ROWS), strict=True):
+    for x, rows in zip(in_rows(data["x"], ROWS_AT_ONCE), hot.split(ROWS_AT_ONCE), strict=True):
         z, _ = algorithm.features(leaves, x)
         assert z is not None
         first, second = first + rows.mT @ z, second + rows.mT @ z.square().sum(-1)
@@ -221,7 +221,7 @@ def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
     )
     variance = variance.clamp_min(floor)
     weights = simplex.minimise(h @ h.mT + torch.diag(variance), own @ h.mT)
-    weights = torch.where(weights < min(LEAST, 0.1 / len(h)), 0.0, weights)
+    weights = torch.where(weights < min(SMALLEST_WEIGHT, 0.1 / len(h)), 0.0, weights)
     return weights / weights.sum(-1, keepdim=True)
 
 
@@ -259,7 +259,7 @@ def address(server: Server, ids: Tensor) -> View:
     )
 
 
-def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+def join_newcomer(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
     """Give a newcomer the mixture of the last cohort's heads for its own statistics; if there are
     no such heads, keep the head received.
     """

@@ -53,7 +53,7 @@ from bayesfl.optim import Adam
 from bayesfl.posteriors.linearised import Link
 from bayesfl.posteriors.selection import Evidence, Rule, select, uncurved_share
 
-Aggregation = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_match", "product"]
+AggregationRule = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_match", "product"]
 IDLE: options.Idle = {
     ("structure", "diagonal"): ("share", "selection", "seed"),
     ("structure", "full"): (
@@ -84,7 +84,7 @@ def fedsi(
     batch_size: options.BatchSize = 50,
     optimiser: options.Optimiser = Adam(1e-2),
     prior_precision: Annotated[float, options.INVERTIBLE] = 1e-4,
-    aggregation: Aggregation = "mean_std",
+    aggregation: AggregationRule = "mean_std",
     variance_floor: options.Positive = 1e-8,
     curvature_every: options.Count = 1,
     train_head: bool = False,
@@ -272,7 +272,7 @@ def _body(variance: Parameter, pool: AdditivePool | StackedPool = Mean(equal)) -
     return Block("body.*", prior=Normal(centre=server_mean("body"), variance=variance), pool=pool)
 
 
-def pooled_variance(uplink: Uplink, aggregation: Aggregation) -> Tensor:
+def pooled_variance(uplink: Uplink, aggregation: AggregationRule) -> Tensor:
     """Return the next prior variances g [D] from the clients' standard deviations; any number where
     no client selected the weight.
     """

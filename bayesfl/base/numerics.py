@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PIECE = 2**16
+NUMBERS_AT_ONCE = 2**16
 """Numbers that are added at once."""
 
 
@@ -34,10 +34,12 @@ def add_row(total: Tensor, row: Tensor, weight: float) -> None:
     """Add weight * row [...] to `total` [...] in float64, in pieces, so that no copy of a long row
     in float64 has to be made.
     """
-    if row.numel() <= PIECE or not row.is_contiguous():
+    if row.numel() <= NUMBERS_AT_ONCE or not row.is_contiguous():
         total.add_(row, alpha=weight)
         return
-    for into, piece in zip(total.view(-1).split(PIECE), row.view(-1).split(PIECE), strict=True):
+    for into, piece in zip(
+        total.view(-1).split(NUMBERS_AT_ONCE), row.view(-1).split(NUMBERS_AT_ONCE), strict=True
+    ):
         into.add_(piece.double(), alpha=weight)
 
 

@@ -178,7 +178,7 @@ class Likelihood(Protocol):
         ...
 
 
-class Fitted(Protocol):
+class FittedPredictor(Protocol):
     """The interface of one client's predictor, ready to be used."""
 
     def __call__(
@@ -226,7 +226,7 @@ class Predictor(Protocol):
         """Raise ValueError if the predictor does not fit the algorithm."""
         ...
 
-    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
+    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> FittedPredictor:
         """Return one client's predictor.
 
         It is made from what the client received, its view (after fine-tuning, if the method has
@@ -253,7 +253,7 @@ class StoredPredictor(Predictor, Protocol):
         """
         ...
 
-    def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors by which `restored` predicts; none of them holds a row of the training
         data as it is.
 
@@ -270,7 +270,7 @@ class StoredPredictor(Predictor, Protocol):
         """
         ...
 
-    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
+    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor from the blocks of its view, the entries that `reads`
         names, and the stored `tensors`.
 

@@ -398,7 +398,7 @@ def by_chance(phase: Any, algorithm: Algorithm) -> bool:
     return phase.batch_size is not None or any(one.noise(algorithm) for one in inner)
 
 
-def described(phase: Any) -> str:
+def phase_in_words(phase: Any) -> str:
     """Return a phase's class and the blocks it trains as text, such as `Descend on head`."""
     blocks = trained(phase)
     return type(phase).__name__ + (f" on {', '.join(blocks)}" if blocks else "")

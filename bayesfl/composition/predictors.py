@@ -14,7 +14,7 @@ from bayesfl.base.checks import warn
 from bayesfl.base.inputs import Inputs, pieces
 from bayesfl.base.layout import Layout
 from bayesfl.base.options import Natural, Range, declared
-from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
+from bayesfl.base.protocols import Batch, FittedPredictor, Server, Tensors, View
 from bayesfl.composition.priors import Parameter
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bayesfl.composition.algorithm import Algorithm
 
 
-GRID = precision.GRID[::2]
+PRECISIONS = precision.GRID[::2]
 """Precisions that are tried on validation data, from 1e-4 to 1e4 by decades; under the largest,
 predictions are close to the MAP's.
 """
@@ -120,9 +120,9 @@ class LinearisedLaplace:
         """
         if callable(self.precision):
             return ()
-        return GRID if self.precision is None else (float(self.precision),)
+        return PRECISIONS if self.precision is None else (float(self.precision),)
 
-    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
+    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`; a `weight` [N] in `data` says how many
         times each example counts.
         """
@@ -152,7 +152,7 @@ class LinearisedLaplace:
 
         return _Linearised(self, algorithm, view, lambda value: at(value).inverse)
 
-    def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors by which `restored` predicts without training data, see
         `StoredPredictor`.
         """
@@ -165,7 +165,7 @@ class LinearisedLaplace:
         )
         return covariance.tensors()
 
-    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
+    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
         curvature = Curvature(
             algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm)
@@ -252,7 +252,7 @@ class LinearisedBelief:
             )
         _check_linearised(self, algorithm)
 
-    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
+    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
         names = (
             [part for part in algorithm.parts if algorithm.blocks[part].stochastic]
@@ -275,11 +275,11 @@ class LinearisedBelief:
         )
         return _Linearised(self, algorithm, view, lambda value: inverse)
 
-    def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
         """Return nothing, since the belief is all, see `StoredPredictor`."""
         return {}
 
-    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
+    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor, see `StoredPredictor`."""
         return self(algorithm, {}, view, {})
 
@@ -356,11 +356,11 @@ class Mixture:
         if self.each is not None:
             self.each.check_one(algorithm)
 
-    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
+    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
         views = self._views(algorithm, view)
 
-        def fit() -> dict[int, Fitted]:
+        def fit() -> dict[int, FittedPredictor]:
             assert self.each is not None
             shares = (
                 self._responsibilities(algorithm, view, data, list(views))
@@ -374,7 +374,7 @@ class Mixture:
 
         return _Mixed(algorithm, view[self.weights], views, None if self.each is None else fit)
 
-    def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
+    def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors of `each` for every copy, named by its number, see
         `StoredPredictor`.
         """
@@ -387,7 +387,7 @@ class Mixture:
             for k, t in self.each.stored(one, value, limit=limit).items()
         }
 
-    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
+    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
         views = self._views(algorithm, view)
         if self.each is None:
@@ -424,7 +424,7 @@ class Mixture:
 
 
 class _Mixed:
-    """One client's predictor by several copies together, see `Fitted`.
+    """One client's predictor by several copies together, see `FittedPredictor`.
 
     Args:
         algorithm: The method.
@@ -438,13 +438,13 @@ class _Mixed:
         algorithm: Any,
         pi: Tensor,
         views: dict[int, View],
-        fit: Callable[[], dict[int, Fitted]] | None,
+        fit: Callable[[], dict[int, FittedPredictor]] | None,
     ) -> None:
         self._algorithm, self._views, self._fit = algorithm, views, fit
         self._pi = pi[list(views)]
 
     @cached_property
-    def each(self) -> dict[int, Fitted]:
+    def each(self) -> dict[int, FittedPredictor]:
         """Return the copies' predictors, by number."""
         return {} if self._fit is None else self._fit()
 
@@ -477,7 +477,7 @@ class _Mixed:
 
 
 class _Linearised:
-    """One client's predictor by the linearised network, see `Fitted`.
+    """One client's predictor by the linearised network, see `FittedPredictor`.
 
     Args:
         rule: The method's predictor.
@@ -504,8 +504,8 @@ class _Linearised:
         noise: Tensor | None = None,
         plain: bool = False,
     ) -> Tensors:
-        """Return the prediction, see `Fitted`; warn where it is the prior's, under a precision that
-        was given.
+        """Return the prediction, see `FittedPredictor`; warn where it is the prior's, under a
+        precision that was given.
         """
         algorithm, rule, likelihood = self._algorithm, self._rule, self._algorithm.likelihood
         if plain:

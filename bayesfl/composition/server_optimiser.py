@@ -14,7 +14,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.optim import Optimiser, check_optimiser, rate_at
 
-STATE = "server_optimiser"
+OPTIMISER_STATE = "server_optimiser"
 
 
 @options.method()
@@ -58,7 +58,7 @@ def with_server_optimiser(
 
     def start(blocks: Server, clients: int) -> Server:
         now, own = entries(blocks), algorithm.server(blocks, clients)
-        if STATE in own:
+        if OPTIMISER_STATE in own:
             raise ValueError("the method has an optimiser on the server already; give it one")
         common, addressed = algorithm.to_one({**blocks, **own})
         if apart := [name for name in gathered if name not in common or name in addressed]:
@@ -67,10 +67,13 @@ def with_server_optimiser(
                 f"method {apart} are not: some clients get others; leave the optimiser out"
             )
         state = {"before": now} | ({} if (made := optimiser.init(now)) is None else {"state": made})
-        return {**own, STATE: state}
+        return {**own, OPTIMISER_STATE: state}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        own, kept = {name: entry for name, entry in server.items() if name != STATE}, server[STATE]
+        own, kept = (
+            {name: entry for name, entry in server.items() if name != OPTIMISER_STATE},
+            server[OPTIMISER_STATE],
+        )
         changed = algorithm.combine(own, ids, uplink)
         before, after = kept["before"], entries(own | changed)
         gradient = tree_map(lambda old, new: old - new, before, after)
@@ -79,7 +82,7 @@ def with_server_optimiser(
         return {
             **changed,
             **now,
-            STATE: {"before": now} | ({} if state is None else {"state": state}),
+            OPTIMISER_STATE: {"before": now} | ({} if state is None else {"state": state}),
         }
 
     return replace(algorithm, server=start, combine=combine)

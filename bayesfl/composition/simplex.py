@@ -15,11 +15,11 @@ turn negative, and a weight outside enters while its multiplier is negative.
 import torch
 from torch import Tensor
 
-STEPS = 80  # steps of projected gradient
+MOST_STEPS = 80  # steps of projected gradient
 TOLERANCE = 1e-12  # multipliers above minus this count as >= 0, in units of Q's mean diagonal
-LEAST = 1e-6  # weights that projected gradient leaves below this start outside the support
+SMALLEST = 1e-6  # weights that projected gradient leaves below this start outside the support
 EXCHANGES = 30  # most exchanges of block pivoting
-BLOCK = 2**26  # bytes of the matrices that are solved at once
+BYTES = 2**26  # bytes of the matrices that are solved at once
 
 
 def project(v: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def minimise(quadratic: Tensor, linear: Tensor) -> Tensor:
         )
     quadratic, linear = quadratic / scale, linear / scale
     weights = _descended(quadratic, linear, float(values[-1] / scale))
-    support = weights > LEAST
+    support = weights > SMALLEST
     found, left = _pivoted(quadratic, linear, support)
     if len(left):
         start = torch.where(support[left], weights[left], 0.0)
@@ -87,7 +87,7 @@ def _descended(quadratic: Tensor, linear: Tensor, steepest: float) -> Tensor:
     """
     here = point = torch.full_like(linear, 1 / linear.shape[1])
     momentum = 1.0
-    for _ in range(STEPS):
+    for _ in range(MOST_STEPS):
         further = project(point - (point @ quadratic - linear) / steepest)
         after = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
         point = further + (momentum - 1) / after * (further - here)
@@ -109,7 +109,7 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
     while start < len(order):
         width = int(sizes[order[start]])
         stop = start + 1
-        while stop < len(order) and 8 * (stop + 1 - start) * int(sizes[order[stop]]) ** 2 <= BLOCK:
+        while stop < len(order) and 8 * (stop + 1 - start) * int(sizes[order[stop]]) ** 2 <= BYTES:
             stop += 1
         rows, width = order[start:stop], int(sizes[order[stop - 1]])
         places = (

@@ -62,7 +62,7 @@ def choose(backend: Name, module: nn.Module, layout: Layout) -> Backend:
             try:
                 return BackPack(module, layout)
             except Exception as error:  # which its converter raises on an unknown `forward`
-                missing = [f"this {type(module).__name__} ({described(error)})"]
+                missing = [f"this {type(module).__name__} ({error_in_words(error)})"]
     if backend in ("layers", "backpack"):
         raise refusal(backend, ", ".join(missing))
     return Func(module, layout)
@@ -80,7 +80,7 @@ def refusal(backend: str, what: str) -> ValueError:
     )
 
 
-def described(error: Exception) -> str:
+def error_in_words(error: Exception) -> str:
     """Return the type of an error and the first line that it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__

@@ -32,13 +32,13 @@ def batches(x: Data, like: Tensor) -> Iterator[Inputs]:
         TypeError: The inputs of a batch hold something else than tensors.
         ValueError: Tensors of one batch have different numbers of rows.
     """
-    for batch in [x] if alone(x) else x:
+    for batch in [x] if one_batch(x) else x:
         inputs = of_batch(batch)
         if count(inputs):
             yield each(lambda t: t.to(like.device), inputs)
 
 
-def alone(x: Data) -> bool:
+def one_batch(x: Data) -> bool:
     """Say whether data are one batch: a tensor, or a mapping with `x`."""
     return isinstance(x, Tensor | Mapping)
 
@@ -72,7 +72,7 @@ def _tensors(x: Any) -> Inputs:
     return tuple(map(_tensors, x)) if isinstance(x, tuple | list) else x
 
 
-def available(like: Tensor) -> int:
+def available_memory(like: Tensor) -> int:
     """Return the bytes of free memory on the device of `like`."""
     if like.is_cuda:
         return torch.cuda.mem_get_info(like.device)[0]

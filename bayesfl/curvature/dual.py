@@ -25,7 +25,7 @@ from bayesfl.curvature.batches import Data, require
 from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import Rows
 
-Form = Literal["auto", "primal", "dual"]
+DualForm = Literal["auto", "primal", "dual"]
 
 NO_CURVATURE = 1e-12
 """A weight has no curvature where its GGN entry times its prior variance is below this. With e the
@@ -225,7 +225,7 @@ def invert(
     precision: float | Tensor,
     *,
     indices: Tensor | None = None,
-    form: Form = "auto",
+    form: DualForm = "auto",
     diagonal: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Inverse:
@@ -261,7 +261,7 @@ def invert(
     if indices is not None:
         indices = curvature.check_indices(indices)
         precision, diagonal = precision[indices], diagonal[indices]
-    check_precision(precision)
+    check_prior_precision(precision)
     variance = 1 / precision
     curved = diagonal * variance >= NO_CURVATURE
     weights = int(curved.sum())
@@ -313,7 +313,7 @@ def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> In
     Raises:
         ValueError: An entry of `precision` is not positive and finite.
     """
-    check_precision(precision)
+    check_prior_precision(precision)
     return Inverse(
         curvature=curvature,
         form="primal",
@@ -328,7 +328,7 @@ def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> In
     )
 
 
-def check_precision(precision: Tensor) -> None:
+def check_prior_precision(precision: Tensor) -> None:
     """Check that every prior precision [D] is positive and finite, and far enough from overflow, as
     its inverse is.
 

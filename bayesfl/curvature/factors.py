@@ -17,7 +17,7 @@ from torch import Tensor
 
 BLOCK = 2**26
 """Bytes that a temporary array of the loops below may take."""
-COLUMNS = 512  # columns solved for at once
+MOST_COLUMNS = 512  # columns solved for at once
 UNIT = 50
 """Cost of `quadratic_into` for each unit of a linear layer, in columns solved for; measured on one
 core with a factor of order 2,250. The matrix is read once for each unit, whether one weight of the
@@ -127,7 +127,9 @@ class Factor(ABC):
         [size].
         """
         for slots, values in self._columns():
-            for some, part in zip(slots.split(COLUMNS), values.split(COLUMNS, 1), strict=True):
+            for some, part in zip(
+                slots.split(MOST_COLUMNS), values.split(MOST_COLUMNS, 1), strict=True
+            ):
                 out[some] = torch.linalg.solve_triangular(chol, part, upper=False).square().sum(0)
 
 

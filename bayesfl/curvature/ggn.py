@@ -20,8 +20,16 @@ from torch import Tensor, nn
 from bayesfl.base.inputs import Inputs, count, in_rows, shape_of, structure
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood
-from bayesfl.curvature.backends import Backend, BackPack, Func, Name, choose, described, refusal
-from bayesfl.curvature.batches import Data, available, batches, require
+from bayesfl.curvature.backends import (
+    Backend,
+    BackPack,
+    Func,
+    Name,
+    choose,
+    error_in_words,
+    refusal,
+)
+from bayesfl.curvature.batches import Data, available_memory, batches, require
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
 from bayesfl.curvature.roots import basis, root
@@ -99,7 +107,7 @@ class Curvature:
     @property
     def memory(self) -> int:
         """Return the bytes that a result may take now."""
-        return available(self._like) if self._memory is None else self._memory
+        return available_memory(self._like) if self._memory is None else self._memory
 
     def diagonal(self, x: Data, *, weight: Tensor | None = None) -> Tensor:
         """Compute the diagonal of the GGN, [D], a sum over the data in which example i counts
@@ -312,7 +320,7 @@ class Curvature:
             for found in (self.linearise(x)[1].squares(), want if own is None else own):
                 what = what or self._differs(found.double(), want)
         except Exception as error:  # which BackPACK raises on a `forward` that it does not know
-            what = described(error)
+            what = error_in_words(error)
         if what is None:
             self._proven = True
         elif self._asked == "backpack":

@@ -32,7 +32,7 @@ from bayesfl.base.inputs import structure
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.torchvision import torchvision
 from bayesfl.curvature.batches import Data, require
-from bayesfl.curvature.dual import NO_CURVATURE, check_precision
+from bayesfl.curvature.dual import NO_CURVATURE, check_prior_precision
 from bayesfl.curvature.factors import BLOCK, Outer
 from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import FactorRows, Rows
@@ -68,7 +68,7 @@ class Basis:
 @dataclass(frozen=True, eq=False)
 class Kronecker:
     """The inverse H^-1 for all covered weights where H is a Kronecker-factored GGN plus
-    diag(precision), made by `invert`.
+    diag(precision), made by `invert_factors`.
 
     Args:
         curvature: Curvature of the model at its weights.
@@ -202,7 +202,7 @@ class Kronecker:
         return out
 
     def tensors(self) -> Tensors:
-        """Return all tensors that `restore` needs in addition to the model, to be saved
+        """Return all tensors that `restore_factors` needs in addition to the model, to be saved
         or moved.
         """
         out = {
@@ -215,7 +215,7 @@ class Kronecker:
         return out
 
 
-def restore(curvature: Curvature, tensors: Tensors) -> Kronecker:
+def restore_factors(curvature: Curvature, tensors: Tensors) -> Kronecker:
     """Return the `Kronecker` with these `tensors`, for the same model at the same weights."""
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
     slots = enumerate(_layers(curvature).values())
@@ -232,7 +232,9 @@ def restore(curvature: Curvature, tensors: Tensors) -> Kronecker:
     )
 
 
-def invert(curvature: Curvature, x: Data, precision: Tensor, *, diagonal: Tensor) -> Kronecker:
+def invert_factors(
+    curvature: Curvature, x: Data, precision: Tensor, *, diagonal: Tensor
+) -> Kronecker:
     """Compute the inverse of the Kronecker-factored GGN, a sum over the data, plus diag(precision).
 
     Args:
@@ -280,7 +282,7 @@ def _check_prior(curvature: Curvature, precision: Tensor) -> None:
     """Check that the prior's precision is one number > 0 within each weight and each bias, so that
     it is the same in every basis.
     """
-    check_precision(precision)
+    check_prior_precision(precision)
     for name, part in curvature.layout.leaves(precision).items():
         if (part != part.flatten()[0]).any():
             raise ValueError(

@@ -11,7 +11,7 @@ from bayesfl.base.described import digest_of
 from bayesfl.base.inputs import Inputs, count, each, named
 from bayesfl.data.split import Change, ClientData, all_finite
 
-ROWS = 4
+TRIED_ROWS = 4
 """Number of rows on which a function is tried."""
 
 CALLS = 3
@@ -115,7 +115,7 @@ def _warn_if_changed(name: str, change: Change, before: str) -> None:
 
 def _rows(split: ClientData) -> Inputs:
     """Return the rows on which a function is tried, spread over the clients."""
-    spread = np.unique(np.linspace(0, len(split.index) - 1, ROWS).astype(np.int64))
+    spread = np.unique(np.linspace(0, len(split.index) - 1, TRIED_ROWS).astype(np.int64))
     return split.take(split.index[torch.from_numpy(spread).to(split.index.device)])
 
 

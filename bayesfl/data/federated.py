@@ -24,7 +24,7 @@ from bayesfl.data.partitions import NOVEL
 from bayesfl.data.sources import SourceInfo, label_remedy
 from bayesfl.data.split import Change, ClientData
 from bayesfl.data.tables.columns import Columns
-from bayesfl.data.tensors import digest_of, digest_of_inputs, not_finite
+from bayesfl.data.tensors import digest_of_array, digest_of_inputs, not_finite
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -291,10 +291,10 @@ class FederatedData:
         for _, split in sorted(self.splits.items()):
             digest.update(split.counts.astype("<i8").tobytes())
             digest.update(split.index.cpu().numpy().astype("<i8").tobytes())
-            digest.update(digest_of(split.y).encode())
+            digest.update(digest_of_array(split.y).encode())
             digest.update(digest_of_inputs(split.x).encode())
             if split.environment is not None:
-                digest.update(digest_of(split.environment).encode())
+                digest.update(digest_of_array(split.environment).encode())
         return digest.hexdigest()
 
     @cached_property

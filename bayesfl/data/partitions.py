@@ -55,7 +55,7 @@ def deal(rows: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list
     return np.split(rng.permutation(rows), np.cumsum(counts))[:-1]
 
 
-def join(pieces: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+def concatenated(pieces: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
     """Join each client's pieces to one sorted array of rows."""
     return [np.sort(np.concatenate([*mine, np.empty(0, np.int64)])) for mine in pieces]
 
@@ -135,7 +135,7 @@ def drift(
     # Points scaled to a class of n >= fewest rows and rounded down stay different, and pieces do
     # not get smaller.
     pieces = {k: np.split(mine, points * len(mine) // fewest) for k, mine in rows.items()}
-    return join([[pieces[k][j // size] for k in held[j]] for j in range(clients)]), held
+    return concatenated([[pieces[k][j // size] for k in held[j]] for j in range(clients)]), held
 
 
 def spread_labels(classes: int, clients: int, labels: int, rng: np.random.Generator) -> np.ndarray:
@@ -190,7 +190,7 @@ def deal_labels(
         )
         for j, part in zip(owners, parts, strict=True):
             pieces[j].append(part)
-    return join(pieces)
+    return concatenated(pieces)
 
 
 def deal_exactly(
@@ -224,7 +224,7 @@ def deal_exactly(
         for j in mine:
             for part, amount in zip(pieces, amounts, strict=True):
                 part[j].append(np.fromiter(shuffled, np.int64, amount))
-    return [join(part) for part in pieces]
+    return [concatenated(part) for part in pieces]
 
 
 def deal_around(
@@ -261,7 +261,7 @@ def deal_around(
                 for n, end in zip(wanted[:, k], ends, strict=True)
             ]
         )
-    return join(list(zip(*pieces, strict=True)))
+    return concatenated(list(zip(*pieces, strict=True)))
 
 
 def shards(
@@ -278,7 +278,7 @@ def shards(
     """
     shuffled = rng.permutation(len(labels))
     pieces = np.array_split(shuffled[np.argsort(labels[shuffled], kind="stable")], clients * each)
-    return join(
+    return concatenated(
         [
             [pieces[k] for k in mine]
             for mine in rng.permutation(clients * each).reshape(clients, each)
@@ -389,7 +389,7 @@ def deal_counts(
     dealt = [
         deal(rows, counts[k], rng) for k, rows in enumerate(rows_by_class(labels, len(counts)))
     ]
-    return join(list(zip(*dealt, strict=True)))
+    return concatenated(list(zip(*dealt, strict=True)))
 
 
 def follow_counts(
@@ -412,7 +412,7 @@ def follow_counts(
         else np.zeros(counts.shape[1], np.int64)
         for rows, mine in zip(by_class, counts, strict=True)
     ]
-    clients = join(
+    clients = concatenated(
         list(
             zip(
                 *(

@@ -17,7 +17,7 @@ _digests = WeakTensorKeyDictionary()
 _finite = WeakTensorKeyDictionary()
 
 
-def digest_of(tensor: Tensor) -> str:
+def digest_of_array(tensor: Tensor) -> str:
     """Return the SHA-256 digest of a tensor's shape and numbers, floats as float32, whatever its
     device and its floats' precision.
 
@@ -42,9 +42,9 @@ def digest_of(tensor: Tensor) -> str:
 def digest_of_inputs(x: Inputs) -> str:
     """Return the digest of a tensor, or one of the names and digests of a tree's tensors."""
     if isinstance(x, Tensor):
-        return digest_of(x)
+        return digest_of_array(x)
     return hashlib.sha256(
-        " ".join(f"{name} {digest_of(t)}" for name, t in sorted(named(x))).encode()
+        " ".join(f"{name} {digest_of_array(t)}" for name, t in sorted(named(x))).encode()
     ).hexdigest()
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
 
 
 class Crew:
@@ -39,12 +39,12 @@ class Crew:
         self._pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self._threads)
 
-    def over(self, items: Sequence[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
+    def over(self, items: Sequence[Item], work: Callable[[Item], Outcome]) -> Iterator[Outcome]:
         """Yield `work` of every item, in order, with at most workers + 1 results waiting.
 
         An exception raised by one item is raised here, and the remaining items are dropped.
         """
-        waiting: deque[Future[Result]] = deque()
+        waiting: deque[Future[Outcome]] = deque()
         try:
             for item in items:
                 waiting.append(self._pool.submit(work, item))

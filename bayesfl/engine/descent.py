@@ -23,7 +23,7 @@ from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Flat, Normal, is_normal
 from bayesfl.engine.network import Kernel, Network, Through
 from bayesfl.engine.plan import PhasePlan
-from bayesfl.models.modes import draws, lively
+from bayesfl.models.modes import draws_in_training, lively
 from bayesfl.optim import rate_at
 from bayesfl.posteriors.point import Point
 
@@ -159,7 +159,7 @@ def descend(
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
     """
     descent = Descent(algorithm, phase, given, views, kernel, still=plan.still)
-    drawing = draws(algorithm.model)
+    drawing = draws_in_training(algorithm.model)
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         start = perf_counter()
         descent.step(active, data, noise, plan.forward_key() if drawing else None)

@@ -19,7 +19,7 @@ from bayesfl.engine import descent, layers, live, network, reference, vmap
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.altered import cut
-from bayesfl.models.modes import draws, lively
+from bayesfl.models.modes import draws_in_training, lively
 
 T = TypeVar("T")
 KernelName: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
@@ -139,7 +139,7 @@ class Engine:
                 convolutions = live.has_convolutions(model.head)
         if layers.supported(model) and not convolutions:
             return "layers"
-        return "vmap" if device.type == "cuda" and vmap.batches(model) else "live"
+        return "vmap" if device.type == "cuda" and vmap.can_batch(model) else "live"
 
     def run(
         self,
@@ -158,7 +158,7 @@ class Engine:
         try:
             return self._run(algorithm, phase, given, views, plan)
         except RuntimeError as error:
-            known = not vmap.batches(algorithm.model)
+            known = not vmap.can_batch(algorithm.model)
             if self.kernel != "auto" or not vmap.failed(algorithm.model, error):
                 raise
             plan.rewind()
@@ -185,7 +185,7 @@ class Engine:
         elif (
             kernel == "reference"
             or not phase.batched
-            or not (descends or vmap.batches(algorithm.model))
+            or not (descends or vmap.can_batch(algorithm.model))
         ):
             return reference.run(algorithm, phase, given, views, plan)
         if kernel != "live" or not descends:
@@ -212,7 +212,11 @@ class Engine:
             ValueError: Another kernel was asked for, or the phase has steps of its own.
         """
         inner = getattr(phase, "phases", (phase,))
-        what = "dropout or other draws" if draws(model) else "batch norm or other statistics"
+        what = (
+            "dropout or other draws"
+            if draws_in_training(model)
+            else "batch norm or other statistics"
+        )
         told = f"{type(model).__name__} has {what} in training mode"
         if own := [p for p in inner if not by_algebra(p) and not isinstance(p, Once)]:
             raise ValueError(

@@ -20,7 +20,9 @@ from bayesfl.engine.network import Pass, Passage, by_autograd
 from bayesfl.models import SplitModel
 from bayesfl.models.altered import altered
 
-Rule: TypeAlias = Callable[[Any, dict[str, Tensor], dict[str, Tensor], Tensor, bool, bool], Pass]
+LayerRule: TypeAlias = Callable[
+    [Any, dict[str, Tensor], dict[str, Tensor], Tensor, bool, bool], Pass
+]
 """Function (layer, its weights, buffers for the wanted slopes of these, x, lifted, whether the
 slope at x is wanted) -> `Pass`.
 """
@@ -298,7 +300,7 @@ def _folded(
     return layer(x.flatten(0, 1 + lifted)).unflatten(0, x.shape[: 2 + lifted]), lifted
 
 
-def _graph(call: Callable[..., tuple[Tensor, bool]]) -> Rule:
+def _graph(call: Callable[..., tuple[Tensor, bool]]) -> LayerRule:
     """Return the rule of a layer without parameters, whose backward pass uses autograd for this
     layer alone.
     """
@@ -308,7 +310,7 @@ def _graph(call: Callable[..., tuple[Tensor, bool]]) -> Rule:
     )
 
 
-RULES: dict[type, Rule] = {
+LAYER_RULES: dict[type, LayerRule] = {
     nn.Linear: _linear,
     nn.ReLU: _relu,
     nn.Flatten: _flatten,
@@ -365,14 +367,14 @@ def _has_rule(layer: nn.Module) -> bool:
         return False
     if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1):
         return False
-    return type(layer) in RULES
+    return type(layer) in LAYER_RULES
 
 
-Stack: TypeAlias = tuple[tuple[str, nn.Module, tuple[str, ...]], ...]
+LayerStack: TypeAlias = tuple[tuple[str, nn.Module, tuple[str, ...]], ...]
 """Tuples of prefix, layer, and names of the layer's parameters."""
 
 
-def _stack(module: nn.Module) -> Stack:
+def _stack(module: nn.Module) -> LayerStack:
     """Return the layers of a stack in the order they run.
 
     One module may be used in several places, which `named_children` would leave out.
@@ -387,7 +389,7 @@ def _stack(module: nn.Module) -> Stack:
     )
 
 
-def _order(stack: Stack) -> Stack:
+def _order(stack: LayerStack) -> LayerStack:
     """Reorder layers to do less work for the same function: a max pooling goes before a ReLU, with
     which it commutes.
     """
@@ -417,7 +419,7 @@ def kernel(module: nn.Module) -> Passage:
                     if name in repeated:
                         each = own[name] = own[name].new_empty(weights[name].shape)
                         sums.append((slopes[prefix + name], each))
-            passed = RULES[type(layer)](layer, weights, own, now, lifted, reached)
+            passed = LAYER_RULES[type(layer)](layer, weights, own, now, lifted, reached)
             reached = reached or bool(own)
             now, lifted = passed.outputs, passed.lifted
             if reached:

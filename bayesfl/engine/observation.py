@@ -14,7 +14,7 @@ from bayesfl.models.forwards import looked_at, looked_at_training
 from bayesfl.models.modes import note, noted
 from bayesfl.models.remedies import remedy
 
-ROWS = 32
+OBSERVED_ROWS = 32
 """Number of examples on which a model is tried."""
 
 
@@ -35,7 +35,7 @@ def observe(
     """
     if noted(algorithm.model) or not len(split.index):
         return
-    x, outputs = tried or outputs_at(algorithm, split, split.index[:ROWS])[:2]
+    x, outputs = tried or outputs_at(algorithm, split, split.index[:OBSERVED_ROWS])[:2]
     trainable = {name for name, p in algorithm.model.named_parameters() if p.requires_grad}
     module = algorithm.module(torch.empty(0, dtype=split.dtype), train=True)
     training = looked_at_training(module, x, outputs, trainable)

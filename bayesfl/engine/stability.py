@@ -42,7 +42,7 @@ ITERATIONS = 20
 CONSTANT = 0.9
 """Share of features that are the same for all examples from which on a body is called dead."""
 
-ENOUGH = 10
+ENOUGH_EXAMPLES = 10
 """Number of examples from which on features that are the same for all of them say something about a
 body.
 """
@@ -124,14 +124,14 @@ def warn_if_dead(
 
     Large first steps on a head of large weights or wide beliefs may kill a body's units, which no
     later step trains; see `watch` for the arguments. Models that are all head, and clients of fewer
-    than `ENOUGH` examples are not looked at.
+    than `ENOUGH_EXAMPLES` examples are not looked at.
     """
     if not has_body(algorithm.model):
         return
     features, _ = algorithm.features(algorithm.leaves(phase.energy.parts, view), batch["x"])
     assert features is not None
     flat = features[batch["weight"] > 0].flatten(1)
-    if len(flat) < ENOUGH:
+    if len(flat) < ENOUGH_EXAMPLES:
         return
     same = int((flat == flat[:1]).all(0).sum())
     if same > CONSTANT * flat.shape[1]:

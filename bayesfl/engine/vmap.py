@@ -21,7 +21,7 @@ from bayesfl.engine.plan import PhasePlan
 _FAILED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
-def batches(module: nn.Module) -> bool:
+def can_batch(module: nn.Module) -> bool:
     """Say whether torch.func can batch the module, as far as is known: no layer has to run alone,
     and it has not failed before.
     """
@@ -63,7 +63,7 @@ def failed(module: nn.Module, error: RuntimeError) -> bool:
 def refuse(module: nn.Module) -> None:
     """Raise ValueError, naming the submodule, if torch.func cannot batch the module."""
     for name, part in module.named_modules():
-        if not batches(part) and not any(True for _ in part.children()):
+        if not can_batch(part) and not any(True for _ in part.children()):
             raise ValueError(
                 f"torch.func cannot batch module {name!r} ({type(part).__name__}); use "
                 "kernel='live' or 'auto'"

@@ -63,7 +63,7 @@ class Column:
 
     def __post_init__(self) -> None:
         if self.title is None:
-            object.__setattr__(self, "title", words(self.key))
+            object.__setattr__(self, "title", in_prose(self.key))
 
 
 def better(key: str) -> Literal["higher", "lower"] | None:
@@ -80,7 +80,7 @@ def better(key: str) -> Literal["higher", "lower"] | None:
     )
 
 
-def words(key: str) -> str:
+def in_prose(key: str) -> str:
     """Return a quantity's name in words: `personal_nll` becomes personal NLL."""
     return " ".join(word.upper() if word in _ACRONYMS else word for word in key.split("_"))
 

@@ -202,7 +202,7 @@ def _(run: Deployed, path: str | os.PathLike[str]) -> Deployed:
     return load(path, run.algorithm)
 
 
-DEPLOYMENT = files.Kind(
+DEPLOYMENT = files.FileKind(
     "deployment",
     "the checkpoints of a deployment over Flower",
     "bayesfl.flower.load(path, algorithm) reads them, and bayesfl.flower.serve(start=path) begins "

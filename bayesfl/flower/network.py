@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from bayesfl.base.trees import nest
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.rounds.admission import LARGEST, Message, objection, shares
+from bayesfl.federation.rounds.admission import LARGEST_SHARE, Message, objection, shares
 from bayesfl.federation.rounds.replies import Replies
 from bayesfl.federation.rounds.round import Absence, Round
 from bayesfl.flower import records
@@ -24,7 +24,7 @@ from bayesfl.flower.states import FORGOTTEN, state_name
 log = logging.getLogger(__name__)
 
 
-class Network:
+class Connection:
     """The connection of a server to the clients of a federation.
 
     Args:
@@ -43,7 +43,7 @@ class Network:
         that claim very many.
         """
         counts = self.roster.sizes()
-        for client in np.flatnonzero(shares(counts) >= LARGEST).tolist():
+        for client in np.flatnonzero(shares(counts) >= LARGEST_SHARE).tolist():
             if client not in self._named:
                 self._named.add(client)
                 median = np.median(counts[counts > 0])
@@ -102,7 +102,7 @@ class Journey:
     apart = 0.0
 
     def __init__(
-        self, network: Network, state: Deployed, kept: Collection[tuple[str, ...]]
+        self, network: Connection, state: Deployed, kept: Collection[tuple[str, ...]]
     ) -> None:
         self._network, self._state, self._kept = network, state, kept
         self.base = state.base

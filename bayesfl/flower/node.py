@@ -22,7 +22,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Fitted, Step, applied
-from bayesfl.evaluation.calibration.steps import compares, draws
+from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, measured
 from bayesfl.evaluation.predictions import Predictions
@@ -297,7 +297,7 @@ class Node:
             for tensors in (own, shared)
         )
         assert first is not None  # the client's own, which are always there
-        drawn = None if rows is None or not draws(self.calibration) else rows[None]
+        drawn = None if rows is None or not any_draws(self.calibration) else rows[None]
         return Mine(first, self._ids, order.seed, order.round, other, drawn)
 
     def _hashed(self, split: str, order: Order) -> np.ndarray:
@@ -340,7 +340,7 @@ class Node:
             found: dict[str, Any] = {key: t.cpu() for key, t in computed.items()}
             mask = torch.ones(1, self.examples(name), dtype=torch.bool)
             read = bool(steps) and name == "test"
-            rows = self._hashed(name, order) if read and draws(self.calibration) else None
+            rows = self._hashed(name, order) if read and any_draws(self.calibration) else None
             mine = self._mine(
                 order, {"mask": mask}, found, self._by_all(order, name) if read else None, rows
             )

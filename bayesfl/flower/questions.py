@@ -16,7 +16,7 @@ from bayesfl.evaluation.surveys import Outputs, Survey, checked, conduct, summed
 from bayesfl.federation.errors import BadClients, FailedSurvey
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.flower import records
-from bayesfl.flower.network import Network
+from bayesfl.flower.network import Connection
 from bayesfl.flower.post import Failure
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Questions:
         request: Makes the messages to some clients, as `orders` does of a state.
     """
 
-    network: Network
+    network: Connection
     admission: Admission
     request: Callable[..., Mapping[int, RecordDict]]
 

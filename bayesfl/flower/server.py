@@ -36,7 +36,7 @@ from bayesfl.federation.store.files import KEPT, checkpoints, described_steps
 from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
-from bayesfl.flower.network import Journey, Network
+from bayesfl.flower.network import Connection, Journey
 from bayesfl.flower.orders import TUNING, orders
 from bayesfl.flower.post import Failure
 from bayesfl.flower.questions import Questions
@@ -202,7 +202,7 @@ class _Service:
     every: int
     callbacks: Sequence[Callback]
     calibration: tuple[Step, ...]
-    network: Network = field(init=False)
+    network: Connection = field(init=False)
     rules: Rules = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """For each checkpoint that is kept, by its round, the state's `base`."""
@@ -252,7 +252,7 @@ class _Service:
         # Answers are read between rounds, and a round may last `timeout` seconds.
         patience = 2 * self.timeout + REMIND
         roster = Roster(clients, hello, patience, keys, counts=counts, names=known)
-        self.network = Network(self.grid, roster, self.timeout)
+        self.network = Connection(self.grid, roster, self.timeout)
         roster.wait(
             self.grid,
             least=self.admission.min_clients,

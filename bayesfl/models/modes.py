@@ -42,7 +42,7 @@ def trainable(name: str, part: nn.Module) -> list[str]:
     ]
 
 
-def draws(module: nn.Module) -> bool:
+def draws_in_training(module: nn.Module) -> bool:
     """Say whether a module draws random numbers in training: it has a layer that does, or was seen
     to, see `note`.
     """
@@ -101,7 +101,7 @@ def asleep(module: nn.Module) -> list[str]:
 
 def lively(module: nn.Module) -> bool:
     """Say whether a module computes something else in training than in evaluation."""
-    return module in _OTHER or draws(module) or bool(norms(module))
+    return module in _OTHER or draws_in_training(module) or bool(norms(module))
 
 
 def in_training(module: nn.Module) -> nn.Module:

@@ -36,7 +36,7 @@ from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature import Curvature, Inverse, invert, kronecker
 from bayesfl.curvature.backends import Name
-from bayesfl.curvature.batches import Data, alone, batches, of_batch
+from bayesfl.curvature.batches import Data, batches, of_batch, one_batch
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
@@ -189,7 +189,7 @@ class Laplace:
             if name.startswith("inverse.")
         }
         inverse = (
-            kronecker.restore(curvature, parts)
+            kronecker.restore_factors(curvature, parts)
             if structure == "kfac"
             else restore(curvature, parts)
         )
@@ -215,7 +215,7 @@ class Laplace:
         if structure == "diagonal":
             inverse = independent(curvature, prior, diagonal)
         elif structure == "kfac":
-            inverse = kronecker.invert(curvature, x, prior, diagonal=diagonal)
+            inverse = kronecker.invert_factors(curvature, x, prior, diagonal=diagonal)
         else:
             inverse = invert(curvature, x, prior, indices=indices, diagonal=diagonal, weight=weight)
         return cls(curvature, loc, prior, diagonal, structure, examples, inverse, weight)
@@ -401,7 +401,7 @@ class Laplace:
         )
 
     def _check_fitted_to(self, x: Data) -> None:
-        if not alone(x):
+        if not one_batch(x):
             return
         found = count(of_batch(x))
         if found != self.examples:

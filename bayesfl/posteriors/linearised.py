@@ -35,7 +35,7 @@ def kappa(variance: Tensor) -> Tensor:
     return (1 + math.pi / 8 * variance.clamp_min(0)).rsqrt()
 
 
-def root(covariance: Tensor) -> Tensor:
+def symmetric_root(covariance: Tensor) -> Tensor:
     """Return the symmetric root R [..., O, O] of a covariance, R R.
 
     Eigenvalues that rounding made negative count as 0, as of centred logits. Unlike a triangular
@@ -49,7 +49,7 @@ def draws(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
     """Draw outputs [S, N, O] of N(mean [N, O], covariance [N, O, O]) from standard normals [S, N,
     O].
     """
-    return mean + torch.einsum("nop,snp->sno", root(covariance), noise.to(mean))
+    return mean + torch.einsum("nop,snp->sno", symmetric_root(covariance), noise.to(mean))
 
 
 def contrasts(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def _of_logits(logits: Tensor, *, two: bool) -> Tensor:
     return torch.cat([F.sigmoid(-logits), F.sigmoid(logits)], -1) if two else logits.softmax(-1)
 
 
-def nll(found: Tensors, y: Tensor) -> Tensor:
+def nll_of_predictive(found: Tensors, y: Tensor) -> Tensor:
     """Compute the negative log density [N] in nats of labels or targets `y` [N] (or [N, O]) under
     the result of `predictive`.
 

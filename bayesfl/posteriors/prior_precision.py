@@ -10,7 +10,7 @@ from torch import Tensor
 from bayesfl.base.checks import warn
 from bayesfl.curvature.batches import Data
 from bayesfl.posteriors.laplace import Laplace
-from bayesfl.posteriors.linearised import Link, nll
+from bayesfl.posteriors.linearised import Link, nll_of_predictive
 
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 """Prior precisions from 1e-4 to 1e4, by half decades."""
@@ -90,7 +90,9 @@ def by_validation(
         fitted,
         x,
         sorted(grid),
-        lambda candidate: nll(candidate.predict(held, link=link, centre=centre), labels),
+        lambda candidate: nll_of_predictive(
+            candidate.predict(held, link=link, centre=centre), labels
+        ),
     )
     each = torch.stack(list(losses.values()))
     return fitted.with_precision(
@@ -138,7 +140,7 @@ def predictive_nll(
     Raises:
         ValueError: Labels or targets do not fit the inputs or the classes.
     """
-    return float(nll(fitted.predict(x, link=link, centre=centre), y).mean())
+    return float(nll_of_predictive(fitted.predict(x, link=link, centre=centre), y).mean())
 
 
 def _scores(

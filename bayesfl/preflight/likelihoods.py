@@ -9,9 +9,9 @@ from torch import Tensor
 
 from bayesfl.base.checks import warn
 from bayesfl.data import FederatedData
-from bayesfl.evaluation.metrics.distributions import KINDS
+from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS
 
-FAR = 10.0
+FAR_TARGETS = 10.0
 """Root mean square of targets beyond which a learned scale is warned of."""
 
 
@@ -21,10 +21,10 @@ def width(likelihood: Any, data: FederatedData) -> tuple[int, ...]:
     Raises:
         ValueError: It is for other data, or has a distribution by which no measure is known.
     """
-    if (kind := getattr(likelihood, "distribution", "normal")) not in KINDS:
+    if (kind := getattr(likelihood, "distribution", "normal")) not in DISTRIBUTIONS:
         raise ValueError(
             f"likelihood {type(likelihood).__name__} has distribution={kind!r}, by which measures "
-            f"are computed; take one of {list(KINDS)}"
+            f"are computed; take one of {list(DISTRIBUTIONS)}"
         )
     return likelihood.width(data.targets)
 
@@ -34,7 +34,7 @@ def warn_of_targets(likelihood: Any, data: FederatedData) -> None:
     if getattr(likelihood, "scale", None) != "learned":
         return
     y = data.train.y[data.train.index].double()
-    if float(y.square().mean().sqrt()) > FAR:
+    if float(y.square().mean().sqrt()) > FAR_TARGETS:
         warn(
             f"the training targets have a mean of {float(y.mean()):.3g} and a standard deviation "
             f"of {float(y.std()):.3g}, and a learned scale begins near 1 around 0, from which it "

@@ -9,15 +9,15 @@ from bayesfl.base.checks import warn
 from bayesfl.base.inputs import WIDE, Inputs, count, named
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.engine.observation import ROWS, outputs_at
+from bayesfl.engine.observation import OBSERVED_ROWS, outputs_at
 from bayesfl.models.copies import check_original, refuse_changed
 from bayesfl.models.forwards import one_row_each
 from bayesfl.models.modes import asleep
 
-PIECE = 2**24  # bytes of whole numbers that are searched at once
+BYTES_SEARCHED = 2**24  # bytes of whole numbers that are searched at once
 NUMBERS = (torch.int16, torch.int32, torch.int64, *WIDE)
 """Types of tokens and codes; bytes are mostly images, in files of any size."""
-COLUMNS = 64  # whole numbers of an example that may each choose rows of an embedding of its own
+FEW_COLUMNS = 64  # whole numbers of an example that may each choose rows of an embedding of its own
 
 
 def check_unchanged(algorithm: Algorithm) -> None:
@@ -40,7 +40,7 @@ def outputs(
         ValueError: The model does not take the inputs, its outputs are not a tensor with one row of
             floats for each example, or are not reproducible.
     """
-    x, found, fault = outputs_at(algorithm, data.train, data.train.index[:ROWS])
+    x, found, fault = outputs_at(algorithm, data.train, data.train.index[:OBSERVED_ROWS])
     called = f"the model {type(algorithm.model).__name__}"
     if not one_row_each(found, x) or found.dim() != 1 + len(width):
         axes = "[N, O]" if len(width) == 1 else f"[N, {', '.join(map(str, width))}]"
@@ -75,7 +75,7 @@ def check_numbers(algorithm: Algorithm, data: FederatedData) -> None:
     )
     if looks_up or any(t.dtype in NUMBERS for _, t in named(data.train.x)):
         for split in filter(lambda one: len(one.index), data.splits.values()):
-            for some in _extremes(split).split(ROWS):
+            for some in _extremes(split).split(OBSERVED_ROWS):
                 outputs_at(algorithm, split, some)
 
 
@@ -129,11 +129,11 @@ def _extremes(split: ClientData) -> Tensor:
         if t.is_floating_point() or t.dtype == torch.bool or not t[:1].numel():
             continue
         best, where = None, split.index[:1]
-        for rows in split.index.split(max(1, PIECE // (8 * t[:1].numel()))):
+        for rows in split.index.split(max(1, BYTES_SEARCHED // (8 * t[:1].numel()))):
             values = t.index_select(0, rows.to(t.device)).flatten(1).long().to(rows.device)
             low, high = (
                 (values, values)
-                if values.shape[1] <= COLUMNS
+                if values.shape[1] <= FEW_COLUMNS
                 else (values.amin(1, True), values.amax(1, True))
             )
             ends, places = torch.cat([low, -high], 1).min(0)

@@ -16,13 +16,13 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.random import Purpose, generator
-from bayesfl.composition.predictors import GRID, LinearisedBelief, LinearisedLaplace, Mixture
+from bayesfl.composition.predictors import PRECISIONS, LinearisedBelief, LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.store.files import CLIENT_FILE
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import Laplace, MeanField
-from bayesfl.posteriors.linearised import nll, predictive
+from bayesfl.posteriors.linearised import nll_of_predictive, predictive
 from bayesfl.posteriors.prior_precision import largest_alike
 from tests.cases import EM, numbers, run
 
@@ -147,19 +147,21 @@ def test_the_precision_is_chosen_under_the_mixture(held: FederatedData, small: n
     probabilities.
     """
     result = run(em(small, LinearisedLaplace()), held, 4)
-    losses = torch.zeros(len(GRID), 0, dtype=torch.float64)
+    losses = torch.zeros(len(PRECISIONS), 0, dtype=torch.float64)
     for j in range(held.clients):
         x, y = held.validation.client(j)
         rows = []
-        for value in GRID:
+        for value in PRECISIONS:
             pi, each = by_hand(result, j, x.double(), value)
             probs = sum(
                 w * predictive(Categorical(), *one)["probs"]
                 for w, one in zip(pi, each, strict=True)
             )
-            rows.append(nll({"probs": torch.as_tensor(probs)}, y))
+            rows.append(nll_of_predictive({"probs": torch.as_tensor(probs)}, y))
         losses = torch.cat([losses, torch.stack(rows)], 1)
-    assert result.tuned == GRID[largest_alike(losses.sum(1), losses @ losses.T, losses.shape[1])]
+    assert (
+        result.tuned == PRECISIONS[largest_alike(losses.sum(1), losses @ losses.T, losses.shape[1])]
+    )
     plain = replace(result, algorithm=em(small, None))
     assert_close(result.predict(draws=0).probs, plain.predict().probs, atol=0, rtol=0)
     assert not torch.equal(result.predict().probs, plain.predict().probs)

@@ -14,14 +14,14 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.random import Purpose, generator
-from bayesfl.composition.predictors import GRID, LinearisedLaplace
+from bayesfl.composition.predictors import PRECISIONS, LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.optim import SGD
 from bayesfl.posteriors import Laplace
-from bayesfl.posteriors.linearised import nll
+from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import largest_alike
 from bayesfl.posteriors.selection import Evidence
 from tests.cases import CASES, EM
@@ -199,7 +199,7 @@ def test_draws_are_a_link(held: FederatedData, model: nn.Module):
         method, held, rounds=2, dtype=torch.float64, evaluate_every=None, progress=False
     )
     assert_close(probs(result.predict()), probs(result.predict(draws=30)))
-    losses = torch.zeros(len(GRID), 0, dtype=torch.float64)
+    losses = torch.zeros(len(PRECISIONS), 0, dtype=torch.float64)
     for j in range(held.clients):
         x, y = held.validation.client(j)
         rng = generator(
@@ -211,10 +211,15 @@ def test_draws_are_a_link(held: FederatedData, model: nn.Module):
             .transpose(0, 1)
         )
         found = torch.stack(
-            [nll(by_hand(result, j, value).predict(x.double(), noise=noise), y) for value in GRID]
+            [
+                nll_of_predictive(by_hand(result, j, value).predict(x.double(), noise=noise), y)
+                for value in PRECISIONS
+            ]
         )
         losses = torch.cat([losses, found], 1)
-    assert result.tuned == GRID[largest_alike(losses.sum(1), losses @ losses.T, losses.shape[1])]
+    assert (
+        result.tuned == PRECISIONS[largest_alike(losses.sum(1), losses @ losses.T, losses.shape[1])]
+    )
     local, ids = result.local(held.to(dtype=torch.float64).train), np.arange(held.clients)
     done = local.finetuned(ids, result.state.received(method, ids), result.round)
     asked = tuning.candidates(
@@ -234,13 +239,18 @@ def test_the_number_is_chosen_on_all_validation_data(held: FederatedData, model:
     for j in range(held.clients):
         x, y = held.validation.client(j)
         found.append(
-            torch.stack([nll(by_hand(result, j, value).predict(x.double()), y) for value in GRID])
+            torch.stack(
+                [
+                    nll_of_predictive(by_hand(result, j, value).predict(x.double()), y)
+                    for value in PRECISIONS
+                ]
+            )
         )
     losses = torch.cat(found, 1)
     apart = losses - losses[losses.sum(1).argmin()]
     alike = apart.mean(1) <= apart.std(1) / apart.shape[1] ** 0.5
-    assert result.tuned == GRID[int(alike.nonzero().max())]
-    assert int(losses.sum(1).argmin()) < len(GRID) - 1
+    assert result.tuned == PRECISIONS[int(alike.nonzero().max())]
+    assert int(losses.sum(1).argmin()) < len(PRECISIONS) - 1
     fixed = trained(held, model, LinearisedLaplace(precision=result.tuned), epochs=40)
     assert fixed.tuned == result.tuned
     assert_close(probs(result.predict()), probs(fixed.predict()), equal_nan=True)
@@ -512,8 +522,8 @@ def test_a_rule_sees_the_predictions_prior(held: FederatedData, model: nn.Module
     result = trained(
         held, model, LinearisedLaplace(structure="subnetwork", selection=rule, share=0.3)
     )
-    assert result.tuned in GRID
-    assert seen == pytest.approx([1 / value for value in GRID] * held.clients)
+    assert result.tuned in PRECISIONS
+    assert seen == pytest.approx([1 / value for value in PRECISIONS] * held.clients)
 
 
 def test_every_validation_example_counts_alike(two: FederatedData, model: nn.Module):

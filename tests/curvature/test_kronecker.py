@@ -321,7 +321,7 @@ def test_what_it_says_of_itself():
         repr(fitted.inverse)
         == "Kronecker(order 7, 83 weights, layers: 3 layers, each a product of two factors)"
     )
-    again = kronecker.restore(fitted.curvature, fitted.inverse.tensors())
+    again = kronecker.restore_factors(fitted.curvature, fitted.inverse.tensors())
     assert again.uncurved == fitted.inverse.uncurved
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bayesfl.data import from_arrays, tensors
-from bayesfl.data.tensors import digest_of, digest_of_inputs, not_finite
+from bayesfl.data.tensors import digest_of_array, digest_of_inputs, not_finite
 from tests.data.made import arrays
 
 
@@ -20,9 +20,11 @@ def test_hash_notices_a_change_in_place():
 
 def test_digests_know_the_numbers_whatever_their_precision_or_place():
     x = torch.arange(3000.0).reshape(1500, 2)
-    assert digest_of(x) == digest_of(x.double()) == digest_of(x.T.contiguous().T)
-    assert digest_of(x[:1000].half()) == digest_of(x[:1000])
-    assert len({digest_of(x), digest_of(x.reshape(3000)), digest_of(x.flip(0))}) == 3
+    assert digest_of_array(x) == digest_of_array(x.double()) == digest_of_array(x.T.contiguous().T)
+    assert digest_of_array(x[:1000].half()) == digest_of_array(x[:1000])
+    assert (
+        len({digest_of_array(x), digest_of_array(x.reshape(3000)), digest_of_array(x.flip(0))}) == 3
+    )
 
 
 def test_digests_of_whole_numbers_are_of_their_bytes_and_their_type():
@@ -31,17 +33,18 @@ def test_digests_of_whole_numbers_are_of_their_bytes_and_their_type():
     """
     x = torch.arange(200).reshape(100, 2)
     assert (
-        digest_of(x) == hashlib.sha256(b"(100, 2)" + x.numpy().astype("<i8").tobytes()).hexdigest()
+        digest_of_array(x)
+        == hashlib.sha256(b"(100, 2)" + x.numpy().astype("<i8").tobytes()).hexdigest()
     )
     byte = x.to(torch.uint8)
     assert (
-        digest_of(byte)
+        digest_of_array(byte)
         == hashlib.sha256(b"(100, 2)torch.uint8" + byte.numpy().tobytes()).hexdigest()
     )
     assert (
         len(
             {
-                digest_of(x.to(kind))
+                digest_of_array(x.to(kind))
                 for kind in (
                     torch.uint8,
                     torch.int8,
@@ -54,7 +57,7 @@ def test_digests_of_whole_numbers_are_of_their_bytes_and_their_type():
         )
         == 6
     )
-    assert digest_of(x > 7) != digest_of((x > 7).to(torch.uint8))
+    assert digest_of_array(x > 7) != digest_of_array((x > 7).to(torch.uint8))
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096])
@@ -62,9 +65,9 @@ def test_pieces_do_not_change_what_is_found(monkeypatch, size):
     """Pieces are of bytes: of one row at least, of none for tensors without rows or numbers."""
     wide = torch.arange(60, dtype=torch.int16).reshape(20, 3)
     double = torch.arange(20.0, dtype=torch.float64)
-    whole = [digest_of(t.clone()) for t in (wide, double, wide[:0], wide[:, :0])]
+    whole = [digest_of_array(t.clone()) for t in (wide, double, wide[:0], wide[:, :0])]
     monkeypatch.setattr(tensors, "_PIECE", size)
-    assert [digest_of(t.clone()) for t in (wide, double, wide[:0], wide[:, :0])] == whole
+    assert [digest_of_array(t.clone()) for t in (wide, double, wide[:0], wide[:, :0])] == whole
     double[13] = torch.nan
     bad = not_finite(double)
     assert bad is not None
@@ -73,7 +76,7 @@ def test_pieces_do_not_change_what_is_found(monkeypatch, size):
 
 def test_digests_of_trees_know_names_and_not_their_order():
     a, b = torch.arange(4.0), torch.arange(4)
-    assert digest_of_inputs(a) == digest_of(a)
+    assert digest_of_inputs(a) == digest_of_array(a)
     assert digest_of_inputs({"a": a, "b": b}) == digest_of_inputs({"b": b, "a": a})
     trees = [a, (a,), (a, b), (b, a), {"a": a}, {"a": a, "b": b}, {"a": b, "b": a}, {"a": (a, b)}]
     assert len({digest_of_inputs(tree) for tree in trees}) == len(trees)

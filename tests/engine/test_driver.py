@@ -129,7 +129,7 @@ def test_a_model_that_cannot_be_batched(
 
     def gpu(self: bf.Engine, algorithm: bf.Algorithm, phase: Any, device: Any) -> Any:
         found = choose(self, algorithm, phase, device)
-        return "vmap" if self.kernel == "auto" and vmap.batches(algorithm.model) else found
+        return "vmap" if self.kernel == "auto" and vmap.can_batch(algorithm.model) else found
 
     wanted = run(made, clients, rounds=2, engine=bf.Engine("reference", chunk=3))
     monkeypatch.setattr(bf.Engine, "choose", gpu)

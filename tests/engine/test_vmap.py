@@ -27,7 +27,7 @@ from tests.cases import numbers
 def test_recurrent_layers_are_refused_by_name(layer):
     """The submodule's name and type, and which kernels take it."""
     module = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict({"reader": layer}))
-    assert not vmap.batches(module)
+    assert not vmap.can_batch(module)
     with pytest.raises(ValueError, match=rf"'1\.reader' \({type(layer).__name__}\).*kernel='live'"):
         vmap.refuse(module)
     with pytest.raises(ValueError, match=type(layer).__name__):
@@ -52,7 +52,7 @@ def test_everything_else_is_let_through():
         nn.MultiheadAttention(4, 2),
         nn.LayerNorm(3),
     ):
-        assert vmap.batches(module)
+        assert vmap.can_batch(module)
         vmap.refuse(module)
 
 
@@ -189,6 +189,6 @@ def test_a_closed_form_over_a_chunk():
 
 def test_embeddings_with_options_of_their_gradient_run_alone():
     """torch.func would move the row that fills up, and would not scale gradients by frequency."""
-    assert vmap.batches(nn.Sequential(nn.Embedding(4, 2)))
-    assert not vmap.batches(nn.Sequential(nn.Embedding(4, 2, padding_idx=0)))
-    assert not vmap.batches(nn.Sequential(nn.Embedding(4, 2, scale_grad_by_freq=True)))
+    assert vmap.can_batch(nn.Sequential(nn.Embedding(4, 2)))
+    assert not vmap.can_batch(nn.Sequential(nn.Embedding(4, 2, padding_idx=0)))
+    assert not vmap.can_batch(nn.Sequential(nn.Embedding(4, 2, scale_grad_by_freq=True)))

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import bayesfl as bf
 from bayesfl.composition.energy import Energy
-from bayesfl.composition.phases import Descend, Once, Repeat, described
+from bayesfl.composition.phases import Descend, Once, Repeat, phase_in_words
 from bayesfl.optim import SGD
 from tests.cases import SIZES
 
@@ -59,9 +59,9 @@ def test_divergence_gives_back_the_last_finite_round(clients, model, train):
 def test_divergence_names_the_blocks():
     """Those that a phase trains, also inside `Repeat`; a phase that trains none is named alone."""
     step = Descend(Energy(("a", "b"), ("a", "b"), likelihood="mean"))
-    assert described(step) == "Descend on a, b"
+    assert phase_in_words(step) == "Descend on a, b"
     assert (
-        described(Repeat((Once(lambda algorithm, given, view, batch: view), step), times=2))
+        phase_in_words(Repeat((Once(lambda algorithm, given, view, batch: view), step), times=2))
         == "Repeat on a, b"
     )
-    assert described(Once(lambda algorithm, given, view, batch: view)) == "Once"
+    assert phase_in_words(Once(lambda algorithm, given, view, batch: view)) == "Once"

@@ -21,7 +21,7 @@ from bayesfl.base.random import Purpose, generator, key
 from bayesfl.composition import Energy
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
-from bayesfl.models.modes import draws, lively, norms
+from bayesfl.models.modes import draws_in_training, lively, norms
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
 from tests.cases import draws_elsewhere, federation, run
@@ -245,7 +245,7 @@ def test_which_norms_have_statistics():
     fixed = network()
     fixed.get_submodule("1").eval()
     assert bf.algorithms.fedavg(fixed).blocks.keys() == {"w"}
-    assert draws(fixed)
+    assert draws_in_training(fixed)
     assert not lively(fixed.eval())
     for model in (network(affine=False), network()):
         model.get_submodule("1").requires_grad_(False)

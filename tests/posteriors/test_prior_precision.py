@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bayesfl.posteriors import Laplace
-from bayesfl.posteriors.linearised import nll
+from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import (
     GRID,
     by_evidence,
@@ -54,7 +54,9 @@ def test_precision_by_validation():
     model, x = network(), numbers(40, 4)
     held, labels = numbers(30, 4, seed=7), torch.arange(30) % 3
     best = by_validation(Laplace.fit(model, x), x, held, labels)
-    scores = {p: nll(Laplace.fit(model, x, precision=p).predict(held), labels) for p in GRID}
+    scores = {
+        p: nll_of_predictive(Laplace.fit(model, x, precision=p).predict(held), labels) for p in GRID
+    }
     least = min(scores, key=lambda p: float(scores[p].sum()))
     apart = {p: score - scores[least] for p, score in scores.items()}
     assert float(best.precision[0]) == max(

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from bayesfl.base.inputs import Inputs, named, shape_of, unnamed
 from bayesfl.base.targets import IGNORE
 from bayesfl.data.own.conversion import kind_of
-from bayesfl.data.own.stored import Rows, ragged
+from bayesfl.data.own.stored import StoredRows, ragged
 
 AGAIN = 8
 """Items of a data set that are read twice, to see whether it draws."""
@@ -27,7 +27,7 @@ def items(
     read: Callable[[int], object] | None = None,
     *,
     only: Sequence[int] | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[StoredRows]:
     """Yield the items of a data set in pieces of one row or more, by the names of `columns`, or of
     pairs by those of their tensors.
 
@@ -50,14 +50,14 @@ def items(
         yield {"x": x, "y": y} if only is None else {"x": x[list(only)], "y": y[list(only)]}
         return
 
-    def row_of(i: int) -> Rows:
+    def row_of(i: int) -> StoredRows:
         try:
             return _pair(dataset[i]) if columns is None else _row(dataset[i], columns)
         except Exception as error:
             error.add_note(f"in item {i} of {name}")
             raise
 
-    one: Rows | None = None
+    one: StoredRows | None = None
     for place, i in enumerate(chosen):
         row = row_of(i)
         one = row if one is None else one
@@ -84,12 +84,12 @@ def items(
         yield row
 
 
-def _row(item: Any, columns: Sequence[str]) -> Rows:
+def _row(item: Any, columns: Sequence[str]) -> StoredRows:
     """Return the named columns of an item."""
     return {key: _tensor(item[key])[None] for key in columns}
 
 
-def _pair(item: Any) -> Rows:
+def _pair(item: Any) -> StoredRows:
     """Return the tensors of an item (x, y)."""
     if not (isinstance(item, tuple | list) and len(item) == 2):
         raise ValueError(
@@ -124,7 +124,7 @@ def _tensor(value: Any) -> Tensor:
     )
 
 
-def _shown(row: Rows) -> str:
+def _shown(row: StoredRows) -> str:
     x = unnamed({key: t for key, t in row.items() if key != "y"})
     assert x is not None  # there is always an input
     return (
@@ -145,7 +145,9 @@ def class_names(dataset: Any, target: str) -> list[str] | None:
     return list(found) if found else None
 
 
-def together(sets: Sequence[list[Rows]], target: str, mask: str | None) -> list[Rows]:
+def stacked_sets(
+    sets: Sequence[list[StoredRows]], target: str, mask: str | None
+) -> list[StoredRows]:
     """Join the rows of every data set, lists filled up to the longest of all; a set without rows
     has the first one's columns.
     """

@@ -16,7 +16,7 @@ from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.data.own.arrays import from_arrays
 from bayesfl.data.own.conversion import as_list
-from bayesfl.data.own.items import class_names, items, together
+from bayesfl.data.own.items import class_names, items, stacked_sets
 from bayesfl.data.own.stored import as_kept, stored
 
 
@@ -127,7 +127,7 @@ def from_datasets(
             )
         joined = [
             _tree(one, inputs, target)
-            for one in together(
+            for one in stacked_sets(
                 [list(one) for one in read], target or "y", mask if columns else None
             )
         ]

@@ -20,17 +20,17 @@ from bayesfl.base.targets import IGNORE
 INDEX = "index.json"
 """Name of the file that says whose rows the others hold."""
 
-PIECE = 2**24
+BYTES_AT_ONCE = 2**24
 """Bytes that are written at once."""
 
-Rows = dict[str, Tensor]
+StoredRows = dict[str, Tensor]
 """Some rows of a data set: what is in each column, [b, ...]."""
 
 
 def stored(
     folder: str | os.PathLike[str],
     signature: Mapping[str, Any],
-    sets: Iterable[Iterable[Rows]],
+    sets: Iterable[Iterable[StoredRows]],
     *,
     rows: int,
     target: str,
@@ -85,7 +85,7 @@ def stored(
 
 
 def _write(
-    folder: Path, sets: Iterable[Iterable[Rows]], rows: int, target: str, mask: str | None
+    folder: Path, sets: Iterable[Iterable[StoredRows]], rows: int, target: str, mask: str | None
 ) -> dict[str, str]:
     """Write all rows, and return the name of each column's file."""
     columns: dict[str, _Column] = {}
@@ -136,8 +136,8 @@ def ragged(
         Their names, and the length of every row.
 
     Raises:
-        ValueError: Rows have other shapes that are no lengths of lists, or lists of one row have
-            different lengths.
+        ValueError: StoredRows have other shapes that are no lengths of lists, or lists of one row
+            have different lengths.
     """
     if void := [key for key, own in shapes.items() if all(0 in shape for shape in own)]:
         raise ValueError(f"column {void[0]!r} holds nothing but empty lists; leave it out")
@@ -196,7 +196,7 @@ class _Column:
                 f"column {self.name!r} must hold numbers of one type, got {piece.dtype} after "
                 f"{self.type}: convert them alike"
             )
-        for some in pieces(piece, PIECE):
+        for some in pieces(piece, BYTES_AT_ONCE):
             assert isinstance(some, Tensor)  # as `piece` is
             self.file.write(as_kept(some).contiguous().numpy().tobytes())
 

@@ -80,7 +80,7 @@ def concept_drift(
     rng = generator(seed, Purpose.PARTITION)
     train, held = partitions.drift(y_train, groups, clients, min_piece, rng)
     by_class = partitions.rows_by_class(y_test, opened.outputs)
-    test = partitions.join([[by_class[k] for k in mine] for mine in held])
+    test = partitions.concatenated([[by_class[k] for k in mine] for mine in held])
     mapped = torch.full((opened.outputs,), -1)
     for k, group in enumerate(groups):
         mapped[group] = k

@@ -24,7 +24,7 @@ def deal_evenly(
         np.array_split(rng.permutation(rows), clients)
         for rows in (source.train, len(source.x) - source.train)
     ]
-    return partitions.join([[part] for part in parts[0]]), partitions.join(
+    return partitions.concatenated([[part] for part in parts[0]]), partitions.concatenated(
         [[part] for part in parts[1]]
     )
 
@@ -105,7 +105,7 @@ def diabetes(
         order = shuffled[
             np.argsort(x[shuffled, get_args(Feature).index(by)].numpy(), kind="stable")
         ]
-        parts.append(partitions.join([[part] for part in np.array_split(order, clients)]))
+        parts.append(partitions.concatenated([[part] for part in np.array_split(order, clients)]))
     return options.federate(
         source,
         parts[0],

@@ -63,7 +63,7 @@ def labels_per_client(
     return options.federate(
         opened,
         train,
-        partitions.join([[by_class[k] for k in mine] for mine in held]),
+        partitions.concatenated([[by_class[k] for k in mine] for mine in held]),
         {
             "recipe": "labels_per_client",
             "source": opened.info.name,

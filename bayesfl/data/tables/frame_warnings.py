@@ -10,11 +10,11 @@ import numpy as np
 from bayesfl.base.checks import warn
 from bayesfl.data.tables.table import Table, Values
 
-FAR = 1000.0
+SLIP = 1000.0
 """A number so many times further from the median than the middle half of the rows is taken for a
 slip.
 """
-ROWS = 50
+CHANCE_ROWS = 50
 """Rows that are needed before what all have in common is taken for more than chance."""
 
 
@@ -69,7 +69,7 @@ def warn_of_columns(
         values = table.values(name)
         if values.numbers is not None and name not in categories:
             told += _of_numbers(values, rows)
-        if len(rows) >= ROWS and y.ndim == 1 and _tells(values, rows, y[rows]):
+        if len(rows) >= CHANCE_ROWS and y.ndim == 1 and _tells(values, rows, y[rows]):
             told.append(f"{name!r} tells the target of every row, as a copy of it does")
     if told:
         warn(
@@ -82,7 +82,7 @@ def _of_numbers(values: Values, rows: np.ndarray) -> list[str]:
     assert values.numbers is not None
     held = values.numbers[rows]
     known = held[~np.isnan(held)]
-    if len(known) < ROWS:
+    if len(known) < CHANCE_ROWS:
         return []
     told = []
     if values.exact is not None:
@@ -102,7 +102,7 @@ def _of_numbers(values: Values, rows: np.ndarray) -> list[str]:
             told.append(f"{values.name!r} looks like dates written as numbers")
     low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
     away = np.abs(known - middle)
-    if high > low and away.max() > FAR * (high - low):
+    if high > low and away.max() > SLIP * (high - low):
         told.append(
             f"{values.name!r} holds {known[away.argmax()]:g}, while half of the rows are from "
             f"{low:g} to {high:g}"

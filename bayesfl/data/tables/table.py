@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-WHOLE = re.compile(r"-?(0|[1-9]\d*)\.0+")
+WHOLE_TEXT = re.compile(r"-?(0|[1-9]\d*)\.0+")
 """A whole number as text, as whole numbers become where one is missing."""
 LARGEST = float(np.finfo(np.float32).max)
 """Largest number that inputs hold."""
@@ -64,7 +64,7 @@ class Values:
 def _level(value: Any) -> str:
     """Return a level of a category as text."""
     if isinstance(value, str):
-        return value[: value.index(".")] if WHOLE.fullmatch(value) else value
+        return value[: value.index(".")] if WHOLE_TEXT.fullmatch(value) else value
     return str(int(value)) if value == int(value) else repr(float(value))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.calibration.steps import Local, changed, refuse_numbers
+from bayesfl.evaluation.calibration.steps import PerClient, changed, refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -19,7 +19,7 @@ _ROUNDING = 1e-13
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bias(Local):
+class Bias(PerClient):
     """Add to each client's logits a vector b_j [O] of its own, with prior N(0, I), for what differs
     between clients in frequent classes.
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.calibration.steps import Local
+from bayesfl.evaluation.calibration.steps import PerClient
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 @declared
-class Choice(Local):
+class Choice(PerClient):
     """Let each client predict with the server's model where that is better than its own, by an
     exact test on its own rows.
 

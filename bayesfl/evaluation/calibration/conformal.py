@@ -28,15 +28,15 @@ By: TypeAlias = Literal["client", "label"]
 SHRINKS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, math.inf)
 """The values of n0 of which shrink="pinball" takes one."""
 
-BINS = 1024
+HISTOGRAM_BINS = 1024
 """Bins of the histogram by which the federation's scores are known; a threshold at a bin's upper
 end is at most a bin too large.
 """
-POWERS = 64
+OCTAVES = 64
 """Scores of numbers are counted up to each of so many powers of 2 first, from 2^-32, which gives
 the histogram its range.
 """
-_POWERS_OF_2 = 2.0 ** (torch.arange(POWERS, dtype=torch.float64) - POWERS // 2)
+_POWERS_OF_2 = 2.0 ** (torch.arange(OCTAVES, dtype=torch.float64) - OCTAVES // 2)
 TAIL = 128
 """Bins of numbers' scores beyond the equal ones, each a constant factor above the one before, up to
 the largest power of 2.
@@ -111,7 +111,7 @@ class Conformal:
             groups = outputs.count if self.by == "label" else 1
             return {
                 "groups": torch.tensor(groups),
-                "edges": _ends(0.0, largest_class_score(self.score, outputs.count), BINS),
+                "edges": _ends(0.0, largest_class_score(self.score, outputs.count), HISTOGRAM_BINS),
             }
         given = {
             "by": self.by == "label",
@@ -131,10 +131,10 @@ class Conformal:
         their power of 2; or that of losses.
         """
         if "edges" not in told:
-            return {"n_powers": (2, POWERS + 1)}
+            return {"n_powers": (2, OCTAVES + 1)}
         if "counts" in told:
             return {"pinball": (len(SHRINKS),)}
-        return {"n_scores": (int(told["groups"]), BINS + 1)}
+        return {"n_scores": (int(told["groups"]), HISTOGRAM_BINS + 1)}
 
     def ask(self, told: Tensors, mine: Mine) -> Tensors:
         """Return the clients' counts of scores, [J, G, bins + 1], or their summed losses under each
@@ -150,11 +150,11 @@ class Conformal:
                     (scores < 0).long(),
                     mask,
                     2,
-                    POWERS + 1,
+                    OCTAVES + 1,
                 )
             }
         place = torch.bucketize(scores, told["edges"])
-        return {"n_scores": _counted(place, group, mask, int(told["groups"]), BINS + 1)}
+        return {"n_scores": _counted(place, group, mask, int(told["groups"]), HISTOGRAM_BINS + 1)}
 
     def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the bins' ends once the range is known, then their counts, after which nothing is
@@ -170,14 +170,14 @@ class Conformal:
             allowed = _BEYOND * (1 - self.level) * counts.sum()
             if not counts[:, 1:].sum() > 0.5 * counts.sum() or beyond[-1] > allowed:
                 warn(
-                    f"scores of targets lie outside 2^-{POWERS // 2} to 2^{POWERS // 2 - 1}, so "
+                    f"scores of targets lie outside 2^-{OCTAVES // 2} to 2^{OCTAVES // 2 - 1}, so "
                     "that intervals may be far too wide: scale the targets, to a standard "
                     "deviation of 1 for instance",
                 )
-            high = float(_POWERS_OF_2[min(int((beyond > allowed).sum()), POWERS - 1)])
+            high = float(_POWERS_OF_2[min(int((beyond > allowed).sum()), OCTAVES - 1)])
             negative = counts[1, :-1].nonzero()
             low = -float(_POWERS_OF_2[int(negative.max())]) if len(negative) else 0.0
-            near = _ends(max(low, -high), high, BINS - TAIL)
+            near = _ends(max(low, -high), high, HISTOGRAM_BINS - TAIL)
             far = high * (2 * _POWERS_OF_2[-1] / high) ** (
                 torch.arange(1, TAIL + 1, dtype=torch.float64) / TAIL
             )
@@ -225,7 +225,7 @@ class Conformal:
                 )
             )
             numbers.append(own.sum(-1))
-        kept = {"scores": self.scored(mine), "epistemic": doubt(mine)}
+        kept = {"scores": self.scored(mine), "epistemic": epistemic_score(mine)}
         kept = {name: t.masked_fill(~mask, torch.nan) for name, t in kept.items()}
         return {"threshold": torch.stack(found, -1), "n_scores": torch.stack(numbers, -1), **kept}
 
@@ -304,7 +304,7 @@ def _ends(low: float, high: float, bins: int) -> Tensor:
     return low + (high - low) * torch.arange(1, bins + 1, dtype=torch.float64) / bins
 
 
-def doubt(mine: Mine) -> Tensor:
+def epistemic_score(mine: Mine) -> Tensor:
     """Return the epistemic uncertainty of every row, [J, N] in float64, of classes rounded as
     `Conformal.scored`; NaN for none.
     """

@@ -35,7 +35,7 @@ class Step(Survey[Mine], Protocol):
         ...
 
 
-class Local:
+class PerClient:
     """What a step has in common with others that each client fits alone: nothing is asked, and
     nothing sent.
     """
@@ -129,7 +129,7 @@ def compares(steps: Iterable[Any]) -> bool:
     return any(getattr(step, "compares", False) for step in steps)
 
 
-def draws(steps: Iterable[Any]) -> bool:
+def any_draws(steps: Iterable[Any]) -> bool:
     """Say whether one of some steps draws a number for every row, by its inputs."""
     return any(getattr(step, "draws", False) for step in steps)
 

@@ -22,11 +22,11 @@ COLDEST, HOTTEST = 0.05, 20.0
 """Smallest and largest temperature considered. If every prediction is right, the likelihood alone
 has no optimum: it is best at 0.
 """
-ENOUGH = 2e-16
-"""Newton's steps end where g^2 <= ENOUGH n h: what is left to gain is far below the rounding of n
-examples' losses.
+CONVERGED = 2e-16
+"""Newton's steps end where g^2 <= CONVERGED n h: what is left to gain is far below the rounding of
+n examples' losses.
 """
-GRID = 61
+TEMPERATURES = 61
 """Temperatures tried before the best is refined; each is 10 % above the one before."""
 _STEPS = 48
 _ENOUGH = 1e-13
@@ -113,7 +113,7 @@ class Temperature:
             return now, True
         if not total["n_wrong"] > 0:
             return self._unbounded(now, 1 / COLDEST), True
-        if g * g <= ENOUGH * n * h:
+        if g * g <= CONVERGED * n * h:
             step = told["beta"] - total["g"] / total["h"]  # which the sums still give
             return now | {"beta": step.clamp(*_ends(low, high))}, True
         if beta == (1 / COLDEST if g < 0 else 1 / HOTTEST):
@@ -150,7 +150,9 @@ class Temperature:
             return {"temperature": pooled.clone()}
         logits, labels, mask = mine.labelled
         logits = torch.where(mask.unsqueeze(-1), logits - logits.amax(-1, keepdim=True), 0.0)
-        grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), GRID, dtype=torch.float64)
+        grid = torch.linspace(
+            math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64
+        )
         scored = Tempered(logits.mT.contiguous(), labels, grid)
         own = scored.minimise(pooled.log(), self.strength * told["information"].expand(len(pooled)))
         return {"temperature": own.exp().clamp(COLDEST, HOTTEST)}

@@ -106,7 +106,7 @@ def check_alike(**numbers: Tensor) -> None:
         )
 
 
-def check_rows(predictions: Tensor, mask: Tensor, **others: Tensor) -> None:
+def check_shapes(predictions: Tensor, mask: Tensor, **others: Tensor) -> None:
     """Check that `mask` and `others` have one entry for each row of `predictions` [J, N, O].
 
     Raises:

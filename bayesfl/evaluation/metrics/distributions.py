@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Kind: TypeAlias = Literal["normal", "counts"]
+DistributionName: TypeAlias = Literal["normal", "counts"]
 """Distributions that a mean and a variance stand for."""
 
 # of a quadrature; scores are right to 1e-9 where the variance is at most ten times the mean
@@ -48,7 +48,7 @@ class Distribution(Protocol):
         ...
 
 
-class Normal:
+class NormalDistribution:
     """Normal distributions.
 
     Args:
@@ -165,4 +165,7 @@ class Counts:
         return 0.5 * end * total / math.pi
 
 
-KINDS: dict[Kind, Callable[[Tensor, Tensor], Distribution]] = {"normal": Normal, "counts": Counts}
+DISTRIBUTIONS: dict[DistributionName, Callable[[Tensor, Tensor], Distribution]] = {
+    "normal": NormalDistribution,
+    "counts": Counts,
+}

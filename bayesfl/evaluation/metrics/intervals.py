@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, declared
-from bayesfl.evaluation.metrics.clients import check_alike, check_rows, index_of, mean_of_clients
+from bayesfl.evaluation.metrics.clients import check_alike, check_shapes, index_of, mean_of_clients
 
 
 @declared
@@ -114,7 +114,7 @@ def _measures(
     )
     targets = targets[..., None] if targets.dim() == 2 and lower.shape[-1] == 1 else targets
     check_alike(lower=lower, upper=upper, targets=targets)
-    check_rows(lower, mask)
+    check_shapes(lower, mask)
     if bool((targets.isfinite().all(-1) < mask).any()):
         raise ValueError(
             "targets must be finite where mask is True; mask the rows that are padding"

@@ -15,12 +15,12 @@ from torch import Tensor
 from bayesfl.base.options import PROBABILITY, Count, declared
 from bayesfl.evaluation.metrics.clients import (
     check_alike,
-    check_rows,
+    check_shapes,
     index_of,
     mean_of_clients,
     pool,
 )
-from bayesfl.evaluation.metrics.distributions import KINDS, Distribution, Kind
+from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS, Distribution, DistributionName
 
 
 def rmse(mean: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def coverage(
     mask: Tensor,
     level: Annotated[float, PROBABILITY] = 0.9,
     *,
-    distribution: Kind = "normal",
+    distribution: DistributionName = "normal",
 ) -> Tensor:
     """Compute the share of targets inside the central interval that should hold a share `level` of
     them.
@@ -83,7 +83,12 @@ def coverage(
 
 
 def crps(
-    mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, distribution: Kind = "normal"
+    mean: Tensor,
+    variance: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    distribution: DistributionName = "normal",
 ) -> Tensor:
     """Compute the mean continuous ranked probability score, averaged over outputs, in the targets'
     unit; of point predictions |y - m|.
@@ -113,7 +118,7 @@ def pit_histogram(
     mask: Tensor,
     *,
     bins: Count = 10,
-    distribution: Kind = "normal",
+    distribution: DistributionName = "normal",
 ) -> Tensor:
     """Compute the histogram of probability integral transforms P(Y <= y), which is flat where
     predictions are calibrated.
@@ -137,7 +142,12 @@ def pit_histogram(
 
 
 def regression_summary(
-    mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, distribution: Kind = "normal"
+    mean: Tensor,
+    variance: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    distribution: DistributionName = "normal",
 ) -> dict[str, float]:
     """Summarise the predictions of a federation of regressors.
 
@@ -168,7 +178,7 @@ def regression_table(
     mask: Tensor,
     *,
     names: Sequence[str] | None = None,
-    distribution: Kind = "normal",
+    distribution: DistributionName = "normal",
 ) -> dict[str, np.ndarray]:
     """Return every measure of every client as columns [J], ready for a data frame.
 
@@ -202,7 +212,7 @@ class _Fitted:
     targets: Tensor  # [J, N, O]
     mask: Tensor  # [J, N]
     broken: Tensor  # [J]
-    kind: Kind = "normal"
+    kind: DistributionName = "normal"
 
     @classmethod
     def of(
@@ -211,7 +221,7 @@ class _Fitted:
         variance: Tensor | None,
         targets: Tensor,
         mask: Tensor,
-        kind: Kind = "normal",
+        kind: DistributionName = "normal",
     ) -> "_Fitted":
         mean, targets, mask = (torch.as_tensor(t).detach().cpu() for t in (mean, targets, mask))
         if targets.dim() == 2 and mean.shape[-1] == 1:
@@ -220,7 +230,7 @@ class _Fitted:
             torch.ones_like(mean) if variance is None else torch.as_tensor(variance).detach().cpu()
         )
         check_alike(mean=mean, variance=variance, targets=targets)
-        check_rows(mean, mask)
+        check_shapes(mean, mask)
         if bool((targets.isfinite().all(-1) < mask).any()):
             raise ValueError(
                 "targets must be finite where mask is True; mask the rows that are padding"
@@ -245,7 +255,7 @@ class _Fitted:
 
     @cached_property
     def distribution(self) -> Distribution:
-        return KINDS[self.kind](self.mean, self.variance)
+        return DISTRIBUTIONS[self.kind](self.mean, self.variance)
 
     def pooled(self) -> "_Fitted":
         mean, targets, mask = pool(self.mean, self.targets, self.mask)

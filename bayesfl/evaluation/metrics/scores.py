@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bayesfl.evaluation.metrics.clients import check_rows, pool
+from bayesfl.evaluation.metrics.clients import check_shapes, pool
 
 
 def accuracy(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Scored:
                 + "; of several labels of each example take predictions.places()"
                 * (probs.dim() == 4)
             )
-        check_rows(probs, mask, labels=labels)
+        check_shapes(probs, mask, labels=labels)
         integers = not (labels.is_floating_point() or labels.dtype == torch.bool)
         kind, labels, outputs = labels.dtype, labels.long().masked_fill(~mask, 0), probs.shape[-1]
         lowest, highest = (int(labels.min()), int(labels.max())) if labels.numel() else (0, 0)

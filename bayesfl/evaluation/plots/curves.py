@@ -13,7 +13,7 @@ from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.metrics import reliability_bins
 from bayesfl.evaluation.plots.inputs import predictions
 from bayesfl.evaluation.plots.look import clean, looks, new_figure
-from bayesfl.evaluation.report import mean_and_error, words
+from bayesfl.evaluation.report import in_prose, mean_and_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,8 +86,8 @@ def learning_curves(
         ax.xaxis.set_major_locator(
             MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
         )
-    ax.set_xlabel(words(x))
-    ax.set_ylabel(words(metric))
+    ax.set_xlabel(in_prose(x))
+    ax.set_ylabel(in_prose(metric))
     ax.set_title(title or "")
     clean(ax, grid="both")
     if len(histories) > 1:

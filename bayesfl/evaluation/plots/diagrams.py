@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
-from bayesfl.evaluation.plots.inputs import names_of, predictions
+from bayesfl.evaluation.plots.inputs import names_of_results, predictions
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def reliability(
         ValueError: The shapes do not fit, or a client is not there.
     """
     probs, labels, mask = predictions(source, labels, mask)
-    called = names_of(source, names, len(probs))
+    called = names_of_results(source, names, len(probs))
     chosen = None
     if clients is not None:
         given: Any = clients.tolist() if hasattr(clients, "tolist") else clients  # pyright: ignore[reportAttributeAccessIssue] (an array has it)

@@ -46,7 +46,7 @@ def predictions(
     return (probs[None], labels[None], mask[None]) if probs.dim() == 2 else (probs, labels, mask)
 
 
-def names_of(source: Any, given: Sequence[str] | None, clients: int) -> Sequence[str]:
+def names_of_results(source: Any, given: Sequence[str] | None, clients: int) -> Sequence[str]:
     """Return the clients' names as they are given, else of a result those of its data, else their
     numbers.
 

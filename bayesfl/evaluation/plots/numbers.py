@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import coverage, pit_histogram, pool
-from bayesfl.evaluation.metrics.distributions import Kind
-from bayesfl.evaluation.plots.inputs import names_of
+from bayesfl.evaluation.metrics.distributions import DistributionName
+from bayesfl.evaluation.plots.inputs import names_of_results
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def interval_reliability(
     """
     mean, variance, targets, mask, kind = _predictions(source)
     if clients is not None:
-        called = names_of(source, names, len(mask))
+        called = names_of_results(source, names, len(mask))
         kept = torch.zeros(len(mask), 1, dtype=torch.bool)
         given = [clients] if isinstance(clients, int | str) else clients
         kept[[place(client, called) for client in given]] = True
@@ -136,7 +136,7 @@ def interval_reliability(
     return ax
 
 
-def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Kind]:
+def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, DistributionName]:
     """Find means, variances, targets and mask of a result or of what was given, and the
     distribution.
 

@@ -21,7 +21,15 @@ from bayesfl.base.checks import instance, warn, whole
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import Shapes, words
-from bayesfl.base.protocols import Batch, Fitted, Predictor, Server, StoredPredictor, Tensors, View
+from bayesfl.base.protocols import (
+    Batch,
+    FittedPredictor,
+    Predictor,
+    Server,
+    StoredPredictor,
+    Tensors,
+    View,
+)
 from bayesfl.base.random import hashed
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import Mixture
@@ -34,9 +42,9 @@ from bayesfl.data.tables.table import Table, is_frame
 from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration
 from bayesfl.evaluation.alarm import Alarm, Scores, Watched
-from bayesfl.evaluation.calibration.conformal import doubt
+from bayesfl.evaluation.calibration.conformal import epistemic_score
+from bayesfl.evaluation.calibration.steps import any_draws as draws_of
 from bayesfl.evaluation.calibration.steps import compares
-from bayesfl.evaluation.calibration.steps import draws as draws_of
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import Mine
 from bayesfl.federation.clients import predict, surveying
@@ -45,7 +53,7 @@ from bayesfl.federation.clients.modules import module_at
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.settings import BUILD_METHOD, present
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import differences, reading, refuse, same_method
+from bayesfl.federation.store.identity import differences, reading, refuse_differences, same_method
 from bayesfl.models.copies import refuse_changed
 
 LARGEST_TENSOR = 2**28
@@ -106,7 +114,7 @@ class ClientModel:
     prepared: Columns | None = None
     value: float | None = None
     plug_in: bool = False
-    predictor: Fitted | None = None
+    predictor: FittedPredictor | None = None
     steps: tuple[calibration.Fitted, ...] = ()
     stored: Tensors = field(default_factory=dict)
     common: View = field(default_factory=dict)
@@ -241,7 +249,7 @@ class ClientModel:
                 "labels",
                 self._source(one),
             )
-        found = doubt(mine)[0].numpy()
+        found = epistemic_score(mine)[0].numpy()
         if np.isnan(found).any():
             raise ValueError(UNCERTAIN.format(self.name))
         return Scores.made(found, "epistemic", self._source(one))
@@ -463,7 +471,7 @@ class ClientModel:
         )
 
     @cached_property
-    def _fitted(self) -> Fitted | None:
+    def _fitted(self) -> FittedPredictor | None:
         """Return the client's predictor: as it is restored from a file where that is possible, so
         that both give the same bits.
         """
@@ -632,7 +640,7 @@ def load_client(
     same_method(repr(str(file)), found.pop("algorithm"), algorithm)
     form, _ = found.pop("form"), found.pop("written")
     apart = differences({"transform": form["transform"]}, {"transform": described(transform)})
-    refuse(
+    refuse_differences(
         f"{str(file)!r} was made with another function of inputs:",
         apart,
         "give that one by transform=, as a file holds no code",

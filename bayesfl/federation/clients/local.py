@@ -15,14 +15,21 @@ from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import Descend, Repeat, by_algebra, by_chance, described, trained
+from bayesfl.composition.phases import (
+    Descend,
+    Repeat,
+    by_algebra,
+    by_chance,
+    phase_in_words,
+    trained,
+)
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine, stability
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.observation import observe
 from bayesfl.engine.plan import PhasePlan, chunks
 from bayesfl.federation.errors import DivergenceError, called
-from bayesfl.models.modes import draws
+from bayesfl.models.modes import draws_in_training
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +172,7 @@ class Local:
             place += (
                 by_chance(phase, algorithm)
                 or self.train.augment is not None
-                or draws(algorithm.model)
+                or draws_in_training(algorithm.model)
             )
             before = views
             if algorithm.watch is not None and stage is Stage.TRAIN and stability.is_due(round):
@@ -281,7 +288,7 @@ def _diverged(
 ) -> DivergenceError:
     kind = {Stage.TRAIN: "phase", Stage.FINETUNE: "fine-tuning phase", Stage.ADAPT: "phase"}[stage]
     return DivergenceError(
-        f"{who} is no longer finite after {kind} {position} ({described(phase)}) of round "
+        f"{who} is no longer finite after {kind} {position} ({phase_in_words(phase)}) of round "
         f"{round}, both counted from 0: a loss became NaN or infinite; lower the learning rate, "
         "or look at this client's data",
         round=round,

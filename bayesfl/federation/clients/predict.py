@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import Inputs, call, count, each
-from bayesfl.base.protocols import Fitted, Server, Tensors, View
+from bayesfl.base.protocols import FittedPredictor, Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
@@ -121,7 +121,7 @@ def alone(
     client: int,
     seed: int,
     round: int,
-    fitted: Fitted | None,
+    fitted: FittedPredictor | None,
     draws: int | None,
     value: float | None,
 ) -> Tensors:
@@ -238,7 +238,7 @@ def rows_of(split: ClientData, client: int) -> Iterator[Inputs]:
         yield from (each(lambda t: t[0], x) for x in _inputs(split, np.array([client])))
 
 
-def fitted_of(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
+def fitted_of(local: Local, done: Done) -> Iterator[tuple[np.ndarray, FittedPredictor]]:
     """Yield each client of a chunk, [1], with its predictor."""
     assert local.algorithm.predictor is not None
     for c in range(len(done.ids)):
@@ -252,7 +252,7 @@ def fitted_of(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
 
 def of_fitted(
     algorithm: Algorithm,
-    fitted: Fitted,
+    fitted: FittedPredictor,
     like: Tensor,
     rows: Iterable[Inputs],
     rng: np.random.Generator,

@@ -26,7 +26,7 @@ from bayesfl.evaluation.calibration import (
     applied,
     fit,
 )
-from bayesfl.evaluation.calibration.steps import compares, draws
+from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, named_split, together
 from bayesfl.federation.clients import predict
@@ -252,7 +252,7 @@ def known(
     """
     shared = predict.shared(local, result.state, split) if compares(steps) else None
     rows = None
-    if draws(steps):
+    if any_draws(steps):
         rows = np.zeros(found.mask.shape, np.uint64)
         for j, n in enumerate(split.counts):
             if n:

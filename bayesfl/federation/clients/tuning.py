@@ -18,7 +18,7 @@ from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.surveys import Outputs, answers, conduct, summed
 from bayesfl.federation.clients.local import Done, Local, State
 from bayesfl.federation.clients.predict import address_of, fitted_of, of_fitted, rows_of
-from bayesfl.posteriors.linearised import nll
+from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import largest_alike
 
 
@@ -177,7 +177,7 @@ def candidates(local: Local, done: Done, validation: ClientData, *, round: int) 
                     plain=False,
                 )
                 losses[place, : len(y), k] = (
-                    nll({name: t[0] for name, t in found.items()}, y).cpu().double()
+                    nll_of_predictive({name: t[0] for name, t in found.items()}, y).cpu().double()
                 )
     mask = torch.arange(losses.shape[1]) < torch.from_numpy(counts)[:, None]
     return Candidates(losses, mask, done.ids)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 SECRET = 16
 """Least number of bytes of a secret."""
-GRID = 1e-3
+SPACING = 1e-3
 """Widest spacing of the grid of privacy losses. The accountant rounds losses up: a coarser grid
 loosens the bound, but never breaks it.
 """
@@ -125,7 +125,7 @@ def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
     spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))
     # Privacy loss that matters at delta: bounds the grid's memory.
     most = 10 / sigma + 1 / (2 * sigma**2)
-    grid = max(min(GRID, spread / 10), 3e-6 * most)
+    grid = max(min(SPACING, spread / 10), 3e-6 * most)
     accountant = pld.PLDAccountant(
         dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=grid
     )

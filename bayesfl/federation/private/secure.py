@@ -60,7 +60,7 @@ ROOM = 2.0**62
 """Bound below which clients x range / step must stay, so that no sum of rounded numbers overflows
 int64.
 """
-LEAST = 2
+LEAST_CLIENTS = 2
 """Least number of clients in a sum: the sum of one client is that client's own uplink."""
 SUMS_ONLY = "under secure aggregation the server sees sums only"
 
@@ -106,7 +106,7 @@ def masked(values: np.ndarray, client: int, shared: Mapping[int, bytes]) -> np.n
     return out
 
 
-def summed(messages: Iterable[np.ndarray]) -> np.ndarray:
+def masked_total(messages: Iterable[np.ndarray]) -> np.ndarray:
     """Return the sum of the clients' messages modulo 2^64, all that the server computes before it
     knows the sum of their values.
     """
@@ -187,7 +187,7 @@ class SecureSum:
                 says which range is needed.
         """
         ids = sorted(summands)
-        if len(ids) < LEAST:
+        if len(ids) < LEAST_CLIENTS:
             raise ValueError(
                 "a sum of one client's answer is that answer; secure sums need two clients at least"
             )
@@ -211,7 +211,7 @@ class SecureSum:
                     f"wrong: pass range={needed:g}"
                 )
             messages.append(masked(units, client, shared[client]))
-        flat = torch.from_numpy(restored(summed(messages), self.step))
+        flat = torch.from_numpy(restored(masked_total(messages), self.step))
         parts = flat.split([shape.numel() for shape in shapes.values()])
         return {
             name: part.reshape(shape)
@@ -263,8 +263,8 @@ class SecureSum:
                 "aggregation hides; pass max_norm=None: clients that keep to the rules clip "
                 "themselves, to SecureSum(range=)"
             )
-        if clients < LEAST or (
-            settings.sampling == "fixed" and settings.fixed_size(clients) < LEAST
+        if clients < LEAST_CLIENTS or (
+            settings.sampling == "fixed" and settings.fixed_size(clients) < LEAST_CLIENTS
         ):
             raise ValueError(
                 f"a cohort has one client of {clients} at "
@@ -272,7 +272,7 @@ class SecureSum:
                 "aggregation needs two: raise participation"
             )
         check_combine(result, torch.arange(clients), SUMS_ONLY)
-        return _SecureRun(self, result, max(LEAST, admission.min_clients))
+        return _SecureRun(self, result, max(LEAST_CLIENTS, admission.min_clients))
 
 
 def _clips(pool: object) -> bool:
@@ -429,7 +429,7 @@ class _SecureRound:
             sends, volume = sends + 1, volume + sum(message.nbytes for message in messages)
             if len(messages) == len(group):
                 self._row |= {"repeats": sends - 1, "bytes_up": volume}
-                return summed(messages)
+                return masked_total(messages)
             group = sorted(self._own)
 
     def row(self) -> dict[str, float]:

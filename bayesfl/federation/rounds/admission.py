@@ -38,11 +38,11 @@ ATTEMPTS = 3
 """Number of attempts at a round before the run stops for lack of clients."""
 
 
-ENOUGH = 3
+ENOUGH_REPLIES = 3
 """Least number of replies from which a round's own median tells how far clients usually go."""
 
 
-LARGEST = 100.0
+LARGEST_SHARE = 100.0
 """Largest factor by which a client's stated number of examples, which nobody verifies, can exceed
 the median client's.
 """
@@ -122,7 +122,9 @@ def shares(counts: np.ndarray) -> np.ndarray:
     known = counts[counts > 0]
     if not len(known):
         return np.ones(len(counts))
-    return np.where(counts > 0, np.clip(counts / np.median(known), 1 / LARGEST, LARGEST), 1.0)
+    return np.where(
+        counts > 0, np.clip(counts / np.median(known), 1 / LARGEST_SHARE, LARGEST_SHARE), 1.0
+    )
 
 
 def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
@@ -196,7 +198,7 @@ class Admission:
                 `shares`.
             earlier: The `usual` distances of earlier rounds.
         """
-        enough = len(norms) >= ENOUGH
+        enough = len(norms) >= ENOUGH_REPLIES
         if self.max_norm is None or not (enough or len(earlier)):
             return np.inf
         return max(
@@ -216,7 +218,7 @@ class Admission:
             share: Their clients' numbers of examples relative to the median client's, from
                 `shares`.
         """
-        if self.max_norm is None or len(sizes) < ENOUGH:
+        if self.max_norm is None or len(sizes) < ENOUGH_REPLIES:
             return np.inf
         return self.max_norm * max(self.norm_floor, usual(sizes, share))
 

@@ -47,7 +47,7 @@ from bayesfl.federation.settings import (
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import differences, in_words
 
-Source: TypeAlias = Result | str | os.PathLike[str]
+RunOrFolder: TypeAlias = Result | str | os.PathLike[str]
 """A run: its result, or the folder in which it was saved."""
 UNCALIBRATED = (
     "the run that this one goes on from is calibrated, and training changes its predictions: the "
@@ -71,8 +71,8 @@ def simulate(
     ] = None,
     device: torch.device | str = "cpu",
     dtype: Precision = torch.float32,
-    resume: Source | None = None,
-    start: Source | None = None,
+    resume: RunOrFolder | None = None,
+    start: RunOrFolder | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: Count = 1,
     admission: Annotated[Admission | None, typed(Admission, BUILD_ADMISSION)] = None,
@@ -211,8 +211,8 @@ def _refuse_contradictions(
     aggregation: Aggregation,
     admission: Admission,
     faults: FaultPlan | None,
-    start: Source | None,
-    resume: Source | None,
+    start: RunOrFolder | None,
+    resume: RunOrFolder | None,
 ) -> None:
     """Refuse arguments of `simulate` that do not fit each other.
 
@@ -244,7 +244,9 @@ def _refuse_contradictions(
         tuning.check_tunable(algorithm, clients)
 
 
-def _from_where(resume: Source | None, checkpoint: str | os.PathLike[str] | None) -> Source | None:
+def _from_where(
+    resume: RunOrFolder | None, checkpoint: str | os.PathLike[str] | None
+) -> RunOrFolder | None:
     """Return the result or folder from which this run goes on, None for a run that begins; prepare
     the folder for checkpoints.
 
@@ -303,12 +305,12 @@ def _begun(
 
 
 def _resumed(
-    source: Source,
+    source: RunOrFolder,
     algorithm: Algorithm,
     clients: FederatedData,
     settings: Settings,
     engine: Engine | None,
-    start: Source | None,
+    start: RunOrFolder | None,
     checkpoint: str | os.PathLike[str] | None,
     *,
     device: torch.device,

@@ -68,7 +68,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """A kind of file.
 
     Args:
@@ -142,7 +142,7 @@ DTYPE = Entry(dtype_name, DTYPES.__getitem__)
 FITTED = Entry(_write_fitted, _read_fitted)
 COLUMNS = optional(Entry(Columns.to_json, Columns.from_json))
 
-RUN = Kind(
+RUN = FileKind(
     "run",
     "a run of bf.simulate",
     "bf.load(path, algorithm) reads it, and bf.simulate(start=path) begins from it",
@@ -159,7 +159,7 @@ RUN = Kind(
         "steps": FITTED,
     },
 )
-CLIENT = Kind(
+CLIENT = FileKind(
     "client",
     "a client's own model",
     "bf.load_client(path, algorithm) reads it",
@@ -176,7 +176,7 @@ CLIENT = Kind(
     },
 )
 CLIENT_FILE = "client.safetensors"
-NODE = Kind(
+NODE = FileKind(
     "node",
     "what a node of a deployment over Flower keeps",
     "the node itself reads it; pass the server's folder of checkpoints",
@@ -185,7 +185,7 @@ NODE = Kind(
 
 
 def write(
-    path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any], *, file: str = STATE
+    path: str | os.PathLike[str], kind: FileKind, content: Mapping[str, Any], *, file: str = STATE
 ) -> None:
     """Write one file of the folder `path`, completely or not at all.
 
@@ -226,7 +226,7 @@ def refuse_nameless(*descriptions: Any) -> None:
         )
 
 
-def write_round(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any]) -> None:
+def write_round(path: str | os.PathLike[str], kind: FileKind, content: Mapping[str, Any]) -> None:
     """Write a checkpoint after `round` rounds, and remove all others except the one before it.
 
     Raises:
@@ -241,7 +241,7 @@ def write_round(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, 
 
 
 def read(
-    path: str | os.PathLike[str], kind: Kind, device: torch.device | str = "cpu"
+    path: str | os.PathLike[str], kind: FileKind, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
     """Return the fields of what `write` put into the folder `path`, from its newest undamaged file.
 
@@ -280,7 +280,7 @@ def read(
     raise CheckpointError("; ".join(damage))
 
 
-def read_file(file: Path, kind: Kind, device: torch.device | str = "cpu") -> dict[str, Any]:
+def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Return the fields of one file, whose bytes its digest vouches for.
 
     Raises:

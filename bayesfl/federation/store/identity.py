@@ -125,7 +125,7 @@ def in_words(different: Mapping[str, tuple[Any, Any]]) -> str:
     return first + (f"; and {len(different) - FIRST} more" if len(different) > FIRST else "")
 
 
-def refuse(what: str, different: Mapping[str, tuple[Any, Any]], remedy: str) -> None:
+def refuse_differences(what: str, different: Mapping[str, tuple[Any, Any]], remedy: str) -> None:
     """Raise CheckpointError if something saved differs from what is given, with the first
     differences; `what` begins the message.
     """
@@ -241,7 +241,7 @@ def same_method(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -
     Raises:
         CheckpointError: The two methods, or their networks, differ; `what` begins the message.
     """
-    refuse(
+    refuse_differences(
         f"{what} was made with another method:",
         method_differences(made_with, algorithm),
         "give the method that made it",
@@ -257,7 +257,7 @@ def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) 
             parameters and buffers differ.
     """
     different = network_differences(made_with, algorithm)
-    refuse(
+    refuse_differences(
         f"{what} has the state of another network:",
         different,
         "build the method on that network, frozen weights and buffers included",
@@ -278,7 +278,7 @@ def same_data(what: str, known: Outline, clients: FederatedData) -> None:
     found = differences(json.loads(json.dumps(then)), json.loads(json.dumps(now)))
     if len(found) > 1:
         found.pop("hash", None)  # which covers the others
-    refuse(
+    refuse_differences(
         f"{what} was made on other data:",
         found,
         "give the same recipe and seed, and the same functions of inputs in every split",

@@ -12,14 +12,19 @@ import torch
 from torch.testing import assert_close
 
 from bayesfl.evaluation.calibration import Conformal, fit
-from bayesfl.evaluation.calibration.conformal import BINS, SHRINKS, thresholds, without_one
+from bayesfl.evaluation.calibration.conformal import (
+    HISTOGRAM_BINS,
+    SHRINKS,
+    thresholds,
+    without_one,
+)
 from bayesfl.evaluation.calibration.scores import class_scores, largest_class_score
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 from bayesfl.likelihoods import Quantiles
 from tests.evaluation.calibration.made import CLASSES, alone, mine, part
 
-EDGES = torch.arange(1, BINS + 1, dtype=torch.float64) / BINS
+EDGES = torch.arange(1, HISTOGRAM_BINS + 1, dtype=torch.float64) / HISTOGRAM_BINS
 
 
 def counted(scores: torch.Tensor, edges: torch.Tensor = EDGES) -> torch.Tensor:
@@ -84,7 +89,7 @@ def test_pooled_and_own_scores_are_split_conformal():
     pooled = fit(Conformal(shrink=math.inf), given, CLASSES).own["threshold"][:, 0]
     exact = smallest(torch.cat(scores).sort().values)
     assert pooled.unique().numel() == 1
-    assert 0 <= float(pooled[0]) - exact <= 1 / BINS
+    assert 0 <= float(pooled[0]) - exact <= 1 / HISTOGRAM_BINS
 
 
 @pytest.mark.slow

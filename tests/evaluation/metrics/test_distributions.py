@@ -6,7 +6,7 @@ import torch
 from scipy import integrate, stats
 from torch import Tensor
 
-from bayesfl.evaluation.metrics.distributions import Counts, Normal
+from bayesfl.evaluation.metrics.distributions import Counts, NormalDistribution
 
 
 def one(value: float) -> Tensor:
@@ -26,7 +26,7 @@ def test_normal_is_scipys(y: float):
     """Density, distribution and quantiles; the score is the integral of the squared distance of
     distributions.
     """
-    found, wanted = Normal(one(0.3), one(1.44)), stats.norm(0.3, 1.2)
+    found, wanted = NormalDistribution(one(0.3), one(1.44)), stats.norm(0.3, 1.2)
     assert found.nll(one(y)).item() == pytest.approx(-wanted.logpdf(y), abs=1e-12)
     assert (
         found.cdf(one(y)).item()

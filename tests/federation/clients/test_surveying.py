@@ -17,7 +17,7 @@ from bayesfl import SecureSum
 from bayesfl.evaluation.audit import Counting
 from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Temperature
 from bayesfl.federation.private import secure as secure_sums
-from bayesfl.federation.private.secure import summed
+from bayesfl.federation.private.secure import masked_total
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 from tests.evaluation.test_surveys import Share
@@ -102,7 +102,7 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
     assert torch.equal(sets.steps[0].own["threshold"], plain.steps[0].own["threshold"])
     seen: list[Any] = []
     monkeypatch.setattr(
-        secure_sums, "summed", lambda messages: seen.extend(messages) or summed(messages)
+        secure_sums, "summed", lambda messages: seen.extend(messages) or masked_total(messages)
     )
     answers = {client: {"g": torch.full((3,), float(client))} for client in (4, 2, 9)}
     assert SecureSum().added(answers)["g"].tolist() == [15.0] * 3

@@ -37,10 +37,10 @@ from bayesfl.federation.private.secure import (
     SecureSum,
     agreed,
     masked,
+    masked_total,
     quantised,
     quotient_bound,
     restored,
-    summed,
 )
 from bayesfl.federation.rounds.faults import FAULTS, Lost
 from bayesfl.optim import Adam
@@ -98,10 +98,10 @@ def test_masks_cancel_in_the_sum_of_all_and_in_no_other():
     shared = agreed(own)
     messages = {client: masked(values, client, shared[client]) for client, values in own.items()}
     wanted = sum(values.view(np.int64) for values in own.values())
-    assert np.array_equal(summed(messages.values()).view(np.int64), np.asarray(wanted))
+    assert np.array_equal(masked_total(messages.values()).view(np.int64), np.asarray(wanted))
     for left in own:
         rest = [client for client in own if client != left]
-        wrong = summed(messages[client] for client in rest).view(np.int64).astype(float)
+        wrong = masked_total(messages[client] for client in rest).view(np.int64).astype(float)
         right = sum(own[client].view(np.int64) for client in rest)
         assert np.median(np.abs(wrong - right)) > 2**58
 
@@ -113,9 +113,9 @@ def test_the_sum_wraps_as_the_clients_numbers_do():
         for k, value in enumerate((2**61, 2**61 - 1, -(2**61), 5))
     }
     shared = agreed(own)
-    assert summed(masked(v, k, shared[k]) for k, v in own.items()).view(np.int64).tolist() == [
-        2**61 + 4
-    ]
+    assert masked_total(masked(v, k, shared[k]) for k, v in own.items()).view(
+        np.int64
+    ).tolist() == [2**61 + 4]
 
 
 def test_secrets_are_of_pairs_and_fresh():
@@ -480,7 +480,7 @@ def test_the_room_that_is_left_is_enough(model: nn.Module, clients: FederatedDat
     """Just below the limit every client may be at the end of its range."""
     limit = 2.0**62 / 7
     units, _ = quantised(np.array([limit, -limit]), limit, 1.0)
-    total = summed([units] * 7).view(np.int64)
+    total = masked_total([units] * 7).view(np.int64)
     assert total[0] > 2**61
     assert total[1] < -(2**61)
     with pytest.raises(ValueError, match="must stay below"):
