@@ -38,7 +38,7 @@ from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperat
 from bayesfl.evaluation.calibration.conformal import HISTOGRAM_BINS, thresholds
 from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 
@@ -96,7 +96,7 @@ def measured(result: Result) -> dict[str, float]:
     seen, held, test = result.mine(data.validation, data.calibration, data.test)
     outputs, fitted = Outputs(data.task, data.outputs), {}
 
-    def quality(mine: Mine, name: str) -> None:
+    def quality(mine: LocalPredictions, name: str) -> None:
         assert mine.predictions.probs is not None
         found = classification_summary(mine.predictions.probs, labels, mask)
         row.update({f"{key}{name}": found[key] for key in ("accuracy", "nll", "ece")})
@@ -118,7 +118,7 @@ def measured(result: Result) -> dict[str, float]:
     return row
 
 
-def lac(mine: Mine) -> list[Tensor]:
+def lac(mine: LocalPredictions) -> list[Tensor]:
     """Each client's scores 1 - p of its labels."""
     found = mine.predictions
     assert found.probs is not None
@@ -128,7 +128,7 @@ def lac(mine: Mine) -> list[Tensor]:
 
 
 def sets(
-    row: dict[str, float], name: str, own: list[Tensor], threshold: Tensor, test: Mine
+    row: dict[str, float], name: str, own: list[Tensor], threshold: Tensor, test: LocalPredictions
 ) -> None:
     """Coverage, mean and worst over clients, and size of the sets under thresholds [J]."""
     probs = test.predictions.probs
@@ -274,7 +274,9 @@ def broken_answers(runs: int, rows: int = 2000) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="no answer is given")
             told = fit(
-                Abstention(), Mine(given, np.zeros(1, np.int64)), Outputs("classification", 2)
+                Abstention(),
+                LocalPredictions(given, np.zeros(1, np.int64)),
+                Outputs("classification", 2),
             ).told
         threshold = float(told["threshold"])
         # E[d | d <= t] = t / 3.

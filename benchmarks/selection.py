@@ -40,7 +40,7 @@ from bayesfl.evaluation import calibration, report
 from bayesfl.evaluation.detection import auroc, entropy
 from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.posteriors import Laplace, selection
 from bayesfl.posteriors.linearised import predictive
 from bayesfl.posteriors.prior_precision import predictive_nll
@@ -251,10 +251,10 @@ def fitted_temperature(probs: Tensor, labels: Tensor) -> calibration.Fitted:
     return calibration.fit(step, mine(probs, labels), Outputs("classification", probs.shape[-1]))
 
 
-def mine(probs: Tensor, labels: Tensor) -> Mine:
+def mine(probs: Tensor, labels: Tensor) -> LocalPredictions:
     """Probabilities [J, N, O] and labels [J, N] as predictions of as many clients."""
     everyone = torch.ones(labels.shape, dtype=torch.bool)
-    return Mine(
+    return LocalPredictions(
         Predictions(
             mask=everyone, epistemic=torch.full(labels.shape, torch.nan), probs=probs, labels=labels
         ),

@@ -17,7 +17,7 @@ from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.tables.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.predictions import per_place
-from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs, conduct, together
 
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
@@ -286,15 +286,15 @@ class Counting:
             "confidence": (units, BINS),
         }
 
-    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return each client's counts and sums, [J, G] and [J, G, BINS]."""
-        given, units = mine.predictions, len(self.units)
+        given, units = local.predictions, len(self.units)
         assert given.labels is not None  # of a split of the federation
         labels, mask = given.labels.cpu(), given.mask.cpu()
         promised, probs = given.promised(labels), None
         if given.probs is not None:
             probs, labels, mask = per_place(given.probs.cpu().double(), labels.long(), mask)
-        unit = self._unit(mine, labels, mask)
+        unit = self._unit(local, labels, mask)
         left_out, mask = (mask & (unit < 0)).sum(-1), mask & (unit >= 0)
         examples = mask.reshape(len(mask), given.mask.shape[1], -1).any(-1).sum(-1)
         place = unit.clamp_min(0)
@@ -337,14 +337,14 @@ class Counting:
             for name, t in by_bin.items()
         }
 
-    def _unit(self, mine: Mine, labels: Tensor, mask: Tensor) -> Tensor:
+    def _unit(self, local: LocalPredictions, labels: Tensor, mask: Tensor) -> Tensor:
         """Return the unit of every place, [J, M]."""
         if self.by == "label":
             return labels.long().masked_fill(~mask, 0)
         if self.by == "client":
-            return torch.from_numpy(mine.ids)[:, None].expand(mask.shape).long()
+            return torch.from_numpy(local.ids)[:, None].expand(mask.shape).long()
         assert self.groups is not None
-        own = self.groups[torch.from_numpy(mine.ids)]
+        own = self.groups[torch.from_numpy(local.ids)]
         return own.repeat_interleave(mask.shape[1] // own.shape[1], 1)
 
     def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
@@ -389,7 +389,7 @@ class Counting:
 
 @declared
 def audit(
-    mine: Mine,
+    local: LocalPredictions,
     outputs: Outputs,
     *,
     names: Sequence[str],
@@ -399,18 +399,18 @@ def audit(
     or group.
 
     Args:
-        mine: The predictions of a split, and whose they are.
+        local: The predictions of a split, and whose they are.
         outputs: What is predicted.
         names: The clients' names, [J].
         delta: Probability with which any of a column's intervals may miss, in (0, 1).
     """
-    survey, mine, given = (
+    survey, local, given = (
         Counting("client", tuple(names)),
-        replace(mine, ids=np.arange(len(mine.ids))),
-        mine.predictions,
+        replace(local, ids=np.arange(len(local.ids))),
+        local.predictions,
     )
     return survey.audit(
-        conduct(survey, together(survey, mine), outputs),
+        conduct(survey, together(survey, local), outputs),
         level=given.promise,
         risk=given.risk,
         delta=delta,

@@ -3,9 +3,9 @@
 A survey asks, and learns of the answers their sum only:
 
     start(outputs) -> told            shapes(told) -> the shape of each summand; none: nothing asked
-    ask(told, mine) -> summands       solve(told, total) -> told, done
+    ask(told, local) -> summands       solve(told, total) -> told, done
 
-A step of calibration is a survey with `settle(told, mine)`, the client's own parameters, which
+A step of calibration is a survey with `settle(told, local)`, the client's own parameters, which
 never leave it, and `apply`. `conduct` is the one loop; how a question is put, and how answers are
 added, is the caller's: on one machine, under secure sums, or over a network. Answers are summed in
 float64 in the order of the clients' ids, so that the sum does not depend on who answered first.
@@ -48,7 +48,7 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Mine:
+class LocalPredictions:
     """What clients know of themselves when they are asked: their predictions on the survey's split.
 
     Args:
@@ -169,8 +169,8 @@ class Mine:
 
 
 Known_contra = TypeVar("Known_contra", contravariant=True)
-"""What clients know of themselves: `Mine`, or what else a survey asks about, which has the clients'
-numbers as `ids`.
+"""What clients know of themselves: `LocalPredictions`, or what else a survey asks about, which has
+the clients' numbers as `ids`.
 """
 
 
@@ -197,7 +197,7 @@ class Survey(Protocol[Known_contra]):
         """
         ...
 
-    def ask(self, told: Tensors, mine: Known_contra) -> Tensors:
+    def ask(self, told: Tensors, local: Known_contra) -> Tensors:
         """Return each client's answer, [J, ...]; zeros of a client without rows."""
         ...
 
@@ -271,28 +271,28 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
 
 
 def answers(
-    survey: Survey, told: Tensors, mine: Any, shapes: Mapping[str, tuple[int, ...]]
+    survey: Survey, told: Tensors, local: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> Tensors:
-    """Return the answers of the clients of `mine`, [J, ...] in float64, each checked.
+    """Return the answers of the clients of `local`, [J, ...] in float64, each checked.
 
     Raises:
         ValueError: As by `checked`.
     """
-    clients = len(mine.ids)
+    clients = len(local.ids)
     return checked(
-        survey.ask(told, mine),
+        survey.ask(told, local),
         {name: (clients, *shape) for name, shape in shapes.items()},
         "an answer",
     )
 
 
-def together(survey: Survey, mine: Mine) -> Put:
+def together(survey: Survey, local: LocalPredictions) -> Put:
     """Return how a question is put to clients whose predictions are all here: their answers are
     added.
     """
 
     def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        return summed(mine.ids, answers(survey, told, mine, shapes))
+        return summed(local.ids, answers(survey, told, local, shapes))
 
     return put
 

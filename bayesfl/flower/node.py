@@ -26,7 +26,7 @@ from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, measured
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, answers
+from bayesfl.evaluation.surveys import LocalPredictions, answers
 from bayesfl.federation.clients import surveying
 from bayesfl.federation.clients.client_model import client_model
 from bayesfl.federation.clients.local import Done, Local, Received, kept_phases
@@ -188,12 +188,12 @@ class Node:
         if not self.examples(survey.split):
             found: Tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
         else:
-            mine = (
+            predicted = (
                 self._candidates(order)
                 if order.survey == TUNING
                 else self._calibrated(order, survey.split, int(order.survey))
             )
-            found = {name: t[0] for name, t in answers(survey, told, mine, shapes).items()}
+            found = {name: t[0] for name, t in answers(survey, told, predicted, shapes).items()}
         record, digest = records.pack(found)
         return RecordDict(
             {"answer": record, "config": ConfigRecord({"protocol": PROTOCOL, "digest": digest})}
@@ -219,7 +219,7 @@ class Node:
         done = local.finetuned(self._ids, self._received(order), order.round)
         return candidates(local, done, self._split("validation", order), round=order.round)
 
-    def _calibrated(self, order: Order, split: str, steps: int) -> Mine:
+    def _calibrated(self, order: Order, split: str, steps: int) -> LocalPredictions:
         """Return what this client knows of itself on a split, as the first steps of calibration
         change it.
         """
@@ -237,7 +237,7 @@ class Node:
             told, {one.step.split: self._predicted(order, one.step.split) for one in told}
         )
 
-    def _predicted(self, order: Order, split: str) -> Mine:
+    def _predicted(self, order: Order, split: str) -> LocalPredictions:
         """Return what this client knows of itself on a split; predictions are made once, and kept
         in its folder.
 
@@ -286,7 +286,7 @@ class Node:
 
     def _mine(
         self, order: Order, split: dict[str, Tensor], own: Any, shared: Any, rows: np.ndarray | None
-    ) -> Mine:
+    ) -> LocalPredictions:
         """Return predictions of this client's rows, [1, n, ...], with what steps of calibration
         need beside them.
         """
@@ -298,7 +298,7 @@ class Node:
         )
         assert first is not None  # the client's own, which are always there
         drawn = None if rows is None or not any_draws(self.calibration) else rows[None]
-        return Mine(first, self._ids, order.seed, order.round, other, drawn)
+        return LocalPredictions(first, self._ids, order.seed, order.round, other, drawn)
 
     def _hashed(self, split: str, order: Order) -> np.ndarray:
         """Return a hash of the inputs of every row of a split, [n] uint64."""
@@ -341,13 +341,13 @@ class Node:
             mask = torch.ones(1, self.examples(name), dtype=torch.bool)
             read = bool(steps) and name == "test"
             rows = self._hashed(name, order) if read and any_draws(self.calibration) else None
-            mine = self._mine(
+            predicted = self._mine(
                 order, {"mask": mask}, found, self._by_all(order, name) if read else None, rows
             )
-            predictions, split = mine.predictions, self._of_one(name, order).to("cpu")
+            predictions, split = predicted.predictions, self._of_one(name, order).to("cpu")
             reply[name] = MetricRecord(dict(self._measures(predictions, split)))
             if read:
-                predictions = applied(steps, mine).predictions
+                predictions = applied(steps, predicted).predictions
                 reply[CALIBRATED] = MetricRecord(dict(self._measures(predictions, split)))
             if name == "test":
                 kept = {

@@ -13,7 +13,7 @@ from bayesfl.evaluation.audit import BINS, Audit, Counting, audit, grouped
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.metrics import ece
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs, conduct, together
 from bayesfl.likelihoods import Quantiles
 
 MASK = torch.arange(30) < torch.tensor([30, 12, 25])[:, None]
@@ -44,7 +44,7 @@ def of_classes(names: int = 4) -> Predictions:
 def audited(
     survey: Counting, given: Predictions, outputs: Outputs = CLASSES, delta: float = 0.05
 ) -> Audit:
-    told = conduct(survey, together(survey, Mine(given, np.arange(3))), outputs)
+    told = conduct(survey, together(survey, LocalPredictions(given, np.arange(3))), outputs)
     return survey.audit(told, level=given.level, risk=given.risk, delta=delta)
 
 
@@ -308,7 +308,9 @@ def test_quantiles_promise_their_own_level():
         labels=y,
         likelihood=Quantiles(0.8),
     )
-    found = audit(Mine(given, np.arange(3)), Outputs("regression", 1), names=("a", "b", "c"))
+    found = audit(
+        LocalPredictions(given, np.arange(3)), Outputs("regression", 1), names=("a", "b", "c")
+    )
     assert found.level == 0.8
     assert found.held is not None
     assert found.held.tolist() == [
@@ -318,7 +320,7 @@ def test_quantiles_promise_their_own_level():
         name: getattr(given, name).repeat(1, 1, 2) for name in ("mean", "lower", "upper", "labels")
     }
     several = audit(
-        Mine(dataclasses.replace(given, **two), np.arange(3)),
+        LocalPredictions(dataclasses.replace(given, **two), np.arange(3)),
         Outputs("regression", 2),
         names=("a", "b", "c"),
     )

@@ -9,8 +9,15 @@ import torch
 from scipy.stats import kstest
 
 from bayesfl.evaluation.calibration import Temperature
-from bayesfl.evaluation.surveys import Mine, answers, conduct, named_split, together, uplink_bytes
-from tests.evaluation.calibration.made import CLASSES, mine
+from bayesfl.evaluation.surveys import (
+    LocalPredictions,
+    answers,
+    conduct,
+    named_split,
+    together,
+    uplink_bytes,
+)
+from tests.evaluation.calibration.made import CLASSES, local
 
 
 @dataclass(frozen=True)
@@ -26,8 +33,8 @@ class Share:
     def shapes(self, told: Any) -> dict[str, tuple[int, ...]]:
         return {"n_right": (), "n_examples": (2,)}
 
-    def ask(self, told: Any, mine: Mine) -> dict[str, torch.Tensor]:
-        found, mask = mine.predictions, mine.predictions.mask
+    def ask(self, told: Any, local: LocalPredictions) -> dict[str, torch.Tensor]:
+        found, mask = local.predictions, local.predictions.mask
         assert found.probs is not None
         right = (found.probs.argmax(-1) == found.labels) & mask
         answer = {"n_right": right.sum(-1), "n_examples": mask.sum(-1, keepdim=True).expand(-1, 2)}
@@ -42,7 +49,7 @@ class Share:
 
 def test_a_survey_of_ones_own():
     """Ends when it says so, and knows sums alone."""
-    given = mine()
+    given = local()
     told = conduct(Share(), together(Share(), given), CLASSES)
     found = given.predictions
     assert found.probs is not None
@@ -54,7 +61,7 @@ def test_a_survey_of_ones_own():
 
 def test_sums_do_not_depend_on_the_order_of_clients():
     """To the bit: answers are added in the order of the clients' numbers."""
-    given = mine((30, 7, 1, 55), ids=(5, 2, 9, 1))
+    given = local((30, 7, 1, 55), ids=(5, 2, 9, 1))
     order = np.array([3, 1, 0, 2])
     moved = {
         name: t[torch.from_numpy(order)]
@@ -72,7 +79,7 @@ def test_draws_are_the_clients_own():
     """Of each row the same, whatever rows and clients stand beside it; uniform; two phases, rounds,
     seeds and clients draw apart.
     """
-    given = mine((3000, 7, 0, 55))
+    given = local((3000, 7, 0, 55))
     u = given.uniform(0)
     assert given.rows is not None
     alone = replace(given, ids=given.ids[1:2], rows=given.rows[1:2, 4:5])
@@ -110,7 +117,7 @@ def test_draws_are_the_clients_own():
     ],
 )
 def test_answers_are_checked(wrong: Any, words: str):
-    given = mine()
+    given = local()
     with pytest.raises(ValueError, match=words):
         answers(Share(wrong=wrong), {}, given, Share().shapes({}))
 

@@ -14,7 +14,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.binomial import upper_bound
 from bayesfl.evaluation.calibration.steps import refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 THRESHOLDS = 200
 """So many thresholds are tested, from `risk` to 1 in equal steps."""
@@ -64,18 +64,18 @@ class Abstention:
         """
         return {"n_rows": (THRESHOLDS,), "n_wrong": (THRESHOLDS,)}
 
-    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return the clients' counts, [J, THRESHOLDS].
 
         Raises:
             ValueError: Rows have several labels each.
         """
-        if mine.predictions.probs is not None and mine.predictions.probs.dim() == 4:
+        if local.predictions.probs is not None and local.predictions.probs.dim() == 4:
             raise ValueError(
                 "Abstention counts rows as independent, and the several labels of one row are not: "
                 "leave it out"
             )
-        logits, labels, mask = mine.labelled
+        logits, labels, mask = local.labelled
         place = torch.bucketize(_doubt(logits), told["thresholds"]).clamp_max(THRESHOLDS - 1)
         wrong = mask & (logits.argmax(-1) != labels)
 
@@ -103,16 +103,16 @@ class Abstention:
         )
         return {"threshold": threshold}, True
 
-    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return nothing, as the threshold is one for all."""
         return {}
 
-    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions that say which rows are `answered`."""
-        inside = mine.predictions.mask.cpu()
-        answered = _doubt(mine.logits) <= told["threshold"]
+        inside = local.predictions.mask.cpu()
+        answered = _doubt(local.logits) <= told["threshold"]
         answered = answered & inside.reshape(*inside.shape, *[1] * (answered.dim() - 2))
-        return replace(mine.predictions, answered=answered, risk=self.risk)
+        return replace(local.predictions, answered=answered, risk=self.risk)
 
 
 def _doubt(logits: Tensor) -> Tensor:

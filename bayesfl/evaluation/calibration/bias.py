@@ -8,7 +8,7 @@ from torch import Tensor
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.steps import PerClient, changed, refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 _STEPS = 100
 _HALVINGS = 30
@@ -45,9 +45,9 @@ class Bias(PerClient):
         refuse_numbers(self, outputs)
         return {}
 
-    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return every client's b_j, [J, O]."""
-        logits, labels, mask = mine.labelled
+        logits, labels, mask = local.labelled
         seen = torch.zeros(len(logits), logits.shape[-1], dtype=torch.float64).scatter_add_(
             1, labels, mask.double()
         )
@@ -76,10 +76,10 @@ class Bias(PerClient):
             b, now = b - step, then
         return {"bias": b}
 
-    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions with softmax(log(probs) + b_j)."""
-        logits = mine.logits
+        logits = local.logits
         b = own["bias"]
         return changed(
-            mine.predictions, logits + b.reshape(len(b), *[1] * (logits.dim() - 2), b.shape[-1])
+            local.predictions, logits + b.reshape(len(b), *[1] * (logits.dim() - 2), b.shape[-1])
         )

@@ -10,7 +10,7 @@ from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.steps import PerClient
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +41,20 @@ class Choice(PerClient):
         """Return nothing to be told."""
         return {}
 
-    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return which clients take the server's model, `shared`, and on how many rows that is
         better and worse, [J] each.
         """
         from scipy.stats import binom
 
-        own, shared = _losses(mine, mine.predictions), _losses(mine, _shared(mine))
+        own, shared = _losses(local, local.predictions), _losses(local, _shared(local))
         better, worse = (shared < own).sum(-1), (shared > own).sum(-1)
         p = torch.from_numpy(binom.sf((better - 1).numpy(), (better + worse).numpy(), 0.5))
         return {"shared": p <= self.delta, "better": better, "worse": worse}
 
-    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return the predictions that clients have chosen."""
-        given, other = mine.predictions, _shared(mine)
+        given, other = local.predictions, _shared(local)
         found: dict[str, Any] = {}
         for name, t in vars(given).items():
             if isinstance(t, Tensor) and name not in ("mask", "labels"):
@@ -66,30 +66,30 @@ class Choice(PerClient):
         return replace(given, **found)
 
 
-def _shared(mine: Mine) -> Predictions:
+def _shared(local: LocalPredictions) -> Predictions:
     """Return the predictions by the server's model.
 
     Raises:
         ValueError: There are none.
     """
-    if mine.shared is None:
+    if local.shared is None:
         raise ValueError(
-            "these predictions come without those of the server's model, `Mine.shared`, which "
-            "Choice compares; result.calibrate makes both"
+            "these predictions come without those of the server's model, "
+            "`LocalPredictions.shared`, which Choice compares; result.calibrate makes both"
         )
-    return mine.shared
+    return local.shared
 
 
-def _losses(mine: Mine, predictions: Predictions) -> Tensor:
+def _losses(local: LocalPredictions, predictions: Predictions) -> Tensor:
     """Return how bad each row's prediction is, [J, M]: 1 if it is wrong, or how far it is; 0 in
     rows that pad.
     """
     if predictions.probs is not None:
         logits, labels, mask = replace(
-            mine, predictions=replace(predictions, labels=mine.predictions.labels)
+            local, predictions=replace(predictions, labels=local.predictions.labels)
         ).labelled
         return ((logits.argmax(-1) != labels) & mask).double()
-    y, mask, centre = mine.predictions.labels, mine.predictions.mask.cpu(), predictions.mean
+    y, mask, centre = local.predictions.labels, local.predictions.mask.cpu(), predictions.mean
     assert y is not None  # of a split of the federation
     assert centre is not None  # as numbers have
     return (

@@ -22,7 +22,7 @@ from bayesfl.evaluation.calibration.scores import (
 )
 from bayesfl.evaluation.calibration.steps import refuse_empty
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 By: TypeAlias = Literal["client", "label"]
 SHRINKS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, math.inf)
@@ -136,11 +136,11 @@ class Conformal:
             return {"pinball": (len(SHRINKS),)}
         return {"n_scores": (int(told["groups"]), HISTOGRAM_BINS + 1)}
 
-    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return the clients' counts of scores, [J, G, bins + 1], or their summed losses under each
         value of n0, [J, K].
         """
-        scores, group, mask = self._scores(mine)
+        scores, group, mask = self._scores(local)
         if "counts" in told:
             return {"pinball": self._losses(told, scores, group, mask)}
         if "edges" not in told:
@@ -207,14 +207,14 @@ class Conformal:
                 ).sum(-1)
         return out
 
-    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the
         numbers of their own scores [J, G].
 
         For alarms, which compare rows to come with these, also `scores` as of `scored` and
         `epistemic` of every row, [J, N], NaN for none.
         """
-        scores, group, mask = self._scores(mine)
+        scores, group, mask = self._scores(local)
         found, numbers = [], []
         shrink = float(told["shrink"]) if "shrink" in told else float(self.shrink)
         for g in range(int(told["groups"])):
@@ -225,11 +225,11 @@ class Conformal:
                 )
             )
             numbers.append(own.sum(-1))
-        kept = {"scores": self.scored(mine), "epistemic": epistemic_score(mine)}
+        kept = {"scores": self.scored(local), "epistemic": epistemic_score(local)}
         kept = {name: t.masked_fill(~mask, torch.nan) for name, t in kept.items()}
         return {"threshold": torch.stack(found, -1), "n_scores": torch.stack(numbers, -1), **kept}
 
-    def scored(self, mine: Mine) -> Tensor:
+    def scored(self, local: LocalPredictions) -> Tensor:
         """Return the scores of labels or targets, [J, N] in float64, by which an alarm compares
         rows; with u = 1/2 for those that draw.
 
@@ -241,22 +241,22 @@ class Conformal:
             ValueError: Labels or targets are not known, or a prediction is not finite.
         """
         scores = self._scores(
-            mine, torch.full(mine.predictions.mask.shape, 0.5, dtype=torch.float64)
+            local, torch.full(local.predictions.mask.shape, 0.5, dtype=torch.float64)
         )[0]
-        return scores if mine.predictions.probs is None else scores.round(decimals=_DECIMALS)
+        return scores if local.predictions.probs is None else scores.round(decimals=_DECIMALS)
 
-    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions with `sets` of classes, or with the ends of intervals as `lower` and
         `upper`.
         """
-        given, threshold = mine.predictions, own["threshold"]
+        given, threshold = local.predictions, own["threshold"]
         if given.probs is None:
             lower, upper = intervals(given, threshold[:, 0])
             return replace(
                 given, lower=lower.to(_like(given)), upper=upper.to(_like(given)), level=self.level
             )
-        logits, inside = mine.logits, given.mask.cpu()
-        u = mine.uniform(1) if self.draws else torch.zeros(given.mask.shape, dtype=torch.float64)
+        logits, inside = local.logits, given.mask.cpu()
+        u = local.uniform(1) if self.draws else torch.zeros(given.mask.shape, dtype=torch.float64)
         if logits.dim() == 4:
             u = u.unsqueeze(-1).expand(logits.shape[:-1])
             inside = inside.unsqueeze(-1).expand(logits.shape[:-1])
@@ -268,20 +268,22 @@ class Conformal:
             sets = sets.scatter(-1, probs.argmax(-1, keepdim=True), True)
         return replace(given, sets=sets & inside.unsqueeze(-1), level=self.level)
 
-    def _scores(self, mine: Mine, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def _scores(
+        self, local: LocalPredictions, u: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores [J, N], the group of each, and which are of examples; by draws u [J, N], or
         those of calibration rows.
         """
-        given = mine.predictions
+        given = local.predictions
         if given.probs is None:
             mask = given.mask.cpu()
-            scores = number_scores(given, mine.labels).masked_fill(~mask, 0.0)
-            mine.refuse_broken(scores)
+            scores = number_scores(given, local.labels).masked_fill(~mask, 0.0)
+            local.refuse_broken(scores)
             return scores, torch.zeros_like(mask, dtype=torch.int64), mask
-        logits, labels, mask = mine.labelled
+        logits, labels, mask = local.labelled
         if u is None:
             u = (
-                mine.uniform(0)
+                local.uniform(0)
                 if self.draws
                 else torch.zeros(given.mask.shape, dtype=torch.float64)
             )
@@ -304,12 +306,12 @@ def _ends(low: float, high: float, bins: int) -> Tensor:
     return low + (high - low) * torch.arange(1, bins + 1, dtype=torch.float64) / bins
 
 
-def epistemic_score(mine: Mine) -> Tensor:
+def epistemic_score(local: LocalPredictions) -> Tensor:
     """Return the epistemic uncertainty of every row, [J, N] in float64, of classes rounded as
     `Conformal.scored`; NaN for none.
     """
-    found = mine.predictions.epistemic.cpu().flatten(1).double()
-    return found if mine.predictions.probs is None else found.round(decimals=_DECIMALS)
+    found = local.predictions.epistemic.cpu().flatten(1).double()
+    return found if local.predictions.probs is None else found.round(decimals=_DECIMALS)
 
 
 def thresholds(

@@ -9,28 +9,28 @@ from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, conduct, together
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Put, Survey, conduct, together
 
 
 @runtime_checkable
-class Step(Survey[Mine], Protocol):
+class Step(Survey[LocalPredictions], Protocol):
     """A survey whose result is applied to predictions.
 
-    A step may say `compares = True`, and is then given `Mine.shared`; and `draws = True`, and is
-    then given `Mine.rows`.
+    A step may say `compares = True`, and is then given `LocalPredictions.shared`; and `draws =
+    True`, and is then given `LocalPredictions.rows`.
     """
 
-    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return the clients' own parameters, [J, ...], by what was told at last."""
         ...
 
-    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return changed predictions.
 
         Args:
             told: What was told at last.
             own: The clients' own parameters, [J, ...].
-            mine: The predictions to change, and whose they are; labels are not read.
+            local: The predictions to change, and whose they are; labels are not read.
         """
         ...
 
@@ -44,7 +44,7 @@ class PerClient:
         """Return nothing, as nothing is asked."""
         return {}
 
-    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return nothing."""
         return {}
 
@@ -71,30 +71,30 @@ class Fitted:
         kept = ", ".join(f"{name} {list(t.shape)}" for name, t in {**self.told, **self.own}.items())
         return f"Fitted({self.step}; {kept})"
 
-    def apply(self, mine: Mine) -> Mine:
+    def apply(self, local: LocalPredictions) -> LocalPredictions:
         """Return predictions as the step changes them, with whose they are."""
-        return replace(mine, predictions=self.step.apply(self.told, self.own, mine))
+        return replace(local, predictions=self.step.apply(self.told, self.own, local))
 
     def of(self, rows: Tensor) -> "Fitted":
         """Return the step as some clients know it, by their places [C]."""
         return replace(self, own={name: t[rows] for name, t in self.own.items()})
 
 
-def fit(step: Step, mine: Mine, outputs: Outputs, put: Put | None = None) -> Fitted:
+def fit(step: Step, local: LocalPredictions, outputs: Outputs, put: Put | None = None) -> Fitted:
     """Fit a step to clients' predictions on its split, to which the steps before it have been
     applied.
 
     Args:
         step: The step.
-        mine: The predictions, and whose they are.
+        local: The predictions, and whose they are.
         outputs: What is predicted.
-        put: How questions are put; None adds the answers of `mine`.
+        put: How questions are put; None adds the answers of `local`.
 
     Raises:
         ValueError: The step does not fit such predictions, or a prediction is not finite.
     """
-    told = conduct(step, put or together(step, mine), outputs)
-    return Fitted(step, told, step.settle(told, mine))
+    told = conduct(step, put or together(step, local), outputs)
+    return Fitted(step, told, step.settle(told, local))
 
 
 def refuse_numbers(step: object, outputs: Outputs) -> None:
@@ -134,11 +134,11 @@ def any_draws(steps: Iterable[Any]) -> bool:
     return any(getattr(step, "draws", False) for step in steps)
 
 
-def applied(steps: Iterable[Fitted], mine: Mine) -> Mine:
+def applied(steps: Iterable[Fitted], local: LocalPredictions) -> LocalPredictions:
     """Return predictions as all steps change them, one after the other, with whose they are."""
     for one in steps:
-        mine = one.apply(mine)
-    return mine
+        local = one.apply(local)
+    return local
 
 
 def changed(predictions: Predictions, logits: Tensor) -> Predictions:

@@ -16,7 +16,7 @@ from bayesfl.base.options import Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.steps import changed, refuse_empty, refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 COLDEST, HOTTEST = 0.05, 20.0
 """Smallest and largest temperature considered. If every prediction is right, the likelihood alone
@@ -82,11 +82,11 @@ class Temperature:
         """
         return {"g": (), "h": (), "n_examples": (), "n_wrong": ()}
 
-    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return slope and curvature of the clients' negative log likelihoods in beta, in nats, and
         two counts; sums over examples, [J].
         """
-        logits, labels, mask = mine.labelled
+        logits, labels, mask = local.labelled
         probs = (told["beta"] * logits).softmax(-1)
         mean, true = (probs * logits).sum(-1), logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         h = (probs * (logits - mean.unsqueeze(-1)).square()).sum(-1)
@@ -143,12 +143,12 @@ class Temperature:
             "bounded": torch.zeros((), dtype=torch.float64),
         }
 
-    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
         """Return every client's own temperature, [J]."""
-        pooled = (1 / told["beta"]).expand(len(mine.ids))
+        pooled = (1 / told["beta"]).expand(len(local.ids))
         if self.strength == math.inf:
             return {"temperature": pooled.clone()}
-        logits, labels, mask = mine.labelled
+        logits, labels, mask = local.labelled
         logits = torch.where(mask.unsqueeze(-1), logits - logits.amax(-1, keepdim=True), 0.0)
         grid = torch.linspace(
             math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64
@@ -157,11 +157,11 @@ class Temperature:
         own = scored.minimise(pooled.log(), self.strength * told["information"].expand(len(pooled)))
         return {"temperature": own.exp().clamp(COLDEST, HOTTEST)}
 
-    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions with softmax(log(probs) / T)."""
-        logits = mine.logits
+        logits = local.logits
         return changed(
-            mine.predictions, logits / own["temperature"].reshape(-1, *[1] * (logits.dim() - 1))
+            local.predictions, logits / own["temperature"].reshape(-1, *[1] * (logits.dim() - 1))
         )
 
 

@@ -46,7 +46,7 @@ from bayesfl.evaluation.calibration.conformal import epistemic_score
 from bayesfl.evaluation.calibration.steps import any_draws as draws_of
 from bayesfl.evaluation.calibration.steps import compares
 from bayesfl.evaluation.predictions import Predictions, broken
-from bayesfl.evaluation.surveys import Mine
+from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, surveying
 from bayesfl.federation.clients.form import Form
 from bayesfl.federation.clients.modules import module_at
@@ -167,12 +167,12 @@ class ClientModel:
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws, self.algorithm)
-        found = calibration.applied(self.steps, self.mine(x, draws=draws)).predictions
+        found = calibration.applied(self.steps, self.local_predictions(x, draws=draws)).predictions
         return replace(
             found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)}
         )
 
-    def mine(self, x: Any, *, draws: int | None = None) -> Mine:
+    def local_predictions(self, x: Any, *, draws: int | None = None) -> LocalPredictions:
         """Return what the client knows of itself on new rows, [1, N, ...], before any step of
         calibration; as `predict` reads them.
         """
@@ -212,7 +212,7 @@ class ClientModel:
             if draws_of(one.step for one in self.steps)
             else None
         )
-        return Mine(made, np.array([self.client]), self.seed, self.round, other, keys)
+        return LocalPredictions(made, np.array([self.client]), self.seed, self.round, other, keys)
 
     def _predictions(self, found: dict[str, Any]) -> Predictions:
         """Return tensors [1, N, ...] as predictions on the CPU."""
@@ -234,22 +234,22 @@ class ClientModel:
         """
         self._check_rows_alone()
         place, one = self._sets()
-        mine = self.mine(x)
+        local = self.local_predictions(x)
         if y is not None:
-            mine = replace(
-                mine,
+            local = replace(
+                local,
                 predictions=replace(
-                    mine.predictions, labels=self._labels(mine.predictions, y)[None]
+                    local.predictions, labels=self._labels(local.predictions, y)[None]
                 ),
             )
-        mine = calibration.applied(self.steps[:place], mine)
+        local = calibration.applied(self.steps[:place], local)
         if y is not None:
             return Scores.made(
-                cast(calibration.Conformal, one.step).scored(mine)[0].numpy(),
+                cast(calibration.Conformal, one.step).scored(local)[0].numpy(),
                 "labels",
                 self._source(one),
             )
-        found = epistemic_score(mine)[0].numpy()
+        found = epistemic_score(local)[0].numpy()
         if np.isnan(found).any():
             raise ValueError(UNCERTAIN.format(self.name))
         return Scores.made(found, "epistemic", self._source(one))

@@ -28,7 +28,15 @@ from bayesfl.evaluation.calibration import (
 )
 from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, named_split, together
+from bayesfl.evaluation.surveys import (
+    LocalPredictions,
+    Outputs,
+    Put,
+    Survey,
+    answers,
+    named_split,
+    together,
+)
 from bayesfl.federation.clients import predict
 from bayesfl.federation.store.identity import reading
 
@@ -47,14 +55,14 @@ class Adder(Protocol):
         ...
 
 
-def put_to(survey: Survey, mine: Mine, aggregation: Any) -> Put:
+def put_to(survey: Survey, local: LocalPredictions, aggregation: Any) -> Put:
     """Return how a survey's questions are put to clients on this machine.
 
     Raises:
         TypeError: The aggregation cannot add answers.
     """
     if aggregation is None:
-        return together(survey, mine)
+        return together(survey, local)
     if isinstance(aggregation, type) or not isinstance(aggregation, Adder):
         raise TypeError(
             "aggregation must be able to add the answers of a survey, as SecureSum() is, got "
@@ -62,11 +70,11 @@ def put_to(survey: Survey, mine: Mine, aggregation: Any) -> Put:
         )
 
     def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        found = answers(survey, told, mine, shapes)
+        found = answers(survey, told, local, shapes)
         return aggregation.added(
             {
                 client: {name: t[row] for name, t in found.items()}
-                for row, client in enumerate(mine.ids.tolist())
+                for row, client in enumerate(local.ids.tolist())
             }
         )
 
@@ -156,7 +164,7 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
 def fitted(
     steps: Sequence[Step],
     before: Sequence[Fitted],
-    predicted: Mapping[str, Mine],
+    predicted: Mapping[str, LocalPredictions],
     outputs: Outputs,
     aggregation: Any,
 ) -> tuple[Fitted, ...]:
@@ -171,19 +179,21 @@ def fitted(
     """
     done = list(before)
     for step in steps:
-        mine = applied(done, predicted[step.split])
-        done.append(fit(step, mine, outputs, put_to(step, mine, aggregation)))
+        local = applied(done, predicted[step.split])
+        done.append(fit(step, local, outputs, put_to(step, local, aggregation)))
     return tuple(done)
 
 
-def settled(steps: Sequence[Fitted], predicted: Mapping[str, Mine]) -> tuple[Fitted, ...]:
+def settled(
+    steps: Sequence[Fitted], predicted: Mapping[str, LocalPredictions]
+) -> tuple[Fitted, ...]:
     """Return steps with the own parameters of other clients, by what was told; clients without rows
     in a split have none to go by.
     """
     done: list[Fitted] = []
     for one in steps:
-        mine = applied(done, predicted[one.step.split])
-        done.append(replace(one, own=one.step.settle(one.told, mine)))
+        local = applied(done, predicted[one.step.split])
+        done.append(replace(one, own=one.step.settle(one.told, local)))
     return tuple(done)
 
 
@@ -240,7 +250,7 @@ def check_reading(result: Any) -> None:
 
 def known(
     result: Any, local: Any, split: ClientData, found: Predictions, steps: Sequence[Any]
-) -> Mine:
+) -> LocalPredictions:
     """Return clients' predictions of a split with whose they are, and what steps need beside them.
 
     Args:
@@ -257,10 +267,12 @@ def known(
         for j, n in enumerate(split.counts):
             if n:
                 rows[j, :n] = hashed(words(split.client(j)[0]))
-    return Mine(found, np.arange(split.clients), result.settings.seed, result.round, shared, rows)
+    return LocalPredictions(
+        found, np.arange(split.clients), result.settings.seed, result.round, shared, rows
+    )
 
 
-def without_rows(known: Mine) -> Mine:
+def without_rows(known: LocalPredictions) -> LocalPredictions:
     """Return predictions of the same clients that have no rows in a split, with the outputs of
     `known`.
     """
@@ -283,4 +295,4 @@ def without_rows(known: Mine) -> Mine:
         )
     none = Predictions(mask=mask, labels=labels, likelihood=like.likelihood, **blank)
     rows = None if known.rows is None else np.zeros((len(ids), 1), np.uint64)
-    return Mine(none, ids, seed, round, None if known.shared is None else none, rows)
+    return LocalPredictions(none, ids, seed, round, None if known.shared is None else none, rows)

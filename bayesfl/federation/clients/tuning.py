@@ -70,19 +70,19 @@ class Tuning:
         count = len(self.predictor.grid)
         return {"nll": (count,), "products": (count, count), "n_examples": (), "n_broken": (count,)}
 
-    def ask(self, told: Tensors, mine: Candidates) -> Tensors:
+    def ask(self, told: Tensors, local: Candidates) -> Tensors:
         """Return the clients' sums; of a candidate that does not work for one of a client's
         examples, 0.
         """
-        broken = ~mine.losses.isfinite() & mine.mask.unsqueeze(-1)
+        broken = ~local.losses.isfinite() & local.mask.unsqueeze(-1)
         n_broken = broken.sum(1)
         losses = torch.where(
-            mine.mask.unsqueeze(-1) & (n_broken == 0).unsqueeze(1), mine.losses, 0.0
+            local.mask.unsqueeze(-1) & (n_broken == 0).unsqueeze(1), local.losses, 0.0
         )
         return {
             "nll": losses.sum(1),
             "products": losses.mT @ losses,
-            "n_examples": mine.mask.sum(1),
+            "n_examples": local.mask.sum(1),
             "n_broken": n_broken,
         }
 

@@ -27,7 +27,7 @@ from bayesfl.evaluation.audit import Audit, Counting, Groups, units
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Survey, conduct
 from bayesfl.federation.clients import predict, surveying, tuning
 from bayesfl.federation.clients.client_model import (
     ClientModel,
@@ -207,10 +207,13 @@ class Result:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws, self.algorithm)
         return replace(
-            self.calibrated_mine(split, draws).predictions, class_names=self.known.class_names
+            self.calibrated_predictions(split, draws).predictions,
+            class_names=self.known.class_names,
         )
 
-    def calibrated_mine(self, split: ClientData, draws: int | None = None) -> Mine:
+    def calibrated_predictions(
+        self, split: ClientData, draws: int | None = None
+    ) -> LocalPredictions:
         """Return what clients know of themselves on a split, as the result's steps of calibration
         change it.
 
@@ -218,12 +221,12 @@ class Result:
             ValueError: The steps were fitted to another way of predicting.
         """
         surveying.check_reading(self)
-        (mine,) = self.mine(split, draws=draws)
-        return applied(self.steps, mine)
+        (predicted,) = self.local_predictions(split, draws=draws)
+        return applied(self.steps, predicted)
 
-    def mine(
+    def local_predictions(
         self, *splits: ClientData, draws: int | None = None, steps: Sequence[Any] = ()
-    ) -> tuple[Mine, ...]:
+    ) -> tuple[LocalPredictions, ...]:
         """Return what clients know of themselves on splits, before any step of calibration; they
         fine-tune once for all.
 
@@ -269,7 +272,9 @@ class Result:
         surveying.check_reading(self)
         splits = self.data.to(self.device, self.dtype).splits
         wanted = {step.split: surveying.asked(step, splits) for step in steps}
-        predicted = dict(zip(wanted, self.mine(*wanted.values(), steps=steps), strict=True))
+        predicted = dict(
+            zip(wanted, self.local_predictions(*wanted.values(), steps=steps), strict=True)
+        )
         found = surveying.fitted(
             steps, self.steps, predicted, Outputs(self.known.task, self.known.outputs), aggregation
         )
@@ -295,10 +300,10 @@ class Result:
                 declares, or is not finite.
         """
         split = surveying.asked(survey, self.data.to(self.device, self.dtype).splits)
-        mine = self.calibrated_mine(split)
+        predicted = self.calibrated_predictions(split)
         return conduct(
             survey,
-            surveying.put_to(survey, mine, aggregation),
+            surveying.put_to(survey, predicted, aggregation),
             Outputs(self.known.task, self.known.outputs),
         )
 
@@ -342,14 +347,14 @@ class Result:
                 f"for other rows; audit {other}",
             )
         survey = units(self.data, split, rows, by, groups)
-        mine = self.calibrated_mine(rows.to(self.device, self.dtype))
+        predicted = self.calibrated_predictions(rows.to(self.device, self.dtype))
         told = conduct(
             survey,
-            surveying.put_to(survey, mine, aggregation),
+            surveying.put_to(survey, predicted, aggregation),
             Outputs(self.data.task, self.data.outputs),
         )
         return survey.audit(
-            told, level=mine.predictions.promise, risk=mine.predictions.risk, delta=delta
+            told, level=predicted.predictions.promise, risk=predicted.predictions.risk, delta=delta
         )
 
     def alarm(self, client: int | str, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
@@ -449,13 +454,15 @@ class Result:
             if (split := novel.splits.get(step.split)) is not None and split.counts.any()
         }
         predicted = (
-            dict(zip(there, new.mine(*there.values(), steps=steps), strict=True)) if there else {}
+            dict(zip(there, new.local_predictions(*there.values(), steps=steps), strict=True))
+            if there
+            else {}
         )
         if missing := {step.split for step in steps} - there.keys():
             like = (
                 next(iter(predicted.values()))
                 if predicted
-                else new.mine(novel.train, steps=steps)[0]
+                else new.local_predictions(novel.train, steps=steps)[0]
             )
             predicted |= dict.fromkeys(missing, surveying.without_rows(like))
         return surveying.settled(self.steps, predicted)

@@ -5,19 +5,19 @@ import torch
 from torch import Tensor
 
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 CLASSES = Outputs("classification", 4)
 
 
-def mine(
+def local(
     counts: tuple[int, ...] = (30, 7, 0, 55),
     classes: int = 4,
     *,
     heat: float = 1.7,
     seed: int = 0,
     ids: tuple[int, ...] | None = None,
-) -> Mine:
+) -> LocalPredictions:
     """Clients with so many rows; labels follow softmax(z / heat + b_j), probabilities
     softmax(z).
     """
@@ -34,12 +34,12 @@ def mine(
         mask=mask, epistemic=torch.zeros(shape), probs=probs, labels=y.masked_fill(~mask, 0)
     )
     rows = torch.randint(2**62, shape, generator=g).numpy().astype(np.uint64)
-    return Mine(
+    return LocalPredictions(
         found, np.array(ids if ids is not None else range(len(counts))), seed=3, round=5, rows=rows
     )
 
 
-def alone(given: Mine) -> list[tuple[Tensor, Tensor]]:
+def alone(given: LocalPredictions) -> list[tuple[Tensor, Tensor]]:
     """Each client's log probabilities [n, O] and labels [n]."""
     found, mask = given.predictions, given.predictions.mask
     assert found.probs is not None
@@ -47,7 +47,7 @@ def alone(given: Mine) -> list[tuple[Tensor, Tensor]]:
     return [(found.probs[j][mask[j]].log(), found.labels[j][mask[j]]) for j in range(len(mask))]
 
 
-def part(given: Mine, j: int) -> Mine:
+def part(given: LocalPredictions, j: int) -> LocalPredictions:
     """One client's predictions as its node has them: of its own rows alone."""
     found, inside = given.predictions, given.predictions.mask[j]
     assert found.probs is not None
@@ -59,7 +59,7 @@ def part(given: Mine, j: int) -> Mine:
         labels=found.labels[j][inside][None],
     )
     assert given.rows is not None
-    return Mine(
+    return LocalPredictions(
         cut,
         given.ids[j : j + 1],
         given.seed,

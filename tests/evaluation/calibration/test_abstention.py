@@ -13,11 +13,11 @@ from scipy.stats import beta
 from bayesfl.evaluation.calibration import Abstention, fit
 from bayesfl.evaluation.calibration.abstention import THRESHOLDS
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
-from tests.evaluation.calibration.made import CLASSES, alone, mine, part
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from tests.evaluation.calibration.made import CLASSES, alone, local, part
 
 
-def sure(rows: int, seed: int, *, wrong_at: float = 1.0) -> tuple[Mine, np.ndarray]:
+def sure(rows: int, seed: int, *, wrong_at: float = 1.0) -> tuple[LocalPredictions, np.ndarray]:
     """One client of two classes, whose doubt d is uniform within (0, .5) squared, and that is wrong
     with probability `wrong_at` d.
     """
@@ -30,7 +30,7 @@ def sure(rows: int, seed: int, *, wrong_at: float = 1.0) -> tuple[Mine, np.ndarr
         epistemic=torch.full((1, rows), torch.nan),
         probs=probs,
     )
-    return Mine(
+    return LocalPredictions(
         replace(found, labels=torch.from_numpy(wrong.astype(np.int64))[None]), np.zeros(1, np.int64)
     ), doubt
 
@@ -38,7 +38,7 @@ def sure(rows: int, seed: int, *, wrong_at: float = 1.0) -> tuple[Mine, np.ndarr
 @pytest.mark.parametrize("risk", [0.25, 0.3])
 def test_the_threshold_is_that_of_tests_one_by_one(risk: float):
     """Over all clients' rows: bounds by the beta distribution, until the first that is too high."""
-    given = mine((120, 7, 0, 300), seed=3, heat=1.0)
+    given = local((120, 7, 0, 300), seed=3, heat=1.0)
     step = Abstention(risk=risk, delta=0.1)
     found = fit(step, given, CLASSES)
     z = torch.cat([z for z, _ in alone(given)])
@@ -140,4 +140,8 @@ def test_labels_of_one_row_are_not_counted_as_rows():
     with pytest.raises(
         ValueError, match="counts rows as independent, and the several labels of one row are not"
     ):
-        fit(Abstention(), Mine(found, np.zeros(1, np.int64)), Outputs("classification", 3))
+        fit(
+            Abstention(),
+            LocalPredictions(found, np.zeros(1, np.int64)),
+            Outputs("classification", 3),
+        )

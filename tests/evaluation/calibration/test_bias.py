@@ -8,15 +8,15 @@ from torch.testing import assert_close
 
 from bayesfl.evaluation.calibration import Bias, fit
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
-from tests.evaluation.calibration.made import CLASSES, alone, mine, part
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from tests.evaluation.calibration.made import CLASSES, alone, local, part
 
 
 def test_it_is_each_clients_own_optimum():
     """Of its likelihood under the prior N(0, I); a client without rows has none, and padding counts
     nothing.
     """
-    given = mine()
+    given = local()
     fitted = fit(Bias(), given, CLASSES)
     for j, (z, y) in enumerate(alone(given)):
 
@@ -37,7 +37,7 @@ def test_it_is_each_clients_own_optimum():
 
 def test_probabilities_of_nearly_zero_and_one():
     """Newton's steps, which would overshoot, are halved."""
-    given = mine((400,), heat=0.02)
+    given = local((400,), heat=0.02)
     assert given.predictions.probs is not None
     given.predictions.probs[:] = (given.predictions.probs.log() * 40).softmax(-1)
     found = fit(Bias(), given, CLASSES).own["bias"]
@@ -53,7 +53,7 @@ def test_steps_that_would_overshoot_are_halved():
     """
     z = torch.tensor([-30.0, 0.0], dtype=torch.float64).expand(1, 1000, 2)
     mask, labels = torch.ones(1, 1000, dtype=torch.bool), torch.zeros(1, 1000, dtype=torch.int64)
-    given = Mine(
+    given = LocalPredictions(
         Predictions(mask=mask, epistemic=torch.zeros(1, 1000), probs=z.softmax(-1), labels=labels),
         np.zeros(1),
     )
@@ -64,4 +64,4 @@ def test_steps_that_would_overshoot_are_halved():
 
 def test_a_regression_is_refused():
     with pytest.raises(ValueError, match="Bias works on probabilities of classes"):
-        fit(Bias(), mine(), Outputs("regression", 1))
+        fit(Bias(), local(), Outputs("regression", 1))

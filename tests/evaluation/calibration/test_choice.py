@@ -10,11 +10,11 @@ import torch
 
 from bayesfl.evaluation.calibration import Choice, fit
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
-from tests.evaluation.calibration.made import CLASSES, mine
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from tests.evaluation.calibration.made import CLASSES, local
 
 
-def other(given: Mine, share: float, seed: int = 1) -> Predictions:
+def other(given: LocalPredictions, share: float, seed: int = 1) -> Predictions:
     """Predictions of the same rows, of which such a share is right, and none of client 3's."""
     found = given.predictions
     assert found.probs is not None
@@ -31,7 +31,7 @@ def test_clients_take_what_is_better_on_discordant_rows():
     """P(wins >= observed | 1/2) by enumeration, of each client alone; without rows a client keeps
     its own.
     """
-    given = mine((40, 7, 0, 55), seed=2)
+    given = local((40, 7, 0, 55), seed=2)
     both = replace(given, shared=other(given, 0.95))
     found = fit(Choice(delta=0.05), both, CLASSES)
     assert given.predictions.probs is not None
@@ -60,7 +60,7 @@ def test_a_tie_keeps_the_own_model():
     """Equal predictions have no discordant rows; four wins of four are not enough at 5 %,
     five are.
     """
-    given = mine((4, 5, 0, 5))
+    given = local((4, 5, 0, 5))
     labels = torch.zeros(4, 5, dtype=torch.int64)
     bad = torch.tensor([0.1, 0.7, 0.1, 0.1]).expand(4, 5, 4).double()
     good = torch.tensor([0.7, 0.1, 0.1, 0.1]).expand(4, 5, 4).double()
@@ -85,7 +85,7 @@ def test_of_numbers_the_nearer_mean_wins():
     mean = torch.stack([torch.full((8, 1), 0.5), torch.full((8, 1), 2.0)])
     own = Predictions(mask=mask, epistemic=blank, mean=one, variance=one, labels=y)
     theirs = Predictions(mask=mask, epistemic=blank, mean=mean, variance=2 * one)
-    given = Mine(own, torch.arange(2).numpy(), shared=theirs)
+    given = LocalPredictions(own, torch.arange(2).numpy(), shared=theirs)
     found = fit(Choice(), given, Outputs("regression", 1))
     assert found.own["shared"].tolist() == [True, False]
     changed = found.apply(given).predictions
@@ -95,6 +95,6 @@ def test_of_numbers_the_nearer_mean_wins():
 
 def test_there_must_be_a_servers_model():
     with pytest.raises(ValueError, match="without those of the server's model"):
-        fit(Choice(), mine(), CLASSES)
+        fit(Choice(), local(), CLASSES)
     with pytest.raises(ValueError, match=r"^delta must lie within"):
         Choice(delta=0.0)

@@ -20,9 +20,9 @@ from bayesfl.evaluation.calibration.conformal import (
 )
 from bayesfl.evaluation.calibration.scores import class_scores, largest_class_score
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.likelihoods import Quantiles
-from tests.evaluation.calibration.made import CLASSES, alone, mine, part
+from tests.evaluation.calibration.made import CLASSES, alone, local, part
 
 EDGES = torch.arange(1, HISTOGRAM_BINS + 1, dtype=torch.float64) / HISTOGRAM_BINS
 
@@ -63,14 +63,14 @@ def test_the_threshold_is_as_defined(shrink: float, level: float):
     mask = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
     padded[mask] = torch.cat(own)
     found = thresholds(padded, mask, EDGES, counted(everyone), level=level, shrink=shrink)
-    assert found.tolist() == [by_definition(mine, everyone, level, shrink) for mine in own]
+    assert found.tolist() == [by_definition(local, everyone, level, shrink) for local in own]
 
 
 def test_pooled_and_own_scores_are_split_conformal():
     """The k-th smallest score, k = ceil((n + 1) level), which is everything beyond n; the pooled
     one at most a bin above.
     """
-    given = mine((30, 7, 0, 55), seed=4)
+    given = local((30, 7, 0, 55), seed=4)
     found = given.predictions
     assert found.probs is not None
     assert found.labels is not None
@@ -154,7 +154,7 @@ def test_scores_end_at_the_largest():
 
 
 def test_a_fitted_step_shows_shapes_and_no_rows():
-    fitted = fit(Conformal(), mine(), CLASSES)
+    fitted = fit(Conformal(), local(), CLASSES)
     assert "threshold [" in repr(fitted)
     assert "tensor(" not in repr(fitted)
 
@@ -180,7 +180,7 @@ def test_scores_of_labels_that_follow_the_probabilities_are_uniform():
 )
 def test_sets_hold_what_scores_at_most_the_threshold(options: dict[str, Any]):
     """Of every client, as its node computes them; rows that pad have none."""
-    given = mine(seed=2)
+    given = local(seed=2)
     step = Conformal(**options)
     fitted = fit(step, given, CLASSES)
     made = fitted.apply(given).predictions
@@ -204,7 +204,7 @@ def test_sets_hold_what_scores_at_most_the_threshold(options: dict[str, Any]):
 
 
 def test_thresholds_by_label_are_of_that_label_alone():
-    given = mine((200, 150), seed=3)
+    given = local((200, 150), seed=3)
     fitted = fit(Conformal(by="label", shrink=0), given, CLASSES)
     for j, (z, y) in enumerate(alone(given)):
         for label in range(4):
@@ -214,7 +214,7 @@ def test_thresholds_by_label_are_of_that_label_alone():
             assert float(fitted.own["threshold"][j, label]) == pytest.approx(wanted)
 
 
-def numbers(kind: str) -> tuple[Mine, torch.Tensor]:
+def numbers(kind: str) -> tuple[LocalPredictions, torch.Tensor]:
     g = torch.Generator().manual_seed(5)
     mask = torch.arange(60) < torch.tensor([60, 25, 0])[:, None]
     mean, spread = torch.randn(3, 60, 2, generator=g), torch.rand(3, 60, 2, generator=g) + 0.2
@@ -227,7 +227,7 @@ def numbers(kind: str) -> tuple[Mine, torch.Tensor]:
             "upper": mean + 1000 * spread,
             "likelihood": Quantiles(),
         }
-    return Mine(
+    return LocalPredictions(
         Predictions(mask=mask, epistemic=torch.zeros(3, 60), labels=y, **about), np.arange(3)
     ), y
 
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="no client has an example in the split 'calibration'"):
         fit(
             Conformal(),
-            mine((0, 0, 2)),
+            local((0, 0, 2)),
             CLASSES,
             lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
         )
@@ -329,7 +329,7 @@ def test_n0_by_the_pinball_loss():
         found = Predictions(
             mask=torch.ones(30, rows, dtype=torch.bool), epistemic=torch.zeros(30, rows), **options
         )
-        given, numbers = Mine(found, np.arange(30)), Outputs("regression", 1)
+        given, numbers = LocalPredictions(found, np.arange(30)), Outputs("regression", 1)
         fitted = fit(Conformal(shrink="pinball"), given, numbers)
         assert float(fitted.told["shrink"]) in expected
         fixed = fit(Conformal(shrink=float(fitted.told["shrink"])), given, numbers)
@@ -361,7 +361,7 @@ def test_outliers_do_not_widen_the_others():
     found = Predictions(
         mask=mask, epistemic=blank, mean=torch.zeros_like(y), variance=torch.ones_like(y), labels=y
     )
-    given, numbers = Mine(found, np.arange(6)), Outputs("regression", 1)
+    given, numbers = LocalPredictions(found, np.arange(6)), Outputs("regression", 1)
     exact = y.abs().flatten().sort().values[math.ceil(211 * 0.9) - 1]
     pooled = fit(Conformal(shrink=math.inf), given, numbers)
     width = float(pooled.told["edges"][0])

@@ -13,11 +13,11 @@ from torch.testing import assert_close
 
 from bayesfl.evaluation.calibration import Temperature, fit
 from bayesfl.evaluation.calibration.temperature import COLDEST, HOTTEST
-from bayesfl.evaluation.surveys import Mine, Outputs, together
-from tests.evaluation.calibration.made import CLASSES, alone, mine, part
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs, together
+from tests.evaluation.calibration.made import CLASSES, alone, local, part
 
 
-def central(given: Mine) -> float:
+def central(given: LocalPredictions) -> float:
     """The best temperature of all rows together, by a search."""
     rows = alone(given)
 
@@ -37,7 +37,7 @@ def central(given: Mine) -> float:
 @pytest.mark.parametrize("heat", [0.15, 0.6, 1.0, 1.7, 6.0])
 def test_it_is_that_of_all_rows_together(heat: float):
     """In a few questions, whose answers are sums; no slope is left."""
-    given, asked = mine(heat=heat), []
+    given, asked = local(heat=heat), []
     step = Temperature(strength=math.inf)
     put = together(step, given)
 
@@ -56,7 +56,7 @@ def test_it_is_that_of_all_rows_together(heat: float):
 @pytest.mark.parametrize("heat", [0.15, 0.6, 1.0, 1.7, 6.0])
 def test_it_is_exact(heat: float):
     """To 1e-9 of the root of the slope of all rows together, by bisection."""
-    given = mine(heat=heat)
+    given = local(heat=heat)
     rows = alone(given)
 
     def slope(beta: float) -> float:
@@ -71,7 +71,7 @@ def test_it_is_exact(heat: float):
 
 def test_slope_and_curvature_are_derivatives():
     """Of the negative log likelihood in beta, of each client."""
-    given, step = mine(), Temperature()
+    given, step = local(), Temperature()
     beta = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     told = step.start(CLASSES) | {"beta": beta.detach()}
     answer = step.ask(told, given)
@@ -89,7 +89,7 @@ def test_slope_and_curvature_are_derivatives():
 @pytest.mark.parametrize("strength", [0.0, 3.0, 10.0])
 def test_a_clients_own_is_drawn_to_it(strength: float):
     """By a prior as precise as so many examples; a client without rows has the pooled one."""
-    given = mine()
+    given = local()
     found = given.predictions
     assert found.probs is not None
     assert found.labels is not None
@@ -129,7 +129,7 @@ def test_ends_of_its_range():
     """Labels that are always the most probable class, or the least, do not bound it; equal
     probabilities know none.
     """
-    given = mine()
+    given = local()
     found = given.predictions
     assert found.probs is not None
     for labels, value in (
@@ -158,15 +158,15 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"^strength must be >= 0, got -1"):
         Temperature(strength=-1)
     with pytest.raises(ValueError, match="this is a regression"):
-        fit(Temperature(), mine(), Outputs("regression", 1))
+        fit(Temperature(), local(), Outputs("regression", 1))
     with pytest.raises(ValueError, match="no client has an example in the split 'validation'"):
         fit(
             Temperature(),
-            mine((0, 0, 3)),
+            local((0, 0, 3)),
             CLASSES,
             lambda told, shapes: {name: torch.zeros(()) for name in shapes},
         )
-    broken = mine()
+    broken = local()
     assert broken.predictions.probs is not None
     broken.predictions.probs[0, 0] = torch.nan
     with pytest.raises(ValueError, match="rows are not finite, the first of row 0 of client 0"):

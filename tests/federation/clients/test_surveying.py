@@ -102,7 +102,7 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
     assert torch.equal(sets.steps[0].own["threshold"], plain.steps[0].own["threshold"])
     seen: list[Any] = []
     monkeypatch.setattr(
-        secure_sums, "summed", lambda messages: seen.extend(messages) or masked_total(messages)
+        secure_sums, "masked_total", lambda messages: seen.extend(messages) or masked_total(messages)
     )
     answers = {client: {"g": torch.full((3,), float(client))} for client in (4, 2, 9)}
     assert SecureSum().added(answers)["g"].tolist() == [15.0] * 3
@@ -146,13 +146,13 @@ def test_newcomers_settle_by_what_was_told(served: Result):
     assert joined.steps[2].own["n_scores"].flatten().tolist() == novel.calibration.counts.tolist()
     steps = [one.step for one in served.steps]
     fresh = dataclasses.replace(joined, steps=())
-    (mine,) = fresh.mine(
+    (local,) = fresh.local_predictions(
         novel.to(fresh.device, fresh.dtype).calibration, steps=[one.step for one in served.steps]
     )
     for one in joined.steps[:2]:
-        mine = one.apply(mine)
+        local = one.apply(local)
     assert_close(
-        joined.steps[2].own["threshold"], steps[2].settle(served.steps[2].told, mine)["threshold"]
+        joined.steps[2].own["threshold"], steps[2].settle(served.steps[2].told, local)["threshold"]
     )
     assert all(joined.steps[k].told is served.steps[k].told for k in range(3))
     sets = joined.predict().sets
