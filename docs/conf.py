@@ -43,7 +43,7 @@ napoleon_numpy_docstring = False
 # projects have no target here.
 nitpicky = True
 _BUILTIN = (
-    r"bool|bytes|callable|dict|float|int|list|object|str|tuple|type|KeyError|RuntimeError|"
+    r"bool|bytes|callable|dict|float|int|list|object|str|str\]|tuple|tuple\[str|type|KeyError|RuntimeError|"
     r"TypeError|ValueError|FileNotFoundError"
 )
 nitpick_ignore_regex = [

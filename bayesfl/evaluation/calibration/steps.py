@@ -16,8 +16,8 @@ from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Put, Survey, c
 class Step(Survey[LocalPredictions], Protocol):
     """A survey whose result is applied to predictions.
 
-    A step may say `compares = True`, and is then given `LocalPredictions.shared`; and `draws =
-    True`, and is then given `LocalPredictions.rows`.
+    A step may say `compares = True`, and is then given `LocalPredictions.shared`; and
+    `draws = True`, and is then given `LocalPredictions.rows`.
     """
 
     def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
