@@ -86,7 +86,7 @@ def test_pieces_of_the_pass_add_up(
 ):
     """Statistics do not depend on how many examples are looked at together."""
     whole = run(keeping(bf.algorithms.fedpac(network)), few, 2)
-    monkeypatch.setattr(FEDPAC, "ROWS", 4)
+    monkeypatch.setattr(FEDPAC, "ROWS_AT_ONCE", 4)
     pieces = run(keeping(bf.algorithms.fedpac(network)), few, 2)
     for name in ("h", "variance", "centroids"):
         assert_close(pieces.private[name], whole.private[name], atol=1e-12, rtol=0)

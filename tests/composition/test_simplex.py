@@ -125,8 +125,8 @@ def test_every_way_ends_at_the_minimum(exchanges: int, block: int, monkeypatch: 
     wanted = simplex.minimise(quadratic, h @ h.T)
     assert float(simplex.kkt(quadratic, h @ h.T, wanted).max()) < 1e-12
     monkeypatch.setattr(simplex, "EXCHANGES", exchanges)
-    monkeypatch.setattr(simplex, "BLOCK", block)
-    monkeypatch.setattr(simplex, "STEPS", 3)
+    monkeypatch.setattr(simplex, "BYTES", block)
+    monkeypatch.setattr(simplex, "MOST_STEPS", 3)
     found = simplex.minimise(quadratic, h @ h.T)
     assert_close(found, wanted, atol=1e-10, rtol=0)
     assert float(simplex.kkt(quadratic, h @ h.T, found).max()) < 1e-12

@@ -18,7 +18,7 @@ def test_both_ways_to_the_marginals(unit: int, monkeypatch: pytest.MonkeyPatch):
     primal form's covariance.
     """
     monkeypatch.setattr(factors, "UNIT", unit)
-    monkeypatch.setattr(factors, "COLUMNS", 7)
+    monkeypatch.setattr(factors, "MOST_COLUMNS", 7)
     used: list[str] = []
     for name in ("quadratic_into", "solved_into"):
         monkeypatch.setattr(factors.Outer, name, _noting(getattr(factors.Outer, name), name, used))

@@ -102,7 +102,9 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
     assert torch.equal(sets.steps[0].own["threshold"], plain.steps[0].own["threshold"])
     seen: list[Any] = []
     monkeypatch.setattr(
-        secure_sums, "masked_total", lambda messages: seen.extend(messages) or masked_total(messages)
+        secure_sums,
+        "masked_total",
+        lambda messages: seen.extend(messages) or masked_total(messages),
     )
     answers = {client: {"g": torch.full((3,), float(client))} for client in (4, 2, 9)}
     assert SecureSum().added(answers)["g"].tolist() == [15.0] * 3
