@@ -131,7 +131,7 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         return {"method": inner(value.__func__), "of": inner(value.__self__)}
     if isinstance(value, types.FunctionType):
         if (compiled := value.__dict__.get("_torchdynamo_orig_callable")) is not None:
-            # By torch.compile.
+            # What torch.compile has wrapped.
             return inner(compiled)
         cells = {
             name: inner(_contents(cell))

@@ -100,7 +100,8 @@ def warn_if_unstable(
     most = rate_limit(curvature, precision, momentum, prox=phase.prox)
     if not rate >= most:
         return
-    # With `prox` there is none left here: the tie helps.
+    # Room for the tie's precision beside the data's curvature; under `prox` there is none, as a
+    # stronger tie helps.
     room = 2 * (1 + momentum) / rate - curvature
     tie = (
         f", or a tie below {room:.3g}, a prior scale above "
@@ -194,7 +195,7 @@ def largest(
     if isinstance(likelihood, Categorical) and not likelihood.plain:
         shares = shares * likelihood.targets(outputs, batch["y"]).sum(-1)
     head = algorithm.module(outputs).get_submodule("head")
-    # Those of no block, which stay as they are, too.
+    # The head is linear in its trained parameters: the others, of no block, are 0 here.
     zeros = {leaf: torch.zeros_like(p) for leaf, p in head.named_parameters()}
 
     def linear(vector: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> i
     if p == 1:
         return trials
     k = np.arange(least, trials)
-    # From the log probability of k to that of k + 1.
+    # What the log probability of k + 1 has more than that of k.
     steps = np.log(trials - k) - np.log(k + 1) + (np.log(p) - np.log1p(-p))
     logs = np.concatenate([[0.0], np.cumsum(steps)])
     below = np.cumsum(np.exp(logs - logs.max()))
@@ -182,13 +182,9 @@ def present(device: torch.device | str) -> torch.device:
         ValueError: This machine has no such device, or it is one that holds no numbers.
     """
     try:
-        # Torch has another one for each kind of absence.
         found = torch.empty(0, device=device).device
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # Torch raises another one for each kind of absence.
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"device {str(device)!r} is absent ({reason}); use device='cpu'"

@@ -78,7 +78,7 @@ def _check(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if not isinstance(part, _BATCH):
             continue
-        # Where there is none, the name is there all the same.
+        # A norm without weight or bias has the name, with None; one that computes them has not.
         computed = not {"weight", "bias"} <= part._parameters.keys()
         if type(part) not in _BATCH or computed or altered(part):
             raise ValueError(

@@ -115,7 +115,7 @@ def predictive(
         return found | {
             "aleatoric": torch.special.entr(found["probs"]).sum(-1) - found["epistemic"]
         }
-    # Of whose logits 0 and f the second is shrunk in either link.
+    # The logits of two classes are 0 and f, and f is shrunk under either link.
     two = isinstance(likelihood, Bernoulli)
     if two or link == "per_class":
         shrunk = mean * kappa(spread)

@@ -219,18 +219,18 @@ def test_what_python_refuses_itself():
             lambda: few(1, lr=0.1),
             r"few\(\) got an unexpected "
             r"keyword argument 'lr'",
-        ),  # pyright: ignore[reportCallIssue]
+        ),
         (
             lambda: few(epochs=0),
             r"few\(\) missing 1 required "
             r"positional argument: "
             r"'model'",
-        ),  # pyright: ignore[reportCallIssue]
+        ),
         (
             lambda: few(1, 2),
             r"few\(\) takes 1 positional "
             r"argument but 2 were given",
-        ),  # pyright: ignore[reportCallIssue]
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             call()

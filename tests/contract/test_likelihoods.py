@@ -315,7 +315,7 @@ def test_labels_as_examples():
     assert flat.labels is not None
     assert float(
         bf.metrics.pooled(bf.metrics.nll, flat.probs, flat.labels, flat.mask)
-    ) == pytest.approx(wanted["pooled_nll"])  # type: ignore[arg-type]
+    ) == pytest.approx(wanted["pooled_nll"])
     assert flat.places() is flat
     with pytest.raises(ValueError, match=r"predictions\.places\(\)"):
         bf.metrics.nll(found.probs, found.labels, found.mask)  # type: ignore[arg-type]

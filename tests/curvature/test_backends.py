@@ -25,7 +25,7 @@ def test_backpack_agrees_on_its_own_diagonal():
                 model, x = case.model(), case.data(6)
                 found = Curvature(model, likelihood, backend="backpack").engine.diagonal(
                     x, likelihood
-                )  # type: ignore[attr-defined]
+                )
                 assert_close(found, brute.ggn(model, likelihood, x).diagonal(), **EXACT)
 
 

@@ -86,7 +86,7 @@ def test_a_message_that_is_gone(
     grid.alter = alter
     grid.pull_messages = lambda ids: honest(
         id for id in ids if id not in due or clock.monotonic() >= after
-    )  # type: ignore[method-assign]
+    )
     found = deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=20.0)
     assert found.history["lost"].tolist() == [1.0]
     assert re.search(rf"client 2 .*left out.*{words}", caplog.text)

@@ -248,6 +248,6 @@ def test_a_newcomer_is_heard_while_another_hangs(
     grid.alter = comes_back
     grid.pull_messages = lambda ids: honest(
         id for id in ids if due.get(id, 0.0) <= clock.monotonic()
-    )  # type: ignore[method-assign]
+    )
     found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server")
     assert found.history["lost"].tolist() == [0.0, 2.0, 2.0, 1.0]

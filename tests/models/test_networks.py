@@ -147,14 +147,14 @@ def test_the_cifar100_network_pools_with_padding():
         (
             lambda: models.mlp("64", outputs=3),
             r"inputs .*got '6'",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: models.mlp((1, 28.5), outputs=3), r"inputs .*got 28.5"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=0), r"outputs .*1.* got 0"),
         (
             lambda: models.mlp(4, outputs=2.5),
             r"outputs "
             r".*got 2.5",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: models.mlp(4, outputs=2, hidden=(3, 0)), "hidden .*1, got 0"),
         (lambda: models.mlp(4, outputs=2, hidden="100"), r"hidden .*got '1'"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, hidden=10.5), r"hidden .*got 10.5"),  # pyright: ignore[reportArgumentType]
@@ -163,7 +163,7 @@ def test_the_cifar100_network_pools_with_padding():
         (
             lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 16, 32)),
             r"channels .*got \(6, 16, 32\)",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (
             lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 0)),
             "channels must be at least 1, got 0",
@@ -171,7 +171,7 @@ def test_the_cifar100_network_pools_with_padding():
         (
             lambda: models.lenet((1, 28, 28), outputs=10, hidden=84),
             "hidden must be 2 numbers, got 84",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: models.lenet((64,), outputs=10), r"inputs .*12 x 12, got \(64,\); .*mlp"),
         (lambda: models.lenet((1, 8, 8), outputs=10), "at least 12 x 12"),
         (lambda: models.leaky_cnn((1, 11, 28), outputs=10), "at least 12 x 12"),

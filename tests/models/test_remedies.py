@@ -92,7 +92,7 @@ def test_a_split_without_the_transform():
             result.predict(data.test)
         assert torch.equal(
             result.predict(replace(data.test, transform=transform)).probs, result.predict().probs
-        )  # type: ignore[arg-type]
+        )
 
 
 class Indexed(nn.Module):

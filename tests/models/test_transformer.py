@@ -197,7 +197,7 @@ def test_its_curvature(clients):
         bf.posteriors.Laplace.fit(own.head, features, precision=1.0).predict(features)["probs"],
         atol=1e-6,
         rtol=1e-6,
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 @pytest.mark.parametrize(

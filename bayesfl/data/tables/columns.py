@@ -301,7 +301,7 @@ def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:
     """
     size = np.abs(away)
     if 0 <= part.mean <= 1:
-        # Of a rare yes, which is far from a mean near 0.
+        # A rare yes, coded as 1, is far from a mean near 0 and no slip.
         size = np.where((numbers == 0) | (numbers == 1), 0, size)
     known = (
         f"training rows have a mean of {part.mean:.4g} and a standard deviation of {part.scale:.4g}"

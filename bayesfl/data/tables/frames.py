@@ -12,7 +12,7 @@ def numbers_of(frame: Any, name: str) -> np.ndarray:
     Raises:
         ValueError: A column holds something else than numbers and truth values; it is named.
     """
-    # Of pandas' nullable types, too.
+    # A nullable type of pandas says its NumPy type itself.
     kinds = {column: getattr(dtype, "numpy_dtype", dtype) for column, dtype in frame.dtypes.items()}
     wrong = [
         str(column) for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "fiub"

@@ -141,7 +141,7 @@ class Counts:
         x = y.numpy()
         upto = self._m * np.where(self._spread_out, more.cdf(x - 1), self._poisson.cdf(x - 1))
         apart = x * (2 * self.cdf(y).numpy() - 1) + self._m - 2 * upto
-        # Of extreme spreads, rounding.
+        # Rounding may make it negative where the spread is extreme.
         return torch.from_numpy(apart - 0.5 * self._apart()).clamp_min(0)
 
     def _apart(self) -> np.ndarray:

@@ -121,7 +121,7 @@ def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
     import dp_accounting as dp
     from dp_accounting import pld
 
-    # Of one release's privacy loss; a grid of a tenth of it is fine enough.
+    # The standard deviation of one release's privacy loss, to which a tenth is a fine grid.
     spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))
     # Privacy loss that matters at delta: bounds the grid's memory.
     most = 10 / sigma + 1 / (2 * sigma**2)
@@ -263,9 +263,9 @@ class ClientPrivacy:
                 f"releases after {result.round} rounds, so that nothing can be said of its "
                 "epsilon; start it anew"
             )
-        if self.noise_multiplier:
-            import dp_accounting  # noqa: F401 (else it fails after the first round)
-        return _PrivateRun(self, result, repeats + int(counted))
+        run = _PrivateRun(self, result, repeats + int(counted))
+        run.spent(run.releases + 1)  # as after the first round; without dp-accounting it fails now
+        return run
 
 
 def _check(algorithm: Algorithm, *, free: bool) -> None:
@@ -333,6 +333,17 @@ class _PrivateRun:
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         return _PrivateRound(self, server, round)
+
+    def spent(self, releases: int) -> dict[str, float]:
+        """Return the columns that say what so many releases have spent; they are remembered."""
+        noise, delta = self.rule.noise_multiplier, self.rule.delta
+        return {
+            "releases": releases,
+            "epsilon": epsilon(
+                noise_multiplier=noise, participation=self.p, releases=releases, delta=delta
+            ),
+            "epsilon_own": epsilon_own(noise_multiplier=noise, releases=releases, delta=delta),
+        }
 
 
 class _PrivateRound:
@@ -408,15 +419,4 @@ class _PrivateRound:
 
     def row(self) -> dict[str, float]:
         """Return the privacy columns of the history; see `RoundSum.row`."""
-        run = self._run
-        known = {
-            "noise_multiplier": run.rule.noise_multiplier,
-            "releases": run.releases,
-            "delta": run.rule.delta,
-        }
-        return {
-            "train_nll": math.nan,
-            "releases": run.releases,
-            "epsilon": epsilon(**known, participation=run.p),
-            "epsilon_own": epsilon_own(**known),
-        }
+        return {"train_nll": math.nan, **self._run.spent(self._run.releases)}

@@ -347,8 +347,8 @@ class ReplyFilter:
             log.warning(
                 "round %d: %s is left out: %s", self._round, called(client, self._names), reason
             )
+        # In the order of a simulation's chunks, so that sums over a network have the same bits.
         for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):
-            # In a simulation's order.
             if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
                 self._pass(replies if kept.all() else replies.of(kept))
         return list(self.dropped)

@@ -181,7 +181,7 @@ def simulate(
         )
     result = replace(result, tolerant=admission.skips)
     if checkpoint is not None:
-        # Not when the first checkpoint is due.
+        # Now, as the first checkpoint may be due after hours.
         files.refuse_nameless(described(algorithm), described(clients.outline))
     sums = aggregation.start(
         result, admission, every=None if checkpoint is None else every, repeats=repeats
@@ -475,12 +475,13 @@ class _Simulation:
         """
         row = result.history[-1]
         try:
-            # In fine-tuning, or of a user's measure; the round itself is done.
             if before is not None and not before.empty:
                 row |= self._columns("before_pool", before.predictions(), self.data.test)
             row |= self._measured(local, result.state, crew)
         except Exception as error:
-            error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
+            # Raised in fine-tuning, or by a user's measure, when the round itself is done: an error
+            # of whatever class carries the run, as a DivergenceError does.
+            error.result = result  # type: ignore[attr-defined]
             raise
 
     def _measured(self, local: Local, state: State, crew: Crew) -> dict[str, float]:

@@ -88,7 +88,7 @@ def test_label_groups_are_determined_by_their_arguments():
     assert label_groups(seed=5).hash == data.hash
     assert (
         label_groups(seed=np.int64(5), clients=np.int64(10), train=np.int64(14)).hash == data.hash
-    )  # pyright: ignore[reportArgumentType]
+    )
     others = [
         label_groups(seed=6),
         label_groups(seed=5, centred=False),

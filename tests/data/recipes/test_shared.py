@@ -145,7 +145,7 @@ def test_clients_may_have_so_many_examples_at_most(name):
             r"^clients "
             r".*got "
             r"20\.0",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: concept_drift(clients=2000), "at most 278"),
         (lambda: concept_drift(clients=60, min_piece=10), "at most 26"),
         (lambda: concept_drift(min_piece=0), r"min_piece .*1.* got 0"),
@@ -167,7 +167,7 @@ def test_clients_may_have_so_many_examples_at_most(name):
             r"^labels "
             r".*got "
             r"2\.5",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: label_groups(seed=-1), r"^seed .*0.* got -1$"),
         (lambda: label_groups(labels=11), r"labels .*\[1, 10\].*'digits'.* got 11"),
         (lambda: label_groups(labels=0), r"^labels .*1.* got 0"),
@@ -175,13 +175,13 @@ def test_clients_may_have_so_many_examples_at_most(name):
             lambda: label_groups(labels=2.5),
             r"^labels "
             r".*got 2\.5",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: label_groups(train=0), r"^train .*1.* got 0"),
         (
             lambda: label_groups(train=1.5),
             r"^train .*got "
             r"1\.5",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: label_groups(test=0), r"^test .*1.* got 0"),
         (lambda: label_groups(test=True), r"^test .*got True"),
         (lambda: label_groups(clients=0), r"^clients .*1.* got 0"),
@@ -189,7 +189,7 @@ def test_clients_may_have_so_many_examples_at_most(name):
             lambda: label_groups(clients=2.5),
             r"^clients "
             r".*got 2\.5",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: label_groups(test=21), "Expected 21 but iterator had only"),
         (lambda: label_groups("diabetes"), r"label_groups .*'diabetes' .*regression"),
         (lambda: label_groups(validation=1.0), r"^validation .*\[0, 1\), got 1\.0; .*share"),
@@ -205,7 +205,7 @@ def test_clients_may_have_so_many_examples_at_most(name):
             lambda: dominant_classes(test=1.5),
             r"^test "
             r".*got 1\.5",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (
             lambda: dominant_classes(train=60, validation=0.2),
             r"47 training examples .*several clients.*`train`",
@@ -241,7 +241,7 @@ def test_clients_may_have_so_many_examples_at_most(name):
             lambda: dirichlet(min_size=10.5),
             r"min_size "
             r".*got 10\.5",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: dirichlet(clients=500), r"clients .*143.* sets of 10 training examples, got 500"),
         (lambda: dirichlet(label_clusters=0), r"label_clusters .*1.* got 0"),
         (lambda: shards(shards=0), r"shards .*1.* got 0"),
@@ -262,7 +262,7 @@ def test_clients_may_have_so_many_examples_at_most(name):
             lambda: diabetes(by="height"),
             r"^by .*age.* got "
             r"'height'",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (
             lambda: dirichlet(min_size=1, alpha=0.01, validation=0.5, calibration=0.4),
             "no training example .*a larger min_size",

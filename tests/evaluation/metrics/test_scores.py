@@ -155,5 +155,5 @@ def test_float32_and_numpy_are_taken_and_nothing_is_changed():
     assert metrics.nll(probs.float(), labels.int(), mask).dtype == torch.float64
     assert_close(
         metrics.nll(probs.numpy(), labels.numpy(), mask.numpy()), metrics.nll(probs, labels, mask)
-    )  # type: ignore[arg-type]
+    )
     assert_close(probs, before, equal_nan=True, rtol=0, atol=0)

@@ -83,7 +83,7 @@ def test_results_bring_their_distribution():
         mask,
         float(plots.numbers.LEVELS[9]),
         distribution="counts",
-    )  # type: ignore[arg-type]
+    )
     assert lines(ax, "client")[0].get_ydata()[9] == pytest.approx(float(wanted[1]))
     with pytest.raises(ValueError, match=r"interval_reliability\(result\)"):
         plots.reliability(result)
