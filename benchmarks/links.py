@@ -48,7 +48,7 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
         for key, value in own.summary(data.test).items()
         if key in ("accuracy", "nll", "ece", "brier")
     }
-    seen, test = result.mine(data.calibration, data.test, draws=draws)
+    seen, test = result.local_predictions(data.calibration, data.test, draws=draws)
     one = calibration.fit(
         calibration.Temperature(strength=math.inf), seen, Outputs(data.task, data.outputs)
     )

@@ -93,7 +93,7 @@ def measured(result: Result) -> dict[str, float]:
     """
     data, row = result.data, {}
     labels, mask = data.test.padded_labels()
-    seen, held, test = result.mine(data.validation, data.calibration, data.test)
+    seen, held, test = result.local_predictions(data.validation, data.calibration, data.test)
     outputs, fitted = Outputs(data.task, data.outputs), {}
 
     def quality(mine: LocalPredictions, name: str) -> None:
@@ -304,7 +304,7 @@ def speed() -> dict[str, float]:
     outputs = Outputs(data.task, data.outputs)
     for _ in range(5):
         start = time.perf_counter()
-        (mine,) = result.mine(data.validation)
+        (mine,) = result.local_predictions(data.validation)
         times["prediction"].append(time.perf_counter() - start)
         start = time.perf_counter()
         for step in steps:

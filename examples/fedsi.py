@@ -265,7 +265,7 @@ def measure(
     splits = (*halves(data.calibration), data.test)
     outputs, (seen, held, test) = (
         Outputs(data.task, data.outputs),
-        result.mine(*splits, draws=draws),
+        result.local_predictions(*splits, draws=draws),
     )
     pooled = fit(Temperature(strength=math.inf), seen, outputs)
     row = quality(probs_of(own), "accuracy", "nll", "ece", "mce", "brier")
