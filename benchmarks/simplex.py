@@ -22,7 +22,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from bayesfl.base import simplex
+from bayesfl.composition import simplex
 from bayesfl.evaluation import report
 
 RESULTS = Path(__file__).parent / "results" / "simplex.json"
