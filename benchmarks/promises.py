@@ -273,12 +273,12 @@ def broken_answers(runs: int, rows: int = 2000) -> dict[str, float]:
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="no answer is given")
-            told = fit(
+            state = fit(
                 Abstention(),
                 LocalPredictions(given, np.zeros(1, np.int64)),
                 Outputs("classification", 2),
-            ).told
-        threshold = float(told["threshold"])
+            ).state
+        threshold = float(state["threshold"])
         # E[d | d <= t] = t / 3.
         found["fixed sequence"] += threshold > 0 and min(threshold, 0.5) / 3 > 0.05
         order = np.argsort(doubt)

@@ -90,7 +90,8 @@ def available() -> list[Entry]:
     normed = SplitModel(nn.Sequential(plain.body, nn.BatchNorm1d(2)), plain.head)
     for name, (make, title, paper) in PAPERS.items():
         algorithm = make(normed if make is fedbn else plain)
-        rows = algorithm.rows(algorithm.init(1))
+        server = algorithm.init(1)
+        rows = algorithm.rows(server)
         beliefs = [
             f"{block}: {type(b.posterior).__name__}" for block, b in algorithm.blocks.items()
         ]
@@ -101,7 +102,7 @@ def available() -> list[Entry]:
             stays = set(rows.get(block, ())) - set(b.pool.sends if b.pool else ())
             if stays:
                 kept.append(block if b.private else f"{block} ({', '.join(sorted(stays))})")
-        sent = [key.removesuffix(".loc") for key in algorithm.uplink()]
+        sent = [key.removesuffix(".loc") for key in algorithm.uplink(server)]
         entries.append(
             Entry(
                 name,

@@ -20,7 +20,7 @@ import textwrap
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import (
     Annotated,
     Any,
@@ -34,7 +34,8 @@ from typing import (
     overload,
 )
 
-from bayesfl.base.checks import instance, number, whole
+import numpy as np
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -194,6 +195,49 @@ class Option:
                 f"{name} must {wanted}, got {value}{self.range.why and '; ' + self.range.why}"
             )
         return found
+
+
+def whole(name: str, value: Any, *, least: int) -> int:
+    """Return `value` as an int of at least `least`.
+
+    Raises:
+        ValueError: `value` is smaller than `least`, not an integer, a bool, or no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)
+
+
+def number(name: str, value: Any) -> float:
+    """Return `value` as a float; the caller checks its range.
+
+    Raises:
+        ValueError: `value` is a bool, or no real number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
+    """Check that `value` is an instance of `wanted`.
+
+    Raises:
+        TypeError: `value` has another type, or is a class; the message ends with `remedy`.
+    """
+    if not isinstance(value, wanted) or isinstance(value, type):
+        # A class has the methods of a protocol, but is not an instance.
+        came = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{name} must be of type {wanted.__name__}, got {came}; {remedy}")
+
+
+def listed(values: Any) -> Any:
+    """Return the numbers of a tensor or an array as Python's own, in a list where there are
+    several; return anything else as it is.
+    """
+    return values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values
 
 
 def typed(wanted: type, remedy: str) -> Callable[[str, Any], None]:

@@ -16,8 +16,6 @@ from enum import IntEnum
 
 import numpy as np
 
-from bayesfl.base.checks import whole
-
 WORD = 2**32
 
 
@@ -98,12 +96,12 @@ def _words(
             phase.
 
     Raises:
-        ValueError: `seed` is no whole number >= 0, or a word of the address lies outside [0, 2^32).
+        ValueError: A word of the address lies outside [0, 2^32).
     """
     words = (int(purpose), round, client, stage, phase, index)
     if not all(0 <= word < WORD for word in words):
         raise ValueError(f"every word of an address must lie within [0, 2**32), got {words}")
-    return np.random.SeedSequence(whole("seed", seed, least=0), spawn_key=words)
+    return np.random.SeedSequence(seed, spawn_key=words)
 
 
 def keyed(secret: bytes, *address: bytes, size: int) -> np.ndarray:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bayesfl.base.checks import instance
 from bayesfl.base.described import described
 from bayesfl.base.inputs import Inputs, call_at
 from bayesfl.base.layout import Layout, aliases, covers
-from bayesfl.base.options import AT_LEAST_0, declared
+from bayesfl.base.options import AT_LEAST_0, declared, instance
 from bayesfl.base.protocols import (
     RESERVED,
     Batch,
@@ -638,16 +637,16 @@ class Algorithm:
                     "a start of what is sent"
                 )
 
-    def uplink(
-        self, dtype: torch.dtype = torch.float32
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def uplink(self, server: Server) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name, shape and dtype of every tensor that a client sends; "n" is left out, which
         the server knows from the start.
+
+        Args:
+            server: The server's state, as `init` starts it.
 
         Raises:
             ValueError: A name is already used by a block or is reserved.
         """
-        server = self.init(1, dtype=dtype)
         beliefs = {name: self.centre(name, server) for name in self.blocks}
         given = self.given(self.to_one(server)[0], 0, 1)
         reports = self._starts("reports", self.reports, given, next(iter(beliefs.values()))["loc"])
@@ -673,8 +672,10 @@ def _check_composed(algorithm: Algorithm) -> None:
             reserved, has a dot, or stands twice.
     """
     _check_tied(algorithm.model, algorithm.blocks)
+    flatten(algorithm.blocks)
     _refuse_taken("blocks", algorithm.blocks, RESERVED)
     for name in ("private", "reports"):
+        flatten(getattr(algorithm, name))
         _refuse_taken(name, getattr(algorithm, name), (*algorithm.blocks, *RESERVED))
     if any(name in (*algorithm.blocks, *RESERVED) for name in algorithm.broadcast):
         raise ValueError(
@@ -727,10 +728,11 @@ def _check_addressed(algorithm: Algorithm, own: View, server: Server, ids: Tenso
 
 
 def _refuse_taken(what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> None:
-    """Raise ValueError if a method's entries have names that are taken, or names with dots."""
+    """Raise ValueError if a method's entries have names that are taken; those with dots are refused
+    by `flatten`.
+    """
     if clash := sorted(set(tree) & set(taken)):
         raise ValueError(
             f"`{what}` has {clash}, names that blocks have or that are reserved {RESERVED}; choose "
             "others"
         )
-    flatten(tree)  # refuses names with dots

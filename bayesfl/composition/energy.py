@@ -4,6 +4,7 @@ from their priors.
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
@@ -75,7 +76,7 @@ class Energy:
     penalty: Penalty | None = None
     kl_weight: NotNegative = 1.0
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[str, ...]:
         """Return the names of the trained blocks as a tuple."""
         return (self.block,) if isinstance(self.block, str) else tuple(self.block)

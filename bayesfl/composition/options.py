@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeAlias
 from torch import nn
 
 from bayesfl.base import protocols
-from bayesfl.base.checks import instance
 from bayesfl.base.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -22,6 +21,7 @@ from bayesfl.base.options import (
     Range,
     arguments,
     documented,
+    instance,
 )
 from bayesfl.composition.algorithm import Algorithm, Made
 from bayesfl.composition.invariance import Estimator

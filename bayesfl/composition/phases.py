@@ -4,6 +4,7 @@ client or for many at once.
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Protocol, TypeAlias, TypeGuard
 
 import torch
@@ -137,7 +138,7 @@ class Descend:
     persist: str | None = None
     batched = True
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[str, ...]:
         """Return the names of the trained blocks, which are the energy's."""
         return self.energy.blocks

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import warn
 from bayesfl.base.inputs import Inputs, pieces
 from bayesfl.base.layout import Layout
 from bayesfl.base.options import Natural, Range, declared
 from bayesfl.base.protocols import Batch, FittedPredictor, Server, Tensors, View
+from bayesfl.base.warning import warn
 from bayesfl.composition.priors import Parameter
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.checks import warn
 from bayesfl.base.described import digest_of
 from bayesfl.base.inputs import Inputs, count, each, named
+from bayesfl.base.warning import warn
 from bayesfl.data.split import Change, ClientData, all_finite
 
 TRIED_ROWS = 4

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from bayesfl.base.checks import warn
+from bayesfl.base.warning import warn
 
 
 def ordered(name: str, values: Any, remedy: str) -> None:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesfl.base.checks import warn
 from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, by_algebra
 from bayesfl.composition.priors import is_normal

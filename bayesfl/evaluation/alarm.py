@@ -28,9 +28,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 
-from bayesfl.base.checks import number
 from bayesfl.base.files import atomic_path, atomic_write
-from bayesfl.base.options import PROBABILITY, declared
+from bayesfl.base.options import PROBABILITY, declared, number
 from bayesfl.base.random import Purpose, generator
 
 Watched: TypeAlias = Literal["labels", "epistemic"]

@@ -267,7 +267,7 @@ class Counting:
             )
         return {"classes": torch.tensor(outputs.task == "classification")}
 
-    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of counts and sums by unit, and of those by bins of confidence."""
         units = len(self.units)
         common: dict[str, tuple[int, ...]] = {
@@ -277,7 +277,7 @@ class Counting:
             "size": (units,),
         }
         common |= {"n_examples": (), "n_left_out": ()}
-        if not bool(told["classes"]):
+        if not bool(state["classes"]):
             return common | {"squares": (units,)}
         common |= {"n_answered": (units,), "n_answered_right": (units,)}
         return common | {
@@ -286,7 +286,7 @@ class Counting:
             "confidence": (units, BINS),
         }
 
-    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return each client's counts and sums, [J, G] and [J, G, BINS]."""
         given, units = local.predictions, len(self.units)
         assert given.labels is not None  # of a split of the federation
@@ -347,22 +347,22 @@ class Counting:
         own = self.groups[torch.from_numpy(local.ids)]
         return own.repeat_interleave(mask.shape[1] // own.shape[1], 1)
 
-    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the sums over clients."""
-        return {**told, **total}, True
+        return {**state, **total}, True
 
     def audit(
-        self, told: Tensors, *, level: float | None, risk: float | None, delta: float
+        self, state: Tensors, *, level: float | None, risk: float | None, delta: float
     ) -> Audit:
-        """Return the audit of what was told at last.
+        """Return the audit by the survey's last state.
 
         Args:
-            told: The sums over clients.
+            state: The sums over clients.
             level: The probability that sets or intervals promise; None where there are none.
             risk: The share of wrong answers that is promised; None where all rows are answered.
             delta: Probability with which any of the intervals of a column may miss, in (0, 1).
         """
-        sums = {name: t.numpy() for name, t in told.items()}
+        sums = {name: t.numpy() for name, t in state.items()}
         rows = sums["n_rows"]
         found: dict[str, Any] = {
             "examples": int(sums["n_examples"]),

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import warn
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE
+from bayesfl.base.warning import warn
 from bayesfl.data import ClientData
 from bayesfl.data.outline import known_names, place
 from bayesfl.evaluation import metrics

@@ -2,10 +2,12 @@
 
 A survey asks, and learns of the answers their sum only:
 
-    start(outputs) -> told            shapes(told) -> the shape of each summand; none: nothing asked
-    ask(told, local) -> summands       solve(told, total) -> told, done
+    start(outputs) -> state
+    shapes(state) -> the shape of each summand; none: nothing is asked
+    answer(state, local) -> summands
+    solve(state, total) -> state, done
 
-A step of calibration is a survey with `settle(told, local)`, the client's own parameters, which
+A step of calibration is a survey with `settle(state, local)`, the client's own parameters, which
 never leave it, and `apply`. `conduct` is the one loop; how a question is put, and how answers are
 added, is the caller's: on one machine, under secure sums, or over a network. Answers are summed in
 float64 in the order of the clients' ids, so that the sum does not depend on who answered first.
@@ -28,8 +30,8 @@ from bayesfl.evaluation.predictions import Predictions, per_place
 QUESTIONS = 1000
 """So many questions of one survey, and it is taken for one that does not end."""
 
-Put: TypeAlias = Callable[[Tensors, Mapping[str, tuple[int, ...]]], Tensors]
-"""Put a question: what all clients are told and the shapes of the answer, to the sum of the
+Ask: TypeAlias = Callable[[Tensors, Mapping[str, tuple[int, ...]]], Tensors]
+"""Ask a question: the survey's state and the shapes of the answer, to the sum of the
 clients' answers in float64.
 """
 
@@ -184,34 +186,34 @@ class Survey(Protocol[Known_contra]):
         ...
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return what clients are told at first.
+        """Return the state at first, which all clients receive.
 
         Raises:
             ValueError: The survey does not fit such predictions.
         """
         ...
 
-    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of one client's answer, by name; empty where there is nothing to ask.
         Names that begin with `n_` are counts.
         """
         ...
 
-    def ask(self, told: Tensors, local: Known_contra) -> Tensors:
+    def answer(self, state: Tensors, local: Known_contra) -> Tensors:
         """Return each client's answer, [J, ...]; zeros of a client without rows."""
         ...
 
-    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return what clients are told next, or at last, and whether it is the last."""
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the next state, or the last one, and whether it is the last."""
         ...
 
 
-def conduct(survey: Survey, put: Put, outputs: Outputs) -> Tensors:
-    """Put the survey's questions one after the other, and return what was told at last.
+def conduct(survey: Survey, ask: Ask, outputs: Outputs) -> Tensors:
+    """Put the survey's questions one after the other, and return the last state.
 
     Args:
         survey: The survey.
-        put: How a question is put.
+        ask: How a question is put.
         outputs: What is predicted.
 
     Raises:
@@ -219,15 +221,15 @@ def conduct(survey: Survey, put: Put, outputs: Outputs) -> Tensors:
             is a negative count.
         RuntimeError: The survey has not ended after `QUESTIONS` questions.
     """
-    told = survey.start(outputs)
+    state = survey.start(outputs)
     for _ in range(QUESTIONS):
-        shapes = survey.shapes(told)
+        shapes = survey.shapes(state)
         if not shapes:
-            return told
-        total = checked(put(told, shapes), shapes, "the sum of the answers")
-        told, done = survey.solve(told, total)
+            return state
+        total = checked(ask(state, shapes), shapes, "the sum of the answers")
+        state, done = survey.solve(state, total)
         if done:
-            return told
+            return state
     raise RuntimeError(
         f"{type(survey).__name__} has asked {QUESTIONS} questions and not ended; let its solve "
         "return True some time"
@@ -271,7 +273,7 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
 
 
 def answers(
-    survey: Survey, told: Tensors, local: Any, shapes: Mapping[str, tuple[int, ...]]
+    survey: Survey, state: Tensors, local: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> Tensors:
     """Return the answers of the clients of `local`, [J, ...] in float64, each checked.
 
@@ -280,21 +282,21 @@ def answers(
     """
     clients = len(local.ids)
     return checked(
-        survey.ask(told, local),
+        survey.answer(state, local),
         {name: (clients, *shape) for name, shape in shapes.items()},
         "an answer",
     )
 
 
-def together(survey: Survey, local: LocalPredictions) -> Put:
+def together(survey: Survey, local: LocalPredictions) -> Ask:
     """Return how a question is put to clients whose predictions are all here: their answers are
     added.
     """
 
-    def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        return summed(local.ids, answers(survey, told, local, shapes))
+    def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        return summed(local.ids, answers(survey, state, local, shapes))
 
-    return put
+    return ask
 
 
 def summed(ids: np.ndarray, found: Tensors) -> Tensors:
@@ -318,7 +320,7 @@ def named_split(survey: Any) -> str:
     """
     if not isinstance(survey, Survey) or isinstance(survey, type):
         raise TypeError(
-            f"a survey has split, start, shapes, ask and solve, got {survey!r}; see "
+            f"a survey has split, start, shapes, answer and solve, got {survey!r}; see "
             "bayesfl.evaluation.surveys"
         )
     return survey.split

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bayesfl.base.checks import instance
+from bayesfl.base.options import instance
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Fitted, Step
@@ -61,8 +61,8 @@ class Deployed:
             they are not known.
         began: What the run began from, in words that differ for other states.
         calibration: The steps of calibration that are fitted after training.
-        told: What they told the clients at last, by their places, `0` the first; empty until they
-            are fitted.
+        survey_states: The last states of their surveys, by their places, `0` the first; empty until
+            they are fitted.
     """
 
     algorithm: Algorithm
@@ -80,7 +80,7 @@ class Deployed:
     names: tuple[str, ...] = ()
     began: str = METHODS_START
     calibration: tuple[Step, ...] = ()
-    told: Mapping[str, Tensors] = field(default_factory=dict)
+    survey_states: Mapping[str, Tensors] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -110,10 +110,10 @@ class Deployed:
         """
         return (
             tuple(
-                Fitted(step, self.told.get(str(place), {}), {})
+                Fitted(step, self.survey_states.get(str(place), {}), {})
                 for place, step in enumerate(self.calibration)
             )
-            if self.told
+            if self.survey_states
             else ()
         )
 
@@ -212,7 +212,7 @@ DEPLOYMENT = files.FileKind(
         "settings": files.SETTINGS,
         "history": files.HISTORY,
         "dtype": files.DTYPE,
-        **dict.fromkeys(("server", "start", "told"), files.PLAIN),
+        **dict.fromkeys(("server", "start", "survey_states"), files.PLAIN),
         **dict.fromkeys(("experiment", "began"), files.Entry(read=str)),
         "round": files.WHOLE,
         **dict.fromkeys(
@@ -369,7 +369,7 @@ def taken_up(
     """Return a saved state under new settings; `rounds` and `evaluate_every` may change, any other
     change would make it another experiment.
 
-    What steps of calibration told is kept where they are the same.
+    The states of steps of calibration are kept where these are the same.
 
     Raises:
         ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
@@ -389,8 +389,8 @@ def taken_up(
             f"a run that goes on keeps its settings, {in_words(apart)}; another experiment takes "
             "another folder of checkpoints"
         )
-    told = saved.told if calibration == saved.calibration else {}
-    return replace(saved, settings=settings, calibration=calibration, told=told)
+    states = saved.survey_states if calibration == saved.calibration else {}
+    return replace(saved, settings=settings, calibration=calibration, survey_states=states)
 
 
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:

@@ -14,8 +14,8 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import instance
 from bayesfl.base.inputs import words
+from bayesfl.base.options import instance
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Stage, hashed, mixed
 from bayesfl.composition.algorithm import Algorithm
@@ -183,8 +183,8 @@ class Node:
         has none.
         """
         survey = self._surveying(order.survey)
-        told = order.told.get(order.survey, {})
-        shapes = survey.shapes(told)
+        state = order.survey_states.get(order.survey, {})
+        shapes = survey.shapes(state)
         if not self.examples(survey.split):
             found: Tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
         else:
@@ -193,7 +193,7 @@ class Node:
                 if order.survey == TUNING
                 else self._calibrated(order, survey.split, int(order.survey))
             )
-            found = {name: t[0] for name, t in answers(survey, told, predicted, shapes).items()}
+            found = {name: t[0] for name, t in answers(survey, state, predicted, shapes).items()}
         record, digest = records.pack(found)
         return RecordDict(
             {"answer": record, "config": ConfigRecord({"protocol": PROTOCOL, "digest": digest})}
@@ -226,15 +226,15 @@ class Node:
         return applied(self._steps(order, steps), self._predicted(order, split))
 
     def _steps(self, order: Order, steps: int) -> tuple[Fitted, ...]:
-        """Return the first steps of calibration by what was told of them, with this client's own
+        """Return the first steps of calibration by their surveys' states, with this client's own
         parameters.
         """
-        told = [
-            Fitted(step, order.told.get(str(place), {}), {})
+        fitted = [
+            Fitted(step, order.survey_states.get(str(place), {}), {})
             for place, step in enumerate(self.calibration[:steps])
         ]
         return surveying.settled(
-            told, {one.step.split: self._predicted(order, one.step.split) for one in told}
+            fitted, {one.step.split: self._predicted(order, one.step.split) for one in fitted}
         )
 
     def _predicted(self, order: Order, split: str) -> LocalPredictions:

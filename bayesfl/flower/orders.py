@@ -50,9 +50,10 @@ class Order:
         common: What the server sends to every client.
         addressed: What the server sends to this client alone, [1, ...].
         start: The initial state, [1, ...], if the client starts from it; empty otherwise.
-        told: What a survey, or the steps of calibration, tell, by the survey's name.
+        survey_states: The states of a survey and of those before it, or the last ones of the steps
+            of calibration, by the survey's name.
         whole: Whether the request has the model's tensors; further questions of a survey have not.
-        calibrated: Whether `told` is what the steps of calibration told at last.
+        calibrated: Whether `survey_states` are the last ones of the steps of calibration.
     """
 
     client: int
@@ -75,7 +76,7 @@ class Order:
     common: Server
     addressed: View
     start: View
-    told: Mapping[str, Tensors]
+    survey_states: Mapping[str, Tensors]
     whole: bool
     calibrated: bool
 
@@ -107,10 +108,10 @@ class Order:
         asked["dtype"] = DTYPES[records.setting(content, "dtype", str)]
         digests = {
             part: records.setting(content, f"{part}_digest", str)
-            for part in ("common", "own", "told")
+            for part in ("common", "own", "survey_states")
         }
         there = {
-            part: bool(digest) if part == "told" else asked["whole"]
+            part: bool(digest) if part == "survey_states" else asked["whole"]
             for part, digest in digests.items()
         }
         parts = {
@@ -125,7 +126,7 @@ class Order:
         return cls(
             model=model,
             common=common,
-            told=parts.get("told", {}),
+            survey_states=parts.get("survey_states", {}),
             **{"addressed": {}, "start": {}, **own},
             **asked,
         )
@@ -140,7 +141,7 @@ def orders(
     value: float = float("nan"),
     tolerant: bool = False,
     survey: str = "",
-    told: Mapping[str, Tensors] = {},
+    survey_states: Mapping[str, Tensors] = {},
     whole: bool = True,
 ) -> dict[int, RecordDict]:
     """Make the server's request to each of some clients; the tensors that all receive are the same
@@ -155,7 +156,7 @@ def orders(
         value: The number that was tuned; NaN for none.
         tolerant: Whether a client whose fine-tuning is not finite predicts without it.
         survey: As of `Order`.
-        told: As of `Order`.
+        survey_states: As of `Order`.
         whole: As of `Order`.
 
     Returns:
@@ -163,7 +164,7 @@ def orders(
     """
     common, addressed = state.algorithm.share(state.server, torch.from_numpy(ids))
     shared, digest = records.pack(common)
-    telling, told_digest = records.pack(told) if told else (None, "")
+    states, states_digest = records.pack(survey_states) if survey_states else (None, "")
     everyone: dict[str, Any] = {
         "protocol": PROTOCOL,
         "algorithm": fingerprint(state.algorithm, state.calibration),
@@ -177,10 +178,10 @@ def orders(
         "tolerant": tolerant,
         "survey": survey,
         "whole": whole,
-        "calibrated": bool(told) and not survey,
+        "calibrated": bool(survey_states) and not survey,
         "keeps": bool(state.start),
         "common_digest": digest,
-        "told_digest": told_digest,
+        "survey_states_digest": states_digest,
     }
     found: dict[int, RecordDict] = {}
     for place, client in enumerate(ids.tolist()):
@@ -204,5 +205,7 @@ def orders(
             "config": ConfigRecord(config),
             **({"common": shared, "own": own} if whole else {}),
         }
-        found[client] = RecordDict(content if telling is None else {**content, "told": telling})
+        found[client] = RecordDict(
+            content if states is None else {**content, "survey_states": states}
+        )
     return found

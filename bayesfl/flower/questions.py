@@ -49,14 +49,14 @@ class Questions:
     def conduct(
         self, survey: Survey[Any], name: str, outputs: Outputs, before: Mapping[str, Tensors]
     ) -> Tensors:
-        """Conduct a survey among the clients that have rows in its split, and return what was told
+        """Conduct a survey among the clients that have rows in its split, and return its last state
         at last.
 
         Args:
             survey: The survey.
             name: Its name in messages.
             outputs: What is predicted.
-            before: What the surveys before it told at last, by their names.
+            before: The last states of the surveys before it, by their names.
 
         Raises:
             ValueError: As by `bayesfl.evaluation.surveys.conduct`.
@@ -87,16 +87,16 @@ class _Asked:
         self._questions, self._survey, self._name, self._before = questions, survey, name, before
         self._cohort: list[int] | None = None
 
-    def __call__(self, told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    def __call__(self, state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         network, first = self._questions.network, self._cohort is None
         if first:
             network.roster.look(network.grid)
         asked = (
             self._cohort if self._cohort is not None else network.roster.having(self._survey.split)
         )
-        telling = {**self._before, self._name: told}
+        states = {**self._before, self._name: state}
         messages = self._questions.request(
-            np.array(asked, np.int64), survey=self._name, told=telling, whole=first
+            np.array(asked, np.int64), survey=self._name, survey_states=states, whole=first
         )
         found = self._answers(messages, shapes)
         least = self._questions.admission.min_clients

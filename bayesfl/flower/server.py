@@ -172,7 +172,7 @@ def serve(
             run.save(state)
             ended(on_round, state)  # once more, with the measures, as in a simulation
         chosen = finished(on_round, state)
-        calibrates = bool(steps) and not chosen.told
+        calibrates = bool(steps) and not chosen.survey_states
         chosen = run.calibrate(chosen) if calibrates else chosen
         if calibrates or run.evaluated != chosen.round:
             chosen = run.evaluate(chosen)
@@ -270,7 +270,7 @@ class _Service:
         state = replace(state, names=names)
         run = OpenRun(algorithm, settings, clients, self.admission.min_clients)
         self.rules = Rules(
-            algorithm, settings, clients, algorithm.uplink(dtype), self.admission, run, names
+            algorithm, settings, clients, algorithm.uplink(state.server), self.admission, run, names
         )
         if needs_validation(algorithm) and not roster.having("validation"):
             raise ValueError(no_validation(algorithm, "no client has any: give them some"))
@@ -326,13 +326,13 @@ class _Service:
                 self.rules, state.server, state.round, state.history, journey, attempt=attempt
             )
             return replace(
-                state, round=state.round + 1, server=server, base=journey.base, told={}
+                state, round=state.round + 1, server=server, base=journey.base, survey_states={}
             ), row
 
         tried = attempts(self.admission, once)
         if isinstance(tried, FailedRound):
             tried = (
-                replace(state, round=state.round + 1, told={}),
+                replace(state, round=state.round + 1, survey_states={}),
                 {"round": state.round + 1, "cohort": 0, **tried.row},
             )
         made, row = tried
@@ -377,17 +377,18 @@ class _Service:
             roster.predicted[client]: client for client in sorted(roster.predicted, reverse=True)
         }
         if len(kinds) > 1:
-            told = "; ".join(
+            differing = "; ".join(
                 f"{roster.called(client)} predicts {task} with {count} outputs"
                 for (task, count), client in kinds.items()
             )
             raise ValueError(
-                f"the clients do not predict the same, so their answers cannot be added: {told}"
+                "the clients do not predict the same, so their answers cannot be added: "
+                f"{differing}"
             )
         ((task, count),) = kinds
         return Outputs("classification" if task == "classification" else "regression", count)
 
-    def _questions(self, state: Deployed, **told: Any) -> Questions:
+    def _questions(self, state: Deployed, **about: Any) -> Questions:
         def request(ids: np.ndarray, **asked: Any) -> dict[int, RecordDict]:
             return orders(
                 state,
@@ -395,7 +396,7 @@ class _Service:
                 set(),
                 self._named(state),
                 tolerant=self.admission.skips,
-                **told,
+                **about,
                 **asked,
             )
 
@@ -405,15 +406,17 @@ class _Service:
         """Fit the steps of calibration by surveys of the clients; if one is given up, none is
         fitted, and the log says so.
         """
-        told: dict[str, Tensors] = {}
+        states: dict[str, Tensors] = {}
         try:
             questions = self._questions(state, value=self._value(state))
             for place, step in enumerate(self.calibration):
-                told[str(place)] = questions.conduct(step, str(place), self._outputs(state), told)
+                states[str(place)] = questions.conduct(
+                    step, str(place), self._outputs(state), states
+                )
         except (FailedSurvey, ValueError) as error:
             log.error("nothing is calibrated: %s", error)
             return state
-        return replace(state, told=told)
+        return replace(state, survey_states=states)
 
     def _value(self, state: Deployed) -> float:
         """Return the number that the method's predictor tunes, chosen once for a state by a survey;
@@ -449,7 +452,7 @@ class _Service:
         about: dict[str, Any] = {
             "value": value,
             "tolerant": self.admission.skips,
-            "told": state.told,
+            "survey_states": state.survey_states,
         }
         messages = orders(state, np.arange(state.clients), set(), self._named(state), **about)
         for client, reply in self.network.ask("evaluate", messages, group="evaluate"):
@@ -462,7 +465,7 @@ class _Service:
                 for name, measured in records.measures(reply, split).items():
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
             if _shares(reply) and (
-                own := records.measures(reply, CALIBRATED if state.told else "test")
+                own := records.measures(reply, CALIBRATED if state.survey_states else "test")
             ):
                 each[client] = own
         if found:

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.base.checks import listed, number
-from bayesfl.base.options import PROBABILITY, declared
+from bayesfl.base.options import PROBABILITY, declared, listed, number
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.targets import Targets
 

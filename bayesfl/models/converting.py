@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from bayesfl.base.checks import warn
 from bayesfl.base.options import Count, declared
+from bayesfl.base.warning import warn
 from bayesfl.models.altered import altered
 
 LEAST, OF_VECTORS = 2, 16

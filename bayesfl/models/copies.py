@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import warn
+from bayesfl.base.warning import warn
 
 COMPARED = 1000
 """Numbers of each tensor that are compared to notice a change, evenly spaced; of a smaller

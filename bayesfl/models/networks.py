@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import whole
-from bayesfl.base.options import Count, Positive, declared
+from bayesfl.base.options import Count, Positive, declared, whole
 from bayesfl.models.cutting import SplitModel
 from bayesfl.models.starts import seeded
 

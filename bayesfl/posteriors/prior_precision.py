@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import warn
+from bayesfl.base.warning import warn
 from bayesfl.curvature.batches import Data
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, nll_of_predictive

@@ -14,9 +14,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import warn
 from bayesfl.base.layout import Layout
 from bayesfl.base.random import Purpose, generator
+from bayesfl.base.warning import warn
 from bayesfl.curvature.dual import NO_CURVATURE
 
 

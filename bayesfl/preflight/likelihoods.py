@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import warn
+from bayesfl.base.warning import warn
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS
 

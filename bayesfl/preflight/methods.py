@@ -2,7 +2,7 @@
 
 import torch
 
-from bayesfl.base.checks import warn
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import SUFFIX, Buffers
 from bayesfl.composition.phases import Descend, trained

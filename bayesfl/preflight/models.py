@@ -5,8 +5,8 @@ changed.
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import warn
 from bayesfl.base.inputs import WIDE, Inputs, count, named
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine.observation import OBSERVED_ROWS, outputs_at

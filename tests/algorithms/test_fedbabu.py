@@ -25,7 +25,7 @@ def test_fedbabu_trains_under_one_head_and_finetunes_to_predict(
     head = torch.cat([p.detach().double().flatten() for p in model.head.parameters()])
     assert torch.equal(result.server["head"]["loc"], head)
     assert "head" not in result.private
-    assert set(algorithm.uplink()) == {"body.loc"}
+    assert set(algorithm.uplink(algorithm.init(1))) == {"body.loc"}
     plain = bf.simulate(
         bf.Algorithm(model, algorithm.blocks, algorithm.phases, parts=algorithm.parts),
         clients, rounds=3, dtype=torch.float64, evaluate_every=None, seed=2, progress=False,

@@ -68,7 +68,7 @@ def test_a_bare_loop_that_averages_all_but_the_norms(clients: FederatedData):
 def test_norms_never_leave_a_client(clients: FederatedData):
     """Neither their weights nor their statistics; of the rest nothing stays."""
     algorithm = bf.algorithms.fedbn(with_batch_norm(), epochs=1)
-    assert set(algorithm.uplink()) == {"w.loc"}
+    assert set(algorithm.uplink(algorithm.init(1))) == {"w.loc"}
     assert not any(name.startswith("body.1.") for name in algorithm.layout("w").names)
     result = run(algorithm, clients)
     assert set(result.private) == {"norms", "norms_buffers"}
@@ -139,7 +139,7 @@ def test_norms_without_trainable_weights_keep_their_statistics(
     assert set(algorithm.layout("norms_buffers").names) == {
         f"{i}.running_{name}" for i in (0, 2) for name in ("mean", "var")
     }
-    assert set(algorithm.uplink()) == {"w.loc"}
+    assert set(algorithm.uplink(algorithm.init(1))) == {"w.loc"}
     result = run(algorithm, clients)
     for j in range(clients.clients):
         found = algorithm.layout("norms_buffers").leaves(result.private["norms_buffers"]["loc"][j])[

@@ -490,7 +490,7 @@ def test_heads_that_train_are_private(model: nn.Module, clients: FederatedData):
     assert torch.equal(still.server["head"]["loc"], start)
     assert "head" not in still.private
     assert len(own.private["head"]["loc"].unique(dim=0)) == 7
-    assert not any(key.startswith("head") for key in own.algorithm.uplink())
+    assert not any(key.startswith("head") for key in own.algorithm.uplink(own.server))
     for make in (bf.algorithms.fedsi_fac, bf.algorithms.fedsi_full):
         moved = run(
             keeping(make(model, train_head=True, epochs=2, predictive_precision=1.0)), clients

@@ -15,7 +15,7 @@ def test_everyone_trains_as_a_federation_of_one(clients: FederatedData, model: n
     """
     options = {"epochs": 2, "batch_size": None, "optimiser": SGD(0.1)}
     result = run(bf.algorithms.local(model, **options), clients)
-    assert not result.algorithm.uplink()
+    assert not result.algorithm.uplink(result.server)
     for j in range(len(SIZES)):
         alone = run(bf.algorithms.fedavg(model, **options), clients.select([j]))
         assert_close(result.private["w"]["loc"][j], alone.server["w"]["loc"], atol=1e-14, rtol=0)

@@ -248,7 +248,8 @@ def test_the_floor_keeps_a_collapse_finite(clients: FederatedData):
 
 def test_widths_stay_at_home(clients: FederatedData):
     """mu_j and one number go up; sigma_j and the training data never do."""
-    assert set(exact("before").uplink()) == {"body.loc", "head.loc", "rho2"}
+    method = exact("before")
+    assert set(method.uplink(method.init(1))) == {"body.loc", "head.loc", "rho2"}
 
 
 def test_a_new_client_starts_from_the_population_scale(clients: FederatedData):
@@ -346,7 +347,7 @@ def test_a_scale_that_is_never_updated(clients: FederatedData):
     )
     result = run(algorithm, clients, rounds=3)
     assert set(result.private) == {"head"}
-    assert set(algorithm.uplink()) == {"body.loc", "head.loc"}
+    assert set(algorithm.uplink(algorithm.init(1))) == {"body.loc", "head.loc"}
     assert_close(result.server["head"]["loc"], result.private["head"]["loc"].mean(0))
     other, plain = (
         bf.algorithms.pfedvem_held(linear(), init_scale=0.3, **scale)

@@ -85,14 +85,15 @@ def test_names_that_are_taken_are_refused(where, what, words):
     """What a method adds would overwrite a block, or be overwritten, without a word; a run refuses
     it before its first round.
     """
-
-    def made() -> bf.Algorithm:
-        return algorithm(mlp(4, hidden=3, outputs=2), {"w": bf.Block()}, **{where: what})
-
+    model = mlp(4, hidden=3, outputs=2)
     with pytest.raises(ValueError, match=words):
-        made().uplink()
-    with pytest.raises(ValueError, match=words):
-        bf.simulate(made(), data(), rounds=1, evaluate_every=None, progress=False)
+        bf.simulate(
+            algorithm(model, {"w": bf.Block()}, **{where: what}),
+            data(),
+            rounds=1,
+            evaluate_every=None,
+            progress=False,
+        )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_reports_are_declared_by_their_start():
         },
         private={"tau": 0.5},
     )
-    declared = made.uplink(torch.float64)
+    declared = made.uplink(made.init(1, dtype=torch.float64))
     assert declared["drift"] == ((17,), torch.float64)
     assert (declared["count"], declared["tau"]) == (((), torch.int64), ((), torch.float64))
     server = made.init(3, dtype=torch.float64)
@@ -279,12 +280,14 @@ def test_newcomers_get_nobody_elses_state(number):
 def test_pfedvem_declares_what_it_sends():
     """The body, the head's mean and one scale; the head's widths never leave the client."""
     made = bf.algorithms.pfedvem(mlp(5, hidden=4, outputs=3))
-    assert made.uplink() == {
+    assert made.uplink(made.init(1)) == {
         "body.loc": ((5 * 4 + 4,), torch.float32),
         "head.loc": ((4 * 3 + 3,), torch.float32),
         "rho2": ((), torch.float32),
     }
-    assert {dtype for _, dtype in made.uplink(torch.float64).values()} == {torch.float64}
+    assert {dtype for _, dtype in made.uplink(made.init(1, dtype=torch.float64)).values()} == {
+        torch.float64
+    }
     rows = made.rows(made.init(1))
     assert set(rows) == {"head", "rho2"}
     assert set(rows["head"]) == {"loc", "rho"}

@@ -31,7 +31,7 @@ def test_the_method_goes_on_as_without_it(name: str, clients: FederatedData, mod
     """The server's state to the bit, and what is sent."""
     method = getattr(bf.algorithms, name)(model, **METHODS[name])
     both = with_personal(method, FIT)
-    assert both.uplink() == method.uplink()
+    assert both.uplink(both.init(1)) == method.uplink(method.init(1))
     for entry, alone in zip(
         run(both, clients, rounds=2).server["w"].values(),
         run(method, clients, rounds=2).server["w"].values(),

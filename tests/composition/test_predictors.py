@@ -225,7 +225,7 @@ def test_draws_are_a_link(held: FederatedData, model: nn.Module):
     asked = tuning.candidates(
         local, done, held.validation.to(dtype=torch.float64), round=result.round
     )
-    sums = {name: t.sum(0) for name, t in tuning.Tuning(method.predictor).ask({}, asked).items()}
+    sums = {name: t.sum(0) for name, t in tuning.Tuning(method.predictor).answer({}, asked).items()}
     assert_close(sums["nll"], losses.sum(1), atol=1e-6, rtol=1e-6)
     assert_close(sums["products"], losses @ losses.T, atol=1e-6, rtol=1e-6)
 

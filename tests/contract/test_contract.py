@@ -188,7 +188,7 @@ def test_uplink_is_what_is_declared(case: Case, model: nn.Module, clients: Feder
     receive are the declared ones.
     """
     algorithm = case(model)
-    declared = algorithm.uplink(torch.float64)
+    declared = algorithm.uplink(algorithm.init(1, dtype=torch.float64))
     private = [name for name, block in algorithm.blocks.items() if block.private]
     assert not [key for key in declared if key.split(".")[0] in private]
     arrived: list[dict[str, Tensor]] = []

@@ -62,7 +62,7 @@ def test_what_is_frozen_stays_frozen(case: Case, clients: FederatedData):
     for name, block in algorithm.blocks.items():
         (size,) = {
             shape[-1]
-            for key, (shape, _) in algorithm.uplink().items()
+            for key, (shape, _) in algorithm.uplink(algorithm.init(1)).items()
             if key.startswith(f"{name}.")
         } or {0}
         assert size <= free, (name, block, copies)

@@ -210,9 +210,9 @@ def test_over_a_network_it_is_the_simulation(case: Case, tmp_path: Path):
     """States, and the measures that clients send."""
     algorithm, data = case.method("pfedvem"), case.data
     found = deploy(algorithm, data, tmp_path, evaluate_every=3)
-    told = simulated(algorithm, data)
-    assert_same(found, tmp_path, told)
-    summary = told.predict().summary(data.test)
+    sim = simulated(algorithm, data)
+    assert_same(found, tmp_path, sim)
+    summary = sim.predict().summary(data.test)
     shared = {
         key.removeprefix("personal_"): value
         for key, value in found.history[-1].items()

@@ -44,8 +44,8 @@ def of_classes(names: int = 4) -> Predictions:
 def audited(
     survey: Counting, given: Predictions, outputs: Outputs = CLASSES, delta: float = 0.05
 ) -> Audit:
-    told = conduct(survey, together(survey, LocalPredictions(given, np.arange(3))), outputs)
-    return survey.audit(told, level=given.level, risk=given.risk, delta=delta)
+    state = conduct(survey, together(survey, LocalPredictions(given, np.arange(3))), outputs)
+    return survey.audit(state, level=given.level, risk=given.risk, delta=delta)
 
 
 def rows_of(unit: Tensor, u: int) -> list[tuple[int, int]]:

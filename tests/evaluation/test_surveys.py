@@ -22,7 +22,7 @@ from tests.evaluation.calibration.made import CLASSES, local
 
 @dataclass(frozen=True)
 class Share:
-    """How many examples are predicted rightly; asked twice, so that what is told changes."""
+    """How many examples are predicted rightly; asked twice, so that the state changes."""
 
     split: str = "test"
     wrong: Any = None
@@ -30,32 +30,32 @@ class Share:
     def start(self, outputs: Any) -> dict[str, torch.Tensor]:
         return {"asked": torch.zeros(())}
 
-    def shapes(self, told: Any) -> dict[str, tuple[int, ...]]:
+    def shapes(self, state: Any) -> dict[str, tuple[int, ...]]:
         return {"n_right": (), "n_examples": (2,)}
 
-    def ask(self, told: Any, local: LocalPredictions) -> dict[str, torch.Tensor]:
+    def answer(self, state: Any, local: LocalPredictions) -> dict[str, torch.Tensor]:
         found, mask = local.predictions, local.predictions.mask
         assert found.probs is not None
         right = (found.probs.argmax(-1) == found.labels) & mask
         answer = {"n_right": right.sum(-1), "n_examples": mask.sum(-1, keepdim=True).expand(-1, 2)}
         return answer if self.wrong is None else self.wrong(answer)
 
-    def solve(self, told: Any, total: Any) -> tuple[dict[str, torch.Tensor], bool]:
+    def solve(self, state: Any, total: Any) -> tuple[dict[str, torch.Tensor], bool]:
         return {
-            "asked": told["asked"] + 1,
+            "asked": state["asked"] + 1,
             "share": total["n_right"] / total["n_examples"][0],
-        }, bool(told["asked"] == 1)
+        }, bool(state["asked"] == 1)
 
 
 def test_a_survey_of_ones_own():
     """Ends when it says so, and knows sums alone."""
     given = local()
-    told = conduct(Share(), together(Share(), given), CLASSES)
+    state = conduct(Share(), together(Share(), given), CLASSES)
     found = given.predictions
     assert found.probs is not None
     right = (found.probs.argmax(-1) == found.labels) & found.mask
-    assert told["asked"] == 2
-    assert float(told["share"]) == pytest.approx(float(right.sum() / found.mask.sum()))
+    assert state["asked"] == 2
+    assert float(state["share"]) == pytest.approx(float(right.sum() / found.mask.sum()))
     assert uplink_bytes(Share().shapes({})) == 24
 
 
@@ -70,8 +70,8 @@ def test_sums_do_not_depend_on_the_order_of_clients():
     }
     turned = replace(given, ids=given.ids[order], predictions=replace(given.predictions, **moved))
     step = Temperature()
-    told = step.start(CLASSES) | {"beta": torch.tensor(0.3, dtype=torch.float64)}
-    one, other = (together(step, some)(told, step.shapes(told)) for some in (given, turned))
+    state = step.start(CLASSES) | {"beta": torch.tensor(0.3, dtype=torch.float64)}
+    one, other = (together(step, some)(state, step.shapes(state)) for some in (given, turned))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -124,18 +124,18 @@ def test_answers_are_checked(wrong: Any, words: str):
 
 def test_what_is_no_survey_or_does_not_end():
     for other in (3, Share):
-        with pytest.raises(TypeError, match="a survey has split, start, shapes, ask and solve"):
+        with pytest.raises(TypeError, match="a survey has split, start, shapes, answer and solve"):
             named_split(other)
-    endless = type("Endless", (Share,), {"solve": lambda self, told, total: (told, False)})()
+    endless = type("Endless", (Share,), {"solve": lambda self, state, total: (state, False)})()
     with pytest.raises(RuntimeError, match="Endless has asked 1000 questions and not ended"):
         conduct(
             endless,
-            lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
+            lambda state, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
             CLASSES,
         )
     with pytest.raises(ValueError, match="the sum of the answers has a negative count"):
         conduct(
             Share(),
-            lambda told, shapes: {name: -torch.ones(shape) for name, shape in shapes.items()},
+            lambda state, shapes: {name: -torch.ones(shape) for name, shape in shapes.items()},
             CLASSES,
         )

@@ -101,10 +101,10 @@ def simulated(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -
     )
 
 
-def assert_same(found: Deployed, folder: Path, told: Result) -> None:
+def assert_same(found: Deployed, folder: Path, sim: Result) -> None:
     """Server's and clients' states are the simulation's."""
-    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
-    assert_close(private(found, folder), flatten(told.private), atol=1e-6, rtol=0)
+    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
+    assert_close(private(found, folder), flatten(sim.private), atol=1e-6, rtol=0)
 
 
 class Killed(BaseException):

@@ -50,11 +50,11 @@ def surveys(grid: Any) -> list[Message]:
     return [message for message in grid.sent if message.metadata.message_type == "evaluate.survey"]
 
 
-def assert_as(found: Deployed, told: Result) -> None:
-    """What the steps told is the simulation's: the temperature nearly, counts exactly."""
-    for one, other in zip(found.steps, told.steps, strict=True):
-        for name, t in other.told.items():
-            assert_close(one.told[name], t, atol=0 if name == "counts" else 1e-9, rtol=0)
+def assert_as(found: Deployed, sim: Result) -> None:
+    """What the steps found is the simulation's: the temperature nearly, counts exactly."""
+    for one, other in zip(found.steps, sim.steps, strict=True):
+        for name, t in other.state.items():
+            assert_close(one.state[name], t, atol=0 if name == "counts" else 1e-9, rtol=0)
 
 
 def test_calibration_is_the_simulations(
@@ -63,14 +63,14 @@ def test_calibration_is_the_simulations(
     """Temperature, counts, own parameters, sets, and the measures; the clients' files predict with
     them.
     """
-    told = simulated(method, parted).calibrate(*STEPS)
-    expected = told.predict()
+    sim = simulated(method, parted).calibrate(*STEPS)
+    expected = sim.predict()
     grid = grid_of(method, parted, tmp_path, calibration=STEPS)
     found = deploy(
         method, parted, tmp_path, grid, calibration=STEPS, checkpoint=tmp_path / "server"
     )
-    assert_as(found, told)
-    assert_as(load(tmp_path / "server", method), told)
+    assert_as(found, sim)
+    assert_as(load(tmp_path / "server", method), sim)
     for j in range(4):
         tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)[
             "predictions"
@@ -80,7 +80,7 @@ def test_calibration_is_the_simulations(
         model = bf.load_client(kept(tmp_path, found, j), method)
         assert_close(
             model.steps[0].own["temperature"],
-            told.steps[0].own["temperature"][j : j + 1],
+            sim.steps[0].own["temperature"][j : j + 1],
             atol=1e-8,
             rtol=0,
         )
@@ -122,7 +122,7 @@ def test_a_client_predicts_once(
             if isinstance(r, ArrayRecord)
         }
         assert ("common" in sizes) == asked(message, "whole")
-        assert sizes["told"] < 30_000
+        assert sizes["survey_states"] < 30_000
 
 
 def test_a_survey_begins_again(
@@ -180,8 +180,8 @@ def test_kept_predictions_that_are_gone(
 def test_a_client_that_was_away_settles_later(
     parted: FederatedData, method: bf.Algorithm, tmp_path: Path
 ):
-    """The cohort is those that answered; another one predicts by what they told, with parameters of
-    its own.
+    """The cohort is those that answered; another one predicts by what they found, with parameters
+    of its own.
     """
 
     def alter(client: int, message: Message, reply: Message) -> Message | None:
@@ -197,7 +197,7 @@ def test_a_client_that_was_away_settles_later(
         admission=bf.Admission("skip"),
         timeout=0.5,
     )
-    assert found.told["2"]["counts"].sum() == parted.splits["calibration"].counts[1:].sum()
+    assert found.survey_states["2"]["counts"].sum() == parted.splits["calibration"].counts[1:].sum()
     model = bf.load_client(kept(tmp_path, found, 0), method)
     assert int(model.steps[2].own["n_scores"].sum()) == parted.splits["calibration"].counts[0]
     assert model.predict(parted.test.client(0)[0]).sets is not None
@@ -225,7 +225,7 @@ def test_a_survey_is_given_up(
     found = deploy(method, parted, tmp_path, grid, **options)
     assert "nothing is calibrated: Temperature is given up after it began 4 times" in caplog.text
     assert caplog.text.count("Temperature begins again") == 3
-    assert found.told == {}
+    assert found.survey_states == {}
     assert found.steps == ()
     assert "calibrated_nll" not in found.history.columns
     assert bf.load_client(kept(tmp_path, found, 1), method).steps == ()
@@ -233,7 +233,7 @@ def test_a_survey_is_given_up(
     assert_as(again, simulated(method, parted).calibrate(*STEPS))
     grid = grid_of(method, parted, tmp_path, calibration=STEPS)
     more = deploy(method, parted, tmp_path, grid, **options)
-    assert not surveys(grid)  # what was told is in the checkpoint
+    assert not surveys(grid)  # what was found is in the checkpoint
     assert_as(more, simulated(method, parted).calibrate(*STEPS))
     other = (Conformal(),)
     assert_as(
@@ -310,14 +310,14 @@ def test_regressions_have_intervals(tmp_path: Path):
     with pytest.raises(ValueError, match="Temperature works on probabilities of classes"):
         deploy(algorithm, made, tmp_path / "refused", calibration=[Temperature()])
     steps = [Conformal(level=0.8)]
-    told = simulated(algorithm, made).calibrate(*steps)
+    sim = simulated(algorithm, made).calibrate(*steps)
     found = deploy(algorithm, made, tmp_path, calibration=steps)
-    assert_as(found, told)
+    assert_as(found, sim)
     for j in range(4):
         tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)[
             "predictions"
         ]
-        assert_close(tensors["lower"], told.predict().client(j).lower, atol=1e-9, rtol=0)
+        assert_close(tensors["lower"], sim.predict().client(j).lower, atol=1e-9, rtol=0)
     assert found.history[-1]["calibrated_coverage"] > 0.5
 
 
@@ -331,14 +331,14 @@ def test_choices_and_answers_are_the_simulations(parted: FederatedData, tmp_path
         model, epochs=5, batch_size=10, optimiser=slow, finetune_epochs=5, finetune_optimiser=fast
     )
     steps = (Choice(delta=0.4), Temperature(), Abstention(risk=0.4, delta=0.4))
-    told = simulated(method, parted).calibrate(*steps)
-    takes = told.steps[0].own["shared"]
+    sim = simulated(method, parted).calibrate(*steps)
+    takes = sim.steps[0].own["shared"]
     assert takes.any()
     assert not takes.all()
     found = deploy(method, parted, tmp_path, calibration=steps)
-    expected = told.predict()
-    assert float(found.told["2"]["threshold"]) == pytest.approx(
-        float(told.steps[2].told["threshold"])
+    expected = sim.predict()
+    assert float(found.survey_states["2"]["threshold"]) == pytest.approx(
+        float(sim.steps[2].state["threshold"])
     )
     for j in range(4):
         model = bf.load_client(kept(tmp_path, found, j), method)

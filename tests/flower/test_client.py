@@ -189,10 +189,10 @@ def test_nodes_with_several_inputs(tmp_path: Path):
     )
     torch.manual_seed(0)
     algorithm = method("pfedvem", bf.models.SplitModel(Captions(), nn.Linear(5, 3)))
-    found, told = deploy(algorithm, data, tmp_path, rounds=1), simulated(algorithm, data, rounds=1)
-    assert_same(found, tmp_path, told)
+    found, sim = deploy(algorithm, data, tmp_path, rounds=1), simulated(algorithm, data, rounds=1)
+    assert_same(found, tmp_path, sim)
     (file,) = tmp_path.glob("node-101/*/client-1/predictions.safetensors")
-    wanted = told.predict().client(1).probs
+    wanted = sim.predict().client(1).probs
     assert_close(
         files.read_file(file, files.NODE)["predictions"]["probs"], wanted, atol=1e-6, rtol=0
     )

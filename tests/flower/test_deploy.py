@@ -70,7 +70,7 @@ def assert_the_simulation(
     """
     algorithm = task.method(name)
     found = load(folder, algorithm)
-    told = bf.simulate(
+    sim = bf.simulate(
         algorithm,
         task.federation(),
         rounds=rounds,
@@ -81,11 +81,11 @@ def assert_the_simulation(
         **options,
     )
     assert found.round == rounds
-    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
-    told = told.calibrate(*task.steps(name))
-    expected = told.predict()
-    for one, other in zip(found.steps, told.steps, strict=True):
-        assert_close(dict(one.told), dict(other.told), atol=1e-6, rtol=0)
+    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
+    sim = sim.calibrate(*task.steps(name))
+    expected = sim.predict()
+    for one, other in zip(found.steps, sim.steps, strict=True):
+        assert_close(dict(one.state), dict(other.state), atol=1e-6, rtol=0)
     for client in range(task.CLIENTS):
         (file,) = net.folder.glob(
             f"states/client-{client}*/{found.experiment}/client-{client}/predictions.safetensors"
@@ -153,7 +153,7 @@ def test_a_client_that_raises(net: loopback.Loopback):
     assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
     assert "client 1 is left out: its node reports error 2" in net.said(run)
     assert "the client has no memory left" in net.said(run)
-    told = bf.simulate(
+    sim = bf.simulate(
         task.method("ditto"),
         task.federation(),
         rounds=3,
@@ -163,7 +163,7 @@ def test_a_client_that_raises(net: loopback.Loopback):
         progress=False,
         faults=lambda round, attempt, ids: {1: bf.faults.KINDS["lost"]} if round == 1 else {},
     )
-    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
 
 
 @slow

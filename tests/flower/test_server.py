@@ -77,14 +77,12 @@ def test_a_deployment_is_the_simulation(
     """Server, private states and predictions, for every algorithm and every way of taking part."""
     algorithm = case(model)
     options = {"participation": participation, "train": train}
-    told = bf.simulate(
-        algorithm, clients, evaluate_every=None, progress=False, **OPTIONS, **options
-    )
+    sim = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **OPTIONS, **options)
     found = deploy(algorithm, clients, tmp_path, **options)
-    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
-    if told.private:
-        assert_close(private(found, tmp_path), flatten(told.private), atol=1e-6, rtol=0)
-    expected = told.predict()
+    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
+    if sim.private:
+        assert_close(private(found, tmp_path), flatten(sim.private), atol=1e-6, rtol=0)
+    expected = sim.predict()
     for client in range(clients.clients):
         assert_close(
             predictions(found, tmp_path, client)["probs"],
@@ -112,12 +110,12 @@ def test_nodes_without_test_rows_have_their_model_too(
     """
     bare = replace(clients, splits={"train": clients.train})
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
-    told = bf.simulate(algorithm, bare, evaluate_every=None, progress=False, **OPTIONS)
+    sim = bf.simulate(algorithm, bare, evaluate_every=None, progress=False, **OPTIONS)
     found = deploy(algorithm, bare, tmp_path)
     x, _ = clients.test.client(3)
     own = bf.load_client(tmp_path / "node-103", algorithm)
-    assert_close(own.predict(x).probs, told.client(3).predict(x).probs, atol=1e-6, rtol=0)
-    assert_close(found.model()(x.double()), told.model()(x.double()), atol=1e-6, rtol=0)
+    assert_close(own.predict(x).probs, sim.client(3).predict(x).probs, atol=1e-6, rtol=0)
+    assert_close(found.model()(x.double()), sim.model()(x.double()), atol=1e-6, rtol=0)
     assert "personal_accuracy" not in found.history.columns
     assert found.measures == {}
 
@@ -143,9 +141,9 @@ def test_measures_of_clients_that_share_them(
     ]
     grid = LocalGrid({100 + client: app for client, app in enumerate(apps)}, tmp_path)
     found = deploy(algorithm, clients, tmp_path, grid, rounds=1, checkpoint=tmp_path / "server")
-    told = bf.simulate(algorithm, clients, progress=False, **{**OPTIONS, "rounds": 1})
+    sim = bf.simulate(algorithm, clients, progress=False, **{**OPTIONS, "rounds": 1})
     assert list(found.measures) == [1, 4]
-    alone = told.predict().client(4).probs.argmax(-1) == clients.test.client(4)[1]
+    alone = sim.predict().client(4).probs.argmax(-1) == clients.test.client(4)[1]
     assert found.measures[4]["accuracy"] == pytest.approx(alone.double().mean().item())
     assert found.history["evaluated"][-1] == 7
     assert found.history["personal_errors"][-1] == pytest.approx(
@@ -167,7 +165,7 @@ def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedDa
             bf.callbacks.EarlyStopping("train_nll", patience=1, lowest=False),
         ]
 
-    told = bf.simulate(
+    sim = bf.simulate(
         algorithm,
         clients,
         evaluate_every=None,
@@ -175,20 +173,20 @@ def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedDa
         on_round=stopping(),
         **{**OPTIONS, "rounds": 9},
     )
-    assert told.round < 9
+    assert sim.round < 9
     options: dict[str, Any] = {"rounds": 9, "checkpoint": tmp_path / "server", "every": 5}
     for _ in range(2):
         found = deploy(algorithm, clients, tmp_path, on_round=stopping(), **options)
-        assert found.round == told.round
-        assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
-    rounds = list(range(1, told.round + 1))
+        assert found.round == sim.round
+        assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
+    rounds = list(range(1, sim.round + 1))
     # Of the simulation, the deployment, and the deployment that goes on.
-    assert seen == [*rounds, *rounds, told.round]
-    assert load(tmp_path / "server", algorithm).round == told.round
+    assert seen == [*rounds, *rounds, sim.round]
+    assert load(tmp_path / "server", algorithm).round == sim.round
     x, _ = clients.test.client(2)
     assert_close(
         bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs,
-        told.client(2).predict(x).probs,
+        sim.client(2).predict(x).probs,
         atol=1e-6,
         rtol=0,
     )
@@ -206,7 +204,7 @@ def test_evaluations_on_the_way_are_the_simulations(name: str, tmp_path: Path):
         else bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=10)
     )
     options: dict[str, Any] = {"rounds": 3, "evaluate_every": 2}
-    told = bf.simulate(algorithm, parted, progress=False, **{**OPTIONS, **options})
+    sim = bf.simulate(algorithm, parted, progress=False, **{**OPTIONS, **options})
     grid, seen = grid_of(algorithm, parted, tmp_path), []
     found = deploy(
         algorithm,
@@ -221,7 +219,7 @@ def test_evaluations_on_the_way_are_the_simulations(name: str, tmp_path: Path):
         for prefix in ("personal", "validation")
         for measure in ("accuracy", "nll", "brier", "ece")
     ]
-    for row, expected, shown in zip(found.history, told.history, seen, strict=True):
+    for row, expected, shown in zip(found.history, sim.history, seen, strict=True):
         assert row == shown
         assert ("personal_nll" in row) == (row["round"] > 1)
         for column in columns:
@@ -231,7 +229,7 @@ def test_evaluations_on_the_way_are_the_simulations(name: str, tmp_path: Path):
         == 2 * parted.clients
     )
     assert (
-        found.history["tuned"].tolist()[1:] == [told.tuned] * 2
+        found.history["tuned"].tolist()[1:] == [sim.tuned] * 2
         if name == "fedsi"
         else "tuned" not in found.history.columns
     )
@@ -247,8 +245,8 @@ def test_early_stopping_on_validation_data(tmp_path: Path):
     )
     options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
     stop = bf.callbacks.EarlyStopping("validation_nll", patience=2)
-    told = bf.simulate(algorithm, parted, progress=False, on_round=[stop], **{**OPTIONS, **options})
-    assert told.round < 40
+    sim = bf.simulate(algorithm, parted, progress=False, on_round=[stop], **{**OPTIONS, **options})
+    assert sim.round < 40
     folder = tmp_path / "server"
     deploy(
         algorithm,
@@ -262,8 +260,8 @@ def test_early_stopping_on_validation_data(tmp_path: Path):
     with pytest.raises(ValueError, match=r"keeps its settings, participation: saved 1\.0"):
         deploy(algorithm, parted, tmp_path, checkpoint=folder, participation=0.5, **options)
     found = deploy(algorithm, parted, tmp_path, on_round=[stop], checkpoint=folder, **options)
-    assert found.round == told.round
-    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    assert found.round == sim.round
+    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
     with pytest.raises(KeyError, match=r"no column 'validation_nll': .*evaluate_every=1"):
         deploy(algorithm, parted, tmp_path / "other", on_round=[stop], rounds=3)
 
@@ -284,10 +282,10 @@ def test_a_round_at_which_it_ended_may_be_the_best(tmp_path: Path):
             lambda run: run.round == 4,
         ]
 
-    told = bf.simulate(
+    sim = bf.simulate(
         algorithm, parted, progress=False, on_round=stopping(), **{**OPTIONS, **options}
     )
-    assert told.round == 4
+    assert sim.round == 4
     for _ in range(2):
         found = deploy(
             algorithm,
@@ -299,7 +297,7 @@ def test_a_round_at_which_it_ended_may_be_the_best(tmp_path: Path):
         )
         assert found.round == 4
         assert found.history["validation_nll"] == pytest.approx(
-            told.history["validation_nll"], abs=1e-6, nan_ok=True
+            sim.history["validation_nll"], abs=1e-6, nan_ok=True
         )
         assert load(tmp_path / "server", algorithm).history.rows == found.history.rows
         assert bf.load_client(tmp_path / "node-102", algorithm).round == 4
@@ -320,7 +318,7 @@ def test_the_best_state_is_kept(every: int, tmp_path: Path):
     def best(folder: Path | None = None) -> bf.callbacks.EarlyStopping:
         return bf.callbacks.EarlyStopping("validation_nll", patience=3, keep="best", folder=folder)
 
-    told = bf.simulate(
+    sim = bf.simulate(
         algorithm, parted, progress=False, on_round=[best()], **{**OPTIONS, **options}
     )
     whole = deploy(algorithm, parted, tmp_path / "whole", on_round=[best()], **options)
@@ -330,7 +328,7 @@ def test_the_best_state_is_kept(every: int, tmp_path: Path):
         algorithm,
         parted,
         tmp_path,
-        on_round=[best(folder), lambda run: run.round == told.round + 2],
+        on_round=[best(folder), lambda run: run.round == sim.round + 2],
         **resumed,
     )
     found = deploy(algorithm, parted, tmp_path, on_round=[best(folder)], **resumed)
@@ -339,20 +337,20 @@ def test_the_best_state_is_kept(every: int, tmp_path: Path):
         (found, tmp_path),
         (load(folder, algorithm), tmp_path),
     ):
-        assert state.round == told.round == len(state.history)
-        assert_same(state, nodes, told)
+        assert state.round == sim.round == len(state.history)
+        assert_same(state, nodes, sim)
         for client in range(4):
             own, (x, _) = (
                 bf.load_client(nodes / f"node-{100 + client}", algorithm),
                 parted.test.client(client),
             )
-            assert own.round == told.round
+            assert own.round == sim.round
             assert_close(
-                own.predict(x).probs, told.client(client).predict(x).probs, atol=1e-6, rtol=0
+                own.predict(x).probs, sim.client(client).predict(x).probs, atol=1e-6, rtol=0
             )
-    assert load(tmp_path / "server", algorithm).round == told.round + 3
+    assert load(tmp_path / "server", algorithm).round == sim.round + 3
     later = deploy(algorithm, parted, tmp_path, start=folder, rounds=1, seed=9)
-    assert_same(later, tmp_path, simulated(algorithm, parted, start=told, rounds=1, seed=9))
+    assert_same(later, tmp_path, simulated(algorithm, parted, start=sim, rounds=1, seed=9))
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -479,8 +477,8 @@ def test_a_cohort_that_is_too_small_is_not_asked(
         "rounds": 6,
     }
     found = deploy(algorithm, clients, tmp_path, grid, **options)
-    told = simulated(algorithm, clients, **options)
-    assert_same(found, tmp_path, told)
+    sim = simulated(algorithm, clients, **options)
+    assert_same(found, tmp_path, sim)
     small = {round for round in range(6) if len(found.settings.cohort(7, round)) < 3}
     assert small
     assert not [
@@ -489,7 +487,7 @@ def test_a_cohort_that_is_too_small_is_not_asked(
         if message.metadata.message_type == "train" and asked(message, "round") in small
     ]
     for name in ("cohort", "lost", "rejected"):
-        assert found.history[name].tolist() == told.history[name].tolist()
+        assert found.history[name].tolist() == sim.history[name].tolist()
     assert [bool(count == 0) for count in found.history["bytes_down"]] == [
         round in small for round in range(6)
     ]
@@ -534,9 +532,9 @@ def test_a_tuned_number_is_the_simulations(
     """
     sums: list[Tensors] = []
 
-    def solve(survey: Tuning, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+    def solve(survey: Tuning, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         sums.append(dict(total))
-        return chosen(survey, told, total)
+        return chosen(survey, state, total)
 
     chosen = Tuning.solve
     monkeypatch.setattr(Tuning, "solve", solve)
@@ -547,9 +545,9 @@ def test_a_tuned_number_is_the_simulations(
             bf.algorithms.fedem(algorithm.model, components=2, batch_size=10), predictor=each
         )
     assert len(algorithm.predictor.grid) > 1
-    told = simulated(algorithm, clients, rounds=2)
+    sim = simulated(algorithm, clients, rounds=2)
     found = deploy(algorithm, clients, tmp_path, rounds=2)
-    expected = told.predict()
+    expected = sim.predict()
     for client in range(4):
         assert_close(
             predictions(found, tmp_path, client)["probs"],
@@ -557,7 +555,7 @@ def test_a_tuned_number_is_the_simulations(
             atol=1e-6,
             rtol=0,
         )
-    assert found.history["tuned"][-1] == told.tuned
+    assert found.history["tuned"][-1] == sim.tuned
     over, within = sums
     assert_close(over, within, atol=1e-6, rtol=0)
     assert over["n_examples"] == clients.validation.counts.sum()
@@ -620,10 +618,10 @@ def test_a_lost_client_outside_the_cohort_is_not_counted(
         timeout=0.3,
         **options,
     )
-    told = simulated(algorithm, clients, faults=plan, **options)
-    assert_same(found, tmp_path, told)
+    sim = simulated(algorithm, clients, faults=plan, **options)
+    assert_same(found, tmp_path, sim)
     for column in ("cohort", "lost", "rejected"):
-        assert found.history[column].tolist() == told.history[column].tolist()
+        assert found.history[column].tolist() == sim.history[column].tolist()
 
 
 def test_a_server_app_runs_what_it_was_given(
@@ -699,7 +697,7 @@ def test_a_fine_tuning_that_leaves_the_numbers(
     """
     algorithm, admission = burst_by_fine_tuning(model), bf.Admission(rule)
     found = deploy(algorithm, clients, tmp_path, admission=admission).history.rows[-1]
-    told = bf.simulate(
+    sim = bf.simulate(
         algorithm,
         clients,
         evaluate_every=None,
@@ -707,7 +705,7 @@ def test_a_fine_tuning_that_leaves_the_numbers(
         admission=bf.Admission("skip"),
         **OPTIONS,
     )
-    expected = told.predict().summary(clients.test)["nll"]
+    expected = sim.predict().summary(clients.test)["nll"]
     assert found["evaluated"] == clients.clients - (rule == "stop")
     assert (found["personal_nll"] == pytest.approx(expected, abs=1e-6)) == (rule == "skip")
 
@@ -727,13 +725,13 @@ def test_batch_norm_dropout_and_augmentation_to_the_bit(
     case = next(case for case in CASES if case.name == name)
     algorithm, data = case(with_batch_norm(dropout=0.3)), clients.augmented(noisy)
     options: dict[str, Any] = {"participation": 0.6, "dtype": torch.float32}
-    told = simulated(algorithm, data, engine=bf.Engine(chunk=3, workers=2), **options)
+    sim = simulated(algorithm, data, engine=bf.Engine(chunk=3, workers=2), **options)
     deploy(algorithm, data, tmp_path, rounds=2, checkpoint=tmp_path / "server", **options)
     found = deploy(algorithm, data, tmp_path, checkpoint=tmp_path / "server", **options)
-    assert_close(flatten(found.server), flatten(told.server), atol=0, rtol=0)
-    if told.private:
-        assert_close(private(found, tmp_path), flatten(told.private), atol=0, rtol=0)
-    expected = told.predict()
+    assert_close(flatten(found.server), flatten(sim.server), atol=0, rtol=0)
+    if sim.private:
+        assert_close(private(found, tmp_path), flatten(sim.private), atol=0, rtol=0)
+    expected = sim.predict()
     for client in range(clients.clients):
         assert_close(
             predictions(found, tmp_path, client)["probs"],
@@ -744,7 +742,7 @@ def test_batch_norm_dropout_and_augmentation_to_the_bit(
     plain = simulated(algorithm, clients, **options)
     assert not torch.allclose(
         plain.server[next(iter(algorithm.blocks))]["loc"],
-        told.server[next(iter(algorithm.blocks))]["loc"],
+        sim.server[next(iter(algorithm.blocks))]["loc"],
     )
 
 
@@ -755,11 +753,11 @@ def test_bytes_of_statistics_count(clients: FederatedData, tmp_path: Path):
     sent = []
     for make in (bf.algorithms.fedavg, bf.algorithms.fedbn):
         algorithm = make(with_batch_norm(), epochs=1)
-        told = simulated(algorithm, clients, rounds=1).history["bytes_up"][0]
+        sim = simulated(algorithm, clients, rounds=1).history["bytes_up"][0]
         found = deploy(algorithm, clients, tmp_path / make.__name__, rounds=1).history["bytes_up"][
             0
         ]
         # What a message says of each tensor.
-        assert 0 < found - told < 7 * 100 * len(algorithm.uplink())
-        sent.append(told)
+        assert 0 < found - sim < 7 * 100 * len(algorithm.uplink(algorithm.init(1)))
+        sent.append(sim)
     assert sent[0] - sent[1] == 7 * 4 * 16 * 8

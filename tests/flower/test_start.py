@@ -35,13 +35,13 @@ def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedDa
     """
     algorithm, few = case(model), clients.select(range(5))
     half: dict[str, Any] = {"participation": 0.5, "rounds": 1, "train": "cohort"}
-    told = simulated(algorithm, few, **half)
+    sim = simulated(algorithm, few, **half)
     found = deploy(algorithm, few, tmp_path, checkpoint=tmp_path / "first", **half)
     moved, nodes = clients.select(MOVED), [100 + client for client in MOVED]
     with pytest.warns(
         UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"
     ):
-        later_told = simulated(algorithm, moved, start=told, **LATER)
+        later_told = simulated(algorithm, moved, start=sim, **LATER)
     for start in (found, tmp_path / "first"):
         with pytest.warns(
             UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"
@@ -71,13 +71,13 @@ def test_a_run_after_a_run_after_a_run(
     none, from its first start.
     """
     algorithm, some = method(name, model), {"participation": 0.3, "rounds": 1, "train": "cohort"}
-    told = simulated(algorithm, clients, **some)
+    sim = simulated(algorithm, clients, **some)
     found = deploy(algorithm, clients, tmp_path, **some)
     order = [6, 2, 0, 4, 1, 3, 5]
     moved, nodes = clients.select(order), [100 + client for client in order]
     grid = grid_of(algorithm, moved, tmp_path, nodes=nodes)
     for seed in (11, 12):
-        told = simulated(algorithm, moved, start=told, **{**some, "seed": seed})
+        sim = simulated(algorithm, moved, start=sim, **{**some, "seed": seed})
         found = deploy(
             algorithm,
             moved,
@@ -87,16 +87,16 @@ def test_a_run_after_a_run_after_a_run(
             checkpoint=tmp_path / f"server-{seed}",
             **{**some, "seed": seed},
         )
-        assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+        assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
         again = load(tmp_path / f"server-{seed}", algorithm)
-        for known in (found, again) if told.private else ():
-            assert_close(private(known, tmp_path, nodes), flatten(told.private), atol=1e-6, rtol=0)
+        for known in (found, again) if sim.private else ():
+            assert_close(private(known, tmp_path, nodes), flatten(sim.private), atol=1e-6, rtol=0)
     assert found.before is not None
     assert len({place.experiment for place in found.before.places if place}) == 2
     x, _ = clients.test.client(2)
     assert_close(
         bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs,
-        told.client(1).predict(x).probs,
+        sim.client(1).predict(x).probs,
         atol=1e-6,
         rtol=0,
     )
@@ -144,8 +144,8 @@ def test_clients_of_one_name_are_never_confused(
             start=replace(before, names=()),
             **LATER,
         )
-    told = simulated(algorithm, clients, start=simulated(algorithm, clients, rounds=1), **LATER)
-    assert_close(private(found, tmp_path), flatten(told.private), atol=1e-6, rtol=0)
+    sim = simulated(algorithm, clients, start=simulated(algorithm, clients, rounds=1), **LATER)
+    assert_close(private(found, tmp_path), flatten(sim.private), atol=1e-6, rtol=0)
 
 
 def test_folders_of_another_kind(model: nn.Module, clients: FederatedData, tmp_path: Path):
@@ -153,14 +153,14 @@ def test_folders_of_another_kind(model: nn.Module, clients: FederatedData, tmp_p
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
     simulated(algorithm, clients, rounds=1).save(tmp_path / "run")
-    told = (
+    sim = (
         r"server.* holds the checkpoints of a deployment over Flower, not a run of "
         r"bf\.simulate: .*flower\.serve\(start=path\).*nodes"
     )
     for begin in ({"start": tmp_path / "server"}, {"resume": tmp_path / "server"}):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=sim):
             simulated(algorithm, clients, **begin)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=sim):
         bf.load(tmp_path / "server", algorithm)
     with pytest.raises(
         CheckpointError,
@@ -191,7 +191,7 @@ def test_a_server_that_goes_on_knows_where_it_began(
     """
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     before = deploy(algorithm, clients, tmp_path, rounds=1)
-    told = simulated(
+    sim = simulated(
         algorithm,
         clients,
         start=simulated(algorithm, clients, rounds=1),
@@ -207,8 +207,8 @@ def test_a_server_that_goes_on_knows_where_it_began(
     deploy(algorithm, clients, tmp_path, rounds=2, on_round=[lambda run: run.round == 1], **options)
     assert load(tmp_path / "server", algorithm).before is not None
     found = deploy(algorithm, clients, tmp_path, rounds=2, **options)
-    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
-    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
+    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
 
 
 def test_a_node_that_lost_its_state_is_left_out(
@@ -241,13 +241,13 @@ def test_a_client_whose_state_is_lost_begins_anew_where_the_server_says_so(
         + r"begin anew: on the server, pass start=dataclasses\.replace\(.*load\(folder, .*names=\[",
         caplog.text,
     )
-    told = simulated(algorithm, clients, rounds=1)
+    sim = simulated(algorithm, clients, rounds=1)
     others = ["client 0", "client 1", "before its disk failed", *before.names[3:]]
     with pytest.warns(UserWarning, match=r"\['client 2'\] are new"):
         later_told = simulated(
             algorithm,
             clients,
-            start=replace(told, known=replace(clients, client_names=tuple(others))),
+            start=replace(sim, known=replace(clients, client_names=tuple(others))),
             **LATER,
         )
     shutil.rmtree(tmp_path / "node-102")

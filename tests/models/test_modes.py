@@ -255,7 +255,7 @@ def test_which_norms_have_statistics():
     assert method.layout("body_buffers").names == ("body.1.running_mean", "body.1.running_var")
     again = replace(method, draws=0)
     assert list(again.blocks) == list(method.blocks)
-    assert method.uplink()["body_buffers.loc"][0] == (12,)
+    assert method.uplink(method.init(1))["body_buffers.loc"][0] == (12,)
     kept = replace(
         method,
         blocks={**method.blocks, "body": replace(method.blocks["body"], pool=None, keep=True)},

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bayesfl.base.checks import instance, number, warn
+from bayesfl.base.options import instance, number
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import Task
+from bayesfl.base.warning import warn
 from bayesfl.data.assembly import check_shares, take_share
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import ordered

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from bayesfl.base.checks import warn
 from bayesfl.base.files import atomic_write
+from bayesfl.base.warning import warn
 from bayesfl.data.tables.frame_warnings import warn_of_clients
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order

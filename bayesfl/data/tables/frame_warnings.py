@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bayesfl.base.checks import warn
+from bayesfl.base.warning import warn
 from bayesfl.data.tables.table import Table, Values
 
 SLIP = 1000.0

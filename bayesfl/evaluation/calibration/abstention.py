@@ -8,9 +8,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import warn
 from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.warning import warn
 from bayesfl.evaluation.binomial import upper_bound
 from bayesfl.evaluation.calibration.steps import refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
@@ -58,13 +58,13 @@ class Abstention:
         refuse_numbers(self, outputs)
         return {"thresholds": torch.linspace(self.risk, 1.0, THRESHOLDS, dtype=torch.float64)}
 
-    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the counts of rows, and of wrong ones, between each threshold and
         the one before.
         """
         return {"n_rows": (THRESHOLDS,), "n_wrong": (THRESHOLDS,)}
 
-    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return the clients' counts, [J, THRESHOLDS].
 
         Raises:
@@ -76,7 +76,7 @@ class Abstention:
                 "leave it out"
             )
         logits, labels, mask = local.labelled
-        place = torch.bucketize(_doubt(logits), told["thresholds"]).clamp_max(THRESHOLDS - 1)
+        place = torch.bucketize(_doubt(logits), state["thresholds"]).clamp_max(THRESHOLDS - 1)
         wrong = mask & (logits.argmax(-1) != labels)
 
         def counted(rows: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Abstention:
 
         return {"n_rows": counted(mask), "n_wrong": counted(wrong)}
 
-    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the last threshold before the first test that fails, -inf if that is the first."""
         n, wrong = total["n_rows"].cumsum(0).numpy(), total["n_wrong"].cumsum(0).numpy()
         passes = torch.from_numpy(upper_bound(wrong, n, self.delta) <= self.risk)
@@ -99,18 +99,18 @@ class Abstention:
                 "more risk, and fit a Temperature before if there is none",
             )
         threshold = (
-            told["thresholds"][good - 1] if good else told["thresholds"].new_tensor(-math.inf)
+            state["thresholds"][good - 1] if good else state["thresholds"].new_tensor(-math.inf)
         )
         return {"threshold": threshold}, True
 
-    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return nothing, as the threshold is one for all."""
         return {}
 
-    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
+    def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions that say which rows are `answered`."""
         inside = local.predictions.mask.cpu()
-        answered = _doubt(local.logits) <= told["threshold"]
+        answered = _doubt(local.logits) <= state["threshold"]
         answered = answered & inside.reshape(*inside.shape, *[1] * (answered.dim() - 2))
         return replace(local.predictions, answered=answered, risk=self.risk)
 

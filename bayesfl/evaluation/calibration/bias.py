@@ -37,7 +37,7 @@ class Bias(PerClient):
     split: str = "validation"
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return nothing to be told.
+        """Return an empty state.
 
         Raises:
             ValueError: What is predicted has no classes.
@@ -45,7 +45,7 @@ class Bias(PerClient):
         refuse_numbers(self, outputs)
         return {}
 
-    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return every client's b_j, [J, O]."""
         logits, labels, mask = local.labelled
         seen = torch.zeros(len(logits), logits.shape[-1], dtype=torch.float64).scatter_add_(
@@ -76,7 +76,7 @@ class Bias(PerClient):
             b, now = b - step, then
         return {"bias": b}
 
-    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
+    def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions with softmax(log(probs) + b_j)."""
         logits = local.logits
         b = own["bias"]

@@ -38,10 +38,10 @@ class Choice(PerClient):
     compares: ClassVar[bool] = True
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return nothing to be told."""
+        """Return an empty state."""
         return {}
 
-    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return which clients take the server's model, `shared`, and on how many rows that is
         better and worse, [J] each.
         """
@@ -52,7 +52,7 @@ class Choice(PerClient):
         p = torch.from_numpy(binom.sf((better - 1).numpy(), (better + worse).numpy(), 0.5))
         return {"shared": p <= self.delta, "better": better, "worse": worse}
 
-    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
+    def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return the predictions that clients have chosen."""
         given, other = local.predictions, _shared(local)
         found: dict[str, Any] = {}

@@ -10,9 +10,9 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import warn
 from bayesfl.base.options import PROBABILITY, Range, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.warning import warn
 from bayesfl.evaluation.calibration.scores import (
     Score,
     class_scores,
@@ -126,24 +126,24 @@ class Conformal:
             )
         return {"groups": torch.tensor(1)}
 
-    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of counts of scores, in each bin and beyond the last, or of numbers' by
         their power of 2; or that of losses.
         """
-        if "edges" not in told:
+        if "edges" not in state:
             return {"n_powers": (2, OCTAVES + 1)}
-        if "counts" in told:
+        if "counts" in state:
             return {"pinball": (len(SHRINKS),)}
-        return {"n_scores": (int(told["groups"]), HISTOGRAM_BINS + 1)}
+        return {"n_scores": (int(state["groups"]), HISTOGRAM_BINS + 1)}
 
-    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return the clients' counts of scores, [J, G, bins + 1], or their summed losses under each
         value of n0, [J, K].
         """
         scores, group, mask = self._scores(local)
-        if "counts" in told:
-            return {"pinball": self._losses(told, scores, group, mask)}
-        if "edges" not in told:
+        if "counts" in state:
+            return {"pinball": self._losses(state, scores, group, mask)}
+        if "edges" not in state:
             return {
                 "n_powers": _counted(
                     torch.bucketize(scores.abs(), _POWERS_OF_2),
@@ -153,17 +153,17 @@ class Conformal:
                     OCTAVES + 1,
                 )
             }
-        place = torch.bucketize(scores, told["edges"])
-        return {"n_scores": _counted(place, group, mask, int(told["groups"]), HISTOGRAM_BINS + 1)}
+        place = torch.bucketize(scores, state["edges"])
+        return {"n_scores": _counted(place, group, mask, int(state["groups"]), HISTOGRAM_BINS + 1)}
 
-    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the bins' ends once the range is known, then their counts, after which nothing is
         left to ask.
 
         Raises:
             ValueError: No client has an example.
         """
-        if "edges" not in told:
+        if "edges" not in state:
             counts = total["n_powers"]
             refuse_empty(self.split, counts.sum())
             beyond = counts.sum() - counts.sum(0).cumsum(0)[:-1]  # scores above each power
@@ -181,25 +181,25 @@ class Conformal:
             far = high * (2 * _POWERS_OF_2[-1] / high) ** (
                 torch.arange(1, TAIL + 1, dtype=torch.float64) / TAIL
             )
-            return told | {"edges": torch.cat([near, far])}, False
-        if "counts" in told:
-            return told | {
+            return state | {"edges": torch.cat([near, far])}, False
+        if "counts" in state:
+            return state | {
                 "shrink": torch.tensor(SHRINKS[int(total["pinball"].argmin())], dtype=torch.float64)
             }, True
         refuse_empty(self.split, total["n_scores"].sum())
-        return told | {"counts": total["n_scores"]}, self.shrink != "pinball"
+        return state | {"counts": total["n_scores"]}, self.shrink != "pinball"
 
-    def _losses(self, told: Tensors, scores: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    def _losses(self, state: Tensors, scores: Tensor, group: Tensor, mask: Tensor) -> Tensor:
         """Return each client's pinball losses, each score under the threshold of the others, [J,
         K]; beyond the end counts as the end.
         """
         out = torch.zeros(len(scores), len(SHRINKS), dtype=torch.float64)
-        end = told["edges"][-1]
+        end = state["edges"][-1]
         for k, shrink in enumerate(SHRINKS):
-            for g in range(int(told["groups"])):
+            for g in range(int(state["groups"])):
                 own = mask & (group == g)
                 t = without_one(
-                    scores, own, told["edges"], told["counts"][g], level=self.level, shrink=shrink
+                    scores, own, state["edges"], state["counts"][g], level=self.level, shrink=shrink
                 ).clamp_max(end)
                 above = scores.clamp_max(end) - t
                 out[:, k] += torch.where(
@@ -207,7 +207,7 @@ class Conformal:
                 ).sum(-1)
         return out
 
-    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the
         numbers of their own scores [J, G].
 
@@ -216,12 +216,12 @@ class Conformal:
         """
         scores, group, mask = self._scores(local)
         found, numbers = [], []
-        shrink = float(told["shrink"]) if "shrink" in told else float(self.shrink)
-        for g in range(int(told["groups"])):
+        shrink = float(state["shrink"]) if "shrink" in state else float(self.shrink)
+        for g in range(int(state["groups"])):
             own = mask & (group == g)
             found.append(
                 thresholds(
-                    scores, own, told["edges"], told["counts"][g], level=self.level, shrink=shrink
+                    scores, own, state["edges"], state["counts"][g], level=self.level, shrink=shrink
                 )
             )
             numbers.append(own.sum(-1))
@@ -245,7 +245,7 @@ class Conformal:
         )[0]
         return scores if local.predictions.probs is None else scores.round(decimals=_DECIMALS)
 
-    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
+    def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions with `sets` of classes, or with the ends of intervals as `lower` and
         `upper`.
         """

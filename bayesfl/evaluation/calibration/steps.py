@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Put, Survey, conduct, together
+from bayesfl.evaluation.surveys import Ask, LocalPredictions, Outputs, Survey, conduct, together
 
 
 @runtime_checkable
@@ -20,15 +20,15 @@ class Step(Survey[LocalPredictions], Protocol):
     `draws = True`, and is then given `LocalPredictions.rows`.
     """
 
-    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
-        """Return the clients' own parameters, [J, ...], by what was told at last."""
+    def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
+        """Return the clients' own parameters, [J, ...], by the survey's last state."""
         ...
 
-    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
+    def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return changed predictions.
 
         Args:
-            told: What was told at last.
+            state: The survey's last state.
             own: The clients' own parameters, [J, ...].
             local: The predictions to change, and whose they are; labels are not read.
         """
@@ -40,17 +40,17 @@ class PerClient:
     nothing sent.
     """
 
-    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return nothing, as nothing is asked."""
         return {}
 
-    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return nothing."""
         return {}
 
-    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return what was told."""
-        return told, True
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the state, which is the last."""
+        return state, True
 
 
 @dataclass(frozen=True)
@@ -59,28 +59,30 @@ class Fitted:
 
     Args:
         step: The step.
-        told: What all clients know, as a pooled temperature or the histogram of all scores.
+        state: What all clients know, as a pooled temperature or the histogram of all scores.
         own: The clients' own parameters, [J, ...], which never leave them.
     """
 
     step: Step
-    told: Tensors
+    state: Tensors
     own: Tensors
 
     def __repr__(self) -> str:
-        kept = ", ".join(f"{name} {list(t.shape)}" for name, t in {**self.told, **self.own}.items())
+        kept = ", ".join(
+            f"{name} {list(t.shape)}" for name, t in {**self.state, **self.own}.items()
+        )
         return f"Fitted({self.step}; {kept})"
 
     def apply(self, local: LocalPredictions) -> LocalPredictions:
         """Return predictions as the step changes them, with whose they are."""
-        return replace(local, predictions=self.step.apply(self.told, self.own, local))
+        return replace(local, predictions=self.step.apply(self.state, self.own, local))
 
     def of(self, rows: Tensor) -> "Fitted":
         """Return the step as some clients know it, by their places [C]."""
         return replace(self, own={name: t[rows] for name, t in self.own.items()})
 
 
-def fit(step: Step, local: LocalPredictions, outputs: Outputs, put: Put | None = None) -> Fitted:
+def fit(step: Step, local: LocalPredictions, outputs: Outputs, ask: Ask | None = None) -> Fitted:
     """Fit a step to clients' predictions on its split, to which the steps before it have been
     applied.
 
@@ -88,13 +90,13 @@ def fit(step: Step, local: LocalPredictions, outputs: Outputs, put: Put | None =
         step: The step.
         local: The predictions, and whose they are.
         outputs: What is predicted.
-        put: How questions are put; None adds the answers of `local`.
+        ask: How questions are put; None adds the answers of `local`.
 
     Raises:
         ValueError: The step does not fit such predictions, or a prediction is not finite.
     """
-    told = conduct(step, put or together(step, local), outputs)
-    return Fitted(step, told, step.settle(told, local))
+    state = conduct(step, ask or together(step, local), outputs)
+    return Fitted(step, state, step.settle(state, local))
 
 
 def refuse_numbers(step: object, outputs: Outputs) -> None:

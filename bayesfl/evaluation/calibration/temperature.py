@@ -11,9 +11,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import warn
 from bayesfl.base.options import Range, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.warning import warn
 from bayesfl.evaluation.calibration.steps import changed, refuse_empty, refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
@@ -76,18 +76,18 @@ class Temperature:
         found = {"beta": 1.0, "low": 0.0, "high": math.inf, "information": 0.0, "bounded": 1.0}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
-    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of g, h, and the numbers of examples and of those whose label is not
         the most probable class.
         """
         return {"g": (), "h": (), "n_examples": (), "n_wrong": ()}
 
-    def ask(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return slope and curvature of the clients' negative log likelihoods in beta, in nats, and
         two counts; sums over examples, [J].
         """
         logits, labels, mask = local.labelled
-        probs = (told["beta"] * logits).softmax(-1)
+        probs = (state["beta"] * logits).softmax(-1)
         mean, true = (probs * logits).sum(-1), logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         h = (probs * (logits - mean.unsqueeze(-1)).square()).sum(-1)
         wrong = (true < logits.amax(-1)) & mask
@@ -98,23 +98,23 @@ class Temperature:
             "n_wrong": wrong.sum(-1),
         }
 
-    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the next beta: Newton's; where that leaves the bracket its end, if that was not
         tried, or its middle.
 
         Raises:
             ValueError: No client has an example.
         """
-        beta, low, high = (float(told[name]) for name in ("beta", "low", "high"))
+        beta, low, high = (float(state[name]) for name in ("beta", "low", "high"))
         g, h, n = (float(total[name]) for name in ("g", "h", "n_examples"))
         refuse_empty(self.split, total["n_examples"])
-        now = told | {"information": told["beta"].square() * total["h"] / n}
+        now = state | {"information": state["beta"].square() * total["h"] / n}
         if g == h == 0:  # no prediction tells the classes apart, and no temperature changes one
             return now, True
         if not total["n_wrong"] > 0:
             return self._unbounded(now, 1 / COLDEST), True
         if g * g <= CONVERGED * n * h:
-            step = told["beta"] - total["g"] / total["h"]  # which the sums still give
+            step = state["beta"] - total["g"] / total["h"]  # which the sums still give
             return now | {"beta": step.clamp(*_ends(low, high))}, True
         if beta == (1 / COLDEST if g < 0 else 1 / HOTTEST):
             return self._unbounded(now, beta), True
@@ -143,9 +143,9 @@ class Temperature:
             "bounded": torch.zeros((), dtype=torch.float64),
         }
 
-    def settle(self, told: Tensors, local: LocalPredictions) -> Tensors:
+    def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return every client's own temperature, [J]."""
-        pooled = (1 / told["beta"]).expand(len(local.ids))
+        pooled = (1 / state["beta"]).expand(len(local.ids))
         if self.strength == math.inf:
             return {"temperature": pooled.clone()}
         logits, labels, mask = local.labelled
@@ -154,10 +154,12 @@ class Temperature:
             math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64
         )
         scored = Tempered(logits.mT.contiguous(), labels, grid)
-        own = scored.minimise(pooled.log(), self.strength * told["information"].expand(len(pooled)))
+        own = scored.minimise(
+            pooled.log(), self.strength * state["information"].expand(len(pooled))
+        )
         return {"temperature": own.exp().clamp(COLDEST, HOTTEST)}
 
-    def apply(self, told: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
+    def apply(self, state: Tensors, own: Tensors, local: LocalPredictions) -> Predictions:
         """Return predictions with softmax(log(probs) / T)."""
         logits = local.logits
         return changed(

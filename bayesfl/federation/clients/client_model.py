@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from bayesfl.base import digest
-from bayesfl.base.checks import instance, warn, whole
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import Shapes, words
+from bayesfl.base.options import instance, whole
 from bayesfl.base.protocols import (
     Batch,
     FittedPredictor,
@@ -31,6 +31,7 @@ from bayesfl.base.protocols import (
     View,
 )
 from bayesfl.base.random import hashed
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData

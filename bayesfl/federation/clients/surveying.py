@@ -9,10 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from bayesfl.base.checks import warn
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
 from bayesfl.evaluation.audit import Counting
@@ -29,9 +29,9 @@ from bayesfl.evaluation.calibration import (
 from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import (
+    Ask,
     LocalPredictions,
     Outputs,
-    Put,
     Survey,
     answers,
     named_split,
@@ -55,7 +55,7 @@ class Adder(Protocol):
         ...
 
 
-def put_to(survey: Survey, local: LocalPredictions, aggregation: Any) -> Put:
+def ask_here(survey: Survey, local: LocalPredictions, aggregation: Any) -> Ask:
     """Return how a survey's questions are put to clients on this machine.
 
     Raises:
@@ -69,8 +69,8 @@ def put_to(survey: Survey, local: LocalPredictions, aggregation: Any) -> Put:
             f"{aggregation!r}"
         )
 
-    def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        found = answers(survey, told, local, shapes)
+    def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        found = answers(survey, state, local, shapes)
         return aggregation.added(
             {
                 client: {name: t[row] for name, t in found.items()}
@@ -78,7 +78,7 @@ def put_to(survey: Survey, local: LocalPredictions, aggregation: Any) -> Put:
             }
         )
 
-    return put
+    return ask
 
 
 def asked(survey: Any, splits: Mapping[str, ClientData]) -> ClientData:
@@ -180,20 +180,20 @@ def fitted(
     done = list(before)
     for step in steps:
         local = applied(done, predicted[step.split])
-        done.append(fit(step, local, outputs, put_to(step, local, aggregation)))
+        done.append(fit(step, local, outputs, ask_here(step, local, aggregation)))
     return tuple(done)
 
 
 def settled(
     steps: Sequence[Fitted], predicted: Mapping[str, LocalPredictions]
 ) -> tuple[Fitted, ...]:
-    """Return steps with the own parameters of other clients, by what was told; clients without rows
-    in a split have none to go by.
+    """Return steps with the own parameters of other clients, by the surveys' states; clients
+    without rows in a split have none to go by.
     """
     done: list[Fitted] = []
     for one in steps:
         local = applied(done, predicted[one.step.split])
-        done.append(replace(one, own=one.step.settle(one.told, local)))
+        done.append(replace(one, own=one.step.settle(one.state, local)))
     return tuple(done)
 
 

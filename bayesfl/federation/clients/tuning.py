@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import warn
 from bayesfl.base.protocols import Predictor, Tensors
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine.crew import Crew
@@ -60,17 +60,17 @@ class Tuning:
         return "validation"
 
     def start(self, outputs: Outputs) -> Tensors:
-        """Return nothing to be told."""
+        """Return an empty state."""
         return {}
 
-    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the sums, and of the numbers of examples and of those for which a
         candidate does not work.
         """
         count = len(self.predictor.grid)
         return {"nll": (count,), "products": (count, count), "n_examples": (), "n_broken": (count,)}
 
-    def ask(self, told: Tensors, local: Candidates) -> Tensors:
+    def answer(self, state: Tensors, local: Candidates) -> Tensors:
         """Return the clients' sums; of a candidate that does not work for one of a client's
         examples, 0.
         """
@@ -86,7 +86,7 @@ class Tuning:
             "n_broken": n_broken,
         }
 
-    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the chosen candidate, `value`; warn if it is the smallest.
 
         Raises:
@@ -127,11 +127,11 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
     check_tunable(local.algorithm, data)
     survey = Tuning(predictor)
 
-    def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    def ask(so_far: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         def work(ids: np.ndarray) -> tuple[np.ndarray, Tensors]:
             done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
             return ids, answers(
-                survey, told, candidates(local, done, data.validation, round=state.round), shapes
+                survey, so_far, candidates(local, done, data.validation, round=state.round), shapes
             )
 
         parts = list(crew.over(local.chunked(), work))
@@ -140,7 +140,7 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
             ids, {name: torch.cat([found[name] for _, found in parts]) for name in shapes}
         )
 
-    return float(conduct(survey, put, Outputs(data.task, data.outputs))["value"])
+    return float(conduct(survey, ask, Outputs(data.task, data.outputs))["value"])
 
 
 def candidates(local: Local, done: Done, validation: ClientData, *, round: int) -> Candidates:

@@ -35,8 +35,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number
-from bayesfl.base.options import PROBABILITY, Natural, NotNegative, Positive, Share, declared
+from bayesfl.base.options import (
+    PROBABILITY,
+    Natural,
+    NotNegative,
+    Positive,
+    Share,
+    declared,
+    number,
+)
 from bayesfl.base.protocols import Server
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten
@@ -305,7 +312,7 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
                 "of their data; pass ClientPrivacy(weights=[...]), fixed beforehand, which "
                 "replace it"
             )
-    if more := sorted(name for name in algorithm.uplink() if name.split(".")[0] not in pools):
+    if more := sorted(algorithm.reports):
         raise ValueError(
             f"the method's `reports` sends {more}, which ClientPrivacy does not cover; where it "
             "can do without, take dataclasses.replace(algorithm, reports={}, "

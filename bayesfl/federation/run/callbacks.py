@@ -27,8 +27,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import warn
 from bayesfl.base.options import Count, declared
+from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History
 from bayesfl.federation.run.loading import reloaded

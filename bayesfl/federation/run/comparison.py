@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal
 
-from bayesfl.base.checks import warn
 from bayesfl.base.described import ADDRESS
+from bayesfl.base.warning import warn
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import instance, warn, whole
 from bayesfl.base.files import folder
-from bayesfl.base.options import PROBABILITY, declared
+from bayesfl.base.options import PROBABILITY, declared, instance, whole
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.data import ClientData, FederatedData
@@ -303,7 +303,7 @@ class Result:
         predicted = self.calibrated_predictions(split)
         return conduct(
             survey,
-            surveying.put_to(survey, predicted, aggregation),
+            surveying.ask_here(survey, predicted, aggregation),
             Outputs(self.known.task, self.known.outputs),
         )
 
@@ -348,13 +348,13 @@ class Result:
             )
         survey = units(self.data, split, rows, by, groups)
         predicted = self.calibrated_predictions(rows.to(self.device, self.dtype))
-        told = conduct(
+        state = conduct(
             survey,
-            surveying.put_to(survey, predicted, aggregation),
+            surveying.ask_here(survey, predicted, aggregation),
             Outputs(self.data.task, self.data.outputs),
         )
         return survey.audit(
-            told, level=predicted.predictions.promise, risk=predicted.predictions.risk, delta=delta
+            state, level=predicted.predictions.promise, risk=predicted.predictions.risk, delta=delta
         )
 
     def alarm(self, client: int | str, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:

@@ -12,11 +12,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl import preflight
-from bayesfl.base.checks import warn
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
@@ -190,7 +190,7 @@ def simulate(
         algorithm,
         settings,
         clients.clients,
-        algorithm.uplink(dtype),
+        algorithm.uplink(result.server),
         admission,
         sums,
         clients.client_names,

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base import digest
-from bayesfl.base.checks import warn
 from bayesfl.base.protocols import Server
 from bayesfl.base.trees import detached
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Mixed
 from bayesfl.data import FederatedData

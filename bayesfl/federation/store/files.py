@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from bayesfl.base import digest
-from bayesfl.base.checks import warn
 from bayesfl.base.described import anonymous
 from bayesfl.base.files import atomic_path, folder, remove_leftovers
 from bayesfl.base.inputs import as_tuples
 from bayesfl.base.trees import detached, nest
+from bayesfl.base.warning import warn
 from bayesfl.data.outline import Outline
 from bayesfl.data.tables.columns import Columns
 from bayesfl.engine import Engine
@@ -112,7 +112,7 @@ def read_steps(found: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
 def _write_fitted(steps: Sequence[Fitted]) -> dict[str, Any]:
     said = described_steps([one.step for one in steps])
     return {
-        str(place): {**about, "told": dict(one.told), "own": dict(one.own)}
+        str(place): {**about, "state": dict(one.state), "own": dict(one.own)}
         for place, (about, one) in enumerate(zip(said, steps, strict=True))
     }
 
@@ -121,7 +121,7 @@ def _read_fitted(found: Mapping[str, Any]) -> tuple[Fitted, ...]:
     ordered = [found[str(place)] for place in range(len(found))]
     # Applied on the CPU.
     parts = [
-        [{name: t.cpu() for name, t in one[part].items()} for part in ("told", "own")]
+        [{name: t.cpu() for name, t in one[part].items()} for part in ("state", "own")]
         for one in ordered
     ]
     return tuple(Fitted(step, *both) for step, both in zip(read_steps(ordered), parts, strict=True))

@@ -52,11 +52,12 @@ def test_the_threshold_is_that_of_tests_one_by_one(risk: float):
             break
         best = t
     assert best > risk
-    assert float(found.told["threshold"]) == pytest.approx(best)
-    told = step.start(CLASSES)
+    assert float(found.state["threshold"]) == pytest.approx(best)
+    state = step.start(CLASSES)
     for j in range(4):
         assert torch.equal(
-            step.ask(told, part(given, j))["n_wrong"][0], step.ask(told, given)["n_wrong"][j]
+            step.answer(state, part(given, j))["n_wrong"][0],
+            step.answer(state, given)["n_wrong"][j],
         )
     answered = found.apply(given).predictions.answered
     assert answered is not None
@@ -76,7 +77,7 @@ def test_the_promise_holds_over_draws():
     for seed in range(600):
         given, doubt = sure(1500, seed)
         threshold = float(
-            fit(Abstention(split="test"), given, Outputs("classification", 2)).told["threshold"]
+            fit(Abstention(split="test"), given, Outputs("classification", 2)).state["threshold"]
         )
         # E[d | d <= t] of d = u^2, u uniform, is t / 3, up to the largest doubt
         broken += threshold > 0 and min(threshold, 0.5) / 3 > 0.05
@@ -107,13 +108,13 @@ def test_too_little_to_show_a_small_risk():
 def test_the_first_failure_ends_the_sequence():
     """Also where a larger threshold would pass again: with fresh rows that are all right."""
     step = Abstention(risk=0.1, delta=0.1)
-    told = step.start(CLASSES)
+    state = step.start(CLASSES)
     rows = torch.zeros(THRESHOLDS).double()
     wrong = torch.zeros(THRESHOLDS).double()
     rows[[0, 10, 20]], wrong[10] = torch.tensor([100.0, 20.0, 1000.0]).double(), 15
-    found, done = step.solve(told, {"n_rows": rows, "n_wrong": wrong})
+    found, done = step.solve(state, {"n_rows": rows, "n_wrong": wrong})
     assert done
-    assert float(found["threshold"]) == float(told["thresholds"][9])
+    assert float(found["threshold"]) == float(state["thresholds"][9])
 
 
 def test_bad_options():

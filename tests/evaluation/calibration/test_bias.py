@@ -28,7 +28,7 @@ def test_it_is_each_clients_own_optimum():
         assert_close(fitted.own["bias"][j].numpy(), wanted, atol=1e-6, rtol=1e-6)
         if len(y):
             assert_close(fit(Bias(), part(given, j), CLASSES).own["bias"][0], fitted.own["bias"][j])
-    assert fitted.told == {}
+    assert fitted.state == {}
     changed = fitted.apply(given).predictions.probs
     assert changed is not None
     z, _ = alone(given)[0]

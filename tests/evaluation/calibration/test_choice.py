@@ -53,7 +53,7 @@ def test_clients_take_what_is_better_on_discordant_rows():
     assert probs is not None
     torch.testing.assert_close(probs[0], both.shared.probs[0], equal_nan=True)
     torch.testing.assert_close(probs[3], given.predictions.probs[3], equal_nan=True)
-    assert found.told == {}
+    assert found.state == {}
 
 
 def test_a_tie_keeps_the_own_model():

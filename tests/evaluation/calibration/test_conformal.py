@@ -191,7 +191,7 @@ def test_sets_hold_what_scores_at_most_the_threshold(options: dict[str, Any]):
         if not len(z):
             continue
         own = fitted.of(torch.tensor([j]))
-        assert_close(step.settle(fitted.told, part(given, j))["threshold"], own.own["threshold"])
+        assert_close(step.settle(fitted.state, part(given, j))["threshold"], own.own["threshold"])
         sets = own.apply(part(given, j)).predictions.sets
         assert sets is not None
         assert torch.equal(sets[0], made.sets[j][: len(z)])
@@ -245,7 +245,7 @@ def test_intervals_of_numbers(kind: str):
     inside = ((made.lower <= y) & (y <= made.upper)).all(-1) & given.predictions.mask
     assert 0.8 <= float(inside.sum() / given.predictions.mask.sum()) < 0.9
     t = fitted.own["threshold"][0, 0]
-    low, high = float(fitted.told["edges"][0]), float(fitted.told["edges"][-1])
+    low, high = float(fitted.state["edges"][0]), float(fitted.state["edges"][-1])
     if kind == "deviations":
         scores = ((y - given.predictions.mean) / given.predictions.variance.sqrt()).abs().amax(-1)  # type: ignore[operator, union-attr]
         assert 0 < low < float(t) < high
@@ -255,8 +255,8 @@ def test_intervals_of_numbers(kind: str):
     own = scores[0].double()
     exact = own.sort().values
     assert float(exact[int(0.7 * 60)]) < float(t) < float(exact[-1])
-    assert float(fitted.told["counts"].sum()) == 85
-    assert float(fitted.told["counts"][0, -1]) <= 0.1 * 0.2 * 85  # few beyond the range
+    assert float(fitted.state["counts"].sum()) == 85
+    assert float(fitted.state["counts"][0, -1]) <= 0.1 * 0.2 * 85  # few beyond the range
     assert fitted.own["threshold"].isfinite().all()
 
 
@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_refused():
             Conformal(),
             local((0, 0, 2)),
             CLASSES,
-            lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
+            lambda state, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
         )
 
 
@@ -331,10 +331,10 @@ def test_n0_by_the_pinball_loss():
         )
         given, numbers = LocalPredictions(found, np.arange(30)), Outputs("regression", 1)
         fitted = fit(Conformal(shrink="pinball"), given, numbers)
-        assert float(fitted.told["shrink"]) in expected
-        fixed = fit(Conformal(shrink=float(fitted.told["shrink"])), given, numbers)
+        assert float(fitted.state["shrink"]) in expected
+        fixed = fit(Conformal(shrink=float(fitted.state["shrink"])), given, numbers)
         assert torch.equal(fixed.own["threshold"], fitted.own["threshold"])
-        edges, counts = fixed.told["edges"], fixed.told["counts"][0]
+        edges, counts = fixed.state["edges"], fixed.state["counts"][0]
         own = fixed.own["scores"][:1].clamp_max(edges[-1])
         t = without_one(
             fixed.own["scores"][:1], found.mask[:1], edges, counts, level=0.9, shrink=5.0
@@ -344,10 +344,10 @@ def test_n0_by_the_pinball_loss():
             for s, q in zip(own[0].tolist(), t[0].tolist(), strict=True)
         )
         assert float(
-            Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"][0, 0]
+            Conformal(shrink="pinball").answer({**fixed.state}, given)["pinball"][0, 0]
         ) == pytest.approx(by_hand)
-        losses = Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"].sum(0)
-        assert SHRINKS[int(losses.argmin())] == float(fitted.told["shrink"])
+        losses = Conformal(shrink="pinball").answer({**fixed.state}, given)["pinball"].sum(0)
+        assert SHRINKS[int(losses.argmin())] == float(fitted.state["shrink"])
 
 
 def test_outliers_do_not_widen_the_others():
@@ -364,7 +364,7 @@ def test_outliers_do_not_widen_the_others():
     given, numbers = LocalPredictions(found, np.arange(6)), Outputs("regression", 1)
     exact = y.abs().flatten().sort().values[math.ceil(211 * 0.9) - 1]
     pooled = fit(Conformal(shrink=math.inf), given, numbers)
-    width = float(pooled.told["edges"][0])
+    width = float(pooled.state["edges"][0])
     assert width < 0.02
     assert 0 <= float(pooled.own["threshold"][0, 0]) - float(exact) <= width
     assert float(fit(Conformal(), given, numbers).own["threshold"].max()) < 10

@@ -41,13 +41,13 @@ def test_it_is_that_of_all_rows_together(heat: float):
     step = Temperature(strength=math.inf)
     put = together(step, given)
 
-    def counted(told, shapes):
-        asked.append(put(told, shapes))
+    def counted(state, shapes):
+        asked.append(put(state, shapes))
         return asked[-1]
 
     fitted = fit(step, given, CLASSES, counted)
     # A search knows an optimum to the root of rounding.
-    assert float(1 / fitted.told["beta"]) == pytest.approx(central(given), rel=1e-6)
+    assert float(1 / fitted.state["beta"]) == pytest.approx(central(given), rel=1e-6)
     assert abs(float(asked[-1]["g"])) < 1e-6
     assert len(asked) <= 10
     assert fitted.own["temperature"].unique().numel() == 1
@@ -66,15 +66,15 @@ def test_it_is_exact(heat: float):
         )
 
     root = brentq(slope, 1 / HOTTEST, 1 / COLDEST, xtol=1e-15, rtol=1e-15)
-    assert float(fit(Temperature(), given, CLASSES).told["beta"]) == pytest.approx(root, rel=1e-9)
+    assert float(fit(Temperature(), given, CLASSES).state["beta"]) == pytest.approx(root, rel=1e-9)
 
 
 def test_slope_and_curvature_are_derivatives():
     """Of the negative log likelihood in beta, of each client."""
     given, step = local(), Temperature()
     beta = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    told = step.start(CLASSES) | {"beta": beta.detach()}
-    answer = step.ask(told, given)
+    state = step.start(CLASSES) | {"beta": beta.detach()}
+    answer = step.answer(state, given)
     for j, (z, y) in enumerate(alone(given)):
         nll = -(beta * z).log_softmax(-1).gather(1, y[:, None]).sum()
         (g,) = torch.autograd.grad(nll, beta, create_graph=True)
@@ -83,7 +83,7 @@ def test_slope_and_curvature_are_derivatives():
         assert_close(answer["h"][j], h)
         assert int(answer["n_examples"][j]) == len(y)
         assert int(answer["n_wrong"][j]) == int((z.argmax(-1) != y).sum())
-        assert_close(step.ask(told, part(given, j))["g"][0], answer["g"][j]) if len(y) else None
+        assert_close(step.answer(state, part(given, j))["g"][0], answer["g"][j]) if len(y) else None
 
 
 @pytest.mark.parametrize("strength", [0.0, 3.0, 10.0])
@@ -117,7 +117,7 @@ def test_a_clients_own_is_drawn_to_it(strength: float):
             ]
             best = min(starts, key=lambda one: one.fun)
             assert float(fitted.own["temperature"][j]) == pytest.approx(math.exp(best.x), rel=1e-6)
-    assert float(fitted.own["temperature"][2]) == pytest.approx(float(1 / fitted.told["beta"]))
+    assert float(fitted.own["temperature"][2]) == pytest.approx(float(1 / fitted.state["beta"]))
     own = fitted.apply(given).predictions.probs
     assert own is not None
     z = found.probs[0].log() / fitted.own["temperature"][0]
@@ -143,13 +143,13 @@ def test_ends_of_its_range():
             fitted = fit(
                 Temperature(), replace(given, predictions=replace(found, labels=labels)), CLASSES
             )
-        assert float(1 / fitted.told["beta"]) == pytest.approx(value)
-        assert fitted.told["bounded"] == 0
+        assert float(1 / fitted.state["beta"]) == pytest.approx(value)
+        assert fitted.state["bounded"] == 0
     right = replace(given, predictions=replace(found, labels=found.probs.nan_to_num().argmax(-1)))
-    step, told = Temperature(), Temperature().start(CLASSES)
-    total = together(step, right)(told, step.shapes(told))
+    step, state = Temperature(), Temperature().start(CLASSES)
+    total = together(step, right)(state, step.shapes(state))
     with pytest.warns(UserWarning, match="does not bound"):
-        assert step.solve(told, total)[1]  # one question is enough
+        assert step.solve(state, total)[1]  # one question is enough
     flat = replace(given, predictions=replace(found, probs=torch.full_like(found.probs, 0.25)))
     assert fit(Temperature(), flat, CLASSES).own["temperature"].tolist() == [1.0] * 4
 
@@ -164,7 +164,7 @@ def test_what_is_refused():
             Temperature(),
             local((0, 0, 3)),
             CLASSES,
-            lambda told, shapes: {name: torch.zeros(()) for name in shapes},
+            lambda state, shapes: {name: torch.zeros(()) for name in shapes},
         )
     broken = local()
     assert broken.predictions.probs is not None

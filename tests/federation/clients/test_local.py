@@ -95,7 +95,7 @@ def test_counters_and_masks_are_kept(clients, model, kernel, tmp_path):
     run.save(tmp_path / "run")
     again = bf.load(tmp_path / "run", made, clients)
     assert (again.private["mask"].dtype, again.server["seen"].dtype) == (torch.bool, torch.int64)
-    assert made.uplink()["rounds_in"] == ((), torch.int64)
+    assert made.uplink(made.init(1))["rounds_in"] == ((), torch.int64)
     novel = run.adapt(federation(sizes=(9, 8, 7)))
     assert novel.server["seen"].tolist() == [0, 0, 0]
 

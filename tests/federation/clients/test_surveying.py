@@ -95,10 +95,10 @@ def test_files_and_clients_keep_it(
 def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: pytest.MonkeyPatch):
     """Counts and thresholds to the bit; a temperature to the unit in which summands are rounded."""
     secure = result.calibrate(Temperature(), aggregation=SecureSum())
-    assert_close(secure.steps[0].told["beta"], served.steps[0].told["beta"], atol=1e-7, rtol=0)
+    assert_close(secure.steps[0].state["beta"], served.steps[0].state["beta"], atol=1e-7, rtol=0)
     sets = result.calibrate(Conformal(), aggregation=SecureSum())
     plain = result.calibrate(Conformal())
-    assert torch.equal(sets.steps[0].told["counts"], plain.steps[0].told["counts"])
+    assert torch.equal(sets.steps[0].state["counts"], plain.steps[0].state["counts"])
     assert torch.equal(sets.steps[0].own["threshold"], plain.steps[0].own["threshold"])
     seen: list[Any] = []
     monkeypatch.setattr(
@@ -125,8 +125,8 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
 def test_a_survey_of_ones_own(result: Result, clients: bf.data.FederatedData):
     """Asks about predictions as the result makes them, calibrated or not."""
     for aggregation in (None, SecureSum()):
-        told = result.survey(Share(), aggregation=aggregation)
-        assert float(told["share"]) == pytest.approx(
+        state = result.survey(Share(), aggregation=aggregation)
+        assert float(state["share"]) == pytest.approx(
             result.predict().summary(clients.test)["pooled_accuracy"]
         )
     skewed = result.calibrate(Bias())
@@ -142,7 +142,7 @@ def test_newcomers_settle_by_what_was_told(served: Result):
     novel = bf.data.dirichlet("digits", clients=3, alpha=0.3, max_size=40, calibration=0.5, seed=9)
     joined = served.adapt(novel)
     assert joined.steps[0].own["temperature"].tolist() == pytest.approx(
-        [1 / float(served.steps[0].told["beta"])] * 3
+        [1 / float(served.steps[0].state["beta"])] * 3
     )
     assert joined.steps[1].own["bias"].abs().max() == 0
     assert joined.steps[2].own["n_scores"].flatten().tolist() == novel.calibration.counts.tolist()
@@ -154,9 +154,9 @@ def test_newcomers_settle_by_what_was_told(served: Result):
     for one in joined.steps[:2]:
         local = one.apply(local)
     assert_close(
-        joined.steps[2].own["threshold"], steps[2].settle(served.steps[2].told, local)["threshold"]
+        joined.steps[2].own["threshold"], steps[2].settle(served.steps[2].state, local)["threshold"]
     )
-    assert all(joined.steps[k].told is served.steps[k].told for k in range(3))
+    assert all(joined.steps[k].state is served.steps[k].state for k in range(3))
     sets = joined.predict().sets
     assert sets is not None
     assert sets.shape[0] == 3
@@ -409,6 +409,6 @@ def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
     secure = plain.calibrate(
         Temperature(), Abstention(risk=0.06, delta=0.2), aggregation=SecureSum()
     )
-    assert secure.steps[1].told["threshold"] == served.steps[1].told["threshold"]
+    assert secure.steps[1].state["threshold"] == served.steps[1].state["threshold"]
     with pytest.warns(UserWarning, match="Bias and Abstention are fitted to the same split"):
         plain.calibrate(Bias(split="calibration"), Abstention(risk=0.3, delta=0.3))

@@ -157,7 +157,7 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
         made,
         first.settings,
         clients.clients,
-        made.uplink(),
+        made.uplink(made.init(1)),
         bf.Admission(),
         OpenRun(made, first.settings, clients.clients, 1),
     )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.options import instance, number, whole
 from bayesfl.base.protocols import Prior
 from bayesfl.composition.priors import Flat
 

@@ -1,0 +1,12 @@
+"""Warnings that show the line that called bayesfl."""
+
+import sys
+import warnings
+
+
+def warn(message: str) -> None:
+    """Warn, as from the line outside bayesfl that called it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("bayesfl."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
