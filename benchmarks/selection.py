@@ -242,7 +242,7 @@ def quality(probs: Tensor, labels: Tensor) -> dict[str, float]:
 
 def temperature(probs: Tensor, labels: Tensor) -> float:
     """The one temperature that serves labels [N] best."""
-    return float(1 / fitted_temperature(probs[None], labels[None]).told["beta"])
+    return float(1 / fitted_temperature(probs[None], labels[None]).state["beta"])
 
 
 def fitted_temperature(probs: Tensor, labels: Tensor) -> calibration.Fitted:
@@ -286,7 +286,7 @@ def measure(predict: Predict, data: Images, *, everything: bool = True) -> dict[
     best = fitted_temperature(predict(data.held)[0][None], data.held_y[None])
     tempered = best.apply(mine(probs[None], data.test_y[None])).predictions.probs
     row |= {
-        "temperature": float(1 / best.told["beta"]),
+        "temperature": float(1 / best.state["beta"]),
         "nll_tempered": quality(tempered[0], data.test_y)["nll"],
     }
     for name in data.outside if everything else ("near",):
@@ -493,7 +493,7 @@ def pooled(
     )
     held = torch.stack([at_point(m)(d.held)[0] for m, d in networks])
     labels = torch.stack([d.held_y for d in all_data])
-    best = float(1 / fitted_temperature(held, labels).told["beta"])
+    best = float(1 / fitted_temperature(held, labels).state["beta"])
     found = {"MAP": [measure(at_point(m), d, everything=False) for m, d in networks]}
     found["MAP, one temperature"] = [
         measure(at_point(m, best), d, everything=False) | {"temperature": best} for m, d in networks

@@ -102,9 +102,3 @@ def test_words_outside_the_range_are_refused(word, value):
     """A word that would be cut to 32 bits, or wrap, is an error that shows the address."""
     with pytest.raises(ValueError, match=rf"within \[0, 2\*\*32\).*{value}"):
         generator(0, Purpose.NOISE, **{word: value})
-
-
-def test_negative_seeds_are_refused():
-    """The seed alone may be large, but not negative."""
-    with pytest.raises(ValueError, match=r"^seed .*0.* got -1$"):
-        generator(-1, Purpose.NOISE)
