@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-durability test-deploy lint types docs examples wheel readme benchmarks check clean
+.PHONY: demo test test-slow test-durability test-deploy lint types docs examples smoke wheel readme benchmarks check clean
 
 demo: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --out runs/demo
@@ -39,7 +39,7 @@ types: $(VENV)/.test
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -E -n -W --keep-going docs docs/_build
 
-# Every example at smoke size.
+# Every example and every benchmark at smoke size, but those that the tests run.
 examples: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --clients 4 --rounds 2 --seeds 0 1 --participation 0.5 --out runs/smoke
 	$(BIN)/python examples/subnetwork_laplace.py --seeds 0 --examples 60 --out runs/smoke-laplace
@@ -47,7 +47,9 @@ examples: $(VENV)/.plain
 	$(BIN)/python examples/fedem.py --clients 12 --rounds 3 --rates 0.3 --test 50 --out runs/smoke-fedem
 	$(BIN)/python examples/fedpac.py --clients 8 --rounds 2 --rates 0.03 --seeds 0 --out runs/smoke-fedpac
 	$(BIN)/python examples/perinvfl.py --rounds 3 --anneal 1 --out runs/smoke-perinvfl
-	$(BIN)/python examples/networks.py --smoke --out runs/smoke-networks
+	$(BIN)/python examples/promises.py --data digits --rounds 3 --out runs/smoke-promises
+
+smoke: $(VENV)/.plain
 	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
 	$(BIN)/python benchmarks/memory.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick
@@ -59,10 +61,8 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/pfedvem.py --quick --seeds 0
 	$(BIN)/python benchmarks/links.py --quick
 	$(BIN)/python benchmarks/promises.py --quick
-	$(BIN)/python examples/promises.py --data digits --rounds 3 --out runs/smoke-promises
 	$(BIN)/python benchmarks/simplex.py --quick
 	$(BIN)/python benchmarks/privacy.py --quick
-	$(BIN)/python benchmarks/networks.py --quick --parts two_inputs
 	$(BIN)/python benchmarks/papers/fedsi.py --quick
 	$(BIN)/python benchmarks/papers/perinvfl.py --quick
 
@@ -90,7 +90,7 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/privacy.py
 	$(BIN)/python benchmarks/networks.py
 
-check: test test-slow lint types docs examples wheel
+check: test test-slow lint types docs examples smoke wheel
 	$(MAKE) test-deploy DEPLOY=ci
 
 $(VENV)/bin/python:
