@@ -116,35 +116,13 @@ def fedem(
     """
     uniform = torch.full((components,), 1 / components)
 
-    def expect(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        q, _ = mixture.responsibilities(view["pi"], data["losses"])
-        return view | {"q": q, "pi": mixture.mean_weights(q, data["weight"])}
-
     def adapt(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         return view | {
             "pi": mixture.fit_weights(data["losses"], data["weight"], iterations=adapt_iterations)
         }
 
-    def counted(given: Server, view: View, batch: Batch) -> Tensor:
-        return torch.take_along_dim(view["q"], batch["index"].unsqueeze(-1), -2).mT
-
     def weight(server: Server, uplink: Uplink) -> Tensor:
         return uplink["n"].unsqueeze(-1) * uplink["pi"] if by_responsibility else uplink["n"]
-
-    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        pi = server["pi_seen"].index_copy(0, ids, uplink["pi"])
-        sizes = server["sizes"].index_copy(0, ids, uplink["n"])
-        before, now = server["usage"], (sizes @ pi / sizes.sum()).to(server["usage"])
-        for m in ((now < DEAD) != (before < DEAD)).nonzero().flatten().tolist():
-            what = "has died" if now[m] < DEAD else "is back"
-            log.warning(
-                "component %d of %d %s: it makes a share of %.1g of all examples seen",
-                m,
-                components,
-                what,
-                float(now[m]),
-            )
-        return {"pi_seen": pi, "sizes": sizes, "usage": now}
 
     def start(blocks: Server, clients: int) -> Server:
         return {
@@ -164,21 +142,50 @@ def fedem(
         block = replace(
             block, posterior=posterior, prior=prior, pool=MomentMatched(posterior=posterior)
         )
-    energy = Energy("components", PARTS, likelihood="mean", weight=counted)
+    energy = Energy("components", PARTS, likelihood="mean", weight=responsibility)
     m_step = Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser, draws=draws)
     return Algorithm(
         model,
         {"components": block},
-        (Once(expect, data=True, losses=PARTS), m_step),
+        (Once(e_step, data=True, losses=PARTS), m_step),
         parts=PARTS,
         likelihood=likelihood,
         private={"pi": uniform},
         reports={"pi": uniform},
         server=start,
-        combine=combine,
+        combine=usage,
         adapt=(Once(adapt, data=True, losses=PARTS),),
         predictor=Mixture("components", "pi"),
     )
+
+
+def e_step(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+    """Infer from which component each example comes, q [N, M], and pi_j as their mean."""
+    q, _ = mixture.responsibilities(view["pi"], data["losses"])
+    return view | {"q": q, "pi": mixture.mean_weights(q, data["weight"])}
+
+
+def responsibility(given: Server, view: View, batch: Batch) -> Tensor:
+    """Weigh a batch's examples for each component, [M, B]."""
+    return torch.take_along_dim(view["q"], batch["index"].unsqueeze(-1), -2).mT
+
+
+def usage(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+    """Keep each component's share of all examples seen, and log which have died or are back."""
+    pi = server["pi_seen"].index_copy(0, ids, uplink["pi"])
+    sizes = server["sizes"].index_copy(0, ids, uplink["n"])
+    before = server["usage"]
+    now = (sizes @ pi / sizes.sum()).to(before)
+    dead = now < DEAD
+    for m in (dead != (before < DEAD)).nonzero().flatten().tolist():
+        log.warning(
+            "component %d of %d %s: it makes a share of %.1g of all examples seen",
+            m,
+            len(now),
+            "has died" if dead[m] else "is back",
+            float(now[m]),
+        )
+    return {"pi_seen": pi, "sizes": sizes, "usage": now}
 
 
 @options.method()

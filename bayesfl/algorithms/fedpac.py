@@ -172,12 +172,16 @@ def moments(
     lengths [K]; 0 where the count is 0.
     """
     leaves = algorithm.leaves(PARTS, view)
-    hot = F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1)
-    counts, first, second = hot.sum(0), 0.0, 0.0
-    for x, rows in zip(in_rows(data["x"], ROWS_AT_ONCE), hot.split(ROWS_AT_ONCE), strict=True):
+    weight = data["weight"]
+    of_class = F.one_hot(data["y"], classes).to(weight) * weight.unsqueeze(-1)
+    inputs = in_rows(data["x"], ROWS_AT_ONCE)
+    first = second = 0.0
+    for x, rows in zip(inputs, of_class.split(ROWS_AT_ONCE), strict=True):
         z, _ = algorithm.features(leaves, x)
         assert z is not None
-        first, second = first + rows.mT @ z, second + rows.mT @ z.square().sum(-1)
+        first = first + rows.mT @ z
+        second = second + rows.mT @ z.square().sum(-1)
+    counts = of_class.sum(0)
     each = counts.clamp_min(1)
     return counts, first / each.unsqueeze(-1), second / each
 

@@ -219,7 +219,7 @@ def _named(thing: Any) -> dict[str, Any]:
     return found if _by_name(thing) else found | {"source": _source(thing)}
 
 
-def anonymous(description: Any) -> bool:
+def anonymous(description: object) -> bool:
     """Say whether a description has a function without source text and without a name, of which
     another may pass for it.
     """
@@ -232,7 +232,7 @@ def anonymous(description: Any) -> bool:
     return isinstance(description, list) and any(map(anonymous, description))
 
 
-def digest_of(value: Any) -> str:
+def digest_of(value: object) -> str:
     """Return the SHA-256 of a description, hexadecimal."""
     return hashlib.sha256(json.dumps(described(value), sort_keys=True).encode()).hexdigest()
 

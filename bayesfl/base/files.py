@@ -6,10 +6,9 @@ import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 
-def folder(name: str, path: Any) -> Path:
+def folder(name: str, path: object) -> Path:
     """Return the path of a folder that a user names by the argument `name`; it need not exist.
 
     Raises:

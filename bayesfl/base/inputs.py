@@ -152,7 +152,7 @@ def as_tuples(value: Any) -> Any:
     return tuple(as_tuples(part) for part in value) if isinstance(value, list) else value
 
 
-def structure(x: Any) -> str:
+def structure(x: object) -> str:
     """Describe what inputs are made of, for error messages: one tensor, a tuple of several, or a
     mapping with its names.
     """

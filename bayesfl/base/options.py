@@ -197,7 +197,7 @@ class Option:
         return found
 
 
-def whole(name: str, value: Any, *, least: int) -> int:
+def whole(name: str, value: object, *, least: int) -> int:
     """Return `value` as an int of at least `least`.
 
     Raises:
@@ -210,7 +210,7 @@ def whole(name: str, value: Any, *, least: int) -> int:
     return int(value)
 
 
-def number(name: str, value: Any) -> float:
+def number(name: str, value: object) -> float:
     """Return `value` as a float; the caller checks its range.
 
     Raises:
@@ -221,7 +221,7 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
-def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
+def instance(name: str, value: object, wanted: type, remedy: str) -> None:
     """Check that `value` is an instance of `wanted`.
 
     Raises:

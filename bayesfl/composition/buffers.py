@@ -58,13 +58,11 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
                 f"no block covers the norm {norm!r}, whose statistics would be the start's; widen "
                 "a block's pattern, or put it in eval mode"
             )
-        if own and (
-            torn := [
-                name for name in owners if not all(covers(plain[name].pattern, one) for one in own)
-            ]
-        ):
+        for name in owners:
+            if all(covers(plain[name].pattern, one) for one in own):
+                continue
             raise ValueError(
-                f"block {torn[0]!r} covers some of {own}, the parameters of the norm {norm!r}, and "
+                f"block {name!r} covers some of {own}, the parameters of the norm {norm!r}, and "
                 "not all, so that its statistics would have several owners; let one block's "
                 "pattern cover them all"
             )

@@ -2,24 +2,24 @@
 everyone.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from bayesfl.base.protocols import Batch, Prior, Server, View
 from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
-from bayesfl.composition.phases import Once, trained
+from bayesfl.composition.phases import Once, Phase, Repeat, trained
 from bayesfl.composition.priors import Flat
 
 
 @options.method()
 def with_personal(
     method: Algorithm,
-    *phases: Any,
+    *phases: Phase | Repeat,
     prior: Prior = Flat(),
     restart: bool = False,
-    adapt: tuple[Any, ...] | None = None,
+    adapt: tuple[Phase | Repeat, ...] | None = None,
 ) -> Algorithm:
     """Give every client a personal model beside the method's, trained by `phases` after the
     method's own; clients predict with it.
@@ -46,14 +46,7 @@ def with_personal(
             parameters of the method's predictor; no single model is sent to everyone; or the method
             has fine-tuning phases or a predictor, which would be lost.
     """
-    names, later = (
-        list(
-            dict.fromkeys(
-                name for phase in part for name in trained(phase) if name not in method.blocks
-            )
-        )
-        for part in (phases, adapt or ())
-    )
+    names, later = _new_blocks(method, phases), _new_blocks(method, adapt or ())
     if len(names) != 1 or set(later) - set(names):
         found = list(dict.fromkeys(names + later)) or "none"
         raise ValueError(
@@ -102,3 +95,9 @@ def with_personal(
             "covers what they have"
         )
     return made
+
+
+def _new_blocks(method: Algorithm, phases: Iterable[Phase | Repeat]) -> list[str]:
+    """Return the blocks that phases train and the method does not have, each once."""
+    named = dict.fromkeys(name for phase in phases for name in trained(phase))
+    return [name for name in named if name not in method.blocks]

@@ -253,7 +253,7 @@ def _solvable(block: Block) -> bool:
     return is_normal(block.prior) and type(block.posterior) is Point
 
 
-def by_algebra(phase: Any) -> TypeGuard[Descend]:
+def by_algebra(phase: "Phase | Repeat") -> TypeGuard[Descend]:
     """Say whether kernels may take a phase's steps by algebra of their own: it is a `Descend` whose
     energy overrides nothing.
 
@@ -391,23 +391,28 @@ class Repeat:
         }
 
 
-def by_chance(phase: Any, algorithm: Algorithm) -> bool:
+def unrolled(phase: Phase | Repeat) -> tuple[Phase, ...]:
+    """Return the inner phases of a `Repeat`, or the phase itself."""
+    return phase.phases if isinstance(phase, Repeat) else (phase,)
+
+
+def by_chance(phase: Phase | Repeat, algorithm: Algorithm) -> bool:
     """Say whether a phase's steps depend on chance: on the order of the examples, or on draws of a
     belief.
     """
-    inner = phase.phases if isinstance(phase, Repeat) else (phase,)
-    return phase.batch_size is not None or any(one.noise(algorithm) for one in inner)
+    draws = any(one.noise(algorithm) for one in unrolled(phase))
+    return phase.batch_size is not None or draws
 
 
-def phase_in_words(phase: Any) -> str:
+def phase_in_words(phase: Phase | Repeat) -> str:
     """Return a phase's class and the blocks it trains as text, such as `Descend on head`."""
     blocks = trained(phase)
     return type(phase).__name__ + (f" on {', '.join(blocks)}" if blocks else "")
 
 
-def trained(phase: Any) -> tuple[str, ...]:
+def trained(phase: Phase | Repeat) -> tuple[str, ...]:
     """Return the blocks that a phase trains, those of a `Repeat`'s inner phases included; none for
     a phase that does not say, as `Once`.
     """
-    inner = phase.phases if isinstance(phase, Repeat) else (phase,)
+    inner = unrolled(phase)
     return tuple(dict.fromkeys(name for one in inner for name in getattr(one, "blocks", ())))

@@ -92,14 +92,14 @@ class LinearisedLaplace:
         check_rule(self.selection)
         refuse_idle_centre(self.link, centre=self.centre)
 
-    def check(self, algorithm: Any) -> None:
+    def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
         does not fit the algorithm.
         """
         _refuse_copies(self, algorithm)
         self.check_one(algorithm)
 
-    def check_one(self, algorithm: Any) -> None:
+    def check_one(self, algorithm: "Algorithm") -> None:
         """Raise as `check` does, for the predictor of one of a method's copies."""
         if self.block is not None and self.block not in algorithm.parts:
             raise ValueError(
@@ -122,7 +122,9 @@ class LinearisedLaplace:
             return ()
         return PRECISIONS if self.precision is None else (float(self.precision),)
 
-    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> FittedPredictor:
+    def __call__(
+        self, algorithm: "Algorithm", given: Server, view: View, data: Batch
+    ) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`; a `weight` [N] in `data` says how many
         times each example counts.
         """
@@ -165,7 +167,7 @@ class LinearisedLaplace:
         )
         return covariance.tensors()
 
-    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> FittedPredictor:
+    def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
         curvature = Curvature(
             algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm)
@@ -173,7 +175,7 @@ class LinearisedLaplace:
         covariance = Covariance.restored(curvature, tensors)
         return _Linearised(self, algorithm, view, lambda value: covariance)
 
-    def _layout(self, algorithm: Any) -> Any:
+    def _layout(self, algorithm: "Algorithm") -> Layout:
         return algorithm.layout(algorithm.parts[0] if self.block is None else self.block)
 
     def _fit(self, diagonal: Laplace, data: Batch, precision: float | Tensor) -> Laplace:
@@ -231,14 +233,14 @@ class LinearisedBelief:
     def __post_init__(self) -> None:
         refuse_idle_centre(self.link, centre=self.centre)
 
-    def check(self, algorithm: Any) -> None:
+    def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
         does not fit the algorithm.
         """
         _refuse_copies(self, algorithm)
         self.check_one(algorithm)
 
-    def check_one(self, algorithm: Any) -> None:
+    def check_one(self, algorithm: "Algorithm") -> None:
         """Raise as `check` does, for the predictor of one of a method's copies."""
         drawn = [name for name in algorithm.parts if algorithm.blocks[name].stochastic]
         if not drawn or self.block not in (None, *drawn):
@@ -252,7 +254,9 @@ class LinearisedBelief:
             )
         _check_linearised(self, algorithm)
 
-    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> FittedPredictor:
+    def __call__(
+        self, algorithm: "Algorithm", given: Server, view: View, data: Batch
+    ) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
         names = (
             [part for part in algorithm.parts if algorithm.blocks[part].stochastic]
@@ -279,7 +283,7 @@ class LinearisedBelief:
         """Return nothing, since the belief is all, see `StoredPredictor`."""
         return {}
 
-    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> FittedPredictor:
+    def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor, see `StoredPredictor`."""
         return self(algorithm, {}, view, {})
 
@@ -344,7 +348,7 @@ class Mixture:
         """Return the name of the weights, see `StoredPredictor`."""
         return (self.weights,)
 
-    def check(self, algorithm: Any) -> None:
+    def check(self, algorithm: "Algorithm") -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor
         does not fit the algorithm.
         """
@@ -356,7 +360,9 @@ class Mixture:
         if self.each is not None:
             self.each.check_one(algorithm)
 
-    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> FittedPredictor:
+    def __call__(
+        self, algorithm: "Algorithm", given: Server, view: View, data: Batch
+    ) -> FittedPredictor:
         """Return one client's predictor, see `Predictor`."""
         views = self._views(algorithm, view)
 
@@ -387,7 +393,7 @@ class Mixture:
             for k, t in self.each.stored(one, value, limit=limit).items()
         }
 
-    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> FittedPredictor:
+    def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
         views = self._views(algorithm, view)
         if self.each is None:
@@ -399,7 +405,7 @@ class Mixture:
         each = {m: self.each.restored(algorithm, one, own[m]) for m, one in views.items()}
         return _Mixed(algorithm, view[self.weights], views, lambda: each)
 
-    def _views(self, algorithm: Any, view: View) -> dict[int, View]:
+    def _views(self, algorithm: "Algorithm", view: View) -> dict[int, View]:
         """Return, for each copy of weight > 0, the view of a client that has it alone, with its
         share of the client's n examples.
         """
@@ -435,7 +441,7 @@ class _Mixed:
 
     def __init__(
         self,
-        algorithm: Any,
+        algorithm: "Algorithm",
         pi: Tensor,
         views: dict[int, View],
         fit: Callable[[], dict[int, FittedPredictor]] | None,

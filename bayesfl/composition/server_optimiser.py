@@ -3,7 +3,7 @@ that sends everyone the same.
 """
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -56,6 +56,9 @@ def with_server_optimiser(
     def entries(server: Server) -> Server:
         return {name: server[name] for name in gathered}
 
+    def kept(now: Server, state: Any) -> Server:
+        return {"before": now} if state is None else {"before": now, "state": state}
+
     def start(blocks: Server, clients: int) -> Server:
         now, own = entries(blocks), algorithm.server(blocks, clients)
         if OPTIMISER_STATE in own:
@@ -66,23 +69,16 @@ def with_server_optimiser(
                 "an optimiser on the server steps what is sent to everyone alike, and of this "
                 f"method {apart} are not: some clients get others; leave the optimiser out"
             )
-        state = {"before": now} | ({} if (made := optimiser.init(now)) is None else {"state": made})
-        return {**own, OPTIMISER_STATE: state}
+        return {**own, OPTIMISER_STATE: kept(now, optimiser.init(now))}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        own, kept = (
-            {name: entry for name, entry in server.items() if name != OPTIMISER_STATE},
-            server[OPTIMISER_STATE],
-        )
+        own = {name: entry for name, entry in server.items() if name != OPTIMISER_STATE}
         changed = algorithm.combine(own, ids, uplink)
-        before, after = kept["before"], entries(own | changed)
+        last = server[OPTIMISER_STATE]
+        before, after = last["before"], entries(own | changed)
         gradient = tree_map(lambda old, new: old - new, before, after)
         rate = rate_at(optimiser.rate, uplink["round"], uplink["rounds"])
-        now, state = optimiser.update(before, gradient, kept.get("state"), rate)
-        return {
-            **changed,
-            **now,
-            OPTIMISER_STATE: {"before": now} | ({} if state is None else {"state": state}),
-        }
+        now, state = optimiser.update(before, gradient, last.get("state"), rate)
+        return {**changed, **now, OPTIMISER_STATE: kept(now, state)}
 
     return replace(algorithm, server=start, combine=combine)

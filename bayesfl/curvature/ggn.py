@@ -310,23 +310,32 @@ class Curvature:
 
     def _compare(self, x: Tensor) -> None:
         """Compare BackPACK with torch.func, see `prove`."""
-        backpack, func, x = self.engine, Func(self.module, self.layout), x[:2]
+        backpack = self.engine
         assert isinstance(backpack, BackPack)
-        self.engine, what = func, None
-        want = self.linearise(x)[1].squares()  # outputs that are not finite are refused here
+        func = Func(self.module, self.layout)
+        two = x[:2]
+        self.engine = func
+        want = self.linearise(two)[1].squares()  # outputs that are not finite are refused here
+        self.engine = backpack
+        fault = self._fault(backpack, two, want)
+        if fault is not None:
+            if self._asked == "backpack":
+                raise refusal("backpack", f"this {type(self.module).__name__} ({fault})")
+            self.engine = func
+        self._proven = True
+
+    def _fault(self, backpack: BackPack, x: Tensor, want: Tensor) -> str | None:
+        """Say why BackPACK cannot be used, given `func`'s diagonal [D] for the same inputs; None
+        where it agrees.
+        """
         try:
-            self.engine = backpack
             own = backpack.diagonal(x, self.likelihood)
-            for found in (self.linearise(x)[1].squares(), want if own is None else own):
-                what = what or self._differs(found.double(), want)
+            fault = self._differs(self.linearise(x)[1].squares().double(), want)
+            if fault is None and own is not None:
+                fault = self._differs(own.double(), want)
         except Exception as error:  # which BackPACK raises on a `forward` that it does not know
-            what = error_in_words(error)
-        if what is None:
-            self._proven = True
-        elif self._asked == "backpack":
-            raise refusal("backpack", f"this {type(self.module).__name__} ({what})")
-        else:
-            self.engine, self._proven = func, True
+            return error_in_words(error)
+        return fault
 
     def _differs(self, found: Tensor, want: Tensor) -> str | None:
         """Name a parameter whose diagonal [D] differs by more than rounding (that of TF32 in

@@ -475,10 +475,8 @@ class FederatedData:
         the training data if it has at most 20.
         """
         head = ["client", *self.splits]
-        columns = [
-            list(self.client_names),
-            *([str(n) for n in split.counts] for split in self.splits.values()),
-        ]
+        columns = [list(self.client_names)]
+        columns += [list(map(str, split.counts)) for split in self.splits.values()]
         if self.task == "classification" and self.outputs <= 20 and self.train.y.dim() == 1:
             owner = np.repeat(np.arange(self.clients), self.train.counts)
             label = self.train.y[self.train.index].cpu().numpy()
@@ -486,20 +484,15 @@ class FederatedData:
                 owner * self.outputs + label, minlength=self.clients * self.outputs
             ).reshape(self.clients, self.outputs)
             head += [str(name)[:12] for name in (self.class_names or range(self.outputs))]
-            columns += [[str(n) for n in column] for column in counts.T]
+            columns += [list(map(str, column)) for column in counts.T]
         widths = [
             max(len(title), *map(len, column)) for title, column in zip(head, columns, strict=True)
         ]
         lines = [head, *map(list, zip(*columns, strict=True))]
-        text = [
-            "  ".join(
-                [
-                    line[0].ljust(widths[0]),
-                    *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)),
-                ]
-            )
-            for line in lines
-        ]
+        text = []
+        for name, *numbers in lines:
+            cells = map(str.rjust, numbers, widths[1:])
+            text.append("  ".join([name.ljust(widths[0]), *cells]))
         return "\n".join(
             [
                 *text,

@@ -3,12 +3,11 @@
 import reprlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from typing import Any
 
 from bayesfl.base.warning import warn
 
 
-def ordered(name: str, values: Any, remedy: str) -> None:
+def ordered(name: str, values: object, remedy: str) -> None:
     """Check that `values` is a list or the like: the order of a set is arbitrary, that of a mapping
     is another than the reader's.
 
@@ -37,7 +36,9 @@ def check_names(names: Sequence[str] | None, clients: int) -> None:
         raise ValueError(f"names must name each of the {clients} clients, got {len(names)}")
 
 
-def named_clients(given: Any, order: Sequence[Hashable], *, pooled: bool) -> list[str]:
+def named_clients(
+    given: Sequence[str] | None, order: Sequence[Hashable], *, pooled: bool
+) -> list[str]:
     """Return one name for each client, with a warning where some differ only by case or surrounding
     space.
 
@@ -99,7 +100,7 @@ def generated(clients: int) -> list[str]:
     return [f"client {j}" for j in range(clients)]
 
 
-def named_classes(given: Any, outputs: int) -> tuple[str, ...]:
+def named_classes(given: Iterable[object], outputs: int) -> tuple[str, ...]:
     """Return one name for each class.
 
     Raises:

@@ -367,9 +367,10 @@ def dirichlet_counts(
         if counts.sum(0).min() >= min_size:
             return counts, 0
     moved, totals = 0, counts.sum(0)
-    while (poor := int(totals.argmin())) != (rich := int(totals.argmax())) and totals[
-        poor
-    ] < min_size:
+    while True:
+        poor, rich = int(totals.argmin()), int(totals.argmax())
+        if poor == rich or totals[poor] >= min_size:
+            return counts, moved
         k = int(counts[:, rich].argmax())
         amount = min(
             int(min_size - totals[poor]), int(totals[rich] - min_size), int(counts[k, rich])
@@ -379,7 +380,6 @@ def dirichlet_counts(
         totals[poor] += amount
         totals[rich] -= amount
         moved += amount
-    return counts, moved
 
 
 def deal_counts(

@@ -50,6 +50,54 @@ def _doubles(t: Tensor) -> bool:
     return t.dtype == torch.float64 and mapped(t)
 
 
+def _precision(x: Inputs) -> torch.dtype:
+    """Return the type of the first float among inputs, float32 where there is none or it is
+    shorter.
+    """
+    floats = [t.dtype for _, t in named(x) if t.is_floating_point()]
+    return torch.promote_types(floats[0], torch.float32) if floats else torch.float32
+
+
+def _check_rows(x: Inputs, y: Tensor) -> None:
+    for name, t in named(x):
+        if t.dim() < 1 or len(t) != len(y):
+            raise ValueError(
+                f"{name} and y must have as many rows, got "
+                f"{len(t) if t.dim() else 'a single number'} and {len(y)}"
+            )
+    labels_or_targets = y.is_floating_point() or y.dtype == torch.int64
+    if not labels_or_targets or y.dim() not in (1, 2):
+        raise ValueError(
+            "y must be int64 labels [N] or [N, T], or floating-point targets [N] or [N, O], "
+            f"got {y.dtype} of shape {list(y.shape)}"
+        )
+
+
+def _check_index(index: Tensor, counts: np.ndarray, rows: int) -> None:
+    vector = index.dtype == torch.int64 and index.dim() == 1
+    if not vector or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows):
+        ends = index.unique()
+        raise ValueError(
+            f"index must be a vector of int64 within [0, {rows}), got {index.dtype} of shape "
+            f"{list(index.shape)}, from {ends[:1].tolist()} to {ends[-1:].tolist()}"
+        )
+    if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != len(index):
+        raise ValueError(
+            f"counts must be >= 0 and add up to the {len(index)} entries of index, got a "
+            f"sum of {counts.sum()}"
+        )
+
+
+def _check_environment(environment: Tensor, rows: int) -> None:
+    fits = environment.dtype == torch.int64 and environment.shape == (rows,)
+    if not fits or (len(environment) and environment.min() < 0):
+        raise ValueError(
+            f"environment must be int64 of shape [{rows}], numbers from 0 up, got "
+            f"{environment.dtype} of shape {list(environment.shape)}, "
+            f"{environment.unique()[:5].tolist()}"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class ClientData:
     """One named part (train, test, ...) of every client's data, as indices into shared tensors:
@@ -88,52 +136,11 @@ class ClientData:
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", np.asarray(self.counts, dtype=np.int64))
         if self.dtype is None:
-            floats = [t.dtype for _, t in named(self.x) if t.is_floating_point()]
-            object.__setattr__(
-                self,
-                "dtype",
-                torch.promote_types(floats[0], torch.float32) if floats else torch.float32,
-            )
-        for name, t in named(self.x):
-            if t.dim() < 1 or len(t) != len(self.y):
-                raise ValueError(
-                    f"{name} and y must have as many rows, got "
-                    f"{len(t) if t.dim() else 'a single number'} and {len(self.y)}"
-                )
-        kind = self.y.is_floating_point() or self.y.dtype == torch.int64
-        if not kind or self.y.dim() not in (1, 2):
-            raise ValueError(
-                "y must be int64 labels [N] or [N, T], or floating-point targets [N] or [N, O], "
-                f"got {self.y.dtype} of shape {list(self.y.shape)}"
-            )
-        index, count = self.index, len(self.y)
-        if (
-            index.dtype != torch.int64
-            or index.dim() != 1
-            or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < count)
-        ):
-            raise ValueError(
-                f"index must be a vector of int64 within [0, {count}), got {index.dtype} of shape "
-                f"{list(index.shape)}, from {index.unique()[:1].tolist()} to "
-                f"{index.unique()[-1:].tolist()}"
-            )
-        if (
-            self.counts.ndim != 1
-            or (self.counts < 0).any()
-            or int(self.counts.sum()) != len(self.index)
-        ):
-            raise ValueError(
-                f"counts must be >= 0 and add up to the {len(self.index)} entries of index, got a "
-                f"sum of {self.counts.sum()}"
-            )
+            object.__setattr__(self, "dtype", _precision(self.x))
+        _check_rows(self.x, self.y)
+        _check_index(self.index, self.counts, len(self.y))
         if self.environment is not None:
-            found = self.environment
-            fits = found.dtype == torch.int64 and found.shape == self.y.shape[:1]
-            if not fits or (len(found) and found.min() < 0):
-                raise ValueError(
-                    f"environment must be int64 of shape [{len(self.y)}], numbers from 0 up, got "
-                    f"{found.dtype} of shape {list(found.shape)}, {found.unique()[:5].tolist()}"
-                )
+            _check_environment(self.environment, len(self.y))
 
     def __repr__(self) -> str:
         many = (

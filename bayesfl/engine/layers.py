@@ -412,13 +412,7 @@ def kernel(module: nn.Module) -> Passage:
         reached = through
         for prefix, layer, names in stack:
             weights, repeated = _weights(prefix, layer, names, leaves, len(now))
-            own, sums = {}, []
-            for name in names:
-                if prefix + name in slopes:
-                    own[name] = slopes[prefix + name]
-                    if name in repeated:
-                        each = own[name] = own[name].new_empty(weights[name].shape)
-                        sums.append((slopes[prefix + name], each))
+            own, sums = _buffers(prefix, weights, repeated, slopes)
             passed = LAYER_RULES[type(layer)](layer, weights, own, now, lifted, reached)
             reached = reached or bool(own)
             now, lifted = passed.outputs, passed.lifted
@@ -438,6 +432,29 @@ def kernel(module: nn.Module) -> Passage:
         return Pass(now, lifted, back if passes else None)
 
     return passage
+
+
+def _buffers(
+    prefix: str,
+    weights: dict[str, Tensor],
+    repeated: frozenset[str],
+    slopes: dict[str, Tensor],
+) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    """Return the buffers into which a layer's rule writes slopes, by parameter, and for each one
+    that has an axis of draws the pair (slope, buffer): the slope is the buffer's sum over draws.
+    """
+    own: dict[str, Tensor] = {}
+    sums: list[tuple[Tensor, Tensor]] = []
+    for name, weight in weights.items():
+        slope = slopes.get(prefix + name)
+        if slope is None:
+            continue
+        if name not in repeated:
+            own[name] = slope
+            continue
+        own[name] = slope.new_empty(weight.shape)
+        sums.append((slope, own[name]))
+    return own, sums
 
 
 def _weights(

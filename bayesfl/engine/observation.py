@@ -19,7 +19,7 @@ OBSERVED_ROWS = 32
 
 
 def observe(
-    algorithm: Algorithm, split: ClientData, tried: tuple[Inputs, Any] | None = None
+    algorithm: Algorithm, split: ClientData, tried: tuple[Inputs, Tensor] | None = None
 ) -> None:
     """Note whether a method's model draws in training, or computes something else than in
     evaluation; once in a process.

@@ -46,7 +46,7 @@ class PhasePlan:
 
     def __init__(
         self,
-        phase: Any,
+        phase: Phase | Repeat,
         split: ClientData,
         ids: np.ndarray,
         *,
@@ -176,7 +176,7 @@ class PhasePlan:
                 yield inner, batch
 
     def walk(
-        self, phase: Any, shapes: Mapping[str, tuple[int, int]], batch: Batch | None = None
+        self, phase: Phase, shapes: Mapping[str, tuple[int, int]], batch: Batch | None = None
     ) -> Iterator[tuple[int, Batch, dict[str, Tensor]]]:
         """Yield, for every step of a phase, how many clients are training, their examples and their
         noise.

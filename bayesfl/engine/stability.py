@@ -18,7 +18,7 @@ References:
     of the heavy ball.
 """
 
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.func import functional_call
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import Descend, by_algebra
+from bayesfl.composition.phases import Descend, Phase, Repeat, by_algebra
 from bayesfl.composition.priors import is_normal
 from bayesfl.curvature.roots import root
 from bayesfl.likelihoods import Categorical
@@ -51,7 +51,7 @@ _TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
 
 
 def watch(
-    algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str
+    algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, batch: Batch, who: str
 ) -> None:
     """Warn if a body is dead or a phase's steps on a head are unstable, as a method's `watch`;
     nothing for phases of another kind.
@@ -64,7 +64,7 @@ def watch(
         batch: All of the client's examples.
         who: The client, for the message.
     """
-    if watched(algorithm, phase):
+    if watched(phase, algorithm):
         warn_if_dead(algorithm, phase, given, view, batch, who)
         warn_if_unstable(algorithm, phase, given, view, batch, who)
 
@@ -77,7 +77,7 @@ def is_due(round: int) -> bool:
 
 
 def warn_if_unstable(
-    algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str
+    algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch, who: str
 ) -> None:
     """Warn, with what fits, if a phase's steps on a head are unstable at the client's weights, see
     `watch` for the arguments.
@@ -118,7 +118,7 @@ def warn_if_unstable(
 
 
 def warn_if_dead(
-    algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str
+    algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch, who: str
 ) -> None:
     """Warn if most features are the same for all of a client's examples, as those of units that are
     never active.
@@ -144,7 +144,7 @@ def warn_if_dead(
         )
 
 
-def watched(algorithm: Algorithm, phase: Any) -> bool:
+def watched(phase: Phase | Repeat, algorithm: Algorithm) -> TypeGuard[Descend]:
     """Say whether a phase takes full-batch steps of SGD on a linear head alone, under a Normal
     prior.
     """

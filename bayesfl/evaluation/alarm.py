@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.base.options import PROBABILITY, declared, number
@@ -55,7 +56,7 @@ class Scores(np.ndarray):
     of: tuple[str, str] | None = None
 
     @classmethod
-    def made(cls, values: Any, kind: str, whose: str) -> "Scores":
+    def made(cls, values: ArrayLike, kind: str, whose: str) -> "Scores":
         """Return scores of a kind, by a client's model."""
         found = np.asarray(values, np.float64).view(cls)
         found.of = kind, whose
@@ -165,7 +166,7 @@ class Alarm:
         self._seen = [np.concatenate(self._seen, 1)]
         return self._seen[0]
 
-    def see(self, scores: Any) -> "Alarm":
+    def see(self, scores: ArrayLike) -> "Alarm":
         """Take the scores of new rows, in the order in which they came, and return the alarm
         itself.
 
@@ -218,9 +219,8 @@ class Alarm:
         with np.errstate(over="ignore"):
             # Not a product of matrices, whose bits depend on the number of rows.
             evidence = (np.exp(wealth) * share).sum(1)
-        self._sorted = np.insert(
-            self._sorted, np.searchsorted(self._sorted, added := np.sort(new)), added
-        )
+        added = np.sort(new)
+        self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, added), added)
         reached = np.flatnonzero(evidence >= 1 / self.delta)
         if self._first is None and len(reached):
             self._first = self._rows + int(reached[0]) + 1

@@ -312,7 +312,7 @@ def uplink_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return 8 * sum(int(np.prod(shape)) for shape in shapes.values())
 
 
-def named_split(survey: Any) -> str:
+def named_split(survey: object) -> str:
     """Return the name of the split that a survey asks about.
 
     Raises:

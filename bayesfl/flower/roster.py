@@ -126,7 +126,8 @@ class Roster:
     def _hear(self, grid: Grid, there: Mapping[int, str]) -> None:
         """Take the answers that have arrived."""
         for node, id in list(self._pending.items()):
-            if node not in there or (reply := pull(grid, id)) is None:
+            reply = pull(grid, id) if node in there else None
+            if reply is None:
                 continue
             del self._pending[node]
             self._again[node] = time.monotonic() + REMIND
@@ -182,17 +183,10 @@ class Roster:
                 "key file that it had (without one it makes a new key at each start), or start a "
                 "new experiment"
             )
-        if (
-            key
-            and (
-                other := next(
-                    (c for c, known in self.keys.items() if known == key and c != client), None
-                )
-            )
-            is not None
-        ):
+        others = [c for c, known in self.keys.items() if known == key and c != client]
+        if key and others:
             raise records.RecordError(
-                f"its key is that of {self.called(other)}; give every node a key of its own"
+                f"its key is that of {self.called(others[0])}; give every node a key of its own"
             )
         self.names[client] = name
         for kind in ("transform", "augment", "columns"):

@@ -292,15 +292,12 @@ class _Service:
         """Return the `base` of each state that may be asked for again: of checkpoints, and of the
         best states that callbacks keep.
         """
-        best = [
-            found
-            for callback in self.callbacks
-            if isinstance(found := getattr(callback, "best", None), Deployed)
-        ]
-        return [
-            *self.kept.values(),
-            *(one.base for one in best if one.experiment == state.experiment),
-        ]
+        named = list(self.kept.values())
+        for callback in self.callbacks:
+            best = getattr(callback, "best", None)
+            if isinstance(best, Deployed) and best.experiment == state.experiment:
+                named.append(best.base)
+        return named
 
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
         """Let new clients adapt to the server's state, from which they then begin; one that does
@@ -428,7 +425,8 @@ class _Service:
         """
         predictor = state.algorithm.predictor
         if predictor is None or not needs_validation(state.algorithm):
-            return float("nan") if (value := without_data(state.algorithm)) is None else value
+            value = without_data(state.algorithm)
+            return float("nan") if value is None else value
         if state.round not in self.values:
             found = self._questions(state).conduct(
                 Tuning(predictor), TUNING, self._outputs(state), {}
@@ -464,9 +462,9 @@ class _Service:
             for split, prefix in (*PREFIXES.items(), (CALIBRATED, CALIBRATED)):
                 for name, measured in records.measures(reply, split).items():
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
-            if _shares(reply) and (
-                own := records.measures(reply, CALIBRATED if state.survey_states else "test")
-            ):
+            split = CALIBRATED if state.survey_states else "test"
+            own = records.measures(reply, split) if _shares(reply) else {}
+            if own:
                 each[client] = own
         if found:
             last = state.history.rows[-1]

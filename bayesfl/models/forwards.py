@@ -189,7 +189,7 @@ def _untouched(module: nn.Module) -> Iterator["_State"]:
                 t.copy_(buffers[name])
 
 
-def one_row_each(outputs: Any, x: Inputs) -> bool:
+def one_row_each(outputs: object, x: Inputs) -> bool:
     """Say whether outputs are floats [N, ..., O] with a row for each of the examples `x`
     [N, ...].
     """

@@ -2,11 +2,10 @@
 derivative.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from bayesfl.base.protocols import Likelihood
 from bayesfl.base.warning import warn
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS
@@ -15,7 +14,7 @@ FAR_TARGETS = 10.0
 """Root mean square of targets beyond which a learned scale is warned of."""
 
 
-def width(likelihood: Any, data: FederatedData) -> tuple[int, ...]:
+def width(likelihood: Likelihood, data: FederatedData) -> tuple[int, ...]:
     """Return the shape of the outputs that a likelihood reads for one example.
 
     Raises:
@@ -29,7 +28,7 @@ def width(likelihood: Any, data: FederatedData) -> tuple[int, ...]:
     return likelihood.width(data.targets)
 
 
-def warn_of_targets(likelihood: Any, data: FederatedData) -> None:
+def warn_of_targets(likelihood: Likelihood, data: FederatedData) -> None:
     """Warn if a likelihood learns its scale and the targets are far from standardised."""
     if getattr(likelihood, "scale", None) != "learned":
         return
@@ -43,7 +42,7 @@ def warn_of_targets(likelihood: Any, data: FederatedData) -> None:
         )
 
 
-def check_slope(likelihood: Any, outputs: Tensor, y: Tensor) -> None:
+def check_slope(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> None:
     """Check on some examples that `nll_and_slope` is `nll` and its derivative, as it is not where a
     subclass overrides one of the two.
 
@@ -62,7 +61,9 @@ def check_slope(likelihood: Any, outputs: Tensor, y: Tensor) -> None:
         )
 
 
-def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) -> float | None:
+def _slope_apart(
+    likelihood: Likelihood, outputs: Tensor, y: Tensor, tolerance: float
+) -> float | None:
     """Return how far a likelihood's slope is from its derivative, or None if it is no farther than
     rounding.
     """

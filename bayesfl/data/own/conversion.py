@@ -122,7 +122,7 @@ def _in_file(array: Any) -> bool:
     return isinstance(array.obj if isinstance(array, memoryview) else array, mmap.mmap)
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Describe a value's type for an error message."""
     name = "None" if value is None else type(value).__name__
     return f"{name} of length {len(value)}" if isinstance(value, tuple | list) else name

@@ -154,29 +154,24 @@ def stacked_sets(
     keys = list(sets[0][0])
     lists, lengths = [], []
     if mask is not None:
+        rows = [row for one in sets for row in one]
         lists, lengths = ragged(
-            {key: [tuple(row[key].shape[1:]) for one in sets for row in one] for key in keys}, mask
+            {key: [tuple(row[key].shape[1:]) for row in rows] for key in keys}, mask
         )
     width, start = max(lengths, default=0), 0
-    known = {
-        key: next((row[key] for one in sets for row in one if row[key].numel()), sets[0][0][key])
-        for key in lists
-    }
+    fill = {key: IGNORE if key == target else 0 for key in lists}
+    kinds = {key: _first_filled(sets, key).dtype for key in lists}
+
+    def column(rows: Sequence[StoredRows], key: str) -> Tensor:
+        parts = [row[key] for row in rows]
+        if key in lists:
+            parts = [_filled(part, width, fill[key], kinds[key]) for part in parts]
+        return torch.cat(parts)
+
     out = []
     for one in sets:
         rows = one or [{key: t[:0] for key, t in sets[0][0].items()}]
-        fill = {key: IGNORE if key == target else 0 for key in lists}
-        joined = {
-            key: torch.cat(
-                [
-                    _filled(row[key], width, fill[key], known[key].dtype)
-                    if key in lists
-                    else row[key]
-                    for row in rows
-                ]
-            )
-            for key in (keys if mask is not None else rows[0])
-        }
+        joined = {key: column(rows, key) for key in (keys if mask is not None else rows[0])}
         if mask is not None and mask not in keys and any(key != target for key in lists):
             own = torch.tensor(lengths[start : start + len(one)], dtype=torch.int64)
             joined[mask] = torch.arange(width) < own[:, None]
@@ -190,3 +185,12 @@ def _filled(t: Tensor, width: int, value: int, kind: torch.dtype) -> Tensor:
     that of the others.
     """
     return F.pad(t if t.numel() else t.to(kind), (0, width - t.shape[1]), value=value)
+
+
+def _first_filled(sets: Sequence[list[StoredRows]], key: str) -> Tensor:
+    """Return a column of the first row that holds a number in it, else that of the first row."""
+    for one in sets:
+        for row in one:
+            if row[key].numel():
+                return row[key]
+    return sets[0][0][key]

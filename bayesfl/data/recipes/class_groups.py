@@ -224,8 +224,11 @@ def _centred(source: Source) -> Tensor:
         ValueError: The inputs lie outside [0, 1].
     """
     known = _centred_inputs.get(source.x)
-    if known is not None and known[0] == source.x._version and (x := known[1]()) is not None:
-        return x
+    if known is not None:
+        version, reference = known
+        x = reference()  # None once nothing uses the copy
+        if version == source.x._version and x is not None:
+            return x
     x = unit_range(source, "centred maps inputs from [0, 1] to [-1, 1]", "or pass centred=False")
     x.mul_(2).sub_(1)
     _centred_inputs[source.x] = (source.x._version, ref(x))

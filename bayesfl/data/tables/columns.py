@@ -146,11 +146,11 @@ class Columns:
             missing = np.isnan(numbers)
             away = (np.where(missing, part.mean, numbers) - part.mean) / part.scale
             out[:, place] = away
-            if told := _far(away[~missing], part, numbers[~missing]):
+            lacking = int(missing.sum())
+            told = _far(away[~missing], part, numbers[~missing])
+            if told:
                 strange[part.name] = told
-            elif not part.flagged and (lacking := int(missing.sum())) >= max(
-                1, STRANGE * table.rows
-            ):
+            elif not part.flagged and lacking >= max(1, STRANGE * table.rows):
                 strange[part.name] = (
                     f"{lacking} of {table.rows} rows lack it, which no training row did: the mean "
                     "stands there"
@@ -357,7 +357,8 @@ def _number(name: str, mine: Sequence[Mapping[str, Any]]) -> Number:
     count, mean, squares, rows = 0, 0.0, 0.0, 0
     for one in mine:
         rows += one["rows"]
-        if (n := one["rows"] - one["missing"]) and one["kind"] == "number":
+        n = one["rows"] - one["missing"]
+        if n and one["kind"] == "number":
             away = one["mean"] - mean
             squares += one["squares"] + away**2 * count * n / (count + n)
             mean += away * n / (count + n)

@@ -35,21 +35,20 @@ def warn_of_clients(statistics: Mapping[str, Any]) -> None:
                 column.get("squares") == 0 or len(column.get("levels", ())) == 1
             ):
                 constant.setdefault(column["name"], []).append(client)
-    everyone = len(statistics)
     told = [
         f"{name!r} has no value in the training rows of {few(clients)}"
         for name, clients in absent.items()
     ]
-    told += [
-        f"{name!r} is constant in those of {'all clients' if len(on) == everyone else few(on)}"
-        for name, on in constant.items()
-    ]
-    if told:
-        warn(
-            "columns say nothing at some clients, and may tell these from others: "
-            f"{'; '.join(told[:10])}{f'; and {len(told) - 10} more' if len(told) > 10 else ''}. "
-            "Leave them out, if that is not meant",
-        )
+    for name, clients in constant.items():
+        whose = "all clients" if len(clients) == len(statistics) else few(clients)
+        told.append(f"{name!r} is constant in those of {whose}")
+    if not told:
+        return
+    more = f"; and {len(told) - 10} more" if len(told) > 10 else ""
+    warn(
+        "columns say nothing at some clients, and may tell these from others: "
+        f"{'; '.join(told[:10])}{more}. Leave them out, if that is not meant",
+    )
 
 
 def warn_of_columns(

@@ -213,7 +213,7 @@ def _declared(values: Values, order: Any) -> Values:
     return Values(values.name, texts=texts, order=named, declared=True)
 
 
-def is_frame(value: Any) -> bool:
+def is_frame(value: object) -> bool:
     """Say whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule
     interface; one column is none.
     """

@@ -69,7 +69,8 @@ class Bias(PerClient):
             step = torch.linalg.solve(curvature, slope.unsqueeze(-1)).squeeze(-1)
             then, most = loss(b - step), now + _ROUNDING * (1 + now.abs())
             for _ in range(_HALVINGS):
-                if not (worse := then > most).any():
+                worse = then > most
+                if not worse.any():
                     break
                 step = torch.where(worse.unsqueeze(-1), step / 2, step)
                 then = loss(b - step)

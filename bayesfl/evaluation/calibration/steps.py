@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -124,14 +124,14 @@ def refuse_empty(split: str, examples: Tensor) -> None:
         )
 
 
-def compares(steps: Iterable[Any]) -> bool:
+def compares(steps: "Iterable[Step]") -> bool:
     """Say whether one of some steps compares clients' own predictions with those of the server's
     model.
     """
     return any(getattr(step, "compares", False) for step in steps)
 
 
-def any_draws(steps: Iterable[Any]) -> bool:
+def any_draws(steps: "Iterable[Step]") -> bool:
     """Say whether one of some steps draws a number for every row, by its inputs."""
     return any(getattr(step, "draws", False) for step in steps)
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bayesfl.base import digest
 from bayesfl.base.described import described
@@ -57,6 +57,7 @@ from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import differences, reading, refuse_differences, same_method
 from bayesfl.models.copies import refuse_changed
 
+REAL = "biuf"  # kinds of NumPy's real numbers
 LARGEST_TENSOR = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs
 training data.
@@ -345,66 +346,31 @@ class ClientModel:
         Raises:
             ValueError: They do not fit the predictions.
         """
-        # A copy, as what a data frame gives cannot be written.
-        values, rows = (np.asarray(y).copy(), found.mask.shape[1])
-        if values.dtype.kind in "OUT" and self.class_names is not None:
-            known = {name: place for place, name in enumerate(self.class_names)}
-            if other := sorted({str(one) for one in values.ravel().tolist()} - known.keys()):
-                raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(known)}")
-            values = np.array([known[str(one)] for one in values.ravel().tolist()]).reshape(
-                values.shape
-            )
-        elif (
-            values.dtype.kind in "biuf"
-            and not isinstance(y, torch.Tensor)
-            and self.class_names is not None
-            and _numerals(self.class_names)
-        ):
+        values = np.asarray(y).copy()  # what a data frame gives cannot be written
+        kind, names = values.dtype.kind, self.class_names
+        if kind in "OUT" and names is not None:
+            values = _numbered(values, names)
+        elif kind in REAL and names is not None and _numerals(names) and not isinstance(y, Tensor):
             raise ValueError(
-                f"y has {'truth values' if values.dtype.kind == 'b' else 'numbers'}, and the "
-                f"classes are named by others, {list(self.class_names[:5])}: pass these names as "
+                f"y has {'truth values' if kind == 'b' else 'numbers'}, and the "
+                f"classes are named by others, {list(names[:5])}: pass these names as "
                 "text, y.astype(str)"
             )
-        if values.dtype.kind not in "biuf" or not values.ndim:
+        if values.dtype.kind not in REAL or not values.ndim:
             raise ValueError(
                 "y must be a list or an array of labels or targets, one for each row, got "
                 f"{type(y).__name__} of {values.dtype}"
             )
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             raise ValueError("y has numbers that are not finite; leave these rows out")
-        if (
-            found.probs is not None
-            and values.dtype.kind == "f"
-            and (values != np.rint(values)).any()
-        ):
-            raise ValueError("y must be whole numbers of classes, got fractions")
-        if found.probs is not None and found.probs.dim() == 4:
-            raise ValueError(
-                "alarms watch rows of one label each: the labels of one row are not independent; "
-                "score rows by a number of your own"
-            )
-        if found.probs is not None and values.dtype.kind == "b" and found.probs.shape[-1] != 2:
-            raise ValueError(f"y must be one of {found.probs.shape[-1]} classes, got truth values")
-        labels = torch.as_tensor(values)
+        if found.probs is not None:
+            _check_classes(values, found.probs)
+        labels, rows = torch.as_tensor(values), found.mask.shape[1]
         if len(labels) != rows:
             raise ValueError(f"y must have a label for each of {rows} rows, got {len(labels)}")
-        if found.probs is None:
-            like = found.lower if found.variance is None else found.mean
-            assert like is not None  # predictions of numbers have one of the two
-            if labels.numel() != like.numel():
-                raise ValueError(
-                    f"y must have {like.shape[-1]} targets for each row, got shape "
-                    f"{list(labels.shape)}"
-                )
-            return labels.reshape(like.shape[1:])
-        if labels.shape != found.probs.shape[1:-1] or bool(
-            ((labels < 0) | (labels >= found.probs.shape[-1])).any()
-        ):
-            raise ValueError(
-                f"y must be classes from 0 to {found.probs.shape[-1] - 1}, one for each row, got "
-                f"{labels.unique().tolist()[:5]} of shape {list(labels.shape)}"
-            )
-        return labels.long()
+        return (
+            _as_targets(labels, found) if found.probs is None else _as_classes(labels, found.probs)
+        )
 
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in
@@ -594,6 +560,54 @@ def needs_data(algorithm: Algorithm) -> bool:
 def needed(algorithm: Algorithm) -> tuple[str, ...]:
     """Return the names of the view's entries from which a client predicts."""
     return (*algorithm.whole(algorithm.parts), *getattr(algorithm.predictor, "reads", ()), "n")
+
+
+def _numbered(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """Return names of classes as their numbers.
+
+    Raises:
+        ValueError: One is no class.
+    """
+    number = {name: place for place, name in enumerate(names)}
+    texts = [str(one) for one in values.ravel().tolist()]
+    if other := sorted(set(texts) - number.keys()):
+        raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(number)}")
+    return np.array([number[text] for text in texts]).reshape(values.shape)
+
+
+def _check_classes(values: np.ndarray, probs: Tensor) -> None:
+    """Raise ValueError if values cannot be numbers of classes, whichever they are."""
+    if values.dtype.kind == "f" and (values != np.rint(values)).any():
+        raise ValueError("y must be whole numbers of classes, got fractions")
+    if probs.dim() == 4:
+        raise ValueError(
+            "alarms watch rows of one label each: the labels of one row are not independent; "
+            "score rows by a number of your own"
+        )
+    if values.dtype.kind == "b" and probs.shape[-1] != 2:
+        raise ValueError(f"y must be one of {probs.shape[-1]} classes, got truth values")
+
+
+def _as_targets(labels: Tensor, found: Predictions) -> Tensor:
+    """Return targets in the shape of the predictions of numbers, [N, ...]."""
+    like = found.lower if found.variance is None else found.mean
+    assert like is not None  # predictions of numbers have one of the two
+    if labels.numel() != like.numel():
+        raise ValueError(
+            f"y must have {like.shape[-1]} targets for each row, got shape {list(labels.shape)}"
+        )
+    return labels.reshape(like.shape[1:])
+
+
+def _as_classes(labels: Tensor, probs: Tensor) -> Tensor:
+    """Return numbers of classes as int64, [N]."""
+    classes = probs.shape[-1]
+    if labels.shape != probs.shape[1:-1] or bool(((labels < 0) | (labels >= classes)).any()):
+        raise ValueError(
+            f"y must be classes from 0 to {classes - 1}, one for each row, got "
+            f"{labels.unique().tolist()[:5]} of shape {list(labels.shape)}"
+        )
+    return labels.long()
 
 
 def _numerals(names: Sequence[str]) -> bool:

@@ -131,7 +131,8 @@ class Form:
                 )
             return t
         own = t.to(dtype)
-        if not torch.equal(back := own.to(t.dtype), t):
+        back = own.to(t.dtype)
+        if not torch.equal(back, t):
             raise ValueError(
                 f"{name} holds {int(t[back != t][0])}, which is no {dtype}, as the training data "
                 "were; look at its codes"
@@ -146,17 +147,8 @@ def same_form(what: str, found: ClientData, known: ClientData) -> None:
     Raises:
         ValueError: They differ.
     """
-    given, wanted = (
-        {
-            name: f"{_kind(t.dtype)} {list(t.shape[1:])}"
-            for name, t in named(split.take(split.index[:1]))
-        }
-        for split in (found, known)
-    )
-    given["transform"], wanted["transform"] = (
-        described(split.transform) for split in (found, known)
-    )
-    if different := differences(wanted, given):
+    different = differences(_as_given(known), _as_given(found))
+    if different:
         raise ValueError(
             f"{what} gives the model other inputs than the training data, {in_words(different)}; "
             "take a split of the federation, whose transform is part of it, or give it one, as "
@@ -185,3 +177,10 @@ def _kind(dtype: torch.dtype) -> str:
 
 def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
+
+
+def _as_given(split: ClientData) -> dict[str, Any]:
+    """Return what a split gives a model, in words, by name."""
+    one = named(split.take(split.index[:1]))
+    inputs: dict[str, Any] = {name: f"{_kind(t.dtype)} {list(t.shape[1:])}" for name, t in one}
+    return {**inputs, "transform": described(split.transform)}

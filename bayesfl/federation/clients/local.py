@@ -17,11 +17,11 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (
     Descend,
-    Repeat,
     by_algebra,
     by_chance,
     phase_in_words,
     trained,
+    unrolled,
 )
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine, stability
@@ -335,8 +335,7 @@ def touched(algorithm: Algorithm) -> bool:
     """Say whether training changes every part of the predictor, or may: a phase that does not say
     which blocks it trains may change any.
     """
-    known = [phase.phases if isinstance(phase, Repeat) else (phase,) for phase in algorithm.phases]
-    phases = [phase for inner in known for phase in inner]
+    phases = [inner for phase in algorithm.phases for inner in unrolled(phase)]
     if not all(isinstance(phase, Descend) for phase in phases):
         return True
     return set(algorithm.parts) <= {name for phase in phases for name in trained(phase)}

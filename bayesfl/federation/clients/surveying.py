@@ -4,7 +4,7 @@ how answers are added.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -38,7 +38,11 @@ from bayesfl.evaluation.surveys import (
     together,
 )
 from bayesfl.federation.clients import predict
+from bayesfl.federation.clients.local import Local
 from bayesfl.federation.store.identity import reading
+
+if TYPE_CHECKING:
+    from bayesfl.federation.run.result import Result
 
 _ANEW = (
     "begin with dataclasses.replace(result, steps=()).calibrate(...), and give each once, in the "
@@ -55,7 +59,7 @@ class Adder(Protocol):
         ...
 
 
-def ask_here(survey: Survey, local: LocalPredictions, aggregation: Any) -> Ask:
+def ask_here(survey: Survey, local: LocalPredictions, aggregation: Adder | None) -> Ask:
     """Return how a survey's questions are put to clients on this machine.
 
     Raises:
@@ -81,7 +85,7 @@ def ask_here(survey: Survey, local: LocalPredictions, aggregation: Any) -> Ask:
     return ask
 
 
-def asked(survey: Any, splits: Mapping[str, ClientData]) -> ClientData:
+def asked(survey: Survey, splits: Mapping[str, ClientData]) -> ClientData:
     """Return the split that a survey asks about.
 
     Raises:
@@ -99,7 +103,7 @@ def asked(survey: Any, splits: Mapping[str, ClientData]) -> ClientData:
     return splits[name]
 
 
-def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Step, ...]:
+def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[Step, ...]:
     """Return steps of calibration after a look at what they are.
 
     Args:
@@ -166,7 +170,7 @@ def fitted(
     before: Sequence[Fitted],
     predicted: Mapping[str, LocalPredictions],
     outputs: Outputs,
-    aggregation: Any,
+    aggregation: Adder | None,
 ) -> tuple[Fitted, ...]:
     """Fit steps one after the other, after those that were fitted before.
 
@@ -197,7 +201,7 @@ def settled(
     return tuple(done)
 
 
-def check_servers_model(steps: Sequence[Any], algorithm: Algorithm) -> None:
+def check_servers_model(steps: Sequence[Step], algorithm: Algorithm) -> None:
     """Raise ValueError if a step compares clients' own models with the server's, and the method has
     not both.
     """
@@ -249,7 +253,7 @@ def check_reading(result: Any) -> None:
 
 
 def known(
-    result: Any, local: Any, split: ClientData, found: Predictions, steps: Sequence[Any]
+    result: "Result", local: Local, split: ClientData, found: Predictions, steps: Sequence[Step]
 ) -> LocalPredictions:
     """Return clients' predictions of a split with whose they are, and what steps need beside them.
 

@@ -137,10 +137,9 @@ class NextServer:
             for key in before
             if key not in after or not self._fits(key, before[key], after[key])
         ]:
-            found, held = (
-                {key: shapes(tree).get(key, "nothing") for key in wrong}
-                for tree in (new, self._server)
-            )
+            returned, expected = shapes(new), shapes(self._server)
+            found = {key: returned.get(key, "nothing") for key in wrong}
+            held = {key: expected.get(key, "nothing") for key in wrong}
             raise ValueError(
                 f"a pool or `combine` returns {found} where the server has {held}; return entries "
                 "in their shapes and dtypes"

@@ -174,12 +174,13 @@ class OneMachine:
                 fault = wrong.get(client)
                 if isinstance(fault, Altered):
                     message = fault.change(message)
-                if good[place] and (
-                    reason := objection(message, round.declared if sends else {}, round.number)
-                ):
+                if not good[place]:
+                    continue
+                reason = objection(message, round.declared if sends else {}, round.number)
+                if reason is not None:
                     good[place] = False
                     yield Absence(client, reason)
-                elif good[place] and isinstance(fault, Altered):
+                elif isinstance(fault, Altered):
                     for name, t in flat.items():
                         t[place] = message.tensors[name]
         if sends and good.any():

@@ -39,7 +39,7 @@ Callback: TypeAlias = Callable[[Any], Any]
 """Function from the run so far; True ends the run."""
 
 
-def check_callbacks(name: str, on_round: Any) -> None:
+def check_callbacks(name: str, on_round: object) -> None:
     """Check that callbacks are a list of functions.
 
     Raises:

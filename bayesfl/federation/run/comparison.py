@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from bayesfl.base.described import ADDRESS
 from bayesfl.base.warning import warn
-from bayesfl.composition.phases import Descend, Repeat
+from bayesfl.composition.phases import Descend, Repeat, unrolled
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import dtype_name
@@ -175,11 +175,7 @@ def _training(run: Result) -> dict[str, str]:
     """Describe the settings that readers compare: the model, those of the run, and of each gradient
     phase by the blocks it trains.
     """
-    phases = [
-        inner
-        for phase in run.algorithm.phases
-        for inner in (phase.phases if isinstance(phase, Repeat) else (phase,))
-    ]
+    phases = [inner for phase in run.algorithm.phases for inner in unrolled(phase)]
     turns = [phase for phase in run.algorithm.phases if isinstance(phase, Repeat)]
     steps = [phase for phase in phases if isinstance(phase, Descend)]
     inner = [phase for turn in turns for phase in turn.phases]

@@ -17,7 +17,7 @@ from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import Descend, Repeat
+from bayesfl.composition.phases import Descend, unrolled
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.tables.frames import same_columns
@@ -192,7 +192,7 @@ class Result:
         Raises:
             TypeError: `split` is no `ClientData`.
             ValueError: The split has no examples, other inputs or other columns, or is of other
-                clients; `draws` is not a whole number >= 0; or the method's predictor has to be
+                clients; `draws` is not a whole number >= 1; or the method's predictor has to be
                 tuned and the data have no validation split.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
@@ -225,7 +225,7 @@ class Result:
         return applied(self.steps, predicted)
 
     def local_predictions(
-        self, *splits: ClientData, draws: int | None = None, steps: Sequence[Any] = ()
+        self, *splits: ClientData, draws: int | None = None, steps: Sequence[Step] = ()
     ) -> tuple[LocalPredictions, ...]:
         """Return what clients know of themselves on splits, before any step of calibration; they
         fine-tune once for all.
@@ -245,7 +245,7 @@ class Result:
             surveying.known(self, local, *pair, reads) for pair in zip(splits, found, strict=True)
         )
 
-    def calibrate(self, *steps: Step, aggregation: Any = None) -> "Result":
+    def calibrate(self, *steps: Step, aggregation: surveying.Adder | None = None) -> "Result":
         """Return the federation with its predictions calibrated: steps are fitted one after the
         other, by surveys of the clients.
 
@@ -285,7 +285,7 @@ class Result:
             chosen=self.known_choice(),
         )
 
-    def survey(self, survey: Survey, *, aggregation: Any = None) -> Tensors:
+    def survey(self, survey: Survey, *, aggregation: surveying.Adder | None = None) -> Tensors:
         """Ask the clients about their own predictions, as this result makes them, and return what
         the survey tells at last.
 
@@ -315,7 +315,7 @@ class Result:
         by: Literal["client", "label"] = "client",
         groups: Groups | None = None,
         delta: Annotated[float, PROBABILITY] = 0.05,
-        aggregation: Any = None,
+        aggregation: surveying.Adder | None = None,
     ) -> Audit:
         """Audit the predictions by client, label or group: coverage, set sizes, accuracy and
         calibration error, with exact intervals.
@@ -417,18 +417,16 @@ class Result:
         """Say where the rate of a phase of `adapt` has fallen below a tenth of its first; '' if
         none has.
         """
-        inner = [
-            one
-            for phase in self.algorithm.adapt
-            for one in (phase.phases if isinstance(phase, Repeat) else (phase,))
-        ]
-        rates = [phase.optimiser.rate for phase in inner if isinstance(phase, Descend)]
-        last = min(self.round, self.settings.rounds - 1)  # as in `Algorithm.given`
-        pairs = [
-            tuple(rate_at(rate, round, self.settings.rounds) for round in (0, last))
-            for rate in rates
-        ]
-        fallen = [f"{first:.3g} to {now:.3g}" for first, now in pairs if now < 0.1 * first]
+        rounds = self.settings.rounds
+        last = min(self.round, rounds - 1)  # as in `Algorithm.given`
+        fallen = []
+        for phase in (one for outer in self.algorithm.adapt for one in unrolled(outer)):
+            if not isinstance(phase, Descend):
+                continue
+            first = rate_at(phase.optimiser.rate, 0, rounds)
+            now = rate_at(phase.optimiser.rate, last, rounds)
+            if now < 0.1 * first:
+                fallen.append(f"{first:.3g} to {now:.3g}")
         if not fallen:
             return ""
         return (
@@ -448,11 +446,8 @@ class Result:
             novel: Their data, on the run's device and in its precision.
         """
         steps = [one.step for one in self.steps]
-        there = {
-            step.split: split
-            for step in steps
-            if (split := novel.splits.get(step.split)) is not None and split.counts.any()
-        }
+        filled = {name: split for name, split in novel.splits.items() if split.counts.any()}
+        there = {step.split: filled[step.split] for step in steps if step.split in filled}
         predicted = (
             dict(zip(there, new.local_predictions(*there.values(), steps=steps), strict=True))
             if there
@@ -484,7 +479,8 @@ class Result:
             DivergenceError: The client's fine-tuning is not finite, and `tolerant` is False.
         """
         surveying.check_reading(self)
-        name = self.known.client_names[j := place(client, self.known.client_names)]
+        j = place(client, self.known.client_names)
+        name = self.known.client_names[j]
         if isinstance(self.known, Outline) and needs_data(self.algorithm):
             raise ValueError(
                 f"{name!r} needs its training data, for fine-tuning or for the method's predictor, "

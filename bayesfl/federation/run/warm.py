@@ -78,7 +78,7 @@ def start_in_words(what: str, names: Sequence[str], state: Mapping[str, Any]) ->
     return f"{what} (digest {digest.of_tensors(json.dumps(list(names)), detached(state))[:16]})"
 
 
-def refuse_other_start(folder: Any, began: str, given: str) -> None:
+def refuse_other_start(folder: str | os.PathLike[str] | None, began: str, given: str) -> None:
     """Raise ValueError if what the run in a folder of checkpoints began from is not what `start` is
     now, by their words.
     """

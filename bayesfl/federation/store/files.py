@@ -119,12 +119,12 @@ def _write_fitted(steps: Sequence[Fitted]) -> dict[str, Any]:
 
 def _read_fitted(found: Mapping[str, Any]) -> tuple[Fitted, ...]:
     ordered = [found[str(place)] for place in range(len(found))]
-    # Applied on the CPU.
-    parts = [
-        [{name: t.cpu() for name, t in one[part].items()} for part in ("state", "own")]
-        for one in ordered
-    ]
-    return tuple(Fitted(step, *both) for step, both in zip(read_steps(ordered), parts, strict=True))
+    fitted = []
+    for step, one in zip(read_steps(ordered), ordered, strict=True):
+        state = {name: t.cpu() for name, t in one["state"].items()}  # applied on the CPU
+        own = {name: t.cpu() for name, t in one["own"].items()}
+        fitted.append(Fitted(step, state, own))
+    return tuple(fitted)
 
 
 def optional(entry: Entry) -> Entry:
@@ -217,7 +217,7 @@ def write(
         )
 
 
-def refuse_nameless(*descriptions: Any) -> None:
+def refuse_nameless(*descriptions: object) -> None:
     """Raise ValueError if a description has a function that could not be recognised."""
     if any(map(anonymous, descriptions)):
         raise ValueError(
@@ -303,7 +303,8 @@ def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") ->
     try:
         said = json.loads(text)
         if (written := said.pop("format")) != FORMAT:
-            by = version if isinstance(version := said.get("version"), str) else "0.2"
+            by = said.get("version")
+            by = by if isinstance(by, str) else "0.2"
             raise OtherFileError(
                 f"{str(file)!r} has format {written}, which bayesfl {by} wrote and reads, and this "
                 "version does not"

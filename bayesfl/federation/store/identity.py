@@ -9,7 +9,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bayesfl.base.described import described, digest_of, held, layers
 from bayesfl.composition.algorithm import Algorithm
@@ -18,6 +18,9 @@ from bayesfl.data.outline import Outline
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.models.copies import refuse_changed
 from bayesfl.models.modes import norms, rate
+
+if TYPE_CHECKING:
+    from bayesfl.evaluation.calibration import Step
 
 FIRST = 3
 """Number of differences that an error message lists."""
@@ -62,7 +65,7 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
     return algorithm.__dict__["_constants"]
 
 
-def fingerprint(algorithm: Algorithm, calibration: Sequence[Any] = ()) -> str:
+def fingerprint(algorithm: Algorithm, calibration: "Sequence[Step]" = ()) -> str:
     """Return a digest of a method's identity and of its steps of calibration, by which two machines
     recognise that theirs are the same.
     """
@@ -98,7 +101,7 @@ def reading(algorithm: Algorithm) -> str:
     )
 
 
-def differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+def differences(one: object, other: object, path: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the places where two descriptions differ, with what stands there in each."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         pairs = [
@@ -140,7 +143,8 @@ def method_differences(
     their names alone.
     """
     now = identity(algorithm)
-    if made_with.get("method") != (name := now["method"]):
+    name = now["method"]
+    if made_with.get("method") != name:
         return {"method": (made_with.get("method"), name)}
     now = _as_known(algorithm, now, made_with)
     saved, given = (
@@ -213,14 +217,10 @@ def network_differences(
     """
     now, known = identity(algorithm), made_with.get("held")
     if isinstance(known, Mapping):  # later versions of torch may hold more
-        parts = {
-            part: then if isinstance(then := known.get(part), Mapping) else of
-            for part, of in now["held"].items()
-        }
-        now["held"] = {
-            part: {key: one for key, one in of.items() if key in parts[part]}
-            for part, of in now["held"].items()
-        }
+        for part, of in now["held"].items():
+            then = known.get(part)
+            if isinstance(then, Mapping):
+                now["held"][part] = {key: one for key, one in of.items() if key in then}
     found: dict[str, tuple[Any, Any]] = {}
     for part in ("layers", "parameters", "held", "constants"):
         found |= differences({part: made_with.get(part, {})}, {part: now[part]})
