@@ -1,10 +1,12 @@
 """Linear federations, and what methods of invariant learning minimise, from formulas alone."""
 
+import copy
 import importlib
 from itertools import combinations, cycle
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesfl as bf
@@ -44,14 +46,16 @@ class ByHand:
         self.data = []
         for j in range(clients.clients):
             x, y = clients.train.client(j)
-            environment = clients.train.environment
-            assert environment is not None
+            environment: Any = clients.train.environment
             self.data.append((x.double(), y, environment[clients.train.rows(j)]))
         self.n = torch.tensor([len(y) for _, y, _ in self.data]).double()
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
         leaves = self.layout.leaves(w)
         return x @ leaves["weight"].T + leaves["bias"]
+
+    def risk(self, w: Tensor, j: int, e: int) -> Tensor:
+        return self.losses(w, j)[self.data[j][2] == e].mean()
 
     def losses(self, w: Tensor, j: int) -> Tensor:
         x, y, _ = self.data[j]
@@ -94,6 +98,25 @@ class AdamByHand:
         return w - self.rate * (self.m / (1 - 0.9**self.t)) / (
             (self.v / (1 - 0.999**self.t)).sqrt() + 1e-8
         )
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy in float64, to train by hand."""
+    return copy.deepcopy(model).double()
+
+
+def descend(part: nn.Module, net: nn.Module, data: tuple[Tensor, Tensor], rate: float) -> None:
+    """One plain step of a part of a network on the mean cross entropy of some examples."""
+    x, y = data
+    slopes = torch.autograd.grad(F.cross_entropy(net(x.double()), y), list(part.parameters()))
+    with torch.no_grad():
+        for p, slope in zip(part.parameters(), slopes, strict=True):
+            p -= rate * slope
+
+
+def flat(part: nn.Module) -> Tensor:
+    """A module's parameters, one after another."""
+    return torch.cat([p.detach().flatten() for p in part.parameters()])
 
 
 def in_turn(starts: Tensor) -> Any:

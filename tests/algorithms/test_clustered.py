@@ -170,12 +170,11 @@ def test_places_in_a_cluster_are_no_clients_numbers(planted: FederatedData):
     before, after = (
         run(started(**options), planted, t).server["cluster"] for t in (second, second + 1)
     )
-    changed = set(np.flatnonzero(before != after).tolist())
-    assert changed in [set(part) for part in parts]
-    inside = {j for part in parts for j in part}
-    assert sorted(inside) != list(range(len(inside)))
-    assert changed < inside
+    changed = tuple(np.flatnonzero(before != after))
+    inside = sorted(j for part in parts for j in part)
     assert first < second
+    assert inside != list(range(len(inside)))
+    assert changed in parts
 
 
 def test_without_a_split_it_is_fedavg(planted: FederatedData):
@@ -265,12 +264,10 @@ def test_a_new_client_takes_the_model_that_fits_it_best(planted: FederatedData):
     for j, k in ((2, 1), (3, 0), (5, 2)):
         adapted = result.adapt(planted.select([j]))
         model = result.server["models"][int(result.server["cluster"][OWNER.index(k)])]
-        mean = adapted.predict().client(0).mean
-        assert mean is not None
+        mean: Any = adapted.predict().client(0).mean
         assert_close(mean.flatten(), planted.test.client(j)[0].double() @ model)
     swapped = replace(result, server=result.server | {"cluster": result.server["cluster"].flip(0)})
     mean = swapped.predict().client(4).mean
-    assert mean is not None
     assert_close(
         mean.flatten(),
         planted.test.client(4)[0].double()
@@ -327,20 +324,13 @@ def test_two_groups_by_complete_linkage():
         stays, leaves = complete_linkage(updates)
         group = bipartition(torch.from_numpy(updates))
         assert not group[0]
-        assert set(np.flatnonzero(~group)) == stays
-        assert set(np.flatnonzero(group)) == leaves
+        assert (set(np.flatnonzero(~group)), set(np.flatnonzero(group))) == (stays, leaves)
         # Lengths don't matter.
         assert torch.equal(
             bipartition(torch.from_numpy(updates) * torch.arange(1.0, size + 1)[:, None]), group
         )
     still: Tensor = bipartition(torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.1], [-1.0, 0.0]]))
-    assert not still[2]
-    assert still[3]
-
-
-def test_weights_that_do_not_fit(planted: FederatedData):
-    with pytest.raises(ValueError, match=r"weight .*\[11\].*'w'.* got .*\[11, 1\]"):
-        run(started(weight=lambda server, uplink: uplink["n"].unsqueeze(-1)), planted, 1)
+    assert still[2:].tolist() == [False, True]
 
 
 @pytest.mark.parametrize(("name", "value"), [("eps1", -1), ("eps2", True), ("first_split", -1)])

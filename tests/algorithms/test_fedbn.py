@@ -10,6 +10,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.optim import SGD
+from tests.algorithms.made import descend
 from tests.cases import run, with_batch_norm
 
 ROUNDS, EPOCHS = 3, 2
@@ -91,13 +92,8 @@ def test_a_client_that_joins_trains_norms_alone(clients: FederatedData):
             result.server | {"n": torch.zeros((), dtype=torch.float64)}, ("w",)
         )
         net = copy.deepcopy(net).requires_grad_().train()
-        norms = [net.get_parameter("body.1.weight"), net.get_parameter("body.1.bias")]
-        x, y = novel.train.client(j)
         for _ in range(3):
-            slopes = torch.autograd.grad(nn.functional.cross_entropy(net(x.double()), y), norms)
-            with torch.no_grad():
-                for p, slope in zip(norms, slopes, strict=True):
-                    p -= 0.2 * slope
+            descend(net.body[1], net, novel.train.client(j), 0.2)
         assert_close(adapted.private["norms"]["loc"][j], flat(net, norm=True), atol=1e-12, rtol=0)
         assert_close(
             adapted.private["norms_buffers"]["loc"][j], statistics(net), atol=1e-12, rtol=0
@@ -142,11 +138,9 @@ def test_norms_without_trainable_weights_keep_their_statistics(
     assert set(algorithm.uplink(algorithm.init(1))) == {"w.loc"}
     result = run(algorithm, clients)
     for j in range(clients.clients):
-        found = algorithm.layout("norms_buffers").leaves(result.private["norms_buffers"]["loc"][j])[
-            "0.running_mean"
-        ]
+        found = algorithm.layout("norms_buffers").leaves(result.private["norms_buffers"]["loc"][j])
         assert_close(
-            found,
+            found["0.running_mean"],
             clients.train.client(j)[0].double().mean(0) * (1 - 0.9**result.round),
             atol=1e-12,
             rtol=0,
@@ -194,20 +188,16 @@ def test_names_are_no_patterns(norm: str, linear: str):
             nn.Sequential(nn.BatchNorm1d(8).requires_grad_(False), nn.Linear(8, 3)),
             r"model Sequential has no norm .*affine=True",
         ),
+        (
+            nn.Sequential(*[nn.BatchNorm1d(4)] * 2, nn.Linear(4, 2)),
+            r"the norm '1' stands in the model under another name, too; give each place a norm "
+            r"of its own",
+        ),
     ],
 )
 def test_models_that_do_not_fit(model: nn.Module, words: str):
-    """With the remedy."""
+    """With the remedy; the weights of a norm in two places would be a client's own under one name
+    and averaged under the other.
+    """
     with pytest.raises(ValueError, match=words):
         bf.algorithms.fedbn(model)
-
-
-def test_a_norm_in_two_places_is_named():
-    """Its weights would be a client's own under one name and averaged under the other."""
-    norm = nn.BatchNorm1d(4)
-    with pytest.raises(
-        ValueError,
-        match=r"the norm '1' stands in the model under another name, too; give each place a norm "
-        r"of its own",
-    ):
-        bf.algorithms.fedbn(nn.Sequential(norm, norm, nn.Linear(4, 2)))

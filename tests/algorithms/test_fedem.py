@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.composition.block import Block
-from bayesfl.composition.pools import Mean, equal
 from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.composition.topology import metropolis, ring
 from bayesfl.data import FederatedData
@@ -55,39 +54,6 @@ def test_two_rounds_by_hand(clients: FederatedData):
         result = run(algorithm, clients, rounds)
         assert_close(result.private["pi"], pi, atol=1e-10, rtol=0)
         assert_close(result.server["components"]["loc"], theta, atol=1e-10, rtol=0)
-
-
-def test_full_batch_steps_never_lower_the_likelihood(clients: FederatedData):
-    """One gradient step a round, averaged by size, is a step on the mixture's likelihood:
-    generalised EM.
-    """
-    algorithm = bf.algorithms.fedem(
-        nn.Linear(8, 3), components=3, epochs=1, batch_size=None, optimiser=SGD(0.3)
-    )
-    result, before = run(algorithm, clients), -torch.inf
-    for rounds in range(2, 25):
-        total = 0.0
-        for j in range(clients.clients):
-            table = losses(algorithm, result.server["components"]["loc"], *clients.train.client(j))
-            total += float(mixture.responsibilities(result.private["pi"][j], table)[1].sum())
-        assert total >= before - 1e-10
-        before, result = total, run(algorithm, clients, rounds, resume=result)
-
-
-def test_one_component_is_fedavg(clients: FederatedData, model: nn.Module):
-    """To rounding: q is 1 for every example."""
-    # Batches of a second phase have other addresses.
-    options: dict[str, Any] = {"epochs": 5, "batch_size": None, "optimiser": EM(0.1)}
-    em = bf.algorithms.fedem(model, components=1, **options)
-    avg = bf.algorithms.fedavg(model, **options)
-    start = em.init(7, seed=2, dtype=torch.float64)["components"]["loc"][0]
-    avg = replace(avg, blocks={"w": Block(start=lambda rng, size: start.float())})
-    assert_close(
-        run(em, clients, 3).server["components"]["loc"][0],
-        run(avg, clients, 3).server["w"]["loc"],
-        atol=1e-9,
-        rtol=0,
-    )
 
 
 def test_components_may_swap_names(clients: FederatedData, model: nn.Module):
@@ -190,26 +156,6 @@ def test_new_clients_fit_their_weights_alone(clients: FederatedData, model: nn.M
         assert_close(adapted.private["pi"][j], best, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("kernel", ["live", "layers", "vmap"])
-@pytest.mark.parametrize("draws", [1, 3])
-def test_components_may_be_beliefs(
-    clients: FederatedData, model: nn.Module, kernel: Any, draws: int
-):
-    """Mean-field components, each with draws of its own, in every kernel as in the reference."""
-    algorithm = bf.algorithms.fedem(
-        model,
-        components=2,
-        posterior=MeanField(init_scale=0.1),
-        prior_variance=0.5,
-        draws=draws,
-        batch_size=10,
-        optimiser=EM(0.1),
-    )
-    got, reference = (run(algorithm, clients, 2, k) for k in (kernel, "reference"))
-    assert_close(got.server, reference.server, atol=1e-9, rtol=0)
-    assert_close(got.private, reference.private, atol=1e-9, rtol=0)
-
-
 def test_a_gaussian_prior_holds_every_copy(clients: FederatedData, model: nn.Module):
     """Point components under a Normal prior: the kernels add its pull to each copy as the reference
     does.
@@ -232,31 +178,6 @@ def test_copies_that_start_alike_are_refused(model: nn.Module):
         Block(copies=2)
     with pytest.raises(ValueError, match=r"\('components',\).*predictors\.Mixture"):
         replace(bf.algorithms.fedem(model), predictor=None)
-
-
-def test_everyone_beside_everyone_is_fedem_with_equal_weights(
-    clients: FederatedData, model: nn.Module
-):
-    """D-FedEM on a complete graph with weights 1 / J: every client has the mean of all, as if a
-    server had made it.
-    """
-    options: dict[str, Any] = {"components": 2, "batch_size": 10, "optimiser": EM(0.1)}
-    central = bf.algorithms.fedem(model, **options)
-    central = replace(
-        central, blocks={"components": replace(central.blocks["components"], pool=Mean(equal))}
-    )
-    gossip = run(
-        bf.algorithms.d_fedem(
-            model, mixing=torch.full((7, 7), 1 / 7, dtype=torch.float64), **options
-        ),
-        clients,
-        3,
-    )
-    mean = run(central, clients, 3).server["components"]["loc"]
-    assert_close(
-        gossip.server["components"]["each"], mean.expand(7, *mean.shape), atol=1e-9, rtol=0
-    )
-    assert_close(gossip.server["components"]["loc"], mean, atol=1e-9, rtol=0)
 
 
 def test_two_rounds_between_neighbours_by_hand(clients: FederatedData, model: nn.Module):

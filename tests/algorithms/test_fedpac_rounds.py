@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.algorithms.fedpac import mixing
-from bayesfl.composition import simplex
 from bayesfl.data import FederatedData
 from bayesfl.models import SplitModel
 from bayesfl.optim import SGD
-from tests.algorithms.made import CLASSES, FEDPAC, WIDTH, solved
+from tests.algorithms.made import CLASSES, WIDTH, solved
 from tests.cases import run
 
 
@@ -34,10 +32,7 @@ def reference(
     centroids: dict[int, Tensor] = {}
     data = [(x.double(), y) for x, y in (clients.train.client(j) for j in range(clients.clients))]
     for t, cohort in enumerate(cohorts):
-        bodies = []
-        trained = []
-        h = []
-        v = []
+        bodies, trained, h, v = [], [], [], []
         sums = torch.zeros(CLASSES, WIDTH).double()
         counts = torch.zeros(CLASSES).double()
         for j in cohort:
@@ -75,10 +70,8 @@ def reference(
             trained.append(copy.deepcopy(model.head.state_dict()))
             with torch.no_grad():
                 z = model.body(x)
-            for k in y.tolist():
-                counts[k] += 1
-            for k, row in zip(y.tolist(), z, strict=True):
-                sums[k] += row
+            counts += torch.bincount(y, minlength=CLASSES)
+            sums.index_add_(0, y, z)
         n = float(sum(sizes[j] for j in cohort))
         body = {
             key: sum(sizes[j] / n * b[key] for j, b in zip(cohort, bodies, strict=True))
@@ -135,145 +128,24 @@ def test_rounds_as_a_plain_loop(
     assert result.server["seen"].tolist() == [k in expected["centroids"] for k in range(CLASSES)]
 
 
-def test_the_programs_of_a_round_are_solved(clients: FederatedData, model: nn.Module):
-    """Weights of a round satisfy the optimality conditions to 1e-8, once those cut off are put
-    back.
-    """
-    result = run(bf.algorithms.fedpac(model), clients, 2)
-    known = result.server["trained"]
-    h, v = known["h"].double(), known["variance"].double()
-    exact = simplex.minimise(h @ h.T + torch.diag(v), h @ h.T)
-    assert float(simplex.kkt(h @ h.T + torch.diag(v), h @ h.T, exact).max()) < 1e-8
-    assert_close(
-        mixing(h, v, h),
-        torch.where(exact < 1e-3, 0, exact)
-        / torch.where(exact < 1e-3, 0, exact).sum(1, keepdim=True),
-    )
-    # As uplinks come in.
-    order = [
-        int(n) for n in torch.tensor(clients.train.counts).argsort(descending=True, stable=True)
-    ]
-    a = result.server["head"]["weights"][order][:, order]
-    assert_close(a, mixing(h, v, h), atol=1e-12, rtol=0)
-    assert_close(result.server["head"]["each"][order], a @ known["head"], atol=1e-12, rtol=0)
-
-
-def test_without_pull_and_mixing_it_is_fedrep(
-    clients: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-):
-    """lambda = 0 and every client its own head; full batches, since phases at other places draw
-    other ones.
-    """
-    monkeypatch.setattr(
-        FEDPAC, "mixing", lambda h, variance, own: torch.eye(len(own), dtype=torch.float64)
-    )
-    options: dict[str, Any] = {"head_epochs": 2, "body_epochs": 3, "batch_size": None}
-    sgd = SGD(0.1, momentum=0.5, weight_decay=0.01)
-    pac = run(
-        bf.algorithms.fedpac(model, head_optimiser=sgd, body_optimiser=sgd, lam=0.0, **options),
-        clients,
-        3,
-    )
-    rep = run(bf.algorithms.fedrep(model, optimiser=sgd, **options), clients, 3)
-    assert_close(pac.server["body"]["loc"], rep.server["body"]["loc"], atol=1e-10, rtol=0)
-    assert_close(pac.server["head"]["each"], rep.private["head"]["loc"], atol=1e-10, rtol=0)
-    assert_close(pac.predict().probs, rep.predict().probs, atol=1e-10, rtol=0, equal_nan=True)
-
-
 def test_a_run_that_starts_from_another_goes_on_with_its_centroids(
     clients: FederatedData, model: nn.Module
 ):
     """Without chance, its first round is the next round of the run before: with the pull, which
     matters.
     """
-    found = {}
-    for lam in (0.0, 0.7):
-        method = bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=lam)
-        before = run(method, clients, 2)
-        found[lam], whole = (
-            run(method, clients, 1, seed=9, start=before).server,
-            run(method, clients, 3).server,
-        )
-        for block in ("body", "head"):
-            assert_close(found[lam][block]["loc"], whole[block]["loc"], atol=1e-12, rtol=0)
-    before = run(
-        bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=0.0),
-        clients,
-        2,
+    free, pulled = (
+        bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=lam)
+        for lam in (0.0, 0.7)
     )
-    pulled = run(
-        bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=0.7),
-        clients,
-        1,
-        seed=9,
-        start=before,
+    before = run(pulled, clients, 2)
+    found, other = (
+        run(method, clients, 1, seed=9, start=before).server for method in (pulled, free)
     )
-    assert (pulled.server["body"]["loc"] - found[0.0]["body"]["loc"]).abs().max() > 1e-5
-
-
-def test_the_first_round_has_no_pull(clients: FederatedData, model: nn.Module):
-    """Whatever lambda is; from the second round on it matters."""
-    one, other = (bf.algorithms.fedpac(model, lam=lam) for lam in (0.0, 50.0))
-    assert torch.equal(
-        run(one, clients).server["body"]["loc"], run(other, clients).server["body"]["loc"]
-    )
-    assert not torch.equal(
-        run(one, clients, 2).server["body"]["loc"], run(other, clients, 2).server["body"]["loc"]
-    )
-
-
-def test_the_absent_keep_their_heads_and_rows(clients: FederatedData, model: nn.Module):
-    """A client outside the cohort has the head and the row of its last round; before its first, the
-    start's head and a row of 0.
-    """
-    algorithm = bf.algorithms.fedpac(model)
-    options: dict[str, Any] = {"participation": 0.5, "sampling": "fixed"}
-    first, second = (run(algorithm, clients, rounds, **options).server for rounds in (1, 2))
-    settings = run(algorithm, clients, 1, **options).settings
-    one, two = (set(settings.cohort(7, t).tolist()) for t in (0, 1))
-    start = algorithm.init(7, seed=2, dtype=torch.float64)["head"]["loc"]
-    assert one - two
-    assert set(range(7)) - one - two
-    for j in range(7):
-        row = second["head"]["weights"][j]
-        if j in two:
-            assert set(row.nonzero().flatten().tolist()) <= two
-            assert_close(row.sum(), torch.ones((), dtype=torch.float64))
-        elif j in one:
-            assert torch.equal(row, first["head"]["weights"][j])
-            assert torch.equal(second["head"]["each"][j], first["head"]["each"][j])
-        else:
-            assert not row.any()
-            assert torch.equal(second["head"]["each"][j], start)
-
-
-def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: SplitModel):
-    """Others become means by the number of examples, of those that have some."""
-    algorithm = bf.algorithms.fedpac(network)
-    size = algorithm.layout("head").size
-    before = algorithm.init(3, dtype=torch.float64) | {
-        "seen": torch.tensor([True, True, False, False])
-    }
-    before["centroids"] = torch.arange(4.0).double()[:, None].expand(4, WIDTH).clone()
-    sent = (
-        torch.tensor([[10.0, 0.0, 30.0, 0.0], [20.0, 0.0, 0.0, 0.0]])
-        .double()[..., None]
-        .expand(2, 4, WIDTH)
-    )
-    uplink = {
-        "head": {"loc": torch.randn(2, size).double()},
-        "counts": torch.tensor([[1.0, 0.0, 5.0, 0.0], [3.0, 0.0, 0.0, 0.0]]).double(),
-        "centroids": sent,
-        "h": torch.randn(2, 4, WIDTH).double(),
-        "variance": torch.ones(2).double(),
-        "n": torch.tensor([6.0, 3.0]).double(),
-    }
-    after = algorithm.combine(before, torch.tensor([2, 0]), uplink)
-    assert after["centroids"][:, 0].tolist() == [17.5, 1.0, 30.0, 3.0]
-    assert after["seen"].tolist() == [True, True, True, False]
-    head = algorithm.blocks["head"].pool(before, "head", uplink | {"ids": torch.tensor([2, 0])})  # pyright: ignore
-    assert torch.equal(head["each"][1], before["head"]["each"][1])
-    assert_close(head["loc"], head["each"].mean(0))  # of the global model
+    whole = run(pulled, clients, 3).server
+    for block in ("body", "head"):
+        assert_close(found[block]["loc"], whole[block]["loc"], atol=1e-12, rtol=0)
+    assert (found["body"]["loc"] - other["body"]["loc"]).abs().max() > 1e-5
 
 
 def test_the_two_evaluations_of_a_round(clients: FederatedData, model: nn.Module):

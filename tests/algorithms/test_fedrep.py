@@ -1,5 +1,8 @@
-"""FedRep by hand."""
+"""FedPer and FedRep by hand."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
@@ -7,39 +10,31 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.optim import SGD
+from tests.algorithms.made import descend, flat, twin
 from tests.cases import SIZES, run
 
 
-def test_fedrep_fits_the_head_first(clients: FederatedData, model: nn.Module):
-    """One full-batch step of each: the head's under the old body, then the body's under the new
-    head.
+@pytest.mark.parametrize(
+    ("make", "epochs", "in_turn"),
+    [
+        (bf.algorithms.fedper, {"epochs": 1}, False),
+        (bf.algorithms.fedrep, {"head_epochs": 1, "body_epochs": 1}, True),
+    ],
+    ids=["fedper", "fedrep"],
+)
+def test_a_round_by_hand(
+    clients: FederatedData, model: nn.Module, make: Any, epochs: dict[str, int], in_turn: bool
+):
+    """FedPer: one full-batch step on body and head at once. FedRep: one of each, the head's under
+    the old body, then the body's under the new head. Bodies average by size, heads stay at home.
     """
-    fedrep = bf.algorithms.fedrep(
-        model, head_epochs=1, body_epochs=1, batch_size=None, optimiser=SGD(0.3)
-    )
-    result = run(fedrep, clients, rounds=1)
-    bodies = []
-    for j in range(len(SIZES)):
-        x, y = clients.train.client(j)
-        net = bf.models.mlp(8, hidden=16, outputs=3).double()
-        net.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
-        for part in (net.head, net.body):
-            slopes = torch.autograd.grad(
-                nn.functional.cross_entropy(net(x.double()), y), list(part.parameters())
-            )
-            with torch.no_grad():
-                for p, slope in zip(part.parameters(), slopes, strict=True):
-                    p -= 0.3 * slope
-        head, body = (
-            torch.cat([p.detach().flatten() for p in part.parameters()])
-            for part in (net.head, net.body)
-        )
-        assert_close(result.private["head"]["loc"][j], head, atol=1e-12, rtol=0)
-        bodies.append(body)
+    method = make(model, **epochs, batch_size=None, optimiser=SGD(0.3))
+    result = run(method, clients)
+    nets = [twin(model) for _ in SIZES]
+    for j, net in enumerate(nets):
+        for part in (net.head, net.body) if in_turn else (net,):
+            descend(part, net, clients.train.client(j), 0.3)
+    heads, bodies = (torch.stack([flat(getattr(n, p)) for n in nets]) for p in ("head", "body"))
     weights = torch.tensor(SIZES).double()
-    assert_close(
-        result.server["body"]["loc"],
-        weights @ torch.stack(bodies) / weights.sum(),
-        atol=1e-12,
-        rtol=0,
-    )
+    assert_close(result.private["head"]["loc"], heads, atol=1e-12, rtol=0)
+    assert_close(result.server["body"]["loc"], weights @ bodies / weights.sum(), atol=1e-12, rtol=0)

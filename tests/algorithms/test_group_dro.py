@@ -13,7 +13,7 @@ from bayesfl.data import FederatedData
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import SGD
 from tests.algorithms.made import ByHand
-from tests.cases import close, federation, keeping, run, weights
+from tests.cases import close, keeping, run, weights
 
 
 @pytest.mark.parametrize("name", ["group_dro", "perinvfl"])
@@ -49,14 +49,11 @@ def test_rounds_of_group_dro_by_hand(clients: FederatedData):
     assert len(groups) == 10
     q = torch.full((10,), 0.1, dtype=torch.float64)
 
-    def risk(w: Tensor, j: int, e: int) -> Tensor:
-        return hand.losses(w, j)[hand.data[j][2] == e].mean()
-
     def own(w: Tensor, mine: list[int], share: Tensor) -> Tensor:
-        return torch.stack([share[k] * risk(w, *groups[k]) for k in mine]).sum()
+        return torch.stack([share[k] * hand.risk(w, *groups[k]) for k in mine]).sum()
 
     for _ in range(rounds):
-        raised = q * torch.exp(eta * torch.stack([risk(w, *group) for group in groups]))
+        raised = q * torch.exp(eta * torch.stack([hand.risk(w, *group) for group in groups]))
         q = raised / raised.sum()
         total = torch.zeros_like(w)
         for j in range(7):
@@ -90,14 +87,11 @@ def test_group_dro_beyond_the_range_of_exp(eta: float, clients: FederatedData):
         (j, e): torch.tensor(1 / 14, dtype=torch.float64).log() for j in range(7) for e in (0, 1)
     }
 
-    def risk(w: Tensor, j: int, e: int) -> Tensor:
-        return hand.losses(w, j)[hand.data[j][2] == e].mean()
-
     for round in range(12):
         cohort = result.settings.cohort(7, round).tolist()
         mine = [group for group in groups if group[0] in cohort]
         mass = torch.stack([log_q[group] for group in mine]).logsumexp(0)
-        raised = torch.stack([log_q[group] + eta * risk(w, *group) for group in mine])
+        raised = torch.stack([log_q[group] + eta * hand.risk(w, *group) for group in mine])
         after = raised - raised.logsumexp(0) + mass
         log_q |= dict(zip(mine, after, strict=True))
         log_q = {
@@ -110,7 +104,9 @@ def test_group_dro_beyond_the_range_of_exp(eta: float, clients: FederatedData):
             own = torch.stack([log_q[group] for group in mine if group[0] == j])
             at = [group for group in mine if group[0] == j]
             slope = torch.func.grad(
-                lambda w, at, own: torch.stack([risk(w, *group) for group in at]) @ own.softmax(0)
+                lambda w, at, own: (
+                    torch.stack([hand.risk(w, *group) for group in at]) @ own.softmax(0)
+                )
             )
             models.append(w - 0.05 * slope(w, at, own))
             sums.append(own.logsumexp(0))
@@ -122,28 +118,6 @@ def test_group_dro_beyond_the_range_of_exp(eta: float, clients: FederatedData):
         1e-6,
     )
     assert float(min(log_q.values())) < -1e3
-
-
-def test_one_step_of_group_dro_descends_the_weighted_risk(clients: FederatedData):
-    """sum_e q_e R_e, at the weights of the round."""
-    algorithm = bf.algorithms.group_dro(
-        nn.Linear(8, 3), eta=2.0, environments=2, steps=1, batch_size=None, optimiser=SGD(0.3)
-    )
-    hand, w = ByHand(clients, algorithm), weights(algorithm)
-    result = run(algorithm, clients)
-    q = result.server["log_q"].exp()
-
-    def weighted(w: Tensor) -> Tensor:
-        return sum(
-            (
-                q[j, e] * hand.losses(w, j)[hand.data[j][2] == e].mean()
-                for j in range(7)
-                for e in hand.data[j][2].unique()
-            ),
-            torch.tensor(0.0),
-        )
-
-    close(result.server["w"]["loc"], w - 0.3 * torch.func.grad(weighted)(w), 1e-10)
 
 
 @pytest.mark.parametrize("most", [None, 7])
@@ -173,53 +147,8 @@ def test_batches_of_group_dro_are_weighted_as_the_client(clients: FederatedData,
     places = torch.arange(20) if most is None else torch.arange(most // 2) * 20 // (most // 2)
     measured = torch.stack([losses[environment == e][places].mean() for e in (0, 1)])
     q = torch.tensor([0.3, 0.7]) * torch.exp(2.0 * measured)
-    risks = torch.stack([losses[environment == e].mean() for e in (0, 1)])
+    risks = torch.stack([hand.risk(w, 1, e) for e in (0, 1)])
     close(found.mean(), (q / q.sum() * risks).sum(), 1e-7)
-
-
-def test_one_client_has_all_the_weight():
-    """One client with one environment: q is 1, and the method is FedAvg."""
-    alone = federation(sizes=(40,))
-    options = {"steps": 3, "batch_size": None, "optimiser": SGD(0.1)}
-    result = run(bf.algorithms.group_dro(nn.Linear(8, 3), eta=5.0, **options), alone, rounds=3)
-    assert result.server["log_q"].tolist() == [[0.0]]
-    same = bf.algorithms.fedavg(
-        result.algorithm.model, epochs=3, batch_size=None, optimiser=SGD(0.1)
-    )
-    close(result.server["w"]["loc"], run(same, alone, rounds=3).server["w"]["loc"])
-
-
-@pytest.mark.parametrize("environments", [2, 4])
-def test_without_a_step_all_environments_count_the_same(clients: FederatedData, environments: int):
-    """Whoever came when, and however many places of a client are empty."""
-    algorithm = bf.algorithms.group_dro(
-        nn.Linear(8, 3), eta=0.0, environments=environments, steps=1
-    )
-    for participation in (1.0, 0.5):
-        result = run(algorithm, clients, rounds=6, participation=participation)
-        assert set(np.concatenate([result.settings.cohort(7, t) for t in range(6)])) == set(
-            range(7)
-        )
-        there = torch.zeros(7, environments)
-        for j in range(7):
-            there[j, ByHand(clients, algorithm).data[j][2]] = 1
-        close(result.server["log_q"].exp(), there.double() / 10)
-
-
-def test_weights_of_those_who_stay_away(clients: FederatedData):
-    """A cohort's weights move among themselves; the sum over everyone stays 1."""
-    algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=3.0, environments=2, steps=1)
-    full = run(algorithm, clients, rounds=1)
-    result = run(algorithm, clients, rounds=2, participation=0.5)
-    first = run(algorithm, clients, rounds=1, participation=0.5)
-    cohort = result.settings.cohort(7, 1)
-    absent = np.setdiff1d(np.arange(7), cohort)
-    shift = (result.server["log_q"] - first.server["log_q"])[absent]
-    shift = shift[first.server["log_q"][absent] > -1e30]
-    close(shift, shift[:1].expand_as(shift))
-    assert not torch.equal(result.server["log_q"][cohort], first.server["log_q"][cohort])
-    for one in (full, first, result):
-        close(one.server["log_q"].exp().sum(), 1.0)
 
 
 def test_losses_on_some_examples(clients: FederatedData):

@@ -2,7 +2,6 @@
 refused.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.composition.pools import Mean, equal
 from bayesfl.data import FederatedData
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD, Adam
 from tests.algorithms.made import AdamByHand, ByHand
-from tests.cases import close, federation, run, weights
+from tests.cases import close, run, weights
 
 METHODS: dict[str, dict[str, Any]] = {
     "irm": {},
@@ -29,40 +27,15 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_without_a_penalty_irm_is_fedavg(clients: FederatedData):
-    """gamma and l2 at 0, the same optimiser and steps; and by GroupDRO where eta is 0 and clients
-    are one environment, but for sizes.
-    """
-    model = nn.Linear(8, 3)
-    options: dict[str, Any] = {"steps": 5, "batch_size": None, "optimiser": SGD(0.1)}
-    average = bf.algorithms.fedavg(model, epochs=5, batch_size=None, optimiser=SGD(0.1))
-    wanted = run(average, clients, rounds=3).server["w"]["loc"]
-    close(
-        run(bf.algorithms.irm(model, gamma=0.0, l2=0.0, **options), clients, rounds=3).server["w"][
-            "loc"
-        ],
-        wanted,
-    )
-    assert not torch.allclose(
-        run(bf.algorithms.irm(model, gamma=0.1, l2=0.0, **options), clients, rounds=3).server["w"][
-            "loc"
-        ],
-        wanted,
-    )
-    alike = replace(average, blocks={"w": replace(average.blocks["w"], pool=Mean(equal))})
-    wanted = run(alike, clients, rounds=3).server["w"]["loc"]
-    got = run(
-        bf.algorithms.group_dro(model, eta=0.0, **options), clients.as_environments(), rounds=3
-    ).server["w"]["loc"]
-    close(got, wanted, 1e-10)
-
-
 def test_irm_ft_without_a_penalty_is_fedavg_ft(clients: FederatedData):
     """theta of a round is the model received, fine-tuned: what FedAvg-FT predicts by a round
     earlier.
     """
     model = nn.Linear(8, 3)
     options: dict[str, Any] = {
+        "gamma": 0.0,
+        "l2": 0.0,
+        "personal_steps": 3,
         "steps": 2,
         "batch_size": None,
         "optimiser": SGD(0.1),
@@ -79,26 +52,11 @@ def test_irm_ft_without_a_penalty_is_fedavg_ft(clients: FederatedData):
     before = run(tuned, clients, rounds=2).predict().probs
     for method in (bf.algorithms.irm_ft, bf.algorithms.irm_l2):
         more = {"lam": 0.0} if method is bf.algorithms.irm_l2 else {}
-        got = (
-            run(
-                method(model, gamma=0.0, l2=0.0, personal_steps=3, **options, **more),
-                clients,
-                rounds=3,
-            )
-            .predict()
-            .probs
-        )
+        got = run(method(model, **options, **more), clients, rounds=3).predict().probs
         assert_close(got, before, atol=1e-10, rtol=0, equal_nan=True)
-    pulled = (
-        run(
-            bf.algorithms.irm_l2(model, gamma=0.0, l2=0.0, personal_steps=3, lam=1.0, **options),
-            clients,
-            rounds=3,
-        )
-        .predict()
-        .probs
-    )
-    assert not torch.allclose(pulled, before, equal_nan=True)
+    pulled = bf.algorithms.irm_l2(model, lam=1.0, **options)
+    found = run(pulled, clients, rounds=3).predict().probs
+    assert not torch.allclose(found, before, equal_nan=True)
 
 
 def test_one_gradient_a_round_is_central_irm(clients: FederatedData):
@@ -129,40 +87,6 @@ def test_one_gradient_a_round_is_central_irm(clients: FederatedData):
     close(result.server["w"]["loc"], w, 1e-6)
     plain = run(bf.algorithms.irm(algorithm.model, **options), clients, rounds=8).server["w"]["loc"]
     assert not torch.allclose(plain, w, atol=1e-3)
-
-
-@pytest.mark.parametrize("server", [SGD, Adam])
-def test_one_gradient_a_round_is_irm_on_all_data_with_gamma_over_clients(server: Any):
-    """Four clients of 15: gamma = 40 is gamma = 10 with every environment on one client, and not
-    gamma = 40 there.
-    """
-    clients, gamma, rate = federation(sizes=(15,) * 4), 40.0, 0.02
-    xs, ys = (list(part) for part in zip(*(clients.train.client(j) for j in range(4)), strict=True))
-    own = [torch.arange(15) % 2, *[torch.zeros(15).long()] * 3]  # five environments
-    apart = bf.data.from_arrays(xs, ys, environments=own, outputs=3, test_share=0)
-    on_one = torch.cat([own[0], *(own[j] + 1 + j for j in range(1, 4))])
-    together = bf.data.from_arrays(
-        [torch.cat(xs)], [torch.cat(ys)], environments=[on_one], outputs=3, test_share=0
-    )
-    model = nn.Linear(8, 3)
-    options: dict[str, Any] = {
-        "l2": 0.03,
-        "anneal": 0,
-        "steps": 1,
-        "batch_size": None,
-        "optimiser": SGD(1.0),
-    }
-
-    def trained(data: FederatedData, gamma: float, rate: float) -> Tensor:
-        made = bf.with_server_optimiser(
-            bf.algorithms.irm(model, gamma=gamma, **options), server(rate)
-        )
-        return run(made, data, rounds=8).server["w"]["loc"]
-
-    # The objectives are divided by their gammas, which Adam's steps do not see.
-    federated = trained(apart, gamma, rate * 4 if server is SGD else rate)
-    close(federated, trained(together, gamma / 4, rate), 1e-9 if server is SGD else 1e-5)
-    assert not torch.allclose(federated, trained(together, gamma, rate), atol=1e-3)
 
 
 def moments(s: float, n: float, c: float) -> tuple[Tensor, Tensor]:
@@ -219,10 +143,8 @@ def minimiser(
         {"n": torch.tensor(float(clients.train.counts[j]), dtype=torch.float64), **given}
         for j in who
     ]
-    batches = []
-    for c in range(len(who)):
-        inside = everything["weight"][c] > 0
-        batches.append({key: t[c][inside] for key, t in everything.items()})
+    inside = everything["weight"] > 0
+    batches = [{key: t[c][inside[c]] for key, t in everything.items()} for c in range(len(who))]
     here = {**given, "round": 0, "rounds": 1}
 
     def total(w: Tensor) -> Tensor:

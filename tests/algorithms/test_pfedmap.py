@@ -79,11 +79,11 @@ def test_a_tie_under_which_steps_diverge_is_refused():
     below it stands.
     """
     model = bf.models.mlp(8, hidden=4, outputs=3)
-    words = (
-        r"head_optimiser of rate 0\.001 and precision=3800 .*is 3\.8, .*= 3\.8; take a rate of "
-        r"0\.0005 or precision=1\.9e\+03"
-    )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(
+        ValueError,
+        match=r"head_optimiser of rate 0\.001 and precision=3800 .*is 3\.8, .*= 3\.8; take a rate "
+        r"of 0\.0005 or precision=1\.9e\+03",
+    ):
         bf.algorithms.pfedmap(model, precision=3800.0)
     bf.algorithms.pfedmap(model, precision=3799.0)
     bf.algorithms.pfedmap(model, precision=3800.0, head_optimiser=SGD(9e-4, momentum=0.9))
@@ -113,12 +113,13 @@ def test_a_rate_that_grows_until_the_tie_diverges():
 @pytest.mark.parametrize(
     "option", [{"body_epochs": 7}, {"body_optimiser": SGD(3.0)}, {"batch_size": 3}], ids=str
 )
-def test_options_of_a_body_without_one(option: dict[str, Any]):
+@pytest.mark.parametrize("make", [bf.algorithms.pfedmap, bf.algorithms.pfedvem])
+def test_options_of_a_body_without_one(make: Any, option: dict[str, Any]):
     flat = bf.models.mlp(8, hidden=(), outputs=3)
     with pytest.raises(
         ValueError, match=rf"{next(iter(option))} says nothing where the model trains no body"
     ):
-        bf.algorithms.pfedmap(flat, **option)
+        make(flat, **option)
 
 
 def test_a_model_that_is_all_head():

@@ -48,12 +48,10 @@ def test_pfedme_follows_the_moreau_envelope(regressions: FederatedData):
 def test_pfedme_server_step(clients: FederatedData, model: nn.Module):
     """beta is the server's step: (1 - beta) w + beta mean."""
     options = {"batches": 2, "inner_steps": 2, "batch_size": 10}
-    whole = run(bf.algorithms.pfedme(model, beta=1.0, **options), clients, rounds=1).server["w"][
-        "loc"
-    ]
-    further = run(bf.algorithms.pfedme(model, beta=2.0, **options), clients, rounds=1).server["w"][
-        "loc"
-    ]
+    whole, further = (
+        run(bf.algorithms.pfedme(model, beta=beta, **options), clients).server["w"]["loc"]
+        for beta in (1.0, 2.0)
+    )
     start = bf.algorithms.pfedme(model).init(1, dtype=torch.float64)["w"]["loc"]
     assert_close(further - start, 2 * (whole - start), atol=1e-12, rtol=0)
 
@@ -67,8 +65,10 @@ def test_pfedme_restarts_where_told(regressions: FederatedData):
         "inner_steps": 1,
         "batch_size": None,
         "personal_optimiser": SGD(0.1),
+        "lam": 2.0,
+        "lr": 0.1,
+        "likelihood": Gaussian(),
     }
-    options |= {"lam": 2.0, "lr": 0.1, "likelihood": Gaussian()}
     a, b = moments(regressions)
     n = torch.tensor(COUNTS).double()[:, None]
 

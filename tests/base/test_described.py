@@ -112,13 +112,12 @@ def test_a_function_that_moves_in_its_file_is_the_same(tmp_path: Path):
 
 def test_what_has_no_source_has_code_or_is_anonymous():
     """A digest is for a user's own; the library, installed packages and Python count by names."""
-    nameless, one, other = eval("lambda x: x"), {}, {}
-    exec("def scaled(x):\n    return 2 * x", one)
-    exec("def scaled(x):\n    return 3 * x", other)
+    nameless, made = eval("lambda x: x"), {}
+    exec("def double(x):\n    return 2 * x\n\ndef triple(x):\n    return 3 * x", made)
     assert described(nameless)["source"] is None
     assert anonymous({"of": [described(nameless)]})
-    assert not anonymous(described(one["scaled"]))
-    assert described(one["scaled"])["source"] != described(other["scaled"])["source"]
+    assert not anonymous(described(made["double"]))
+    assert described(made["double"])["source"] != described(made["triple"])["source"]
     for known in (
         bf.pools.by_size,
         torch.relu,

@@ -38,8 +38,8 @@ def test_a_folder_has_a_name(tmp_path: Path):
     """Which the message asks for under the argument's own; whether the folder exists does not
     matter.
     """
-    assert files.folder("path", "a/b") == Path("a/b")
-    assert files.folder("path", tmp_path) == tmp_path
+    for path in ("a/b", tmp_path):
+        assert files.folder("path", path) == Path(path)
     for wrong, error in (
         ("", ValueError),
         ("a\0b", ValueError),
@@ -59,16 +59,19 @@ def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Text and bytes, into a folder that is made; the content is on disk before the name
     is given.
     """
-    files.atomic_write(tmp_path / "new" / "a.txt", "é\n")
-    files.atomic_write(str(tmp_path / "new" / "b.bin"), b"\x00\xff")
-    assert (tmp_path / "new" / "a.txt").read_bytes() == b"\xc3\xa9\n"
-    assert (tmp_path / "new" / "b.bin").read_bytes() == b"\x00\xff"
+    path = tmp_path / "new" / "a.txt"
+    for given, content, data in (
+        (path, "é\n", b"\xc3\xa9\n"),
+        (str(path), b"\x00\xff", b"\x00\xff"),
+    ):
+        files.atomic_write(given, content)
+        assert path.read_bytes() == data
     calls, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd))[1])
     monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b))[1])
-    files.atomic_write(tmp_path / "new" / "a.txt", "two")
+    files.atomic_write(path, "two")
     assert calls[:2] == ["fsync", "replace"]
-    assert (tmp_path / "new" / "a.txt").read_text() == "two"
+    assert path.read_text() == "two"
 
 
 def test_leftovers_are_told_from_other_files(tmp_path: Path):

@@ -2,8 +2,6 @@
 derivatives.
 """
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,11 +34,7 @@ def test_log_softplus_of_an_inverse_softplus_is_the_logarithm(dtype):
 
 
 def test_known_values():
-    """softplus(0.541325) is 1 and softplus(-3) is 0.048587; log(e^s - 1) where that does not
-    overflow.
-    """
-    assert_close(inverse_softplus(torch.tensor(1.0).double()).item(), math.log(math.e - 1))
-    assert_close(log_softplus(torch.tensor(-3.0).double()).exp().item(), math.log1p(math.exp(-3)))
+    """log(e^s - 1), where that does not overflow."""
     scales = torch.linspace(0.1, 20, 50, dtype=torch.float64)
     assert_close(inverse_softplus(scales), scales.expm1().log(), rtol=1e-13, atol=1e-13)
 

@@ -4,17 +4,15 @@ what must not change it.
 
 import math
 import re
-import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-import bayesfl as bf
 from bayesfl.curvature import Curvature, ggn, invert
 from bayesfl.curvature.dual import cholesky, restore
-from bayesfl.likelihoods import Categorical, Gaussian
+from bayesfl.likelihoods import Categorical
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
 
@@ -129,20 +127,6 @@ def test_every_likelihood(likelihood, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_all_indices_are_the_whole(form):
-    """A subnetwork of all weights, in whatever order, is the full posterior in that order."""
-    case = CASES[2]
-    model, x, test = case.model(), case.data(6), case.data(4, seed=3)
-    curvature = Curvature(model)
-    order = torch.randperm(curvature.size, generator=generator(7))
-    part = invert(curvature, x, 0.3, indices=order, form=form)
-    whole = invert(curvature, x, 0.3, form=form)
-    assert_close(part.marginals(), whole.marginals()[order], **EXACT)
-    assert_close(part.log_det(), whole.log_det(), **EXACT)
-    assert_close(part.predict(test), whole.predict(test), **EXACT)
-
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ["layers", "func"])
 def test_streams(backend, form, monkeypatch):
     case = CASES[2]
@@ -166,30 +150,6 @@ def test_the_smaller_factor_is_taken():
     assert large.reason == "10 rows, 27 curved weights"
     assert "9 curved weights" in small.reason
     assert repr(large) == "Inverse(dual, order 10, 27 weights, layers: 10 rows, 27 curved weights)"
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_linear_gaussian_model_is_conjugate(form):
-    """The full posterior is the exact one; a subnetwork's is the exact conditional, not the
-    marginal.
-    """
-    model = nn.Linear(4, 1, bias=False).double()
-    x = torch.randn(12, 4, generator=generator(0), dtype=torch.float64)
-    noise, precision = 0.3, torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
-    posterior = torch.linalg.inv(x.T @ x / noise**2 + precision.diag())
-    curvature = Curvature(model, Gaussian(noise))
-    whole = invert(curvature, x, precision, form=form)
-    assert_close(whole.predict(x)[1][:, 0, 0], ((x @ posterior) * x).sum(1), **EXACT)
-    assert_close(whole.marginals(), posterior.diagonal(), **EXACT)
-    s, rest = torch.tensor([2, 0]), torch.tensor([1, 3])
-    conditional = (
-        posterior[s][:, s]
-        - posterior[s][:, rest] @ torch.linalg.inv(posterior[rest][:, rest]) @ posterior[rest][:, s]
-    )
-    part = invert(curvature, x, precision, indices=s, form=form)
-    draws = part.sample(torch.eye(part.noise_size, dtype=torch.float64))
-    assert_close(draws.T @ draws, conditional, **EXACT)
-    assert (part.marginals() < posterior.diagonal()[s]).all()
 
 
 @pytest.mark.parametrize("form", ["primal", "dual", "auto"])
@@ -285,27 +245,6 @@ def test_the_whole_body_leaves_nothing_out_of_the_dual_form():
         assert not invert(curvature, x, 2.0, form="primal").curved.all()
 
 
-@pytest.mark.parametrize("precision", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("form", FORMS)
-def test_variances_lie_between_nothing_and_the_prior(form, precision):
-    case = CASES[2]
-    model, x, test = case.model(), case.data(9), case.data(20, seed=3)
-    inverse = invert(Curvature(model), x, precision, form=form)
-    covariance = inverse.predict(test)[1]
-    prior = (
-        Curvature(model)
-        .gram(test, weight=1 / precision)
-        .view(20, 4, 20, 4)
-        .diagonal(dim1=0, dim2=2)
-        .permute(2, 0, 1)
-    )
-    scale = prior.diagonal(dim1=1, dim2=2).amax()
-    assert torch.linalg.eigvalsh(covariance).min() > -1e-12 * scale
-    assert torch.linalg.eigvalsh(prior - covariance).min() > -1e-12 * scale
-    assert (inverse.marginals() > 0).all()
-    assert (inverse.marginals() <= 1 / precision * (1 + 1e-12)).all()
-
-
 def test_the_forms_agree_at_a_training_prior():
     """At precision 1e-4 the dual form subtracts numbers of the size 1e4; eight digits are left."""
     case = CASES[0]
@@ -322,80 +261,3 @@ def test_a_known_diagonal_saves_a_pass():
     curvature = Curvature(model)
     inverse = invert(curvature, x, 1.0, diagonal=curvature.diagonal(x))
     assert_close(inverse.marginals(), invert(curvature, x, 1.0).marginals(), rtol=0, atol=0)
-
-
-@pytest.fixture(scope="module")
-def laplace():
-    """laplace-torch with its BackPACK backend; its import needs torchvision's."""
-    from bayesfl.base.torchvision import torchvision
-
-    torchvision()
-    return pytest.importorskip("laplace")
-
-
-def _fitted(laplace, model: nn.Module, x: Tensor, likelihood: str, **options):
-    from laplace.curvature import BackPackGGN
-
-    y = (
-        torch.zeros(len(x), dtype=torch.long)
-        if likelihood == "classification"
-        else torch.zeros(len(x), 4, dtype=torch.float64)
-    )
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
-    sigma = {"sigma_noise": 0.5} if likelihood == "regression" else {}
-    prior = torch.tensor(0.7, dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fitted = laplace.Laplace(
-            model, likelihood, backend=BackPackGGN, prior_precision=prior, **sigma, **options
-        )
-        fitted.fit(data)
-    return fitted
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
-def test_laplace_torch_finds_the_same(laplace, case, likelihood):
-    """Diagonal, full and subnetwork: curvature, covariance, log determinant and predictive
-    covariance of laplace-torch.
-    """
-    model, x, test = case.model(), case.data(9), case.data(5, seed=3)
-    theirs = (
-        nn.Sequential(model.body, model.head) if isinstance(model, bf.models.SplitModel) else model
-    )
-    curvature = Curvature(model, Categorical() if likelihood == "classification" else Gaussian(0.5))
-    scale = 1.0 if likelihood == "classification" else 1 / 0.5**2  # its H leaves the noise out
-    near = {"atol": 1e-8, "rtol": 1e-8}
-
-    diagonal = _fitted(
-        laplace, theirs, x, likelihood, subset_of_weights="all", hessian_structure="diag"
-    )
-    assert_close(curvature.diagonal(x), scale * diagonal.H, **near)
-
-    full = _fitted(
-        laplace, theirs, x, likelihood, subset_of_weights="all", hessian_structure="full"
-    )
-    indices = chosen(curvature.size).sort().values
-    options = {
-        "subset_of_weights": "subnetwork",
-        "hessian_structure": "full",
-        "subnetwork_indices": indices,
-    }
-    part = _fitted(laplace, theirs, x, likelihood, **options)
-    for fitted, where in ((full, None), (part, indices)):
-        everything = torch.arange(curvature.size) if where is None else where
-        assert_close(curvature.ggn(x, everything), scale * fitted.H, **near)
-        for form in FORMS:
-            inverse = invert(curvature, x, 0.7, indices=where, form=form)
-            mean, covariance = inverse.predict(test)
-            their_mean, their_covariance = fitted._glm_predictive_distribution(test)
-            assert_close(mean, their_mean, **near)
-            assert_close(covariance, their_covariance, **near)
-            assert_close(inverse.log_det(), fitted.log_det_posterior_precision, **near)
-            assert_close(
-                inverse.marginals(), torch.linalg.inv(fitted.posterior_precision).diagonal(), **near
-            )
-            kappa = (1 + torch.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).rsqrt()
-            if likelihood == "classification":
-                assert_close((kappa * mean).softmax(-1), fitted(test, link_approx="probit"), **near)

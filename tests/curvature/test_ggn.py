@@ -9,7 +9,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from bayesfl.curvature import Curvature, invert
-from bayesfl.likelihoods import Bernoulli
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
 from tests.curvature.made import EXACT, chosen
@@ -121,14 +120,11 @@ def test_factors_that_are_none(weight, message):
 def test_float32_agrees_to_its_precision():
     case = CASES[0]
     model, x = case.model(), case.data(9)
-    want = Curvature(model).diagonal(x)
-    got = Curvature(copy.deepcopy(model).float()).diagonal(x.float())
+    single = Curvature(copy.deepcopy(model).float())
+    got = single.diagonal(x.float())
     assert got.dtype == torch.float64
-    assert_close(got, want, rtol=1e-4, atol=1e-6)
-    assert (
-        Curvature(copy.deepcopy(model).float()).columns(x.float(), torch.arange(3)).dtype
-        == torch.float32
-    )
+    assert_close(got, Curvature(model).diagonal(x), rtol=1e-4, atol=1e-6)
+    assert single.columns(x.float(), torch.arange(3)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
@@ -145,10 +141,8 @@ def test_the_model_is_left_alone(case, backend):
     first = curvature.diagonal(x)
     invert(curvature, x, 1.0).predict(x)
     for (name, new), (_, old) in zip(model.named_modules(), before.named_modules(), strict=True):
-        assert new.training == old.training, name
-        assert set(vars(new)) == set(vars(old)), name
-        assert not new._forward_hooks
-        assert not new._backward_hooks
+        assert (new.training, set(vars(new))) == (old.training, set(vars(old))), name
+        assert not new._forward_hooks | new._backward_hooks
     for new, old in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(new, old)
         assert new.requires_grad == old.requires_grad
@@ -159,16 +153,3 @@ def test_the_model_is_left_alone(case, backend):
         for p in model.parameters():
             p.mul_(2)
     assert_close(curvature.diagonal(x), first, rtol=0, atol=0)
-
-
-def test_bernoulli_is_two_classes():
-    """A logit against zero: the same curvature as softmax over (0, f)."""
-    torch.manual_seed(0)
-    one = nn.Linear(3, 1).double()
-    two = nn.Linear(3, 2).double()
-    with torch.no_grad():
-        two.weight.copy_(torch.cat([torch.zeros_like(one.weight), one.weight]))
-        two.bias.copy_(torch.cat([torch.zeros(1), one.bias]))
-    x = torch.randn(5, 3, dtype=torch.float64)
-    rows = torch.tensor([3, 4, 5, 7])
-    assert_close(Curvature(one, Bernoulli()).ggn(x), Curvature(two).ggn(x, rows), **EXACT)

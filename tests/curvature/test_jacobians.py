@@ -16,8 +16,7 @@ from tests.curvature.made import EXACT, chosen
 def test_jacobian_columns_and_gram(case, backend):
     model, x, other = case.model(), case.data(9), case.data(5, seed=3)
     curvature = Curvature(model, backend=backend)
-    j = brute.jacobian(model, x)
-    k = brute.jacobian(model, other)
+    j, k = brute.jacobian(model, x), brute.jacobian(model, other)
     indices = chosen(curvature.size)
     weight = torch.rand(
         curvature.size, generator=torch.Generator().manual_seed(4), dtype=torch.float64

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesfl as bf
 from bayesfl.curvature import factors, ggn, kronecker
-from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.prior_precision import by_validation, predictive_nll
@@ -65,10 +64,8 @@ def theirs():
 
 def check(fitted: Laplace, other, task: str, x: Tensor, new: Tensor) -> None:
     """All that laplace-torch offers, of one fit and of the other."""
-    mean, covariance = other._glm_predictive_distribution(new)
-    found_mean, found = fitted.linearised(new, centre=False)
-    assert_close(found_mean, mean.detach(), **NEAR)
-    assert_close(found, covariance.detach(), **NEAR)
+    wanted = tuple(t.detach() for t in other._glm_predictive_distribution(new))
+    assert_close(fitted.linearised(new, centre=False), wanted, **NEAR)
     assert_close(fitted.loc, other.mean.detach(), **NEAR)
     assert_close(fitted.log_det(), other.log_det_posterior_precision.detach(), **NEAR)
     assert_close(
@@ -246,15 +243,6 @@ def test_one_layer_and_one_example_leave_nothing_out(likelihood):
     assert_close(kfac.linearised(new), full.linearised(new), **EXACT)
     assert_close(kfac.log_marginal_likelihood(x, y), full.log_marginal_likelihood(x, y), **EXACT)
     assert_close(kfac.diagonal, full.diagonal, rtol=0, atol=0)
-    # A sum over the data.
-    twice = Laplace.fit(
-        model, torch.cat([x, x]), precision=0.3, structure="kfac", likelihood=likelihood
-    )
-    assert_close(
-        twice.log_det(),
-        Laplace.fit(model, torch.cat([x, x]), precision=0.3, likelihood=likelihood).log_det(),
-        **EXACT,
-    )
 
 
 def test_a_single_weight():
@@ -308,7 +296,6 @@ def test_what_it_says_of_itself():
     x = numbers(9, 4)
     x[:, 1] = 0
     fitted = Laplace.fit(network(), x, precision=0.3, structure="kfac")
-    assert isinstance(fitted.inverse, Kronecker)
     # 6 inputs and a bias.
     assert (fitted.inverse.form, fitted.inverse.order, fitted.inverse.size) == (
         "kronecker",
@@ -487,9 +474,6 @@ def test_inputs_of_several_tensors_are_refused_and_tokens_taken():
     ):
         Laplace.fit(two, {"x": (a, b)}, structure="kfac")
     model, tokens = brute.token_model()
-    found = Laplace.fit(model, tokens, structure="kfac", pattern="3.*").moments()[1]
-    assert_close(
-        found,
-        Laplace.fit(model[3], model[:3](tokens).detach(), structure="kfac").moments()[1],
-        **EXACT,
-    )
+    found = Laplace.fit(model, tokens, structure="kfac", pattern="3.*")
+    wanted = Laplace.fit(model[3], model[:3](tokens).detach(), structure="kfac")
+    assert_close(found.moments()[1], wanted.moments()[1], **EXACT)

@@ -2,14 +2,20 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
+import bayesfl as bf
 from bayesfl.base.layout import Layout
+from bayesfl.base.protocols import Server, View
+from bayesfl.data import ClientData
 from bayesfl.engine import layers, live, vmap
-from bayesfl.models import SplitModel
+from bayesfl.engine.plan import PhasePlan
+from bayesfl.models import SplitModel, resnet18
 from tests.cases import numbers
 
 KERNELS = {"layers": layers.kernel, "live": live.kernel, "vmap": vmap.kernel}
@@ -19,6 +25,7 @@ kernels = pytest.mark.parametrize("kernel", KERNELS)
 
 
 C, S, B = 3, 2, 5  # clients, draws, examples
+TANH = nn.Tanh()
 STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (nn.Linear(4, 3), (4,)),
     "linear without bias": (nn.Linear(4, 3, bias=False), (4,)),
@@ -80,6 +87,14 @@ STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
         nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)),
         (1, 6, 6),
     ),
+    "linear over further axes": (
+        nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(6, 2)),
+        (2, 4),
+    ),
+    "one activation used twice": (
+        nn.Sequential(nn.Linear(4, 6), TANH, nn.Linear(6, 3), TANH),
+        (4,),
+    ),
     "body and head": (SplitModel(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3)), (4,)),
     **{
         type(act).__name__: (
@@ -100,6 +115,50 @@ STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 for stack, _ in STACKS.values():
     stack.double().requires_grad_(False)
+
+
+def chunk(algorithm: bf.Algorithm, data: ClientData) -> tuple[Server, View, PhasePlan]:
+    """What all clients are given in the first round, their views of it, and the plan of the first
+    phase, in float64.
+    """
+    count = len(data.counts)
+    server = algorithm.init(count, dtype=torch.float64)
+    rows = tree_map(lambda t: t.expand(count, *t.shape).clone(), algorithm.rows(server))
+    given = algorithm.given(server, 0, 1)
+    views = algorithm.views(given, {}, rows, torch.from_numpy(data.counts).double())
+    plan = PhasePlan(algorithm.phases[0], data, np.arange(count), dtype=torch.float64)
+    return given, views, plan
+
+
+class Reader(nn.Module):
+    """Reads sequences [B, T, F]; the last state decides. No rule knows it, and torch.func cannot
+    batch it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = nn.LSTM(3, 4, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs [B, 2]."""
+        return self.head(self.reader(x)[0][:, -1])
+
+
+WITHOUT_RULES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "lstm": (Reader().double(), (5, 3)),
+    "residual": (resnet18((2, 8, 8), outputs=3, width=4).double(), (2, 8, 8)),
+    "same padding": (
+        nn.Sequential(nn.Conv2d(2, 3, 3, padding="same"), nn.Flatten()).double(),
+        (2, 4, 4),
+    ),
+    "circular padding": (
+        nn.Sequential(
+            nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), nn.Flatten()
+        ).double(),
+        (2, 4, 4),
+    ),
+}
 
 
 def owners(module: nn.Module) -> list[str]:

@@ -5,7 +5,6 @@ steps.
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,10 +19,10 @@ from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Flat, Normal, server_mean
 from bayesfl.data import FederatedData
-from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import SGD, Adam, AdamW
 from bayesfl.posteriors import Point
 from tests.cases import run
+from tests.engine.made import chunk
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
@@ -74,9 +73,13 @@ def test_clients_that_took_different_numbers_of_steps(
         centre=server_mean("w"),
         variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None],
     )
-    energy = Energy("w", ("w",), likelihood="mean")
     step = Descend(
-        energy, optimiser=optimiser, epochs=2, batch_size=10, persist="moments", prox=prox
+        Energy("w", ("w",), likelihood="mean"),
+        optimiser=optimiser,
+        epochs=2,
+        batch_size=10,
+        persist="moments",
+        prox=prox,
     )
     algorithm = bf.Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",))
     options: dict[str, Any] = {"rounds": 3, "participation": 0.5}
@@ -95,15 +98,10 @@ def test_a_state_that_persists_is_not_written_into(model: nn.Module, clients: Fe
     """
     step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=Adam(0.05), persist="moments")
     algorithm = bf.Algorithm(model, {"w": Block()}, (step,), parts=("w",))
-    server = algorithm.init(7, dtype=torch.float64)
-    rows = tree_map(lambda t: t.expand(7, *t.shape).clone(), algorithm.rows(server))
-    before = tree_map(torch.clone, rows)
-    data = clients.to("cpu", torch.float64)
-    given = algorithm.given(server, 0, 1)
-    views = algorithm.views(given, {}, rows, torch.from_numpy(data.train.counts).double())
-    plan = PhasePlan(step, data.train, np.arange(7), dtype=torch.float64)
+    given, views, plan = chunk(algorithm, clients.to("cpu", torch.float64).train)
+    before = tree_map(torch.clone, views)
     after, _ = bf.Engine("layers").run(algorithm, step, given, views, plan)
-    assert_close(rows, before, atol=0, rtol=0)
+    assert_close(views, before, atol=0, rtol=0)
     assert float(after["moments"]["steps"].sum()) == 7
 
 
@@ -162,14 +160,11 @@ def test_what_a_subclass_overrides_is_what_runs(
             parts=("body", "head"),
         )
 
-    expected = run(method(True), clients, kernel="reference").server["body"]["loc"]
-    assert_close(
-        run(method(True), clients, kernel=kernel).server["body"]["loc"],
-        expected,
-        atol=1e-12,
-        rtol=0,
+    found, expected, plain = (
+        run(method(own), clients, kernel=by).server["body"]["loc"]
+        for own, by in ((True, kernel), (True, "reference"), (False, "reference"))
     )
-    plain = run(method(False), clients, kernel="reference").server["body"]["loc"]
+    assert_close(found, expected, atol=1e-12, rtol=0)
     assert (plain - expected).abs().max() > 1e-4
 
 

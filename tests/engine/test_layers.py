@@ -16,6 +16,7 @@ from bayesfl.models import SplitModel, cifar100_cnn, lenet, mlp, resnet18
 from tests.engine.made import (
     KERNELS,
     STACKS,
+    WITHOUT_RULES,
     C,
     inputs,
     kernels,
@@ -135,6 +136,19 @@ def test_outputs_and_slopes(kernel, stack, which, lifted):
         )
 
 
+@pytest.mark.parametrize(
+    ("kernel", "name"), [*(("live", name) for name in WITHOUT_RULES), ("vmap", "residual")]
+)
+@pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
+def test_modules_without_rules(kernel, name, drawn, lifted):
+    """They run as they are, draw after draw or batched by torch.func, and go back by autograd."""
+    module, shape = WITHOUT_RULES[name]
+    every = of_layers(module, owners(module))
+    leaves = parameters(module, every if drawn else frozenset())
+    compare(kernel, module, leaves, every, inputs(shape, lifted), lifted, True)
+
+
 @kernels
 @pytest.mark.parametrize(
     "through", [False, True], ids=["no slope at the inputs", "slope at the inputs"]
@@ -228,22 +242,6 @@ def test_the_first_of_equal_values_wins(kernel, pool):
     compare(kernel, module, parameters(module), of_layers(module, ["1"]), x, False, True)
 
 
-@kernels
-def test_one_activation_used_twice(kernel):
-    """A module that stands at two places of a stack runs at both."""
-    act = nn.Tanh()
-    module = nn.Sequential(nn.Linear(4, 6), act, nn.Linear(6, 3), act).double()
-    compare(
-        kernel,
-        module,
-        parameters(module),
-        of_layers(module, ["0", "2"]),
-        inputs((4,), False),
-        False,
-        True,
-    )
-
-
 @pytest.mark.parametrize("kernel", ["live", "vmap"])
 def test_one_layer_used_twice(kernel):
     """So does one with parameters: its slope is the sum over both places. The rules say no, or the
@@ -278,29 +276,15 @@ def test_activations_in_place(kernel, act):
         )
 
 
-@kernels
-@pytest.mark.parametrize("which", ["none", "all"])
-def test_linear_over_further_axes(kernel, which):
-    """A linear layer acts on the last axis of examples of any shape."""
-    module = nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(6, 2)).double()
-    names = of_layers(module, ["0", "2"])
-    compare(
-        kernel,
-        module,
-        parameters(module, names if which == "all" else frozenset()),
-        names,
-        inputs((2, 4), False),
-        False,
-        True,
-    )
-
-
 def test_what_has_rules():
     """The networks of `bf.models` without norms have, and so has every stack above."""
     assert all(layers.supported(module) for module, _ in STACKS.values())
-    assert layers.supported(mlp((1, 4, 4), hidden=(5, 5), outputs=2))
-    assert layers.supported(lenet((1, 28, 28), outputs=10))
-    assert layers.supported(cifar100_cnn())
+    for model in (
+        mlp((1, 4, 4), hidden=(5, 5), outputs=2),
+        lenet((1, 28, 28), outputs=10),
+        cifar100_cnn(),
+    ):
+        assert layers.supported(model)
 
 
 @pytest.mark.parametrize(
@@ -327,9 +311,9 @@ def test_what_has_none(module):
     """Unknown layers, subclasses that may do anything, paddings and flattenings of another kind:
     alone or within a stack.
     """
-    assert not layers.supported(module)
-    assert not layers.supported(nn.Sequential(nn.Linear(4, 4), nn.Sequential(module)))
-    assert not layers.supported(SplitModel(nn.Identity(), module))
+    within = nn.Sequential(nn.Linear(4, 4), nn.Sequential(module))
+    for stack in (module, within, SplitModel(nn.Identity(), module)):
+        assert not layers.supported(stack)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -76,19 +76,14 @@ def test_steps_of_unequal_clients():
 @pytest.mark.parametrize("size", [1, 3, 5, 7, 100])
 def test_every_epoch_is_a_permutation_of_all_rows(size):
     """In the order drawn at the epoch's address; batches are full but for the last of an epoch."""
-    for c, steps in enumerate(
-        batches(
-            plan(phase(epochs=3, batch_size=size), seed=5, round=2, stage=Stage.ADAPT, position=1)
-        )
-    ):
-        client, n = int(ORDER[c]), int(COUNTS[ORDER[c]])
+    made = plan(phase(epochs=3, batch_size=size), seed=5, round=2, stage=Stage.ADAPT, position=1)
+    for client, steps in zip(ORDER.tolist(), batches(made), strict=True):
+        n = int(COUNTS[client])
         each = -(-n // size)
         assert len(steps) == 3 * each
         for epoch in range(3):
             mine = steps[epoch * each : (epoch + 1) * each]
             assert [len(b) for b in mine] == [min(size, n - size * i) for i in range(each)]
-            order = torch.cat(mine)
-            assert sorted(order.tolist()) == list(range(n))
             words = {
                 "round": 2,
                 "client": client,
@@ -96,15 +91,8 @@ def test_every_epoch_is_a_permutation_of_all_rows(size):
                 "phase": 1,
                 "index": epoch,
             }
-            assert (
-                order.tolist() == generator(5, Purpose.PERMUTATION, **words).permutation(n).tolist()
-            )
-
-
-def test_epochs_differ():
-    """A client's rows come in another order in each epoch."""
-    steps = batches(plan(phase(epochs=2, batch_size=7)))
-    assert steps[0][0].tolist() != steps[0][1].tolist()
+            order = generator(5, Purpose.PERMUTATION, **words).permutation(n)
+            assert torch.cat(mine).tolist() == order.tolist()
 
 
 def test_last_short_batch_is_padded_with_weight_zero():
@@ -235,35 +223,14 @@ def test_addresses_decide_not_places():
     """A client has its permutations and noise by its id, also in a split in which all others have
     nothing.
     """
-    whole = split()
-    picked = np.array([3, 2])
+    whole, picked, of = split(), np.array([3, 2]), phase(epochs=2, batch_size=3)
     few = whole.select([2, 3])
-    of = phase(epochs=2, batch_size=3)
     inside = PhasePlan(of, whole, picked, seed=1)
     alone = ClientData(few.x, few.y, few.index, np.append([0, 0], few.counts))
     outside = PhasePlan(of, alone, picked, seed=1)
-    renamed = PhasePlan(of, few, np.array([1, 0]), seed=1)
     for t in range(4):
         assert torch.equal(inside.batch(t, 2)["y"], outside.batch(t, 2)["y"])
         assert torch.equal(inside.noise(SHAPES, 2)["head"], outside.noise(SHAPES, 2)["head"])
-    assert not all(
-        torch.equal(inside.batch(t, 2)["index"], renamed.batch(t, 2)["index"]) for t in range(4)
-    )
-    assert not torch.equal(
-        PhasePlan(of, whole, picked, seed=1).noise(SHAPES, 2)["head"],
-        renamed.noise(SHAPES, 2)["head"],
-    )
-
-
-@pytest.mark.parametrize(
-    "word", [{"seed": 1}, {"round": 1}, {"stage": Stage.FINETUNE}, {"position": 1}], ids=str
-)
-def test_every_word_of_the_address_decides(word):
-    """Another seed, round, stage or phase: other rows, other noise."""
-    of = phase(batch_size=7)
-    mine, other = plan(of), plan(of, **word)
-    assert not torch.equal(mine.batch(0, 2)["index"], other.batch(0, 2)["index"])
-    assert not torch.equal(mine.noise(SHAPES, 4)["head"], other.noise(SHAPES, 4)["head"])
 
 
 def test_noise_is_read_block_after_block():
@@ -303,8 +270,7 @@ def test_precision_and_time():
     made = PhasePlan(phase(batch_size=3), split(), ORDER)
     assert made.batch(0, 4)["weight"].dtype == made.noise(SHAPES, 4)["head"].dtype == torch.float32
     assert set(made.seconds) == {"steps", "batches", "noise"}
-    assert made.seconds["batches"] > 0
-    assert made.seconds["noise"] > 0
+    assert min(made.seconds["batches"], made.seconds["noise"]) > 0
 
 
 @pytest.mark.parametrize("size", [None, 3])

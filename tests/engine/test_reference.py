@@ -1,6 +1,7 @@
 """The reference kernel against plain autograd."""
 
-import numpy as np
+import copy
+
 import torch
 from torch import nn
 from torch.testing import assert_close
@@ -12,8 +13,8 @@ from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.data import FederatedData
 from bayesfl.engine import reference
-from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import SGD
+from tests.engine.made import chunk
 
 
 def test_unequal_clients_one_after_another(clients: FederatedData, model: nn.Module):
@@ -22,19 +23,14 @@ def test_unequal_clients_one_after_another(clients: FederatedData, model: nn.Mod
     """
     step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=2, optimiser=SGD(0.1))
     algorithm = bf.Algorithm(model, {"w": Block()}, (step,), parts=("w",))
-    server = algorithm.init(7, dtype=torch.float64)
-    rows = tree_map(lambda t: t.expand(7, *t.shape).clone(), algorithm.rows(server))
-    before = tree_map(torch.clone, rows)
     data = clients.to("cpu", torch.float64).train
-    given = algorithm.given(server, 0, 1)
-    views = algorithm.views(given, {}, rows, torch.from_numpy(data.counts).double())
-    plan = PhasePlan(step, data, np.arange(7), dtype=torch.float64)
+    given, views, plan = chunk(algorithm, data)
+    before = tree_map(torch.clone, views)
     algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
     found, _ = reference.run(algorithm, step, given, views, plan)
     for j in range(7):
         x, y = data.client(j)
-        net = bf.models.mlp(8, hidden=16, outputs=3).double()
-        net.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
+        net = copy.deepcopy(model).double()
         optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(2):
             optimiser.zero_grad()
@@ -46,4 +42,4 @@ def test_unequal_clients_one_after_another(clients: FederatedData, model: nn.Mod
             atol=1e-12,
             rtol=0,
         )
-    assert_close(rows, before, atol=0, rtol=0)
+    assert_close(views, before, atol=0, rtol=0)

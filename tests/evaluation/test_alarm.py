@@ -83,20 +83,6 @@ def test_bets_are_fair():
     )
 
 
-@pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
-def test_false_alarms_stay_within_delta(rounded: bool):
-    """Of clients where nothing changes at most delta ever raise, whenever one looks; ties do not
-    matter.
-    """
-    rng = np.random.default_rng(2)
-    raised = 0
-    for client in range(300):
-        reference, scores = (rng.normal(size=n).round(0 if rounded else 9) for n in (50, 1000))
-        raised += Alarm(reference, client=client).see(scores).raised
-    assert raised / 300 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 300)
-    assert raised > 0
-
-
 def test_a_change_raises_soon():
     """A shift by 1.5 standard deviations, and twice as many misses; not a change for the better."""
     rng = np.random.default_rng(3)
@@ -114,11 +100,9 @@ def test_a_change_raises_soon():
 
 def test_it_stays_raised():
     watch = Alarm(np.arange(50.0)).see(np.full(20, 100.0))
-    assert watch.raised
     first = watch.raised_after
-    assert first is not None
-    watch.see(np.zeros(500))
-    assert watch.evidence < 1
+    assert watch.raised
+    assert watch.see(np.zeros(500)).evidence < 1
     assert watch.raised_after == first
     assert f"raised after {first} rows" in repr(watch)
 

@@ -56,9 +56,6 @@ def rows_of(unit: Tensor, u: int) -> list[tuple[int, int]]:
 def test_units_are_those_of_a_loop(by: str):
     """Rows, held, right, size, and the calibration error of a unit's rows as one client."""
     given = of_classes()
-    assert given.labels is not None
-    assert given.probs is not None
-    assert given.sets is not None
     groups = torch.randint(-1, 2, (3, 30), generator=torch.Generator().manual_seed(1))
     unit = {
         "client": torch.arange(3)[:, None].expand(3, 30),
@@ -69,34 +66,26 @@ def test_units_are_those_of_a_loop(by: str):
         by
     ]
     found = audited(Counting(by, names, groups=groups if by == "group" else None), given)  # pyright: ignore[reportArgumentType] (one of three)
-    assert found.held is not None
-    assert found.right is not None
-    assert found.size is not None
     for u in range(len(names)):
         rows = rows_of(unit, u)
+        probs, labels, sets, mask = (
+            torch.stack([t[j, i] for j, i in rows])
+            for t in (given.probs, given.labels, given.sets, MASK)
+        )
         assert found.rows[u] == len(rows) > 0
-        assert found.held[u] == sum(bool(given.sets[j, i, given.labels[j, i]]) for j, i in rows)
-        assert found.right[u] == sum(
-            int(given.probs[j, i].argmax()) == int(given.labels[j, i]) for j, i in rows
-        )
-        assert found.size[u] == pytest.approx(
-            np.mean([int(given.sets[j, i].sum()) for j, i in rows])
-        )
-        alone = [
-            torch.stack([t[j, i] for j, i in rows])[None] for t in (given.probs, given.labels, MASK)
-        ]
-        if by == "label":
-            assert found.ece is None
-        else:
-            assert found.ece is not None
-            assert found.ece[u] == pytest.approx(float(ece(*alone, bins=BINS)), abs=1e-12)
+        assert found.held[u] == sum(bool(s[y]) for s, y in zip(sets, labels, strict=True))
+        assert found.right[u] == int((probs.argmax(-1) == labels).sum())
+        assert found.size[u] == pytest.approx(float(sets.sum(-1).double().mean()))
+        if by != "label":
+            alone = float(ece(probs[None], labels[None], mask[None], bins=BINS))
+            assert found.ece[u] == pytest.approx(alone, abs=1e-12)
+    assert (found.ece is None) == (by == "label")
 
 
 def test_intervals_are_shared_among_units():
     """Each at delta / G; units without rows take no share, and have NaN."""
     given = of_classes()
     found = audited(Counting("client", ("a", "b", "c", "nobody")), given, delta=0.1)
-    assert found.held is not None
     np.testing.assert_array_equal(
         found.intervals(found.held), clopper_pearson(found.held, found.rows, 0.1 / 3)
     )
@@ -105,17 +94,22 @@ def test_intervals_are_shared_among_units():
     assert np.isnan(columns["coverage"][3])
     np.testing.assert_array_equal(columns["coverage_low"], found.intervals(found.held)[:, 0])
     assert found.worst_by_chance == worst_by_chance(found.rows, 0.8)
-    text = found.table()
-    assert "nobody     0" in text
-    assert "All intervals of a column hold together with probability 0.9." in text
-    assert f"the worst would read {found.worst_by_chance:.2f} on average" in text
+    for words in (
+        "nobody     0",
+        "All intervals of a column hold together with probability 0.9.",
+        f"the worst would read {found.worst_by_chance:.2f} on average",
+    ):
+        assert words in found.table()
 
 
 def test_who_is_below_the_promise():
     found = Audit("client", ("a", "b"), np.array([200, 200]), 0.9, 0.05, held=np.array([184, 150]))
     assert found.below == ("b",)
-    assert "Below the promise: b." in found.table()
-    assert "where 50 of its own set a threshold, with a standard deviation of 0.04" in found.table()
+    for words in (
+        "Below the promise: b.",
+        "where 50 of its own set a threshold, with a standard deviation of 0.04",
+    ):
+        assert words in found.table()
     assert "calibration rows" not in dataclasses.replace(found, held=np.array([184, 184])).table()
     assert "left out" not in found.table()
     assert (
@@ -127,28 +121,6 @@ def test_who_is_below_the_promise():
     # .85 of 200 is not beyond chance, among two.
     assert dataclasses.replace(found, held=np.array([170, 184])).below == ()
     assert "below the promise: ['b']" in repr(found)
-
-
-@pytest.mark.slow
-def test_intervals_hold_together():
-    """Of honest federations at most delta flag anybody, where plain intervals of 90 % flag somebody
-    in most of them.
-    """
-    rng = np.random.default_rng(0)
-    runs, rows = 2000, np.full(20, 50)
-    flagged = plain = 0
-    for _ in range(runs):
-        held = rng.binomial(rows, 0.9)
-        low, high = (
-            Audit("client", tuple(map(str, range(20))), rows, 0.9, 0.05, held=held)
-            .intervals(held)
-            .T
-        )
-        flagged += bool(((low > 0.9) | (high < 0.9)).any())
-        low, high = clopper_pearson(held, rows, 0.1).T
-        plain += bool(((low > 0.9) | (high < 0.9)).any())
-    assert flagged / runs <= 0.05
-    assert plain / runs > 0.5
 
 
 def test_labels_of_an_example_are_places():
@@ -175,7 +147,6 @@ def test_labels_of_an_example_are_places():
         for t in range(3)
         if mask[j, i] and labels[j, i, t] >= 0
     ]
-    assert found.held is not None
     for c in range(2):
         own = [place for place in places if labels[place] == c]
         assert found.rows[c] == len(own) > 0
@@ -200,24 +171,20 @@ def test_numbers_have_widths():
     y = torch.rand(3, 30, 2, generator=rng).double()
     lower, upper = mean - 0.4, mean + 0.4
     upper[1, 0] = torch.inf
-    blank = torch.full((3, 30), torch.nan)
-    options = {
-        "mean": mean,
-        "variance": torch.ones_like(mean),
-        "lower": lower,
-        "upper": upper,
-        "labels": y,
-        "level": 0.9,
-    }
-    given = Predictions(mask=MASK, epistemic=blank, **options)
+    given = Predictions(
+        mask=MASK,
+        epistemic=torch.full((3, 30), torch.nan),
+        mean=mean,
+        variance=torch.ones_like(mean),
+        lower=lower,
+        upper=upper,
+        labels=y,
+        level=0.9,
+    )
     found = audited(Counting("client", ("a", "b", "c")), given, Outputs("regression", 2))
-    assert found.held is not None
-    assert found.rmse is not None
-    assert found.size is not None
-    for j in range(3):
-        own = MASK[j]
-        inside = ((lower[j] <= y[j]) & (y[j] <= upper[j])).all(-1)[own]
-        assert found.held[j] == int(inside.sum())
+    inside = ((lower <= y) & (y <= upper)).all(-1) & MASK
+    assert found.held.tolist() == inside.sum(1).tolist()
+    for j, own in enumerate(MASK):
         assert found.rmse[j] == pytest.approx(float((mean[j] - y[j])[own].square().mean().sqrt()))
     assert found.size.tolist() == pytest.approx([0.8, np.inf, 0.8])
     assert found.accuracy is None
@@ -237,11 +204,9 @@ def test_numbers_have_widths():
 def test_without_sets_there_is_no_promise():
     given = dataclasses.replace(of_classes(), sets=None, level=None)
     found = audited(Counting("client", ("a", "b", "c")), given)
-    assert found.coverage is None
-    assert found.below == ()
+    assert (found.coverage, found.below) == (None, ())
     assert np.isnan(found.worst_by_chance)
-    assert "coverage" not in found.table()
-    assert "Promised" not in found.table()
+    assert not any(word in found.table() for word in ("coverage", "Promised"))
 
 
 def test_groups_have_names():
@@ -262,15 +227,11 @@ def test_answers_are_counted_among_themselves():
     interval of so many.
     """
     given = of_classes()
-    assert given.probs is not None
-    assert given.labels is not None
     answered = (given.probs.amax(-1) > 0.45) & MASK
     answered[1] = False
     found = audited(
         Counting("client", ("a", "b", "c")), dataclasses.replace(given, answered=answered, risk=0.3)
     )
-    assert found.answered is not None
-    assert found.answered_right is not None
     right = (given.probs.argmax(-1) == given.labels) & answered
     assert found.answered.tolist() == [int(answered[j].sum()) for j in range(3)]
     assert found.answered_right.tolist() == [int(right[j].sum()) for j in range(3)]
@@ -279,8 +240,10 @@ def test_answers_are_counted_among_themselves():
     np.testing.assert_array_equal(
         columns["answered_low"], clopper_pearson(found.answered, found.rows, 0.05 / 3)[:, 0]
     )
-    given_two = clopper_pearson(found.answered_right, found.answered, 0.05 / 2)
-    np.testing.assert_array_equal(columns["answered_accuracy_high"], given_two[:, 1])
+    np.testing.assert_array_equal(
+        columns["answered_accuracy_high"],
+        clopper_pearson(found.answered_right, found.answered, 0.05 / 2)[:, 1],
+    )
     assert np.isnan(columns["answered_accuracy"][1])
     wrong, answers = int(answered.sum() - right.sum()), int(answered.sum())
     low, high = clopper_pearson(np.array(wrong), np.array(answers), 0.05)
@@ -296,8 +259,7 @@ def test_quantiles_promise_their_own_level():
     """Intervals of a likelihood are audited without a step; ends that hold the truth are
     counted.
     """
-    lower = torch.zeros(3, 30, 1)
-    upper = torch.ones(3, 30, 1)
+    lower, upper = torch.zeros(3, 30, 1), torch.ones(3, 30, 1)
     y = torch.linspace(-0.5, 1.5, 30).expand(3, 30)[..., None]
     given = Predictions(
         MASK,
@@ -312,7 +274,6 @@ def test_quantiles_promise_their_own_level():
         LocalPredictions(given, np.arange(3)), Outputs("regression", 1), names=("a", "b", "c")
     )
     assert found.level == 0.8
-    assert found.held is not None
     assert found.held.tolist() == [
         int(((y[j, :n] >= 0) & (y[j, :n] <= 1)).sum()) for j, n in enumerate((30, 12, 25))
     ]

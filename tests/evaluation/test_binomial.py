@@ -32,17 +32,11 @@ def test_the_worst_of_several_by_enumeration():
     """E min over all outcomes of three units, and by draws for twenty."""
     n, share = np.array([2, 3, 3]), 0.7
     expected = 0.0
-    for a in range(3):
-        for b in range(4):
-            for c in range(4):
-                weight = binom.pmf(a, 2, share) * binom.pmf(b, 3, share) * binom.pmf(c, 3, share)
-                expected += weight * min(a / 2, b / 3, c / 3)
+    for k in np.ndindex(3, 4, 4):
+        expected += binom.pmf(k, n, share).prod() * (k / n).min()
     assert worst_by_chance(n, share) == pytest.approx(expected, rel=1e-12)
-    rng = np.random.default_rng(0)
-    sizes = np.full(20, 50)
-    assert worst_by_chance(sizes, 0.9) == pytest.approx(
-        (rng.binomial(50, 0.9, (20_000, 20)) / 50).min(1).mean(), abs=1e-3
-    )
+    drawn = np.random.default_rng(0).binomial(50, 0.9, (20_000, 20)) / 50
+    assert worst_by_chance(np.full(20, 50), 0.9) == pytest.approx(drawn.min(1).mean(), abs=1e-3)
     assert worst_by_chance(np.array([4, 0]), 0.9) == pytest.approx(0.9)  # the only unit with trials
     assert np.isnan(worst_by_chance(np.array([0, 0]), 0.9))
 

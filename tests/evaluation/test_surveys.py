@@ -35,7 +35,6 @@ class Share:
 
     def answer(self, state: Any, local: LocalPredictions) -> dict[str, torch.Tensor]:
         found, mask = local.predictions, local.predictions.mask
-        assert found.probs is not None
         right = (found.probs.argmax(-1) == found.labels) & mask
         answer = {"n_right": right.sum(-1), "n_examples": mask.sum(-1, keepdim=True).expand(-1, 2)}
         return answer if self.wrong is None else self.wrong(answer)
@@ -52,7 +51,6 @@ def test_a_survey_of_ones_own():
     given = local()
     state = conduct(Share(), together(Share(), given), CLASSES)
     found = given.predictions
-    assert found.probs is not None
     right = (found.probs.argmax(-1) == found.labels) & found.mask
     assert state["asked"] == 2
     assert float(state["share"]) == pytest.approx(float(right.sum() / found.mask.sum()))
@@ -81,7 +79,6 @@ def test_draws_are_the_clients_own():
     """
     given = local((3000, 7, 0, 55))
     u = given.uniform(0)
-    assert given.rows is not None
     alone = replace(given, ids=given.ids[1:2], rows=given.rows[1:2, 4:5])
     assert torch.equal(alone.uniform(0)[0], u[1, 4:5])
     assert 0 < float(u.min()) < float(u.max()) < 1

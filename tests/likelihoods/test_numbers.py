@@ -12,7 +12,6 @@ from scipy import stats
 from torch import distributions
 from torch.testing import assert_close
 
-from bayesfl.base.targets import Targets
 from bayesfl.likelihoods import Gaussian, Poisson, Quantiles
 from tests.cases import numbers
 
@@ -158,18 +157,3 @@ def test_an_interval_by_draws():
 def test_what_is_no_level(level: Any):
     with pytest.raises(ValueError, match=r"^level "):
         Quantiles(level)
-
-
-@pytest.mark.parametrize(
-    "likelihood", [Gaussian(), Gaussian(scale="learned"), Poisson(), Quantiles()]
-)
-def test_draws_share_their_targets(likelihood: Any):
-    """Targets [B] stand for [S, B] of every draw, in the loss as in its slope."""
-    width = likelihood.width(Targets("regression", 1, torch.ones(6)))[0]
-    outputs, y = torch.randn(3, 6, width, dtype=torch.float64), torch.arange(6, dtype=torch.float64)
-    loss, slope = likelihood.nll_and_slope(outputs, y)
-    for s in range(3):
-        one, its = likelihood.nll_and_slope(outputs[s], y)
-        assert_close(loss[s], one)
-        assert_close(slope[s], its)
-        assert_close(likelihood.nll(outputs, y)[s], one)

@@ -22,6 +22,7 @@ from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
 from tests.cases import numbers
+from tests.engine.made import chunk
 
 
 def belief(*shape: int) -> dict[str, Tensor]:
@@ -70,21 +71,6 @@ def test_draws_are_linear_in_the_noise():
     assert_close(MeanField().moments(q), (q["loc"], scale.square()))
 
 
-def test_draws_have_its_moments():
-    """Gauss-Hermite noise integrates polynomials exactly: draws have the mean, the variance and the
-    kurtosis of N(loc, var).
-    """
-    nodes, weights = np.polynomial.hermite_e.hermegauss(8)
-    noise = torch.from_numpy(nodes)[:, None]
-    weights = torch.from_numpy(weights / weights.sum())[:, None]
-    q = belief(5)
-    draws = MeanField().sample(q, noise.expand(-1, 5))
-    mean, variance = MeanField().moments(q)
-    assert_close((weights * draws).sum(0), mean)
-    assert_close((weights * (draws - mean) ** 2).sum(0), variance)
-    assert_close((weights * (draws - mean) ** 4).sum(0), 3 * variance**2)
-
-
 def test_draws_are_reparameterised():
     """Derivatives of a draw by its belief: 1 by the mean, sigmoid(rho) * noise by rho."""
     q = {key: value.requires_grad_() for key, value in belief(5).items()}
@@ -109,29 +95,6 @@ def test_entropy_of_a_collapsed_belief_is_finite():
     entropy = MeanField().entropy({"loc": torch.zeros(4), "rho": rho})
     assert_close(entropy.item(), 4 * (-200 + 0.5 * math.log(2 * math.pi * math.e)))
     assert_close(torch.autograd.grad(entropy, rho)[0], torch.ones(4))
-
-
-def test_divergence_golden():
-    """KL(N(0.5, 0.8^2) || N(0, 1)) = 0.168..., as energy minus entropy; of q to itself it is 0."""
-    q = MeanField(init_scale=0.8).init(torch.tensor([0.5]).double())
-    prior = Normal(
-        centre=lambda given, view: torch.zeros(1).double(),
-        variance=lambda given, view: torch.ones(1).double(),
-    )
-    assert_close(
-        (prior.energy(*MeanField().moments(q), {}, {}) - MeanField().entropy(q)).item(),
-        0.16814355131420977,
-    )
-    q = belief(3, 5)
-    itself = Normal(
-        centre=lambda given, view: q["loc"], variance=lambda given, view: MeanField().moments(q)[1]
-    )
-    assert_close(
-        itself.energy(*MeanField().moments(q), {}, {}) - MeanField().entropy(q),
-        torch.zeros(3).double(),
-        atol=1e-12,
-        rtol=0,
-    )
 
 
 def test_divergence_is_torchs():
@@ -229,16 +192,7 @@ def test_optimum_on_a_gaussian_target(kernel, monkeypatch):
     monkeypatch.setattr(PhasePlan, "noise", exact)
     algorithm = linear(300)
     (phase,) = algorithm.phases
-    plan = PhasePlan(
-        phase,
-        ClientData(x, y, torch.arange(12), np.array([12])),
-        np.array([0]),
-        dtype=torch.float64,
-    )
-    server = algorithm.init(1, dtype=torch.float64)
-    given = algorithm.given(server, 0, 1)
-    rows = {"w": {key: value[None] for key, value in algorithm.rows(server)["w"].items()}}
-    views = algorithm.views(given, {}, rows, torch.tensor([12.0]).double())
+    given, views, plan = chunk(algorithm, ClientData(x, y, torch.arange(12), np.array([12])))
     views, info = bf.Engine(kernel).run(algorithm, phase, given, views, plan)
     found, variance = MeanField().moments(views["w"])
     assert_close(found[0], mean, rtol=0, atol=1e-8)

@@ -23,7 +23,6 @@ from bayesfl.likelihoods import (
 from bayesfl.posteriors import nuts
 from bayesfl.posteriors.nuts import LIMIT, Samples, _potential
 
-torch.set_num_threads(1)
 pytest.importorskip("pyro")
 
 SCALE, D = 0.5, 4
@@ -36,6 +35,13 @@ class Squares:
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         return 0.5 * (outputs - y).square()
+
+
+class Cliff(Gaussian):
+    """A density with a cliff."""
+
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return super().nll(outputs, y) + 1e6 * outputs.squeeze(-1).clamp_min(0.5).square()
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -151,8 +157,7 @@ def test_seeds_decide_and_nothing_else_changes():
     """
     model = linear().train()
     before = copy.deepcopy(model.state_dict())
-    shared = np.random.get_state()[1].copy()  # noqa: NPY002
-    states = torch.get_rng_state(), shared, random.getstate()
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
     options = {"precision": 1.0, "draws": 8, "warmup": 8, "chains": 2}
     first = nuts(model, Gaussian(SCALE), *data(), **options)
     assert torch.get_rng_state().equal(states[0])
@@ -196,11 +201,6 @@ def test_a_part_of_a_model_is_sampled():
 @pytest.mark.slow
 def test_what_diverges_is_said(caplog):
     """A likelihood with a cliff and hardly any adaptation."""
-
-    class Cliff(Gaussian):
-        def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-            return super().nll(outputs, y) + 1e6 * outputs.squeeze(-1).clamp_min(0.5).square()
-
     with caplog.at_level(logging.WARNING, "bayesfl"):
         found = nuts(linear(), Cliff(), *data(), precision=1.0, draws=30, warmup=0, chains=1)
     assert found.diverging.any()
@@ -231,36 +231,30 @@ def test_option_errors(options, message):
 def test_input_errors():
     """Too large a model, data that do not fit or are not finite."""
     x, y = data()
-    with pytest.raises(ValueError, match=rf"20000 weights .*{LIMIT} .*pattern="):
-        nuts(nn.Linear(3, LIMIT), Categorical(), x, torch.zeros(12).long(), precision=1.0)
-    with pytest.raises(ValueError, match=r"targets .*12 inputs.* got \[11\]"):
-        nuts(linear(), Gaussian(), x, y[1:], precision=1.0)
-    x[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"density .*not finite"):
-        nuts(linear(), Bernoulli(), x, (y > 0).long(), precision=1.0)
-    x, y = data()
-    with pytest.raises(ValueError, match="x has no rows"):
-        nuts(linear(), Gaussian(), x[:0], y[:0], precision=1.0)
-    labels = (y > 0).long()
-    for likelihood, outputs, bad, words in (
-        (Bernoulli(), 1, 2 * labels, r"labels .*0 to 1, got 2"),
-        (Bernoulli(), 1, labels - 5, r"labels .*0 to 1, got -"),
-        (Bernoulli(), 3, labels, r"Bernoulli\(\) .*model has 3"),
-        (Categorical(), 1, labels, r"Categorical\(\) .*model has 1"),
-        (Categorical(), 3, labels + 2, r"labels .*0 to 2, got 3"),
+    labels, flat = (y > 0).long(), nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    wide, three = nn.Linear(3, LIMIT), nn.Linear(3, 3)
+    for model, likelihood, inputs, bad, words in (
+        (wide, Categorical(), x, 0 * labels, rf"20000 weights .*{LIMIT} .*pattern="),
+        (linear(), Gaussian(), x, y[1:], r"targets .*12 inputs.* got \[11\]"),
+        (linear(), Bernoulli(), torch.nan * x, labels, r"density .*not finite"),
+        (linear(), Gaussian(), x[:0], y[:0], "x has no rows"),
+        (linear(), Bernoulli(), x, 2 * labels, r"labels .*0 to 1, got 2"),
+        (linear(), Bernoulli(), x, labels - 5, r"labels .*0 to 1, got -"),
+        (three, Bernoulli(), x, labels, r"Bernoulli\(\) .*model has 3"),
+        (linear(), Categorical(), x, labels, r"Categorical\(\) .*model has 1"),
+        (three, Categorical(), x, labels + 2, r"labels .*0 to 2, got 3"),
         (
+            three,
             Categorical(),
-            3,
+            x,
             labels[:, None].expand(-1, 3),
             r"labels .*12 inputs, got shape \[12, 3\]",
         ),
-        (Gaussian(), 3, y, r"targets .*12 inputs, .*got \[12\] and \[12, 3\]"),
+        (three, Gaussian(), x, y, r"targets .*12 inputs, .*got \[12\] and \[12, 3\]"),
+        (flat, Bernoulli(), x, labels, r"outputs \[N, O\], got shape \[12\]"),
     ):
         with pytest.raises(ValueError, match=words):
-            nuts(nn.Linear(x.shape[1], outputs), likelihood, x, bad, precision=1.0)
-    flat = nn.Sequential(nn.Linear(x.shape[1], 1), nn.Flatten(0))
-    with pytest.raises(ValueError, match=r"outputs \[N, O\], got shape \[12\]"):
-        nuts(flat, Bernoulli(), x, labels, precision=1.0)
+            nuts(model, likelihood, inputs, bad, precision=1.0)
     # Its own business.
     assert nuts(flat, Squares(), x, y, precision=1.0, draws=2, warmup=2, chains=1).draws.shape == (
         1,
@@ -286,10 +280,6 @@ def test_few_draws_and_one_chain(draws, chains):
 def test_divergences_are_those_that_pyro_counts(monkeypatch):
     """At the same draws."""
     from pyro.infer import mcmc
-
-    class Cliff(Gaussian):
-        def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-            return super().nll(outputs, y) + 1e6 * outputs.squeeze(-1).clamp_min(0.5).square()
 
     theirs, run = [], mcmc.MCMC.run
     monkeypatch.setattr(

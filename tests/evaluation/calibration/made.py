@@ -42,23 +42,18 @@ def local(
 def alone(given: LocalPredictions) -> list[tuple[Tensor, Tensor]]:
     """Each client's log probabilities [n, O] and labels [n]."""
     found, mask = given.predictions, given.predictions.mask
-    assert found.probs is not None
-    assert found.labels is not None
     return [(found.probs[j][mask[j]].log(), found.labels[j][mask[j]]) for j in range(len(mask))]
 
 
 def part(given: LocalPredictions, j: int) -> LocalPredictions:
     """One client's predictions as its node has them: of its own rows alone."""
     found, inside = given.predictions, given.predictions.mask[j]
-    assert found.probs is not None
-    assert found.labels is not None
     cut = Predictions(
         mask=inside[inside][None],
         epistemic=torch.zeros(1, int(inside.sum())),
         probs=found.probs[j][inside][None],
         labels=found.labels[j][inside][None],
     )
-    assert given.rows is not None
     return LocalPredictions(
         cut,
         given.ids[j : j + 1],

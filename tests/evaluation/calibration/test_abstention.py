@@ -60,7 +60,6 @@ def test_the_threshold_is_that_of_tests_one_by_one(risk: float):
             step.answer(state, given)["n_wrong"][j],
         )
     answered = found.apply(given).predictions.answered
-    assert answered is not None
     assert torch.equal(answered[3][:300], 1 - alone(given)[3][0].softmax(-1).amax(-1) <= best)
     assert not answered[given.predictions.mask.logical_not()].any()
     assert 0 < int(answered.sum()) < len(y)
@@ -82,7 +81,6 @@ def test_the_promise_holds_over_draws():
         # E[d | d <= t] of d = u^2, u uniform, is t / 3, up to the largest doubt
         broken += threshold > 0 and min(threshold, 0.5) / 3 > 0.05
         order = np.argsort(doubt)
-        assert given.predictions.labels is not None
         observed = given.predictions.labels[0].numpy()[order].cumsum() / np.arange(1, 1501)
         largest = doubt[order][np.flatnonzero(observed <= 0.05).max()]
         naive += largest / 3 > 0.05
@@ -100,9 +98,7 @@ def test_too_little_to_show_a_small_risk():
         match=r"no answer is given: of \d+ rows in 'calibration' of a doubt of at most 0.05",
     ):
         found = fit(Abstention(), given, Outputs("classification", 2))
-    answered = found.apply(given).predictions.answered
-    assert answered is not None
-    assert not answered.any()
+    assert not found.apply(given).predictions.answered.any()
 
 
 def test_the_first_failure_ends_the_sequence():
@@ -118,14 +114,13 @@ def test_the_first_failure_ends_the_sequence():
 
 
 def test_bad_options():
-    for options, words in (
-        ({"risk": 0.0}, "^risk must lie within"),
-        ({"delta": 1.0}, "^delta must lie within"),
+    for call, words in (
+        (lambda: Abstention(risk=0.0), "^risk must lie within"),
+        (lambda: Abstention(delta=1.0), "^delta must lie within"),
+        (lambda: Abstention().start(Outputs("regression", 1)), "this is a regression"),
     ):
         with pytest.raises(ValueError, match=words):
-            Abstention(**options)
-    with pytest.raises(ValueError, match="this is a regression"):
-        Abstention().start(Outputs("regression", 1))
+            call()
 
 
 def test_labels_of_one_row_are_not_counted_as_rows():

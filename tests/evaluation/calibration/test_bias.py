@@ -30,7 +30,6 @@ def test_it_is_each_clients_own_optimum():
             assert_close(fit(Bias(), part(given, j), CLASSES).own["bias"][0], fitted.own["bias"][j])
     assert fitted.state == {}
     changed = fitted.apply(given).predictions.probs
-    assert changed is not None
     z, _ = alone(given)[0]
     assert_close(changed[0][:30], (z + fitted.own["bias"][0]).softmax(-1))
 
@@ -38,7 +37,6 @@ def test_it_is_each_clients_own_optimum():
 def test_probabilities_of_nearly_zero_and_one():
     """Newton's steps, which would overshoot, are halved."""
     given = local((400,), heat=0.02)
-    assert given.predictions.probs is not None
     given.predictions.probs[:] = (given.predictions.probs.log() * 40).softmax(-1)
     found = fit(Bias(), given, CLASSES).own["bias"]
     z, y = alone(given)[0]

@@ -17,8 +17,6 @@ from tests.evaluation.calibration.made import CLASSES, local
 def other(given: LocalPredictions, share: float, seed: int = 1) -> Predictions:
     """Predictions of the same rows, of which such a share is right, and none of client 3's."""
     found = given.predictions
-    assert found.probs is not None
-    assert found.labels is not None
     g = torch.Generator().manual_seed(seed)
     right = torch.rand(found.mask.shape, generator=g) < share
     right[3] = False
@@ -34,10 +32,6 @@ def test_clients_take_what_is_better_on_discordant_rows():
     given = local((40, 7, 0, 55), seed=2)
     both = replace(given, shared=other(given, 0.95))
     found = fit(Choice(delta=0.05), both, CLASSES)
-    assert given.predictions.probs is not None
-    assert given.predictions.labels is not None
-    assert both.shared is not None
-    assert both.shared.probs is not None
     for j in range(4):
         inside, y = given.predictions.mask[j], given.predictions.labels[j]
         own, theirs = (
@@ -50,7 +44,6 @@ def test_clients_take_what_is_better_on_discordant_rows():
         assert bool(found.own["shared"][j]) == (p <= 0.05)
     assert found.own["shared"].tolist() == [True, True, False, False]
     probs = found.apply(both).predictions.probs
-    assert probs is not None
     torch.testing.assert_close(probs[0], both.shared.probs[0], equal_nan=True)
     torch.testing.assert_close(probs[3], given.predictions.probs[3], equal_nan=True)
     assert found.state == {}
@@ -89,12 +82,13 @@ def test_of_numbers_the_nearer_mean_wins():
     found = fit(Choice(), given, Outputs("regression", 1))
     assert found.own["shared"].tolist() == [True, False]
     changed = found.apply(given).predictions
-    assert changed.variance is not None
     assert changed.variance[:, 0, 0].tolist() == [2.0, 1.0]
 
 
 def test_there_must_be_a_servers_model():
-    with pytest.raises(ValueError, match="without those of the server's model"):
-        fit(Choice(), local(), CLASSES)
-    with pytest.raises(ValueError, match=r"^delta must lie within"):
-        Choice(delta=0.0)
+    for call, words in (
+        (lambda: fit(Choice(), local(), CLASSES), "without those of the server's model"),
+        (lambda: Choice(delta=0.0), r"^delta must lie within"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -35,29 +35,16 @@ def central(given: LocalPredictions) -> float:
 
 
 @pytest.mark.parametrize("heat", [0.15, 0.6, 1.0, 1.7, 6.0])
-def test_it_is_that_of_all_rows_together(heat: float):
-    """In a few questions, whose answers are sums; no slope is left."""
+def test_it_is_exact(heat: float):
+    """To 1e-9 of the root of the slope of all rows together, by bisection; in few questions, whose
+    answers are sums.
+    """
     given, asked = local(heat=heat), []
-    step = Temperature(strength=math.inf)
-    put = together(step, given)
+    put, rows = together(Temperature(), given), alone(given)
 
     def counted(state, shapes):
         asked.append(put(state, shapes))
         return asked[-1]
-
-    fitted = fit(step, given, CLASSES, counted)
-    # A search knows an optimum to the root of rounding.
-    assert float(1 / fitted.state["beta"]) == pytest.approx(central(given), rel=1e-6)
-    assert abs(float(asked[-1]["g"])) < 1e-6
-    assert len(asked) <= 10
-    assert fitted.own["temperature"].unique().numel() == 1
-
-
-@pytest.mark.parametrize("heat", [0.15, 0.6, 1.0, 1.7, 6.0])
-def test_it_is_exact(heat: float):
-    """To 1e-9 of the root of the slope of all rows together, by bisection."""
-    given = local(heat=heat)
-    rows = alone(given)
 
     def slope(beta: float) -> float:
         return sum(
@@ -66,7 +53,9 @@ def test_it_is_exact(heat: float):
         )
 
     root = brentq(slope, 1 / HOTTEST, 1 / COLDEST, xtol=1e-15, rtol=1e-15)
-    assert float(fit(Temperature(), given, CLASSES).state["beta"]) == pytest.approx(root, rel=1e-9)
+    fitted = fit(Temperature(), given, CLASSES, counted)
+    assert float(fitted.state["beta"]) == pytest.approx(root, rel=1e-9)
+    assert len(asked) <= 10
 
 
 def test_slope_and_curvature_are_derivatives():
@@ -90,18 +79,11 @@ def test_slope_and_curvature_are_derivatives():
 def test_a_clients_own_is_drawn_to_it(strength: float):
     """By a prior as precise as so many examples; a client without rows has the pooled one."""
     given = local()
-    found = given.predictions
-    assert found.probs is not None
-    assert found.labels is not None
     fitted = fit(Temperature(strength=strength), given, CLASSES)
     pooled, rows = 1 / central(given), alone(given)
-    at_pooled = [(pooled * z).log_softmax(-1) for z, _ in rows]
-    u = [pooled * z for z, _ in rows]
-    spread = [
-        (p.exp() * (v - (p.exp() * v).sum(-1, keepdim=True)).square()).sum()
-        for p, v in zip(at_pooled, u, strict=True)
-    ]
-    information = float(sum(spread)) / sum(len(y) for _, y in rows)
+    u = pooled * torch.cat([z for z, _ in rows])
+    p = u.softmax(-1)
+    information = float((p * (u - (p * u).sum(-1, keepdim=True)).square()).sum()) / len(u)
     for j, (z, y) in enumerate(rows):
 
         def penalised(log_t: float, z: Tensor = z, y: Tensor = y) -> float:
@@ -119,10 +101,9 @@ def test_a_clients_own_is_drawn_to_it(strength: float):
             assert float(fitted.own["temperature"][j]) == pytest.approx(math.exp(best.x), rel=1e-6)
     assert float(fitted.own["temperature"][2]) == pytest.approx(float(1 / fitted.state["beta"]))
     own = fitted.apply(given).predictions.probs
-    assert own is not None
-    z = found.probs[0].log() / fitted.own["temperature"][0]
-    assert_close(own[0][:30], z.softmax(-1)[:30])
-    assert own[~found.mask].isnan().all()
+    z, _ = rows[0]
+    assert_close(own[0][:30], (z / fitted.own["temperature"][0]).softmax(-1))
+    assert own[~given.predictions.mask].isnan().all()
 
 
 def test_ends_of_its_range():
@@ -131,7 +112,6 @@ def test_ends_of_its_range():
     """
     given = local()
     found = given.predictions
-    assert found.probs is not None
     for labels, value in (
         (found.probs.nan_to_num().argmax(-1), 0.05),
         (found.probs.nan_to_num().argmin(-1), 20.0),
@@ -167,7 +147,6 @@ def test_what_is_refused():
             lambda state, shapes: {name: torch.zeros(()) for name in shapes},
         )
     broken = local()
-    assert broken.predictions.probs is not None
     broken.predictions.probs[0, 0] = torch.nan
     with pytest.raises(ValueError, match="rows are not finite, the first of row 0 of client 0"):
         fit(Temperature(), broken, CLASSES)

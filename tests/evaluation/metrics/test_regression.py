@@ -29,16 +29,6 @@ def test_regression_agrees_with_scipy():
             ].item() == pytest.approx(((low <= t) & (t <= high)).mean())
 
 
-def test_regression_by_hand():
-    """One client, errors 3 and 4 of standard deviation 1."""
-    mean, targets, mask = torch.zeros(1, 2, 1), torch.tensor([[3.0, -4.0]]), torch.ones(1, 2).bool()
-    assert metrics.rmse(mean, targets, mask).item() == pytest.approx(math.sqrt(12.5))
-    assert metrics.gaussian_nll(mean, mean + 1, targets, mask).item() == pytest.approx(
-        6.25 + 0.5 * math.log(2 * math.pi)
-    )
-    assert metrics.coverage(mean, mean + 1, targets, mask, 0.999).item() == 0.5
-
-
 def test_regression_summary():
     """Means over clients and pooled ones; targets may leave out the one output."""
     mean, variance, targets, mask = regression(outputs=1)
@@ -111,33 +101,17 @@ def test_the_histogram_of_calibrated_predictions_is_flat():
     assert flat.sum().item() == pytest.approx(1)
     assert (flat - 0.1).abs().max() < 0.01
     narrow = metrics.pit_histogram(zero, zero + 0.25, y, mask)[0]
-    assert narrow[0] > 0.2
-    assert narrow[-1] > 0.2
+    assert min(narrow[0], narrow[-1]) > 0.2
     assert metrics.pit_histogram(zero, zero + 1, zero + 40, mask, bins=4).tolist() == [[0, 0, 0, 1]]
 
 
 def test_counts_far_from_their_rate_lie_in_the_outer_bins():
     """Where P(Y < y) and P(Y <= y) both round to 1, or to 0."""
-    many = torch.full((1, 2, 1), 5000.0, dtype=torch.float64)
-    found = metrics.pit_histogram(
-        many,
-        many,
-        torch.full_like(many, 2000),
-        torch.ones(1, 2).bool(),
-        distribution="counts",
-        bins=4,
-    )
-    assert found.tolist() == [[1, 0, 0, 0]]
-    five = torch.full((1, 2, 1), 5.0, dtype=torch.float64)
-    found = metrics.pit_histogram(
-        five,
-        five,
-        torch.full_like(five, 200),
-        torch.ones(1, 2).bool(),
-        distribution="counts",
-        bins=4,
-    )
-    assert found.tolist() == [[0, 0, 0, 1]]
+    for rate, count, shares in ((5000.0, 2000, [1, 0, 0, 0]), (5.0, 200, [0, 0, 0, 1])):
+        mean = torch.full((1, 2, 1), rate, dtype=torch.float64)
+        y, mask = torch.full_like(mean, count), torch.ones(1, 2).bool()
+        found = metrics.pit_histogram(mean, mean, y, mask, distribution="counts", bins=4)
+        assert found.tolist() == [shares]
 
 
 def test_the_histogram_of_counts_is_flat():
@@ -155,8 +129,8 @@ def test_the_histogram_of_counts_is_flat():
     assert summary["nll"] == pytest.approx(
         float(-torch.distributions.Poisson(mean).log_prob(y).mean())
     )
-    assert summary["coverage_90"] == pytest.approx(0.9, abs=0.01)
-    assert summary["coverage_50"] == pytest.approx(0.5, abs=0.01)
+    for level in (50, 90):
+        assert summary[f"coverage_{level}"] == pytest.approx(level / 100, abs=0.01)
 
 
 def test_what_is_no_count_or_distribution():

@@ -27,16 +27,9 @@ def test_a_client_without_examples_is_nan_and_left_out():
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 3)])
 def test_nobody_at_all(shape):
     """No client, no row, or no example: NaN throughout, and no error."""
-    summary = metrics.classification_summary(
-        torch.rand(shape), torch.zeros(shape[:2]).long(), torch.zeros(shape[:2]).bool()
-    )
-    assert all(math.isnan(value) for value in summary.values())
-    assert (
-        metrics.reliability_bins(
-            torch.rand(shape), torch.zeros(shape[:2]).long(), torch.zeros(shape[:2]).bool()
-        ).examples
-        == 0
-    )
+    none = torch.rand(shape), torch.zeros(shape[:2]).long(), torch.zeros(shape[:2]).bool()
+    assert all(math.isnan(value) for value in metrics.classification_summary(*none).values())
+    assert metrics.reliability_bins(*none).examples == 0
 
 
 def test_a_diverged_client_is_seen():
@@ -86,11 +79,8 @@ def test_table_has_a_row_per_client():
 
 def test_a_table_names_its_clients():
     """By the names given, in the order of the clients; one for each."""
-    probs = torch.full((2, 3, 2), 0.5)
-    labels = torch.zeros(2, 3, dtype=torch.long)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    assert metrics.per_client_table(probs, labels, mask, names=("Basel", "Genève"))[
-        "client"
-    ].tolist() == ["Basel", "Genève"]
+    case = federation(clients=2)
+    table = metrics.per_client_table(*case, names=("Basel", "Genève"))
+    assert table["client"].tolist() == ["Basel", "Genève"]
     with pytest.raises(ValueError, match=r"names .*2 clients, got 1"):
-        metrics.per_client_table(probs, labels, mask, names=("Basel",))
+        metrics.per_client_table(*case, names=("Basel",))

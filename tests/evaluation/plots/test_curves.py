@@ -48,10 +48,8 @@ def test_learning_curves_options():
     ax: Any = plots.learning_curves(
         {"a": [history(0, every=5), history(1, every=10)]}, ax=mine, title="t"
     )
-    assert ax is mine
     assert ax.lines[0].get_xdata().tolist() == [10, 20]
-    assert ax.get_title() == "t"
-    assert ax.get_legend() is None
+    assert (ax, ax.get_title(), ax.get_legend()) == (mine, "t", None)
     loss: Any = plots.learning_curves({"a": history(0)}, metric="loss", x="round")
     assert len(loss.lines[0].get_xdata()) == 20
     many = plots.learning_curves({str(k): history(k) for k in range(20)})
@@ -86,15 +84,13 @@ def test_risk_coverage_shows_the_curve():
     by_entropy = detection.risk_coverage(detection.entropy(probs), right, mask)
     mine = Figure().add_subplot()
     ax = plots.risk_coverage({"doubt": case, "entropy": by_entropy}, ax=mine, title="t")
-    assert ax is mine
     by_doubt = detection.risk_coverage(detection.doubt(probs), right, mask)
     for line, curve in zip(ax.lines, (by_doubt, by_entropy), strict=True):
         np.testing.assert_allclose(line.get_xdata(), curve.coverage)
         np.testing.assert_allclose(line.get_ydata(), curve.risk)
-    legend: Any = ax.get_legend()
-    words = [text.get_text() for text in legend.get_texts()]
+    words = [text.get_text() for text in ax.get_legend().get_texts()]  # pyright: ignore
     assert words == [f"doubt (AURC {by_doubt.aurc:.4f})", f"entropy (AURC {by_entropy.aurc:.4f})"]
-    assert ax.get_title() == "t"
+    assert (ax, ax.get_title()) == (mine, "t")
     ax.figure.canvas.draw()
     with pytest.raises(ValueError, match="labels must"):
         plots.risk_coverage({"a": (probs, labels + 1, mask)})
