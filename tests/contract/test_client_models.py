@@ -25,10 +25,9 @@ def test_a_clients_model_predicts_as_the_federation(
     for j in (0, 3):
         one, (x, _) = result.client(j), clients.test.client(j)
         found = one.predict(x)
-        assert_close(found.probs, together.client(j).probs, atol=1e-12, rtol=0)
-        assert_close(
-            found.epistemic, together.client(j).epistemic, atol=1e-12, rtol=0, equal_nan=True
-        )
+        for name in ("probs", "epistemic"):
+            wanted = getattr(together.client(j), name)
+            assert_close(getattr(found, name), wanted, atol=1e-12, rtol=0, equal_nan=True)
         assert_close(one.predict(x, draws=7).probs, drawn.client(j).probs, atol=1e-9, rtol=0)
         assert_close(one.predict(x, draws=0).probs, means.client(j).probs, atol=1e-12, rtol=0)
         one.save(tmp_path / str(j))

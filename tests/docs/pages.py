@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from flwr.app import Context, RecordDict
 
@@ -71,8 +72,8 @@ class _Nodes(LocalGrid):
             "client-id": node - 100,
             "hospital": name.title(),
             "state-dir": str(self.folder / name / "state"),
+            "data-file": str(self.folder / name / f"{name}.csv"),
         }
-        config["data-file"] = str(self.folder / name / f"{name}.csv")
         return Context(
             run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={}
         )
@@ -82,8 +83,6 @@ def made(seed: int) -> pd.DataFrame:
     """A hospital's patients: whether they are ill depends on age and pressure, in the second one on
     cholesterol as well.
     """
-    import numpy as np
-
     rng = np.random.default_rng(seed)
     age, pressure, cholesterol = (
         rng.normal(centre, spread, 300).round()

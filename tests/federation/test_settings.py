@@ -25,8 +25,7 @@ def test_fixed_cohorts():
     """
     settings = Settings(**SETTINGS)
     cohorts = [settings.cohort(100, r) for r in range(100)]
-    assert {len(c) for c in cohorts} == {29}
-    assert all(len(set(c.tolist())) == 29 for c in cohorts)
+    assert {(len(c), len(set(c.tolist()))) for c in cohorts} == {(29, 29)}
     counts = np.bincount(np.concatenate(cohorts), minlength=100)
     assert abs(counts - 29).max() < 5 * math.sqrt(29 * 0.71)
     assert len(Settings(**{**SETTINGS, "participation": 0.001}).cohort(100, 0)) == 1
@@ -44,10 +43,6 @@ def test_bernoulli_cohorts_have_two_at_least():
     assert all(np.array_equal(c, np.unique(c)) for c in cohorts)
     assert abs(np.bincount(np.concatenate(cohorts), minlength=100) - 40).max() < 5 * math.sqrt(
         400 * 0.09
-    )
-    assert np.array_equal(
-        cohorts[7],
-        Settings(**{**SETTINGS, "sampling": "bernoulli", "participation": 0.1}).cohort(100, 7),
     )
 
 
@@ -68,8 +63,8 @@ def test_sizes_of_bernoulli_cohorts(share):
 def test_bernoulli_cohorts_need_no_second_draw(share):
     """At the ends of the range the size is the only one that is likely, and it comes at once."""
     settings = Settings(**{**SETTINGS, "sampling": "bernoulli", "participation": share})
-    for clients in (1, 2, 10, 100_000):
-        assert len(settings.cohort(clients, 0)) == (min(2, clients) if share < 0.5 else clients)
+    sizes = [len(settings.cohort(clients, 0)) for clients in (1, 2, 10, 100_000)]
+    assert sizes == ([1, 2, 2, 2] if share < 0.5 else [1, 2, 10, 100_000])
 
 
 @pytest.mark.parametrize(
@@ -120,4 +115,3 @@ def test_a_device_without_numbers_is_refused():
         ValueError, match=r"device 'meta' holds shapes and no numbers; use device='cpu'"
     ):
         present("meta")
-    assert present("cpu") == torch.device("cpu")

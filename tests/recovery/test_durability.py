@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -19,39 +20,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import bayesfl as bf
 from bayesfl.base import digest
-from bayesfl.base.trees import flatten
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.rounds.faults import at_random
-from bayesfl.federation.run.result import Result
 from bayesfl.federation.store.files import STATE, checkpoints
+from tests.federation.made import same, state
 from tests.recovery import killed
 
 FULL = os.environ.get("BAYESFL_DURABILITY") == "full"
 ROUNDS, KILLS, MUTATIONS = (30, 50, 2000) if FULL else (6, 5, 200)
 CLIENTS, LONG = (1000, 200) if FULL else (100, 20)
 MOMENTS = ("write", "flush", "rename", "folder", "round")
-TIMES = ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")
-
-
-def state(result: Result) -> dict[str, Tensor]:
-    return flatten({"server": result.server, "private": result.private})
-
-
-def without_times(result: Result) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in row.items() if key not in TIMES} for row in result.history
-    ]
-
-
-def same(one: Result, other: Result) -> bool:
-    a, b = state(one), state(other)
-    equal = a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-    # As text, so that NaN is NaN.
-    return equal and str(without_times(one)) == str(without_times(other))
 
 
 def child(*arguments: Any) -> int:
@@ -92,13 +73,8 @@ def test_the_order_of_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def noting(name: str, function: Any) -> Any:
         def noted(*arguments: Any, **more: Any) -> Any:
-            descriptor = arguments[0]
-            kind = (
-                " folder"
-                if name == "fsync" and os.path.isdir(f"/proc/self/fd/{descriptor}")
-                else ""
-            )
-            calls.append(name + kind)
+            is_folder = name == "fsync" and os.path.isdir(f"/proc/self/fd/{arguments[0]}")
+            calls.append(name + " folder" * is_folder)
             return function(*arguments, **more)
 
         return noted
@@ -134,14 +110,7 @@ def test_resuming_from_a_checkpoint(tmp_path: Path, every: int):
         with pytest.raises(Stop):
             killed.run(str(tmp_path / "a"), 5, every=every)
         there = [file.name for file in checkpoints(tmp_path / "a")]
-        assert (
-            there
-            == {
-                1: ["round-000003.safetensors", "round-000002.safetensors"],
-                2: ["round-000002.safetensors"],
-                4: [],
-            }[every]
-        )
+        assert there == [f"round-{k:06d}.safetensors" for k in {1: (3, 2), 2: (2,), 4: ()}[every]]
         result = killed.run(str(tmp_path / "a"), 5, every=every)
     assert same(result, killed.run(str(tmp_path / "b"), 5))
     assert checkpoints(tmp_path / "a")[0].name == "round-000005.safetensors"
@@ -205,43 +174,37 @@ def test_folders_hold_one_run(tmp_path: Path):
     """
     folder = tmp_path / "run"
     folder.mkdir()
-    leftover = folder / ".round-000001.0123456789abcdef.safetensors"
-    own = folder / ".notes.safetensors"
-    leftover.write_bytes(b"half")
-    own.write_bytes(b"mine")
+    for name in (".round-000001.0123456789abcdef.safetensors", ".notes.safetensors"):
+        (folder / name).write_bytes(b"mine")
     result = killed.run(str(folder), 1)
-    assert not leftover.exists()
-    assert own.read_bytes() == b"mine"
-    options: dict[str, Any] = {"rounds": 2, "progress": False}
-    with pytest.raises(
-        ValueError,
-        match=r"keeps its settings, participation: saved 0\.5, given 1\.0; seed: saved 4, given "
-        r"0; pass",
-    ):
-        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=folder, **options)
-    with pytest.raises(ValueError, match="holds a run already"):
-        bf.simulate(
-            killed.algorithm(), killed.federation(), checkpoint=folder, resume=result, **options
-        )
-    with pytest.raises(ValueError, match=r"^every .*1.* got 0"):
-        bf.simulate(
-            killed.algorithm(), killed.federation(), checkpoint=tmp_path / "new", every=0, **options
-        )
-    assert not (tmp_path / "new").exists()
+    assert sorted(file.name for file in folder.iterdir()) == [
+        ".notes.safetensors",
+        "round-000001.safetensors",
+    ]
     result.save(tmp_path / "saved")
-    with pytest.raises(ValueError, match="holds a saved result"):
-        bf.simulate(
-            killed.algorithm(),
-            killed.federation(),
-            checkpoint=tmp_path / "saved",
-            resume=tmp_path / "saved",
-            **options,
-        )
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="path must name a folder"):
-        bf.simulate(
-            killed.algorithm(), killed.federation(), checkpoint=tmp_path / "file", **options
-        )
+    for name, options, words in (
+        (
+            "run",
+            {},
+            r"keeps its settings, participation: saved 0\.5, given 1\.0; seed: saved 4, given 0; "
+            "pass",
+        ),
+        ("run", {"resume": result}, "holds a run already"),
+        ("new", {"every": 0}, "^every .*1.* got 0"),
+        ("saved", {"resume": tmp_path / "saved"}, "holds a saved result"),
+        ("file", {}, "path must name a folder"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bf.simulate(
+                killed.algorithm(),
+                killed.federation(),
+                rounds=2,
+                progress=False,
+                checkpoint=tmp_path / name,
+                **options,
+            )
+    assert not (tmp_path / "new").exists()
 
 
 def parts(file: bytes) -> tuple[dict[str, Any], bytes]:
@@ -362,30 +325,9 @@ def test_nothing_but_our_own_error_leaves(tmp_path: Path):
     assert accepted > 0
 
 
-def test_combine_keeps_to_what_the_server_has(model, clients):
-    """A name that `server` does not give a start would be lost on resuming: refused in the first
-    round.
-    """
-    block = bf.Block()
-    algorithm = bf.Algorithm(
-        model,
-        {"w": block},
-        (),
-        parts=("w",),
-        combine=lambda server, ids, uplink: {"extra": torch.ones(1)},
-    )
-    with pytest.raises(ValueError, match=r"`combine` .*\['extra'\].*`server`"):
-        bf.simulate(algorithm, clients, rounds=1, progress=False)
-
-
 def resident() -> int:
     """What this process holds in memory, in kB."""
-    (line,) = (
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmRSS")
-    )
-    return int(line.split()[1])
+    return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 @pytest.mark.slow

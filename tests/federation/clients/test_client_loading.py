@@ -38,11 +38,12 @@ def test_the_model_written_last_is_taken(months: tuple[str, str], short: Result,
 
 def test_the_time_is_no_part_of_the_model(short: Result, tmp_path: Path):
     """Written twice, a model differs in nothing else."""
-    found = []
     for name in ("one", "two"):
         short.client(3).save(tmp_path / name)
-        found.append(files.read_file(tmp_path / name / files.CLIENT_FILE, files.CLIENT))
-    one, two = found
+    one, two = (
+        files.read_file(tmp_path / name / files.CLIENT_FILE, files.CLIENT)
+        for name in ("one", "two")
+    )
     assert one.pop("written") < two.pop("written")
     assert str(one) == str(two)
 
@@ -62,8 +63,17 @@ def test_the_time_is_no_part_of_the_model(short: Result, tmp_path: Path):
         ),
         (("Bern", "..", "a"), r"'\.\.' cannot be one; save"),
         (("Bern", "a/b", "a"), r"'a/b' cannot be one; save"),
+        (("Bern", "../Bern", "a"), r"'\.\./Bern' cannot be one; save"),
+        (("Bern", "a\\b", "a"), r"'a.*b' cannot be one; save"),
+        (("Bern", "", "a"), "'' cannot be one; save"),
+        (
+            ("Bern", "x" * 300),
+            rf"'{'x' * 40}'\.\.\. has 300 bytes, more than the 255.*result\.client\(\.\.\.\)\.save",
+        ),
+        (("Bern", "ü" * 128), rf"'{'ü' * 40}'\.\.\. has 256 bytes, more than the 255"),
     ],
 )
 def test_names_that_are_no_folders(names: tuple[str, ...], words: str):
-    with pytest.raises(ValueError, match=rf"clients' names become folders, and {words}"):
+    with pytest.raises(ValueError, match=rf"clients' names become folders, and .*{words}"):
         check_file_names(names)
+    check_file_names(("Bern", "Chur", "x" * 255))

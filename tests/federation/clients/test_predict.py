@@ -1,6 +1,7 @@
 """Predictions: draws, the plug-in, fine-tuning, masks, and the shared model."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,8 +19,7 @@ from tests.cases import SIZES, federation
 
 def test_padding(result):
     """Rows that pad a shorter client are NaN and masked; a client alone has none."""
-    data = result.data
-    predictions = result.predict(data.train)
+    predictions = result.predict(result.data.train)
     assert predictions.probs.shape == (len(SIZES), max(SIZES), 3)
     assert predictions.mask.sum(1).tolist() == list(SIZES)
     assert bool(predictions.probs[~predictions.mask].isnan().all())
@@ -27,15 +27,20 @@ def test_padding(result):
     assert predictions.client(3).probs.shape == (5, 3)
 
 
-def test_the_plug_in_is_the_model_at_its_mean(result):
-    """draws=0, which is pFedVEM's own predictor: softmax at the posterior's mean, with no epistemic
-    part.
-    """
-    algorithm, x = result.algorithm, result.data.test.client(2)[0]
+def third(result):
+    """The third client's view and test inputs."""
     view = {
         "body": result.server["body"],
         "head": {key: t[2] for key, t in result.private["head"].items()},
     }
+    return view, result.data.test.client(2)[0]
+
+
+def test_the_plug_in_is_the_model_at_its_mean(result):
+    """draws=0, which is pFedVEM's own predictor: softmax at the posterior's mean, with no epistemic
+    part.
+    """
+    algorithm, (view, x) = result.algorithm, third(result)
     expected = algorithm.outputs(algorithm.leaves(("body", "head"), view), x).softmax(-1)
     plug_in = result.predict(draws=0)
     assert_close(plug_in.probs[2], expected)
@@ -47,11 +52,7 @@ def test_draws_average_probabilities(result):
     """Many draws: the mean of softmax over the posterior, checked by draws of one's own; the
     epistemic part is the mutual information.
     """
-    algorithm, x = result.algorithm, result.data.test.client(2)[0]
-    view = {
-        "body": result.server["body"],
-        "head": {key: t[2] for key, t in result.private["head"].items()},
-    }
+    algorithm, (view, x) = result.algorithm, third(result)
     noise = torch.randn(
         4000, algorithm.layout("head").size, generator=torch.Generator().manual_seed(0)
     )
@@ -101,7 +102,7 @@ def test_clients_without_test_examples_are_left_out(result):
     counts[4] = 0
     part = ClientData(test.x, test.y, keep, counts)
     predictions = result.predict(part)
-    assert not bool(predictions.mask[4].any())
+    assert predictions.mask.any(1).tolist() == [j != 4 for j in range(len(SIZES))]
     assert_close(predictions.probs[2], result.predict().probs[2])
     assert predictions.summary(part)["accuracy"] >= 0
 
@@ -113,16 +114,16 @@ def test_finetuning_predicts_from_a_copy():
     clients, model = federation(), bf.models.mlp(8, hidden=8, outputs=3)
     options = {"rounds": 2, "dtype": torch.float64, "evaluate_every": None, "progress": False}
     fast = SGD(0.2, momentum=0.9)
-    method = bf.algorithms.fedavg_ft(
-        model, batch_size=None, epochs=1, finetune_epochs=3, finetune_optimiser=fast
+    tuned, plain = (
+        bf.simulate(make(model, batch_size=None, epochs=1), clients, **options)
+        for make in (
+            partial(bf.algorithms.fedavg_ft, finetune_epochs=3, finetune_optimiser=fast),
+            bf.algorithms.fedavg,
+        )
     )
-    tuned = bf.simulate(method, clients, **options)
-    plain = bf.simulate(bf.algorithms.fedavg(model, batch_size=None, epochs=1), clients, **options)
     assert torch.equal(tuned.server["w"]["loc"], plain.server["w"]["loc"])
     x, y = (t.double() if t.is_floating_point() else t for t in clients.train.client(1))
-    net = bf.models.mlp(8, hidden=8, outputs=3).double()
-    layout = tuned.algorithm.layout("w")
-    net.load_state_dict({k: v.clone() for k, v in layout.leaves(plain.server["w"]["loc"]).items()})
+    net = plain.model().train()
     optimiser = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
     for _ in range(3):
         optimiser.zero_grad()
@@ -142,9 +143,12 @@ def test_finetuning_runs_once_for_all_splits():
 
     data = bf.data.iid("digits", clients=3, validation=0.2, seed=0)
     plain = bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=10), epochs=1)
-    tuned = replace(plain, finetune=(Once(watch),))
     result = bf.simulate(
-        tuned, data, rounds=1, engine=bf.Engine("reference", workers=1), progress=False
+        replace(plain, finetune=(Once(watch),)),
+        data,
+        rounds=1,
+        engine=bf.Engine("reference", workers=1),
+        progress=False,
     )
     assert len(seen) == 3
     for split, prefix in ((data.test, "personal"), (data.validation, "validation")):
@@ -156,18 +160,18 @@ def test_finetuning_runs_once_for_all_splits():
 def test_a_split_without_examples(result):
     """Nothing to predict: refused, where one empty client among others is fine."""
     test = result.data.test
-    empty = ClientData(test.x, test.y, test.index[:0], np.zeros(test.clients, int))
     with pytest.raises(ValueError, match="split has no examples"):
-        result.predict(empty)
+        result.predict(ClientData(test.x, test.y, test.index[:0], np.zeros(test.clients, int)))
 
 
 def test_a_server_without_the_whole_model_has_no_common_view():
     """As what a client receives, where some blocks are addressed to single clients; a method with
     personal heads has none at all.
     """
-    method = bf.algorithms.fedavg(bf.models.mlp(4, outputs=3))
-    server = method.init(2, dtype=torch.float32)
-    assert predict.common_view(method, server) is not None
-    assert predict.common_view(method, {}) is None
-    personal = bf.algorithms.fedper(bf.models.mlp(4, outputs=3))
+    whole, personal = (
+        make(bf.models.mlp(4, outputs=3)) for make in (bf.algorithms.fedavg, bf.algorithms.fedper)
+    )
+    server = whole.init(2, dtype=torch.float32)
+    assert predict.common_view(whole, server) is not None
+    assert predict.common_view(whole, {}) is None
     assert predict.common_view(personal, personal.init(2, dtype=torch.float32)) is None

@@ -56,16 +56,12 @@ def test_predictions_are_calibrated(result: Result, served: Result, clients: bf.
     """By the steps in their order; the result before them stays as it was."""
     assert [type(one.step) for one in served.steps] == [Temperature, Bias, Conformal]
     plain, found = result.predict(), served.predict()
-    assert plain.sets is None
-    assert found.sets is not None
-    assert plain.probs is not None
-    assert found.level == 0.9
+    assert (plain.sets, found.level) == (None, 0.9)
     temperature, bias = served.steps[0].own["temperature"], served.steps[1].own["bias"]
     wanted = (plain.probs.double().log() / temperature[:, None, None] + bias[:, None]).softmax(-1)
-    assert_close(found.probs, wanted.to(plain.probs), equal_nan=True)  # type: ignore[arg-type]
+    assert_close(found.probs, wanted.to(plain.probs), equal_nan=True)
     assert served.predict(clients.calibration).sets is not None
-    again = result.calibrate(Temperature(), Bias(), Conformal(score="aps"))
-    same(again.predict(), found)
+    same(result.calibrate(Temperature(), Bias(), Conformal(score="aps")).predict(), found)
 
 
 def test_files_and_clients_keep_it(
@@ -77,7 +73,6 @@ def test_files_and_clients_keep_it(
     same(bf.load(tmp_path / "run", method, clients).predict(), found)
     x, _ = clients.test.client(2)
     one = served.client(2).predict(x)
-    assert one.sets is not None
     assert_close(one.probs, found.client(2).probs, atol=1e-6, rtol=0)
     assert torch.equal(one.sets, found.client(2).sets)  # type: ignore[arg-type]
     served.client(2).save(tmp_path / "client")
@@ -96,10 +91,11 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
     """Counts and thresholds to the bit; a temperature to the unit in which summands are rounded."""
     secure = result.calibrate(Temperature(), aggregation=SecureSum())
     assert_close(secure.steps[0].state["beta"], served.steps[0].state["beta"], atol=1e-7, rtol=0)
-    sets = result.calibrate(Conformal(), aggregation=SecureSum())
-    plain = result.calibrate(Conformal())
-    assert torch.equal(sets.steps[0].state["counts"], plain.steps[0].state["counts"])
-    assert torch.equal(sets.steps[0].own["threshold"], plain.steps[0].own["threshold"])
+    sets, plain = (
+        result.calibrate(Conformal(), aggregation=way).steps[0] for way in (SecureSum(), None)
+    )
+    assert torch.equal(sets.state["counts"], plain.state["counts"])
+    assert torch.equal(sets.own["threshold"], plain.own["threshold"])
     seen: list[Any] = []
     monkeypatch.setattr(
         secure_sums,
@@ -110,29 +106,34 @@ def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: p
     assert SecureSum().added(answers)["g"].tolist() == [15.0] * 3
     # Numbers up to 9 in units of 2^-24, below the masks.
     assert (np.abs(np.stack(seen).view(np.int64).astype(float)) > 2**32).all()
-    with pytest.raises(
-        ValueError,
-        match=r"client \d answers with numbers up to .*, outside SecureSum\(range=2\), .*pass "
-        r"range=\d+",
+    for refused, error, words in (
+        (
+            lambda: result.calibrate(Conformal(), aggregation=SecureSum(range=2)),
+            ValueError,
+            r"client \d answers with numbers up to .*, outside SecureSum\(range=2\), .*pass "
+            r"range=\d+",
+        ),
+        (
+            lambda: result.calibrate(Temperature(), aggregation="secure"),
+            TypeError,
+            "aggregation must be able to add the answers of a survey",
+        ),
+        (
+            lambda: SecureSum().added({3: {"g": torch.ones(())}}),
+            ValueError,
+            "a sum of one client's answer is that answer",
+        ),
     ):
-        result.calibrate(Conformal(), aggregation=SecureSum(range=2))
-    with pytest.raises(TypeError, match="aggregation must be able to add the answers of a survey"):
-        result.calibrate(Temperature(), aggregation="secure")
-    with pytest.raises(ValueError, match="a sum of one client's answer is that answer"):
-        SecureSum().added({3: {"g": torch.ones(())}})
+        with pytest.raises(error, match=words):
+            refused()
 
 
 def test_a_survey_of_ones_own(result: Result, clients: bf.data.FederatedData):
     """Asks about predictions as the result makes them, calibrated or not."""
-    for aggregation in (None, SecureSum()):
-        state = result.survey(Share(), aggregation=aggregation)
-        assert float(state["share"]) == pytest.approx(
-            result.predict().summary(clients.test)["pooled_accuracy"]
+    for one, way in ((result, None), (result, SecureSum()), (result.calibrate(Bias()), None)):
+        assert float(one.survey(Share(), aggregation=way)["share"]) == pytest.approx(
+            one.predict().summary(clients.test)["pooled_accuracy"]
         )
-    skewed = result.calibrate(Bias())
-    assert float(skewed.survey(Share())["share"]) == pytest.approx(
-        skewed.predict().summary(clients.test)["pooled_accuracy"]
-    )
 
 
 def test_newcomers_settle_by_what_was_told(served: Result):
@@ -141,25 +142,20 @@ def test_newcomers_settle_by_what_was_told(served: Result):
     """
     novel = bf.data.dirichlet("digits", clients=3, alpha=0.3, max_size=40, calibration=0.5, seed=9)
     joined = served.adapt(novel)
-    assert joined.steps[0].own["temperature"].tolist() == pytest.approx(
+    temperature, bias, sets = joined.steps
+    assert temperature.own["temperature"].tolist() == pytest.approx(
         [1 / float(served.steps[0].state["beta"])] * 3
     )
-    assert joined.steps[1].own["bias"].abs().max() == 0
-    assert joined.steps[2].own["n_scores"].flatten().tolist() == novel.calibration.counts.tolist()
+    assert bias.own["bias"].abs().max() == 0
+    assert sets.own["n_scores"].flatten().tolist() == novel.calibration.counts.tolist()
     steps = [one.step for one in served.steps]
-    fresh = dataclasses.replace(joined, steps=())
-    (local,) = fresh.local_predictions(
-        novel.to(fresh.device, fresh.dtype).calibration, steps=[one.step for one in served.steps]
+    (local,) = dataclasses.replace(joined, steps=()).local_predictions(
+        novel.to(joined.device, joined.dtype).calibration, steps=steps
     )
-    for one in joined.steps[:2]:
-        local = one.apply(local)
-    assert_close(
-        joined.steps[2].own["threshold"], steps[2].settle(served.steps[2].state, local)["threshold"]
-    )
+    local = bias.apply(temperature.apply(local))
+    assert_close(sets.own["threshold"], steps[2].settle(served.steps[2].state, local)["threshold"])
     assert all(joined.steps[k].state is served.steps[k].state for k in range(3))
-    sets = joined.predict().sets
-    assert sets is not None
-    assert sets.shape[0] == 3
+    assert joined.predict().sets.shape[0] == 3
 
 
 def test_training_that_goes_on_forgets_it(
@@ -173,30 +169,29 @@ def test_training_that_goes_on_forgets_it(
 
 
 def test_what_is_refused(result: Result, served: Result):
-    with pytest.raises(
-        ValueError,
-        match=r"Temperature reads the split 'tuning', and the data have rows in \['train', "
-        r"'test', .*name one of them",
+    for refused, words in (
+        (
+            lambda: result.calibrate(Temperature(split="tuning")),
+            r"Temperature reads the split 'tuning', and the data have rows in \['train', 'test', "
+            ".*name one of them",
+        ),
+        (lambda: served.predict(draws=7), "draws=7 makes other predictions than those that were"),
+        (
+            lambda: served.client(0).predict(torch.zeros(1, 64), draws=7),
+            "draws=7 makes other predictions than those that were calibrated",
+        ),
+        (
+            lambda: result.calibrate(type("Own", (Temperature,), {})()).save("nowhere"),
+            "the step Own cannot be saved",
+        ),
     ):
-        result.calibrate(Temperature(split="tuning"))
-    with pytest.raises(TypeError, match="steps must be steps of calibration, as Temperature"):
-        result.calibrate(Temperature)  # pyright: ignore[reportArgumentType]
-    for predict in (
-        served.predict,
-        lambda draws: served.client(0).predict(torch.zeros(1, 64), draws=draws),
-    ):
-        with pytest.raises(
-            ValueError, match="draws=7 makes other predictions than those that were calibrated"
-        ):
-            predict(draws=7)
+        with pytest.raises(ValueError, match=words):
+            refused()
     with pytest.warns(
         UserWarning, match="Bias and Conformal are fitted to the same split, 'calibration'"
     ) as caught:
         result.calibrate(Bias(split="calibration"), Conformal())
     assert caught[0].filename == __file__
-    own = result.calibrate(type("Own", (Temperature,), {})())
-    with pytest.raises(ValueError, match="the step Own cannot be saved"):
-        own.save("nowhere")
 
 
 def test_regression_has_intervals(tmp_path: Path):
@@ -210,25 +205,17 @@ def test_regression_has_intervals(tmp_path: Path):
     plain = run(method, data, rounds=3, evaluate_every=None)
     served = plain.calibrate(Conformal(level=0.8, shrink=math.inf))
     found = served.predict()
-    assert found.lower is not None
-    assert found.upper is not None
     y, mask = data.test.padded_labels()
-    inside = ((found.lower[..., 0] <= y) & (y <= found.upper[..., 0]))[mask]
-    assert 0.65 < float(inside.double().mean()) < 0.95
+    inside = (found.lower[..., 0] <= y) & (y <= found.upper[..., 0])
+    by_client = [inside[j, mask[j]] for j in range(4)]
+    assert 0.65 < float(inside[mask].double().mean()) < 0.95
     summary, before = found.summary(data.test), plain.predict().summary(data.test)
     assert {name: summary[name] for name in before} == before
-    each = [
-        (found.lower[j, : mask[j].sum(), 0], found.upper[j, : mask[j].sum(), 0], y[j, mask[j]])
-        for j in range(4)
-    ]
-    assert summary["coverage"] == pytest.approx(
-        np.mean([float(((lo <= t) & (t <= up)).double().mean()) for lo, up, t in each]), abs=1e-12
-    )
-    assert summary["width"] == pytest.approx(
-        np.mean([float((up - lo).double().mean()) for lo, up, _ in each]), abs=1e-6
-    )
-    assert found.table(data.test)["width"][2] == pytest.approx(
-        float((each[2][1] - each[2][0]).double().mean()), abs=1e-6
+    widths = [float((found.upper - found.lower)[j, mask[j]].double().mean()) for j in range(4)]
+    assert found.table(data.test)["width"] == pytest.approx(widths, abs=1e-6)
+    assert (summary["coverage"], summary["width"]) == pytest.approx(
+        (np.mean([float(one.double().mean()) for one in by_client]), np.mean(widths)),
+        abs=1e-6,
     )
     served.client(1).save(tmp_path / "client")
     x, _ = data.test.client(1)
@@ -294,17 +281,13 @@ def test_clients_choose_between_two_models(personal: tuple[Any, Any], tmp_path: 
     data, plain = personal
     chosen = plain.calibrate(Choice(), Temperature(), Conformal(shrink=5.0))
     takes = chosen.steps[0].own["shared"]
-    assert takes.any()
-    assert not takes.all()
+    assert 0 < takes.sum() < 5
     alone = dataclasses.replace(chosen, steps=chosen.steps[:1]).predict()
     shared = torch.stack(
         [plain.model()(data.test.client(j)[0][:5].double()).softmax(-1) for j in range(5)]
     )
-    own = plain.predict()
-    for j in range(5):
-        assert_close(
-            alone.probs[j, :5], shared[j] if takes[j] else own.probs[j, :5], atol=1e-6, rtol=1e-5
-        )
+    wanted = torch.where(takes[:, None, None], shared, plain.predict().probs[:, :5])
+    assert_close(alone.probs[:, :5], wanted, atol=1e-6, rtol=1e-5)
     found = chosen.predict()
     chosen.save(tmp_path / "run")
     assert_close(
@@ -326,28 +309,20 @@ def test_clients_choose_between_two_models(personal: tuple[Any, Any], tmp_path: 
 
 def test_a_choice_comes_first_and_needs_two_models(personal: tuple[Any, Any]):
     data, plain = personal
-    with pytest.raises(ValueError, match="Choice must be the first step"):
-        plain.calibrate(Temperature(), Choice())
-    with pytest.raises(ValueError, match="Choice must be the first step"):
-        plain.calibrate(Temperature()).calibrate(Choice())
+    common, own_head = (
+        run(make(bf.models.mlp(data.inputs, outputs=10)), data, rounds=1, evaluate_every=None)
+        for make in (bf.algorithms.fedavg, bf.algorithms.fedper)
+    )
+    for one, steps, words in (
+        (plain, (Temperature(), Choice()), "Choice must be the first step"),
+        (plain.calibrate(Temperature()), (Choice(),), "Choice must be the first step"),
+        (common, (Choice(),), "all clients predict with the server's"),
+        (own_head, (Choice(),), "no whole model on the server"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            one.calibrate(*steps)
     with pytest.warns(UserWarning, match="Choice and Conformal are fitted to the same split"):
         plain.calibrate(Choice(split="calibration"), Conformal())
-    common = run(
-        bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=10)),
-        data,
-        rounds=1,
-        evaluate_every=None,
-    )
-    with pytest.raises(ValueError, match="all clients predict with the server's"):
-        common.calibrate(Choice())
-    own_head = run(
-        bf.algorithms.fedper(bf.models.mlp(data.inputs, outputs=10)),
-        data,
-        rounds=1,
-        evaluate_every=None,
-    )
-    with pytest.raises(ValueError, match="no whole model on the server"):
-        own_head.calibrate(Choice())
 
 
 def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
@@ -359,12 +334,13 @@ def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
     for wrong in ([Temperature()], Counting("client", ()), Temperature):
         with pytest.raises(TypeError, match="steps must be steps of calibration"):
             plain.calibrate(wrong)
-    with pytest.raises(ValueError, match="Bias must come before Conformal"):
-        served.calibrate(Bias())
-    with pytest.raises(ValueError, match="Temperature must come before Abstention"):
-        plain.calibrate(Abstention(risk=0.2), Temperature())
-    with pytest.raises(ValueError, match="there is a Conformal already"):
-        served.calibrate(Conformal(level=0.8))
+    for one, steps, words in (
+        (served, (Bias(),), "Bias must come before Conformal"),
+        (plain, (Abstention(risk=0.2), Temperature()), "Temperature must come before Abstention"),
+        (served, (Conformal(level=0.8),), "there is a Conformal already"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            one.calibrate(*steps)
     assert served.calibrate(Abstention(risk=0.2)).predict().sets is not None
 
 
@@ -375,12 +351,9 @@ def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
     data, plain = personal
     served = plain.calibrate(Temperature(), Abstention(risk=0.06, delta=0.2))
     found = served.predict()
-    assert found.answered is not None
     table = found.table(data.test)
     for j in range(5):
-        x, y = data.test.client(j)
-        given = found.client(j)
-        assert given.answered is not None
+        (x, y), given = data.test.client(j), found.client(j)
         right = (given.probs.argmax(-1) == y)[given.answered]
         assert table["answered"][j] == pytest.approx(float(given.answered.double().mean()))
         assert table["answered_accuracy"][j] == pytest.approx(float(right.double().mean()))
@@ -392,18 +365,15 @@ def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
     assert 0.2 < summary["answered"] < 1
     assert summary["answered_accuracy"] > summary["accuracy"]
     audit = served.audit()
-    np.testing.assert_allclose(audit.columns()["answered"], table["answered"], rtol=1e-12)
-    np.testing.assert_allclose(
-        audit.columns()["answered_accuracy"], table["answered_accuracy"], rtol=1e-12
-    )
+    for name in ("answered", "answered_accuracy"):
+        np.testing.assert_allclose(audit.columns()[name], table[name], rtol=1e-12)
     assert audit.risk == 0.06
-    assert audit.answered is not None
-    assert audit.answered_right is not None
-    assert summary["pooled_answered"] == pytest.approx(
-        audit.answered.sum() / audit.rows.sum(), rel=1e-12
-    )
-    assert summary["pooled_answered_accuracy"] == pytest.approx(
-        audit.answered_right.sum() / audit.answered.sum(), rel=1e-12
+    assert (summary["pooled_answered"], summary["pooled_answered_accuracy"]) == pytest.approx(
+        (
+            audit.answered.sum() / audit.rows.sum(),
+            audit.answered_right.sum() / audit.answered.sum(),
+        ),
+        rel=1e-12,
     )
     assert summary["pooled_answered"] != pytest.approx(summary["answered"], rel=1e-6)
     secure = plain.calibrate(

@@ -59,12 +59,14 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
     names; groups by function or list.
     """
     table, found = served.predict().table(data.test), served.audit()
-    np.testing.assert_allclose(found.columns()["coverage"], table["coverage"], rtol=1e-12)
-    np.testing.assert_allclose(found.columns()["size"], table["set_size"], rtol=1e-12)
-    np.testing.assert_allclose(found.columns()["accuracy"], table["accuracy"], rtol=1e-12)
-    np.testing.assert_allclose(found.columns()["ece"], table["ece"], atol=1e-12)
-    assert found.units == data.client_names
-    assert found.level == 0.8
+    for name, column in (
+        ("coverage", "coverage"),
+        ("size", "set_size"),
+        ("accuracy", "accuracy"),
+        ("ece", "ece"),
+    ):
+        np.testing.assert_allclose(found.columns()[name], table[column], rtol=1e-12, atol=1e-12)
+    assert (found.units, found.level) == (data.client_names, 0.8)
     secure = served.audit(by="label", aggregation=bf.SecureSum())
     assert secure.units == NAMES
     assert secure.table() == served.audit(by="label").table()
@@ -132,12 +134,10 @@ def test_a_row_alone_has_the_score_that_it_has_among_others(served: Result, data
     """To the bit, as scores of classes are rounded: where a model is sure, floating-point error
     would otherwise decide who is stranger.
     """
-    model = served.client(2)
-    x, y = data.test.client(2)
+    model, (x, y) = served.client(2), data.test.client(2)
     together = model.scores(x, y)
-    assert [float(model.scores(x[i : i + 1], y[i : i + 1])[0]) for i in range(20)] == together[
-        :20
-    ].tolist()
+    alone = [float(model.scores(x[i : i + 1], y[i : i + 1])[0]) for i in range(20)]
+    assert alone == together[:20].tolist()
     assert (together == together.round(6)).all()
     assert len(np.unique(together)) > 10
 
@@ -163,6 +163,7 @@ def test_scores_of_another_kind_or_model_are_refused(
     """By alarms that were loaded, too; plain numbers are taken."""
     x, y = data.test.client(0)
     model, other = served.client(0), served.client(1)
+    scores = model.scores(x, y)
     model.alarm().save(tmp_path / "alarm.npz")
     for watch in (model.alarm(), Alarm.load(tmp_path / "alarm.npz")):
         with pytest.raises(ValueError, match="this alarm watches labels by 'client 0'"):
@@ -182,13 +183,11 @@ def test_scores_of_another_kind_or_model_are_refused(
         ):
             with pytest.raises(ValueError, match="this alarm watches"):
                 watch.see(foreign)
-        one_by_one = model.alarm()
-        for one in model.scores(x, y):
-            one_by_one.see(one)
-        assert np.array_equal(one_by_one.history, model.alarm().see(model.scores(x, y)).history)
-        assert len(
-            watch.see(model.scores(x, y)[:3]).see(np.asarray(model.scores(x, y)).tolist()).p
-        ) == 3 + len(x)
+        assert len(watch.see(scores[:3]).see(np.asarray(scores).tolist()).p) == 3 + len(x)
+    one_by_one = model.alarm()
+    for one in scores:
+        one_by_one.see(one)
+    assert np.array_equal(one_by_one.history, model.alarm().see(scores).history)
 
 
 def test_one_row_that_is_not_finite_stays_one(served: Result, data: FederatedData):
@@ -218,8 +217,7 @@ def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData,
     other = dataclasses.replace(served, algorithm=dataclasses.replace(served.algorithm, draws=3))
     other.save(tmp_path)
     loaded = bf.load(tmp_path, other.algorithm, data)
-    model = served.client(0)
-    x, y = data.test.client(0)
+    model, (x, y) = served.client(0), data.test.client(0)
     with pytest.raises(
         ValueError, match="is calibrated for its full predictions, and plug_in=True makes others"
     ):
@@ -260,47 +258,49 @@ def test_scores_of_an_early_conformal_step(data: FederatedData, served: Result):
     """Scores are of the predictions to which sets were fitted, after the steps before and none
     behind.
     """
-    plain = dataclasses.replace(served, steps=())
-    early = plain.calibrate(Conformal())
-    x, y = data.test.client(0)
+    plain, (x, y) = dataclasses.replace(served, steps=()), data.test.client(0)
     probs = plain.client(0).predict(x).probs
     np.testing.assert_allclose(
-        early.client(0).scores(x, y),
+        plain.calibrate(Conformal()).client(0).scores(x, y),
         1 - probs.gather(1, y[:, None])[:, 0].double().numpy(),
         atol=1e-6,
     )
+
+
+def laplace(data: FederatedData, rounds: int, link: Any, **options: Any) -> Any:
+    """The first client's model, by FedPer with a Laplace approximation."""
+    method = bf.algorithms.fedper(
+        bf.models.mlp(3, hidden=8, outputs=3), epochs=3, optimiser=SGD(0.1, momentum=0.9)
+    )
+    predictor = LinearisedLaplace(precision=1.0, link=link)
+    method = dataclasses.replace(method, predictor=predictor, **options)
+    return run(method, data, rounds=rounds, evaluate_every=None).calibrate(Conformal()).client(0)
+
+
+def calibrated(data: FederatedData, rounds: int = 1) -> Result:
+    """FedAvg with conformal sets."""
+    method = bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=8, outputs=data.outputs))
+    return run(method, data, rounds=rounds, evaluate_every=None).calibrate(Conformal())
 
 
 def test_without_labels_by_epistemic_uncertainty(data: FederatedData):
     """Rows far from the training data raise it, others do not; a method of one set of weights has
     none.
     """
-    method = bf.algorithms.fedper(
-        bf.models.mlp(3, hidden=8, outputs=3), epochs=3, optimiser=SGD(0.1, momentum=0.9)
-    )
-    method = dataclasses.replace(method, predictor=LinearisedLaplace(precision=1.0))
-    model = run(method, data, rounds=3, evaluate_every=None).calibrate(Conformal()).client(0)
-    x, _ = data.test.client(0)
+    model, (x, _) = laplace(data, 3, LinearisedLaplace().link), data.test.client(0)
     np.testing.assert_allclose(
         model.scores(x), model.predict(x).epistemic.double().numpy(), atol=1e-6
     )
-    assert not model.alarm(score="epistemic").see(model.scores(x)).raised
-    assert model.alarm(score="epistemic").see(model.scores(6 * x)).raised
+    for rows, raised in ((x, False), (6 * x, True)):
+        assert model.alarm(score="epistemic").see(model.scores(rows)).raised == raised
 
 
 def test_noise_by_a_rows_place_cannot_be_watched(data: FederatedData):
     """A row alone would have the noise of the first, so that new rows would differ from calibration
     rows in any case.
     """
-    method = bf.algorithms.fedper(
-        bf.models.mlp(3, hidden=8, outputs=3), epochs=3, optimiser=SGD(0.1, momentum=0.9)
-    )
-    method = dataclasses.replace(
-        method, predictor=LinearisedLaplace(precision=1.0, link="draws"), draws=3
-    )
-    model = run(method, data, rounds=1, evaluate_every=None).calibrate(Conformal()).client(0)
-    x, y = data.test.client(0)
-    for make in (model.alarm, lambda: model.scores(x, y)):
+    model = laplace(data, 1, "draws", draws=3)
+    for make in (model.alarm, lambda: model.scores(*data.test.client(0))):
         with pytest.raises(ValueError, match=r"draws noise for each row by its place.*'contrasts'"):
             make()
 
@@ -309,35 +309,35 @@ def test_classes_named_by_other_numbers():
     """Numbers that may be names or places are refused; as text they are names, and tensors are of
     the package, by place.
     """
-    for names in (("1.0", "0.0", "none"), ("-1", "+1", "x"), ("True", "False")):
-        assert _numerals(names)
-    for names in (("0", "1", "other"), ("a", "b", "2"), ("False", "True")):
-        assert not _numerals(names)
+    for names, numerals in (
+        (("1.0", "0.0", "none"), True),
+        (("-1", "+1", "x"), True),
+        (("True", "False"), True),
+        (("0", "1", "other"), False),
+        (("a", "b", "2"), False),
+        (("False", "True"), False),
+    ):
+        assert bool(_numerals(names)) == numerals
     data = dataclasses.replace(federation(), class_names=("1", "2", "3"))
-    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=8, outputs=3))
-    model = run(method, data, rounds=1, evaluate_every=None).calibrate(Conformal()).client(0)
+    model = calibrated(data).client(0)
     x, y = data.test.client(0)
-    with pytest.raises(ValueError, match="y has truth values, and the classes are named by others"):
-        model.scores(x, (y == 1).numpy())
-    for numbers in ((y + 1).numpy(), (y + 1).tolist()):
-        with pytest.raises(
-            ValueError,
-            match=r"the classes are named by others, \['1', '2', '3'\]: pass these names as text",
-        ):
+    words = r"the classes are named by others, \['1', '2', '3'\]: pass these names as text"
+    for numbers, kind in (
+        ((y == 1).numpy(), "truth values"),
+        ((y + 1).numpy(), "numbers"),
+        ((y + 1).tolist(), "numbers"),
+    ):
+        with pytest.raises(ValueError, match=f"y has {kind}, and {words}"):
             model.scores(x, numbers)
     np.testing.assert_array_equal(model.scores(x, (y + 1).numpy().astype(str)), model.scores(x, y))
 
 
-def test_models_transform_rows_themselves(data: FederatedData):
-    """Raw rows of a client are what its model takes; stored ones would be transformed twice."""
+def test_raw_rows_are_those_before_the_transform(data: FederatedData):
+    """As a client's own model takes them; stored ones would be transformed twice."""
     scaled = data.transformed(lambda x: 2 * x - 1)
-    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=8, outputs=3))
-    result = run(method, scaled, rounds=2, evaluate_every=None).calibrate(Conformal())
-    x, y = scaled.test.client(1, raw=True)
-    stored, labels = scaled.test.client(1)
+    (x, y), (stored, labels) = scaled.test.client(1, raw=True), scaled.test.client(1)
     torch.testing.assert_close(2 * x - 1, stored)
     assert torch.equal(y, labels)
-    torch.testing.assert_close(result.client(1).predict(x).probs, result.predict().client(1).probs)
 
 
 def test_groups_by_a_column(recwarn: pytest.WarningsRecorder):
@@ -352,57 +352,45 @@ def test_groups_by_a_column(recwarn: pytest.WarningsRecorder):
     )
     frame["ill"] = np.where(frame["age"] + rng.normal(0, 10, 400) > 50, "yes", "no")
     data, columns = bf.data.from_frame(frame, client="town", target="ill", calibration=0.2)
-    served = run(
-        bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=2)),
-        data,
-        rounds=2,
-        evaluate_every=None,
-    ).calibrate(Conformal())
+    served = calibrated(data, 2)
     found = served.audit(groups="sex")
     assert found.units == ("f", "m")
     for j, town in enumerate("AB"):
         x, _ = data.test.client(j)
-        ages, sexes = columns.values(x, "age"), columns.values(x, "sex")
-        own = frame[frame["town"] == town]
-        assert {*zip(ages.tolist(), sexes.tolist(), strict=True)} <= {
-            *zip(own["age"].tolist(), own["sex"].tolist(), strict=True)
-        }
+        rows = zip(*(columns.values(x, name).tolist() for name in ("age", "sex")), strict=True)
+        own = frame.loc[frame["town"] == town, ["age", "sex"]]
+        assert {*rows} <= {*own.itertuples(index=False, name=None)}
     assert found.rows.sum() == data.test.counts.sum()
-    decades = served.audit(groups=lambda x: columns.values(x, "age") // 10 * 10)
+
+    def by_decade(x: Any) -> Any:
+        return columns.values(x, "age") // 10 * 10
+
+    decades = served.audit(groups=by_decade)
     assert decades.units == ("20", "30", "40", "50", "60", "70")
-    turned = data.transformed(lambda x: -x)
-    again = run(
-        bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=2)),
-        turned,
-        rounds=1,
-        evaluate_every=None,
-    ).calibrate(Conformal())
     # Of the frame, whatever the transform makes of it.
-    assert again.audit(groups="sex").rows.tolist() == found.rows.tolist()
-    assert (
-        again.audit(groups=lambda x: columns.values(x, "age") // 10 * 10).rows.tolist()
-        == decades.rows.tolist()
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"the column 'age' has .* values at one client, too many for groups: make ranges .* "
-        r"// 10 \* 10",
-    ):
-        served.audit(groups="age")
+    again = calibrated(data.transformed(lambda x: -x))
+    for groups, of in (("sex", found), (by_decade, decades)):
+        assert again.audit(groups=groups).rows.tolist() == of.rows.tolist()
     spoilt = frame.assign(
         code=np.where(rng.uniform(size=400) < 0.1, 999_999_999, rng.integers(0, 4, 400))
     )
     wide, _ = bf.data.from_frame(spoilt, client="town", target="ill", calibration=0.2)
-    method = bf.algorithms.fedavg(bf.models.mlp(wide.inputs, outputs=2))
-    with pytest.raises(ValueError, match="the column 'code' has numbers so far apart"):
-        run(method, wide, rounds=1, evaluate_every=None).calibrate(Conformal()).audit(groups="code")
-    with pytest.raises(ValueError, match="'size' is none of the columns"):
-        served.audit(groups="size")
+    for one, name, words in (
+        (
+            served,
+            "age",
+            "the column 'age' has .* values at one client, too many for groups: make ranges .* "
+            r"// 10 \* 10",
+        ),
+        (calibrated(wide), "code", "the column 'code' has numbers so far apart"),
+        (served, "size", "'size' is none of the columns"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            one.audit(groups=name)
 
 
 def test_alarms_that_cannot_be(served: Result, data: FederatedData):
-    model = served.client(0)
-    x, y = data.test.client(0)
+    model, (x, y) = served.client(0), data.test.client(0)
     for make, words in (
         (
             lambda: model.alarm(score="epistemic"),
@@ -426,18 +414,12 @@ def test_alarms_that_cannot_be(served: Result, data: FederatedData):
 
 def test_a_client_without_calibration_rows(data: FederatedData):
     """It has sets by the others' scores, and no alarm."""
-    splits = dict(data.splits)
-    old = splits["calibration"]
-    counts = old.counts.copy()
-    kept = np.ones(len(old.index), bool)
-    kept[: counts[0]] = False
-    counts[0] = 0
-    splits["calibration"] = dataclasses.replace(
-        old, index=old.index[torch.from_numpy(kept)], counts=counts
+    old = data.splits["calibration"]
+    none, *others = old.counts
+    fewer = dataclasses.replace(
+        old, index=old.index[none:], counts=np.array([0, *others], dtype=old.counts.dtype)
     )
-    fewer = dataclasses.replace(data, splits=splits)
-    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=3))
-    served = run(method, fewer, rounds=1, evaluate_every=None).calibrate(Conformal())
+    served = calibrated(dataclasses.replace(data, splits={**data.splits, "calibration": fewer}))
     assert bool(served.predict().sets[0].any())
     with pytest.raises(ValueError, match=r"'client 0' has no rows in the split 'calibration'"):
         served.alarm(0)

@@ -28,7 +28,7 @@ from bayesfl.federation.rounds.faults import FAULTS
 from bayesfl.federation.rounds.replies import Replies
 from bayesfl.optim import SGD, Adam
 from tests.cases import CASES, Case, with_batch_norm
-from tests.federation.made import OTHER, SECRET, fedavg, privately, state
+from tests.federation.made import OTHER, SECRET, fedavg, privately, run, state
 
 # `bf.simulate` is the function.
 simulation = importlib.import_module("bayesfl.federation.run.simulation")
@@ -66,24 +66,16 @@ def release(
     """The server's vector before, and after the clients `ids` have sent it plus `moved` [J, D]; in
     two chunks.
     """
-    options = {"participation": 0.5, "round": 0, **more}
-    result = privately(
-        algorithm,
-        clients,
-        replace(rule, noise_multiplier=0.0, secret=SECRET),
-        rounds=1,
-        participation=options["participation"],
-    )
+    options = {"round": 0, "n": 5.0, **more}
+    quiet = replace(rule, noise_multiplier=0.0, secret=SECRET)
+    result = privately(algorithm, clients, quiet, rounds=1, participation=0.5)
     total = rule.start(result, Admission(), every=None, repeats=0).begin(
         result.server, options["round"], np.array(ids)
     )
-    for part in (list(ids[:2]), list(ids[2:])):
-        if part:
-            sent = {
-                name: {"loc": result.server[name]["loc"] + t[part]} for name, t in moved.items()
-            }
-            n = torch.full((len(part),), options.get("n", 5.0))
-            total.add(Replies(np.array(part), n, sent, {}, np.full(len(part), np.nan)))
+    for part in [part for part in (list(ids[:2]), list(ids[2:])) if part]:
+        sent = {name: {"loc": result.server[name]["loc"] + t[part]} for name, t in moved.items()}
+        n = torch.full((len(part),), options["n"])
+        total.add(Replies(np.array(part), n, sent, {}, np.full(len(part), np.nan)))
     new = total.server()
     return tuple(torch.cat([of[name]["loc"] for name in moved]) for of in (result.server, new))  # pyright: ignore[reportReturnType]
 
@@ -114,10 +106,9 @@ def test_a_release_without_noise_is_algebra(weights: Any, model: nn.Module, clie
         p * sum(w)
     )
     for n in (5.0, 500.0):
-        before, after = release(algorithm, clients, rule, moved, ids, participation=p, n=n)
+        before, after = release(algorithm, clients, rule, moved, ids, n=n)
         assert_close(after - before, wanted, atol=1e-13, rtol=0)
-    before, after = release(algorithm, clients, rule, moved, [], participation=p)
-    assert torch.equal(before, after)
+    assert torch.equal(*release(algorithm, clients, rule, moved, []))
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9, 1e200])
@@ -138,8 +129,7 @@ def test_one_client_moves_the_sum_by_no_more(
             float((everyone - without).norm()) * constant
             <= 0.5 * weights[left] * (1 + 1e-9) + 1e-12
         )
-    _, most = release(algorithm, clients, rule, moved, [1])
-    before, _ = release(algorithm, clients, rule, moved, [])
+    before, most = release(algorithm, clients, rule, moved, [1])
     far = float((most - before).norm()) * constant
     assert far == pytest.approx({1e-9: 2e-8, 1e200: 0.0}.get(scale, 0.5 * 2), rel=1e-6)
 
@@ -211,38 +201,32 @@ def test_everyone_unclipped_and_no_noise_is_fedavg(model: nn.Module, clients: Fe
         found = privately(
             plain, clients, ClientPrivacy(clip=1e6, noise_multiplier=0, weights=weights)
         )
-        wanted = bf.simulate(
-            algorithm,
-            clients,
-            rounds=3,
-            dtype=torch.float64,
-            seed=3,
-            evaluate_every=None,
-            progress=False,
-        )
+        wanted = run(algorithm, clients, evaluate_every=None, engine=bf.Engine())
         assert_close(state(found), state(wanted), atol=1e-12, rtol=0)
 
 
-def test_a_client_that_fails_adds_nothing(model: nn.Module, clients: FederatedData):
+@pytest.mark.parametrize("kind", ["lost", "nan", "shape"])
+def test_a_client_that_fails_adds_nothing(kind: str, model: nn.Module, clients: FederatedData):
     """Lost or refused on its own account: the sum is without it, and its denominator is not."""
     rule = ClientPrivacy(clip=1e6, noise_multiplier=0)
     without = privately(
         fedavg(model), clients, replace(rule, weights=[1] * 4 + [0] + [1] * 2), rounds=1
     )
     start = fedavg(model).init(7, seed=3, dtype=torch.float64)["w"]["loc"]
-    for kind in ("lost", "nan", "shape"):
-        options: dict[str, Any] = {
-            "faults": lambda round, attempt, ids, kind=kind: {4: FAULTS[kind]},
-            "admission": bf.Admission("skip", max_norm=None),
-            "rounds": 1,
-        }
-        found = privately(fedavg(model), clients, rule, **options)
-        assert_close(
-            (found.server["w"]["loc"] - start) * 7,
-            (without.server["w"]["loc"] - start) * 6,
-            atol=1e-12,
-            rtol=0,
-        )
+    found = privately(
+        fedavg(model),
+        clients,
+        rule,
+        rounds=1,
+        faults=lambda round, attempt, ids: {4: FAULTS[kind]},
+        admission=bf.Admission("skip", max_norm=None),
+    )
+    assert_close(
+        (found.server["w"]["loc"] - start) * 7,
+        (without.server["w"]["loc"] - start) * 6,
+        atol=1e-12,
+        rtol=0,
+    )
 
 
 def test_an_optimiser_on_the_server_takes_what_was_released(
@@ -266,6 +250,10 @@ def test_an_optimiser_on_the_server_takes_what_was_released(
 
 
 TAKEN = {
+    "irm",
+    "irm_l2",
+    "irm_ft",
+    "perinvfl",
     "fedavg",
     "fedavg_ft",
     "fedprox",
@@ -281,7 +269,6 @@ TAKEN = {
 }
 
 
-TAKEN |= {"irm", "irm_l2", "irm_ft", "perinvfl"}
 """PerInvFL over GroupDRO is not one of them, by its lower method."""
 
 
@@ -315,12 +302,8 @@ def test_weights_that_are_data_are_replaced_where_told(
     algorithm = bf.algorithms.pfedvem(
         model, head_epochs=2, body_epochs=1, batch_size=10, init_scale=0.3
     )
-    rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5)
-    with pytest.raises(ValueError, match=r"block 'head' .*weights=\[\.\.\.\]"):
-        privately(algorithm, clients, rule)
-    rule = replace(rule, weights=[1.0] * 7)
-    with pytest.raises(ValueError, match=r"`reports` sends \['rho2'\].*reports=\{\}"):
-        privately(algorithm, clients, rule)
+    plain = ClientPrivacy(clip=1.0, noise_multiplier=0.5)
+    rule = replace(plain, weights=[1.0] * 7)
     silent = replace(algorithm, reports={}, combine=bf.Algorithm.combine)
     assert privately(silent, clients, rule).history["releases"].tolist() == [1, 2, 3]
     monkeypatch.setattr(simulation, "run_round", None)
@@ -328,8 +311,13 @@ def test_weights_that_are_data_are_replaced_where_told(
         fedavg(model),
         combine=lambda server, ids, uplink: {"w": {"loc": server["w"]["loc"] * len(ids)}},
     )
-    with pytest.raises(ValueError, match=r"ClientPrivacy .*clipped.*`combine` .*'them'"):
-        privately(reading, clients, rule)
+    for made, under, words in (
+        (algorithm, plain, r"block 'head' .*weights=\[\.\.\.\]"),
+        (algorithm, rule, r"`reports` sends \['rho2'\].*reports=\{\}"),
+        (reading, rule, r"ClientPrivacy .*clipped.*`combine` .*'them'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            privately(made, clients, under)
 
 
 @pytest.mark.parametrize(
@@ -394,12 +382,13 @@ def test_numbers_that_do_not_work(change: dict[str, Any], words: str):
 
 def test_pools_and_methods_that_do_not_fit(model: nn.Module, clients: FederatedData):
     """By block and by pool."""
-    rule = ClientPrivacy(clip=1.0, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match=r"no block .*aggregation"):
-        privately(bf.algorithms.local(model), clients, rule)
     clipped = replace(fedavg(model), blocks={"w": bf.Block(pool=Clipped(Mean(), 1.0))})
-    with pytest.raises(ValueError, match=r"block 'w' .*Clipped; ClientPrivacy .*pool=Mean\(\)"):
-        privately(clipped, clients, rule)
+    for made, words in (
+        (bf.algorithms.local(model), r"no block .*aggregation"),
+        (clipped, r"block 'w' .*Clipped; ClientPrivacy .*pool=Mean\(\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            privately(made, clients, ClientPrivacy(clip=1.0, noise_multiplier=1.0))
 
 
 def test_norms_whose_statistics_would_be_sent(clients: FederatedData):

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from bayesfl.federation.rounds.admission import (
     shares,
     usual,
 )
-from bayesfl.federation.rounds.faults import FAULTS, Lost
+from bayesfl.federation.rounds.faults import FAULTS, Fault, Lost
 from tests.cases import federation
 from tests.federation.made import METHODS, run, state
 
@@ -36,54 +35,38 @@ def test_rounds_with_too_few(
     algorithm = bf.algorithms.ditto(model, **METHODS["ditto"])
     plain = run(algorithm, clients)
 
-    def first(attempts: int) -> Any:
-        return lambda round, attempt, ids: (
-            {int(k): Lost() for k in ids[:4]} if round == 1 and attempt < attempts else {}
-        )
+    def failing(attempts: int, **options: Any) -> Any:
+        def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+            return dict.fromkeys(ids[:4], Lost()) if round == 1 and attempt < attempts else {}
+
+        rules = bf.Admission("skip", min_clients=4, **options)
+        return run(algorithm, clients, faults=plan, admission=rules)
 
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
-        skipped = run(
-            algorithm, clients, faults=first(1), admission=bf.Admission("skip", min_clients=4)
-        )
+        skipped = failing(1)
     assert re.search(r"round 1\b.* 3 replies .*4 \(min_clients\).*skipped", caplog.text)
     assert skipped.history["cohort"].tolist() == [7, 0, 7]
-    after_one = run(algorithm, clients, rounds=1)
-    two = run(
-        algorithm, clients, rounds=2, faults=first(1), admission=bf.Admission("skip", min_clients=4)
-    )
-    assert_close(state(two), state(after_one), atol=0, rtol=0)
-    repeated = run(
-        algorithm,
-        clients,
-        faults=first(2),
-        admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"),
-    )
+    repeated = failing(2, below_minimum="repeat")
     assert_close(state(repeated), state(plain), atol=1e-12, rtol=0)
     assert repeated.history["cohort"].tolist() == [7, 7, 7]
     with pytest.raises(TooFewClients, match=r"round 1\b.* 3 replies .*4 \(min_clients\)"):
-        run(
+        failing(3, below_minimum="repeat")
+    start = algorithm.init(7, seed=3, dtype=torch.float64)
+    for faults, least in (
+        ({0: FAULTS["nan"], 1: FAULTS["nan"]}, 6),
+        (dict.fromkeys(range(7), Lost()), 1),
+    ):
+        refused = run(
             algorithm,
             clients,
-            faults=first(3),
-            admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"),
+            rounds=1,
+            faults=lambda round, attempt, ids, faults=faults: faults,
+            admission=bf.Admission("skip", min_clients=least),
         )
-    nan = {0: FAULTS["nan"], 1: FAULTS["nan"]}
-    refused = run(
-        algorithm,
-        clients,
-        rounds=1,
-        faults=lambda round, attempt, ids: nan,
-        admission=bf.Admission("skip", min_clients=6),
-    )
-    assert refused.history["cohort"].tolist() == [0]
-    fresh = run(
-        algorithm,
-        clients,
-        rounds=1,
-        faults=lambda round, attempt, ids: {int(k): Lost() for k in ids},
-        admission=bf.Admission("skip"),
-    )
-    assert_close(state(refused), state(fresh), atol=0, rtol=0)
+        assert refused.history["cohort"].tolist() == [0]
+        assert_close(refused.server["w"], start["w"], atol=0, rtol=0)
+        own = algorithm.rows(start)["v"]["loc"].expand(7, -1)
+        assert_close(refused.private["v"]["loc"], own, atol=0, rtol=0)
 
 
 def test_how_far_is_too_far():
@@ -91,10 +74,13 @@ def test_how_far_is_too_far():
     allowed; without either, anything.
     """
     rules = Admission("skip", max_norm=10.0, norm_floor=0.5)
-    assert rules.limit([1.0, 2.0, 9.0], [1.0] * 3, [100.0]) == 20.0
-    assert rules.limit([1.0, 2.0], [1.0] * 2, [3.0, 4.0, 7.0]) == 40.0
-    assert rules.limit([1.0, 2.0], [1.0] * 2, []) == np.inf
-    assert rules.limit([0.001, 0.002, 0.003], [1.0] * 3, []) == 0.5
+    for norms, earlier, limit in (
+        ([1.0, 2.0, 9.0], [100.0], 20.0),
+        ([1.0, 2.0], [3.0, 4.0, 7.0], 40.0),
+        ([1.0, 2.0], [], np.inf),
+        ([0.001, 0.002, 0.003], [], 0.5),
+    ):
+        assert rules.limit(norms, [1.0] * len(norms), earlier) == limit
     assert Admission("skip", max_norm=None).limit([1.0, 2.0, 3.0], [1.0] * 3, []) == np.inf
 
 
@@ -113,25 +99,24 @@ def test_distances():
 def test_a_message_as_declared():
     """The first thing that is wrong is named; a good message has nothing."""
     declared: Any = {"w.loc": ((2,), torch.float32), "count": ((), torch.int64)}
-    good = Message({"w.loc": torch.zeros(2), "count": torch.tensor(1)}, round=3)
-    assert objection(good, declared, 3) is None
-    bad: dict[str, Message] = {
-        "it answers round 3, not round 4": good,
-        "tensors ['count'] are missing": replace(good, tensors={"w.loc": torch.zeros(2)}, round=4),
-        "w.loc is a str, no tensor": replace(
-            good, tensors={"w.loc": "x", "count": torch.tensor(1)}, round=4
+    loc, count = torch.zeros(2), torch.tensor(1)
+    for round, tensors, reason in (
+        (4, {"w.loc": loc, "count": count}, None),
+        (3, {"w.loc": loc, "count": count}, "it answers round 3, not round 4"),
+        (4, {"w.loc": loc}, "tensors ['count'] are missing"),
+        (4, {"w.loc": "x", "count": count}, "w.loc is a str, no tensor"),
+        (
+            4,
+            {"w.loc": torch.zeros(3), "count": count},
+            "w.loc is torch.float32 [3], declared as torch.float32 [2]",
         ),
-        "w.loc is torch.float32 [3], declared as torch.float32 [2]": replace(
-            good, tensors={"w.loc": torch.zeros(3), "count": torch.tensor(1)}, round=4
+        (
+            4,
+            {"w.loc": loc, "count": count.int()},
+            "count is torch.int32 [], declared as torch.int64 []",
         ),
-        "count is torch.int32 [], declared as torch.int64 []": replace(
-            good,
-            tensors={"w.loc": torch.zeros(2), "count": torch.tensor(1, dtype=torch.int32)},
-            round=4,
-        ),
-    }
-    for reason, message in bad.items():
-        assert objection(message, declared, 4) == reason
+    ):
+        assert objection(Message(tensors, round=round), declared, 4) == reason
 
 
 @pytest.mark.parametrize(
@@ -174,23 +159,29 @@ def test_honest_reports_are_taken(model: nn.Module):
     assert max(few.history["cohort"]) == 1.0
     assert any(6 in few.settings.cohort(7, round) for round in range(1, 12))
     assert few.history["rejected"].sum() == 0.0
-    rule = Admission(on_bad_client="skip")
-    assert rule.report_limit([0.0, 0.0, 0.0, 60.0], [1.0] * 4) == 100.0
-    assert rule.report_limit([10.0, 20.0, 30.0], [1.0] * 3) == 2000.0
-    assert rule.report_limit([10.0, 20.0, 30.0], [0.1, 0.2, 0.5]) == 10_000.0
-    assert (
-        rule.report_limit([10.0, 20.0], [1.0] * 2)
-        == Admission(max_norm=None).report_limit([1.0] * 3, [1.0] * 3)
-        == np.inf
-    )
+
+
+def test_how_large_a_report_may_be():
+    """A hundred times what is usual; of two clients, anything."""
+    for rule, sizes, shares_, limit in (
+        (Admission(), [0.0, 0.0, 0.0, 60.0], [1.0] * 4, 100.0),
+        (Admission(), [10.0, 20.0, 30.0], [1.0] * 3, 2000.0),
+        (Admission(), [10.0, 20.0, 30.0], [0.1, 0.2, 0.5], 10_000.0),
+        (Admission(), [10.0, 20.0], [1.0] * 2, np.inf),
+        (Admission(max_norm=None), [1.0] * 3, [1.0] * 3, np.inf),
+    ):
+        assert rule.report_limit(sizes, shares_) == limit
 
 
 def test_shares_of_data():
     """In units of the median client's, a hundredth to a hundred; unknown counts don't count."""
-    assert shares(np.array([10, 20, 30, 60, 20])).tolist() == [0.5, 1.0, 1.5, 3.0, 1.0]
-    assert shares(np.array([10, 200, 300, 2**40, 1])).tolist() == [0.05, 1.0, 1.5, 100.0, 0.01]
-    assert shares(np.array([0, 20, 30, 40])).tolist() == [1.0, 2 / 3, 1.0, 4 / 3]
-    assert shares(np.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+    for counts, wanted in (
+        ([10, 20, 30, 60, 20], [0.5, 1.0, 1.5, 3.0, 1.0]),
+        ([10, 200, 300, 2**40, 1], [0.05, 1.0, 1.5, 100.0, 0.01]),
+        ([0, 20, 30, 40], [1.0, 2 / 3, 1.0, 4 / 3]),
+        ([0, 0, 0], [1.0, 1.0, 1.0]),
+    ):
+        assert shares(np.array(counts)).tolist() == wanted
 
 
 def test_what_is_usual():
@@ -207,12 +198,14 @@ def test_honest_clients_beside_small_ones(participation: float, model: nn.Module
     were.
     """
     uneven = federation(sizes=(3000,) * 6 + (5,) * 5)
+    rounds, seed = (14, 0) if participation < 0.3 else (10, 5)
     options: dict[str, Any] = {
         "participation": participation,
         "admission": bf.Admission("skip"),
         "evaluate_every": None,
+        "rounds": rounds,
+        "seed": seed,
     }
-    options |= {"rounds": 14, "seed": 0} if participation < 0.3 else {"rounds": 10, "seed": 5}
     for algorithm in (
         bf.algorithms.fedpac(model, body_epochs=1, batch_size=50),
         bf.algorithms.fedbabu(model, epochs=2, batch_size=10),
@@ -242,10 +235,6 @@ def test_a_cohort_that_is_too_small_is_not_trained(
     )
     assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0] * 6
     # The same would be drawn.
-    again = run(
-        algorithm,
-        clients,
-        admission=bf.Admission(bad, min_clients=3, below_minimum="repeat"),
-        **options,
-    )
+    rules = bf.Admission(bad, min_clients=3, below_minimum="repeat")
+    again = run(algorithm, clients, admission=rules, **options)
     assert_close(state(again), state(found), atol=0, rtol=0)

@@ -151,9 +151,5 @@ def test_combine_knows_how_many_clients_there_are(model: nn.Module, clients: Fed
         },
     )
     for aggregation in (None, bf.SecureSum()):
-        assert (
-            run(made, clients, rounds=1, participation=0.5, aggregation=aggregation)
-            .server["known"]
-            .item()
-            == clients.clients
-        )
+        result = run(made, clients, rounds=1, participation=0.5, aggregation=aggregation)
+        assert result.server["known"].item() == clients.clients

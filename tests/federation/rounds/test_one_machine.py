@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils._pytree import tree_leaves
 
 import bayesfl as bf
 from bayesfl.base.protocols import Batch, Server, Tensors, View
@@ -17,13 +16,19 @@ from bayesfl.composition.phases import Once
 from bayesfl.composition.pools import Mean
 from bayesfl.data import FederatedData
 from bayesfl.federation.rounds.admission import Message
-from bayesfl.federation.rounds.faults import FAULTS, Altered, Fault, Lost
+from bayesfl.federation.rounds.faults import FAULTS, Altered, Lost
 from bayesfl.federation.rounds.one_machine import OneMachine
 from bayesfl.federation.rounds.replies import OpenRun
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.settings import Settings
 from tests.cases import SIZES
-from tests.federation.made import METHODS, of_client, run, state
+from tests.federation.made import METHODS, of_client, run, same_bits, state
+
+
+def outside(round: int, sampling: Any) -> int:
+    """A client that is not in the cohort of that round."""
+    cohort = Settings(3, 0.5, sampling, "all", 3, None).cohort(7, round)
+    return int(np.setdiff1d(np.arange(7), cohort)[0])
 
 
 def test_a_lost_client_outside_the_cohort(model: nn.Module, clients: FederatedData):
@@ -31,23 +36,24 @@ def test_a_lost_client_outside_the_cohort(model: nn.Module, clients: FederatedDa
     changes.
     """
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
-    cohort = Settings(3, 0.5, "fixed", "all", 3, None).cohort(7, 2)
-    out = int(np.setdiff1d(np.arange(7), cohort)[0])
+    out = outside(2, "fixed")
     options: dict[str, Any] = {"participation": 0.5, "sampling": "fixed", "train": "all"}
     before = run(algorithm, clients, rounds=2, **options)
-    result = run(
-        algorithm,
-        clients,
-        resume=before,
-        faults=lambda round, attempt, ids: {out: Lost()},
-        **options,
+    result, plain = (
+        run(
+            algorithm,
+            clients,
+            resume=before,
+            faults=of_client(out, 2, fault) if fault else None,
+            **options,
+        )
+        for fault in (Lost(), None)
     )
-    plain = run(algorithm, clients, resume=before, **options)
     assert_close(result.server, plain.server, atol=1e-12, rtol=0)
     for name, t in flatten(result.private).items():
-        others = np.setdiff1d(np.arange(7), [out])
-        assert_close(t[others], flatten(plain.private)[name][others], atol=1e-12, rtol=0)
-        assert torch.equal(t[out], flatten(before.private)[name][out])
+        wanted = flatten(plain.private)[name].clone()
+        wanted[out] = flatten(before.private)[name][out]
+        assert_close(t, wanted, atol=1e-12, rtol=0)
 
 
 def test_a_reply_that_is_taken_leaves_the_clients_own_state_alone(
@@ -80,11 +86,10 @@ def test_clients_that_send_nothing(kind: str, model: nn.Module, clients: Federat
     """A method without a server's model survives every fault; a client whose reply is refused stays
     where it was.
     """
-
-    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {2: FAULTS[kind]} if round == 0 else {}
-
-    algorithm = bf.algorithms.local(model, epochs=1, batch_size=10)
+    algorithm, plan = (
+        bf.algorithms.local(model, epochs=1, batch_size=10),
+        of_client(2, 0, FAULTS[kind]),
+    )
     kept = flatten(run(algorithm, clients, faults=plan, rounds=1, evaluate_every=None).private)
     start = flatten(algorithm.rows(algorithm.init(clients.clients, seed=3, dtype=torch.float64)))
     refused = kind in ("lost", "stale", "protocol", "extra")
@@ -99,13 +104,11 @@ def test_a_bad_acknowledgement(kind: str, model: nn.Module, clients: FederatedDa
     """
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
     options: dict[str, Any] = {"participation": 0.5, "train": "all", "evaluate_every": None}
-    outside = int(
-        np.setdiff1d(
-            np.arange(7), Settings(3, 0.5, algorithm.sampling, "all", 3, None).cohort(7, 1)
-        )[0]
+    out = outside(1, algorithm.sampling)
+    found, lost = (
+        run(algorithm, clients, faults=of_client(out, 1, fault), **options)
+        for fault in (FAULTS[kind], Lost())
     )
-    found = run(algorithm, clients, faults=of_client(outside, 1, FAULTS[kind]), **options)
-    lost = run(algorithm, clients, faults=of_client(outside, 1, Lost()), **options)
     assert_close(state(found), state(lost), atol=1e-12, rtol=0)
     assert found.history["rejected"].sum() == lost.history["lost"].sum() == 0
 
@@ -149,7 +152,7 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
         "progress": False,
     }
     first = bf.simulate(made, clients, rounds=1, **options)
-    kept = [t.clone() for t in tree_leaves((first.server, first.private))]
+    kept = {name: t.clone() for name, t in state(first).items()}
     fail.append(where)
     with pytest.raises(error, match=where):
         bf.simulate(made, clients, rounds=2, resume=first, **options)
@@ -165,14 +168,9 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
         transport = OneMachine(first.local(clients.train), first.state, crew, None, None)
         with pytest.raises(error, match=where):
             run_round(rules, first.server, first.round, first.history, transport)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(tree_leaves((first.server, first.private)), kept, strict=True)
-    )
+    assert same_bits(state(first), kept)
     fail.clear()
-    again = bf.simulate(made, clients, rounds=2, resume=first, **options)
-    whole = bf.simulate(made, clients, rounds=2, **options)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(tree_leaves(again.private), tree_leaves(whole.private), strict=True)
+    again, whole = (
+        bf.simulate(made, clients, rounds=2, resume=start, **options) for start in (first, None)
     )
+    assert same_bits(state(again), state(whole))

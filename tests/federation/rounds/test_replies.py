@@ -23,20 +23,13 @@ def test_earlier_rounds_say_how_far_two_clients_go(model: nn.Module, clients: Fe
     """
     two = clients.select([0, 1])
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
-
-    def far_in(round: int) -> Any:
-        return lambda at, attempt, ids: {1: FAULTS["far"]} if at == round else {}
-
-    assert run(algorithm, two, rounds=1, faults=far_in(0)).history["rejected"].tolist() == [0]
-    result = run(algorithm, two, rounds=2, faults=far_in(1))
+    at_once, later = (of_client(1, round, FAULTS["far"]) for round in (0, 1))
+    assert run(algorithm, two, rounds=1, faults=at_once).history["rejected"].tolist() == [0]
+    result = run(algorithm, two, rounds=2, faults=later)
     assert result.history["rejected"].tolist() == [0, 1]
-    first = run(algorithm, two, rounds=1, faults=far_in(1))
-    assert_close(
-        state(run(algorithm, two, rounds=2, resume=first, faults=far_in(1))),
-        state(result),
-        atol=0,
-        rtol=0,
-    )
+    first = run(algorithm, two, rounds=1, faults=later)
+    resumed = run(algorithm, two, rounds=2, resume=first, faults=later)
+    assert_close(state(resumed), state(result), atol=0, rtol=0)
 
 
 def setting(name: str, value: float) -> Altered:
@@ -55,11 +48,11 @@ def test_absurd_reports_are_left_out(
 ):
     """What a method reports has no start to be compared with; it is compared with the others'."""
     algorithm = bf.algorithms.fedpac(model, body_epochs=1, batch_size=10)
-    found = run(
-        algorithm, clients, faults=of_client(4, 1, setting(name, 1e30)), evaluate_every=None
+    found, lost = (
+        run(algorithm, clients, faults=of_client(4, 1, fault), evaluate_every=None)
+        for fault in (setting(name, 1e30), Lost())
     )
-    without = run(algorithm, clients, faults=of_client(4, 1, Lost()), evaluate_every=None)
-    assert_close(state(found), state(without), atol=1e-12, rtol=0)
+    assert_close(state(found), state(lost), atol=1e-12, rtol=0)
     assert re.search(rf"client 4 .*left out.*{name} .*1e\+30", caplog.text)
     assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
 
@@ -80,8 +73,11 @@ def test_a_round_that_is_not_finite_is_passed_over(
     )
     assert re.search(r"round 1\b.*not finite.*skipped", caplog.text)
     assert all(bool(t.isfinite().all()) for t in state(found).values())
-    assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
-    assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0, 0.0, 0.0]
+    assert [found.history[name].tolist() for name in ("cohort", "lost", "rejected")] == [
+        [7, 0, 7],
+        [0, 0, 0],
+        [0, 0, 0],
+    ]
     assert found.history["bytes_up"][1] == found.history["bytes_up"][0] > 0
 
 
@@ -89,10 +85,8 @@ def test_addressed_share_stack_and_combine(clients, model):
     """What methods with one server result per client need: gossip over a ring, the server keeping a
     copy for each client.
     """
-    jobs = len(SIZES)
-    ring = torch.zeros(jobs, jobs).double()
-    for j in range(jobs):
-        ring[j, [j, (j + 1) % jobs, (j - 1) % jobs]] = 1 / 3
+    one_each = torch.eye(len(SIZES)).double()
+    ring = (one_each + one_each.roll(1, 0) + one_each.roll(-1, 0)) / 3
     step = bf.algorithms.fedavg(model, epochs=1, batch_size=10).phases
     gossip = bf.Algorithm(
         model,
@@ -113,12 +107,11 @@ def test_addressed_share_stack_and_combine(clients, model):
     )
     assert_close(one.server["copies"], ring @ alone.private["w"]["loc"])
     two = bf.simulate(gossip, clients, rounds=2, engine=bf.Engine(chunk=3), **options)
-    probs = two.predict().probs
     x, _ = clients.test.client(3)
     expected = gossip.outputs(
         gossip.leaves(("w",), {"w": {"loc": two.server["copies"][3]}}), x.double()
     ).softmax(-1)
-    assert_close(probs[3], expected)
+    assert_close(two.predict().probs[3], expected)
 
 
 @pytest.mark.parametrize(
@@ -150,31 +143,22 @@ def test_statistics_of_norms_are_no_distance(
     )
 
 
-def test_statistics_that_are_not_finite_set_a_client_aside(clients: FederatedData):
-    """As any tensor."""
-    algorithm = bf.algorithms.fedavg(with_batch_norm(), **METHODS["fedavg"])
-    poisoned, lost = (
-        run(algorithm, clients, faults=of_client(4, 1, fault))
-        for fault in (setting("w_buffers.loc", float("nan")), Lost())
-    )
-    assert poisoned.history["rejected"].tolist() == [0, 1, 0]
-    assert_close(state(poisoned), state(lost), atol=1e-12, rtol=0)
-
-
-def test_negative_variances_set_a_client_aside(
-    clients: FederatedData, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(float("nan"), "is not finite"), (-5.0, "its w_buffers have negative variances")],
+)
+def test_statistics_that_cannot_be_set_a_client_aside(
+    value: float, words: str, clients: FederatedData, caplog: pytest.LogCaptureFixture
 ):
-    """Whatever their size, which has no bound; means may be of either sign."""
+    """As any tensor; negative variances whatever their size, which has no bound. Means may be of
+    either sign.
+    """
     algorithm = bf.algorithms.fedavg(with_batch_norm(), **METHODS["fedavg"])
     poisoned, lost = (
         run(algorithm, clients, faults=of_client(4, 1, fault))
-        for fault in (setting("w_buffers.loc", -5.0), Lost())
+        for fault in (setting("w_buffers.loc", value), Lost())
     )
     assert poisoned.history["rejected"].tolist() == [0, 1, 0]
-    assert re.search(r"client 4 .*left out.* its w_buffers have negative variances", caplog.text)
+    assert lost.history["rejected"].tolist() == [0, 0, 0]
+    assert re.search(rf"client 4 .*left out.* {words}", caplog.text)
     assert_close(state(poisoned), state(lost), atol=1e-12, rtol=0)
-    assert run(algorithm, clients, admission=bf.Admission("skip")).history["rejected"].tolist() == [
-        0,
-        0,
-        0,
-    ]

@@ -1,53 +1,35 @@
 """What a round that is skipped has counted."""
 
-import numpy as np
+import pytest
 from torch import nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.rounds.faults import FAULTS, Fault, Lost
-from tests.federation.made import METHODS, of_client, run
+from tests.federation.made import METHODS, run
 
 
-def test_a_skipped_round_counts_the_refused_beside_the_lost(
-    model: nn.Module, clients: FederatedData
+@pytest.mark.parametrize(
+    ("faults", "lost", "rejected"),
+    [
+        ({1: Lost(), 2: Lost(), 3: FAULTS["stale"]}, 2, 1),
+        ({4: Lost()}, 1, 0),
+        ({4: FAULTS["nan"]}, 0, 1),
+    ],
+)
+def test_a_skipped_round_counts_who_was_missing(
+    faults: dict[int, Fault], lost: int, rejected: int, model: nn.Module, clients: FederatedData
 ):
-    """Also where the lost alone were too many."""
-    algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
-
-    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {1: Lost(), 2: Lost(), 3: FAULTS["stale"]} if round == 1 else {}
-
-    found = run(
-        algorithm,
+    """Its row says how many were lost or refused, also where the lost alone were too many."""
+    history = run(
+        bf.algorithms.fedavg(model, **METHODS["fedavg"]),
         clients,
-        faults=plan,
-        admission=bf.Admission("skip", min_clients=6),
+        faults=lambda round, attempt, ids: faults if round == 1 else {},
+        admission=bf.Admission("skip", min_clients=8 - len(faults)),
         evaluate_every=None,
-    )
-    assert (found.history["lost"][1], found.history["rejected"][1], found.history["cohort"][1]) == (
-        2.0,
-        1.0,
-        0.0,
-    )
-
-
-def test_a_skipped_round_counts_who_was_missing(model: nn.Module, clients: FederatedData):
-    """Its row says how many were lost or refused."""
-    algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
-    found = run(
-        algorithm,
-        clients,
-        faults=of_client(4, 1, Lost()),
-        admission=bf.Admission("skip", min_clients=7),
-        evaluate_every=None,
-    )
-    assert found.history["lost"].tolist() == [0.0, 1.0, 0.0]
-    found = run(
-        algorithm,
-        clients,
-        faults=of_client(4, 1, FAULTS["nan"]),
-        admission=bf.Admission("skip", min_clients=7),
-        evaluate_every=None,
-    )
-    assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
+    ).history
+    assert [history[name].tolist() for name in ("lost", "rejected", "cohort")] == [
+        [0, lost, 0],
+        [0, rejected, 0],
+        [7, 0, 7],
+    ]

@@ -18,7 +18,7 @@ from bayesfl.data import FederatedData
 from bayesfl.evaluation.history import History
 from bayesfl.federation.run.callbacks import CSV, EarlyStopping, TensorBoard
 from bayesfl.optim import SGD
-from tests.federation.made import run, state
+from tests.federation.made import run, same, state
 
 
 class Told:
@@ -48,17 +48,24 @@ def method(parted: FederatedData) -> bf.Algorithm:
     )
 
 
-def test_patience_counts_evaluations_without_a_better_value():
+@pytest.mark.parametrize(
+    ("values", "options", "stops"),
+    [
+        ([1.0, 0.9, None, None, None, 0.95], {}, False),
+        ([1.0, 0.9, None, 0.95, None, 0.9], {}, True),
+        ([1.0, 0.9, 0.95, 0.8], {}, False),
+        ([1.0, float("nan"), float("nan")], {}, False),
+        ([1.0, 0.9, 0.8], {"lowest": False}, True),
+        ([None], {}, False),
+    ],
+)
+def test_patience_counts_evaluations_without_a_better_value(
+    values: list[float | None], options: dict[str, Any], stops: bool
+):
     """Rounds without a value do not count; a value that is not finite is none; smaller is better
     for a loss, unless it is said.
     """
-    stop = EarlyStopping("validation_nll", patience=2)
-    assert not stop(Told([1.0, 0.9, None, None, None, 0.95]))
-    assert stop(Told([1.0, 0.9, None, 0.95, None, 0.9]))
-    assert not stop(Told([1.0, 0.9, 0.95, 0.8]))
-    assert not stop(Told([1.0, float("nan"), float("nan")]))
-    assert EarlyStopping("validation_nll", patience=2, lowest=False)(Told([1.0, 0.9, 0.8]))
-    assert not EarlyStopping("validation_nll", patience=2)(Told([None]))
+    assert EarlyStopping("validation_nll", patience=2, **options)(Told(values)) == stops
 
 
 def test_a_run_ends_early_and_goes_on_with_its_patience(
@@ -67,31 +74,19 @@ def test_a_run_ends_early_and_goes_on_with_its_patience(
     """Patience is in the history: stopped in between and resumed, the run ends in the same round
     and state; ended, it stays so.
     """
-    options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
-    whole = run(method, parted, on_round=[EarlyStopping("validation_nll", patience=3)], **options)
+
+    def patient(rounds: int, **options: Any) -> Any:
+        stop = EarlyStopping("validation_nll", patience=3)
+        return run(method, parted, rounds=rounds, evaluate_every=1, on_round=[stop], **options)
+
+    whole = patient(40)
     values = whole.history["validation_nll"]
-    assert 4 <= whole.round < 40
-    assert len(values) == whole.round
+    assert 4 <= whole.round == len(values) < 40
     assert values.argmin() == whole.round - 4
-    folder: dict[str, Any] = {"checkpoint": tmp_path, "every": 4}
-    run(
-        method,
-        parted,
-        rounds=whole.round - 2,
-        evaluate_every=1,
-        on_round=[EarlyStopping("validation_nll", patience=3)],
-        **folder,
-    )
-    for _ in range(2):
-        again = run(
-            method,
-            parted,
-            on_round=[EarlyStopping("validation_nll", patience=3)],
-            **options,
-            **folder,
-        )
-        assert again.round == whole.round
-        assert_close(state(again), state(whole), atol=0, rtol=0)
+    for rounds in (whole.round - 2, 40, 40):
+        again = patient(rounds, checkpoint=tmp_path, every=4)
+    assert again.round == whole.round
+    assert_close(state(again), state(whole), atol=0, rtol=0)
 
 
 @pytest.mark.slow
@@ -100,31 +95,20 @@ def test_the_best_state_is_returned(method, parted: FederatedData, tmp_path: Pat
     else the last, with a warning.
     """
 
-    def best(folder: Path | None = None) -> EarlyStopping:
-        return EarlyStopping("validation_nll", patience=3, keep="best", folder=folder)
+    def best(folder: Path | None = None, rounds: int = 40, **options: Any) -> Any:
+        stop = EarlyStopping("validation_nll", patience=3, keep="best", folder=folder)
+        return run(method, parted, on_round=[stop], evaluate_every=1, rounds=rounds, **options)
 
-    options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
-    found = run(method, parted, on_round=[best()], **options)
+    found = best()
     told = run(method, parted, rounds=found.round, evaluate_every=1)
-    assert_close(state(found), state(told), atol=0, rtol=0)
-    assert [row["validation_nll"] for row in found.history] == [
-        row["validation_nll"] for row in told.history
-    ]
+    assert same(found, told)
     found.save(tmp_path / "saved")
     assert bf.load(tmp_path / "saved", method, parted).round == found.round
-    resumed: dict[str, Any] = {"checkpoint": tmp_path / "run"}
-    run(
-        method,
-        parted,
-        on_round=[best(tmp_path / "best")],
-        rounds=found.round + 1,
-        evaluate_every=1,
-        **resumed,
-    )
-    again = run(method, parted, on_round=[best(tmp_path / "best")], **options, **resumed)
+    best(tmp_path / "best", found.round + 1, checkpoint=tmp_path / "run")
+    again = best(tmp_path / "best", checkpoint=tmp_path / "run")
     assert_close(state(again), state(found), atol=0, rtol=0)
     with pytest.warns(UserWarning, match=rf"of round {found.round}.*folder="):
-        last = run(method, parted, on_round=[best()], **options, **resumed)
+        last = best(checkpoint=tmp_path / "run")
     assert last.round == found.round + 3
 
 
@@ -136,12 +120,13 @@ def test_what_is_refused(model, clients: FederatedData):
     ):
         with pytest.raises(ValueError, match=words):
             EarlyStopping("validation_nll", **options)
-    method = bf.algorithms.fedavg(model, epochs=1)
-    with pytest.raises(KeyError, match="validation_nll"):
-        run(method, clients, on_round=[EarlyStopping("validation_nll")])
-    for callbacks in (print, "print", [3], [EarlyStopping]):
-        with pytest.raises(TypeError, match="on_round"):
-            run(method, clients, on_round=callbacks)
+    for callbacks, options, error, words in (
+        ([EarlyStopping("validation_nll")], {}, KeyError, "validation_nll"),
+        ([EarlyStopping("nonsense")], {"evaluate_every": None}, KeyError, "nonsense"),
+        *((one, {}, TypeError, "on_round") for one in (print, "print", [3], [EarlyStopping])),
+    ):
+        with pytest.raises(error, match=words):
+            run(bf.algorithms.fedavg(model, epochs=1), clients, on_round=callbacks, **options)
 
 
 def test_the_best_state_is_that_of_its_own_run(model, clients: FederatedData, tmp_path: Path):
@@ -165,36 +150,33 @@ def test_the_best_state_is_that_of_its_own_run(model, clients: FederatedData, tm
         )
 
 
-def test_a_column_that_never_comes_is_named(model, clients: FederatedData):
-    """Also where nothing is measured on the way."""
-    with pytest.raises(KeyError, match="nonsense"):
-        run(
-            bf.algorithms.fedavg(model, epochs=1),
-            clients,
-            evaluate_every=None,
-            on_round=[EarlyStopping("nonsense")],
-        )
+@pytest.mark.parametrize(
+    ("answers", "rounds"),
+    [
+        ([np.bool_(True)], 1),
+        ([torch.tensor(True)], 1),
+        ([True], 1),
+        (["yes", 1], 3),
+        ([True, "a word"], 1),
+    ],
+)
+def test_any_truth_value_ends_a_run(answers: list[Any], rounds: int, model, clients: FederatedData):
+    """As numpy and torch give it for a comparison of numbers; other answers do not. Every one is
+    called after every round, also where another ends the run.
+    """
+    seen: list[int] = []
 
+    def answering(answer: Any) -> Any:
+        def told(result: Any) -> Any:
+            seen.append(len(result.history))
+            return answer
 
-def test_any_truth_value_ends_a_run(model, clients: FederatedData):
-    """As numpy and torch give it for a comparison of numbers; other answers do not."""
-    for yes in (np.bool_(True), torch.tensor(True), True):
-        assert (
-            run(
-                bf.algorithms.fedavg(model, epochs=1),
-                clients,
-                on_round=[lambda result, yes=yes: yes],
-            ).round
-            == 1
-        )
-    assert (
-        run(
-            bf.algorithms.fedavg(model, epochs=1),
-            clients,
-            on_round=[lambda result: "yes", lambda result: 1],
-        ).round
-        == 3
-    )
+        return told
+
+    method = bf.algorithms.fedavg(model, epochs=1)
+    result = run(method, clients, on_round=[answering(answer) for answer in answers])
+    assert result.round == rounds
+    assert seen == [round + 1 for round in range(rounds) for _ in answers]
 
 
 def test_a_snapshot_stays_as_it_was(model, clients: FederatedData):
@@ -215,27 +197,6 @@ def test_an_error_of_a_measure_loses_nothing(model, clients: FederatedData):
     assert error.value.result.round == 1  # type: ignore[attr-defined]
 
 
-def test_functions_see_the_run_and_end_it(model, clients: FederatedData):
-    """Every one is called after every round, also where another ends the run; what is not True does
-    not end it.
-    """
-    seen: list[tuple[int, int]] = []
-
-    def note(result: Any) -> str:
-        seen.append((result.round, len(result.history)))
-        return "a word"
-
-    result = run(
-        bf.algorithms.fedavg(model, epochs=1),
-        clients,
-        rounds=5,
-        on_round=[lambda result: result.round == 2, note],
-    )
-    assert seen == [(1, 1), (2, 2)]
-    assert result.round == 2
-    assert result.predict().probs is not None
-
-
 @pytest.mark.parametrize("keep", ["last", "best"])
 def test_a_run_ended_between_evaluations_is_measured(
     method, parted: FederatedData, tmp_path: Path, keep: Any
@@ -247,16 +208,16 @@ def test_a_run_ended_between_evaluations_is_measured(
     options: dict[str, Any] = {"evaluate_every": 2, "checkpoint": tmp_path / "run", "every": 5}
     callbacks = [CSV(tmp_path / "rows.csv"), best, lambda result: result.round == 3]
     found = run(method, parted, rounds=9, on_round=callbacks, **options)
-    told = run(method, parted, rounds=3, evaluate_every=2)
-    names = [
-        name
-        for name in told.history.columns
-        if name.startswith(("personal_", "global_", "validation_"))
-    ]
     assert found.round == 3
-    assert {name: found.history[-1][name] for name in names} == {
-        name: told.history[-1][name] for name in names
-    }
+    found_row, told_row = (
+        {
+            name: value
+            for name, value in result.history[-1].items()
+            if name.startswith(("personal_", "global_", "validation_"))
+        }
+        for result in (found, run(method, parted, rounds=3, evaluate_every=2))
+    )
+    assert found_row == told_row
     assert [row["validation_nll"] for row in csv.DictReader((tmp_path / "rows.csv").open())][
         -1
     ] == str(found.history[-1]["validation_nll"])
@@ -281,10 +242,8 @@ def test_a_run_that_was_ended_stays_so(model, clients: FederatedData, tmp_path: 
     once = run(method, clients, on_round=[low], **options)
     again = run(method, clients, on_round=[low], **options)
     assert (once.round, again.round, seen) == (2, 2, [1, 2, 2])
-    assert_close(state(again), state(once), atol=0, rtol=0)
-    assert again.history.rows == once.history.rows
-    whole = run(method, clients, **options)
-    assert_close(state(whole), state(run(method, clients, rounds=4)), atol=0, rtol=0)
+    assert same(again, once)
+    assert same(run(method, clients, **options), run(method, clients, rounds=4))
 
 
 def test_an_error_of_a_callback_loses_nothing(model, clients: FederatedData):

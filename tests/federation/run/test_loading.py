@@ -1,17 +1,37 @@
 """A saved run is opened with its own method and its own data."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import bayesfl as bf
+from bayesfl.data import FederatedData
 from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 from tests.federation.made import algorithm
+
+
+def opened(
+    method: bf.Algorithm, data: FederatedData, folder: Path, result: Result
+) -> Iterable[Callable[[], Any]]:
+    """The ways to go on with a result and other data: loaded, resumed from its folder or itself."""
+    yield lambda: bf.load(folder, method, data)
+    for resume in (folder, result):
+        yield partial(
+            bf.simulate,
+            method,
+            data,
+            rounds=2,
+            evaluate_every=None,
+            progress=False,
+            resume=resume,
+        )
 
 
 @pytest.mark.parametrize(
@@ -35,30 +55,13 @@ def test_another_algorithm_is_refused(saved: Path, clients, other, words):
         bf.load(saved, algorithm(**other), clients)
 
 
-def test_another_activation_is_refused(saved: Path, clients):
-    """All shapes are the same, and the function is another."""
-    model = bf.models.mlp(8, hidden=8, outputs=3)
-    for name, layer in model.body.named_children():
-        if isinstance(layer, nn.ReLU):
-            setattr(model.body, name, nn.Tanh())
-    with pytest.raises(CheckpointError, match=r"layers\.body\.\d: saved ReLU\(\), given Tanh\(\)"):
-        bf.load(saved, bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1), clients)
-
-
-def test_other_data_are_refused(saved: Path, clients):
-    """By the hash of the partition."""
-    with pytest.raises(CheckpointError, match="other data"):
-        bf.load(saved, algorithm(), clients.select([1, 0, 2, 3, 4, 5, 6]))
-
-
 def test_a_split_of_another_transform_is_refused(clients, tmp_path: Path):
     """Also where the training split has the same."""
+    done = clients.transformed(lambda x: x / 2)
 
-    def made(by: float) -> bf.data.FederatedData:
-        done = clients.transformed(lambda x: x / 2)
-        return replace(
-            done, splits={**done.splits, "test": replace(done.test, transform=lambda x: x / by)}
-        )
+    def made(by: float) -> FederatedData:
+        test = replace(done.test, transform=lambda x: x / by)
+        return replace(done, splits={**done.splits, "test": test})
 
     method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
     bf.simulate(method, made(2.0), rounds=1, evaluate_every=None, progress=False).save(tmp_path)
@@ -82,11 +85,9 @@ def test_another_function_of_inputs_is_named(clients, tmp_path: Path):
     def scaled(x):
         return x / 255
 
-    again = clients.transformed(scaled).augmented(noise)
-    rest: dict[str, Any] = {"rounds": 1, "evaluate_every": None, "progress": False}
-    result = bf.simulate(method, again, **rest)
+    made, twin = (clients.transformed(scaled).augmented(noise) for _ in range(2))
+    result = bf.simulate(method, made, rounds=1, evaluate_every=None, progress=False)
     result.save(tmp_path)
-    twin = clients.transformed(scaled).augmented(noise)
     assert bf.load(tmp_path, method, twin).data is twin
     for other, words in (
         (
@@ -104,11 +105,7 @@ def test_another_function_of_inputs_is_named(clients, tmp_path: Path):
             "other data: .*rows: saved",
         ),
     ):
-        for refused in (
-            lambda other=other: bf.load(tmp_path, method, other),
-            lambda other=other: bf.simulate(method, other, **rest | {"rounds": 2}, resume=tmp_path),
-            lambda other=other: bf.simulate(method, other, **rest | {"rounds": 2}, resume=result),
-        ):
+        for refused in opened(method, other, tmp_path, result):
             with pytest.raises(CheckpointError, match=words):
                 refused()
 
@@ -133,15 +130,7 @@ def test_other_names_are_refused(names, words: str, clients, tmp_path: Path):
     method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
     result = bf.simulate(method, named, rounds=1, evaluate_every=None, progress=False)
     result.save(tmp_path)
-    for refused in (
-        lambda: bf.load(tmp_path, method, turned),
-        lambda: bf.simulate(
-            method, turned, rounds=2, evaluate_every=None, progress=False, resume=tmp_path
-        ),
-        lambda: bf.simulate(
-            method, turned, rounds=2, evaluate_every=None, progress=False, resume=result
-        ),
-    ):
+    for refused in opened(method, turned, tmp_path, result):
         with pytest.raises(ValueError, match=words):
             refused()
     assert bf.load(tmp_path, method, clients).data is clients

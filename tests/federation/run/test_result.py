@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl import pools, priors
 from bayesfl.composition.priors import Normal, server_mean
-from bayesfl.data import ClientData, FederatedData
+from bayesfl.data import FederatedData
 from bayesfl.optim import SGD, Clip, Rate, cosine, multistep
 from bayesfl.posteriors import MeanField
 from tests.cases import SIZES, federation, run
@@ -29,11 +30,9 @@ def test_newcomers_do_not_take_over_what_is_anothers(clients, model, number, tmp
     result = bf.simulate(made, clients, rounds=2, evaluate_every=None, progress=False)
     novel = federation(sizes=tuple(20 + j for j in range(number)))
     adapted = result.adapt(novel)
-    assert_close(
-        adapted.server["heads"], result.server["head"]["loc"].expand(number, -1), rtol=0, atol=0
-    )
-    assert adapted.server["done"] == 2
-    assert torch.equal(adapted.server["body"]["loc"], result.server["body"]["loc"])
+    wanted = result.server | {"heads": result.server["head"]["loc"].expand(number, -1)}
+    assert wanted["done"] == 2
+    assert_close(adapted.server, wanted, rtol=0, atol=0)
     view = {name: result.server[name] for name in ("body", "head")}
     x, _ = novel.test.client(1)
     assert_close(
@@ -62,9 +61,7 @@ def test_adapting_under_a_schedule_still_learns(clients, model):
     algorithm = bf.algorithms.fedrep(
         model, optimiser=SGD(cosine(0.5), momentum=0.5), head_epochs=2, body_epochs=1
     )
-    result = bf.simulate(
-        algorithm, old, rounds=2, seed=np.int64(1), evaluate_every=None, progress=False
-    )
+    result = run(algorithm, old, 2, seed=np.int64(1))
     start = algorithm.rows(result.server)["head"]["loc"]
     assert (result.adapt(novel).private["head"]["loc"] - start).abs().max() > 1e-4
 
@@ -94,13 +91,8 @@ def test_adapting_at_a_rate_that_has_fallen_is_told(
     remedy = str(told[0].message).split(", as ")[1].split(" does, ")[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        names = {
-            "dataclasses": dataclasses,
-            "constant": made(0.1),
-            "result": result,
-            "novel": clients,
-        }
-        fast = eval(remedy, names)
+        names = {"constant": made(0.1), "result": result, "novel": clients}
+        fast = eval(remedy, {"dataclasses": dataclasses, **names})
         for rate in (0.1, multistep(0.1, factor=0.5)):
             run(made(rate), clients, 4).adapt(clients)
     start = result.algorithm.rows(result.server)[name]["loc"]
@@ -113,28 +105,31 @@ def test_other_clients_are_refused(result):
     problem.
     """
     data = result.data
-    with pytest.raises(ValueError, match=r"2 clients.* 7.*result\.adapt"):
-        result.predict(data.test.select([0, 1]))
     others = bf.data.from_arrays(
         [x + 1 for x, _ in map(data.train.client, range(7))],
         [y.flip(0) for _, y in map(data.train.client, range(7))],
         outputs=3,
     )
-    for strangers in (others.test, data.test.select([1, 0, 2, 3, 4, 5, 6])):
-        with pytest.raises(ValueError, match=r"of other clients.*result.adapt"):
-            result.predict(strangers)
+    for call, given, words in (
+        (result.predict, {"split": data.test.select([0, 1])}, r"2 clients.* 7.*result\.adapt"),
+        (result.predict, {"split": others.test}, "of other clients.*result.adapt"),
+        (
+            result.predict,
+            {"split": data.test.select([1, 0, 2, 3, 4, 5, 6])},
+            "of other clients.*result.adapt",
+        ),
+        (result.predict, {"draws": 2.5}, r"^draws .*got 2\.5"),
+        (result.predict, {"draws": -1}, "^draws .*0.* got -1"),
+        (result.adapt, {"novel": federation((5,))}, "same problem"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(**given)
     again = federation()  # the same data, made anew
     assert_close(
         result.predict(again.test).probs, result.predict().probs, rtol=0, atol=0, equal_nan=True
     )
-    noisy = ClientData(data.test.x + 0.1, data.test.y, data.test.index, data.test.counts)
+    noisy = replace(data.test, x=data.test.x + 0.1)
     assert not torch.equal(result.predict(noisy).probs, result.predict().probs)
-    with pytest.raises(ValueError, match=r"^draws .*got 2\.5"):
-        result.predict(draws=2.5)
-    with pytest.raises(ValueError, match=r"^draws .*0.* got -1"):
-        result.predict(draws=-1)
-    with pytest.raises(ValueError, match="same problem"):
-        result.adapt(federation((5,)))
 
 
 def test_new_clients_of_other_classes_are_refused(model: nn.Module):
@@ -147,16 +142,16 @@ def test_new_clients_of_other_classes_are_refused(model: nn.Module):
         for names in (["a", "b", "c"], ["b", "a", "c"])
     )
     result = run(bf.algorithms.fedavg(model, epochs=1), known, 1)
-    with pytest.raises(
-        ValueError, match=r"^novel has the classes \['b', 'a', 'c'\], .*\['a', 'b', 'c'\]"
+    for novel, words in (
+        (turned, r"the classes \['b', 'a', 'c'\], .*\['a', 'b', 'c'\]"),
+        (
+            bf.data.from_arrays([x[y < 2]], [y[y < 2]]),
+            r".* 2 outputs .* 3 .*from_arrays\(\.\.\., outputs=3\)",
+        ),
+        (bf.data.from_arrays([x], [y], outputs=4), ".* 4 outputs .*same problem"),
     ):
-        result.adapt(turned)
-    with pytest.raises(
-        ValueError, match=r"^novel has .* 2 outputs .* 3 .*from_arrays\(\.\.\., outputs=3\)"
-    ):
-        result.adapt(bf.data.from_arrays([x[y < 2]], [y[y < 2]]))
-    with pytest.raises(ValueError, match=r"^novel has .* 4 outputs .*same problem"):
-        result.adapt(bf.data.from_arrays([x], [y], outputs=4))
+        with pytest.raises(ValueError, match=f"^novel has {words}"):
+            result.adapt(novel)
     assert result.adapt(bf.data.from_arrays([x[y < 2]], [y[y < 2]], outputs=3)).novel
 
 
@@ -170,14 +165,22 @@ def test_blocks_draw_apart_for_arviz(result):
         for name in ("a", "b")
     }
     made = bf.Algorithm(bf.models.mlp(8, hidden=8, outputs=3), blocks, (), parts=("a",))
-    run = bf.simulate(made, result.data, rounds=1, evaluate_every=None, progress=False)
+    one = run(made, result.data)
     a, b, other = (
-        torch.tensor(run.to_arviz(client, block, draws=50).posterior["head.weight"].values)
+        torch.tensor(one.to_arviz(client, block, draws=50).posterior["head.weight"].values)
         for client, block in ((1, "a"), (1, "b"), (2, "a"))
     )
-    assert a.shape == b.shape
-    assert not torch.isclose(a, b).any()
-    assert not torch.isclose(a, other).any()
+    assert not torch.isclose(a, torch.stack([b, other])).any()
+
+
+def is_drawn(
+    weight: Any, layout: Any, moments: Any, *, atol: tuple[float, float], rtol: float
+) -> None:
+    """Draws of the head's weight have these moments."""
+    drawn = torch.tensor(weight.values[0])
+    mean, variance = (layout.leaves(of)["head.weight"] for of in moments)
+    assert_close(drawn.mean(0), mean, atol=atol[0], rtol=0)
+    assert_close(drawn.var(0), variance, atol=atol[1], rtol=rtol)
 
 
 def test_draws_of_copies_for_arviz(result):
@@ -188,56 +191,30 @@ def test_draws_of_copies_for_arviz(result):
     )
     prior = Normal(centre=server_mean("components"), variance=lambda given, view: torch.ones(1))
     block = replace(plain.blocks["components"], posterior=MeanField(init_scale=0.1), prior=prior)
-    run = bf.simulate(
-        replace(plain, blocks={"components": block}),
-        result.data,
-        rounds=1,
-        evaluate_every=None,
-        progress=False,
-    )
-    weight = run.to_arviz(1, "components", draws=2000).posterior["head.weight"]
+    made = run(replace(plain, blocks={"components": block}), result.data)
+    weight = made.to_arviz(1, "components", draws=2000).posterior["head.weight"]
     assert weight.shape == (1, 2000, 2, 3, 4)
-    mean, variance = block.posterior.moments(
-        run.algorithm.belief("components", run.server["components"])
+    moments = block.posterior.moments(
+        made.algorithm.belief("components", made.server["components"])
     )
-    layout = run.algorithm.layout("components")
-    assert_close(
-        torch.tensor(weight.values[0]).mean(0),
-        layout.leaves(mean)["head.weight"],
-        atol=0.02,
-        rtol=0,
-    )
-    assert_close(
-        torch.tensor(weight.values[0]).var(0),
-        layout.leaves(variance)["head.weight"],
-        atol=0,
-        rtol=0.15,
-    )
+    is_drawn(weight, made.algorithm.layout("components"), moments, atol=(0.02, 0), rtol=0.15)
 
 
 def test_posterior_draws_for_arviz(result):
     """A client's block as InferenceData, whose moments are the posterior's."""
     pytest.importorskip("arviz")
-    data = result.to_arviz(2, "head", draws=4000)
-    weight = data.posterior["head.weight"]
+    weight = result.to_arviz(2, "head", draws=4000).posterior["head.weight"]
     assert weight.shape == (1, 4000, 3, 8)
-    mean, variance = result.algorithm.blocks["head"].posterior.moments(
+    moments = result.algorithm.blocks["head"].posterior.moments(
         {k: t[2] for k, t in result.private["head"].items()}
     )
-    leaves = (
-        result.algorithm.layout("head").leaves(mean),
-        result.algorithm.layout("head").leaves(variance),
-    )
-    assert_close(
-        torch.tensor(weight.values[0]).mean(0), leaves[0]["head.weight"], atol=0.05, rtol=0
-    )
-    assert_close(
-        torch.tensor(weight.values[0]).var(0), leaves[1]["head.weight"], atol=0.05, rtol=0.1
-    )
-    with pytest.raises(ValueError, match=r"'body' is a point.*\['head'\]"):
-        result.to_arviz(2, "body")
-    with pytest.raises(ValueError, match="client"):
-        result.to_arviz(7, "head")
+    is_drawn(weight, result.algorithm.layout("head"), moments, atol=(0.05, 0.05), rtol=0.1)
+    for client, block, words in (
+        (2, "body", r"'body' is a point.*\['head'\]"),
+        (7, "head", "client"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            result.to_arviz(client, block)
 
 
 def test_draws_are_of_the_belief_that_a_client_is_sent(clients: FederatedData, model: nn.Module):

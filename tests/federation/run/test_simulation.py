@@ -3,7 +3,6 @@
 import math
 import random
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
@@ -49,6 +48,10 @@ from tests.cases import federation, run
         ),
         (lambda m: bf.algorithms.pfedme(m, beta="1"), r"^beta .*got '1'"),
         (lambda m: bf.algorithms.ditto(m, lam="1"), r"^lam .*got '1'"),
+        (lambda m: bf.algorithms.ditto(m, lam=-1.0), "^lam must be >= 0 and finite"),
+        (lambda m: bf.algorithms.ditto(m, lam=math.nan), "^lam must be >= 0 and finite"),
+        (lambda m: bf.algorithms.fedprox(m, mu=-1.0), "^mu must be >= 0 and finite"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_floor=0.0), "scale_floor"),
         (lambda m: bf.algorithms.pfedmap(m, precision=None), r"precision .*got None"),
         (
             lambda m: bf.algorithms.pfedmap(m, likelihood_scale="both"),
@@ -79,8 +82,7 @@ def test_what_came_is_named(clients, model, tmp_path):
     made = bf.algorithms.fedavg(model)
     result = bf.simulate(made, clients, rounds=1, evaluate_every=None, progress=False)
     arrays: Any = ([torch.zeros(3, 8)], [torch.zeros(3)])
-    wrong: Any = 3
-    calls: tuple[tuple[Callable[[], Any], str], ...] = (
+    for call, words in (
         (
             lambda: bf.simulate(model, clients, rounds=1),
             r"algorithm must .* Algorithm, got SplitModel; .*bf\.algorithms\.fedavg\(model\)",
@@ -104,7 +106,7 @@ def test_what_came_is_named(clients, model, tmp_path):
             r"novel must .* FederatedData, got ClientData; .*bf\.data\.from_arrays",
         ),
         (
-            lambda: bf.simulate(made, clients, rounds=1, resume=wrong),
+            lambda: bf.simulate(made, clients, rounds=1, resume=3),
             r"^resume must name a folder.*got ",
         ),
         (
@@ -121,15 +123,9 @@ def test_what_came_is_named(clients, model, tmp_path):
         ),
         (lambda: bf.algorithms.fedavg("mlp"), r"model must .* Module, got str; .*bf\.models\.mlp"),
         (lambda: bf.algorithms.pfedvem(nn.Linear), r"model must .* Module, got the class Linear; "),
-    )
-    for call, words in calls:
+    ):
         with pytest.raises(TypeError, match=words):
             call()
-
-
-def test_the_number_of_rounds_has_no_default(model, clients):
-    with pytest.raises(TypeError, match=r"missing .*'rounds'"):
-        bf.simulate(bf.algorithms.fedavg(model), clients)
 
 
 def test_history_tells_the_models_apart(clients, model):
@@ -146,9 +142,11 @@ def test_history_tells_the_models_apart(clients, model):
         assert_close(history[f"personal_{key}"], history[f"global_{key}"], equal_nan=True)
     assert abs(history["before_pool_nll"][-1] - history["personal_nll"][-1]) > 1e-4
     assert (history["seconds"] > 0).all()
-    fedper = bf.simulate(bf.algorithms.fedper(model), clients, rounds=1, progress=False).history
+    fedper, ditto = (
+        run(make(model), clients, evaluate_every=1).history
+        for make in (bf.algorithms.fedper, bf.algorithms.ditto)
+    )
     assert not [key for key in fedper.columns if key.startswith("global_")]
-    ditto = bf.simulate(bf.algorithms.ditto(model), clients, rounds=1, progress=False).history
     assert ditto["global_nll"][-1] != ditto["personal_nll"][-1]
 
 
@@ -159,97 +157,44 @@ def test_before_pool_is_the_model_that_training_left(clients, model):
         assert_close(history[f"before_pool_{key}"], history[f"personal_{key}"])
 
 
-def test_validation_has_its_own_columns(model):
-    """Tuning reads validation columns; `best` refuses nothing, but the test split is not needed for
-    it.
-    """
-    clients = bf.data.iid("digits", clients=4, validation=0.2, seed=0)
-    net = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
-    history = bf.simulate(bf.algorithms.fedavg(net), clients, rounds=3, progress=False).history
-    assert (
-        history.best("validation_nll", lowest=True)["round"]
-        == int(np.argmin(history["validation_nll"])) + 1
-    )
-
-
 def test_resume_keeps_the_experiment(clients, model):
     """More rounds, other workers: fine. Another seed, participation or kernel would be another
     experiment.
     """
     algorithm = bf.algorithms.fedavg(model)
-    first = bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, progress=False)
-    assert (
-        bf.simulate(
-            algorithm,
-            clients,
-            rounds=2,
-            evaluate_every=None,
-            resume=first,
-            engine=bf.Engine(workers=1),
-            progress=False,
-        ).round
-        == 2
-    )
-    assert first.round == 1
-    for change, words in (
-        ({"seed": 5}, "seed: saved 0, given 5;"),
-        ({"participation": 0.5}, r"participation: saved 1\.0, given 0\.5;"),
-        (
-            {"dtype": torch.float64, "seed": 1},
-            r"seed: saved 0, given 1; dtype: saved torch\.float32, given torch\.float64;",
-        ),
-    ):
-        with pytest.raises(ValueError, match="keeps its settings, " + words):
-            bf.simulate(
-                algorithm,
-                clients,
-                **{"rounds": 2, "evaluate_every": None, "resume": first, **change},
-            )
-    with pytest.raises(ValueError, match=r"kernel: saved auto, given vmap"):
-        bf.simulate(
-            algorithm,
-            clients,
-            rounds=2,
-            evaluate_every=None,
-            resume=first,
-            engine=bf.Engine("vmap"),
-        )
-    with pytest.raises(CheckpointError, match="another method"):
-        bf.simulate(
-            bf.algorithms.fedavg(model, optimiser=SGD(9.0, momentum=0.9)),
-            clients,
-            rounds=2,
-            evaluate_every=None,
-            resume=first,
-        )
-    with pytest.raises(CheckpointError, match="other data"):
-        bf.simulate(
-            algorithm, federation(sizes=(6, 7)), rounds=2, evaluate_every=None, resume=first
-        )
+
+    def go_on(before: Any, method: Any = algorithm, data: Any = clients, **options: Any) -> Any:
+        options = {"rounds": 2, "evaluate_every": None, "progress": False, **options}
+        return bf.simulate(method, data, resume=before, **options)
+
+    first = go_on(None, rounds=1)
+    second = go_on(first, engine=bf.Engine(workers=1))
+    assert (first.round, second.round) == (1, 2)
     elsewhere = replace(first, device=torch.device("meta"))
-    with pytest.raises(ValueError, match=r"device: saved meta, given cpu"):
-        bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=elsewhere)
-    with pytest.raises(ValueError, match="already done"):
-        bf.simulate(
-            algorithm,
-            clients,
-            rounds=1,
-            evaluate_every=None,
-            resume=bf.simulate(algorithm, clients, rounds=2, progress=False),
-        )
-
-
-def test_strengths_are_checked(model):
-    """A negative or undefined pull is refused where the method is built."""
-    for make, options in (
-        (bf.algorithms.ditto, {"lam": -1.0}),
-        (bf.algorithms.fedprox, {"mu": -1.0}),
-        (bf.algorithms.ditto, {"lam": math.nan}),
+    other = bf.algorithms.fedavg(model, optimiser=SGD(9.0, momentum=0.9))
+    for before, change, error, words in (
+        (first, {"seed": 5}, ValueError, "keeps its settings, seed: saved 0, given 5;"),
+        (
+            first,
+            {"participation": 0.5},
+            ValueError,
+            r"keeps its settings, participation: saved 1\.0, given 0\.5;",
+        ),
+        (
+            first,
+            {"dtype": torch.float64, "seed": 1},
+            ValueError,
+            "keeps its settings, seed: saved 0, given 1; "
+            r"dtype: saved torch\.float32, given torch\.float64;",
+        ),
+        (first, {"engine": bf.Engine("vmap")}, ValueError, "kernel: saved auto, given vmap"),
+        (first, {"method": other}, CheckpointError, "another method"),
+        (first, {"data": federation(sizes=(6, 7))}, CheckpointError, "other data"),
+        (elsewhere, {}, ValueError, "device: saved meta, given cpu"),
+        (second, {"rounds": 1}, ValueError, "already done"),
     ):
-        with pytest.raises(ValueError, match=r"^(lam|mu) must be >= 0 and finite"):
-            make(model, **options)
-    with pytest.raises(ValueError, match="scale_floor"):
-        bf.algorithms.pfedvem(model, scale_floor=0.0)
+        with pytest.raises(error, match=words):
+            go_on(before, **change)
 
 
 @pytest.mark.parametrize(
@@ -293,20 +238,16 @@ def test_a_likelihood_that_lacks_something(clients: FederatedData, model: nn.Mod
         bf.simulate(bf.algorithms.fedavg(model, likelihood=Plain()), clients, rounds=1)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(("name", "measured"), [("fedbabu", 0), ("fedper", 1), ("fedpac", 1)])
 def test_parts_that_training_does_not_touch_are_not_measured_before_pooling(
-    clients: FederatedData, model: nn.Module
+    name: str, measured: int, clients: FederatedData, model: nn.Module
 ):
     """FedBABU's head is at its start until clients fine-tune it; a model with it would be taken for
     what training has left.
     """
-    for make, measured in (
-        (bf.algorithms.fedbabu, False),
-        (bf.algorithms.fedper, True),
-        (bf.algorithms.fedpac, True),
-    ):
-        columns = run(make(model), clients, evaluate_every=1).history.columns
-        assert ("before_pool_accuracy" in columns) == measured
-        assert "personal_accuracy" in columns
+    result = run(getattr(bf.algorithms, name)(model), clients, evaluate_every=1)
+    columns = [f"{when}_accuracy" for when in ("before_pool", "personal")]
+    assert [column in result.history.columns for column in columns] == [measured, True]
 
 
 def test_other_blocks_do_not_hide_the_global_model(clients: FederatedData, model: nn.Module):
@@ -330,13 +271,7 @@ def test_threads_that_draw_meanwhile_get_no_model_refused(clients: FederatedData
 
     def simulate(seed: int) -> Result:
         model = bf.models.mlp(clients.inputs, hidden=4, outputs=3, seed=seed)
-        return bf.simulate(
-            bf.algorithms.fedavg(model, epochs=1),
-            clients,
-            rounds=1,
-            evaluate_every=None,
-            progress=False,
-        )
+        return run(bf.algorithms.fedavg(model, epochs=1), clients)
 
     stop = threading.Event()
 

@@ -39,15 +39,12 @@ def test_a_model_in_evaluation_mode_is_told(clients: FederatedData):
     """As one is that another run gave; parts that are held on purpose beside others in training
     mode are not.
     """
-    with pytest.warns(
-        UserWarning,
-        match=r"the model Sequential is in evaluation mode, .*\['1', '3'\]; call model\.train\(\)",
+    for model, words in (
+        (network(), r"Sequential is in evaluation mode, .*\['1', '3'\]; call model\.train\(\)"),
+        (Dropping(), r"Dropping is in evaluation mode, .*\['Dropping'\]"),
     ):
-        run(bf.algorithms.fedavg(network().eval()), clients, **ONCE)
-    with pytest.warns(
-        UserWarning, match=r"the model Dropping is in evaluation mode, .*\['Dropping'\]"
-    ):
-        run(bf.algorithms.fedavg(Dropping().eval()), clients, **ONCE)
+        with pytest.warns(UserWarning, match=f"the model {words}"):
+            run(bf.algorithms.fedavg(model.eval()), clients, **ONCE)
     held = network()
     held[1].eval()
     for model in (held, nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3)).eval()):
@@ -64,23 +61,20 @@ def test_new_clients_have_the_same_transform(clients: FederatedData, tmp_path):
     method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
     result = run(method, old.transformed(lambda x: x / 2), **ONCE)
     result.save(tmp_path)
-    for before in (result, bf.load(tmp_path, method)):
+    loaded, plain = bf.load(tmp_path, method), run(method, old, **ONCE)
+    other = novel.transformed(lambda x: x / 3)
+    for before in (result, loaded):
         before.adapt(novel.transformed(lambda x: x / 2))
-        with pytest.raises(
-            ValueError,
-            match=r"^novel has other inputs, transform: saved {'name': .*, given None; pass "
-            r"novel\.transformed",
-        ):
-            before.adapt(novel)
-        with pytest.raises(
-            ValueError,
-            match=r"^novel has other inputs, transform\.source: saved \w+, given \w+; pass",
-        ):
-            before.adapt(novel.transformed(lambda x: x / 3))
-    with pytest.raises(
-        ValueError, match=r"^novel has other inputs, transform: saved None, given {.*}; pass"
+    for before, given, words in (
+        *(
+            (one, novel, r": saved {'name': .*, given None; pass novel\.transformed")
+            for one in (result, loaded)
+        ),
+        *((one, other, r"\.source: saved \w+, given \w+; pass") for one in (result, loaded)),
+        (plain, other, ": saved None, given {.*}; pass"),
     ):
-        run(method, old, **ONCE).adapt(novel.transformed(lambda x: x / 3))
+        with pytest.raises(ValueError, match=f"^novel has other inputs, transform{words}"):
+            before.adapt(given)
 
 
 def test_a_start_that_read_other_inputs_is_told(clients: FederatedData, tmp_path):

@@ -30,8 +30,7 @@ def test_the_same_clients_begin_where_they_were(case: Case, model, clients: Fede
     before = run(case(model), clients, rounds=2, evaluate_every=None, participation=0.6)
     kept = {name: t.clone() for name, t in state(before).items()}
     begin, new = continued(before, before.algorithm, clients.client_names, **PLACE)
-    assert len(new) == 0
-    assert begin.round == 0
+    assert (len(new), begin.round) == (0, 0)
     assert_close(flatten({"server": begin.server, "private": begin.private}), kept, atol=0, rtol=0)
     run(case(model), clients, rounds=1, seed=9, start=before, evaluate_every=None)
     assert_close(state(before), kept, atol=0, rtol=0)
@@ -52,8 +51,8 @@ def test_clients_are_matched_by_name(case: Case, model, clients: FederatedData):
     assert now.keys() == then.keys()
     for name, t in now.items():
         found, wanted = t, then[name]
-        for axis in range(t.dim()):
-            if t.shape[axis] == 5 and then[name].shape[axis] == 7:
+        for axis, sizes in enumerate(zip(t.shape, wanted.shape, strict=True)):
+            if sizes == (5, 7):
                 found, wanted = found.index_select(axis, here), wanted.index_select(axis, there)
         assert torch.equal(found, wanted), name
     town = replace(clients.select(range(5)), client_names=names)
@@ -99,31 +98,35 @@ def test_next_month(model, clients: FederatedData, tmp_path: Path):
 def test_what_does_not_fit_is_refused(model, clients: FederatedData, tmp_path: Path):
     before = run(bf.algorithms.fedavg(model, epochs=1), clients, rounds=1, evaluate_every=None)
     wide, method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=5, outputs=3)), before.algorithm
-    with pytest.raises(
-        CheckpointError,
-        match=r"^start .*another network: .*layers\.body\.0: saved Linear.*=16.*, given "
-        r"Linear.*=5.*more; build",
+    for made, options, error, words in (
+        (
+            wide,
+            {"start": before},
+            CheckpointError,
+            r"^start .*another network: .*layers\.body\.0: saved Linear.*=16.*, given "
+            "Linear.*=5.*more; build",
+        ),
+        (
+            bf.algorithms.ditto(model, epochs=1),
+            {"start": before},
+            CheckpointError,
+            r"^start .*another state.*private\.v\.loc is absent, not .*\[7, 195\]",
+        ),
+        (method, {"start": tmp_path}, CheckpointError, "no saved run"),
+        (method, {"start": 3}, TypeError, "start must name a folder.*got 3"),
+        (method, {"start": before, "resume": before}, ValueError, "start .*resume goes on"),
     ):
-        run(wide, clients, seed=9, start=before)
-    with pytest.raises(
-        CheckpointError,
-        match=r"^start .*another state.*private\.v\.loc is absent, not .*\[7, 195\]",
-    ):
-        run(bf.algorithms.ditto(model, epochs=1), clients, seed=9, start=before)
-    with pytest.raises(CheckpointError, match=r"no saved run"):
-        run(method, clients, seed=9, start=tmp_path)
-    with pytest.raises(TypeError, match=r"start must name a folder.*got 3"):
-        run(method, clients, seed=9, start=3)
-    with pytest.raises(ValueError, match=r"start .*resume goes on"):
-        run(method, clients, seed=9, start=before, resume=before)
-    with pytest.warns(UserWarning, match=r"^seed 3 "):
-        run(method, clients, start=before, rounds=1, evaluate_every=None)
+        with pytest.raises(error, match=words):
+            run(made, clients, seed=9, **options)
     some = replace(clients, client_names=("Bern", *clients.client_names[1:]))
-    with pytest.warns(UserWarning, match=r"\['Bern'\] are new and \['client 0'\]"):
-        run(method, some, seed=9, start=before, rounds=1, evaluate_every=None)
     strangers = replace(clients, client_names=tuple(f"town {j}" for j in range(7)))
-    with pytest.warns(UserWarning, match="no client has the name"):
-        run(method, strangers, seed=9, start=before, rounds=1, evaluate_every=None)
+    for data, seed, words in (
+        (clients, 3, "^seed 3 "),
+        (some, 9, r"\['Bern'\] are new and \['client 0'\]"),
+        (strangers, 9, "no client has the name"),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            run(method, data, seed=seed, start=before, rounds=1, evaluate_every=None)
 
 
 def test_a_start_in_another_precision(model, clients: FederatedData):
@@ -131,19 +134,13 @@ def test_a_start_in_another_precision(model, clients: FederatedData):
     before = run(
         bf.algorithms.ifca(model, clusters=2, epochs=1), clients, rounds=1, evaluate_every=None
     )
-    begin, new = continued(
-        before,
-        before.algorithm,
-        clients.client_names,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+    begin, _ = continued(
+        before, before.algorithm, clients.client_names, **{**PLACE, "dtype": torch.float32}
     )
-    assert np.array_equal(new, [])
-    now, then = flatten(begin.server), flatten(before.server)
-    assert all(
-        t.dtype == (torch.float32 if then[name].is_floating_point() else then[name].dtype)
-        for name, t in now.items()
-    )
+    assert {name: t.dtype for name, t in flatten(begin.server).items()} == {
+        name: torch.float32 if t.is_floating_point() else t.dtype
+        for name, t in flatten(before.server).items()
+    }
 
 
 @pytest.mark.parametrize("form", ["result", "folder"])
@@ -164,17 +161,16 @@ def test_another_network_is_refused(form: str, clients: FederatedData, tmp_path:
     before.save(tmp_path)
     start = before if form == "result" else tmp_path
     options: dict[str, Any] = {"rounds": 1, "seed": 9, "evaluate_every": None, "start": start}
-    what = "^start has the state of" if form == "result" else f"^'{tmp_path}' has the state of"
-    with pytest.raises(
-        CheckpointError,
-        match=rf"{what} another network: layers\.1: saved ReLU\(\), given Tanh\(\); build",
+    what = "start" if form == "result" else f"'{tmp_path}'"
+    for method, words in (
+        (network(nn.Tanh), r"another network: layers\.1: saved ReLU\(\), given Tanh\(\); build"),
+        (
+            network(seed=1),
+            r".*constants\.0\.weight: saved .*; constants\.0\.bias: saved .*frozen",
+        ),
     ):
-        run(network(nn.Tanh), clients, **options)
-    with pytest.raises(
-        CheckpointError,
-        match=rf"{what} .*constants\.0\.weight: saved .*; constants\.0\.bias: saved .*frozen",
-    ):
-        run(network(seed=1), clients, **options)
+        with pytest.raises(CheckpointError, match=f"^{what} has the state of {words}"):
+            run(method, clients, **options)
     assert run(network(optimiser=bf.optim.SGD(0.5)), clients, **options).round == 1
 
 
@@ -210,8 +206,7 @@ def test_data_of_another_problem_are_refused(clients: FederatedData, tmp_path: P
     """Classes under other numbers; a last class that this month's rows lack, with the remedy in
     words.
     """
-    x = np.random.default_rng(0).normal(size=(60, 4))
-    y = np.arange(60) % 3
+    x, y = np.random.default_rng(0).normal(size=(60, 4)), np.arange(60) % 3
     ids = np.arange(60) // 20
     named: dict[str, Any] = {"client_ids": ids, "class_names": ["healthy", "ill", "dead"]}
     data = bf.data.from_arrays(x, y, **named)
@@ -223,25 +218,17 @@ def test_data_of_another_problem_are_refused(clients: FederatedData, tmp_path: P
         evaluate_every=None,
     )
     before.save(tmp_path)
-    for start in (before, tmp_path):
-        with pytest.raises(
-            ValueError,
-            match=r"^clients has the classes \['ill', 'healthy', 'dead'\], .*\['healthy', 'ill', "
-            r"'dead'\]",
-        ):
-            run(before.algorithm, turned, seed=9, start=start)
-        with pytest.raises(
-            ValueError,
-            match=r"^clients has inputs \(4,\) and 2 outputs .* 3 .*from_arrays\(\.\.\., "
-            r"outputs=3\)",
-        ):
-            run(
-                before.algorithm,
-                bf.data.from_arrays(x[y < 2], y[y < 2], client_ids=ids[y < 2]),
-                seed=9,
-                start=start,
-            )
-    whole = bf.data.from_arrays(x[y < 2], y[y < 2], client_ids=ids[y < 2], outputs=3)
+    few, whole = (
+        bf.data.from_arrays(x[y < 2], y[y < 2], client_ids=ids[y < 2], outputs=outputs)
+        for outputs in (None, 3)
+    )
+    for other, words in (
+        (turned, r"the classes \['ill', 'healthy', 'dead'\], .*\['healthy', 'ill', 'dead'\]"),
+        (few, r"inputs \(4,\) and 2 outputs .* 3 .*from_arrays\(\.\.\., outputs=3\)"),
+    ):
+        for start in (before, tmp_path):
+            with pytest.raises(ValueError, match=f"^clients has {words}"):
+                run(before.algorithm, other, seed=9, start=start)
     assert run(before.algorithm, whole, rounds=1, seed=9, start=before).round == 1
 
 
@@ -285,34 +272,23 @@ def test_a_run_that_goes_on_began_from_the_same_start(
             match=rf"{words} {seed} \(digest \w{{16}}\); pass another folder .*or leave start out",
         ):
             run(method, clients, start=start, **options)
-    own = {**options, "checkpoint": tmp_path / "own"}
-    run(method, clients, rounds=1, **own)
-    with pytest.raises(
-        ValueError,
-        match=r"own' holds a run that began from the method's own start, and start is round 1",
-    ):
-        run(method, clients, rounds=1, start=before, **own)
 
 
 def test_checkpoints_have_a_folder_of_their_own(model, clients: FederatedData, tmp_path: Path):
     """A run that begins from the one in a folder is another than that, which the folder would go on
     with.
     """
-    method = bf.algorithms.fedavg(model, epochs=1)
-    folder = tmp_path / "run"
-    run(method, clients, rounds=1, evaluate_every=None, checkpoint=folder).save(tmp_path / "saved")
-    with pytest.raises(
-        ValueError,
-        match=r"run' holds a run that began from the method's own start, and start is round 1 "
-        r".*or leave start out",
+    method, options = bf.algorithms.fedavg(model, epochs=1), {"rounds": 1, "evaluate_every": None}
+    run(method, clients, checkpoint=tmp_path / "run", **options).save(tmp_path / "saved")
+    for name, seed, words in (
+        (
+            "run",
+            3,
+            "run' holds a run that began from the method's own start, and start is round 1 .*or "
+            "leave start out",
+        ),
+        ("saved", 9, "saved' holds a saved result"),
     ):
-        run(method, clients, rounds=1, evaluate_every=None, start=str(folder), checkpoint=folder)
-    with pytest.raises(ValueError, match=r"saved' holds a saved result"):
-        run(
-            method,
-            clients,
-            rounds=1,
-            seed=9,
-            start=tmp_path / "saved",
-            checkpoint=tmp_path / "saved",
-        )
+        folder = tmp_path / name
+        with pytest.raises(ValueError, match=words):
+            run(method, clients, seed=seed, start=str(folder), checkpoint=folder, **options)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.federation.errors import CheckpointError
@@ -34,13 +35,13 @@ def test_tensors_come_back_to_the_bit(tmp_path: Path):
     }
     write(tmp_path / "x", NODE, tree)
     back = read(tmp_path / "x", NODE)
-    assert torch.equal(back["a"]["b"], base)
-    assert torch.equal(back["a"]["c"], base[1:])
-    assert back["a"]["k"] == [1, "two"]
-    assert back["d"].dtype == torch.float64
-    assert back["e"].shape == (0, 3)
-    assert back["f"] == {}
+    assert back["a"].pop("k") == tree["a"].pop("k")
+    assert_close({name: back[name] for name in tree}, tree, atol=0, rtol=0)
     assert [p.name for p in (tmp_path / "x").iterdir()] == [STATE]
+
+
+OTHERWISE = ("algorithm", "known", "form", "chosen", "history")
+"""Fields whose values are written as something else."""
 
 
 def test_every_field_is_written_and_read_by_its_entry(saved: Path, clients, tmp_path: Path):
@@ -52,14 +53,11 @@ def test_every_field_is_written_and_read_by_its_entry(saved: Path, clients, tmp_
         write(tmp_path / kind.name, kind, {**vars(found), "written": "now"}, file=file)
         again = read_file(tmp_path / kind.name / file, kind)
         assert again.keys() == kind.fields.keys()
-        same = [
-            name
-            for name in kind.fields
-            if name not in ("algorithm", "known", "form", "chosen", "history")
-        ]
-        assert str([again[name] for name in same]) == str(
-            [{**vars(found), "written": "now"}[name] for name in same]
+        before, after = (
+            {name: content[name] for name in kind.fields if name not in OTHERWISE}
+            for content in ({**vars(found), "written": "now"}, again)
         )
+        assert str(before) == str(after)
 
 
 def test_another_kind_and_another_format_are_told(
@@ -115,23 +113,6 @@ def test_a_function_that_cannot_be_recognised_is_refused_when_a_run_is_saved(
     assert not list(tmp_path.iterdir())
 
 
-def test_damage_is_found(saved: Path, clients, tmp_path: Path):
-    """One changed byte anywhere, a file cut short, no file: our own error, with the path."""
-    good = (saved / STATE).read_bytes()
-    assert bf.load(saved, algorithm(), clients).round == 2
-    for place in (9, len(good) // 3, len(good) // 2, len(good) - 3):
-        bad = bytearray(good)
-        bad[place] ^= 1
-        (tmp_path / STATE).write_bytes(bad)
-        with pytest.raises(CheckpointError, match="damaged"):
-            bf.load(tmp_path, algorithm(), clients)
-    (tmp_path / STATE).write_bytes(good[:-10])
-    with pytest.raises(CheckpointError, match="damaged"):
-        bf.load(tmp_path, algorithm(), clients)
-    with pytest.raises(CheckpointError, match="holds no saved run"):
-        bf.load(tmp_path / "nowhere", algorithm(), clients)
-
-
 def test_a_failed_save_leaves_the_old_one(saved: Path, clients, monkeypatch):
     """Nothing half-written, no temporary file left."""
     import safetensors.torch
@@ -159,18 +140,3 @@ def test_a_file_where_the_folder_should_be(saved: Path, clients, tmp_path: Path)
         with pytest.raises(ValueError, match=r"path .*folder.*'.*run.*' .*file"):
             result.save(path)
     assert file.read_text() == "mine"
-
-
-def test_a_resumed_run_keeps_the_order_of_columns(saved: Path, clients):
-    """Its table is that of a run that never stopped."""
-    resumed = bf.simulate(algorithm(), clients, rounds=3, resume=saved, progress=False).history
-    whole = bf.simulate(algorithm(), clients, rounds=3, progress=False).history
-    assert resumed.columns == whole.columns
-    assert [list(row) for row in resumed] == [list(row) for row in whole]
-
-
-def test_history_survives(saved: Path, clients):
-    """Rows, columns and types."""
-    again = bf.load(saved, algorithm(), clients)
-    assert again.history["round"].tolist() == [1, 2]
-    assert again.history.rows[0]["cohort"] == 7

@@ -51,11 +51,12 @@ def test_a_method_is_its_name_and_its_options():
     by_hand = [identity(replace(method, draws=0)) for method in (one, other)]
     assert by_hand[0]["method"] == "composed by hand"
     assert differences(*by_hand) != {}
-    words = r"^it was made with another method: ditto\.lam: saved 1\.0, given 2\.0; give"
-    with pytest.raises(CheckpointError, match=words):
-        same_method("it", identity(one), other)
-    with pytest.raises(CheckpointError, match=r"method: saved ditto, given composed by hand;"):
-        same_method("it", identity(one), replace(one, draws=0))
+    for given, words in (
+        (other, r"ditto\.lam: saved 1\.0, given 2\.0; give"),
+        (replace(one, draws=0), "method: saved ditto, given composed by hand;"),
+    ):
+        with pytest.raises(CheckpointError, match=f"^it was made with another method: {words}"):
+            same_method("it", identity(one), given)
 
 
 def test_a_users_method_is_its_source():
@@ -83,10 +84,13 @@ def test_an_option_that_came_later_is_at_its_default():
         "fedprox": {name: value for name, value in said["fedprox"].items() if name != "mu"}
     }
     same_method("it", before, method)
-    with pytest.raises(CheckpointError, match=r"fedprox\.mu: saved None, given 0\.2"):
-        same_method("it", before, bf.algorithms.fedprox(bf.models.mlp(8, outputs=3), mu=0.2))
-    with pytest.raises(CheckpointError, match=r"revision: saved 0, given 1"):
-        same_method("it", said | {"revision": 0}, method)
+    other = bf.algorithms.fedprox(bf.models.mlp(8, outputs=3), mu=0.2)
+    for saved, given, words in (
+        (before, other, r"fedprox\.mu: saved None, given 0\.2"),
+        (said | {"revision": 0}, method, "revision: saved 0, given 1"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            same_method("it", saved, given)
 
 
 def network(activation: nn.Module, *, shift: float = 0.0, count: int = 0) -> nn.Module:
@@ -99,9 +103,14 @@ def network(activation: nn.Module, *, shift: float = 0.0, count: int = 0) -> nn.
     return model
 
 
+def on_last(model: nn.Module) -> bf.Algorithm:
+    """A method that trains the last layer alone."""
+    return bf.Algorithm(model, {"w": bf.Block("2.*")}, (), parts=("w",))
+
+
 def of_model(model: nn.Module) -> dict[str, Any]:
-    """The identity of a method that trains the last layer alone."""
-    return identity(bf.Algorithm(model, {"w": bf.Block("2.*")}, (), parts=("w",)))
+    """Its identity."""
+    return identity(on_last(model))
 
 
 def test_a_field_that_came_later_is_at_its_default():
@@ -132,27 +141,16 @@ def test_the_model_is_part_of_the_identity():
     """Layers and their options, buffers, and the parameters that no block covers; not the start of
     those that one covers.
     """
-    plain = of_model(network(nn.ReLU()))
-    assert differences(plain, of_model(network(nn.Tanh()))) != {}
+    plain, curved = of_model(network(nn.ReLU())), on_last(network(nn.Tanh()))
     with pytest.raises(
         CheckpointError, match=r"another network: layers\.1: saved ReLU\(\), given Tanh\(\); build"
     ):
-        same_network(
-            "it", plain, bf.Algorithm(network(nn.Tanh()), {"w": bf.Block("2.*")}, (), parts=("w",))
-        )
-    assert "held" not in str(
-        network_differences(
-            plain, bf.Algorithm(network(nn.Tanh()), {"w": bf.Block("2.*")}, (), parts=("w",))
-        )
-    )
-    assert (
-        differences(of_model(network(nn.LeakyReLU(0.1))), of_model(network(nn.LeakyReLU(0.2))))
-        != {}
-    )
-    (line,) = differences(plain, of_model(network(nn.ReLU(), shift=0.1)))
-    assert line == "constants.0.bias"
-    (line,) = differences(plain, of_model(network(nn.ReLU(), count=1)))
-    assert line == "constants.count"
+        same_network("it", plain, curved)
+    assert "held" not in str(network_differences(plain, curved))
+    leaky = (of_model(network(nn.LeakyReLU(slope))) for slope in (0.1, 0.2))
+    assert differences(*leaky) != {}
+    for change, line in (({"shift": 0.1}, "constants.0.bias"), ({"count": 1}, "constants.count")):
+        assert list(differences(plain, of_model(network(nn.ReLU(), **change)))) == [line]
     other = network(nn.ReLU())
     with torch.no_grad():
         other[2].bias += 1.0
@@ -189,26 +187,27 @@ class Warm(nn.Module):
 )
 def test_what_a_models_parts_hold(other: dict[str, Any], path: str):
     """Of which neither a layer's text nor a shape tells."""
-    assert path in differences(
-        identity(bf.algorithms.fedavg(Warm())), identity(bf.algorithms.fedavg(Warm(**other)))
+    plain, again, changed = (
+        identity(bf.algorithms.fedavg(Warm(**options))) for options in ({}, {}, other)
     )
-    assert (
-        differences(identity(bf.algorithms.fedavg(Warm())), identity(bf.algorithms.fedavg(Warm())))
-        == {}
-    )
+    assert path in differences(plain, changed)
+    assert differences(plain, again) == {}
 
 
 def test_which_parts_draw():
     """A network in evaluation mode trains without its dropout, which a run that goes on is told."""
-    drawing = identity(bf.algorithms.fedavg(Warm()))["drawing"]
-    assert drawing == ["inner.self_attn", "inner.dropout", "inner.dropout1", "inner.dropout2"]
+    said, still = identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval())
+    assert said["drawing"] == [
+        "inner.self_attn",
+        "inner.dropout",
+        "inner.dropout1",
+        "inner.dropout2",
+    ]
     with pytest.raises(
         CheckpointError, match=r"another method: drawing: saved \['inner\.self_attn', .*given \[\]"
     ):
-        same_method(
-            "it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval())
-        )
-    same_network("it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval()))
+        same_method("it", said, still)
+    same_network("it", said, still)
 
 
 def test_other_versions_of_torch_hold_more_in_a_layer():
@@ -243,11 +242,8 @@ def test_statistics_that_a_block_has_are_no_constants():
     other.get_submodule("1").running_mean.add_(1)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue] (a norm's)
     other.get_submodule("1").num_batches_tracked.add_(1)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     assert identity(bf.algorithms.fedavg(one)) == identity(bf.algorithms.fedavg(other))
-    one[1].eval()
-    other[1].eval()
-    assert list(
-        differences(identity(bf.algorithms.fedavg(one)), identity(bf.algorithms.fedavg(other)))
-    ) == [
+    held = (identity(bf.algorithms.fedavg(each.eval())) for each in (one, other))
+    assert list(differences(*held)) == [
         "constants.1.running_mean",
         "constants.1.num_batches_tracked",
     ]
@@ -352,9 +348,9 @@ def test_whatever_holds_a_value_is_told_apart(holder: Callable, one: Any, other:
     """Two functions that differ in what they hold differ, two that hold the same do not; nothing of
     it is an address.
     """
-    assert differences(of_weight(holder(one)), of_weight(holder(one))) == {}
-    assert of_weight(holder(one)) != of_weight(holder(other))
-    assert not re.search(r"0x[0-9a-f]{6}", json.dumps(of_weight(holder(one))))
+    found = of_weight(holder(one))
+    assert found == of_weight(holder(one)) != of_weight(holder(other))
+    assert not re.search(r"0x[0-9a-f]{6}", json.dumps(found))
 
 
 def test_any_value_has_an_identity():
@@ -377,7 +373,7 @@ def test_any_value_has_an_identity():
         def extra_repr(self) -> str:
             return repr(object())
 
-    odd = (
+    for value in (
         inside,
         chain,
         object(),
@@ -387,8 +383,6 @@ def test_any_value_has_an_identity():
         Broken(),
         Addressed(),
         torch.empty(2, device="meta"),
-    )
-    more = (
         torch.eye(2).to_sparse(),
         np.array(["a"]),
         {(1, "a"): 2},
@@ -398,8 +392,12 @@ def test_any_value_has_an_identity():
         Path("a"),
         bf.Engine(),
         "a".upper,
-    )
-    for value in (*odd, *more, np.array([object()]), torch.Size([1]), equal, type, Scaled):
+        np.array([object()]),
+        torch.Size([1]),
+        equal,
+        type,
+        Scaled,
+    ):
         text = json.dumps(of_weight(closed(value)))
         assert json.loads(text) == of_weight(closed(value)), value
         assert "0x" not in text
