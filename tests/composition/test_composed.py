@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 import bayesfl as bf
-from bayesfl.composition.energy import Energy
-from bayesfl.composition.phases import Descend
+from bayesfl.composition import Descend, Energy
 from bayesfl.likelihoods import Categorical
 from bayesfl.models import mlp
 from tests.composition.made import algorithm

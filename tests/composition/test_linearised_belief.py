@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.composition.block import Block
-from bayesfl.composition.predictors import LinearisedBelief
-from bayesfl.composition.priors import Normal, server_mean
+from bayesfl.composition import Block, LinearisedBelief, Normal, server_mean
 from bayesfl.data import FederatedData
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
@@ -52,8 +50,12 @@ def test_predictions_by_the_belief_that_a_block_holds(
     jacobian = torch.func.jacrev(outputs)(loc)
     covariance = torch.einsum("nod,d,npd->nop", jacobian, variance, jacobian)
     expected = predictive(method.likelihood, mean, covariance)
-    assert_close(found.probs, expected["probs"], atol=1e-9, rtol=0)
-    assert_close(found.epistemic, expected["epistemic"], atol=1e-9, rtol=0)
+    assert_close(
+        [found.probs, found.epistemic],
+        [expected["probs"], expected["epistemic"]],
+        atol=1e-9,
+        rtol=0,
+    )
     result.client(1).save(tmp_path)
     assert torch.equal(
         bf.load_client(tmp_path, method).predict(x).probs, result.client(1).predict(x).probs
@@ -64,21 +66,16 @@ def test_several_blocks_that_draw_count_together(clients: FederatedData, model: 
     """Body and head have a Gaussian each: their variances add up, as the blocks are independent;
     one named is alone.
     """
-    halves = {
-        name: replace(diffuse(model).blocks["w"], pattern=f"{name}.*") for name in ("body", "head")
-    }
+    plain = diffuse(model)
     halves = {
         name: replace(
-            block,
-            prior=Normal(
-                centre=server_mean(name),
-                variance=lambda given, view: torch.ones_like(view["n"])[..., None],
-            ),
+            plain.blocks["w"],
+            pattern=f"{name}.*",
+            prior=replace(plain.blocks["w"].prior, centre=server_mean(name)),
             posterior=MeanField(init_scale=scale),
         )
-        for (name, block), scale in zip(halves.items(), (0.1, 0.3), strict=True)
+        for name, scale in (("body", 0.1), ("head", 0.3))
     }
-    plain = diffuse(model)
     energy = replace(plain.phases[0].energy, block="body", parts=("body", "head"))
     method = replace(
         plain,
@@ -88,9 +85,13 @@ def test_several_blocks_that_draw_count_together(clients: FederatedData, model: 
     )
     found = {}
     for block in (None, "body", "head"):
-        own = replace(method, predictor=LinearisedBelief(block))
         result = bf.simulate(
-            own, clients, rounds=1, dtype=torch.float64, progress=False, evaluate_every=None
+            replace(method, predictor=LinearisedBelief(block)),
+            clients,
+            rounds=1,
+            dtype=torch.float64,
+            progress=False,
+            evaluate_every=None,
         )
         found[block] = result.predict().client(1)
     x, layouts = clients.test.client(1)[0].double(), {name: method.layout(name) for name in halves}
@@ -111,13 +112,11 @@ def test_several_blocks_that_draw_count_together(clients: FederatedData, model: 
         mean, jacobian = outputs(loc), torch.func.jacrev(outputs)(loc)
         covariances[name] = torch.einsum("nod,d,npd->nop", jacobian, variance, jacobian)
     covariances[None] = covariances["body"] + covariances["head"]
-    for block, covariance in covariances.items():
-        assert_close(
-            found[block].probs,
-            predictive(method.likelihood, mean, covariance)["probs"],
-            atol=1e-9,
-            rtol=0,
-        )
+    wanted = {
+        block: predictive(method.likelihood, mean, covariance)["probs"]
+        for block, covariance in covariances.items()
+    }
+    assert_close({block: one.probs for block, one in found.items()}, wanted, atol=1e-9, rtol=0)
 
 
 def test_a_wide_belief_keeps_the_classes_of_its_mean(clients: FederatedData, model: nn.Module):
@@ -149,25 +148,29 @@ def test_widths_at_the_ends_of_the_numbers(clients: FederatedData, model: nn.Mod
     )
     rho = torch.full_like(result.private["w"]["rho"], scale if scale > 1 else math.log(scale))
     wide = replace(result, private={**result.private, "w": {**result.private["w"], "rho": rho}})
-    found, mean = wide.predict(), wide.predict(draws=0)
-    inside = found.mask
-    if scale < 1:
-        assert_close(found.probs[inside], mean.probs[inside], atol=1e-9, rtol=0)
-    else:
-        assert_close(
-            found.probs[inside], torch.full_like(mean.probs[inside], 1 / 3), atol=1e-6, rtol=0
-        )
+    found, mean = wide.predict(), wide.predict(draws=0).probs
+    wanted, tolerance = (mean, 1e-9) if scale < 1 else (torch.full_like(mean, 1 / 3), 1e-6)
+    assert_close(found.probs[found.mask], wanted[found.mask], atol=tolerance, rtol=0)
 
 
-def test_blocks_without_a_gaussian(model: nn.Module):
+@pytest.mark.parametrize(
+    ("make", "predictor", "words"),
+    [
+        (
+            bf.algorithms.fedavg,
+            lambda: LinearisedBelief(),
+            r"no block holds a Gaussian.*draw are \[\].*LinearisedLaplace",
+        ),
+        (bf.algorithms.pfedvem, lambda: LinearisedBelief("body"), r"block 'body' .*\['head'\]"),
+        (
+            bf.algorithms.pfedvem,
+            lambda: LinearisedBelief(link="draws"),
+            r"link='draws' .*draws=100",
+        ),
+        (bf.algorithms.pfedvem, lambda: LinearisedBelief(centre=False), r"centre=False"),
+    ],
+)
+def test_blocks_without_a_gaussian(make: Any, predictor: Any, words: str, model: nn.Module):
     """Points, parts that are none, mixtures, and draws without a number."""
-    with pytest.raises(
-        ValueError, match=r"no block holds a Gaussian.*draw are \[\].*LinearisedLaplace"
-    ):
-        replace(bf.algorithms.fedavg(model), predictor=LinearisedBelief())
-    with pytest.raises(ValueError, match=r"block 'body' .*\['head'\]"):
-        replace(bf.algorithms.pfedvem(model), predictor=LinearisedBelief("body"))
-    with pytest.raises(ValueError, match=r"link='draws' .*draws=100"):
-        replace(bf.algorithms.pfedvem(model), predictor=LinearisedBelief(link="draws"))
-    with pytest.raises(ValueError, match=r"centre=False"):
-        LinearisedBelief(centre=False)
+    with pytest.raises(ValueError, match=words):
+        replace(make(model), predictor=predictor())

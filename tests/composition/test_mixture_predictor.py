@@ -106,14 +106,9 @@ def test_each_component_has_its_own_approximation(result: Result, held: Federate
         parts = [predictive(Categorical(), *one) for one in each]
         probs = sum(w * one["probs"] for w, one in zip(pi, parts, strict=True))
         inside = sum(w * one["aleatoric"] for w, one in zip(pi, parts, strict=True))
+        epistemic = (torch.special.entr(probs).sum(-1) - inside).clamp_min(0)
         found = result.predict().client(j)
-        assert_close(found.probs, probs, atol=1e-9, rtol=0)
-        assert_close(
-            found.epistemic,
-            (torch.special.entr(probs).sum(-1) - inside).clamp_min(0),
-            atol=1e-9,
-            rtol=0,
-        )
+        assert_close([found.probs, found.epistemic], [probs, epistemic], atol=1e-9, rtol=0)
     assert any(0.05 < float(pi[0]) < 0.95 for pi in result.private["pi"])
 
 
@@ -134,12 +129,9 @@ def test_draws_of_components(result: Result, held: FederatedData):
         root = vectors @ values.clamp_min(0).sqrt().diag_embed() @ vectors.mT
         drawn.append((mean + torch.einsum("nop,snp->sno", root, noise)).softmax(-1))
     p = torch.stack(drawn, -1)  # [S, N, O, M]
-    found = result.predict(draws=40).client(1)
-    assert_close(found.probs, p.mean(0) @ pi, atol=1e-7, rtol=0)
-    inside = torch.special.entr(p).sum(2).mean(0) @ pi
-    assert_close(
-        found.epistemic, torch.special.entr(p.mean(0) @ pi).sum(-1) - inside, atol=1e-7, rtol=0
-    )
+    found, probs = result.predict(draws=40).client(1), p.mean(0) @ pi
+    epistemic = torch.special.entr(probs).sum(-1) - torch.special.entr(p).sum(2).mean(0) @ pi
+    assert_close([found.probs, found.epistemic], [probs, epistemic], atol=1e-7, rtol=0)
 
 
 def test_the_precision_is_chosen_under_the_mixture(held: FederatedData, small: nn.Module):
@@ -183,17 +175,15 @@ def test_a_mixture_of_one_is_that_one(small: nn.Module, rule: Any, pi: list[floa
     single, theta, data = one_client(small, len(pi))
     weights, only = torch.tensor(pi, dtype=torch.float64), pi.index(1.0)
     theta[weights == 0] = torch.nan
-    n = torch.tensor(20.0, dtype=torch.float64)
-    x = numbers(6, 4, seed=9)
-    noise = numbers(5, 6, 3, seed=1)
-    mixed = Mixture("components", "pi", each=rule)
+    n, x = torch.tensor(20.0, dtype=torch.float64), numbers(6, 4, seed=9)
     method = em(small, rule, components=len(pi))
-    found = mixed(method, {}, {"components": {"loc": theta}, "pi": weights, "n": n}, data)
+    view = {"components": {"loc": theta}, "pi": weights, "n": n}
+    found = Mixture("components", "pi", each=rule)(method, {}, view, data)
     alone = (rule or LinearisedLaplace())(single, {}, {"w": {"loc": theta[only]}, "n": n}, data)
     for options in (
         {"plain": True},
         {"plain": rule is None, "value": 0.1},
-        {"plain": rule is None, "noise": noise},
+        {"plain": rule is None, "noise": numbers(5, 6, 3, seed=1)},
     ):
         one, other = found(x, **options), alone(x, **options)
         assert torch.equal(one["probs"], other["probs"])
@@ -214,13 +204,22 @@ def test_regression_has_the_moments_of_the_mixture():
     pi, each = by_hand(result, 0, xs[0].double(), 0.5)
     mean = torch.stack([m for m, _ in each], -1)
     variance = torch.stack([c.diagonal(dim1=1, dim2=2) for _, c in each], -1)
-    found = result.predict().client(0)
-    expected = (variance + mean.square()) @ pi - (mean @ pi).square()
-    assert_close(found.mean, mean @ pi, atol=1e-9, rtol=0)
-    assert_close(found.variance, 1 + expected, atol=1e-9, rtol=0)
-    assert_close(found.epistemic, expected.sum(-1), atol=1e-9, rtol=0)
+    spread = mean.square() @ pi - (mean @ pi).square()
+    found, plain = result.predict().client(0), result.predict(draws=0).client(0)
+    assert_close(
+        [found.mean, found.variance, found.epistemic, plain.mean, plain.variance],
+        [
+            mean @ pi,
+            1 + variance @ pi + spread,
+            (variance @ pi + spread).sum(-1),
+            mean @ pi,
+            1 + spread,
+        ],
+        atol=1e-9,
+        rtol=0,
+    )
     assert float(pi.max()) < 0.99
-    assert not bool(result.predict(draws=0).client(0).epistemic.isfinite().any())
+    assert not bool(plain.epistemic.isfinite().any())
 
 
 @pytest.mark.parametrize("structure", ["full", "subnetwork", "diagonal"])
@@ -238,26 +237,22 @@ def test_a_client_is_stored_with_all_its_components(
     one.save(tmp_path / "one")
     again = bf.load_client(tmp_path / "one", method)
     for draws in (None, 9):
-        assert torch.equal(again.predict(x, draws=draws).probs, one.predict(x, draws=draws).probs)
-        assert torch.equal(
-            again.predict(x, draws=draws).epistemic, one.predict(x, draws=draws).epistemic
-        )
-    assert {"stored.0_root", "stored.1_root"} <= load_file(tmp_path / "one" / CLIENT_FILE).keys()
+        mine, theirs = (model.predict(x, draws=draws) for model in (again, one))
+        assert_close([mine.probs, mine.epistemic], [theirs.probs, theirs.epistemic], atol=0, rtol=0)
     again.save(tmp_path / "again")
-    assert_close(
-        load_file(tmp_path / "again" / CLIENT_FILE),
-        load_file(tmp_path / "one" / CLIENT_FILE),
-        atol=0,
-        rtol=0,
-    )
+    kept, stored = (load_file(tmp_path / name / CLIENT_FILE) for name in ("again", "one"))
+    assert {"stored.0_root", "stored.1_root"} <= stored.keys()
+    assert_close(kept, stored, atol=0, rtol=0)
     for name, model in (("means", one), ("means of a file", again)):
         model.save(tmp_path / name, plug_in=True)
         assert not [
             key for key in load_file(tmp_path / name / CLIENT_FILE) if key.startswith("stored")
         ]
-        means = bf.load_client(tmp_path / name, method)
         assert_close(
-            means.predict(x).probs, result.predict(draws=0).client(1).probs, atol=1e-12, rtol=0
+            bf.load_client(tmp_path / name, method).predict(x).probs,
+            result.predict(draws=0).client(1).probs,
+            atol=1e-12,
+            rtol=0,
         )
     result.save(tmp_path / "run")
     with pytest.raises(ValueError, match=r"'client 1' needs its training data"):
@@ -291,8 +286,7 @@ def test_components_that_are_beliefs(held: FederatedData, small: nn.Module, tmp_
     method = em(small, LinearisedBelief(), posterior=MeanField(init_scale=0.3))
     result = run(method, held, 2)
     x = held.test.client(1)[0].double()
-    layout = method.layout("components")
-    pi = result.private["pi"][1]
+    layout, pi = method.layout("components"), result.private["pi"][1]
     loc, variance = MeanField().moments(result.server["components"])
     probs = torch.zeros(9, 3, dtype=torch.float64)
     for m in range(2):
@@ -332,22 +326,42 @@ def test_a_component_without_examples_is_no_reason_to_warn(small: nn.Module):
         ] * warned
 
 
-def test_what_does_not_fit_the_method(small: nn.Module):
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda model: em(model, LinearisedLaplace("body")),
+            r"block 'body' .*\('components',\)",
+        ),
+        (lambda model: em(model, LinearisedLaplace(link="draws")), r"link='draws' .*draws=100"),
+        (lambda model: em(model, LinearisedBelief()), r"no block holds a Gaussian"),
+        (
+            lambda model: em(model, LinearisedLaplace(), likelihood=Categorical(smoothing=0.1)),
+            r"training loss.*Categorical\(\)",
+        ),
+        (
+            lambda model: replace(
+                bf.algorithms.fedavg(model),
+                predictor=Mixture("w", "pi", each=LinearisedLaplace()),
+            ),
+            r"block 'w' .*have copies",
+        ),
+        (
+            lambda model: replace(
+                em(model, None, posterior=MeanField(init_scale=0.3)), predictor=LinearisedBelief()
+            ),
+            r"2 copies; .*Mixture\('components', 'pi', each=LinearisedBelief\(\)\)",
+        ),
+        (
+            lambda model: replace(em(model, None), predictor=LinearisedLaplace("components")),
+            r"\('components',\).* 2 copies; .*Mixture\('components', 'pi', "
+            r"each=LinearisedLaplace\(\)\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_method(make: Any, words: str, small: nn.Module):
     """As for one model: a block that is none, draws without a number, points without a belief, a
-    training loss; and no copies.
+    training loss; and no copies, at composition, not after hours of training.
     """
-    for rule, message in (
-        (LinearisedLaplace("body"), r"block 'body' .*\('components',\)"),
-        (LinearisedLaplace(link="draws"), r"link='draws' .*draws=100"),
-        (LinearisedBelief(), r"no block holds a Gaussian"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            em(small, rule)
-    with pytest.raises(ValueError, match=r"training loss.*Categorical\(\)"):
-        em(small, LinearisedLaplace(), likelihood=Categorical(smoothing=0.1))
-    with pytest.raises(ValueError, match=r"block 'w' .*have copies"):
-        replace(bf.algorithms.fedavg(small), predictor=Mixture("w", "pi", each=LinearisedLaplace()))
-    with pytest.raises(
-        ValueError, match=r"2 copies; .*Mixture\('components', 'pi', each=LinearisedBelief\(\)\)"
-    ):
-        replace(em(small, None, posterior=MeanField(init_scale=0.3)), predictor=LinearisedBelief())
+    with pytest.raises(ValueError, match=words):
+        make(small)

@@ -64,13 +64,11 @@ def test_what_is_made_knows_its_method(case: Case, model: nn.Module):
         for key, one in inspect.signature(make).parameters.items()
         if key != "model"
     }
-    assert algorithm.made is not None
-    assert algorithm.made.function is inspect.unwrap(make)
-    assert algorithm.made.revision == 1
-    assert list(algorithm.made.options) == list(defaults)
-    assert algorithm.made.options == {**defaults, **fixed, **case.options}
-    assert replace(algorithm).made is None
-    assert replace(algorithm, draws=3).made is None
+    made = algorithm.made
+    assert made is not None
+    assert (made.function, made.revision) == (inspect.unwrap(make), 1)
+    assert list(made.options.items()) == list({**defaults, **fixed, **case.options}.items())
+    assert replace(algorithm).made is replace(algorithm, draws=3).made is None
 
 
 def test_a_method_of_ones_own(model: nn.Module):

@@ -32,12 +32,8 @@ def test_the_method_goes_on_as_without_it(name: str, clients: FederatedData, mod
     method = getattr(bf.algorithms, name)(model, **METHODS[name])
     both = with_personal(method, FIT)
     assert both.uplink(both.init(1)) == method.uplink(method.init(1))
-    for entry, alone in zip(
-        run(both, clients, rounds=2).server["w"].values(),
-        run(method, clients, rounds=2).server["w"].values(),
-        strict=True,
-    ):
-        assert torch.equal(entry, alone)
+    found, alone = (run(one, clients, rounds=2).server["w"] for one in (both, method))
+    assert_close(found, alone, atol=0, rtol=0)
 
 
 def test_it_is_ditto_on_fedavg(clients: FederatedData, model: nn.Module):
@@ -93,82 +89,52 @@ def test_restarting_forgets(clients: FederatedData, model: nn.Module):
     assert not torch.allclose(kept[0], v)
 
 
-def test_newcomers_start_from_what_they_receive(clients: FederatedData, model: nn.Module):
-    """By phases of their own where there are some; FIT without a step would be the model
-    received.
+@pytest.mark.parametrize("parted", [False, True])
+def test_newcomers_start_from_what_they_receive(
+    parted: bool, clients: FederatedData, model: nn.Module
+):
+    """By phases of their own where there are some; FIT without a step would be the model received,
+    which is put together where the method has a body and a head that everyone receives.
     """
     old, novel = clients.hold_out(2, seed=0)
-    still = replace(FIT, optimiser=SGD(0.0))
-    result = run(
-        with_personal(bf.algorithms.fedavg(model, **METHODS["fedavg"]), FIT, adapt=(still,)),
-        old,
-        rounds=2,
-    )
-    adapted = result.adapt(novel)
-    assert_close(
-        adapted.private["v"]["loc"], result.server["w"]["loc"].expand(2, -1), rtol=0, atol=0
-    )
-
-
-def test_a_model_in_parts_is_put_together(clients: FederatedData, model: nn.Module):
-    """Where the method has a body and a head that everyone receives, a newcomer starts
-    from both.
-    """
-    old, novel = clients.hold_out(2, seed=0)
-    both = Energy(("body", "head"), ("body", "head"), likelihood="mean")
+    both = ("body", "head")
     parts = bf.Algorithm(
         model,
-        {"body": Block("body.*"), "head": Block("head.*")},
-        (Descend(both, optimiser=SGD(0.1)),),
-        parts=("body", "head"),
+        {name: Block(f"{name}.*") for name in both},
+        (Descend(Energy(both, both, likelihood="mean"), optimiser=SGD(0.1)),),
+        parts=both,
     )
-    result = run(
-        with_personal(parts, FIT, adapt=(replace(FIT, optimiser=SGD(0.0)),)), old, rounds=2
-    )
-    leaves = result.algorithm.leaves(("body", "head"), result.server)
-    assert_close(
-        result.adapt(novel).private["v"]["loc"][0],
-        result.algorithm.layout("v").ravel(leaves),
-        rtol=0,
-        atol=0,
-    )
+    plain = parts if parted else bf.algorithms.fedavg(model, **METHODS["fedavg"])
+    still = replace(FIT, optimiser=SGD(0.0))
+    result = run(with_personal(plain, FIT, adapt=(still,)), old, rounds=2)
+    leaves = result.algorithm.leaves(plain.parts, result.server)
+    received = result.algorithm.layout("v").ravel(leaves).expand(2, -1)
+    assert_close(result.adapt(novel).private["v"]["loc"], received, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("method", "phases", "words"),
+    ("name", "phases", "options", "words"),
     [
-        (lambda model: bf.algorithms.fedavg(model), (), r"phases .*got none .*\['w'\]"),
+        ("fedavg", (), {}, r"phases .*got none .*\['w'\]"),
         (
-            lambda model: bf.algorithms.fedavg(model),
+            "fedavg",
             (FIT, replace(FIT, energy=Energy("u", ("u",), likelihood="mean"))),
+            {},
             "got .'v', 'u'.",
         ),
-        (lambda model: bf.algorithms.fedavg_ft(model), (FIT,), "fine-tunes its model"),
-        (lambda model: bf.algorithms.fedsi(model), (FIT,), "predicts by a predictor"),
-        (
-            lambda model: bf.algorithms.fedper(model),
-            (FIT,),
-            r"Algorithm\(SplitModel.* no single model",
+        ("fedavg", (), {"adapt": (FIT,)}, r"phases .*got \['v'\] .*\['w'\]"),
+        ("fedavg_ft", (FIT,), {}, "fine-tunes its model"),
+        ("clustered", (FIT,), {}, "fine-tunes its model"),
+        ("fedsi", (FIT,), {}, "predicts by a predictor"),
+        *(
+            (name, (FIT,), {}, r"Algorithm\(SplitModel.* no single model")
+            for name in ("fedper", "fedpac", "local")
         ),
-        (
-            lambda model: bf.algorithms.fedpac(model),
-            (FIT,),
-            r"Algorithm\(SplitModel.* no single model",
-        ),
-        (
-            lambda model: bf.algorithms.local(model),
-            (FIT,),
-            r"Algorithm\(SplitModel.* no single model",
-        ),
-        (lambda model: bf.algorithms.clustered(model), (FIT,), "fine-tunes its model"),
     ],
 )
-def test_what_does_not_fit(method: Any, phases: tuple[Any, ...], words: str, model: nn.Module):
+def test_what_does_not_fit(
+    name: str, phases: tuple[Any, ...], options: Any, words: str, model: nn.Module
+):
     """Refused where it is composed, by name."""
     with pytest.raises(ValueError, match=words):
-        with_personal(method(model), *phases)
-
-
-def test_phases_for_newcomers_alone(model: nn.Module):
-    with pytest.raises(ValueError, match=r"phases .*got \['v'\] .*\['w'\]"):
-        with_personal(bf.algorithms.fedavg(model), adapt=(FIT,))
+        with_personal(getattr(bf.algorithms, name)(model), *phases, **options)

@@ -12,11 +12,17 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.protocols import Batch, View
-from bayesfl.composition.block import Block
-from bayesfl.composition.energy import Energy
-from bayesfl.composition.phases import Descend, Once, Repeat
-from bayesfl.composition.predictors import Mixture
-from bayesfl.composition.priors import Normal, own_mean, server_mean
+from bayesfl.composition import (
+    Block,
+    Descend,
+    Energy,
+    Mixture,
+    Normal,
+    Once,
+    Repeat,
+    own_mean,
+    server_mean,
+)
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.optim import SGD, Adam
@@ -65,13 +71,9 @@ def test_two_steps_by_hand(model: nn.Module, clients: FederatedData, likelihood:
             strict=True,
         ):
             p.data = (p.data - lr * g + lr * k * c) / (1 + lr * k)
-    result = run(
-        pulled(model, variance, optimiser=SGD(lr), likelihood=likelihood, epochs=2),
-        one,
-        kernel=kernel,
-    )
+    stepped = pulled(model, variance, optimiser=SGD(lr), likelihood=likelihood, epochs=2)
     assert_close(
-        result.server["w"]["loc"],
+        run(stepped, one, kernel=kernel).server["w"]["loc"],
         torch.cat([p.detach().flatten() for p in network.parameters()]),
         atol=1e-12,
         rtol=0,
@@ -107,9 +109,9 @@ def test_stiff_priors_are_stable(model: nn.Module, clients: FederatedData):
     leaves the numbers.
     """
     options = {"optimiser": SGD(0.1), "epochs": 300, "likelihood": "sum"}
-    start = pulled(model, 1e-4).init(7, dtype=torch.float64)["w"]["loc"]
-    end = run(pulled(model, 1e-4, **options), clients).server["w"]["loc"]
-    assert 0 < float((end - start).abs().max()) < 0.01
+    stiff = pulled(model, 1e-4, **options)
+    moved = run(stiff, clients).server["w"]["loc"] - stiff.init(7, dtype=torch.float64)["w"]["loc"]
+    assert 0 < float(moved.abs().max()) < 0.01
     with pytest.raises(bf.DivergenceError):
         run(pulled(model, 1e-4, prox=False, **options), clients)
 
@@ -124,14 +126,6 @@ def test_a_wide_prior_changes_nothing(model: nn.Module, clients: FederatedData):
         atol=1e-10,
         rtol=0,
     )
-
-
-def test_prox_needs_a_gaussian_prior_of_points(model: nn.Module):
-    """Refused as the algorithm is built, with the remedy."""
-    prior = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1))
-    step = Descend(Energy("w", ("w",), likelihood="sum"), prox=True)
-    with pytest.raises(ValueError, match="use prox=False"):
-        bf.Algorithm(model, {"w": Block(posterior=MeanField(), prior=prior)}, (step,), parts=("w",))
 
 
 def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
@@ -152,14 +146,8 @@ def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
         for times in (3, 6)
         for kernel in ("reference", "layers")
     ]
-    for other in found[1:]:
-        assert_close(other.private["w"]["loc"], found[0].private["w"]["loc"], atol=1e-12, rtol=0)
-        assert_close(
-            other.private["velocity"]["w"]["loc"],
-            found[0].private["velocity"]["w"]["loc"],
-            atol=1e-12,
-            rtol=0,
-        )
+    kept = [(other.private["w"], other.private["velocity"]) for other in found]
+    assert_close(kept[1:], kept[:1] * 3, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
@@ -193,14 +181,6 @@ def test_passes_of_a_repeat_are_passes_of_its_only_phase(
     assert (
         trained(Repeat((one,), times=2 * most, batch_size=10))["loc"] - trained(step)["loc"]
     ).abs().max() > 1e-4
-
-
-def test_a_repeat_counts_batches_or_passes():
-    once = (Once(lambda algorithm, given, view, batch: view),)
-    assert Repeat(once, times=3).steps == 3
-    assert Repeat(once, epochs=3).steps is None
-    with pytest.raises(ValueError, match=r"epochs.*0"):
-        Repeat(once, epochs=0)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
@@ -283,26 +263,47 @@ def test_a_phase_of_another_kind_may_keep_something(model: nn.Module, clients: F
         assert found.private["count"].tolist() == [4] * clients.clients
 
 
-def test_an_energy_names_all_parts_of_the_predictor(model: nn.Module):
-    """A part that it leaves out would stay at the weights of the model as it was given."""
-    blocks = {"body": Block("body.*"), "head": Block("head.*")}
-    with pytest.raises(
-        ValueError,
-        match=r"\('body',\).*leave out \['head\.bias', 'head\.weight'\].*\('body', 'head'\)",
-    ):
-        bf.Algorithm(
-            model,
-            blocks,
-            (Descend(Energy("body", ("body",), likelihood="mean")),),
-            parts=("body", "head"),
-        )
+def test_a_repeat_counts_batches_or_passes():
+    once = (Once(lambda algorithm, given, view, batch: view),)
+    assert (Repeat(once, times=3).steps, Repeat(once, epochs=3).steps) == (3, None)
 
 
-def test_what_a_repeat_cannot_hold():
-    """Nothing, another Repeat, or a phase that would draw batches of its own."""
-    step = Descend(Energy("w", ("w",), likelihood="mean"))
-    with pytest.raises(ValueError, match="phases is empty"):
-        Repeat(())
-    for inner in (Repeat((step,)), replace(step, batch_size=7)):
-        with pytest.raises(ValueError, match=r"Repeat .*batch.*got (Repeat|Descend)"):
-            Repeat((inner,))  # type: ignore[arg-type]  # what it refuses
+STEP = Descend(Energy("w", ("w",), likelihood="mean"))
+BODY = Descend(Energy("body", ("body",), likelihood="mean"))
+WIDE = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda model: bf.Algorithm(
+                model,
+                {"w": Block(posterior=MeanField(), prior=WIDE)},
+                (replace(STEP, prox=True),),
+                parts=("w",),
+            ),
+            "use prox=False",
+        ),
+        (
+            lambda model: bf.Algorithm(
+                model,
+                {"body": Block("body.*"), "head": Block("head.*")},
+                (BODY,),
+                parts=("body", "head"),
+            ),
+            r"\('body',\).*leave out \['head\.bias', 'head\.weight'\].*\('body', 'head'\)",
+        ),
+        (lambda model: Repeat((STEP,), epochs=0), r"epochs.*0"),
+        (lambda model: Repeat(()), "phases is empty"),
+        (lambda model: Repeat((Repeat((STEP,)),)), r"Repeat .*batch.*got Repeat"),  # type: ignore[arg-type]
+        (lambda model: Repeat((replace(STEP, batch_size=7),)), r"Repeat .*batch.*got Descend"),
+    ],
+)
+def test_what_is_refused_as_it_is_composed(call: Any, words: str, model: nn.Module):
+    """A proximal step without a Gaussian prior of points; an energy that leaves out a part, which
+    would stay at the weights of the model as it was given; in a repeat nothing, another one, or a
+    phase that would draw batches of its own.
+    """
+    with pytest.raises(ValueError, match=words):
+        call(model)

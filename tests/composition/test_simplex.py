@@ -56,8 +56,7 @@ def test_closed_cases():
     """Equal features: weights as 1 / V; two at a squared distance d: V_1 / (V_1 + V_2 + d) on the
     other; far apart: each its own.
     """
-    v = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    h = torch.ones(3, 2, dtype=torch.float64)
+    v, h = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64), torch.ones(3, 2).double()
     a = simplex.minimise(h @ h.T + torch.diag(v), h @ h.T)
     assert_close(a, (1 / v / (1 / v).sum()).expand(3, 3), atol=1e-12, rtol=0)
     for distance in (0.0, 0.7, 3.0):
@@ -89,8 +88,7 @@ def test_projection():
     point = torch.tensor([0.9, 0.4, -0.2], dtype=torch.float64)
     steps = torch.linspace(0, 1, 401, dtype=torch.float64)
     mesh = torch.cartesian_prod(steps, steps)
-    mesh = torch.cat([mesh, 1 - mesh.sum(1, keepdim=True)], 1)
-    mesh = mesh[mesh[:, 2] >= 0]
+    mesh = torch.cat([mesh, 1 - mesh.sum(1, keepdim=True)], 1)[mesh.sum(1) <= 1]
     best = mesh[(mesh - point).square().sum(1).argmin()]
     assert_close(simplex.project(point), best, atol=3e-3, rtol=0)
 
@@ -124,9 +122,8 @@ def test_every_way_ends_at_the_minimum(exchanges: int, block: int, monkeypatch: 
     )
     wanted = simplex.minimise(quadratic, h @ h.T)
     assert float(simplex.kkt(quadratic, h @ h.T, wanted).max()) < 1e-12
-    monkeypatch.setattr(simplex, "EXCHANGES", exchanges)
-    monkeypatch.setattr(simplex, "BYTES", block)
-    monkeypatch.setattr(simplex, "MOST_STEPS", 3)
+    for name, value in (("EXCHANGES", exchanges), ("BYTES", block), ("MOST_STEPS", 3)):
+        monkeypatch.setattr(simplex, name, value)
     found = simplex.minimise(quadratic, h @ h.T)
     assert_close(found, wanted, atol=1e-10, rtol=0)
     assert float(simplex.kkt(quadratic, h @ h.T, found).max()) < 1e-12

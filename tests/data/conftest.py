@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bayesfl.data import ClientData, Source, from_arrays
+from bayesfl.data import ClientData, Source, from_arrays, load
 from bayesfl.data.recipes.images import FINE_TO_COARSE
 from tests.data.made import arrays
 
@@ -18,6 +18,12 @@ def split():
 @pytest.fixture
 def data():
     return from_arrays(*arrays(sizes=(20, 30, 25)), validation=0.2, calibration=0.1, seed=3)
+
+
+@pytest.fixture(scope="module")
+def digits() -> Source:
+    """Scikit-learn's digits."""
+    return load("digits")
 
 
 @pytest.fixture(scope="module")

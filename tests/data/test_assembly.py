@@ -9,10 +9,12 @@ from tests.data.made import arrays
 def test_shares_are_disjoint_and_as_large_as_stated(data):
     rows = [set(split.index.tolist()) for split in data.splits.values()]
     assert sum(map(len, rows)) == len(set.union(*rows)) == 75
-    assert data.counts["test"].tolist() == [4, 6, 5]
-    assert data.counts["validation"].tolist() == [3, 5, 4]  # a fifth of 16, 24, 20
-    assert data.counts["calibration"].tolist() == [2, 2, 2]
-    assert data.counts["train"].tolist() == [11, 17, 14]
+    assert {name: counts.tolist() for name, counts in data.counts.items()} == {
+        "test": [4, 6, 5],
+        "validation": [3, 5, 4],  # a fifth of 16, 24, 20
+        "calibration": [2, 2, 2],
+        "train": [11, 17, 14],
+    }
 
 
 def test_shares_are_stratified(data):
@@ -24,7 +26,6 @@ def test_shares_are_stratified(data):
 
 def test_calibration_does_not_move_validation():
     xs, ys = arrays(sizes=(20, 30))
-    alone = from_arrays(xs, ys, validation=0.2)
-    both = from_arrays(xs, ys, validation=0.2, calibration=0.2)
+    alone, both = (from_arrays(xs, ys, validation=0.2, calibration=share) for share in (0.0, 0.2))
     assert alone.validation.index.tolist() == both.validation.index.tolist()
     assert "calibration" not in alone.splits

@@ -20,12 +20,6 @@ def images():
     return from_arrays(x, np.arange(30) % 3, client_ids=np.arange(30) % 4)
 
 
-def two(**options) -> bf.data.FederatedData:
-    """Clients with tokens and numbers."""
-    x = {"tokens": np.arange(40).reshape(20, 2), "numbers": np.arange(20.0)}
-    return from_arrays(x, [0, 1] * 10, client_ids=[0] * 8 + [1] * 12, **options)
-
-
 def writes(x: Tensor) -> Tensor:
     x[:, 0] = 0
     return x
@@ -52,8 +46,7 @@ MEAN, STD = torch.full((2, 1, 1), 127.0), torch.full((2, 1, 1), 60.0)
 )
 def test_what_is_done_row_by_row_is_taken(images, transform):
     given = transform if not hasattr(transform, "__self__") else lambda x: transform(x.float())
-    done = images.transformed(given)
-    x, y = done.test.client(2)
+    x, y = images.transformed(given).test.client(2)
     assert len(bf.base.inputs.first(x)) == len(y)
 
 
@@ -134,11 +127,11 @@ def test_what_no_augmentation_may_do(images, augment, message):
 
 
 def test_an_augmentation_draws_by_torch_and_may_mix_rows(images):
-    flips = images.augmented(
-        lambda x: torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(-1), x)
-    )
-    assert flips.train.augment is not None
-    assert images.augmented(lambda x: x[torch.randperm(len(x))]).train.augment is not None
+    for augment in (
+        lambda x: torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(-1), x),
+        lambda x: x[torch.randperm(len(x))],
+    ):
+        assert images.augmented(augment).train.augment is not None
 
 
 @pytest.mark.parametrize("check", [check_transform, check_augment])
@@ -150,17 +143,20 @@ def test_a_trial_leaves_torch_s_generator_as_it_was(images, check):
 
 
 def test_trees_are_tried_as_models_are_called():
-    data = two().transformed(lambda x: {"tokens": x["tokens"] + 1, "numbers": x["numbers"] / 20})
+    x = {"tokens": np.arange(40).reshape(20, 2), "numbers": np.arange(20.0)}
+    two = from_arrays(x, [0, 1] * 10, client_ids=[0] * 8 + [1] * 12)
+    data = two.transformed(lambda x: {"tokens": x["tokens"] + 1, "numbers": x["numbers"] / 20})
     assert data.train.client(0)[0]["tokens"].min() >= 1
-    with pytest.raises(ValueError, match=r"^transform gives a row other numbers"):
-        two().transformed(lambda x: x | {"numbers": x["numbers"] - x["numbers"].mean()})
-    with pytest.raises(ValueError, match=r"^transform writes into its input"):
-        two().transformed(lambda x: x | {"numbers": x["numbers"].mul_(2)})
+    for change, words in (
+        (lambda numbers: numbers - numbers.mean(), "gives a row other numbers"),
+        (lambda numbers: numbers.mul_(2), "writes into its input"),
+    ):
+        with pytest.raises(ValueError, match=f"^transform {words}"):
+            two.transformed(lambda x, change=change: x | {"numbers": change(x["numbers"])})
 
 
 def test_frozen_networks_may_be_part_of_a_transform(images):
     """Whether or not somebody has frozen their weights."""
     body = nn.Linear(72, 3)
     features = images.transformed(lambda x: body(x.flatten(1).float()))
-    assert features.inputs == (3,)
-    assert not features.train.client(0)[0].requires_grad
+    assert (features.inputs, features.train.client(0)[0].requires_grad) == ((3,), False)

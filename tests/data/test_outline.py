@@ -14,7 +14,9 @@ NAMES = ("Zurich", "Basel", "7", "1")
 
 
 def test_a_client_is_a_name_or_a_number():
+    """Where the two agree there is nothing to guess; a place need not be a name."""
     assert [place(client, NAMES) for client in ("Basel", 0, np.int64(2), "7")] == [1, 0, 2, 2]
+    assert [place(1, ("0", "1", "2")), place(0, ("1", "2", "3"))] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -33,11 +35,6 @@ def test_what_could_be_either_of_two_is_refused(client, names, words):
     """Which is meant is not guessed; the nearest names are offered."""
     with pytest.raises(ValueError, match=words):
         place(client, names)
-
-
-def test_where_number_and_name_agree_there_is_nothing_to_guess():
-    assert place(1, ("0", "1", "2")) == 1
-    assert place(0, ("1", "2", "3")) == 0  # a place, which is no name
 
 
 def test_names_that_read_as_a_number_are_that_number():
@@ -76,11 +73,6 @@ def test_numbers_are_places_where_names_are_numbers_too():
     assert data.select(["3", "1"]).client_names == ("3", "1")
     with pytest.raises(ValueError, match=r"client 1 is ambiguous: .*; pass a name, as text"):
         data.select([0, 1])
-
-
-def test_an_outline_is_read_back():
-    data = bf.data.from_arrays(torch.randn(40, 2), torch.arange(40) % 2, client_ids=["a", "b"] * 20)
-    assert Outline.read(loads(dumps(asdict(data.outline)))) == data.outline
 
 
 def test_shapes_of_several_inputs_survive_json():

@@ -1,5 +1,6 @@
 """Data sets: what one is, and what is said of those that are known."""
 
+import subprocess
 import sys
 from typing import Any
 
@@ -17,8 +18,7 @@ SMALL: dict[Any, dict[str, Any]] = {
 def test_every_source_has_terms_and_citation():
     for name, info in available().items():
         assert info.name == name
-        assert info.licence
-        assert info.citation
+        assert all((info.licence, info.citation)), name
 
 
 def test_source_of_your_own_tensors():
@@ -29,8 +29,12 @@ def test_source_of_your_own_tensors():
         torch.tensor([3, 0]),
         name="mine",
     )
-    assert (source.outputs, source.train, source.task) == (4, 4, "classification")
-    assert source.x_test.sum() == 4
+    assert (source.outputs, source.train, source.task, source.x_test.sum()) == (
+        4,
+        4,
+        "classification",
+        4,
+    )
     line = Source.from_parts(
         torch.zeros(4, 2), torch.zeros(4, 3), torch.ones(2, 2), torch.zeros(2, 3), name="line"
     )
@@ -80,8 +84,6 @@ def test_import_brings_torch_and_numpy_only():
     """In a fresh interpreter, importing the data modules loads nothing that is used by
     some only.
     """
-    import subprocess
-
     lazy = ("sklearn", "torchvision", "scipy", "pandas", "PIL")
     code = (
         f"import sys, bayesfl.data, bayesfl.models; print([m for m in {lazy} if m in sys.modules])"

@@ -4,6 +4,7 @@ compare with.
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.trees import flatten, nest
 from bayesfl.data import FederatedData
+from bayesfl.federation.rounds.faults import FAULTS, Fault
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.store import files
 from bayesfl.flower import Deployed, client_app, records, serve
-from tests.flower.grid import LocalGrid
+from tests.flower.grid import Alter, LocalGrid
 
 OPTIONS: dict[str, Any] = {"rounds": 3, "seed": 3, "dtype": torch.float64}
 TOWNS = ("Basel", "Bern", "Brig", "Chur", "Genf", "Thun", "Visp")
@@ -55,7 +57,8 @@ def deploy(
     grid: LocalGrid | None = None,
     **options: Any,
 ) -> Deployed:
-    grid = grid or grid_of(algorithm, clients, folder, calibration=options.get("calibration", ()))
+    own = {"calibration": options.get("calibration", ()), "alter": options.pop("alter", None)}
+    grid = grid or grid_of(algorithm, clients, folder, **own)
     return serve(grid, algorithm, clients=clients.clients, **{**OPTIONS, "timeout": 5.0, **options})
 
 
@@ -101,10 +104,55 @@ def simulated(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -
     )
 
 
-def assert_same(found: Deployed, folder: Path, sim: Result) -> None:
+def assert_same(
+    found: Deployed,
+    folder: Path,
+    sim: Result,
+    nodes: Sequence[int] | None = None,
+    atol: float = 1e-6,
+) -> None:
     """Server's and clients' states are the simulation's."""
-    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
-    assert_close(private(found, folder), flatten(sim.private), atol=1e-6, rtol=0)
+    assert_close(flatten(found.server), flatten(sim.server), atol=atol, rtol=0)
+    if sim.private:
+        assert_close(private(found, folder, nodes), flatten(sim.private), atol=atol, rtol=0)
+
+
+def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tensor]:
+    """What a client predicted for its test data."""
+    place = f"node-{100 + client}/{deployed.experiment}/client-{client}/predictions.safetensors"
+    return files.read_file(folder / place, files.NODE)["predictions"]
+
+
+def assert_predicts(found: Deployed, folder: Path, sim: Result, atol: float = 1e-6) -> None:
+    """Clients' predictions are the simulation's."""
+    predicted = sim.predict()
+    for client in range(found.clients):
+        mine, wanted = predictions(found, folder, client), predicted.client(client)
+        assert_close(mine["probs"], wanted.probs, atol=atol, rtol=0)
+
+
+def trains(message: Message, round: int | None = None) -> bool:
+    """Whether a message asks for training, in any round or in one."""
+    kind = message.metadata.message_type
+    return kind == "train" and (round is None or asked(message, "round") == round)
+
+
+def spoilt(
+    client: int, change: Callable[[Message], Message | None], round: int | None = None
+) -> Alter:
+    """Changes what a client replies to training, in any round or in one."""
+    return lambda who, message, reply: (
+        change(reply) if who == client and trains(message, round) else reply
+    )
+
+
+def unheard(reply: Message) -> None:
+    """The reply does not arrive."""
+
+
+def losing(client: int, round: int) -> Callable[..., dict[int, Fault]]:
+    """Faults of a simulation that loses a client in a round."""
+    return lambda now, attempt, ids: {client: FAULTS["lost"]} if now == round else {}
 
 
 class Killed(BaseException):
@@ -160,3 +208,12 @@ def tuned() -> tuple[bf.Algorithm, FederatedData]:
     clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
     model = bf.models.mlp(64, hidden=8, outputs=5)
     return bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5), clients
+
+
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The server's clock, which only sleeping moves."""
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    for module in ("post", "roster"):
+        monkeypatch.setattr(f"bayesfl.flower.{module}.time", clock)
+    return clock

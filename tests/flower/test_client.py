@@ -25,6 +25,8 @@ from tests.flower.made import (
     method,
     rounds_of,
     simulated,
+    spoilt,
+    trains,
     tuned,
     waits,
 )
@@ -37,45 +39,30 @@ def test_an_acknowledgement_is_all_that_leaves(
     algorithm, sent = method("pfedvem", model), []
 
     def alter(client: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type == "train":
-            sent.append(
-                (asked(message, "sends"), sorted(reply.content), list(reply.content["metrics"]))
-            )
+        if trains(message):
+            told = tuple(sorted(reply.content)), tuple(reply.content["metrics"])
+            sent.append((asked(message, "sends"), *told))
         return reply
 
-    deploy(
-        algorithm,
-        clients,
-        tmp_path,
-        grid_of(algorithm, clients, tmp_path, alter=alter),
-        participation=0.5,
-    )
-    assert {sends for sends, *_ in sent} == {True, False}
-    assert all(
-        names == (["config", "metrics", "up"] if sends else ["config", "metrics"])
-        for sends, names, _ in sent
-    )
-    assert all(measured == (["train_nll"] if sends else []) for sends, _, measured in sent)
+    deploy(algorithm, clients, tmp_path, alter=alter, participation=0.5)
+    assert set(sent) == {
+        (True, ("config", "metrics", "up"), ("train_nll",)),
+        (False, ("config", "metrics"), ()),
+    }
 
 
 def test_a_node_that_became_another_client(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fedavg: bf.Algorithm, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """Two nodes change places in mid-run: their replies are not taken for each other's."""
-    algorithm = method("fedavg", model)
-    grid = grid_of(algorithm, clients, tmp_path)
+    grid = grid_of(fedavg, clients, tmp_path)
 
-    def alter(client: int, message: Message, reply: Message) -> Message:
-        if (
-            message.metadata.message_type == "train"
-            and asked(message, "round") == 0
-            and client == 6
-        ):
-            grid.ids = {100: 1, 101: 0}
+    def swap(reply: Message) -> Message:
+        grid.ids = {100: 1, 101: 0}
         return reply
 
-    grid.alter = alter
-    found = deploy(algorithm, clients, tmp_path, grid)
+    grid.alter = spoilt(6, swap, round=0)
+    found = deploy(fedavg, clients, tmp_path, grid)
     assert found.history["rejected"].tolist() == [0.0, 2.0, 2.0]
     assert re.search(r"client 0, .*client 1\b", caplog.text)
 
@@ -110,26 +97,20 @@ def test_another_method_is_refused(
         rounds=1,
     )
     assert "runs another method" in caplog.text
-    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+    assert not any(map(trains, grid.sent))
 
 
 def test_a_client_that_lost_its_state_says_so(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+    ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path, caplog: Any
 ):
     """It cannot go on from another one; the others do."""
-    algorithm = method("ditto", model)
 
-    def alter(client: int, message: Message, reply: Message) -> Message:
-        if (
-            message.metadata.message_type == "train"
-            and asked(message, "round") == 0
-            and client == 1
-        ):
-            for file in tmp_path.rglob("client-1/state-*"):
-                file.unlink()
+    def emptied(reply: Message) -> Message:
+        for file in tmp_path.rglob("client-1/state-*"):
+            file.unlink()
         return reply
 
-    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
+    found = deploy(ditto, clients, tmp_path, alter=spoilt(1, emptied, round=0))
     assert re.search(r"client 1 .*left out.*error 2", caplog.text)
     assert (
         f"holds no state 000001-{found.sessions[0]}; bring the folder back, or start another "
@@ -140,12 +121,11 @@ def test_a_client_that_lost_its_state_says_so(
 
 
 def test_load_data_returns_one_client(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+    fedavg: bf.Algorithm, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
 ):
     """All of them would be somebody else's data."""
-    algorithm = method("fedavg", model)
-    grid = LocalGrid({100: client_app(algorithm, lambda context: clients)}, tmp_path)
-    waits(grid, monkeypatch, algorithm=algorithm, clients=1, rounds=1)
+    grid = LocalGrid({100: client_app(fedavg, lambda context: clients)}, tmp_path)
+    waits(grid, monkeypatch, algorithm=fedavg, clients=1, rounds=1)
     assert re.search(r"load_data .*got 7; data\.select\(\[0\]\)", caplog.text)
 
 

@@ -12,104 +12,69 @@ from torch import nn
 from bayesfl.data import FederatedData
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.flower import load
-from tests.flower.grid import Alter
-from tests.flower.made import Killed, asked, assert_same, deploy, grid_of, method, simulated
-
-
-def test_a_damaged_checkpoint_costs_a_round(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
-):
-    """The one before it is taken, and the clients still have the states that it names."""
-    algorithm = method("ditto", model)
-    deploy(
-        algorithm, clients, tmp_path, rounds=4, participation=0.7, checkpoint=tmp_path / "server"
-    )
-    newest = max((tmp_path / "server").glob("round-*"))
-    newest.write_bytes(newest.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match="is damaged"):
-        found = deploy(
-            algorithm,
-            clients,
-            tmp_path,
-            rounds=6,
-            participation=0.7,
-            checkpoint=tmp_path / "server",
-        )
-    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=6, participation=0.7))
+from tests.flower.made import (
+    Killed,
+    assert_same,
+    deploy,
+    method,
+    simulated,
+    spoilt,
+)
 
 
 def test_a_run_that_goes_on_spares_what_the_older_checkpoint_names(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    ditto: Any, clients: FederatedData, tmp_path: Path
 ):
     """Killed right after it went on, with the checkpoint that it went on from damaged since: the
     older one still has its states.
     """
-    algorithm = method("ditto", model)
     options: dict[str, Any] = {"checkpoint": tmp_path / "server", "rounds": 6}
 
-    def alter(round: int) -> Alter:
-        def dies(client: int, message: Message, reply: Message) -> Message:
-            if (
-                message.metadata.message_type == "train"
-                and asked(message, "round") == round
-                and client == 6
-            ):
-                raise Killed
-            return reply
+    def dies(reply: Message) -> Message:
+        raise Killed
 
-        return dies
-
-    for round in (4, 4):
+    for _ in range(2):
         with pytest.raises(Killed):
-            deploy(
-                algorithm,
-                clients,
-                tmp_path,
-                grid_of(algorithm, clients, tmp_path, alter=alter(round)),
-                **options,
-            )
+            deploy(ditto, clients, tmp_path, alter=spoilt(6, dies, round=4), **options)
     newest = max((tmp_path / "server").glob("round-*"))
     assert newest.name == "round-000004.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     with pytest.warns(UserWarning, match="is damaged"):
-        found = deploy(algorithm, clients, tmp_path, **options)
-    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=6))
+        found = deploy(ditto, clients, tmp_path, **options)
+    assert_same(found, tmp_path, simulated(ditto, clients, rounds=6))
 
 
-def test_one_server_a_folder(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_one_server_a_folder(fedavg: Any, clients: FederatedData, tmp_path: Path):
     """A second one is refused while the first is at work."""
-    algorithm, refused = method("fedavg", model), []
+    refused = []
 
-    def alter(client: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type == "train" and not refused:
-            with pytest.raises(ValueError, match=r"checkpoint folder .*in use"):
-                deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server")
-            refused.append(client)
+    def meanwhile(reply: Message) -> Message:
+        with pytest.raises(ValueError, match=r"checkpoint folder .*in use"):
+            deploy(fedavg, clients, tmp_path, checkpoint=tmp_path / "server")
+        refused.append(reply)
         return reply
 
-    deploy(
-        algorithm,
-        clients,
-        tmp_path,
-        grid_of(algorithm, clients, tmp_path, alter=alter),
-        checkpoint=tmp_path / "server",
-    )
-    assert refused == [0]
-    deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server")
+    alter = spoilt(0, meanwhile, round=0)
+    deploy(fedavg, clients, tmp_path, alter=alter, checkpoint=tmp_path / "server")
+    assert len(refused) == 1
+    deploy(fedavg, clients, tmp_path, checkpoint=tmp_path / "server")
 
 
 def test_another_run_in_the_folder(model: nn.Module, clients: FederatedData, tmp_path: Path):
     """Other settings, another method or a simulation's checkpoints are not gone on from."""
     algorithm, folder = method("fedavg", model), tmp_path / "server"
     deploy(algorithm, clients, tmp_path, rounds=2, checkpoint=folder)
-    with pytest.raises(ValueError, match=r"keeps its settings, seed: saved 3, given 4; "):
-        deploy(algorithm, clients, tmp_path, rounds=3, seed=4, checkpoint=folder)
-    with pytest.raises(ValueError, match=r"rounds .*2 .*already done; got 1"):
-        deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=folder)
-    with pytest.raises(CheckpointError, match="another method"):
-        deploy(method("ditto", model), clients, tmp_path, checkpoint=folder)
+    for other, options, words in (
+        (algorithm, {"seed": 4}, r"keeps its settings, seed: saved 3, given 4; "),
+        (algorithm, {"rounds": 1}, r"rounds .*2 .*already done; got 1"),
+        (method("ditto", model), {}, "another method"),
+    ):
+        with pytest.raises((ValueError, CheckpointError), match=words):
+            deploy(other, clients, tmp_path, checkpoint=folder, **options)
     simulated(algorithm, clients, checkpoint=tmp_path / "simulated")
-    with pytest.raises(CheckpointError, match=r"a run of bf\.simulate, not the checkpoints"):
-        load(tmp_path / "simulated", algorithm)
-    with pytest.raises(TypeError, match=r"algorithm .*Algorithm.* got SplitModel"):
-        load(folder, model)  # type: ignore[arg-type]
+    for path, given, words in (
+        (tmp_path / "simulated", algorithm, r"a run of bf\.simulate, not the checkpoints"),
+        (folder, model, r"algorithm .*Algorithm.* got SplitModel"),
+    ):
+        with pytest.raises((CheckpointError, TypeError), match=words):
+            load(path, given)  # type: ignore[arg-type]

@@ -7,20 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Message
-from torch import nn
 
 from bayesfl.data import FederatedData
 from bayesfl.flower.roster import Roster
-from tests.flower.made import changed, deploy, first, grid_of, method, packed
+from tests.flower.made import changed, deploy, first, grid_of, packed
 
 
 def test_what_a_client_says_of_its_data_buys_little(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+    fedavg: Any, clients: FederatedData, tmp_path: Path, caplog: Any
 ):
     """Limits grow with the examples that a node says it has, up to a hundredfold; the log
     names it.
     """
-    algorithm = method("fedavg", model)
 
     def alter(client: int, message: Message, reply: Message) -> Message:
         if client != 2 or message.metadata.message_type == "evaluate":
@@ -31,18 +29,18 @@ def test_what_a_client_says_of_its_data_buys_little(
             else packed(reply, first(lambda t: t + 1e6))
         )
 
-    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
+    found = deploy(fedavg, clients, tmp_path, alter=alter)
     assert found.history["rejected"].tolist() == [1.0, 1.0, 1.0]
     assert re.search(rf"client 2 .*{2**40} training examples", caplog.text)
 
 
 def test_counts_of_clients_that_are_away(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fedavg: Any, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """They are in the checkpoint; where they are not known, they don't count."""
     assert Roster(3, {}, patience=1.0, counts={1: 5}).sizes().tolist() == [0, 5, 0]
-    algorithm, folder = method("fedavg", model), tmp_path / "server"
-    deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=folder)
+    folder = tmp_path / "server"
+    deploy(fedavg, clients, tmp_path, rounds=1, checkpoint=folder)
 
     def alter(client: int, message: Message, reply: Message) -> Message:
         return (
@@ -51,9 +49,9 @@ def test_counts_of_clients_that_are_away(
             else reply
         )
 
-    grid = grid_of(algorithm, clients, tmp_path, alter=alter)
+    grid = grid_of(fedavg, clients, tmp_path, alter=alter)
     grid.apps = {node: grid.apps[node] for node in (100, 102)}
-    found = deploy(algorithm, clients, tmp_path, grid, rounds=2, checkpoint=folder, timeout=0.05)
+    found = deploy(fedavg, clients, tmp_path, grid, rounds=2, checkpoint=folder, timeout=0.05)
     assert found.history["bytes_down"][1] == found.history["bytes_down"][0] * 2 / clients.clients
     median = np.median(
         [2**40 if client == 2 else n for client, n in enumerate(clients.train.counts)]

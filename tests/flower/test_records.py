@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message
@@ -17,21 +16,22 @@ from torch import nn
 
 from bayesfl.data import FederatedData
 from bayesfl.federation.rounds.admission import PROTOCOL
-from bayesfl.federation.rounds.faults import FAULTS, Fault
-from bayesfl.federation.settings import Settings
 from bayesfl.flower import records
 from tests.flower.grid import LocalGrid
 from tests.flower.made import (
-    asked,
     assert_same,
     changed,
     deploy,
     first,
     grid_of,
+    losing,
     method,
     packed,
     rounds_of,
     simulated,
+    spoilt,
+    trains,
+    unheard,
 )
 
 
@@ -51,7 +51,7 @@ def lacking(reply: Message, name: str) -> Message:
 
 
 BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
-    "silent": (lambda reply: None, "did not reply within"),
+    "silent": (unheard, "did not reply within"),
     "raises": (
         lambda reply: Message(Error(code=2, reason="out of memory"), metadata=reply.metadata),
         "error 2: out of memory",
@@ -102,49 +102,24 @@ def test_a_bad_reply_is_left_out(
     """
     algorithm, (change, words) = method("pfedvem", model), BAD[kind]
 
-    def alter(client: int, message: Message, reply: Message) -> Message | None:
-        bad = (
-            message.metadata.message_type == "train"
-            and asked(message, "round") == 1
-            and client == 2
-        )
-        return change(reply) if bad else reply
-
-    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {2: FAULTS["lost"]} if round == 1 else {}
-
     with caplog.at_level(logging.WARNING):
-        found = deploy(
-            algorithm,
-            clients,
-            tmp_path,
-            grid_of(algorithm, clients, tmp_path, alter=alter),
-            timeout=0.3,
-        )
+        found = deploy(algorithm, clients, tmp_path, alter=spoilt(2, change, round=1), timeout=0.3)
     (line,) = [record.message for record in caplog.records if "is left out" in record.message]
-    assert_same(found, tmp_path, simulated(algorithm, clients, faults=plan))
-    assert line.startswith("round 1: client 2 is left out: ")
-    assert re.search(words, line)
-    lost = kind == "silent"
-    cohort = Settings(3, 1.0, algorithm.sampling, algorithm.train, 3, None).cohort(
-        clients.clients, 1
-    )
-    assert 2 in cohort
+    assert_same(found, tmp_path, simulated(algorithm, clients, faults=losing(2, round=1)))
+    assert re.match(f"round 1: client 2 is left out: .*{words}", line)
     assert (found.history["lost"][1], found.history["rejected"][1]) == (
-        float(lost),
-        float(not lost),
+        (1.0, 0.0) if kind == "silent" else (0.0, 1.0)
     )
     assert rounds_of(found.base) == [3] * clients.clients
 
 
 def test_an_unreadable_reply_costs_nobody_else(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fedavg: Any, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """Whatever reading it raises; a lost connection ends the run."""
-    algorithm = method("fedavg", model)
     for error in (IndexError, RecursionError, KeyError, MemoryError):
         caplog.clear()
-        grid = grid_of(algorithm, clients, tmp_path)
+        grid = grid_of(fedavg, clients, tmp_path)
         honest = grid.pull_messages
 
         def pull(
@@ -152,19 +127,19 @@ def test_an_unreadable_reply_costs_nobody_else(
         ) -> Iterable[Message]:
             replies = list(honest(ids))
             for reply in replies:
-                if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 102:
+                if trains(reply) and reply.metadata.src_node_id == 102:
                     raise error("odd bytes")
             return replies
 
         grid.pull_messages = pull  # type: ignore[method-assign]
-        found = deploy(algorithm, clients, tmp_path, grid, rounds=1)
+        found = deploy(fedavg, clients, tmp_path, grid, rounds=1)
         assert found.history["cohort"].tolist() == [6.0]
         assert re.search(rf"client 2 .*left out.*{error.__name__}", caplog.text)
-    grid = grid_of(algorithm, clients, tmp_path)
+    grid = grid_of(fedavg, clients, tmp_path)
 
     def gone(ids: Iterable[str]) -> Iterable[Message]:
         raise httpx.ConnectError("the SuperLink is away")
 
     grid.pull_messages = gone  # type: ignore[method-assign]
     with pytest.raises(httpx.ConnectError):
-        deploy(algorithm, clients, tmp_path, grid, rounds=1)
+        deploy(fedavg, clients, tmp_path, grid, rounds=1)

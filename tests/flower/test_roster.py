@@ -3,16 +3,13 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import Message
 from torch import nn
 
 from bayesfl.data import FederatedData
-from bayesfl.federation.rounds.faults import FAULTS, Fault
 from bayesfl.flower import client_app, load
 from bayesfl.flower.roster import Roster
 from tests.flower.made import (
@@ -23,8 +20,11 @@ from tests.flower.made import (
     changed,
     deploy,
     grid_of,
+    losing,
     method,
     simulated,
+    sleeping,
+    trains,
     waits,
 )
 
@@ -56,7 +56,7 @@ def test_nodes_that_go_are_forgotten(
 def test_every_node_is_one_client(
     ids: dict[int, Any],
     words: str,
-    model: nn.Module,
+    fedavg: Any,
     clients: FederatedData,
     tmp_path: Path,
     monkeypatch: Any,
@@ -65,58 +65,52 @@ def test_every_node_is_one_client(
     """A node that is none of them, or one that is there already, is not taken; the server goes on
     waiting.
     """
-    algorithm = method("fedavg", model)
-    grid = grid_of(algorithm, clients, tmp_path, ids=ids)
+    grid = grid_of(fedavg, clients, tmp_path, ids=ids)
     if ids[101] == 9:
-        app = client_app(algorithm, lambda context: clients.select([1]))
-        grid.apps = {**grid.apps, 101: app}
-    waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
+        grid.apps = {**grid.apps, 101: client_app(fedavg, lambda context: clients.select([1]))}
+    waits(grid, monkeypatch, algorithm=fedavg, clients=clients.clients, rounds=1)
     (line,) = [record.message for record in caplog.records if "is not taken" in record.message]
-    assert line.startswith("node 101 is not taken: ")
-    assert re.search(words, line)
+    assert re.match(f"node 101 is not taken: .*{words}", line)
 
 
 def test_a_client_is_bound_to_its_key(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+    fedavg: Any, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
 ):
     """In a run that goes on, a node with another key cannot be the same client."""
-    algorithm = method("fedavg", model)
     options: dict[str, Any] = {"checkpoint": tmp_path / "server"}
-    deploy(algorithm, clients, tmp_path, **options)
-    grid = grid_of(algorithm, clients, tmp_path, keys={103: b"somebody else's"})
-    options |= {"algorithm": algorithm, "clients": clients.clients, **OPTIONS, "rounds": 4}
+    deploy(fedavg, clients, tmp_path, **options)
+    grid = grid_of(fedavg, clients, tmp_path, keys={103: b"somebody else's"})
+    options |= {"algorithm": fedavg, "clients": clients.clients, **OPTIONS, "rounds": 4}
     waits(grid, monkeypatch, **options)
     assert re.search(r"node 103 .*not taken.*client 3 .*key", caplog.text)
 
 
 def test_a_client_keeps_its_name(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+    fedavg: Any, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
 ):
     """In a run that goes on, data of another name are somebody else's; those who are awaited are
     called by their names.
     """
-    algorithm = method("fedavg", model)
     towns = replace(clients, client_names=TOWNS)
     options: dict[str, Any] = {"checkpoint": tmp_path / "server"}
     assert (
-        deploy(algorithm, towns, tmp_path, **options).names
-        == load(tmp_path / "server", algorithm).names
+        deploy(fedavg, towns, tmp_path, **options).names
+        == load(tmp_path / "server", fedavg).names
         == TOWNS
     )
     other = replace(clients, client_names=(*TOWNS[:3], "Zug", *TOWNS[4:]))
-    options |= {"algorithm": algorithm, "clients": clients.clients, **OPTIONS, "rounds": 4}
-    waits(grid_of(algorithm, other, tmp_path), monkeypatch, **options)
+    options |= {"algorithm": fedavg, "clients": clients.clients, **OPTIONS, "rounds": 4}
+    waits(grid_of(fedavg, other, tmp_path), monkeypatch, **options)
     assert re.search(r"node 103 .*not taken: client 3 was called 'Chur', .*'Zug' now", caplog.text)
     assert re.search(r"waiting for client 0 \('Basel'\), .*client 3 \('Chur'\), ", caplog.text)
 
 
 def test_nodes_without_keys_are_named(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fedavg: Any, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """They work, as in a trial, and the log says what that means."""
-    algorithm = method("fedavg", model)
     keys = {100 + client: b"" for client in range(clients.clients)}
-    deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, keys=keys), rounds=1)
+    deploy(fedavg, clients, tmp_path, grid_of(fedavg, clients, tmp_path, keys=keys), rounds=1)
     assert re.search(r"node 100 .*client 0 .*no key", caplog.text)
 
 
@@ -125,28 +119,21 @@ def test_nodes_without_keys_are_named(
 def test_a_node_whose_inputs_are_made_otherwise_is_named(
     kind: str,
     other: Any,
-    model: nn.Module,
+    fedavg: Any,
     clients: FederatedData,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ):
     """The server cannot know whether that is meant; the same function elsewhere is no news."""
-    algorithm = method("fedavg", model)
-    name = {"transform": "transformed", "augment": "augmented"}[kind]
-    data = getattr(clients, name)(lambda x: x / 2)
-
-    def grid(folder: str, change: Any) -> Any:
-        third = clients if change is None else getattr(clients, name)(change)
-        made = grid_of(algorithm, data, tmp_path / folder)
-        made.apps = {**made.apps, 103: client_app(algorithm, lambda context: third.select([3]))}
-        return made
-
-    deploy(algorithm, clients, tmp_path, grid("one", lambda x: x / 2), rounds=1)
-    assert "of its inputs than" not in caplog.text
-    deploy(algorithm, clients, tmp_path, grid("other", other), rounds=1)
-    assert re.search(
-        rf"client 3 .*has another {kind} of its inputs than the first client", caplog.text
-    )
+    made = getattr(clients, {"transform": "transformed", "augment": "augmented"}[kind])
+    told = rf"client 3 .*has another {kind} of its inputs than the first client"
+    for folder, change, said in (("one", lambda x: x / 2, False), ("other", other, True)):
+        third = clients if change is None else made(change)
+        grid = grid_of(fedavg, made(lambda x: x / 2), tmp_path / folder)
+        own = client_app(fedavg, lambda context, third=third: third.select([3]))
+        grid.apps = {**grid.apps, 103: own}
+        deploy(fedavg, clients, tmp_path, grid, rounds=1)
+        assert ("of its inputs than" in caplog.text) == said == bool(re.search(told, caplog.text))
 
 
 @pytest.mark.parametrize(
@@ -165,74 +152,64 @@ def test_a_node_whose_inputs_are_made_otherwise_is_named(
 def test_a_greeting_is_checked_before_it_counts(
     key: str,
     value: Any,
-    model: nn.Module,
+    fedavg: Any,
     clients: FederatedData,
     tmp_path: Path,
     monkeypatch: Any,
     caplog: pytest.LogCaptureFixture,
 ):
     """Of a node that is not taken nothing stays."""
-    algorithm = method("fedavg", model)
-    grid = grid_of(algorithm, clients, tmp_path)
+    grid = grid_of(fedavg, clients, tmp_path)
     grid.alter = lambda client, message, reply: (
         changed(reply, **{key: value}) if client == 3 else reply
     )
-    waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
+    waits(grid, monkeypatch, algorithm=fedavg, clients=clients.clients, rounds=1)
     assert "node 103 is not taken" in caplog.text
-    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+    assert not any(map(trains, grid.sent))
 
 
 def test_a_key_is_one_client(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+    fedavg: Any, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
 ):
     """Two nodes with one key cannot be two clients."""
-    algorithm = method("fedavg", model)
-    grid = grid_of(algorithm, clients, tmp_path, keys={103: b"key 102"})
-    waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
+    grid = grid_of(fedavg, clients, tmp_path, keys={103: b"key 102"})
+    waits(grid, monkeypatch, algorithm=fedavg, clients=clients.clients, rounds=1)
     assert re.search(r"node 103 .*not taken.*key .*client 2", caplog.text)
 
 
 def test_a_run_that_goes_on_does_so_without_the_missing(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+    ditto: Any, clients: FederatedData, tmp_path: Path, caplog: Any
 ):
     """A client that does not come back does not hold the others for ever; it may come later."""
-    algorithm = method("ditto", model)
-    deploy(algorithm, clients, tmp_path, rounds=2, checkpoint=tmp_path / "server")
-    grid = grid_of(algorithm, clients, tmp_path)
+    deploy(ditto, clients, tmp_path, rounds=2, checkpoint=tmp_path / "server")
+    grid = grid_of(ditto, clients, tmp_path)
     whole = grid.apps
     grid.apps = {node: app for node, app in whole.items() if node != 104}
 
     def comes_back(client: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type == "train" and asked(message, "round") == 2:
+        if trains(message, 2):
             grid.apps = whole
         return reply
 
     grid.alter = comes_back
     found = deploy(
-        algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server", timeout=0.05
+        ditto, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server", timeout=0.05
     )
     assert "going on without client 4\n" in caplog.text
     assert re.search(r"client 4 .*left out.*not come", caplog.text)
-
-    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {4: FAULTS["lost"]} if round == 2 else {}
-
-    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=4, faults=plan))
+    sim = simulated(ditto, clients, rounds=4, faults=losing(4, round=2))
+    assert_same(found, tmp_path, sim)
 
 
 def test_a_newcomer_is_heard_while_another_hangs(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any
+    ditto: Any, clients: FederatedData, tmp_path: Path, monkeypatch: Any
 ):
     """Its answer comes when a round has begun, and that round lasts as long as the client that
     hangs is waited for.
     """
-    algorithm = method("ditto", model)
-    deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
-    slept: list[float] = []
-    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr("bayesfl.flower.post.time", clock)
-    monkeypatch.setattr("bayesfl.flower.roster.time", clock)
-    grid = grid_of(algorithm, clients, tmp_path)
+    deploy(ditto, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
+    clock = sleeping(monkeypatch)
+    grid = grid_of(ditto, clients, tmp_path)
     whole, honest = grid.apps, grid.pull_messages
     grid.apps = {node: app for node, app in whole.items() if node != 104}
     due: dict[str, float] = {}
@@ -249,5 +226,5 @@ def test_a_newcomer_is_heard_while_another_hangs(
     grid.pull_messages = lambda ids: honest(
         id for id in ids if due.get(id, 0.0) <= clock.monotonic()
     )
-    found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server")
+    found = deploy(ditto, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server")
     assert found.history["lost"].tolist() == [0.0, 2.0, 2.0, 1.0]

@@ -21,10 +21,8 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.predictors import LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
 from bayesfl.federation.clients.tuning import Tuning
-from bayesfl.federation.rounds.faults import FAULTS, Fault
 from bayesfl.federation.settings import Settings
-from bayesfl.federation.store import files
-from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
+from bayesfl.flower import BadClients, client_app, load, records, serve, server_app
 from bayesfl.optim import SGD
 from tests.cases import CASES, Case, burst_by_fine_tuning, federation, sampled, with_batch_norm
 from tests.flower.grid import LocalGrid
@@ -33,28 +31,26 @@ from tests.flower.made import (
     TOWNS,
     Killed,
     asked,
+    assert_predicts,
     assert_same,
     changed,
     deploy,
     grid_of,
+    losing,
     method,
     packed,
-    private,
     simulated,
+    spoilt,
+    trains,
     tuned,
+    unheard,
 )
 
 
-def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tensor]:
-    """What a client predicted for its test data."""
-    file = (
-        folder
-        / f"node-{100 + client}"
-        / deployed.experiment
-        / f"client-{client}"
-        / "predictions.safetensors"
-    )
-    return files.read_file(file, files.NODE)["predictions"]
+@pytest.fixture(scope="module")
+def parted() -> FederatedData:
+    """Clients with validation data."""
+    return bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
 
 
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)
@@ -79,54 +75,43 @@ def test_a_deployment_is_the_simulation(
     options = {"participation": participation, "train": train}
     sim = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **OPTIONS, **options)
     found = deploy(algorithm, clients, tmp_path, **options)
-    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
-    if sim.private:
-        assert_close(private(found, tmp_path), flatten(sim.private), atol=1e-6, rtol=0)
+    assert_same(found, tmp_path, sim)
+    assert_predicts(found, tmp_path, sim)
     expected = sim.predict()
     for client in range(clients.clients):
-        assert_close(
-            predictions(found, tmp_path, client)["probs"],
-            expected.client(client).probs,
-            atol=1e-6,
-            rtol=0,
-        )
         own, (x, _) = (
             bf.load_client(tmp_path / f"node-{100 + client}", algorithm),
             clients.test.client(client),
         )
         assert own.name == f"client {client}"
         assert_close(own.predict(x).probs, expected.client(client).probs, atol=1e-6, rtol=0)
-    row = found.history.rows[-1]
-    assert row["personal_accuracy"] == pytest.approx(
+    assert found.history.rows[-1]["personal_accuracy"] == pytest.approx(
         expected.summary(clients.test)["accuracy"], abs=1e-12
     )
 
 
 def test_nodes_without_test_rows_have_their_model_too(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path
 ):
     """It is written before the predictions, which they lack; the server knows its network as the
     simulation does.
     """
     bare = replace(clients, splits={"train": clients.train})
-    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
-    sim = bf.simulate(algorithm, bare, evaluate_every=None, progress=False, **OPTIONS)
-    found = deploy(algorithm, bare, tmp_path)
+    sim = bf.simulate(ditto, bare, evaluate_every=None, progress=False, **OPTIONS)
+    found = deploy(ditto, bare, tmp_path)
     x, _ = clients.test.client(3)
-    own = bf.load_client(tmp_path / "node-103", algorithm)
+    own = bf.load_client(tmp_path / "node-103", ditto)
     assert_close(own.predict(x).probs, sim.client(3).predict(x).probs, atol=1e-6, rtol=0)
     assert_close(found.model()(x.double()), sim.model()(x.double()), atol=1e-6, rtol=0)
-    assert "personal_accuracy" not in found.history.columns
-    assert found.measures == {}
+    assert ("personal_accuracy" in found.history.columns, found.measures) == (False, {})
 
 
 def test_measures_of_clients_that_share_them(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    fedavg: bf.Algorithm, clients: FederatedData, tmp_path: Path
 ):
     """Of those alone, by an option of the app or by the node's configuration; they are in the
     checkpoint. Else the means are all.
     """
-    algorithm = bf.algorithms.fedavg(model, epochs=1, batch_size=10)
 
     def data_of(context: Any) -> FederatedData:
         return clients.select([int(context.node_config["client-id"])])
@@ -136,12 +121,12 @@ def test_measures_of_clients_that_share_them(
 
     options: dict[str, Any] = {"engine": bf.Engine(workers=1), "measures": {"errors": errors}}
     apps = [
-        client_app(algorithm, data_of, share_measures=client in (1, 4), **options)
+        client_app(fedavg, data_of, share_measures=client in (1, 4), **options)
         for client in range(7)
     ]
     grid = LocalGrid({100 + client: app for client, app in enumerate(apps)}, tmp_path)
-    found = deploy(algorithm, clients, tmp_path, grid, rounds=1, checkpoint=tmp_path / "server")
-    sim = bf.simulate(algorithm, clients, progress=False, **{**OPTIONS, "rounds": 1})
+    found = deploy(fedavg, clients, tmp_path, grid, rounds=1, checkpoint=tmp_path / "server")
+    sim = bf.simulate(fedavg, clients, progress=False, **{**OPTIONS, "rounds": 1})
     assert list(found.measures) == [1, 4]
     alone = sim.predict().client(4).probs.argmax(-1) == clients.test.client(4)[1]
     assert found.measures[4]["accuracy"] == pytest.approx(alone.double().mean().item())
@@ -149,7 +134,7 @@ def test_measures_of_clients_that_share_them(
     assert found.history["personal_errors"][-1] == pytest.approx(
         1 - found.history["personal_accuracy"][-1]
     )
-    assert load(tmp_path / "server", algorithm).measures == found.measures
+    assert load(tmp_path / "server", fedavg).measures == found.measures
 
 
 def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedData, tmp_path: Path):
@@ -235,11 +220,10 @@ def test_evaluations_on_the_way_are_the_simulations(name: str, tmp_path: Path):
     )
 
 
-def test_early_stopping_on_validation_data(tmp_path: Path):
+def test_early_stopping_on_validation_data(parted: FederatedData, tmp_path: Path):
     """A deployment ends in the simulation's round, resumed or not; where nothing is measured on the
     way, the error says what to pass.
     """
-    parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
     algorithm = bf.algorithms.ditto(
         bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, optimiser=SGD(0.3)
     )
@@ -266,11 +250,10 @@ def test_early_stopping_on_validation_data(tmp_path: Path):
         deploy(algorithm, parted, tmp_path / "other", on_round=[stop], rounds=3)
 
 
-def test_a_round_at_which_it_ended_may_be_the_best(tmp_path: Path):
+def test_a_round_at_which_it_ended_may_be_the_best(parted: FederatedData, tmp_path: Path):
     """Between evaluations, by another callback: it is measured before the best state is chosen, as
     in a simulation; also if repeated.
     """
-    parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
     algorithm = bf.algorithms.ditto(
         bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, optimiser=SGD(0.05)
     )
@@ -305,11 +288,10 @@ def test_a_round_at_which_it_ended_may_be_the_best(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
-def test_the_best_state_is_kept(every: int, tmp_path: Path):
+def test_the_best_state_is_kept(every: int, parted: FederatedData, tmp_path: Path):
     """The server's, and the nodes', whose models are of its round; also where the run was stopped
     and goes on, from the folder.
     """
-    parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
     algorithm = bf.algorithms.ditto(
         bf.models.mlp(64, hidden=8, outputs=5), epochs=3, batch_size=20, optimiser=SGD(0.3)
     )
@@ -364,7 +346,7 @@ def test_a_killed_server_goes_on(
     algorithm, heard = method(name, model), []
 
     def alter(client: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type == "train" and asked(message, "round") == 3:
+        if trains(message, 3):
             heard.append(client)
             if len(heard) == 4:
                 raise Killed
@@ -372,40 +354,22 @@ def test_a_killed_server_goes_on(
 
     options = {"rounds": 5, "participation": 0.7, "checkpoint": tmp_path / "server", "every": every}
     with pytest.raises(Killed):
-        deploy(
-            algorithm,
-            clients,
-            tmp_path,
-            grid_of(algorithm, clients, tmp_path, alter=alter),
-            **options,
-        )
+        deploy(algorithm, clients, tmp_path, alter=alter, **options)
     assert load(tmp_path / "server", algorithm).round == 3 // every * every
-    found = deploy(algorithm, clients, tmp_path, **options)
-    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=5, participation=0.7))
+    sim = simulated(algorithm, clients, rounds=5, participation=0.7)
+    found, again = (deploy(algorithm, clients, tmp_path, **options) for _ in range(2))
+    for one in (found, again):
+        assert_same(one, tmp_path, sim)
     assert [row["round"] for row in found.history] == [1, 2, 3, 4, 5]
-    again = deploy(algorithm, clients, tmp_path, **options)
     assert again.experiment == found.experiment
-    assert_same(again, tmp_path, simulated(algorithm, clients, rounds=5, participation=0.7))
 
 
-def test_a_bad_reply_may_stop_the_run(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_a_bad_reply_may_stop_the_run(fedavg: bf.Algorithm, clients: FederatedData, tmp_path: Path):
     """With what is wrong and whose it is; nothing was averaged."""
-    algorithm = method("fedavg", model)
-    grid = grid_of(algorithm, clients, tmp_path)
-    grid.alter = lambda client, message, reply: (
-        None if client == 4 and message.metadata.message_type == "train" else reply
-    )
+    options: dict[str, Any] = {"admission": bf.Admission("stop"), "checkpoint": tmp_path / "server"}
     with pytest.raises(BadClients, match=r"round 0\b.*client 4\b.* 0\.3 seconds"):
-        deploy(
-            algorithm,
-            clients,
-            tmp_path,
-            grid,
-            timeout=0.3,
-            admission=bf.Admission("stop"),
-            checkpoint=tmp_path / "server",
-        )
-    assert load(tmp_path / "server", algorithm).round == 0
+        deploy(fedavg, clients, tmp_path, alter=spoilt(4, unheard), timeout=0.3, **options)
+    assert load(tmp_path / "server", fedavg).round == 0
 
 
 def test_clients_are_called_by_their_names(
@@ -413,10 +377,7 @@ def test_clients_are_called_by_their_names(
 ):
     """In the log, in errors, and where the node itself says what went wrong."""
     algorithm, towns = burst_by_fine_tuning(model), replace(clients, client_names=TOWNS)
-    grid = grid_of(algorithm, towns, tmp_path)
-    grid.alter = lambda client, message, reply: (
-        None if client == 4 and message.metadata.message_type == "train" else reply
-    )
+    grid = grid_of(algorithm, towns, tmp_path, alter=spoilt(4, unheard))
     options: dict[str, Any] = {"rounds": 1, "timeout": 0.3}
     deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("skip"), **options)
     assert "client 4 ('Genf') is left out: it did not reply" in caplog.text
@@ -431,61 +392,43 @@ def test_clients_are_called_by_their_names(
     )
 
 
-def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tmp_path: Path):
+@pytest.mark.parametrize(("below", "cohorts"), [("repeat", [7.0] * 3), ("skip", [7.0, 0.0, 7.0])])
+def test_a_cohort_below_the_minimum(
+    below: Any, cohorts: list[float], ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path
+):
     """The round is skipped, or repeated from the states that were taken."""
-    algorithm, times = method("ditto", model), []
+    times: list[int] = []
 
-    def alter(client: int, message: Message, reply: Message) -> Message | None:
-        if (
-            message.metadata.message_type == "train"
-            and asked(message, "round") == 1
-            and client == 2
-        ):
-            times.append(1)
-            return None if len(times) == 1 else reply
-        return reply
+    def once(reply: Message) -> Message | None:
+        times.append(1)
+        return None if len(times) == 1 else reply
 
-    everyone = bf.Admission("skip", min_clients=clients.clients)
-    again = bf.Admission("skip", min_clients=clients.clients, below_minimum="repeat")
-    grid = grid_of(algorithm, clients, tmp_path, alter=alter)
-    found = deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=again)
-    assert_same(found, tmp_path, simulated(algorithm, clients))
-    times.clear()
-    grid = grid_of(algorithm, clients, tmp_path / "skip", alter=alter)
-    found = deploy(algorithm, clients, tmp_path / "skip", grid, timeout=0.3, admission=everyone)
-
-    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {2: FAULTS["lost"]} if round == 1 else {}
-
-    assert_same(
-        found, tmp_path / "skip", simulated(algorithm, clients, faults=plan, admission=everyone)
-    )
-    assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
+    everyone = bf.Admission("skip", min_clients=clients.clients, below_minimum=below)
+    alter = spoilt(2, once, round=1)
+    found = deploy(ditto, clients, tmp_path, alter=alter, timeout=0.3, admission=everyone)
+    faults = losing(2, round=1) if below == "skip" else None
+    assert_same(found, tmp_path, simulated(ditto, clients, faults=faults, admission=everyone))
+    assert found.history["cohort"].tolist() == cohorts
 
 
 @pytest.mark.parametrize("bad", ["skip", "stop"])
 def test_a_cohort_that_is_too_small_is_not_asked(
-    bad: Any, model: nn.Module, clients: FederatedData, tmp_path: Path
+    bad: Any, ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path
 ):
     """No client trains for a round that cannot count."""
-    algorithm = method("ditto", model)
-    grid = grid_of(algorithm, clients, tmp_path)
+    grid = grid_of(ditto, clients, tmp_path)
     options: dict[str, Any] = {
         "participation": 0.4,
         "sampling": "bernoulli",
         "admission": bf.Admission(bad, min_clients=3),
         "rounds": 6,
     }
-    found = deploy(algorithm, clients, tmp_path, grid, **options)
-    sim = simulated(algorithm, clients, **options)
+    found = deploy(ditto, clients, tmp_path, grid, **options)
+    sim = simulated(ditto, clients, **options)
     assert_same(found, tmp_path, sim)
     small = {round for round in range(6) if len(found.settings.cohort(7, round)) < 3}
     assert small
-    assert not [
-        message
-        for message in grid.sent
-        if message.metadata.message_type == "train" and asked(message, "round") in small
-    ]
+    assert not [message for message in grid.sent for round in small if trains(message, round)]
     for name in ("cohort", "lost", "rejected"):
         assert found.history[name].tolist() == sim.history[name].tolist()
     assert [bool(count == 0) for count in found.history["bytes_down"]] == [
@@ -499,15 +442,10 @@ def test_a_round_that_is_not_finite_is_counted(
     """As in a simulation: who was lost, who was refused, what went over the wire."""
     algorithm = method("pfedvem", model)
 
-    def alter(client: int, message: Message, reply: Message) -> Message:
-        bad = (
-            client == 4
-            and message.metadata.message_type == "train"
-            and asked(message, "round") == 1
-        )
-        return packed(reply, lambda t: {**t, "rho2": torch.zeros_like(t["rho2"])}) if bad else reply
+    def flat(reply: Message) -> Message:
+        return packed(reply, lambda t: {**t, "rho2": torch.zeros_like(t["rho2"])})
 
-    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
+    found = deploy(algorithm, clients, tmp_path, alter=spoilt(4, flat, round=1))
     assert found.history["cohort"][1] == 0.0
     assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0, 0.0, 0.0]
     assert found.history["bytes_up"][1] == found.history["bytes_up"][0] > 0
@@ -547,14 +485,7 @@ def test_a_tuned_number_is_the_simulations(
     assert len(algorithm.predictor.grid) > 1
     sim = simulated(algorithm, clients, rounds=2)
     found = deploy(algorithm, clients, tmp_path, rounds=2)
-    expected = sim.predict()
-    for client in range(4):
-        assert_close(
-            predictions(found, tmp_path, client)["probs"],
-            expected.client(client).probs,
-            atol=1e-6,
-            rtol=0,
-        )
+    assert_predicts(found, tmp_path, sim)
     assert found.history["tuned"][-1] == sim.tuned
     over, within = sums
     assert_close(over, within, atol=1e-6, rtol=0)
@@ -597,52 +528,30 @@ def test_a_lost_client_outside_the_cohort_is_not_counted(
     cohort = Settings(3, 0.5, algorithm.sampling, "all", 3, None).cohort(clients.clients, 1)
     outside = int(np.setdiff1d(np.arange(clients.clients), cohort)[0])
 
-    def alter(client: int, message: Message, reply: Message) -> Message | None:
-        return (
-            None
-            if message.metadata.message_type == "train"
-            and asked(message, "round") == 1
-            and client == outside
-            else reply
-        )
-
-    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
-        return {outside: FAULTS["lost"]} if round == 1 else {}
-
     options: dict[str, Any] = {"participation": 0.5, "train": "all"}
-    found = deploy(
-        algorithm,
-        clients,
-        tmp_path,
-        grid_of(algorithm, clients, tmp_path, alter=alter),
-        timeout=0.3,
-        **options,
-    )
-    sim = simulated(algorithm, clients, faults=plan, **options)
+    alter = spoilt(outside, unheard, round=1)
+    found = deploy(algorithm, clients, tmp_path, alter=alter, timeout=0.3, **options)
+    sim = simulated(algorithm, clients, faults=losing(outside, round=1), **options)
     assert_same(found, tmp_path, sim)
     for column in ("cohort", "lost", "rejected"):
         assert found.history[column].tolist() == sim.history[column].tolist()
 
 
 def test_a_server_app_runs_what_it_was_given(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    fedavg: bf.Algorithm, clients: FederatedData, tmp_path: Path
 ):
     """Its main function is `serve`; an option that there is not is refused when it is built."""
-    algorithm = method("fedavg", model)
-    grid = grid_of(algorithm, clients, tmp_path)
+    grid = grid_of(fedavg, clients, tmp_path)
     app = server_app(
-        algorithm,
+        fedavg,
         clients=clients.clients,
         checkpoint=tmp_path / "server",
         **{**OPTIONS, "timeout": 5.0},
     )
     app(grid, grid.context(0))
-    found = load(tmp_path / "server", algorithm)
-    assert_close(
-        flatten(found.server), flatten(simulated(algorithm, clients).server), atol=1e-6, rtol=0
-    )
+    assert_same(load(tmp_path / "server", fedavg), tmp_path, simulated(fedavg, clients))
     with pytest.raises(TypeError, match="round"):
-        server_app(algorithm, clients=1, round=3)
+        server_app(fedavg, clients=1, round=3)
 
 
 @pytest.mark.slow
@@ -663,9 +572,7 @@ def test_scores_that_are_no_numbers(
     """One client cannot end the run or make the choice; where nobody scores, nothing is predicted,
     and the models are kept.
     """
-    clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
-    model = bf.models.mlp(64, hidden=8, outputs=5)
-    algorithm = bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5)
+    algorithm, clients = tuned()
     liars: list[int] = [1]
 
     def alter(client: int, message: Message, reply: Message) -> Message:
@@ -675,15 +582,11 @@ def test_scores_that_are_no_numbers(
         reply.content["answer"], digest = records.pack({name: bad(t) for name, t in sums.items()})
         return changed(reply, digest=digest)
 
-    found = deploy(
-        algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1
-    )
+    found = deploy(algorithm, clients, tmp_path, alter=alter, rounds=1)
     assert found.history["tuned"][-1] in algorithm.predictor.grid
     assert re.search(r"client 1 .*Tuning", caplog.text)
     liars[:] = [0, 1, 2, 3]
-    found = deploy(
-        algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1
-    )
+    found = deploy(algorithm, clients, tmp_path, alter=alter, rounds=1)
     assert "tuned" not in found.history.columns
     assert "nothing is predicted" in caplog.text
 
@@ -728,22 +631,10 @@ def test_batch_norm_dropout_and_augmentation_to_the_bit(
     sim = simulated(algorithm, data, engine=bf.Engine(chunk=3, workers=2), **options)
     deploy(algorithm, data, tmp_path, rounds=2, checkpoint=tmp_path / "server", **options)
     found = deploy(algorithm, data, tmp_path, checkpoint=tmp_path / "server", **options)
-    assert_close(flatten(found.server), flatten(sim.server), atol=0, rtol=0)
-    if sim.private:
-        assert_close(private(found, tmp_path), flatten(sim.private), atol=0, rtol=0)
-    expected = sim.predict()
-    for client in range(clients.clients):
-        assert_close(
-            predictions(found, tmp_path, client)["probs"],
-            expected.client(client).probs,
-            atol=0,
-            rtol=0,
-        )
-    plain = simulated(algorithm, clients, **options)
-    assert not torch.allclose(
-        plain.server[next(iter(algorithm.blocks))]["loc"],
-        sim.server[next(iter(algorithm.blocks))]["loc"],
-    )
+    assert_same(found, tmp_path, sim, atol=0)
+    assert_predicts(found, tmp_path, sim, atol=0)
+    plain, block = simulated(algorithm, clients, **options), next(iter(algorithm.blocks))
+    assert not torch.allclose(plain.server[block]["loc"], sim.server[block]["loc"])
 
 
 def test_bytes_of_statistics_count(clients: FederatedData, tmp_path: Path):
@@ -753,10 +644,13 @@ def test_bytes_of_statistics_count(clients: FederatedData, tmp_path: Path):
     sent = []
     for make in (bf.algorithms.fedavg, bf.algorithms.fedbn):
         algorithm = make(with_batch_norm(), epochs=1)
-        sim = simulated(algorithm, clients, rounds=1).history["bytes_up"][0]
-        found = deploy(algorithm, clients, tmp_path / make.__name__, rounds=1).history["bytes_up"][
-            0
-        ]
+        sim, found = (
+            one.history["bytes_up"][0]
+            for one in (
+                simulated(algorithm, clients, rounds=1),
+                deploy(algorithm, clients, tmp_path / make.__name__, rounds=1),
+            )
+        )
         # What a message says of each tensor.
         assert 0 < found - sim < 7 * 100 * len(algorithm.uplink(algorithm.init(1)))
         sent.append(sim)

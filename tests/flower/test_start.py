@@ -15,13 +15,20 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.flower import client_app, load
 from tests.cases import CASES, Case, sampled
 from tests.flower.grid import LocalGrid
-from tests.flower.made import METHODS, OPTIONS, deploy, grid_of, method, private, simulated
+from tests.flower.made import (
+    METHODS,
+    OPTIONS,
+    assert_same,
+    deploy,
+    grid_of,
+    method,
+    simulated,
+)
 
 LATER: dict[str, Any] = {"rounds": 2, "seed": 9}
 MOVED = [4, 6, 1, 5, 0]
@@ -38,14 +45,11 @@ def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedDa
     sim = simulated(algorithm, few, **half)
     found = deploy(algorithm, few, tmp_path, checkpoint=tmp_path / "first", **half)
     moved, nodes = clients.select(MOVED), [100 + client for client in MOVED]
-    with pytest.warns(
-        UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"
-    ):
+    told = r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"
+    with pytest.warns(UserWarning, match=told):
         later_told = simulated(algorithm, moved, start=sim, **LATER)
     for start in (found, tmp_path / "first"):
-        with pytest.warns(
-            UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"
-        ):
+        with pytest.warns(UserWarning, match=told):
             later = deploy(
                 algorithm,
                 moved,
@@ -54,11 +58,7 @@ def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedDa
                 start=start,
                 **LATER,
             )
-        assert_close(flatten(later.server), flatten(later_told.server), atol=1e-6, rtol=0)
-        if later_told.private:
-            assert_close(
-                private(later, tmp_path, nodes), flatten(later_told.private), atol=1e-6, rtol=0
-            )
+        assert_same(later, tmp_path, later_told, nodes)
         assert later.experiment != found.experiment
         assert later.names == moved.client_names
 
@@ -87,10 +87,8 @@ def test_a_run_after_a_run_after_a_run(
             checkpoint=tmp_path / f"server-{seed}",
             **{**some, "seed": seed},
         )
-        assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
-        again = load(tmp_path / f"server-{seed}", algorithm)
-        for known in (found, again) if sim.private else ():
-            assert_close(private(known, tmp_path, nodes), flatten(sim.private), atol=1e-6, rtol=0)
+        for known in (found, load(tmp_path / f"server-{seed}", algorithm)):
+            assert_same(known, tmp_path, sim, nodes)
     assert found.before is not None
     assert len({place.experiment for place in found.before.places if place}) == 2
     x, _ = clients.test.client(2)
@@ -115,86 +113,85 @@ def alike(algorithm: bf.Algorithm, clients: FederatedData, folder: Path) -> Loca
 
 
 def test_clients_of_one_name_are_never_confused(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+    ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path, caplog: Any
 ):
     """Said when they first train, refused where names would matter; by number if that is
     asked for.
     """
-    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
-    before = deploy(algorithm, clients, tmp_path, alike(algorithm, clients, tmp_path), rounds=1)
+    before = deploy(ditto, clients, tmp_path, alike(ditto, clients, tmp_path), rounds=1)
     assert re.search(
         r"clients \[0, 1, 2, 3, 4, 5, 6\] are all called 'ward': .*load_data", caplog.text
     )
     with pytest.raises(
         ValueError, match=r"clients \[0, 1, 2, 3, 4, 5, 6\] are all called 'ward'; .*client_ids"
     ):
-        deploy(
-            algorithm, clients, tmp_path, alike(algorithm, clients, tmp_path), start=before, **LATER
-        )
+        deploy(ditto, clients, tmp_path, alike(ditto, clients, tmp_path), start=before, **LATER)
     with pytest.raises(
         ValueError, match=r"in the run before clients \[0, .* called 'ward'; .*names=\(\)"
     ):
-        deploy(algorithm, clients, tmp_path, start=before, **LATER)
+        deploy(ditto, clients, tmp_path, start=before, **LATER)
     with pytest.warns(UserWarning, match=r"matched by number"):
         found = deploy(
-            algorithm,
+            ditto,
             clients,
             tmp_path,
-            alike(algorithm, clients, tmp_path),
+            alike(ditto, clients, tmp_path),
             start=replace(before, names=()),
             **LATER,
         )
-    sim = simulated(algorithm, clients, start=simulated(algorithm, clients, rounds=1), **LATER)
-    assert_close(private(found, tmp_path), flatten(sim.private), atol=1e-6, rtol=0)
+    sim = simulated(ditto, clients, start=simulated(ditto, clients, rounds=1), **LATER)
+    assert_same(found, tmp_path, sim)
 
 
-def test_folders_of_another_kind(model: nn.Module, clients: FederatedData, tmp_path: Path):
+def test_folders_of_another_kind(
+    model: nn.Module, ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path
+):
     """Each says what it is, and what reads it."""
-    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
-    deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
-    simulated(algorithm, clients, rounds=1).save(tmp_path / "run")
+    deploy(ditto, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
+    simulated(ditto, clients, rounds=1).save(tmp_path / "run")
     sim = (
         r"server.* holds the checkpoints of a deployment over Flower, not a run of "
         r"bf\.simulate: .*flower\.serve\(start=path\).*nodes"
     )
-    for begin in ({"start": tmp_path / "server"}, {"resume": tmp_path / "server"}):
+    for read in (
+        lambda: simulated(ditto, clients, start=tmp_path / "server"),
+        lambda: simulated(ditto, clients, resume=tmp_path / "server"),
+        lambda: bf.load(tmp_path / "server", ditto),
+    ):
         with pytest.raises(CheckpointError, match=sim):
-            simulated(algorithm, clients, **begin)
-    with pytest.raises(CheckpointError, match=sim):
-        bf.load(tmp_path / "server", algorithm)
+            read()
     with pytest.raises(
         CheckpointError,
         match=r"run.* holds a run of bf\.simulate, not the checkpoints of .* "
         r"bf\.simulate\(start=path\)",
     ):
-        deploy(algorithm, clients, tmp_path, start=tmp_path / "run", **LATER)
+        deploy(ditto, clients, tmp_path, start=tmp_path / "run", **LATER)
     for node in (tmp_path / "node-102", *(tmp_path / "node-102").glob("*")):
         with pytest.raises(
             CheckpointError,
             match=r"holds what a node of a deployment over Flower keeps, not the checkpoints.*the "
             r"server's folder",
         ):
-            deploy(algorithm, clients, tmp_path, start=node, **LATER)
-    bf.load_client(tmp_path / "node-102", algorithm).save(tmp_path / "one")
+            deploy(ditto, clients, tmp_path, start=node, **LATER)
+    bf.load_client(tmp_path / "node-102", ditto).save(tmp_path / "one")
     with pytest.raises(
         CheckpointError,
         match=r"holds a client's own model, not a run of bf\.simulate: bf\.load_client",
     ):
-        simulated(algorithm, clients, start=tmp_path / "one")
+        simulated(ditto, clients, start=tmp_path / "one")
 
 
 def test_a_server_that_goes_on_knows_where_it_began(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path
 ):
     """Stopped after its first round, at which half of the clients trained: the others still begin
     from the run before.
     """
-    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
-    before = deploy(algorithm, clients, tmp_path, rounds=1)
+    before = deploy(ditto, clients, tmp_path, rounds=1)
     sim = simulated(
-        algorithm,
+        ditto,
         clients,
-        start=simulated(algorithm, clients, rounds=1),
+        start=simulated(ditto, clients, rounds=1),
         participation=0.4,
         **LATER,
     )
@@ -204,34 +201,22 @@ def test_a_server_that_goes_on_knows_where_it_began(
         "checkpoint": tmp_path / "server",
         "start": before,
     }
-    deploy(algorithm, clients, tmp_path, rounds=2, on_round=[lambda run: run.round == 1], **options)
-    assert load(tmp_path / "server", algorithm).before is not None
-    found = deploy(algorithm, clients, tmp_path, rounds=2, **options)
-    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
-    assert_close(flatten(found.server), flatten(sim.server), atol=1e-6, rtol=0)
-
-
-def test_a_node_that_lost_its_state_is_left_out(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
-):
-    """It says so, and is not taken for a new client."""
-    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
-    before = deploy(algorithm, clients, tmp_path, rounds=1)
-    for file in (tmp_path / "node-102" / before.experiment).rglob("state-*.safetensors"):
-        file.unlink()
-    found = deploy(algorithm, clients, tmp_path, start=before, **{**LATER, "rounds": 1})
-    assert found.history["rejected"][-1] == 1
-    assert found.base[2] == ""
+    deploy(ditto, clients, tmp_path, rounds=2, on_round=[lambda run: run.round == 1], **options)
+    assert load(tmp_path / "server", ditto).before is not None
+    found = deploy(ditto, clients, tmp_path, rounds=2, **options)
+    assert_same(found, tmp_path, sim)
 
 
 def test_a_client_whose_state_is_lost_begins_anew_where_the_server_says_so(
-    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+    ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path, caplog: Any
 ):
-    """Its message has the line; it then begins as a new client of a simulation does."""
-    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
-    before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
+    """It says so and is left out, not taken for a new client; its message has the line with which
+    it begins as a new client of a simulation does.
+    """
+    before = deploy(ditto, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
     shutil.rmtree(tmp_path / "node-102")
-    deploy(algorithm, clients, tmp_path, start=before, **LATER)
+    left_out = deploy(ditto, clients, tmp_path, start=before, **LATER)
+    assert (left_out.history["rejected"].tolist(), left_out.base[2]) == ([1, 1], "")
     words = (
         r"client 2 .*node-102.* holds no state 000001-\w+ of the run from which .*; bring the "
         r"folder back, or let the client "
@@ -241,11 +226,11 @@ def test_a_client_whose_state_is_lost_begins_anew_where_the_server_says_so(
         + r"begin anew: on the server, pass start=dataclasses\.replace\(.*load\(folder, .*names=\[",
         caplog.text,
     )
-    sim = simulated(algorithm, clients, rounds=1)
+    sim = simulated(ditto, clients, rounds=1)
     others = ["client 0", "client 1", "before its disk failed", *before.names[3:]]
     with pytest.warns(UserWarning, match=r"\['client 2'\] are new"):
         later_told = simulated(
-            algorithm,
+            ditto,
             clients,
             start=replace(sim, known=replace(clients, client_names=tuple(others))),
             **LATER,
@@ -253,30 +238,28 @@ def test_a_client_whose_state_is_lost_begins_anew_where_the_server_says_so(
     shutil.rmtree(tmp_path / "node-102")
     with pytest.warns(UserWarning, match=r"\['client 2'\] are new"):
         later = deploy(
-            algorithm,
+            ditto,
             clients,
             tmp_path,
-            start=replace(load(tmp_path / "first", algorithm), names=others),
+            start=replace(load(tmp_path / "first", ditto), names=others),
             **LATER,
         )
-    assert_close(flatten(later.server), flatten(later_told.server), atol=1e-6, rtol=0)
-    assert_close(private(later, tmp_path), flatten(later_told.private), atol=1e-6, rtol=0)
+    assert_same(later, tmp_path, later_told)
 
 
 def test_a_start_that_all_nodes_have_forgotten(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path
 ):
     """That of the best round, after the run went on without the callback: an error, whoever is
     asked; the newest state is there.
     """
-    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     folder = tmp_path / "best"
     best = bf.callbacks.EarlyStopping(
         "train_nll", patience=1, keep="best", folder=folder, lowest=False
     )
-    deploy(algorithm, clients, tmp_path, on_round=[best], checkpoint=tmp_path / "server", rounds=5)
-    forgotten = load(folder, algorithm)
-    deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server", rounds=5)
+    deploy(ditto, clients, tmp_path, on_round=[best], checkpoint=tmp_path / "server", rounds=5)
+    forgotten = load(folder, ditto)
+    deploy(ditto, clients, tmp_path, checkpoint=tmp_path / "server", rounds=5)
     assert forgotten.round < 4
     words = (
         r"no client has kept its state of .*: if that run went on .*pass start= its folder of "
@@ -285,7 +268,7 @@ def test_a_start_that_all_nodes_have_forgotten(
     for participation in (1.0, 0.3):
         with pytest.raises(CheckpointError, match=words):
             deploy(
-                algorithm,
+                ditto,
                 clients,
                 tmp_path,
                 start=folder,
@@ -293,20 +276,22 @@ def test_a_start_that_all_nodes_have_forgotten(
                 train="cohort",
                 **LATER,
             )
-    assert deploy(algorithm, clients, tmp_path, start=tmp_path / "server", **LATER).round == 2
+    assert deploy(ditto, clients, tmp_path, start=tmp_path / "server", **LATER).round == 2
 
 
 def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, tmp_path: Path):
     algorithm = bf.algorithms.fedavg(model, epochs=1)
     before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
-    with pytest.raises(TypeError, match=r"start .*Deployed.*got int"):
-        deploy(algorithm, clients, tmp_path, start=3)
-    with pytest.raises(TypeError, match=r"start .*Deployed.*got Result; bf\.simulate\(start=\)"):
-        deploy(algorithm, clients, tmp_path, start=simulated(algorithm, clients, rounds=1))
     with pytest.raises(TypeError, match=r"start must name a folder.*got Deployed"):
         simulated(algorithm, clients, start=before)
-    with pytest.raises(ValueError, match=r"float64.*dtype="):
-        deploy(algorithm, clients, tmp_path, start=before, dtype=torch.float32)
+    sim = simulated(algorithm, clients, rounds=1)
+    for options, words in (
+        ({"start": 3}, r"start .*Deployed.*got int"),
+        ({"start": sim}, r"start .*Deployed.*got Result; bf\.simulate\(start=\)"),
+        ({"start": before, "dtype": torch.float32}, r"float64.*dtype="),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            deploy(algorithm, clients, tmp_path, **options)
     with pytest.warns(UserWarning, match=r"^seed 3 "):
         deploy(algorithm, clients, tmp_path, start=before, rounds=1)
     wide = bf.algorithms.fedavg(bf.models.mlp(8, hidden=5, outputs=3), epochs=1)
@@ -329,22 +314,19 @@ def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, 
 
 
 def test_a_server_that_goes_on_began_from_the_same_start(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    ditto: bf.Algorithm, clients: FederatedData, tmp_path: Path
 ):
     """The same command goes on without a word; another start, and the folder of its own
     checkpoints, are refused.
     """
-    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
-    before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
+    before = deploy(ditto, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
     options: dict[str, Any] = {**LATER, "checkpoint": tmp_path / "later"}
-    deploy(
-        algorithm, clients, tmp_path, start=before, on_round=[lambda run: run.round == 1], **options
-    )
+    deploy(ditto, clients, tmp_path, start=before, on_round=[lambda run: run.round == 1], **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for start in (before, tmp_path / "first", None):
-            assert deploy(algorithm, clients, tmp_path, start=start, **options).round == 2
-    later = load(tmp_path / "later", algorithm)
+            assert deploy(ditto, clients, tmp_path, start=start, **options).round == 2
+    later = load(tmp_path / "later", ditto)
     there = (
         rf"later' holds a run that began from round 1 of experiment {before.experiment} "
         rf"\(digest \w{{16}}\), and start is"
@@ -360,21 +342,8 @@ def test_a_server_that_goes_on_began_from_the_same_start(
             ValueError,
             match=rf"{there} {what} \(digest \w{{16}}\); pass another folder .*or leave start out",
         ):
-            deploy(algorithm, clients, tmp_path, start=start, **options)
-    with pytest.raises(
-        ValueError,
-        match=r"first' holds a run that began from the method's own start, and start is round 2",
-    ):
-        deploy(algorithm, clients, tmp_path, start=later, checkpoint=tmp_path / "first", rounds=1)
-    with pytest.raises(
-        ValueError,
-        match=r"first' holds a run that began from the method's own start, and start is round",
-    ):
-        deploy(
-            algorithm,
-            clients,
-            tmp_path,
-            start=tmp_path / "first",
-            checkpoint=tmp_path / "first",
-            rounds=1,
-        )
+            deploy(ditto, clients, tmp_path, start=start, **options)
+    own = r"first' holds a run that began from the method's own start, and start is round"
+    for start in (later, tmp_path / "first"):
+        with pytest.raises(ValueError, match=own):
+            deploy(ditto, clients, tmp_path, start=start, checkpoint=tmp_path / "first", rounds=1)

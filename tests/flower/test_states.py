@@ -6,79 +6,64 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Message
-from torch import nn
 
 from bayesfl.data import FederatedData
 from bayesfl.flower.states import States
 from tests.flower.made import (
     Killed,
-    asked,
     assert_same,
     changed,
     deploy,
     grid_of,
-    method,
     rounds_of,
     simulated,
+    spoilt,
+    trains,
 )
 
 
 def test_clients_keep_what_may_be_asked_for_again(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    ditto: Any, clients: FederatedData, tmp_path: Path
 ):
     """States older than the oldest that a kept checkpoint names are deleted, and no others."""
-    algorithm = method("ditto", model)
-    found = deploy(algorithm, clients, tmp_path, rounds=6, checkpoint=tmp_path / "server", every=2)
+    found = deploy(ditto, clients, tmp_path, rounds=6, checkpoint=tmp_path / "server", every=2)
     for client in range(clients.clients):
         folder = tmp_path / f"node-{100 + client}" / found.experiment / f"client-{client}"
         assert sorted(rounds_of(file.name for file in folder.glob("state-*"))) == [2, 4, 5, 6]
     # When round 6 was asked for, the checkpoints after rounds 2 and 4 were kept, and 5 was where to
     # start.
-    alone = deploy(algorithm, clients, tmp_path / "alone", rounds=6)
+    alone = deploy(ditto, clients, tmp_path / "alone", rounds=6)
     folder = tmp_path / "alone" / "node-100" / alone.experiment / "client-0"
     assert sorted(rounds_of(file.name for file in folder.glob("state-*"))) == [5, 6]
 
 
 def test_a_client_that_is_never_taken_keeps_little(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    ditto: Any, clients: FederatedData, tmp_path: Path
 ):
     """Its states of other rounds are nobody's."""
-    algorithm = method("ditto", model)
 
-    def alter(client: int, message: Message, reply: Message) -> Message:
-        return (
-            changed(reply, round=99)
-            if client == 2 and message.metadata.message_type == "train"
-            else reply
-        )
-
-    found = deploy(
-        algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=8
-    )
+    alter = spoilt(2, lambda reply: changed(reply, round=99))
+    found = deploy(ditto, clients, tmp_path, alter=alter, rounds=8)
     assert found.base[2] == ""
     folder = tmp_path / "node-102" / found.experiment / "client-2"
     assert rounds_of(file.name for file in folder.glob("state-*")) == [8]
 
 
 def test_what_a_dead_server_asked_for_comes_late(
-    model: nn.Module, clients: FederatedData, tmp_path: Path
+    ditto: Any, clients: FederatedData, tmp_path: Path
 ):
     """A client that finishes an old order after the new server's does not spoil the state that the
     new one took.
     """
-    algorithm, late = method("ditto", model), []
-    grid = grid_of(algorithm, clients, tmp_path)
+    late = []
+    grid = grid_of(ditto, clients, tmp_path)
 
     def dies(client: int, message: Message, reply: Message) -> Message | None:
-        if message.metadata.message_type != "train":
-            return reply
-        if asked(message, "round") == 0 and client == 2:
-            return None
-        if asked(message, "round") == 1 and client == 2:
+        if client == 2 and trains(message, 1):
             late.append(message)
-        if asked(message, "round") == 2:
+        if trains(message, 2):
             raise Killed
-        return reply
+        return None if client == 2 and trains(message, 0) else reply
 
     options: dict[str, Any] = {
         "rounds": 4,
@@ -88,20 +73,15 @@ def test_what_a_dead_server_asked_for_comes_late(
     }
     grid.alter = dies
     with pytest.raises(Killed):
-        deploy(algorithm, clients, tmp_path, grid, **options)
+        deploy(ditto, clients, tmp_path, grid, **options)
 
-    def comes_late(client: int, message: Message, reply: Message) -> Message:
-        if (
-            message.metadata.message_type == "train"
-            and asked(message, "round") == 1
-            and client == 2
-        ):
-            grid.apps[102](late[0], grid.context(102))  # the old order, done after the new one
+    def comes_late(reply: Message) -> Message:
+        grid.apps[102](late[0], grid.context(102))  # the old order, done after the new one
         return reply
 
-    grid.alter = comes_late
-    found = deploy(algorithm, clients, tmp_path, grid, **options)
-    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=4))
+    grid.alter = spoilt(2, comes_late, round=1)
+    found = deploy(ditto, clients, tmp_path, grid, **options)
+    assert_same(found, tmp_path, simulated(ditto, clients, rounds=4))
 
 
 def test_names_cannot_leave_the_folder(tmp_path: Path):

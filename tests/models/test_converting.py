@@ -51,15 +51,11 @@ def test_a_block_of_a_resnet():
     wanted.load_state_dict(dict(block.named_parameters()))
     x = numbers(5, 3, 8, 8, seed=9)
     assert_close(made(x), wanted(x), atol=1e-14, rtol=0)
-    assert [name for name, _ in made.named_parameters()] == [
-        name for name, _ in block.named_parameters()
-    ]
-    assert not dict(made.named_buffers())
-    assert all(torch.equal(t, before[name]) for name, t in block.state_dict().items())
-    assert isinstance(block.bn1, nn.BatchNorm2d)
+    assert list(made.state_dict()) == [name for name, _ in block.named_parameters()]
     with torch.no_grad():
         made.get_parameter("bn1.weight").add_(1)
-    assert torch.equal(block.bn1.weight, before["bn1.weight"])
+    assert_close(block.state_dict(), before, atol=0, rtol=0)
+    assert isinstance(block.bn1, nn.BatchNorm2d)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +81,7 @@ def test_the_largest_number_of_groups_that_divides(norm: nn.Module, groups: int,
     """
     made = bf.models.group_norm(norm, groups=groups)
     assert isinstance(made, nn.GroupNorm)
-    assert made.num_groups == found
-    assert made.num_channels == norm.num_features
+    assert (made.num_groups, made.num_channels) == (found, norm.num_features)
 
 
 def test_what_a_norm_keeps():
@@ -107,9 +102,8 @@ def test_what_a_norm_keeps():
         atol=1e-14,
         rtol=0,
     )
-    assert not made.training
     bare = bf.models.group_norm(nn.Sequential(nn.BatchNorm2d(4, affine=False)))
-    assert not list(bare.parameters())
+    assert (made.training, list(bare.parameters())) == (False, [])
     assert bare(numbers(2, 4, 3, 3).float()).shape == (2, 4, 3, 3)
 
 
@@ -121,17 +115,17 @@ def test_a_norm_in_two_places_stays_one():
     assert isinstance(made.get_submodule("0"), nn.GroupNorm)
 
 
+def hooked() -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    norm.register_forward_hook(lambda module, args, out: out.relu())
+    return norm
+
+
 class Active(nn.BatchNorm2d):
     """A norm with an activation, as some libraries have."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
-
-
-def hooked() -> nn.Module:
-    norm = nn.BatchNorm2d(4)
-    norm.register_forward_hook(lambda module, args, out: out.relu())
-    return norm
 
 
 def test_vectors_of_few_channels_are_warned_of():
@@ -151,13 +145,9 @@ def test_a_norm_without_a_bias_is_converted():
 def test_other_norms_stay():
     """Beside a batch norm, and alone."""
     others = [nn.SyncBatchNorm(4), nn.InstanceNorm2d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4)]
-    made = bf.models.group_norm(nn.Sequential(nn.BatchNorm2d(4), *others))
-    assert [type(part) for part in made.children()] == [
-        nn.GroupNorm,
-        *(type(part) for part in others),
-    ]
-    alone = bf.models.group_norm(nn.Sequential(*others))
-    assert [type(part) for part in alone.children()] == [type(part) for part in others]
+    for given, first in (([nn.BatchNorm2d(4), *others], [nn.GroupNorm]), (others, [])):
+        made = bf.models.group_norm(nn.Sequential(*given))
+        assert [type(part) for part in made.children()] == [*first, *map(type, others)]
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ def test_split_cuts_a_copy():
         for p in cut.parameters():
             p.zero_()
     assert isinstance(module.fc, nn.Linear)
-    for key, value in module.state_dict().items():
-        assert torch.equal(value, before[key])
+    assert_close(module.state_dict(), before, atol=0, rtol=0)
 
 
 def test_split_takes_a_dotted_name():
@@ -52,30 +51,25 @@ def test_split_takes_a_dotted_name():
 def test_split_says_why_not():
     with pytest.raises(AttributeError, match="has no attribute `head`"):
         models.split(Pretrained(), head="head")
-    with pytest.raises(ValueError, match="not the last step"):
-        models.split(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), head="0", example=torch.randn(2, 3))
-    with pytest.raises(ValueError, match=r"'0' is not the last step"):
-        models.split(
-            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), head="0", example=torch.randn(2, 3)
-        )
+    for last in (nn.Tanh(), nn.Linear(4, 2)):
+        with pytest.raises(ValueError, match=r"'0' is not the last step"):
+            models.split(nn.Sequential(nn.Linear(3, 4), last), head="0", example=torch.randn(2, 3))
 
 
 def test_a_step_after_the_head_is_seen_without_an_example():
     """Where an `nn.Sequential` on the way takes it; a module that does nothing is no step, and a
     forward of its own is not looked into.
     """
-    with pytest.raises(ValueError, match=r"'0' .*\['1', '2'\] come after"):
-        models.split(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), head="0")
-    inner = nn.Sequential(
-        nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2), nn.LogSoftmax(-1)), nn.Identity()
-    )
-    with pytest.raises(ValueError, match=r"'1\.0' .*\['1\.1'\] come after .*softmax"):
-        models.split(inner, head="1.0")
-    whole = models.split(inner, head="1")
-    assert_close(whole(torch.ones(2, 3)), inner(torch.ones(2, 3)))
-    twice = nn.ReLU()
-    with pytest.raises(ValueError, match=r"'2' .*\['3'\] come after"):
-        models.split(nn.Sequential(nn.Linear(3, 4), twice, nn.Linear(4, 2), twice), head="2")
+    first, last, twice = nn.Linear(3, 4), nn.Linear(4, 2), nn.ReLU()
+    inner = nn.Sequential(first, nn.Sequential(last, nn.LogSoftmax(-1)), nn.Identity())
+    for module, head, words in (
+        (nn.Sequential(first, twice, last), "0", r"'0' .*\['1', '2'\] come after"),
+        (inner, "1.0", r"'1\.0' .*\['1\.1'\] come after .*softmax"),
+        (nn.Sequential(first, twice, last, twice), "2", r"'2' .*\['3'\] come after"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            models.split(module, head=head)
+    assert_close(models.split(inner, head="1")(torch.ones(2, 3)), inner(torch.ones(2, 3)))
     models.split(Pretrained(), head="conv")
     with pytest.raises(ValueError, match="'conv' is not the last step"):
         models.split(Pretrained(), head="conv", example=torch.randn(3, 1, 8, 8))
@@ -104,8 +98,7 @@ def test_an_example_of_several_inputs():
 
 def test_whether_there_is_a_body_to_train():
     """A model without hidden layers has none, nor one whose body is frozen."""
-    model = models.mlp(4, outputs=2, hidden=3)
-    assert has_body(model)
-    assert not has_body(models.mlp(4, outputs=2, hidden=()))
-    model.get_submodule("body").requires_grad_(False)
-    assert not has_body(model)
+    frozen = models.mlp(4, outputs=2, hidden=3)
+    frozen.get_submodule("body").requires_grad_(False)
+    plain = [models.mlp(4, outputs=2, hidden=hidden) for hidden in (3, ())]
+    assert [has_body(model) for model in (*plain, frozen)] == [True, False, False]

@@ -37,9 +37,8 @@ def bert() -> nn.Module:
 
 def test_tokens_of_any_dtype_give_the_models_own_logits():
     model, tokens = bert(), torch.randint(1, 50, (4, 7))
-    expected = model(input_ids=tokens).logits
-    assert torch.equal(bf.models.logits(model)(tokens), expected)
-    assert torch.equal(bf.models.logits(model)(tokens.double()), expected)
+    for given in (tokens, tokens.double()):
+        assert torch.equal(bf.models.logits(model)(given), model(input_ids=tokens).logits)
 
 
 def test_a_tokenizers_mapping_trains_as_one_tensor_does():
@@ -72,16 +71,13 @@ def test_filled_up_rows_give_what_the_short_ones_give():
 
 
 def test_a_model_without_a_token_for_filling_up_reads_every_position():
-    torch.manual_seed(0)
     config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, num_labels=3)
-    model = GPT2ForSequenceClassification(config).eval()
-    tokens = torch.randint(0, 50, (1, 7))
+    model, tokens = GPT2ForSequenceClassification(config).eval(), torch.randint(0, 50, (1, 7))
     assert model.config.pad_token_id is None
     assert torch.equal(bf.models.logits(model)(tokens.float()), model(input_ids=tokens).logits)
 
 
 def test_images_are_passed_by_their_own_name():
-    torch.manual_seed(0)
     model = ViTForImageClassification(
         ViTConfig(image_size=8, patch_size=4, num_channels=1, **SMALL)
     ).eval()
@@ -105,21 +101,16 @@ def test_it_trains_and_is_equal_by_every_kernel_that_can_run_it():
     assert (
         found["auto"] - method.layout("w").ravel(dict(method.model.named_parameters()))
     ).abs().max() > 1e-3
-    for weights in found.values():
-        assert_close(weights, found["reference"], rtol=0, atol=1e-12)
+    assert_close(found, dict.fromkeys(found, found["reference"]), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"word_embeddings.*kernel='live' or 'auto'"):
         bf.simulate(method, data, rounds=1, engine=bf.Engine("vmap"), progress=False)
 
 
 def test_a_model_that_was_not_wrapped_is_refused_with_the_remedy():
-    class Answers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"logits": self.fc(x)}
+    class Answers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"logits": super().forward(x)}
 
     data = bf.data.from_arrays(torch.randn(20, 2), torch.arange(20) % 2, client_ids=[0, 1] * 10)
     with pytest.raises(ValueError, match=r"Answers returns a dict.*bf\.models\.logits"):
-        bf.simulate(bf.algorithms.fedavg(Answers()), data, rounds=1, progress=False)
+        bf.simulate(bf.algorithms.fedavg(Answers(2, 2)), data, rounds=1, progress=False)

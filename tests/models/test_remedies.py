@@ -79,34 +79,15 @@ def test_a_split_without_the_transform():
     for transform in (lambda x: x / 255, lambda x: x.flatten(1), lambda x: x // 2):
         result = bf.simulate(bf.algorithms.fedavg(Floats()), data.transformed(transform), **ONCE)
         other = replace(result.data.test, transform=lambda x, first=transform: first(x) * 2)
-        with pytest.raises(
-            ValueError,
-            match=r"^split gives the model other inputs .*transform\..*: saved .*, given "
-            r".*transform=clients",
+        for split, words in (
+            (other, r"transform\..*: saved .*, given .*transform=clients"),
+            (data.test, r"transform: saved {.*}, given None; "),
         ):
-            result.predict(other)
-        with pytest.raises(
-            ValueError,
-            match=r"^split gives the model other inputs .*transform: saved {.*}, given None; ",
-        ):
-            result.predict(data.test)
+            with pytest.raises(ValueError, match=f"^split gives the model other inputs .*{words}"):
+                result.predict(split)
         assert torch.equal(
             result.predict(replace(data.test, transform=transform)).probs, result.predict().probs
         )
-
-
-class Indexed(nn.Module):
-    """A table that is indexed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ones(3, 2)[x]
-
-
-class Misaxed(nn.Module):
-    """An axis too many."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum(5)
 
 
 class Floats(nn.Module):
@@ -120,15 +101,15 @@ class Floats(nn.Module):
         return self.last(x.flatten(1).to(self.last.weight.dtype))
 
 
-class Masked(nn.Module):
-    """A mask, used in one of torch's ways."""
+class Using(nn.Module):
+    """A function of inputs, as of a mask that is used in one of torch's ways."""
 
     def __init__(self, use: Any) -> None:
         super().__init__()
         self.use = use
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.use(x, mask)
+    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
+        return self.use(*given, **named)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +128,7 @@ def test_a_mask_of_whole_numbers(use: Any):
     """It stays one of whole numbers, which torch takes for no mask."""
     x = {"x": torch.ones(3, 3), "mask": torch.ones(3, 3, dtype=torch.int64)}
     with pytest.raises((RuntimeError, AssertionError)) as raised:
-        call(Masked(use), x)
+        call(Using(use), x)
     assert remedy(raised.value, x) == (
         "a mask holds truth values, and whole numbers stay such: pass x['mask'].astype(bool)"
     )
@@ -183,8 +164,16 @@ def test_a_mask_of_whole_numbers(use: Any):
         ),
         (nn.Embedding(3, 2), torch.full((4, 3), 7), r"x 7 to 7: build it with more rows"),
         (nn.Embedding(3, 2), torch.full((4, 3), True), r"an embedding takes whole numbers"),
-        (Indexed(), torch.full((4, 1), 9), r"x 9 to 9: build it with more rows"),
-        (Misaxed(), torch.ones(4, 3, dtype=torch.int64), r"for inputs of this shape"),
+        (
+            Using(lambda x: torch.ones(3, 2)[x]),
+            torch.full((4, 1), 9),
+            r"x 9 to 9: build it with more rows",
+        ),
+        (
+            Using(lambda x: x.sum(5)),
+            torch.ones(4, 3, dtype=torch.int64),
+            r"for inputs of this shape",
+        ),
         (nn.Linear(3, 2), {"a": torch.ones(4, 3)}, r"mapping as model\(\*\*x\)"),
         (
             nn.Linear(3, 2),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
 import bayesfl as bf
@@ -37,19 +36,15 @@ def of_torch(model: Any, **options: Any) -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 32, 0.0, batch_first=True, norm_first=True)
     encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
     names = {
-        "self_attn.in_proj_": "project.",
-        "self_attn.out_proj.": "gather.",
-        "linear1.": "widen.",
-        "linear2.": "narrow.",
+        "project.": "self_attn.in_proj_",
+        "gather.": "self_attn.out_proj.",
+        "widen.": "linear1.",
+        "narrow.": "linear2.",
     }
-    mine = model.body.state_dict()
-    theirs = {}
-    for key in encoder.state_dict():
-        own = key
-        for its, ours in names.items():
-            own = own.replace(its, ours)
-        theirs[key] = mine[own]
-    encoder.load_state_dict(theirs)
+    weights = model.body.state_dict()
+    for ours, its in names.items():
+        weights = {key.replace(ours, its): t for key, t in weights.items()}
+    encoder.load_state_dict({key: weights[key] for key in encoder.state_dict()})
     return encoder
 
 
@@ -60,8 +55,6 @@ def test_it_computes_what_layers_of_torch_do():
     embedded = model.body.embed.weight[x] + model.body.places.weight  # pyright: ignore[reportAttributeAccessIssue]
     assert_close(model(x), model.head(of_torch(model)(embedded)[:, -1]), atol=1e-6, rtol=1e-6)
     assert_close(model(x.double()), model(x))
-    assert not torch.allclose(model(x), model(x.flip(1)))
-    assert model(x).shape == (5, 7)
     assert models.transformer((6,), outputs=3, tokens=7)(x).shape == (5, 3)
     assert {key.partition(".")[0] for key, _ in model.named_parameters()} == {"body", "head"}
     assert not list(model.buffers())
@@ -75,8 +68,8 @@ def test_a_text_alone_has_the_outputs_that_it_has_in_a_batch():
     x = texts(9)
     with torch.no_grad():
         together = model(x)
-        for i in range(len(x)):
-            assert_close(model(x[i : i + 1]), together[i : i + 1], atol=1e-12, rtol=1e-12)
+        alone = torch.cat([model(one) for one in x.split(1)])
+    assert_close(alone, together, atol=1e-12, rtol=1e-12)
     changed = x.clone()
     changed[:, 0] = (x[:, 0] + 1) % 7
     assert (model(changed) - together).abs().max() > 1e-3
@@ -110,29 +103,11 @@ def test_starts_are_drawn_from_the_seed():
     first, second, other = (
         models.transformer(6, **SMALL, seed=seed).state_dict() for seed in (1, 1, 2)
     )
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert_close(first, second, atol=0, rtol=0)
     assert not torch.equal(first["body.embed.weight"], other["body.embed.weight"])
     scaled = models.transformer(6, outputs=400, tokens=7, head_scale=0.01).head.weight
     assert 0.009 < float(scaled.detach().std()) < 0.011
     assert models.transformer(6, outputs=400, tokens=7).body.embed.num_embeddings == 7  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_one_gradient_per_client_under_vmap():
-    copies = [models.transformer(6, **SMALL, dropout=0.0, seed=s).double() for s in range(2)]
-    stacked = {
-        key: torch.stack([dict(c.named_parameters())[key].detach() for c in copies])
-        for key, _ in copies[0].named_parameters()
-    }
-    x = torch.stack([texts(3), texts(3, 1)])
-
-    def loss(parameters, x):
-        return functional_call(copies[0], parameters, (x,)).square().mean()
-
-    together = vmap(grad(loss))(stacked, x)
-    for j in range(2):
-        alone = grad(loss)({key: p[j] for key, p in stacked.items()}, x[j])
-        for key, value in alone.items():
-            assert_close(together[key][j], value)
 
 
 def test_kernels_agree(clients):
@@ -146,8 +121,7 @@ def test_kernels_agree(clients):
         ).server["w"]["loc"]
         for kernel in ("live", "vmap", "reference")
     ]
-    for other in found[1:]:
-        assert_close(other, found[0], atol=1e-12, rtol=1e-12)
+    assert_close(found[1:], found[:1] * 2, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.slow
@@ -248,15 +222,9 @@ def test_torchs_encoder_predicts_as_it_is_trained():
         {"ids": ids, "mask": mask}, ids[:, 0] % 3, client_ids=np.arange(60) % 2
     )
     result = bf.simulate(bf.algorithms.fedavg(Masked(), epochs=2), data, rounds=2, progress=False)
-    x = data.test.client(0)[0]
-    wanted = result.predict().client(0).probs
+    x, wanted = data.test.client(0)[0], result.predict().client(0).probs
     module = result.model()
-    assert_close(module(**x).softmax(-1).detach(), wanted, atol=1e-6, rtol=0)
     with torch.no_grad():
-        assert_close(module(**x).softmax(-1), wanted, atol=1e-6, rtol=0)
-    assert_close(
-        result.client(0).predict({"ids": x["ids"], "mask": x["mask"]}).probs,
-        wanted,
-        atol=1e-6,
-        rtol=0,
-    )
+        still = module(**x).softmax(-1)
+    found = [module(**x).softmax(-1).detach(), still, result.client(0).predict({**x}).probs]
+    assert_close(found, [wanted] * 3, atol=1e-6, rtol=0)

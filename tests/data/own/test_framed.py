@@ -6,7 +6,6 @@ import datetime
 import importlib.util
 import json
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,19 @@ def hospitals(n: int = 200, seed: int = 0) -> pd.DataFrame:
     frame.loc[rng.random(n) < 0.1, "pain"] = None
     frame.loc[7, "pain"] = "rare"
     return frame
+
+
+@pytest.fixture
+def frame() -> pd.DataFrame:
+    """Their patients, without a group."""
+    return hospitals().drop(columns="patient")
+
+
+def with_polars(frames: list[Any]) -> list[Any]:
+    """The frames, and the first one in polars where that is installed."""
+    if not importlib.util.find_spec("polars"):
+        return frames
+    return [*frames, pytest.importorskip("polars").from_pandas(frames[0])]
 
 
 ROLES: dict[str, Any] = {"client": "hospital", "target": "ill"}
@@ -88,19 +100,17 @@ def train_rows(data: FederatedData, columns: Columns, frame: pd.DataFrame) -> np
 
 
 @pytest.mark.parametrize("codes", [[], ["code"]])
-def test_inputs_are_scikit_learns(codes: list[str]):
+def test_inputs_are_scikit_learns(codes: list[str], frame: pd.DataFrame):
     """Of its imputer, scaler, indicator and encoder, fitted on training rows; validation rows are
     none of these.
     """
-    frame = hospitals().drop(columns="patient")
     data, columns = from_frame(frame, **ROLES, categories=codes, validation=0.2)
     train = train_rows(data, columns, frame)
     assert len(train) == data.train.counts.sum() < len(frame) * 0.7
     wanted = by_hand(frame, train, codes, INPUTS)
     np.testing.assert_allclose(columns.apply(frame), wanted, atol=1e-6)
-    assert data.columns == columns.names
+    assert (data.columns, data.prepared) == (columns.names, columns)
     assert len(columns.names) == wanted.shape[1]
-    assert data.prepared == columns
 
 
 @pytest.mark.skipif(
@@ -128,11 +138,10 @@ def test_real_files_as_they_lie(name: str, recwarn: pytest.WarningsRecorder):
     np.testing.assert_allclose(columns.apply(frame), wanted, atol=2e-5)
 
 
-def test_nothing_of_other_rows_is_learnt():
+def test_nothing_of_other_rows_is_learnt(frame: pd.DataFrame):
     """A value changed in a test, validation or calibration row, and a new level there, change no
     training input.
     """
-    frame = hospitals().drop(columns="patient").reset_index(drop=True)
     options: dict[str, Any] = {**ROLES, "validation": 0.2, "calibration": 0.1}
     data, columns = from_frame(frame, **options)
     train = set(train_rows(data, columns, frame).tolist())
@@ -142,8 +151,7 @@ def test_nothing_of_other_rows_is_learnt():
     changed.loc[others, "pain"] = "new"
     again, same = from_frame(changed, **options)
     assert same == columns
-    for mine, theirs in ((data.train, again.train),):
-        assert torch.equal(mine.x[mine.index], theirs.x[theirs.index])  # type: ignore[index]
+    assert torch.equal(data.train.x[data.train.index], again.train.x[again.train.index])  # type: ignore[index]
     rare = columns.apply(changed.loc[others])
     assert not rare[
         :, [i for i, name in enumerate(columns.names) if name.startswith("pain is")]
@@ -192,8 +200,7 @@ def test_classes_are_those_of_the_columns():
     assert columns.classes == ("low", "mid", "high")
     part = frame[(frame["h"] == "B") & (frame["grade"] != "low")]
     data, _ = from_frame(part, client="h", target="grade", columns=columns)
-    assert data.class_names == ("low", "mid", "high")
-    assert set(data.train.y.tolist()) == {1, 2}
+    assert (data.class_names, {*data.train.y.tolist()}) == (("low", "mid", "high"), {1, 2})
     ordered = frame.assign(
         grade=pd.Categorical(frame["grade"], categories=["low", "mid", "high"], ordered=True)
     )
@@ -271,18 +278,13 @@ def test_frames_are_raw_and_arrays_prepared():
         assert torch.equal(one.predict(given).probs, wanted)  # type: ignore[arg-type]
 
 
-def test_levels_that_no_row_knows_are_warned_of():
+def test_levels_that_no_row_knows_are_warned_of(frame: pd.DataFrame):
     """As of text with spaces, or of numbers in place of text; 3, 3.0 and "3.0" are one level."""
-    frame = hospitals().drop(columns="patient")
     _, columns = from_frame(frame, **ROLES, categories=["code"])
-    place = [i for i, name in enumerate(columns.names) if name.startswith("code is")]
-    wanted = columns.apply(frame)[:, place]
-    for twin in (
-        frame["code"].astype(float),
-        frame["code"].astype(str),
-        frame["code"].astype(float).astype(str),
-    ):
-        np.testing.assert_array_equal(columns.apply(frame.assign(code=twin))[:, place], wanted)
+    number = frame["code"].astype(float)
+    for twin in (number, frame["code"].astype(str), number.astype(str)):
+        found = columns.apply(frame.assign(code=twin))
+        np.testing.assert_array_equal(found, columns.apply(frame))
     with pytest.warns(
         UserWarning,
         match=r"'code': 200 of 200 rows have no level of the training rows, \['3', '6', '7'\], "
@@ -295,11 +297,11 @@ def test_levels_that_no_row_knows_are_warned_of():
     assert declared.columns == columns.names
 
 
-def test_rows_unlike_the_training_rows_are_warned_of():
+@pytest.mark.filterwarnings("error")
+def test_rows_unlike_the_training_rows_are_warned_of(frame: pd.DataFrame):
     """A code for what is missing, or another unit of all rows; the numbers are taken
     nevertheless.
     """
-    frame = hospitals().drop(columns="patient")
     data, columns = from_frame(frame, **ROLES)
     new = frame.drop(columns=["ill", "hospital"]).head(40)
     with pytest.warns(
@@ -315,9 +317,7 @@ def test_rows_unlike_the_training_rows_are_warned_of():
         r"another unit",
     ):
         columns.apply(new.assign(pressure=new["pressure"] / 10))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        columns.apply(new)
+    columns.apply(new)
     one = run(
         bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=2), epochs=1),
         data,
@@ -328,20 +328,18 @@ def test_rows_unlike_the_training_rows_are_warned_of():
     assert caught[0].filename == __file__
 
 
-def test_what_no_training_row_lacked_is_warned_of():
+@pytest.mark.filterwarnings("error")
+def test_what_no_training_row_lacked_is_warned_of(frame: pd.DataFrame):
     """A mean in place of most rows' values would otherwise look like data; a single row of many may
     lack one.
     """
-    frame = hospitals().drop(columns="patient")
     _, columns = from_frame(frame, **ROLES)
     with pytest.warns(
         UserWarning, match=r"'age'.*: 200 of 200 rows lack it, which no training row did: the mean"
     ):
         columns.apply(frame.assign(age=None).astype({"age": float}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        frame.loc[3, "age"] = None
-        columns.apply(frame)
+    frame.loc[3, "age"] = None
+    columns.apply(frame)
 
 
 def test_large_ids_are_not_merged():
@@ -352,12 +350,7 @@ def test_large_ids_are_not_merged():
         .assign(hospital=lambda f: 2**60 + np.arange(len(f)) % 4)
     )
     frame["code"] = 2**60 + frame["code"] % 3
-    twins: list[Any] = [frame, frame.convert_dtypes()]
-    if importlib.util.find_spec("polars"):
-        import polars
-
-        twins.append(polars.from_pandas(frame))
-    for twin in twins:
+    for twin in with_polars([frame, frame.convert_dtypes()]):
         data, columns = from_frame(twin, **ROLES, categories=["code"])
         assert data.client_names == tuple(str(2**60 + k) for k in range(4))
         assert [name for name in columns.names if "code" in name] == [
@@ -365,8 +358,7 @@ def test_large_ids_are_not_merged():
         ]
 
 
-def test_names_that_look_like_numbers_are_names():
-    frame = hospitals().drop(columns="patient")
+def test_names_that_look_like_numbers_are_names(frame: pd.DataFrame):
     frame["hospital"] = frame["hospital"].map(
         {"Basel": "1", "Bern": "1.0", "Chur": "v1", "Genf": "2"}
     )
@@ -378,20 +370,18 @@ def test_names_that_look_like_numbers_are_names():
     assert "code is 8500/3" in from_frame(morphology, **ROLES)[1].names
 
 
-def test_classes_of_types_keep_their_order():
+def test_classes_of_types_keep_their_order(frame: pd.DataFrame):
     """Ordered categories of pandas, enumerations of polars, and numbers as categories, which are
     sorted as such.
     """
-    frame = hospitals().drop(columns="patient")
     level = pd.Categorical(
         np.array(["mid", "low", "high"])[np.arange(200) % 3],
         categories=["low", "mid", "high"],
         ordered=True,
     )
-    frame["ill"] = level
-    assert from_frame(frame, **ROLES)[0].class_names == ("low", "mid", "high")
-    frame["ill"] = pd.Categorical(np.arange(200) % 11)
-    assert from_frame(frame, **ROLES)[0].class_names == tuple(map(str, range(11)))
+    whole = pd.Categorical(np.arange(200) % 11)
+    for kind, names in ((level, ("low", "mid", "high")), (whole, tuple(map(str, range(11))))):
+        assert from_frame(frame.assign(ill=kind), **ROLES)[0].class_names == names
     polars = pytest.importorskip("polars")
     enumerated = polars.from_pandas(frame.assign(ill=level.astype(str))).with_columns(
         polars.col("ill").cast(polars.Enum(["low", "mid", "high"]))
@@ -415,13 +405,8 @@ def test_classes_are_counted_alike_everywhere(levels: list[Any]):
     )
     data, columns = from_frame(frame, **ROLES)
     assert data.class_names == columns.classes == tuple(sorted(map(str, levels), key=float))
-    assert torch.equal(from_frame(frame, **ROLES, columns=columns)[0].train.y, data.train.y)
-    assert (
-        from_frame(frame, **ROLES, columns=columns, class_names=list(data.class_names))[
-            0
-        ].class_names
-        == data.class_names
-    )
+    again, _ = from_frame(frame, **ROLES, columns=columns, class_names=list(data.class_names))
+    assert (again.class_names, again.train.y.tolist()) == (data.class_names, data.train.y.tolist())
 
 
 def test_counts_stay_numbers_beside_columns():
@@ -432,33 +417,21 @@ def test_counts_stay_numbers_beside_columns():
     assert frame_statistics(labels, **ROLES, task="classification")["outputs"] == 2
 
 
-def test_codes_do_not_depend_on_what_other_rows_lack():
+def test_codes_do_not_depend_on_what_other_rows_lack(frame: pd.DataFrame):
     """Large ones beside a missing value are not rounded, of any type."""
-    frame = hospitals().drop(columns="patient")
     codes = pd.array(2**53 + np.arange(200) % 3, dtype="Int64")
     codes[5] = pd.NA
-    twins: list[Any] = [
-        frame.assign(code=codes),
-        frame.assign(code=pd.Categorical(codes)),
-        frame.assign(code=codes.astype(object)),
-    ]
-    if importlib.util.find_spec("polars"):
-        import polars
-
-        twins.append(polars.from_pandas(twins[0]))
-    for twin in twins:
+    kinds = (codes, pd.Categorical(codes), codes.astype(object))
+    for twin in with_polars([frame.assign(code=kind) for kind in kinds]):
         _, columns = from_frame(twin, **ROLES, categories=["code"])
-        assert [name for name in columns.names if "code" in name] == [
-            f"code is {2**53 + k}" for k in range(3)
-        ]
         place = [i for i, name in enumerate(columns.names) if "code" in name]
-        assert (
-            columns.apply(twin)[:, place].argmax(1)[6:].tolist()
-            == (np.arange(200) % 3)[6:].tolist()
-        )
-        assert not columns.apply(twin)[5, place].any()
+        assert [columns.names[i] for i in place] == [f"code is {2**53 + k}" for k in range(3)]
+        found = columns.apply(twin)[:, place]
+        assert found[6:].argmax(1).tolist() == (np.arange(200) % 3)[6:].tolist()
+        assert not found[5].any()
 
 
+@pytest.mark.filterwarnings("error")
 def test_rare_flags_are_no_outliers():
     """Nor long tails among the rows of which columns are learnt."""
     rng = np.random.default_rng(0)
@@ -470,16 +443,13 @@ def test_rare_flags_are_no_outliers():
         }
     )
     frame["y"] = (rng.random(4000) < 0.4).astype(int)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, columns = from_frame(frame, client="h", target="y")
-        columns.apply(frame.assign(lab=1.0))
+    _, columns = from_frame(frame, client="h", target="y")
+    columns.apply(frame.assign(lab=1.0))
 
 
 def test_a_recipe_says_how_rows_were_split():
-    frame = hospitals()
     data, _ = from_frame(
-        frame,
+        hospitals(),
         **ROLES,
         group="patient",
         categories=["code"],
@@ -488,23 +458,21 @@ def test_a_recipe_says_how_rows_were_split():
         test_share=0.3,
         seed=3,
     )
-    told = {
+    assert data.recipe == {
+        "recipe": "from_frame",
         "client": "hospital",
         "target": "ill",
         "group": "patient",
         "categories": ["code"],
         "task": "classification",
         "seed": 3,
-    }
-    assert data.recipe == {
-        "recipe": "from_frame",
-        **told,
         "test": 0.3,
         "validation": 0.2,
         "calibration": 0.1,
     }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -528,11 +496,8 @@ def test_a_recipe_says_how_rows_were_split():
         (lambda f: f.assign(ill=f["age"] / 3 + 2), "'age' tells the target of every row"),
     ],
 )
-def test_inputs_that_are_seldom_meant_are_warned_of(change: Any, words: str):
-    frame = hospitals().drop(columns="patient")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        from_frame(frame, **ROLES)
+def test_inputs_that_are_seldom_meant_are_warned_of(change: Any, words: str, frame: pd.DataFrame):
+    from_frame(frame, **ROLES)
     with pytest.warns(UserWarning, match=words):
         from_frame(change(frame), **ROLES, test_share=0)
 
@@ -570,11 +535,10 @@ def test_columns_travel(tmp_path: Path):
     assert data.hash != from_frame(frame.drop(columns=["patient", "age"]), **ROLES)[0].hash
 
 
-def test_values_are_read_back():
+def test_values_are_read_back(frame: pd.DataFrame):
     """From inputs: numbers in their units, NaN where they were missing; levels as they were, None
     for none or unknown ones.
     """
-    frame = hospitals().drop(columns="patient")
     _, columns = from_frame(frame, **ROLES)
     frame.loc[9, "pain"] = "never seen"
     x = columns.apply(frame)
@@ -584,10 +548,8 @@ def test_values_are_read_back():
     assert columns.values(torch.from_numpy(x), "code").tolist() == frame["code"].tolist()
     known = set(columns.parts[1].levels)  # type: ignore[union-attr] (a category's)
     assert known >= {"none", "typical", "atypical"}
-    assert columns.values(x, "pain").tolist() == [
-        one if one in known else None for one in frame["pain"]
-    ]
-    assert None in columns.values(x, "pain")
+    levels = [one if one in known else None for one in frame["pain"]]
+    assert columns.values(x, "pain").tolist() == levels
     with pytest.raises(ValueError, match=r"x must be \[N, "):
         columns.values(x[:, 1:], "age")
 
@@ -616,10 +578,9 @@ def test_a_group_stands_in_one_split(seed: int):
         for row in values.round().long().tolist():
             split_of.setdefault(int(frame["patient"].iloc[row]), set()).add(name)
     assert all(len(names) == 1 for names in split_of.values())
-    total = sum(split.counts.sum() for split in data.splits.values())
-    assert total == len(frame)
-    assert 0.1 < data.test.counts.sum() / total < 0.35
-    assert 0.03 < data.validation.counts.sum() / total < 0.3
+    assert sum(split.counts.sum() for split in data.splits.values()) == len(frame)
+    assert 0.1 < data.test.counts.sum() / len(frame) < 0.35
+    assert 0.03 < data.validation.counts.sum() / len(frame) < 0.3
     for part in frame["hospital"].unique():
         # A patient of two hospitals stands in the same split on both machines.
         alone, _ = from_frame(frame[frame["hospital"] == part], **options, columns=columns)
@@ -631,11 +592,10 @@ def test_a_group_stands_in_one_split(seed: int):
             )
 
 
-def test_frames_of_any_library():
+def test_frames_of_any_library(frame: pd.DataFrame):
     """Of polars by way of Arrow, of pandas with its nullable and string types, and with objects:
     one federation.
     """
-    frame = hospitals().drop(columns="patient")
     data, columns = from_frame(frame, **ROLES)
     twins = [
         frame.convert_dtypes(),
@@ -656,24 +616,20 @@ def test_frames_of_any_library():
         assert other.hash == data.hash
 
 
-def test_targets_of_each_kind():
+def test_targets_of_each_kind(frame: pd.DataFrame):
     """Text and truth values are classes, floats are numbers, several columns several numbers."""
-    frame = hospitals().drop(columns="patient")
     named, _ = from_frame(frame.assign(ill=np.where(frame["ill"], "yes", "no")), **ROLES)
     assert (named.task, named.class_names, named.classes) == ("classification", ("no", "yes"), 2)
-    plain, _ = from_frame(frame, **ROLES)
-    assert torch.equal(plain.train.y, named.train.y)
+    assert torch.equal(from_frame(frame, **ROLES)[0].train.y, named.train.y)
     number, _ = from_frame(frame, client="hospital", target="age", task="regression")
-    assert (number.task, number.outputs) == ("regression", 1)
     two, columns = from_frame(
         frame.dropna(), client="hospital", target=["age", "pressure"], task="regression"
     )
-    assert two.outputs == 2
+    assert (number.task, number.outputs, two.outputs) == ("regression", 1, 2)
     assert "age" not in columns.names
 
 
-def test_what_a_column_says_nothing_of_is_named():
-    frame = hospitals().drop(columns="patient")
+def test_what_a_column_says_nothing_of_is_named(frame: pd.DataFrame):
     frame.loc[frame["hospital"] == "Chur", "pressure"] = None
     frame.loc[frame["hospital"] == "Genf", "age"] = 60.0
     with pytest.warns(
@@ -682,10 +638,9 @@ def test_what_a_column_says_nothing_of_is_named():
         r"those of \['Genf'\]",
     ):
         from_frame(frame, **ROLES)
-    frame["age"] = 60.0
     with pytest.warns(UserWarning, match="'age' is constant in those of all clients"):
-        _, columns = from_frame(frame, **ROLES)
-    assert not columns.apply(frame)[:, columns.names.index("age")].any()
+        _, columns = from_frame(frame.assign(age=60.0), **ROLES)
+    assert not columns.apply(frame.assign(age=60.0))[:, columns.names.index("age")].any()
 
 
 def test_clients_without_rows_in_a_split_are_named():
@@ -705,16 +660,10 @@ def test_clients_without_rows_in_a_split_are_named():
         from_frame(frame, **ROLES, group="patient", seed=0)
 
 
-def test_floats_count_all_classes_that_were_learnt():
-    frame = hospitals().drop(columns="patient")
-    labels = frame.assign(ill=np.arange(200.0) % 3)
-    _, columns = from_frame(labels, **ROLES, task="classification")
-    assert (
-        from_frame(labels[labels["ill"] < 2], **ROLES, task="classification", columns=columns)[
-            0
-        ].outputs
-        == 3
-    )
+def test_floats_count_all_classes_that_were_learnt(frame: pd.DataFrame):
+    labels, roles = frame.assign(ill=np.arange(200.0) % 3), {**ROLES, "task": "classification"}
+    _, columns = from_frame(labels, **roles)
+    assert from_frame(labels[labels["ill"] < 2], **roles, columns=columns)[0].outputs == 3
 
 
 def test_statistics_of_clients_that_lack_the_first_class():
@@ -900,11 +849,10 @@ GRADES = np.array(["low", "mid", "high"])[CODE % 3]
         (lambda f: f, {"test_share": 1.5}, r"test_share is a share .* got 1\.5"),
     ],
 )
-def test_what_is_refused(change: Any, options: dict[str, Any], words: str):
+def test_what_is_refused(change: Any, options: dict[str, Any], words: str, frame: pd.DataFrame):
     """By the column's name, with what to do."""
-    frame = hospitals().drop(columns="patient").fillna({"pain": "none"})
     with pytest.raises(ValueError, match=words):
-        from_frame(change(frame), **{**ROLES, **options})
+        from_frame(change(frame.fillna({"pain": "none"})), **{**ROLES, **options})
 
 
 @pytest.mark.parametrize(
@@ -931,7 +879,7 @@ def test_inputs_of_one_name_are_told_apart():
     """Those of a column that is called as another's indicator of missing values."""
     frame = hospitals().drop(columns="patient").assign(**{"pressure is missing": CODE % 7})
     _, columns = from_frame(frame, **ROLES)
-    assert columns.names.count("pressure is missing") == 2
     x = columns.apply(frame)
+    assert columns.names.count("pressure is missing") == 2
     assert columns.values(x, "pressure is missing").tolist() == (CODE % 7).tolist()
     np.testing.assert_allclose(columns.values(x, "pressure"), frame["pressure"], rtol=1e-5)

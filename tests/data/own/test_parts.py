@@ -17,6 +17,7 @@ from bayesfl.data.mapped import mapped
 
 SIZES, NAMES = (9, 5, 7), ["Aarau", "Bern", "Chur"]
 IDS = np.repeat(NAMES, SIZES)[np.random.default_rng(1).permutation(21)]
+LABELS_21 = np.arange(21) % 3
 
 
 def trees(n: int, seed: int = 0) -> dict[str, Any]:
@@ -256,15 +257,12 @@ def same_rows(one: FederatedData, other: FederatedData) -> bool:
         twin = other.splits[name]
         for j in range(one.clients):
             (x, y), (twin_x, twin_y) = split.client(j), twin.client(j)
-            pairs = zip(named(x), named(twin_x), strict=True)
-            if not (
-                y.equal(twin_y)
-                and all(a.dtype == b.dtype and a.equal(b) for (_, a), (_, b) in pairs)
-            ):
-                return False
+            pairs = [(y, twin_y)]
+            pairs += [(a, b) for (_, a), (_, b) in zip(named(x), named(twin_x), strict=True)]
             if split.environment is not None and twin.environment is not None:
-                if not split.environment[split.rows(j)].equal(twin.environment[twin.rows(j)]):
-                    return False
+                pairs.append((split.environment[split.rows(j)], twin.environment[twin.rows(j)]))
+            if not all(a.dtype == b.dtype and a.equal(b) for a, b in pairs):
+                return False
     kinds = [
         [(name, split.environment is None) for name, split in data.splits.items()]
         for data in (one, other)
@@ -277,18 +275,19 @@ def same_rows(one: FederatedData, other: FederatedData) -> bool:
 )
 def test_pooled_inputs_in_files_stay_there(tmp_path, options):
     """Each client has the same rows in the same splits as it has of arrays in memory."""
-    x, y = saved(tmp_path, 21), np.arange(21) % 3
-    lies, copied = (from_arrays(given, y, client_ids=IDS, **options) for given in (x, np.array(x)))
+    x = saved(tmp_path, 21)
+    lies, copied, again = (
+        from_arrays(given, LABELS_21, client_ids=IDS, **options) for given in (x, np.array(x), x)
+    )
     assert same_rows(lies, copied)
     assert isinstance(lies.train.x, torch.Tensor)
-    assert lies.train.x.data_ptr() == x.ctypes.data
-    assert all(split.x is lies.train.x for split in lies.splits.values())
-    assert lies.to("cpu", torch.float64).train.x is lies.train.x
-    assert lies.hash == from_arrays(x, y, client_ids=IDS, **options).hash
+    assert (lies.train.x.data_ptr(), lies.hash) == (x.ctypes.data, again.hash)
+    moved = lies.to("cpu", torch.float64)
+    assert all(split.x is lies.train.x for split in (*lies.splits.values(), moved.train))
 
 
 def test_test_data_are_in_tensors_of_their_own_where_one_is_in_a_file(tmp_path):
-    x, held, y = saved(tmp_path, 21), saved(tmp_path, 6, seed=1), np.arange(21) % 3
+    x, held, y = saved(tmp_path, 21), saved(tmp_path, 6, seed=1), LABELS_21
     owners = ["Bern"] * 4 + ["Aarau"] * 2
     options: dict[str, Any] = {
         "client_ids": IDS,
@@ -309,12 +308,12 @@ def test_test_data_are_in_tensors_of_their_own_where_one_is_in_a_file(tmp_path):
 
 def test_files_beside_arrays_in_memory(tmp_path):
     """All keep the file's order; what is in memory is copied."""
-    x, y = saved(tmp_path, 21), np.arange(21) % 3
-    numbers = np.arange(21.0, dtype=np.float32)
-    data = from_arrays({"file": x, "numbers": numbers}, y, client_ids=IDS)
-    assert same_rows(
-        data, from_arrays({"file": np.array(x), "numbers": numbers}, y, client_ids=IDS)
+    x, numbers = saved(tmp_path, 21), np.arange(21.0, dtype=np.float32)
+    data, copied = (
+        from_arrays({"file": file, "numbers": numbers}, LABELS_21, client_ids=IDS)
+        for file in (x, np.array(x))
     )
+    assert same_rows(data, copied)
     numbers[:] = -1
     assert dict(named(data.train.x))["x['numbers']"].min() == 0
 
@@ -323,22 +322,20 @@ def test_numbers_in_files_are_converted_where_they_are_read(tmp_path):
     """Floats to the run's precision, and the types of token files, with which torch hardly
     computes.
     """
-    y = np.arange(21) % 3
     for kind, stored, read in (
         (np.float64, torch.float64, torch.float32),
         (np.uint16, torch.uint16, torch.int64),
     ):
-        data = from_arrays(saved(tmp_path, 21, kind=kind), y, client_ids=IDS)
+        data = from_arrays(saved(tmp_path, 21, kind=kind), LABELS_21, client_ids=IDS)
         x: Any = data.train.client(0)[0]
-        assert [t.dtype for _, t in named(data.train.x)] == [stored]
-        assert (data.train.dtype, x.dtype) == (torch.float32, read)
+        assert (data.train.x.dtype, data.train.dtype, x.dtype) == (stored, torch.float32, read)  # type: ignore[union-attr]
         assert x.equal(
             torch.from_numpy(saved(tmp_path, 21, kind=np.int64))[data.train.rows(0)].to(read)
         )
     bad = tmp_path / "bad"
     np.where(np.arange(21.0) == 20, np.nan, 1.0).tofile(bad)
     with pytest.raises(ValueError, match=rf"^x holds NaN .*client '{IDS[20]}'"):
-        from_arrays(np.memmap(bad, dtype=np.float64, mode="r"), y, client_ids=IDS)
+        from_arrays(np.memmap(bad, dtype=np.float64, mode="r"), LABELS_21, client_ids=IDS)
 
 
 def test_doubles_in_files_are_those_in_memory(tmp_path):
@@ -346,8 +343,7 @@ def test_doubles_in_files_are_those_in_memory(tmp_path):
     given = np.random.default_rng(0).normal(size=(21, 3))
     given.tofile(tmp_path / "doubles")
     x = np.memmap(tmp_path / "doubles", dtype=np.float64, mode="r", shape=(21, 3))
-    y = np.arange(21) % 3
-    one, other = (from_arrays(rows, y, client_ids=np.sort(IDS)) for rows in (x, given))
+    one, other = (from_arrays(rows, LABELS_21, client_ids=np.sort(IDS)) for rows in (x, given))
     assert one.hash == other.hash
     for dtype in (torch.float32, torch.float64):
         mine, theirs = (data.to(dtype=dtype).train.client(1)[0] for data in (one, other))
@@ -375,8 +371,7 @@ def test_data_in_files_need_next_to_no_memory(tmp_path):
     made.flush()
     del made
     x = np.memmap(tmp_path / "images", dtype=np.uint8, mode="r", shape=(n, *shape))
-    y = np.arange(n) % 10
-    ids = np.arange(n) % 100
+    y, ids = np.arange(n) % 10, np.arange(n) % 100
     # What the first call loads is not counted.
     assert from_arrays(x[:100], y[:100], client_ids=ids[:100], test_share=0).hash
     before = anonymous()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
 import bayesfl as bf
@@ -25,8 +26,7 @@ def rows(n: int, seed: int, longest: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(n):
-        length = int(rng.integers(2, longest + 1))
-        ids = rng.integers(1, 9, length).tolist()
+        ids = rng.integers(1, 9, int(rng.integers(2, longest + 1))).tolist()
         found.append(
             {
                 "input_ids": ids,
@@ -70,8 +70,7 @@ def test_a_mask_that_the_rows_have_is_theirs():
     ]
     data = from_datasets(with_mask, inputs=["input_ids", "attention_mask"], target="label")
     x, _ = data.train.client(1)
-    assert x["attention_mask"].dtype == torch.int64
-    assert torch.equal(x["attention_mask"] == 1, x["input_ids"] > 0)
+    assert torch.equal(x["attention_mask"], (x["input_ids"] > 0).long())
 
 
 def test_labels_of_places_are_filled_up_with_what_is_not_known():
@@ -155,19 +154,11 @@ def test_rows_of_hugging_face_are_rows():
     sets = [datasets.Dataset.from_list(one) for one in SETS]
     mine, theirs = (from_datasets(one, inputs="input_ids", target="label") for one in (sets, SETS))
     assert mine.hash == theirs.hash
-    labelled = [
-        one.cast_column("label", datasets.ClassLabel(names=["no", "yes", "who knows", "never"]))
-        for one in sets
-    ]
-    assert from_datasets(labelled, inputs="input_ids", target="label").class_names == (
-        "no",
-        "yes",
-        "who knows",
-        "never",
-    )
-    tags = datasets.Sequence(datasets.ClassLabel(names=list("abcd")))
-    tagged = [one.cast_column("tags", tags) for one in sets]
-    assert from_datasets(tagged, inputs="input_ids", target="tags").class_names == tuple("abcd")
+    classes = datasets.ClassLabel(names=list("abcd"))
+    for column, kind in (("label", classes), ("tags", datasets.Sequence(classes))):
+        known = [one.cast_column(column, kind) for one in sets]
+        made = from_datasets(known, inputs="input_ids", target=column)
+        assert made.class_names == tuple("abcd")
 
 
 def test_an_empty_list_has_no_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -189,27 +180,25 @@ class Labelled(list):
 
 
 def test_other_names_of_classes_are_refused():
-    same, other = (Labelled(SETS[0], names) for names in (["a", "b", "c"], ["c", "b", "a"]))
-    assert from_datasets([same, same], inputs="age", target="label").class_names == ("a", "b", "c")
-    with pytest.raises(
-        ValueError,
-        match=r"datasets\[1\] has the classes \['c', 'b', 'a'\], datasets\[0\] has \['a', 'b', "
-        r"'c'\]",
-    ):
-        from_datasets([same, other], inputs="age", target="label")
-    assert from_datasets(
-        [same, other], inputs="age", target="label", class_names=["x", "y", "z"]
-    ).class_names == ("x", "y", "z")
-    assert (
-        from_datasets([same, other], inputs="label", target="age", task="regression").class_names
-        is None
-    )
-    assert from_datasets([same], inputs="age", target="label", outputs=5).class_names is None
-    held = Labelled(SETS[0], [])
+    same, other, held = (Labelled(SETS[0], [*names]) for names in ("abc", "cba", ""))
     held.features = torch.ones(3)  # type: ignore[assignment]
-    assert from_datasets([held], inputs="age", target="label").class_names is None
-    with pytest.raises(ValueError, match=r"test\[0\] has the classes \['c'"):
-        from_datasets([same], test=[other], inputs="age", target="label")
+    roles: dict[str, Any] = {"inputs": "age", "target": "label"}
+    cases: tuple[tuple[list[Any], dict[str, Any], Any], ...] = (
+        ([same, same], {}, ("a", "b", "c")),
+        ([same, other], {"class_names": ["x", "y", "z"]}, ("x", "y", "z")),
+        ([same, other], {"inputs": "label", "target": "age", "task": "regression"}, None),
+        ([same], {"outputs": 5}, None),
+        ([held], {}, None),
+    )
+    for sets, options, names in cases:
+        assert from_datasets(sets, **{**roles, **options}).class_names == names
+    told = r"datasets\[1\] has the classes \['c', 'b', 'a'\], datasets\[0\] has \['a', 'b', 'c'\]"
+    for sets, test, words in (
+        ([same, other], None, told),
+        ([same], [other], r"test\[0\] has the classes \['c'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            from_datasets(sets, test=test, **roles)
 
 
 def test_partitions_of_flower_are_rows():
@@ -228,8 +217,15 @@ def test_partitions_of_flower_are_rows():
     data = from_datasets(
         [partitioner.load_partition(j) for j in range(3)], inputs="image", target="label"
     )
-    assert data.inputs == (4, 4)
-    assert data.counts["train"].tolist() == [16, 16, 16]
+    assert (data.inputs, data.counts["train"].tolist()) == ((4, 4), [16, 16, 16])
+
+
+def taken(data: Any) -> dict[str, Any]:
+    """Every split's counts, targets, and inputs by name."""
+    return {
+        name: (split.counts.tolist(), split.y[split.index], dict(named(split.take(split.index))))
+        for name, split in data.splits.items()
+    }
 
 
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -294,33 +290,18 @@ def test_a_folder_holds_the_same_data(form: str, tmp_path: Path):
     )
     assert len(set(read)) <= 9
     for data in (first, second):
-        assert data.hash == want.hash
-        assert data.client_names == want.client_names
+        assert (data.hash, data.client_names) == (want.hash, want.client_names)
         assert all(mapped(t) for _, t in named(data.train.x))
-        assert [t.dtype for _, t in named(data.train.x)] == [
-            t.dtype for _, t in named(want.train.x)
-        ]
-        for split, one in want.splits.items():
-            for (_, mine), (_, theirs) in zip(
-                named(data.splits[split].take(data.splits[split].index)),
-                named(one.take(one.index)),
-                strict=True,
-            ):
-                assert torch.equal(mine, theirs)
+        mine, theirs = ([t.dtype for _, t in named(one.train.x)] for one in (data, want))
+        assert mine == theirs
+        assert_close(taken(data), taken(want), atol=0, rtol=0)
 
 
 def test_a_folder_holds_test_rows_too(tmp_path: Path):
     options: dict[str, Any] = {"inputs": "input_ids", "target": "tags", "test": [rows(4, 2, 9), []]}
     want = from_datasets(SETS, **options)
     data = from_datasets(SETS, folder=tmp_path, **options)  # an empty folder is taken
-    for split in ("train", "test"):
-        mine, theirs = data.splits[split], want.splits[split]
-        assert mine.counts.tolist() == theirs.counts.tolist()
-        assert torch.equal(mine.y[mine.index], theirs.y[theirs.index])
-        for (_, own), (_, other) in zip(
-            named(mine.take(mine.index)), named(theirs.take(theirs.index)), strict=True
-        ):
-            assert torch.equal(own, other)
+    assert_close(taken(data), taken(want), atol=0, rtol=0)
 
 
 def test_what_a_folder_may_not_hold(tmp_path: Path):

@@ -53,22 +53,18 @@ def test_noise_and_colours_have_their_probabilities(made):
             grey, colour, y = parts(split, client, client)
             row = (grey[:, 0, 0] * (len(of.x) + 1)).round().long() - 1
             assert_close(grey, of.x[row, 0])
-            clean = (of.y[row] < 5).long()
-            n, agrees, flipped = len(y), colour == y, clean != y
-            assert within(float(flipped.double().mean()), n, 0.25)
-            assert within(float(agrees.double().mean()), n, p)
-            assert within(float((agrees & flipped).double().mean()), n, 0.25 * p)
+            agrees, flipped = colour == y, (of.y[row] < 5).long() != y
+            for event, chance in ((flipped, 0.25), (agrees, p), (agrees & flipped, 0.25 * p)):
+                assert within(float(event.double().mean()), len(y), chance)
 
 
 def test_every_training_row_goes_to_one_client(made):
     """Client i takes every fourth of the shuffled rows, and every fourth test row as they come."""
     of, data = made
-    assert data.train.counts.tolist() == [6000] * 4
-    assert data.train.index.sort().values.tolist() == list(range(24_000))
-    assert data.test.rows(1).tolist() == list(range(24_001, 32_000, 4))
     order = generator(3, Purpose.PARTITION).permutation(24_000)
     for client in range(4):
         assert data.train.rows(client).tolist() == order[client::4].tolist()
+        assert data.test.rows(client).tolist() == list(range(24_000 + client, 32_000, 4))
     assert data.train.environments == 1
     assert coloured(of, agreement=MADE, test_agreement=0.2, seed=3).hash == data.hash
     assert coloured(of, agreement=MADE, test_agreement=0.2, seed=4).hash != data.hash
@@ -79,14 +75,10 @@ def test_quarter_turns_go_counter_clockwise():
     from the left.
     """
     of = source(train=80, test=40)
-    flat = coloured(of, agreement=MADE, rotate=False)
-    turned = coloured(of, agreement=MADE)
-    for client in range(4):
+    flat, turned = (coloured(of, agreement=MADE, rotate=rotate) for rotate in (False, True))
+    for client, (row, column) in enumerate(((0, 0), (0, -1), (-1, -1), (-1, 0))):
         straight, image = flat.train.client(client)[0][0], turned.train.client(client)[0][0]
-        corner = [straight[:, 0, 0], straight[:, 0, -1], straight[:, -1, -1], straight[:, -1, 0]][
-            client
-        ]
-        assert torch.equal(image[:, 0, 0], corner)
+        assert torch.equal(image[:, 0, 0], straight[:, row, column])
     assert torch.equal(flat.train.y, turned.train.y)
 
 
@@ -127,9 +119,8 @@ def test_test_rows_off_the_end_of_the_training_part():
     data = coloured(
         Source.from_parts(x[:60], y[:60], x[60:], y[60:], name="big"), test=20, rotate=False
     )
-    assert data.inputs == (2, 14, 14)
+    assert (data.inputs, len(data.train.x)) == ((2, 14, 14), 60)
     assert sorted(data.test.index.tolist()) == list(range(40, 60))
-    assert len(data.train.x) == 60
     row = int(data.train.rows(0)[0])
     assert torch.equal(data.train.x[row].sum(0), x[row, 0, ::2, ::2])
     digits = coloured(flip=0.0)
@@ -180,7 +171,9 @@ def test_mistakes_are_named(options, message):
 
 
 def test_only_coloured_data_are_recoloured(made):
-    with pytest.raises(ValueError, match=r"recoloured .*coloured\(\).*'select'"):
-        recoloured(made[1].select([0]), 0.5)
-    with pytest.raises(ValueError, match=r"agreement .*\[0, 1\], got 1\.5"):
-        recoloured(made[1], 1.5)
+    for data, agreement, words in (
+        (made[1].select([0]), 0.5, r"recoloured .*coloured\(\).*'select'"),
+        (made[1], 1.5, r"agreement .*\[0, 1\], got 1\.5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            recoloured(data, agreement)

@@ -5,49 +5,47 @@ import time
 import numpy as np
 import torch
 
-from bayesfl.data import dirichlet, labels_per_client, load, pachinko, shards
+from bayesfl.data import dirichlet, labels_per_client, pachinko, shards
 from bayesfl.data.recipes.images import FINE_TO_COARSE
 from tests.data.made import fine_labels
 from tests.files import where_present
 
 
-def test_labels_per_client():
-    source = load("digits")
+def test_labels_per_client(digits):
     for sizes in ("equal", "random"):
         data = labels_per_client(clients=15, labels=3, sizes=sizes)
-        assert len(data.train.index.unique()) == len(data.train.index) == source.train
+        assert len(data.train.index.unique()) == len(data.train.index) == digits.train
         for train, test in zip(
-            fine_labels(data, source, "train"), fine_labels(data, source, "test"), strict=True
+            fine_labels(data, digits, "train"), fine_labels(data, digits, "test"), strict=True
         ):
             assert len(set(train)) == 3
             assert set(test) == set(train)
-            assert len(test) == sum(int((source.y_test == k).sum()) for k in set(train))
-    equal = labels_per_client(clients=15, labels=3)
-    # A class has four or five clients: parts of 29 to 36.
-    assert equal.train.counts.max() - equal.train.counts.min() <= 27
-    assert (
-        labels_per_client(clients=15, labels=3, sizes="random").train.counts.std()
-        > equal.train.counts.std()
+            assert len(test) == sum(int((digits.y_test == k).sum()) for k in set(train))
+    equal, random = (
+        labels_per_client(clients=15, labels=3, sizes=sizes).train.counts
+        for sizes in ("equal", "random")
     )
+    # A class has four or five clients: parts of 29 to 36.
+    assert equal.max() - equal.min() <= 27
+    assert random.std() > equal.std()
 
 
-def test_dirichlet_deals_test_rows_like_training_rows():
-    source = load("digits")
+def test_dirichlet_deals_test_rows_like_training_rows(digits):
     data = dirichlet(clients=10, alpha=0.3)
-    assert len(data.train.index.unique()) == len(data.train.index) == source.train
+    assert len(data.train.index.unique()) == len(data.train.index) == digits.train
     assert data.train.counts.min() >= 10
     assert data.test.counts.min() >= 1
     assert data.recipe["moved"] == 0
     for k in range(10):
         train, test = (
             np.array(
-                [int((mine == k).sum()) for mine in fine_labels(data, source, part)], dtype=float
+                [int((mine == k).sum()) for mine in fine_labels(data, digits, part)], dtype=float
             )
             for part in ("train", "test")
         )
         assert np.abs(test - train / train.sum() * test.sum()).max() <= 1.5
     skew = [
-        np.mean([len(set(m)) for m in fine_labels(dirichlet(clients=10, alpha=a), source, "train")])
+        np.mean([len(set(m)) for m in fine_labels(dirichlet(clients=10, alpha=a), digits, "train")])
         for a in (0.1, 10.0)
     ]
     assert skew[0] < skew[1]
@@ -66,32 +64,29 @@ def test_dirichlet_ends_for_many_clients_and_little_alpha(hundred):
         assert set(test) <= set(train)
 
 
-def test_shards_deal_test_rows_like_training_rows():
+def test_shards_deal_test_rows_like_training_rows(digits):
     """The pathological partition of digits: every row once, two shards a client, test labels those
     of its training rows.
     """
-    source = load("digits")
     data = shards(clients=20, shards=2)
-    assert torch.equal(data.train.index.sort()[0], torch.arange(source.train))
+    assert torch.equal(data.train.index.sort()[0], torch.arange(digits.train))
     assert data.train.counts.max() - data.train.counts.min() <= 2
-    train, test = fine_labels(data, source, "train"), fine_labels(data, source, "test")
+    train, test = fine_labels(data, digits, "train"), fine_labels(data, digits, "test")
     assert max(len(set(mine)) for mine in train) <= 4
     assert np.mean([len(set(mine)) for mine in train]) < 3.5
     for k in range(10):
-        ours = np.array([int((mine == k).sum()) for mine in train], dtype=float)
-        theirs = np.array([int((mine == k).sum()) for mine in test], dtype=float)
-        assert np.abs(theirs - ours / ours.sum() * (source.y_test == k).sum().item()).max() <= 1.5
+        ours, theirs = (np.array([(mine == k).sum() for mine in part]) for part in (train, test))
+        assert np.abs(theirs - ours / ours.sum() * (digits.y_test == k).sum().item()).max() <= 1.5
     assert (
         len(set(np.concatenate([data.test.rows(j).numpy() for j in range(20)])))
-        == len(source.x) - source.train
+        == len(digits.x) - digits.train
     )
 
 
-def test_label_clusters_are_dealt_as_one_class():
+def test_label_clusters_are_dealt_as_one_class(digits):
     """FedEM's CIFAR-10 recipe, on digits: a client has one share of all classes of a group; groups
     are of one size.
     """
-    source = load("digits")
     data = dirichlet(clients=8, alpha=0.4, label_clusters=3, seed=1)
     groups = data.recipe["label_clusters"]
     assert sorted(map(len, groups)) == [3, 3, 4]
@@ -99,19 +94,16 @@ def test_label_clusters_are_dealt_as_one_class():
     assert (
         dirichlet(clients=8, alpha=0.4, label_clusters=3, seed=2).recipe["label_clusters"] != groups
     )
-    assert torch.equal(data.train.index.sort()[0], torch.arange(source.train))
-    train, test = fine_labels(data, source, "train"), fine_labels(data, source, "test")
+    assert torch.equal(data.train.index.sort()[0], torch.arange(digits.train))
+    train, test = fine_labels(data, digits, "train"), fine_labels(data, digits, "test")
     for group in groups:
         ours = np.array([[(mine == k).sum() for k in group] for mine in train])
         total = ours.sum(1) / ours.sum()
         # Given its share of a group a client's rows are drawn at random: within five standard
         # deviations of the class's.
-        for at in range(len(group)):
-            n = ours[:, at].sum()
-            assert (
-                np.abs(ours[:, at] - n * total).max()
-                <= 5 * np.sqrt(n * total * (1 - total)).max() + 1
-            )
+        for own in ours.T:
+            spread = np.sqrt(own.sum() * total * (1 - total)).max()
+            assert np.abs(own - own.sum() * total).max() <= 5 * spread + 1
         theirs = np.array([np.isin(mine, group).sum() for mine in test])
         assert np.abs(theirs - total * theirs.sum()).max() <= 1.5
     assert "label_clusters" not in dirichlet(clients=8).recipe
@@ -121,7 +113,7 @@ def test_label_clusters_are_dealt_as_one_class():
     shares = np.array(
         [
             np.bincount(mine, minlength=10) / len(mine)
-            for mine in fine_labels(one, source, "train")
+            for mine in fine_labels(one, digits, "train")
             if len(mine) > 200
         ]
     )

@@ -54,34 +54,32 @@ def test_roles_speak_for_themselves(tmp_path):
     # The last chunk of so many has nothing after it.
     text = PLAYS.format(long=long.strip(), exact=240 * "x")
     said = speeches(text)
-    assert list(said) == ["first, KING", "first, FOOL", "second, KING", "second, QUEEN"]
     assert said["first, KING"] == f"{long.strip()} the first\nAnd more\non two lines."
     assert said["first, FOOL"] == f"Too short.\n{long.strip()}"
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "moby_plays.txt").write_text(text)
     data = shakespeare(min_size=2, root=tmp_path)
-    assert data.client_names == ("first, KING", "first, FOOL", "second, KING", "second, QUEEN")
-    assert data.inputs == (80,)
-    assert data.train.x.dtype == torch.int64
-    assert data.classes == 100
-    characters = data.class_names
-    assert characters == tuple(string.printable)
+    names = ("first, KING", "first, FOOL", "second, KING", "second, QUEEN")
+    assert data.client_names == tuple(said) == names
+    characters = string.printable
+    assert (data.inputs, data.train.x.dtype, data.class_names) == (
+        (80,),
+        torch.int64,
+        tuple(characters),
+    )
     for j, role in enumerate(data.client_names):
         x, y = (
             torch.cat(pair) for pair in zip(data.train.client(j), data.test.client(j), strict=True)
         )
-        chunks = ["".join(characters[int(c)] for c in row) for row in x]
-        assert chunks == [said[role][80 * i : 80 * i + 80] for i in range(len(chunks))]
-        assert [characters[int(c)] for c in y] == [
-            said[role][80 * i + 80] for i in range(len(chunks))
-        ]
+        pairs = torch.cat([x, y[:, None]], 1).tolist()
+        chunks = ["".join(characters[c] for c in row) for row in pairs]
+        assert chunks == [said[role][80 * i : 80 * i + 81] for i in range(len(chunks))]
         assert len(chunks) == (len(said[role]) - 1) // 80
         assert data.train.counts[j] == int(0.8 * len(chunks))
     assert shakespeare(min_size=4, root=tmp_path).client_names == ("second, KING",)
-    with pytest.raises(ValueError, match=r"min_size=9 .* 6"):
-        shakespeare(min_size=9, root=tmp_path)
-    with pytest.raises(ValueError, match=r"min_size .*2.* got 1"):
-        shakespeare(min_size=1, root=tmp_path)
+    for size, words in ((9, r"min_size=9 .* 6"), (1, r"min_size .*2.* got 1")):
+        with pytest.raises(ValueError, match=words):
+            shakespeare(min_size=size, root=tmp_path)
     with pytest.raises(ValueError, match=r"'shakespeare' .*shakespeare\(\)"):
         iid(load("shakespeare", root=tmp_path))
 
@@ -91,11 +89,10 @@ def test_the_plays():
     """37 plays; every role's letters are its own."""
     data = shakespeare()
     assert len({name.split(", ")[0] for name in data.client_names}) == 37
-    assert "hamlet, HAMLET" in data.client_names
     assert data.train.counts.min() >= 8
     assert data.test.counts.min() >= 2
-    hamlet = data.client_names.index("hamlet, HAMLET")
-    assert data.train.counts[hamlet] + data.test.counts[hamlet] > 500
+    counts = data.train.counts + data.test.counts
+    assert counts[data.client_names.index("hamlet, HAMLET")] > 500
     assert data.hash == shakespeare().hash
 
 
@@ -118,9 +115,13 @@ def write_hearts(root, patients=40):
 def test_heart_disease_protocol_on_made_up_patients(tmp_path):
     write_hearts(tmp_path)
     data = heart_disease(root=tmp_path, seed=1)
-    assert data.client_names == ("cleveland", "hungarian", "switzerland", "va")
-    assert data.inputs == (13,)
-    assert data.counts["test"].tolist() == [13] * 4  # of 36 complete patients, rounded up
+    hospitals = ("cleveland", "hungarian", "switzerland", "va")
+    # Of 36 complete patients, rounded up.
+    assert (data.client_names, data.inputs, data.counts["test"].tolist()) == (
+        hospitals,
+        (13,),
+        [13] * 4,
+    )
     for j in range(4):
         x, y = data.train.client(j)
         assert_close(x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)

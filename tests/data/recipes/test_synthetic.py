@@ -35,8 +35,9 @@ def test_labels_follow_the_rules_and_the_weights():
         answers = (x @ rules.T > 0).astype(int)
         assert ((answers == y[:, None]).any(1)).all()
         differ = answers[:, 0] != answers[:, 1]
-        share = (answers[differ, 0] == y[differ]).mean()
-        assert abs(share - weights[j, 0]) < 4 * np.sqrt(0.25 / differ.sum())
+        assert abs((answers[differ, 0] == y[differ]).mean() - weights[j, 0]) < 4 * np.sqrt(
+            0.25 / differ.sum()
+        )
         assert abs(x).max() <= 1
 
 
