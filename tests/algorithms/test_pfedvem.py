@@ -531,3 +531,9 @@ def test_a_model_that_is_all_head(clients: FederatedData):
         result.client(1).predict(torch.zeros(1, DIM)).mean,
         result.client(1).model()(torch.zeros(1, DIM).double()).detach(),
     )
+
+
+def test_widths_stay_at_home():
+    """mu_j and one number go up; sigma_j and the training data never do."""
+    method = exact("before")
+    assert set(method.uplink(method.init(1))) == {"body.loc", "head.loc", "rho2"}
