@@ -99,10 +99,9 @@ class Func:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self._module, self._layout = module, layout
-        fixed = {
+        self._fixed = dict(module.named_buffers()) | {
             name: p.detach() for name, p in module.named_parameters() if name not in layout.shapes
         }
-        self._fixed = fixed | dict(module.named_buffers())
         self._free = {name: module.get_parameter(name).detach() for name in layout.names}
 
     @torch.no_grad()
@@ -164,10 +163,10 @@ class BackPack:
         each output.
         """
         passed: list[int] = []
-        leaves = [layer for layer in self._module.modules() if not list(layer.children())]
         hooks = [
             layer.register_forward_hook(lambda _, __, out: passed.append(out.numel()))
-            for layer in leaves
+            for layer in self._module.modules()
+            if not list(layer.children())
         ]
         outputs = self._module(x[:1]).shape[-1]
         for hook in hooks:
@@ -186,12 +185,13 @@ class BackPack:
     def _pull(self, x: Tensor, cotangents: Tensor) -> Tensor:
         from backpack.extensions import BatchGrad
 
-        rows = []
-        for c in cotangents.unbind(1):
-            rows.append(
+        return torch.stack(
+            [
                 self._backward(BatchGrad(), lambda x, c=c: (self._module(x) * c).sum(), x, 1)
-            )
-        return torch.stack(rows, 1)
+                for c in cotangents.unbind(1)
+            ],
+            1,
+        )
 
     def _backward(
         self, extension: Any, loss: Callable[[Tensor], Tensor], x: Tensor, lead: int

@@ -96,9 +96,7 @@ class Covariance:
             ValueError: They do not fit each other or the model.
         """
         found = {name: t.to(curvature.device) for name, t in tensors.items()}
-        variance = found["variance"]
-        root = found["root"]
-        curved = found["curved"]
+        variance, root, curved = (found[name] for name in ("variance", "root", "curved"))
         indices = found.get("indices")
         size = curvature.size if indices is None else len(curvature.check_indices(indices))
         if (

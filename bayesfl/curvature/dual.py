@@ -170,8 +170,9 @@ class Inverse:
             scaled = curved.dense().mul_(prior.sqrt()).flatten(0, 1)
             half = torch.linalg.solve_triangular(self.chol, scaled.T, upper=False).T.view(shape)
             return half @ half.mT + rows.within(torch.where(self.curved, 0.0, self.variance))
-        cross = curved.gram(self.rows, prior)
-        half = torch.linalg.solve_triangular(self.chol, cross.T, upper=False).T.view(shape)
+        half = torch.linalg.solve_triangular(
+            self.chol, curved.gram(self.rows, prior).T, upper=False
+        ).T.view(shape)
         return rows.within(self.variance) - half @ half.mT
 
     def tensors(self) -> Tensors:
@@ -373,8 +374,7 @@ def _stacked(
         order += len(kept) * rows.cotangents
         if limit is not None and order >= limit:
             return None, {}, order
-        everything = len(kept) == count(batch)
-        parts.append(rows if everything else rows.take(kept))
+        parts.append(rows if len(kept) == count(batch) else rows.take(kept))
         kept_x.append(at(batch, kept))
         kept_cotangents.append(curvature.root(outputs, share)[kept].mT)
     return (
@@ -410,8 +410,12 @@ def _primal(
 
 def _require(curvature: Curvature, order: int, form: str) -> None:
     """Check that there is memory for M, its factor, and a copy."""
-    remedy = "take a smaller subnetwork or fewer examples, or keep to the diagonal"
-    require(3 * 8 * order**2, curvature.memory, f"the {form} form, of order {order},", remedy)
+    require(
+        3 * 8 * order**2,
+        curvature.memory,
+        f"the {form} form, of order {order},",
+        "take a smaller subnetwork or fewer examples, or keep to the diagonal",
+    )
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -423,8 +427,7 @@ def cholesky(matrix: Tensor) -> Tensor:
             diagonal, or an entry is not finite.
     """
     mean = float(matrix.diagonal().mean()) if len(matrix) else 0.0
-    tried = (0.0, 1e-10, 1e-8, 1e-6) if matrix.sum().isfinite() else ()
-    for jitter in tried:
+    for jitter in (0.0, 1e-10, 1e-8, 1e-6) if matrix.sum().isfinite() else ():
         if jitter:
             matrix = matrix + jitter * mean * torch.eye(
                 len(matrix), dtype=matrix.dtype, device=matrix.device

@@ -207,10 +207,12 @@ class Shared(Factor):
             slopes = (
                 self.slopes if len(some) == len(self.slots) else self.slopes.index_select(2, some)
             )
-            values = (slopes.flatten(1, 2) @ self.inputs).view(
-                self.examples, self.cotangents, len(slots)
+            yield _kept(
+                slots,
+                (slopes.flatten(1, 2) @ self.inputs).view(
+                    self.examples, self.cotangents, len(slots)
+                ),
             )
-            yield _kept(slots, values)
 
     def formed(self) -> Factor:
         """Return the columns themselves if they are fewer numbers than the slopes, whatever the

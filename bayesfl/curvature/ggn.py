@@ -138,12 +138,9 @@ class Curvature:
         parts = []
         for batch in self.batches(x, extra=len(indices)):
             rows = self.linearise(batch, torch.eye)[1]
-            needed = (
-                sum(p.nbytes for p in parts)
-                + rows.examples * rows.cotangents * len(indices) * self._like.element_size()
-            )
             require(
-                needed,
+                sum(p.nbytes for p in parts)
+                + rows.examples * rows.cotangents * len(indices) * self._like.element_size(),
                 self.memory,
                 f"J_S with {len(indices)} columns",
                 "pass fewer examples or fewer indices",
@@ -451,11 +448,10 @@ class Curvature:
             return
         bad = torch.zeros(self.size, dtype=torch.bool, device=values.device)
         bad[indices] = ~values.isfinite()
-        counts = {name: int(part.sum()) for name, part in self.layout.leaves(bad).items()}
         named = ", ".join(
-            f"{name!r} ({count} of {self.layout.leaves(bad)[name].numel()})"
-            for name, count in counts.items()
-            if count
+            f"{name!r} ({int(part.sum())} of {part.numel()})"
+            for name, part in self.layout.leaves(bad).items()
+            if part.any()
         )
         raise ValueError(
             f"the curvature is not finite for {named}; look at the weights and the scale of the "
@@ -486,8 +482,7 @@ def _check_modes(model: nn.Module) -> None:
     for name, module in model.named_modules():
         norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        alone = not norm or module.running_mean is not None
-        if not alone or ((norm or dropout) and module.training):
+        if (norm and module.running_mean is None) or ((norm or dropout) and module.training):
             raise ValueError(
                 f"{type(module).__name__} {name!r} makes outputs depend on chance, or on other "
                 "examples of a batch: call model.eval(), and let batch norm track its statistics "

@@ -5,6 +5,8 @@ as a whole.
 at a time, whenever they are read.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -85,6 +87,10 @@ class FactorRows:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self._like.device)
 
+    def _added(self, parts: Sequence[Tensor], *shape: int) -> Tensor:
+        """Add up the factors' parts of this shape; zeros where there is no factor."""
+        return _sum(parts) if parts else self._zeros(*shape)
+
     def restrict(self, indices: Tensor) -> "FactorRows":
         """Return some of the columns, see `Rows`."""
         lookup = torch.full((self.size,), -1, device=indices.device)
@@ -105,11 +111,11 @@ class FactorRows:
     def join(self, others: Sequence[Rows]) -> "FactorRows":
         """Return the rows of further examples too, see `Rows`."""
         rows = [r for r in others if isinstance(r, FactorRows)]
-        join = [
-            f.join([r.factors[k] for r in rows]) if rows else f for k, f in enumerate(self.factors)
-        ]
         return FactorRows(
-            join,
+            [
+                f.join([r.factors[k] for r in rows]) if rows else f
+                for k, f in enumerate(self.factors)
+            ],
             (self.examples + sum(r.examples for r in rows), self.cotangents, self.size),
             self._like,
         )
@@ -131,28 +137,30 @@ class FactorRows:
     def gram(self, other: Rows, weight: Tensor) -> Tensor:
         """Compute products of rows, see `Rows`."""
         assert isinstance(other, FactorRows)
-        parts = [
-            mine.gram(theirs, weight)
-            for mine, theirs in zip(self.factors, other.factors, strict=True)
-        ]
-        return (
-            _sum(parts)
-            if parts
-            else self._zeros(self.examples * self.cotangents, other.examples * other.cotangents)
+        return self._added(
+            [
+                mine.gram(theirs, weight)
+                for mine, theirs in zip(self.factors, other.factors, strict=True)
+            ],
+            self.examples * self.cotangents,
+            other.examples * other.cotangents,
         )
 
     def within(self, weight: Tensor) -> Tensor:
         """Compute products of rows of the same example, see `Rows`."""
-        parts = [factor.within(weight) for factor in self.factors]
-        return (
-            _sum(parts) if parts else self._zeros(self.examples, self.cotangents, self.cotangents)
+        return self._added(
+            [factor.within(weight) for factor in self.factors],
+            self.examples,
+            self.cotangents,
+            self.cotangents,
         )
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Compute J v, see `Rows`."""
-        parts = [factor.forward(vectors) for factor in self.factors]
-        return (
-            _sum(parts) if parts else self._zeros(self.examples * self.cotangents, vectors.shape[1])
+        return self._added(
+            [factor.forward(vectors) for factor in self.factors],
+            self.examples * self.cotangents,
+            vectors.shape[1],
         )
 
     def back(self, vectors: Tensor) -> Tensor:
@@ -183,11 +191,7 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
     """Add up tensors of one shape, of which there is at least one; the first of them is overwritten
     by the sum, and returned.
     """
-    rest = iter(parts)
-    total = next(rest)
-    for part in rest:
-        total += part
-    return total
+    return functools.reduce(operator.iadd, parts)
 
 
 class PulledRows:

@@ -218,10 +218,9 @@ class Kronecker:
 def restore_factors(curvature: Curvature, tensors: Tensors) -> Kronecker:
     """Return the `Kronecker` with these `tensors`, for the same model at the same weights."""
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
-    slots = enumerate(_layers(curvature).values())
     bases = [
         Basis(places, tensors[f"left.{number}"], tensors[f"right.{number}"])
-        for number, places in slots
+        for number, places in enumerate(_layers(curvature).values())
     ]
     return Kronecker(
         curvature,
@@ -251,9 +250,8 @@ def invert_factors(
     """
     _check_prior(curvature, precision)
     layers = _layers(curvature)
-    orders = [order for slots in layers.values() for order in slots.shape]
     require(
-        3 * 8 * sum(n**2 for n in orders),
+        3 * 8 * sum(order**2 for slots in layers.values() for order in slots.shape),
         curvature.memory,
         "the Kronecker factors",
         "cover fewer layers by pattern=",
@@ -331,7 +329,8 @@ def _factors(curvature: Curvature, names: list[str], x: Data) -> list[tuple[Tens
         if isinstance(likelihood, Bernoulli)
         else module
     )
-    backend = _laplace_torch().CurvlinopsGGN(
+    torchvision()  # laplace-torch imports torchvision, which may need help to load
+    backend = importlib.import_module("laplace.curvature").CurvlinopsGGN(
         whole, "regression" if regression else "classification"
     )
     scale = 1 / likelihood.known**2 if isinstance(likelihood, Gaussian) else 1.0
@@ -401,9 +400,3 @@ def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor
                 f"times; {_OTHERS}"
             )
     return max(1, BLOCK // (8 * (sum(numbers) + outputs.numel() ** 2))), outputs
-
-
-def _laplace_torch() -> Any:
-    """Return the module `laplace.curvature`."""
-    torchvision()  # laplace-torch imports torchvision, which may need help to load
-    return importlib.import_module("laplace.curvature")

@@ -34,10 +34,10 @@ def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     if type(module) not in (nn.Sequential, SplitModel):
         return [("", module)]
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
     return [
         (f"{name}.{inner}".rstrip("."), layer)
-        for name, child in children
+        for name, child in module._modules.items()
+        if child is not None
         for inner, layer in stack(child)
     ]
 
@@ -46,9 +46,8 @@ def unsupported(module: nn.Module) -> list[str]:
     """Name the layers that have no closed form here, such as "GroupNorm 'body.1'"; empty if all
     have one.
     """
-    layers = stack(module)
     return [
-        f"{type(layer).__name__} {name!r}" for name, layer in layers if not _has_form(layer)
+        f"{type(layer).__name__} {name!r}" for name, layer in stack(module) if not _has_form(layer)
     ] + altered(module)
 
 
@@ -61,9 +60,9 @@ def _has_form(layer: nn.Module) -> bool:
         return False
     if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1):
         return False
-    if not {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}:
-        return False
-    return type(layer) in (nn.Linear, nn.Conv2d, nn.Flatten, *ELEMENTWISE, *POOLING, *_DROPOUT)
+    known = (nn.Linear, nn.Conv2d, nn.Flatten, *ELEMENTWISE, *POOLING, *_DROPOUT)
+    parameters = {name for name, _ in layer.named_parameters()}
+    return type(layer) in known and parameters <= {"weight", "bias"}
 
 
 class Layers:
@@ -81,11 +80,11 @@ class Layers:
         self._layers = stack(module)
         self._size, self._slots = layout.size, {}
         places = layout.leaves(torch.arange(layout.size))
-        for number, (name, layer) in enumerate(self._layers):
+        for number, (name, _) in enumerate(self._layers):
             prefix = f"{name}." if name else ""
             slots = [
                 places[k].flatten(1) if k.endswith("weight") else places[k][:, None]
-                for k in _own(layer, prefix)
+                for k in (f"{prefix}weight", f"{prefix}bias")
                 if k in places
             ]
             if slots:
@@ -129,11 +128,6 @@ class Layers:
         return outputs, FactorRows(factors, shape, outputs)
 
 
-def _own(layer: nn.Module, prefix: str) -> list[str]:
-    """Return the names of a layer's parameters, the weight before the bias."""
-    return [prefix + name for name in ("weight", "bias") if getattr(layer, name, None) is not None]
-
-
 def _factor(
     layer: nn.Module, x: Tensor, g: Tensor, slots: Tensor, weight: bool, bias: bool
 ) -> Factor:
@@ -162,7 +156,11 @@ def _pull(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
         return g @ layer.weight
     if isinstance(layer, nn.Conv2d):
         at = x.new_empty(g.shape[0] * g.shape[1], *x.shape[1:])  # only its shape is read
-        options = (
+        pulled = torch.ops.aten.convolution_backward(
+            g.flatten(0, 1),
+            at,
+            layer.weight,
+            None,
             layer.stride,
             layer.padding,
             layer.dilation,
@@ -170,9 +168,6 @@ def _pull(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
             [0, 0],
             layer.groups,
             [True, False, False],
-        )
-        pulled = torch.ops.aten.convolution_backward(
-            g.flatten(0, 1), at, layer.weight, None, *options
         )[0]
         return pulled.view(*g.shape[:2], *x.shape[1:])
     if isinstance(layer, (nn.Flatten, nn.Identity, *_DROPOUT)):
@@ -181,8 +176,7 @@ def _pull(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
         start = x.detach().requires_grad_()
         outputs = layer(start.clone())
     if isinstance(layer, ELEMENTWISE):
-        with torch.enable_grad():
-            total = outputs.sum()
-        return g * torch.autograd.grad(total, start)[0].unsqueeze(1)
+        ones = torch.ones_like(outputs)
+        return g * torch.autograd.grad(outputs, start, ones)[0].unsqueeze(1)
     pulled = [torch.autograd.grad(outputs, start, c, retain_graph=True)[0] for c in g.unbind(1)]
     return torch.stack(pulled, 1) if pulled else g.new_zeros(len(x), 0, *x.shape[1:])

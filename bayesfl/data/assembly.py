@@ -20,13 +20,6 @@ from bayesfl.data.sources import SourceInfo
 from bayesfl.data.split import ClientData
 
 
-def _plain_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a recipe's numbers to Python's own, so that `seed=numpy.int64(3)` makes the same
-    recipe as `seed=3`.
-    """
-    return json.loads(json.dumps(recipe, default=lambda value: value.item()))
-
-
 def check_shares(**shares: float) -> None:
     """Refuse shares outside [0, 1).
 
@@ -141,8 +134,12 @@ def assemble(
         inputs=splits["train"].inputs,
         client_names=tuple(names),
         source=source,
-        recipe=_plain_numbers(
-            {**recipe, "validation": validation, "calibration": calibration, "seed": seed}
+        # In Python's own numbers, so that `seed=numpy.int64(3)` makes the same recipe as `seed=3`.
+        recipe=json.loads(
+            json.dumps(
+                {**recipe, "validation": validation, "calibration": calibration, "seed": seed},
+                default=lambda value: value.item(),
+            )
         ),
         class_names=None if class_names is None else named_classes(class_names, outputs),
         columns=columns,

@@ -141,17 +141,14 @@ def _form(x: Inputs) -> dict[str, tuple[str, list[int]]]:
 def _near(one: Inputs, other: Inputs, rounding: float) -> bool:
     """Say whether two trees hold the same numbers, floats to within a share of the largest."""
     mine, theirs = dict(named(one)), dict(named(other))
-    if mine.keys() != theirs.keys():
+    return mine.keys() == theirs.keys() and all(
+        _near_tensors(t, theirs[name], rounding) for name, t in mine.items()
+    )
+
+
+def _near_tensors(a: torch.Tensor, b: torch.Tensor, rounding: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    for name, a in mine.items():
-        b = theirs[name]
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        exact = not rounding or not a.is_floating_point() or not a.numel()
-        if not (
-            torch.equal(a, b)
-            if exact
-            else bool((a - b).abs().max() <= rounding * max(float(a.abs().max()), 1e-30))
-        ):
-            return False
-    return True
+    if not rounding or not a.is_floating_point() or not a.numel():
+        return torch.equal(a, b)
+    return bool((a - b).abs().max() <= rounding * max(float(a.abs().max()), 1e-30))

@@ -264,10 +264,9 @@ class FederatedData:
         Of a transform or an augmentation it covers the name, the source text and the values that it
         holds, see `bayesfl.base.described`.
         """
-        splits = sorted(self.splits.items())
         changes = {
             (name, kind): getattr(split, kind)
-            for name, split in splits
+            for name, split in sorted(self.splits.items())
             for kind in ("transform", "augment")
         }
         known = {id(change): described(change) for change in changes.values()}
@@ -300,31 +299,24 @@ class FederatedData:
     @cached_property
     def outline(self) -> Outline:
         """Return what is known of the clients without their rows."""
-        counts = tuple(self.train.counts.tolist())
-        names = (
-            self.client_names,
-            counts,
-            self.inputs,
-            self.outputs,
-            self.task,
-            self.class_names,
-            self.columns,
-        )
-        tensors = {
-            name: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:]))
-            for name, t in named(self.train.x)
-        }
-        done: dict[str, Any] = {
-            name: described(getattr(self.train, name)) for name in ("transform", "augment")
-        }
-        done["prepared"] = None if self.prepared is None else self.prepared.to_json()
         return Outline(
-            *names,
+            client_names=self.client_names,
+            counts=tuple(self.train.counts.tolist()),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            task=self.task,
+            class_names=self.class_names,
+            columns=self.columns,
             source=self.source.name,
             hash=self.hash,
             rows=self.rows_hash,
-            tensors=tensors,
-            **done,
+            tensors={
+                name: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:]))
+                for name, t in named(self.train.x)
+            },
+            transform=described(self.train.transform),
+            augment=described(self.train.augment),
+            prepared=None if self.prepared is None else self.prepared.to_json(),
         )
 
     def select(self, ids: Iterable[int | str]) -> "FederatedData":
@@ -474,28 +466,28 @@ class FederatedData:
         """Return a table with a row per client: its examples in each split, and in each class of
         the training data if it has at most 20.
         """
-        head = ["client", *self.splits]
-        columns = [list(self.client_names)]
-        columns += [list(map(str, split.counts)) for split in self.splits.values()]
+        columns = [["client", *self.client_names]]
+        columns += [[name, *map(str, split.counts)] for name, split in self.splits.items()]
         if self.task == "classification" and self.outputs <= 20 and self.train.y.dim() == 1:
             owner = np.repeat(np.arange(self.clients), self.train.counts)
             label = self.train.y[self.train.index].cpu().numpy()
             counts = np.bincount(
                 owner * self.outputs + label, minlength=self.clients * self.outputs
             ).reshape(self.clients, self.outputs)
-            head += [str(name)[:12] for name in (self.class_names or range(self.outputs))]
-            columns += [list(map(str, column)) for column in counts.T]
-        widths = [
-            max(len(title), *map(len, column)) for title, column in zip(head, columns, strict=True)
+            columns += [
+                [str(name)[:12], *map(str, column)]
+                for name, column in zip(
+                    self.class_names or range(self.outputs), counts.T, strict=True
+                )
+            ]
+        first, *others = (max(map(len, column)) for column in columns)
+        lines = [
+            "  ".join([name.ljust(first), *map(str.rjust, numbers, others)])
+            for name, *numbers in zip(*columns, strict=True)
         ]
-        lines = [head, *map(list, zip(*columns, strict=True))]
-        text = []
-        for name, *numbers in lines:
-            cells = map(str.rjust, numbers, widths[1:])
-            text.append("  ".join([name.ljust(widths[0]), *cells]))
         return "\n".join(
             [
-                *text,
+                *lines,
                 f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}",
             ]
         )

@@ -28,9 +28,10 @@ def mapped(t: Tensor) -> bool:
     """
     known = _mapped.get(t)
     if known is None:
-        here = t.device.type == "cpu" and t.layout == torch.strided
-        known = _mapped[t] = here and (
-            t.untyped_storage().filename is not None or _listed(t.data_ptr())
+        known = _mapped[t] = (
+            t.device.type == "cpu"
+            and t.layout == torch.strided
+            and (t.untyped_storage().filename is not None or _listed(t.data_ptr()))
         )
     return known
 

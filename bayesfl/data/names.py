@@ -109,13 +109,11 @@ def named_classes(given: Iterable[object], outputs: int) -> tuple[str, ...]:
     """
     remedy = f"pass a list in the order of the classes' numbers, 0 to {outputs - 1}"
     if isinstance(given, Mapping):
-        numbers = all(isinstance(key, int) for key in given)
-        remedy += ", as " + (
-            "[class_names[k] for k in sorted(class_names)]"
-            if numbers
-            else "sorted(class_names, key=class_names.get)"
+        remedy += (
+            ", as [class_names[k] for k in sorted(class_names)] makes of {number: name}"
+            if all(isinstance(key, int) for key in given)
+            else ", as sorted(class_names, key=class_names.get) makes of {name: number}"
         )
-        remedy += " makes of " + ("{number: name}" if numbers else "{name: number}")
     ordered("class_names", given, remedy)
     named = tuple(str(name) for name in given)
     if len(named) != outputs:

@@ -62,11 +62,11 @@ class Outline:
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "Outline":
         """Make an outline of what JSON gives back."""
-        as_found = {name: found[name] for name in ("transform", "augment")}
         return cls(
             **{
                 **as_tuples(found),
-                **as_found,
+                "transform": found["transform"],
+                "augment": found["augment"],
                 "client_names": tuple(map(str, found["client_names"])),
             }
         )

@@ -216,12 +216,10 @@ def deal_exactly(
     Raises:
         ValueError: A class has too few rows, as NumPy says.
     """
-    by_class = rows_by_class(labels, classes)
-    owners = [np.flatnonzero((held == k).any(1)) for k in range(classes)]
     pieces: list[list[list[np.ndarray]]] = [[[] for _ in held] for _ in amounts]
-    for rows, mine in zip(by_class, owners, strict=True):
+    for k, rows in enumerate(rows_by_class(labels, classes)):
         shuffled = iter(rng.permutation(rows))
-        for j in mine:
+        for j in np.flatnonzero((held == k).any(1)):
             for part, amount in zip(pieces, amounts, strict=True):
                 part[j].append(np.fromiter(shuffled, np.int64, amount))
     return [concatenated(part) for part in pieces]

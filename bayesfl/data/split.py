@@ -65,8 +65,7 @@ def _check_rows(x: Inputs, y: Tensor) -> None:
                 f"{name} and y must have as many rows, got "
                 f"{len(t) if t.dim() else 'a single number'} and {len(y)}"
             )
-    labels_or_targets = y.is_floating_point() or y.dtype == torch.int64
-    if not labels_or_targets or y.dim() not in (1, 2):
+    if not (y.is_floating_point() or y.dtype == torch.int64) or y.dim() not in (1, 2):
         raise ValueError(
             "y must be int64 labels [N] or [N, T], or floating-point targets [N] or [N, O], "
             f"got {y.dtype} of shape {list(y.shape)}"
@@ -200,13 +199,15 @@ class ClientData:
         and in the precision of the run.
         """
         x = self.x
-        alike = (
-            isinstance(x, Tensor)
+        return (
+            x
+            if isinstance(x, Tensor)
             and x.dtype == self.dtype
             and x.device == self.device
             and not _doubles(x)
+            and self.transform is None
+            else None
         )
-        return x if alike and isinstance(x, Tensor) and self.transform is None else None
 
     @cached_property
     def row_bytes(self) -> int:
@@ -275,12 +276,11 @@ class ClientData:
         """
         rows, counts = self.rows(j), np.zeros_like(self.counts)
         counts[j] = len(rows)
-        index = torch.arange(len(rows), device=self.index.device)
         return replace(
             self,
             x=each(lambda t: t[rows.to(t.device)], self.x),
             y=self.y[rows],
-            index=index,
+            index=torch.arange(len(rows), device=self.index.device),
             counts=counts,
             environment=None if self.environment is None else self.environment[rows],
         )
@@ -314,16 +314,21 @@ class ClientData:
         same = all(a is b for (_, a), (_, b) in zip(named(x), named(self.x), strict=True))
         if same and y is self.y and index is self.index and dtype == self.dtype:
             return self
-        environment = None if self.environment is None else move(self.environment, None)
-        return replace(self, x=x, y=y, index=index, environment=environment, dtype=dtype)
+        return replace(
+            self,
+            x=x,
+            y=y,
+            index=index,
+            environment=None if self.environment is None else move(self.environment, None),
+            dtype=dtype,
+        )
 
     def padded_labels(self) -> tuple[Tensor, Tensor]:
         """Pad labels or targets to [J, max n] (or [J, max n, O]), and return them with their mask
         [J, max n] bool; padded rows are 0.
         """
         width = int(self.counts.max(initial=0))
-        mask = torch.arange(width) < torch.from_numpy(self.counts)[:, None]
-        mask = mask.to(self.y.device)
+        mask = (torch.arange(width) < torch.from_numpy(self.counts)[:, None]).to(self.y.device)
         y = self.y.new_zeros(self.clients, width, *self.y.shape[1:])
         y[mask] = self.y[self.index]
         return y, mask

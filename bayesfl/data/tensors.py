@@ -54,11 +54,11 @@ def not_finite(tensor: Tensor) -> Tensor | None:
         return None
     known = _finite.get(tensor)
     if known is None or known[0] != tensor._version:
-        parts = (rows for rows in pieces(tensor, _PIECE) if isinstance(rows, Tensor))
         bad = torch.cat(
             [
                 ~rows.flatten(1).isfinite().all(1) if rows.dim() > 1 else ~rows.isfinite()
-                for rows in parts
+                for rows in pieces(tensor, _PIECE)
+                if isinstance(rows, Tensor)
             ]
         )
         known = _finite[tensor] = (tensor._version, bad if bad.any() else None)

@@ -248,15 +248,14 @@ class Alarm:
         The file holds the scores of the client's rows, and stays with the client.
         """
         with atomic_path(path) as temporary, temporary.open("wb") as file:
-            numbers = {
+            numbers: dict[str, Any] = {
                 "alpha": self.alpha,
                 "delta": self.delta,
                 **self._address,
                 "version": _VERSION,
+                "of": np.array(self.of or ()),
             }
-            arrays: dict[str, Any] = {name: np.asarray(value) for name, value in numbers.items()}
-            arrays["of"] = np.array(self.of or ())
-            np.savez(file, sorted=self._sorted, wealth=self._wealth, seen=self._kept(), **arrays)
+            np.savez(file, sorted=self._sorted, wealth=self._wealth, seen=self._kept(), **numbers)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Alarm":

@@ -144,15 +144,12 @@ class Audit:
         columns with `_low` and `_high`.
         """
         found: dict[str, np.ndarray] = {self.by: np.array(self.units), "rows": self.rows}
-        shares = {
-            "coverage": (self.held, None),
-            "accuracy": (self.right, None),
-            "answered": (self.answered, None),
-        }
-        for name, (counts, among) in {
-            **shares,
-            "answered_accuracy": (self.answered_right, self.answered),
-        }.items():
+        for name, counts, among in (
+            ("coverage", self.held, None),
+            ("accuracy", self.right, None),
+            ("answered", self.answered, None),
+            ("answered_accuracy", self.answered_right, self.answered),
+        ):
             if counts is not None:
                 low, high = self.intervals(counts, among).T
                 found |= {
@@ -186,15 +183,13 @@ class Audit:
             name: max(len(name), *map(len, values)) if values else len(name)
             for name, values in shown.items()
         }
-        lines = ["  ".join(name.ljust(width[name]) for name in shown).rstrip()]
-        for row in zip(*shown.values(), strict=True):
-            lines.append(
-                "  ".join(
-                    t.ljust(w) if i == 0 else t.rjust(w)
-                    for i, (t, w) in enumerate(zip(row, width.values(), strict=True))
-                )
-            )
-        return "\n".join([*lines, *self._said()])
+        head = "  ".join(name.ljust(width[name]) for name in shown).rstrip()
+        first, *others = width.values()
+        lines = [
+            "  ".join([unit.ljust(first), *map(str.rjust, cells, others)])
+            for unit, *cells in zip(*shown.values(), strict=True)
+        ]
+        return "\n".join([head, *lines, *self._said()])
 
     def _pooled(self, counts: int, rows: int) -> str:
         low, high = clopper_pearson(np.array(counts), np.array(rows), self.delta)
@@ -275,12 +270,14 @@ class Counting:
             "n_held": (units,),
             "n_endless": (units,),
             "size": (units,),
+            "n_examples": (),
+            "n_left_out": (),
         }
-        common |= {"n_examples": (), "n_left_out": ()}
         if not bool(state["classes"]):
             return common | {"squares": (units,)}
-        common |= {"n_answered": (units,), "n_answered_right": (units,)}
         return common | {
+            "n_answered": (units,),
+            "n_answered_right": (units,),
             "n_bin": (units, BINS),
             "n_bin_right": (units, BINS),
             "confidence": (units, BINS),
@@ -313,8 +310,8 @@ class Counting:
             "n_rows": summed(mask),
             "n_held": summed(held),
             "n_endless": summed(endless),
+            "size": summed(torch.where(endless, 0.0, size)),
         }
-        found["size"] = summed(torch.where(endless, 0.0, size))
         if probs is None:
             assert given.mean is not None  # as numbers have
             error = (
@@ -327,14 +324,16 @@ class Counting:
         inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
         bins = place * BINS + torch.bucketize(top.nan_to_num(nan=0.0), inner)
         answered = mask if given.answered is None else given.answered.cpu().reshape(mask.shape)
-        found |= {
+
+        def by_bin(values: Tensor) -> Tensor:
+            return summed(values, bins, units * BINS).reshape(-1, units, BINS)
+
+        return found | {
             "n_answered": summed(answered),
             "n_answered_right": summed(answered & (best == labels)),
-        }
-        by_bin = {"n_bin": mask, "n_bin_right": best == labels, "confidence": top}
-        return found | {
-            name: summed(t, bins, units * BINS).reshape(-1, units, BINS)
-            for name, t in by_bin.items()
+            "n_bin": by_bin(mask),
+            "n_bin_right": by_bin(best == labels),
+            "confidence": by_bin(top),
         }
 
     def _unit(self, local: LocalPredictions, labels: Tensor, mask: Tensor) -> Tensor:
@@ -369,10 +368,11 @@ class Counting:
             "left_out": int(sums["n_left_out"]),
         }
         if level is not None:
-            size = np.where(sums["n_endless"] > 0, np.inf, _share(sums["size"], rows))
-            found |= {"held": sums["n_held"].astype(np.int64), "size": size}
+            found |= {
+                "held": sums["n_held"].astype(np.int64),
+                "size": np.where(sums["n_endless"] > 0, np.inf, _share(sums["size"], rows)),
+            }
         if "n_bin" in sums:
-            gaps = np.abs(sums["n_bin_right"] - sums["confidence"]).sum(-1)
             found["right"] = sums["n_bin_right"].sum(-1).astype(np.int64)
             if risk is not None:
                 found |= {
@@ -381,7 +381,8 @@ class Counting:
                 }
             if self.by != "label":
                 # Among rows of one label even a calibrated model is wrong by its confidence.
-                found["ece"] = _share(gaps, rows)
+                gaps = np.abs(sums["n_bin_right"] - sums["confidence"])
+                found["ece"] = _share(gaps.sum(-1), rows)
         else:
             found["rmse"] = np.sqrt(_share(sums["squares"], rows))
         return Audit(self.by, self.units, rows.astype(np.int64), level, delta, risk=risk, **found)
@@ -533,8 +534,7 @@ def _text_of(group: Any) -> str | None:
         group = group.item()
     if group is None or group != group:
         return None
-    whole = isinstance(group, float) and group.is_integer()
-    return str(int(group)) if whole else str(group)
+    return str(int(group) if isinstance(group, float) and group.is_integer() else group)
 
 
 def _there(counts: np.ndarray | None) -> np.ndarray:

@@ -64,8 +64,9 @@ def measured(
         values = []
         for j in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
             try:
-                found = measure(of_client(predictions, j), split.y[split.rows(j)].cpu())
-                values.append(float(found))
+                values.append(
+                    float(measure(of_client(predictions, j), split.y[split.rows(j)].cpu()))
+                )
             except Exception as error:  # a user's function may raise anything; it is passed on
                 error.add_note(f"raised by the measure {name!r} for client {j}")
                 raise

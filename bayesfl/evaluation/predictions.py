@@ -139,15 +139,14 @@ class Predictions:
                 "result.predict(clients.test) gives"
             )
         probs, labels, mask = per_place(self.probs, self.labels.long(), self.mask)
-        more = {"sets": self.sets, "answered": self.answered}
-        found: dict[str, Any] = {name: t.flatten(1, 2) for name, t in more.items() if t is not None}
         return replace(
             self,
             probs=probs,
             labels=labels,
             mask=mask,
             epistemic=self.epistemic.flatten(1),
-            **found,
+            sets=None if self.sets is None else self.sets.flatten(1, 2),
+            answered=None if self.answered is None else self.answered.flatten(1, 2),
         )
 
     def summary(self, split: ClientData) -> dict[str, float]:
@@ -303,11 +302,10 @@ class Predictions:
                 (self.lower, _present(self.upper), labels, self.mask),
                 {"level": level, "middle": self.mean},
             )
-        kind = getattr(self.likelihood, "distribution", "normal")
         return (
             "numbers",
             (_present(self.mean), _present(self.variance), labels, self.mask),
-            {"distribution": kind},
+            {"distribution": getattr(self.likelihood, "distribution", "normal")},
         )
 
     def _is_of(self, labels: Tensor, mask: Tensor) -> bool:
@@ -434,7 +432,6 @@ class Collector:
     def predictions(self) -> Predictions:
         """Return the predictions of all clients; clients that were not added have no rows."""
         counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
-        labels = self._split.padded_labels()[0].cpu()
         mask = torch.arange(self._width) < counts[:, None]
         bad = mask & broken(self._tensors)
         if bad.any():
@@ -447,5 +444,9 @@ class Collector:
             )
         found: dict[str, Any] = self._tensors
         return Predictions(
-            mask=mask, labels=labels, names=self._names, likelihood=self._likelihood, **found
+            mask=mask,
+            labels=self._split.padded_labels()[0].cpu(),
+            names=self._names,
+            likelihood=self._likelihood,
+            **found,
         )

@@ -133,10 +133,9 @@ def table(
     if unknown and rows:
         raise ValueError(f"columns {unknown} are in no row; the rows have {keys}")
     names = [name.replace("|", "\\|") if style == "markdown" else name for name in rows]
-    body = [_cells(spec, list(rows.values()), style) for spec in specs]
     columns_ = [
         [corner, *names],
-        *([spec.title or "", *cells] for spec, cells in zip(specs, body, strict=True)),
+        *([spec.title or "", *_cells(spec, list(rows.values()), style)] for spec in specs),
     ]
     widths = [max(len(cell) for cell in column) for column in columns_]
     lines = [

@@ -280,10 +280,9 @@ def answers(
     Raises:
         ValueError: As by `checked`.
     """
-    clients = len(local.ids)
     return checked(
         survey.answer(state, local),
-        {name: (clients, *shape) for name, shape in shapes.items()},
+        {name: (len(local.ids), *shape) for name, shape in shapes.items()},
         "an answer",
     )
 

@@ -102,27 +102,20 @@ def client_app(
         client = here(message, context)
         check(algorithm, client.data)
         client.clean(records.setting(message.content, "experiment", str))
+        train, made = client.data.train, client.data.prepared
         found: dict[str, Any] = {
             "protocol": PROTOCOL,
             "client": client.id,
             "name": client.name,
             "n": client.examples("train"),
-        }
-        found |= {
             "task": client.data.task,
             "outputs": client.data.outputs,
             "splits": [s for s in client.data.splits if client.examples(s)],
+            # Digests alone, as a transform may hold numbers of the client's data.
+            "transform": "" if train.transform is None else digest_of(train.transform),
+            "augment": "" if train.augment is None else digest_of(train.augment),
+            "columns": "" if made is None else hashlib.sha256(made.to_json().encode()).hexdigest(),
         }
-        # Digests alone, as a transform may hold numbers of the client's data.
-        for kind, change in (
-            ("transform", client.data.train.transform),
-            ("augment", client.data.train.augment),
-        ):
-            found[kind] = "" if change is None else digest_of(change)
-        made = client.data.prepared
-        found["columns"] = (
-            "" if made is None else hashlib.sha256(made.to_json().encode()).hexdigest()
-        )
         return Message(RecordDict({"config": ConfigRecord(found)}), reply_to=message)
 
     @app.train()

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -98,9 +97,10 @@ class Deployed:
         """Return words for this state, in which a run that begins from it keeps what it
         began from.
         """
-        state = {"server": self.server, "start": self.start}
         return warm.start_in_words(
-            f"round {self.round} of experiment {self.experiment}", (*self.names, *self.base), state
+            f"round {self.round} of experiment {self.experiment}",
+            (*self.names, *self.base),
+            {"server": self.server, "start": self.start},
         )
 
     @property
@@ -230,18 +230,6 @@ DEPLOYMENT = files.FileKind(
 files.KINDS.append(DEPLOYMENT)
 
 
-def write_deployed(
-    folder: str | os.PathLike[str],
-    state: Deployed,
-    keys: Mapping[int, str],
-    counts: Mapping[int, int],
-) -> None:
-    """Write a checkpoint of a state, with the keys of its clients' nodes and their numbers of
-    examples.
-    """
-    files.write_round(folder, DEPLOYMENT, {**vars(state), "keys": keys, "counts": counts})
-
-
 def read_deployed(
     folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True
 ) -> tuple[Deployed, dict[int, str], dict[int, int]]:
@@ -348,15 +336,20 @@ def begun(
             tuple(map(known.get, range(clients))),
             {name: before.initial(name) for name in sorted(initial)},
         )
-    start, base = algorithm.rows(server), ("",) * clients
-    began = METHODS_START if before is None else before.origin
-    about: dict[str, Any] = {
-        "dtype": dtype,
-        "before": past,
-        "began": began,
-        "calibration": calibration,
-    }
-    return Deployed(algorithm, settings, experiment, (session,), 0, server, start, base, **about)
+    return Deployed(
+        algorithm,
+        settings,
+        experiment,
+        (session,),
+        0,
+        server,
+        start=algorithm.rows(server),
+        base=("",) * clients,
+        dtype=dtype,
+        before=past,
+        began=METHODS_START if before is None else before.origin,
+        calibration=calibration,
+    )
 
 
 def taken_up(
@@ -382,8 +375,9 @@ def taken_up(
         **vars(saved.settings),
         "rounds": settings.rounds,
         "evaluate_every": settings.evaluate_every,
+        "clients": saved.clients,
+        "dtype": saved.dtype,
     }
-    then |= {"clients": saved.clients, "dtype": saved.dtype}
     if apart := differences(then, {**vars(settings), "clients": clients, "dtype": dtype}):
         raise ValueError(
             f"a run that goes on keeps its settings, {in_words(apart)}; another experiment takes "

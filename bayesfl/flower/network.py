@@ -46,13 +46,11 @@ class Connection:
         for client in np.flatnonzero(shares(counts) >= LARGEST_SHARE).tolist():
             if client not in self._named:
                 self._named.add(client)
-                median = np.median(counts[counts > 0])
-                who = self.roster.called(client)
                 log.warning(
                     "%s says that it has %d training examples, the median client %g",
-                    who,
+                    self.roster.called(client),
                     counts[client],
-                    median,
+                    np.median(counts[counts > 0]),
                 )
         return counts
 
@@ -66,15 +64,15 @@ class Connection:
             CheckpointError: All clients have said that they have lost their states of the run from
                 which this one began.
         """
-        nodes = {client: node for client in orders if (node := self.roster.nodes.get(client, 0))}
-        there = {client: (nodes[client], orders[client]) for client in nodes}
+        nodes = self.roster.nodes
+        there = {client: (nodes[client], orders[client]) for client in orders if client in nodes}
         for client, reply in ask(self.grid, kind, there, timeout=self.timeout, group=group):
             if not isinstance(reply, Failure):
                 self._lost.discard(client)
             elif FORGOTTEN in reply.reason:
                 self._lost.add(client)
             yield client, reply
-        for client in orders.keys() - nodes.keys():
+        for client in orders.keys() - there.keys():
             yield client, Failure("its node has not come")
         if len(self._lost) == self.roster.clients:
             raise CheckpointError(
@@ -180,13 +178,12 @@ def _message(reply: RecordDict, most: int | None) -> Message:
     Raises:
         RecordError: The reply is malformed, or has more than `most` bytes.
     """
-    tensors = (
+    return Message(
         {}
         if most is None
-        else records.unpack(reply, "up", records.setting(reply, "digest", str), most=most)
-    )
-    return Message(
-        tensors, records.setting(reply, "round", int), records.setting(reply, "protocol", int)
+        else records.unpack(reply, "up", records.setting(reply, "digest", str), most=most),
+        records.setting(reply, "round", int),
+        records.setting(reply, "protocol", int),
     )
 
 

@@ -191,7 +191,9 @@ class Node:
             predicted = (
                 self._candidates(order)
                 if order.survey == TUNING
-                else self._calibrated(order, survey.split, int(order.survey))
+                else applied(
+                    self._steps(order, int(order.survey)), self._predicted(order, survey.split)
+                )
             )
             found = {name: t[0] for name, t in answers(survey, state, predicted, shapes).items()}
         record, digest = records.pack(found)
@@ -218,12 +220,6 @@ class Node:
         local = self._local(order)
         done = local.finetuned(self._ids, self._received(order), order.round)
         return candidates(local, done, self._split("validation", order), round=order.round)
-
-    def _calibrated(self, order: Order, split: str, steps: int) -> LocalPredictions:
-        """Return what this client knows of itself on a split, as the first steps of calibration
-        change it.
-        """
-        return applied(self._steps(order, steps), self._predicted(order, split))
 
     def _steps(self, order: Order, steps: int) -> tuple[Fitted, ...]:
         """Return the first steps of calibration by their surveys' states, with this client's own
@@ -297,8 +293,14 @@ class Node:
             for tensors in (own, shared)
         )
         assert first is not None  # the client's own, which are always there
-        drawn = None if rows is None or not any_draws(self.calibration) else rows[None]
-        return LocalPredictions(first, self._ids, order.seed, order.round, other, drawn)
+        return LocalPredictions(
+            first,
+            self._ids,
+            order.seed,
+            order.round,
+            shared=other,
+            rows=None if rows is None or not any_draws(self.calibration) else rows[None],
+        )
 
     def _hashed(self, split: str, order: Order) -> np.ndarray:
         """Return a hash of the inputs of every row of a split, [n] uint64."""
@@ -337,12 +339,13 @@ class Node:
         )
         reply: dict[str, Any] = {}
         for name, ((_, computed),) in zip(names, parts, strict=True):
-            found: dict[str, Any] = {key: t.cpu() for key, t in computed.items()}
-            mask = torch.ones(1, self.examples(name), dtype=torch.bool)
             read = bool(steps) and name == "test"
-            rows = self._hashed(name, order) if read and any_draws(self.calibration) else None
             predicted = self._mine(
-                order, {"mask": mask}, found, self._by_all(order, name) if read else None, rows
+                order,
+                {"mask": torch.ones(1, self.examples(name), dtype=torch.bool)},
+                {key: t.cpu() for key, t in computed.items()},
+                self._by_all(order, name) if read else None,
+                self._hashed(name, order) if read and any_draws(self.calibration) else None,
             )
             predictions, split = predicted.predictions, self._of_one(name, order).to("cpu")
             reply[name] = MetricRecord(dict(self._measures(predictions, split)))
@@ -393,15 +396,18 @@ class Node:
         """
         view = tree_map(lambda t: t[0].clone(), done.views)
         train = dict(zip("xy", local.train.client(self.id), strict=True))
-        about: dict[str, Any] = {
-            "name": self.name,
-            "client": self.id,
-            "data": self.data,
-            "round": order.round,
-            "steps": steps,
-        }
         made = client_model(
-            self.algorithm, done.given, view, train, seed=order.seed, value=value, **about
+            self.algorithm,
+            done.given,
+            view,
+            train,
+            seed=order.seed,
+            value=value,
+            name=self.name,
+            client=self.id,
+            data=self.data,
+            round=order.round,
+            steps=steps,
         )
         folder = self._states(order.experiment).folder
         try:
@@ -448,11 +454,10 @@ class Node:
         return States(self.folder, experiment, self.id, self.name)
 
     def _local(self, order: Order) -> Local:
-        train = self._split("train", order)
         return Local(
             self.algorithm,
             self.engine,
-            train,
+            self._split("train", order),
             order.seed,
             order.rounds,
             order.tolerant,

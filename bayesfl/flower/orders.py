@@ -21,6 +21,12 @@ TUNING = "tuning"
 """The survey of the number that the method's predictor tunes; the steps of calibration are named by
 their places, `0` the first.
 """
+_SETTINGS: dict[str, type] = {
+    **dict.fromkeys(("experiment", "base", "kept_in", "survey"), str),
+    **dict.fromkeys(("keeps", "sends", "tolerant", "whole", "calibrated"), bool),
+    **dict.fromkeys(("client", "round", "rounds", "seed", "kept_as"), int),
+    "value": float,
+}
 
 
 @dataclass(frozen=True)
@@ -89,42 +95,25 @@ class Order:
         """
         content = message.content
         asked: dict[str, Any] = {
-            key: records.setting(content, key, str)
-            for key in ("experiment", "base", "kept_in", "survey")
+            key: records.setting(content, key, kind) for key, kind in _SETTINGS.items()
         }
-        asked |= {
-            key: records.setting(content, key, bool)
-            for key in ("keeps", "sends", "tolerant", "whole", "calibrated")
-        }
-        asked |= {
-            key: records.setting(content, key, int)
-            for key in ("client", "round", "rounds", "seed", "kept_as")
-        }
-        asked |= {
-            key: [str(name) for name in records.setting(content, key, list)]
-            for key in ("sessions", "named")
-        }
-        asked["value"] = records.setting(content, "value", float)
+        for key in ("sessions", "named"):
+            asked[key] = list(map(str, records.setting(content, key, list)))
         asked["dtype"] = DTYPES[records.setting(content, "dtype", str)]
         digests = {
             part: records.setting(content, f"{part}_digest", str)
             for part in ("common", "own", "survey_states")
         }
-        there = {
-            part: bool(digest) if part == "survey_states" else asked["whole"]
-            for part, digest in digests.items()
-        }
         parts = {
-            part: nest(records.unpack(content, part, digests[part]))
-            for part in digests
-            if there[part]
+            part: nest(records.unpack(content, part, digest))
+            for part, digest in digests.items()
+            if (digest if part == "survey_states" else asked["whole"])
         }
         common, own = (
             tree_map(lambda t: t.to(device), parts.get(part, {})) for part in ("common", "own")
         )
-        model = digests["common"], digests["own"]
         return cls(
-            model=model,
+            model=(digests["common"], digests["own"]),
             common=common,
             survey_states=parts.get("survey_states", {}),
             **{"addressed": {}, "start": {}, **own},
@@ -192,20 +181,20 @@ def orders(
         own, digest = records.pack(
             {"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start}
         )
-        named = sorted({state.base[client], *(names[client] for names in kept)} - {""})
         config = {
             **everyone,
             "client": client,
-            "named": named,
+            "named": sorted({state.base[client], *(names[client] for names in kept)} - {""}),
             "sends": client in senders,
             "own_digest": digest,
+            "base": kept_at.base,
+            "kept_in": kept_at.experiment,
+            "kept_as": kept_at.client,
         }
-        config |= {"base": kept_at.base, "kept_in": kept_at.experiment, "kept_as": kept_at.client}
         content = {
             "config": ConfigRecord(config),
             **({"common": shared, "own": own} if whole else {}),
+            **({} if states is None else {"survey_states": states}),
         }
-        found[client] = RecordDict(
-            content if states is None else {**content, "survey_states": states}
-        )
+        found[client] = RecordDict(content)
     return found

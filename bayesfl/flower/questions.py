@@ -94,9 +94,11 @@ class _Asked:
         asked = (
             self._cohort if self._cohort is not None else network.roster.having(self._survey.split)
         )
-        states = {**self._before, self._name: state}
         messages = self._questions.request(
-            np.array(asked, np.int64), survey=self._name, survey_states=states, whole=first
+            np.array(asked, np.int64),
+            survey=self._name,
+            survey_states={**self._before, self._name: state},
+            whole=first,
         )
         found = self._answers(messages, shapes)
         least = self._questions.admission.min_clients

@@ -24,7 +24,8 @@ HEADER = 2**16
 """Least number of bytes that a blob may have beyond its tensors; it may have twice those of names
 and shapes if that is more.
 """
-_OF_CLASSES = (
+MEASURES = (
+    # of classes
     "accuracy",
     "nll",
     "ece",
@@ -35,8 +36,7 @@ _OF_CLASSES = (
     "set_size",
     "answered",
     "answered_accuracy",
-)
-_OF_NUMBERS = (
+    # of numbers
     "rmse",
     "crps",
     "coverage_50",
@@ -46,10 +46,9 @@ _OF_NUMBERS = (
     "width",
     "interval_score",
 )
+"""Measures of their predictions that clients report, by the names of `bayesfl.metrics`."""
 ENDLESS = ("width", "pinball", "interval_score")
 """Measures that may be infinite, as those of conformal intervals where a client has few rows."""
-MEASURES = (*_OF_CLASSES, *_OF_NUMBERS)
-"""Measures of their predictions that clients report, by the names of `bayesfl.metrics`."""
 OWN = 20  # measures of a user's own that a client may send besides
 T = TypeVar("T", bool, int, float, str, list)
 

@@ -32,7 +32,7 @@ from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback, check_callbacks, ended, finished, over
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
-from bayesfl.federation.store.files import KEPT, checkpoints, described_steps
+from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
 from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
@@ -249,9 +249,15 @@ class _Service:
             "algorithm": fingerprint(algorithm, self.calibration),
             "experiment": experiment,
         }
-        # Answers are read between rounds, and a round may last `timeout` seconds.
-        patience = 2 * self.timeout + REMIND
-        roster = Roster(clients, hello, patience, keys, counts=counts, names=known)
+        roster = Roster(
+            clients,
+            hello,
+            # Answers are read between rounds, and a round may last `timeout` seconds.
+            patience=2 * self.timeout + REMIND,
+            keys=keys,
+            counts=counts,
+            names=known,
+        )
         self.network = Connection(self.grid, roster, self.timeout)
         roster.wait(
             self.grid,
@@ -260,17 +266,25 @@ class _Service:
         )
         names = roster.everyone()
         if state is None:
-            about: dict[str, Any] = {
-                "dtype": dtype,
-                "experiment": experiment,
-                "session": session,
-                "calibration": self.calibration,
-            }
-            state = deployed.begun(before, algorithm, settings, names, **about)
+            state = deployed.begun(
+                before,
+                algorithm,
+                settings,
+                names,
+                dtype=dtype,
+                experiment=experiment,
+                session=session,
+                calibration=self.calibration,
+            )
         state = replace(state, names=names)
-        run = OpenRun(algorithm, settings, clients, self.admission.min_clients)
         self.rules = Rules(
-            algorithm, settings, clients, algorithm.uplink(state.server), self.admission, run, names
+            algorithm,
+            settings,
+            clients,
+            algorithm.uplink(state.server),
+            self.admission,
+            OpenRun(algorithm, settings, clients, self.admission.min_clients),
+            names,
         )
         if needs_validation(algorithm) and not roster.having("validation"):
             raise ValueError(no_validation(algorithm, "no client has any: give them some"))
@@ -354,10 +368,9 @@ class _Service:
         Raises:
             ValueError: A step does not fit, or no client has rows in its split.
         """
-        roster = self.network.roster
         for step in self.calibration:
             step.start(self._outputs(state))
-            if not roster.having(step.split):
+            if not self.network.roster.having(step.split):
                 raise ValueError(
                     f"{type(step).__name__} reads the split {step.split!r}, and no client has rows "
                     f"in it: let load_data make them with {step.split}=0.1, or pass split="
@@ -447,12 +460,15 @@ class _Service:
             return state
         found: dict[str, list[float]] = {}
         each: dict[int, dict[str, float]] = {}
-        about: dict[str, Any] = {
-            "value": value,
-            "tolerant": self.admission.skips,
-            "survey_states": state.survey_states,
-        }
-        messages = orders(state, np.arange(state.clients), set(), self._named(state), **about)
+        messages = orders(
+            state,
+            np.arange(state.clients),
+            set(),
+            self._named(state),
+            value=value,
+            tolerant=self.admission.skips,
+            survey_states=state.survey_states,
+        )
         for client, reply in self.network.ask("evaluate", messages, group="evaluate"):
             if isinstance(reply, Failure):
                 log.warning(
@@ -468,10 +484,11 @@ class _Service:
                 each[client] = own
         if found:
             last = state.history.rows[-1]
-            last |= {name: float(np.mean(values)) for name, values in found.items()} | {
-                "evaluated": max(map(len, found.values()))
+            last |= {
+                **{name: float(np.mean(values)) for name, values in found.items()},
+                "evaluated": max(map(len, found.values())),
+                **({} if np.isnan(value) else {"tuned": value}),
             }
-            last |= {} if np.isnan(value) else {"tuned": value}
             log.info(
                 "evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k in found)
             )
@@ -482,8 +499,11 @@ class _Service:
         """Write a checkpoint, if there is a folder for them."""
         if self.folder is None:
             return
-        deployed.write_deployed(
-            self.folder, state, self.network.roster.keys, self.network.roster.counts
+        roster = self.network.roster
+        write_round(
+            self.folder,
+            deployed.DEPLOYMENT,
+            {**vars(state), "keys": roster.keys, "counts": roster.counts},
         )
         self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-KEPT:])
 

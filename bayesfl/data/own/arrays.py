@@ -118,9 +118,9 @@ def from_arrays(
         outputs = _classes(targets) if task == "classification" else math.prod(targets[0].shape[1:])
     kind = torch.int64 if task == "classification" else torch.float32
     train, held = train.as_type(kind), held and held.as_type(kind)
-    environment = None
-    if environments is not None:
-        environment = train.placed(environments_of(environments, train, order))
+    environment = (
+        None if environments is None else train.placed(environments_of(environments, train, order))
+    )
     check_shares(test_share=test_share)
     inputs, placed, rows = train.x, train.placed(train.ys), {"train": list(train.rows)}
     apart = None
@@ -132,8 +132,9 @@ def from_arrays(
         rows["test"] = [mine + len(placed) for mine in held.rows]
         inputs, placed = join([train.x, held.x]), torch.cat([placed, held.placed(held.ys)])
         if environment is not None:
-            none = environment.new_zeros(len(placed) - len(environment))
-            environment = torch.cat([environment, none])
+            environment = torch.cat(
+                [environment, environment.new_zeros(len(placed) - len(environment))]
+            )
     return assemble(
         inputs,
         placed,

@@ -137,12 +137,14 @@ def from_frame(
         warn_of_columns(table, names, categories, _rows(data, "train"), targets.y)
         columns = learnt([{**_classes(data, targets), "clients": found}])
         warn_of_clients(found)
-    roles = {
+    about = {
         "client": client,
         "target": target if isinstance(target, str) else list(target),
         "group": group,
+        **shares,
+        "categories": list(categories),
+        "task": data.task,
     }
-    about = {**roles, **shares, "categories": list(categories), "task": data.task}
     x, strange = columns.applied(table)
     if not here:
         warn_of_rows(strange)
@@ -286,29 +288,29 @@ def _split(
     outputs = len(targets.names) if targets.names is not None and outputs is None else outputs
     test = of == "test"
     held = (x[test], y[test], ids[test]) if test.any() else None
-    about: dict[str, Any] = {
-        "outputs": outputs,
-        "task": task,
-        "class_names": targets.names,
-        "seed": seed,
-        "source": source,
-    }
     data = from_arrays(
-        x[~test], y[~test], client_ids=ids[~test], test=held, test_share=0.0, **about
+        x[~test],
+        y[~test],
+        client_ids=ids[~test],
+        test=held,
+        test_share=0.0,
+        outputs=outputs,
+        task=task,
+        class_names=targets.names,
+        seed=seed,
+        source=source,
     )
     splits, rows = dict(data.splits), _rows(data, "train")
     owner = np.repeat(np.arange(data.clients), data.train.counts)
     for name in ("train", "validation", "calibration"):
-        if not shares.get(name, 1):
-            continue
-        mine = of[rows] == name
-        counts = np.bincount(owner[mine], minlength=data.clients)
-        splits[name] = replace(
-            data.train, index=data.train.index[torch.from_numpy(mine)], counts=counts
-        )
-    for name, share in shares.items():
-        if not share:
-            continue
+        if shares.get(name, 1):
+            mine = of[rows] == name
+            splits[name] = replace(
+                data.train,
+                index=data.train.index[torch.from_numpy(mine)],
+                counts=np.bincount(owner[mine], minlength=data.clients),
+            )
+    for name in [name for name, share in shares.items() if share]:
         counts = splits[name].counts if name in splits else np.zeros(data.clients)
         if empty := [who for who, n in zip(data.client_names, counts, strict=True) if not n]:
             warn(f"clients {few(empty)} have no {name} rows: measures leave them out")
@@ -331,11 +333,10 @@ def _by_row(ids: np.ndarray, y: np.ndarray, shares: Mapping[str, float], seed: i
         rng = generator(seed, Purpose.SPLIT, client=_address(owner), phase=FRAME)
         total = len(left)
         for name, share in shares.items():
-            if not share:
-                continue
-            left, taken = take_share(labels, left, share, total, rng)
-            of[taken] = name
-            total = len(left) if name == "test" else total
+            if share:
+                left, taken = take_share(labels, left, share, total, rng)
+                of[taken] = name
+                total = len(left) if name == "test" else total
     return of
 
 
@@ -360,9 +361,8 @@ def _rows(data: FederatedData, split: str) -> np.ndarray:
     client.
     """
     found = data.splits[split]
-    x = found.x
-    assert isinstance(x, torch.Tensor)
-    return x[found.index, 0].numpy()
+    assert isinstance(found.x, torch.Tensor)
+    return found.x[found.index, 0].numpy()
 
 
 def _statistics(
@@ -374,9 +374,8 @@ def _statistics(
 
 def _classes(data: FederatedData, targets: _Targets) -> dict[str, Any]:
     """Return what other machines must know of the classes, as JSON can hold it."""
-    names = list(targets.names) if targets.text and targets.names is not None else None
     return {
-        "classes": names,
+        "classes": list(targets.names) if targets.text and targets.names is not None else None,
         "ordered": targets.ordered,
         "outputs": data.outputs if data.task == "classification" else None,
     }
@@ -397,14 +396,13 @@ def _with_inputs(
         splits[name] = replace(
             split, x=made[id(split.x)], columns=columns.names, dtype=torch.float32
         )
-    told = {**data.recipe, "recipe": "from_frame", **recipe}
     return replace(
         data,
         splits=splits,
         inputs=(x.shape[1],),
         columns=columns.names,
         prepared=columns,
-        recipe=told,
+        recipe={**data.recipe, "recipe": "from_frame", **recipe},
     )
 
 

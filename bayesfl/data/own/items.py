@@ -159,13 +159,15 @@ def stacked_sets(
             {key: [tuple(row[key].shape[1:]) for row in rows] for key in keys}, mask
         )
     width, start = max(lengths, default=0), 0
-    fill = {key: IGNORE if key == target else 0 for key in lists}
     kinds = {key: _first_filled(sets, key).dtype for key in lists}
 
     def column(rows: Sequence[StoredRows], key: str) -> Tensor:
         parts = [row[key] for row in rows]
         if key in lists:
-            parts = [_filled(part, width, fill[key], kinds[key]) for part in parts]
+            fill = IGNORE if key == target else 0
+            # Empty lists have no type of their own, and take that of the others.
+            typed = [part if part.numel() else part.to(kinds[key]) for part in parts]
+            parts = [F.pad(part, (0, width - part.shape[1]), value=fill) for part in typed]
         return torch.cat(parts)
 
     out = []
@@ -180,17 +182,6 @@ def stacked_sets(
     return out
 
 
-def _filled(t: Tensor, width: int, value: int, kind: torch.dtype) -> Tensor:
-    """Return lists [b, n] filled up to `width`; empty ones, which have no type of their own, in
-    that of the others.
-    """
-    return F.pad(t if t.numel() else t.to(kind), (0, width - t.shape[1]), value=value)
-
-
 def _first_filled(sets: Sequence[list[StoredRows]], key: str) -> Tensor:
     """Return a column of the first row that holds a number in it, else that of the first row."""
-    for one in sets:
-        for row in one:
-            if row[key].numel():
-                return row[key]
-    return sets[0][0][key]
+    return next((row[key] for one in sets for row in one if row[key].numel()), sets[0][0][key])

@@ -56,8 +56,7 @@ class Part(NamedTuple):
         Raises:
             ValueError: They have others.
         """
-        x = _alike("x", "the test part", self.x, "the training part", train.x)
-        return self._replace(x=x)
+        return self._replace(x=_alike("x", "the test part", self.x, "the training part", train.x))
 
 
 def per_client(
@@ -172,8 +171,9 @@ def by_client(
     rows = [np.array(places.get(owner, []), dtype=np.int64) for owner in found]
     divided = [ys[torch.from_numpy(r)] for r in rows]
     if any(mapped(t) for _, t in named(inputs)):
-        kept = each(lambda t: t if mapped(t) else t.clone(), inputs)
-        return Part(kept, divided, rows, owners), found
+        return Part(
+            each(lambda t: t if mapped(t) else t.clone(), inputs), divided, rows, owners
+        ), found
     after = torch.from_numpy(np.concatenate(rows))
     ends = np.cumsum([len(r) for r in rows])
     contiguous = [
@@ -225,12 +225,11 @@ def _missing(owner: Any) -> bool:
     """Say whether a client id is none: None, NaN or a missing value of pandas, or what these become
     as text.
     """
-    if isinstance(owner, str):
-        return owner.strip() in MISSING
     return (
         owner is None
         or type(owner).__name__ in ("NAType", "NaTType")
         or (isinstance(owner, float) and math.isnan(owner))
+        or (isinstance(owner, str) and owner.strip() in MISSING)
     )
 
 
@@ -265,8 +264,10 @@ def environments_of(values: Any, train: Part, order: Sequence[Hashable]) -> list
         TypeError: They are no arrays.
     """
     if train.client_ids is None:
-        parts = as_list(values, "environments", "array")
-        given = {f"environments of client {j}": part for j, part in enumerate(parts)}
+        given = {
+            f"environments of client {j}": part
+            for j, part in enumerate(as_list(values, "environments", "array"))
+        }
         rows = [len(yj) for yj in train.ys]
     else:
         given, rows = {"environments": values}, [len(train.client_ids)]

@@ -103,14 +103,14 @@ def from_datasets(
     ) as bar:
         read = [items(one, name, columns, bar.update) for name, one in given + held]
         if folder is not None:
-            signature = {
+            signature: dict[str, Any] = {
                 "rows": sizes,
                 "test rows": [len(one) for _, one in held],
                 "inputs": inputs,
                 "target": target,
                 "mask": mask,
+                "items": [_digest(one, name, columns) for name, one in given + held],
             }
-            signature["items"] = [_digest(one, name, columns) for name, one in given + held]
             mapped = stored(
                 folder,
                 signature,
@@ -132,9 +132,13 @@ def from_datasets(
             )
         ]
     pairs, tests = joined[: len(given)], joined[len(given) :]
-    parts = ([x for x, _ in tests], [y for _, y in tests]) if test is not None else None
-    xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
-    return from_arrays(xs, ys, client_ids=None, test=parts, **options)
+    return from_arrays(
+        [x for x, _ in pairs],
+        [y for _, y in pairs],
+        client_ids=None,
+        test=None if test is None else ([x for x, _ in tests], [y for _, y in tests]),
+        **options,
+    )
 
 
 def _tree(
@@ -157,9 +161,11 @@ def _from_files(
     training rows first.
     """
     owners, n = np.repeat(np.arange(len(sizes)), sizes), sum(sizes)
-    test = None
-    if tests is not None:
-        test = (at(x, slice(n, None)), y[n:], np.repeat(np.arange(len(sizes)), tests))
+    test = (
+        None
+        if tests is None
+        else (at(x, slice(n, None)), y[n:], np.repeat(np.arange(len(sizes)), tests))
+    )
     if options.get("environments") is not None:
         given = [
             np.asarray(own) for own in as_list(options["environments"], "environments", "array")
@@ -170,8 +176,13 @@ def _from_files(
                 f"{[len(own) for own in given]}"
             )
         options = options | {"environments": np.concatenate(given)}
-    options = {"names": generated(len(sizes))} | options
-    return from_arrays(at(x, slice(n)), y[:n], client_ids=owners, test=test, **options)
+    return from_arrays(
+        at(x, slice(n)),
+        y[:n],
+        client_ids=owners,
+        test=test,
+        **{"names": generated(len(sizes)), **options},
+    )
 
 
 def _classes(sets: Sequence[tuple[str, Any]], target: str) -> list[str] | None:

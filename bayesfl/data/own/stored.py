@@ -210,14 +210,13 @@ class _Column:
         """Write lists [n] of different lengths again as [N, width], with `value` behind each."""
         flat = self.path.rename(self.path.with_suffix(".flat"))
         start = self.start
-        size = self.type.itemsize
         self._open((width,))
         with flat.open("rb") as file:
             file.seek(start)
             for n in lengths:
                 row = torch.full((width,), value, dtype=self.type)
                 row[:n] = (
-                    torch.frombuffer(bytearray(file.read(n * size)), dtype=self.type)
+                    torch.frombuffer(bytearray(file.read(n * self.type.itemsize)), dtype=self.type)
                     if n
                     else row[:0]
                 )

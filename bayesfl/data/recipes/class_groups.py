@@ -195,8 +195,9 @@ def label_groups(
     shared.check_labels(labels, opened)
     shared.check_clients(clients, len(y), "examples")
     held = (labels * np.arange(clients)[:, None] + np.arange(labels)) % opened.outputs
-    rng = generator(seed, Purpose.PARTITION)
-    rows = partitions.deal_exactly(y, held, opened.outputs, (train, test), rng)
+    rows = partitions.deal_exactly(
+        y, held, opened.outputs, (train, test), generator(seed, Purpose.PARTITION)
+    )
     return options.federate(
         opened,
         rows[0],

@@ -148,8 +148,7 @@ def coloured(
         trained[client].append(mine)
         owner[mine], environment[mine], agrees[mine] = client, e, nested[client][e]
     held = [np.arange(train + client, rows, len(nested)) for client in range(len(nested))]
-    for client, mine in enumerate(held):
-        owner[mine] = client
+    owner[train:] = torch.arange(rows - train) % len(nested)  # as `held` deals the test rows
     x = _coloured(grey, y, drawn, agrees)
     if rotate:
         for client in range(len(nested)):

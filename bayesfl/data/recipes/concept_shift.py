@@ -67,9 +67,8 @@ def concept_drift(
     opened = options.open()
     y_train, y_test = shared.classes(opened, "concept_drift")
     groups = shared.superclass_groups(opened, superclasses)
-    flat = [k for group in groups for k in group]
     size = len(groups[0])
-    fewest = int(np.bincount(y_train, minlength=opened.outputs)[flat].min())
+    fewest = int(np.bincount(y_train, minlength=opened.outputs)[np.concatenate(groups)].min())
     most = fewest // min_piece * size
     if clients % size or clients > most:
         raise ValueError(

@@ -112,8 +112,7 @@ def read_images(name: str, root: Path, download: bool) -> Source:
     else:
         looked.append(root / _FOLDER[name])
     if download or (_FOLDER[name] not in ("MNIST", "FashionMNIST") and looked[-1].is_dir()):
-        arrays = _torchvision_arrays(name, root, download)
-        return _standardised(name, arrays)
+        return _standardised(name, _torchvision_arrays(name, root, download))
     places = "\n  ".join(dict.fromkeys(map(str, looked)))
     raise FileNotFoundError(
         f"the data set {name!r} is not on disk. Looked at\n  {places}\nPass download=True to let "

@@ -61,9 +61,14 @@ def heart_disease(
         x[rows] = (x[rows] - mean) / std.where(std > 0, torch.ones_like(std))
         train.append(left)
         test.append(held)
-    recipe = {"recipe": "heart_disease", "source": "heart"}
     return options.federate(
-        source, train, test, recipe, pooled=True, x=x.float(), names=source.owner_names
+        source,
+        train,
+        test,
+        {"recipe": "heart_disease", "source": "heart"},
+        pooled=True,
+        x=x.float(),
+        names=source.owner_names,
     )
 
 

@@ -69,9 +69,7 @@ def _load(name: str, root: Path, download: bool) -> Source:
         "heart": lambda: _heart(root),
         "shakespeare": lambda: _shakespeare(root),
     }
-    if name in readers:
-        return readers[name]()
-    return read_images(name, root, download)
+    return readers[name]() if name in readers else read_images(name, root, download)
 
 
 def _official_split(labels: np.ndarray | None, rows: int) -> np.ndarray:

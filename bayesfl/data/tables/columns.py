@@ -206,9 +206,11 @@ class Columns:
     def from_json(cls, text: str) -> "Columns":
         """Read what `to_json` wrote."""
         found = json.loads(text)
-        classes = None if found["classes"] is None else tuple(map(str, found["classes"]))
-        outputs = None if found["outputs"] is None else int(found["outputs"])
-        return cls(tuple(map(_part, found["columns"])), classes, outputs)
+        return cls(
+            tuple(map(_part, found["columns"])),
+            classes=None if found["classes"] is None else tuple(map(str, found["classes"])),
+            outputs=None if found["outputs"] is None else int(found["outputs"]),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the columns to a JSON file, atomically."""
@@ -307,10 +309,9 @@ def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:
         f"training rows have a mean of {part.mean:.4g} and a standard deviation of {part.scale:.4g}"
     )
     if len(away) and size.max() > SINGLE:
-        count = int((size > SINGLE).sum())
         return (
-            f"{count} of {len(away)} rows are far from the training rows, for instance "
-            f"{numbers[size.argmax()]:g}; {known}"
+            f"{int((size > SINGLE).sum())} of {len(away)} rows are far from the training rows, for "
+            f"instance {numbers[size.argmax()]:g}; {known}"
         )
     if len(away) >= SEVERAL_ROWS and np.median(size) > SEVERAL:
         return (
@@ -405,13 +406,10 @@ def statistics_of(
 
 
 def _chosen(values: Values, rows: np.ndarray) -> Values:
-    numbers, texts = (
-        None if part is None else part[rows] for part in (values.numbers, values.texts)
-    )
     return replace(
         values,
-        numbers=numbers,
-        texts=texts,
+        numbers=None if values.numbers is None else values.numbers[rows],
+        texts=None if values.texts is None else values.texts[rows],
         exact=None if values.exact is None else values.exact[rows],
     )
 

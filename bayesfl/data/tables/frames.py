@@ -40,9 +40,11 @@ def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
     """
     given = [("", "", train), ("test ", "", test)]
     if not pooled:
-        lists = [(part, values) for part, _, values in given if isinstance(values, Sequence)]
         given = [
-            (part, f" of client {j}", own) for part, values in lists for j, own in enumerate(values)
+            (part, f" of client {j}", own)
+            for part, _, values in given
+            if isinstance(values, Sequence)
+            for j, own in enumerate(values)
         ]
     frames: dict[str, list[tuple[str, list[Any]]]] = {}
     for part, whose, value in given:

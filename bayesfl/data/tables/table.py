@@ -57,8 +57,9 @@ class Values:
             else self.texts
         )
         assert held is not None
-        given = held.tolist()
-        return np.array([None if v is None or v != v else _level(v) for v in given], dtype=object)
+        return np.array(
+            [None if v is None or v != v else _level(v) for v in held.tolist()], dtype=object
+        )
 
 
 def _level(value: Any) -> str:
@@ -217,23 +218,19 @@ def is_frame(value: object) -> bool:
     """Say whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule
     interface; one column is none.
     """
-    read = hasattr(value, "iloc") or hasattr(value, "__arrow_c_stream__")
-    return read and (hasattr(value, "columns") or hasattr(value, "column_names"))
+    return (hasattr(value, "iloc") or hasattr(value, "__arrow_c_stream__")) and (
+        hasattr(value, "columns") or hasattr(value, "column_names")
+    )
 
 
 def _of_objects(name: str, values: list[Any]) -> Values:
     """Read values of any type, None where one is missing."""
     found = {type(value) for value in values if value is not None}
-    if found and found <= {bool, np.bool_}:
-        return Values(
-            name,
-            numbers=np.array([np.nan if v is None else float(v) for v in values]),
-            exact=_exact(values),
-        )
-    if found and all(
-        issubclass(kind, int | float | np.integer | np.floating | Decimal) for kind in found
+    if found and (
+        found <= {bool, np.bool_}
+        or all(issubclass(kind, int | float | np.integer | np.floating | Decimal) for kind in found)
     ):
-        whole = all(issubclass(kind, int | np.integer) for kind in found)
+        whole = all(issubclass(kind, int | np.integer | np.bool_) for kind in found)
         return Values(
             name,
             numbers=np.array([np.nan if v is None else float(v) for v in values]),

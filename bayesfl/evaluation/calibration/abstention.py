@@ -77,14 +77,16 @@ class Abstention:
             )
         logits, labels, mask = local.labelled
         place = torch.bucketize(_doubt(logits), state["thresholds"]).clamp_max(THRESHOLDS - 1)
-        wrong = mask & (logits.argmax(-1) != labels)
 
         def counted(rows: Tensor) -> Tensor:
             return torch.zeros(len(mask), THRESHOLDS, dtype=torch.float64).scatter_add_(
                 1, place, rows.double()
             )
 
-        return {"n_rows": counted(mask), "n_wrong": counted(wrong)}
+        return {
+            "n_rows": counted(mask),
+            "n_wrong": counted(mask & (logits.argmax(-1) != labels)),
+        }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the last threshold before the first test that fails, -inf if that is the first."""

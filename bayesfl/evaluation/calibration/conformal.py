@@ -108,9 +108,8 @@ class Conformal:
             ValueError: Numbers are predicted, and an option is for classes.
         """
         if outputs.task == "classification":
-            groups = outputs.count if self.by == "label" else 1
             return {
-                "groups": torch.tensor(groups),
+                "groups": torch.tensor(outputs.count if self.by == "label" else 1),
                 "edges": _ends(0.0, largest_class_score(self.score, outputs.count), HISTOGRAM_BINS),
             }
         given = {
@@ -153,8 +152,15 @@ class Conformal:
                     OCTAVES + 1,
                 )
             }
-        place = torch.bucketize(scores, state["edges"])
-        return {"n_scores": _counted(place, group, mask, int(state["groups"]), HISTOGRAM_BINS + 1)}
+        return {
+            "n_scores": _counted(
+                torch.bucketize(scores, state["edges"]),
+                group,
+                mask,
+                int(state["groups"]),
+                HISTOGRAM_BINS + 1,
+            )
+        }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the bins' ends once the range is known, then their counts, after which nothing is
@@ -225,9 +231,12 @@ class Conformal:
                 )
             )
             numbers.append(own.sum(-1))
-        kept = {"scores": self.scored(local), "epistemic": epistemic_score(local)}
-        kept = {name: t.masked_fill(~mask, torch.nan) for name, t in kept.items()}
-        return {"threshold": torch.stack(found, -1), "n_scores": torch.stack(numbers, -1), **kept}
+        return {
+            "threshold": torch.stack(found, -1),
+            "n_scores": torch.stack(numbers, -1),
+            "scores": self.scored(local).masked_fill(~mask, torch.nan),
+            "epistemic": epistemic_score(local).masked_fill(~mask, torch.nan),
+        }
 
     def scored(self, local: LocalPredictions) -> Tensor:
         """Return the scores of labels or targets, [J, N] in float64, by which an alarm compares
@@ -383,9 +392,8 @@ def _first(
 
 def _counted(place: Tensor, group: Tensor, mask: Tensor, groups: int, size: int) -> Tensor:
     """Count each client's places within each group, [J, G, size]."""
-    flat = group * size + place
     out = torch.zeros(len(place), groups * size, dtype=torch.float64)
-    return out.scatter_add_(1, flat, mask.double()).reshape(len(place), groups, size)
+    return out.scatter_add_(1, group * size + place, mask.double()).reshape(-1, groups, size)
 
 
 def _like(predictions: Predictions) -> torch.dtype:

@@ -90,12 +90,11 @@ class Temperature:
         probs = (state["beta"] * logits).softmax(-1)
         mean, true = (probs * logits).sum(-1), logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         h = (probs * (logits - mean.unsqueeze(-1)).square()).sum(-1)
-        wrong = (true < logits.amax(-1)) & mask
         return {
             "g": ((mean - true) * mask).sum(-1),
             "h": (h * mask).sum(-1),
             "n_examples": mask.sum(-1),
-            "n_wrong": wrong.sum(-1),
+            "n_wrong": ((true < logits.amax(-1)) & mask).sum(-1),
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:

@@ -51,12 +51,11 @@ def interval_summary(
         name: _average(name, t, mask).masked_fill(broken, math.nan) for name, t in values.items()
     }
     summary = {name: mean_of_clients(t, t.isnan() & mask.any(-1)) for name, t in each.items()}
-    flat = {
-        name: float(_average(name, t.flatten()[None], mask.flatten()[None]))
-        for name, t in values.items()
-    }
     return summary | {
-        f"pooled_{name}": math.nan if broken.any() else value for name, value in flat.items()
+        f"pooled_{name}": math.nan
+        if broken.any()
+        else float(_average(name, t.flatten()[None], mask.flatten()[None]))
+        for name, t in values.items()
     }
 
 

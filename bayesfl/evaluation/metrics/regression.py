@@ -269,8 +269,13 @@ class _Fitted:
         )
 
     def measures(self) -> dict[str, Tensor]:
-        found = {"rmse": self.rmse(), "nll": self.nll(), "crps": self.crps()}
-        return found | {"coverage_50": self.coverage(0.5), "coverage_90": self.coverage(0.9)}
+        return {
+            "rmse": self.rmse(),
+            "nll": self.nll(),
+            "crps": self.crps(),
+            "coverage_50": self.coverage(0.5),
+            "coverage_90": self.coverage(0.9),
+        }
 
     def rmse(self) -> Tensor:
         return self._average((self.targets - self.mean).square().mean(-1)).sqrt()

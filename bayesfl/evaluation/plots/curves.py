@@ -68,13 +68,12 @@ def learning_curves(
                 + (" that all seeds share" if len(seeds) > 1 else "")
             )
         stats = np.array([mean_and_error([seed[at] for seed in seeds]) for at in common])
-        marker = "o" if len(common) <= 15 else ""
         ax.plot(
             common,
             stats[:, 0],
             color=colour,
             linestyle=dash,
-            marker=marker,
+            marker="o" if len(common) <= 15 else "",
             markersize=3.5,
             linewidth=1.8,
             label=name,
@@ -86,9 +85,7 @@ def learning_curves(
         ax.xaxis.set_major_locator(
             MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
         )
-    ax.set_xlabel(in_prose(x))
-    ax.set_ylabel(in_prose(metric))
-    ax.set_title(title or "")
+    ax.set(xlabel=in_prose(x), ylabel=in_prose(metric), title=title or "")
     clean(ax, grid="both")
     if len(histories) > 1:
         ax.legend(frameon=False, fontsize="small")
@@ -119,9 +116,13 @@ def risk_coverage(
     curves = {name: _risks(entry) for name, entry in entries.items()}
     ax = new_figure((5.0, 3.6)).add_subplot() if ax is None else ax
     for (name, curve), (colour, dash) in zip(curves.items(), looks(), strict=False):
-        label = f"{name} (AURC {curve.aurc:.4f})"
         ax.plot(
-            curve.coverage, curve.risk, color=colour, linestyle=dash, linewidth=1.8, label=label
+            curve.coverage,
+            curve.risk,
+            color=colour,
+            linestyle=dash,
+            linewidth=1.8,
+            label=f"{name} (AURC {curve.aurc:.4f})",
         )
     ax.set(
         xlim=(0, 1),

@@ -382,7 +382,8 @@ def _key() -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    gaps = [
+    return [
+        Patch(facecolor=BLUE, alpha=0.85, label="accuracy"),
         Patch(
             facecolor=_OVER["facecolor"],
             edgecolor=_OVER["edgecolor"],
@@ -397,18 +398,13 @@ def _key() -> list[Any]:
             linewidth=0.6,
             label=_UNDER["label"],
         ),
-    ]
-    few = Patch(
-        facecolor=to_rgba(BLUE, _PALE),
-        edgecolor=BLUE,
-        linewidth=0.6,
-        label=f"fewer than {_FEW} examples",
-    )
-    return [
-        Patch(facecolor=BLUE, alpha=0.85, label="accuracy"),
-        *gaps,
         Line2D([], [], color=INK, linewidth=0.9, label="interval, level 0.95"),
-        few,
+        Patch(
+            facecolor=to_rgba(BLUE, _PALE),
+            edgecolor=BLUE,
+            linewidth=0.6,
+            label=f"fewer than {_FEW} examples",
+        ),
     ]
 
 

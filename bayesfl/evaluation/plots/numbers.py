@@ -111,16 +111,15 @@ def interval_reliability(
         ylim=(0, 1),
         ylabel="share of targets inside",
         xlabel="probability of the interval",
+        title=title or "",
     )
     clean(ax, grid="both")
     ax.legend(loc="upper left", fontsize="small", edgecolor="none", framealpha=0.9)
     number = f"n = {count:,}".replace(",", "\u2009")
     ax.text(0.97, 0.04, number, transform=ax.transAxes, ha="right", va="bottom", fontsize="small")
-    ax.set_title(title or "")
     histogram = pit_histogram(*pooled, bins=bins, distribution=kind)[0].numpy()
-    left = np.linspace(0, 1, bins + 1)[:-1]
     beneath.bar(
-        left,
+        np.linspace(0, 1, bins + 1)[:-1],
         histogram * bins,
         1 / bins,
         align="edge",

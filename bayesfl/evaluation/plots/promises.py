@@ -3,7 +3,7 @@ the evidence of alarms over time.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -76,12 +76,11 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
         for ax in (*uppers, *lowers)
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
     }
-    columns = max(1, int(figure.get_figwidth() / 2.6))
     figure.legend(
         list(shown.values()),
         list(shown),
         loc="outside lower center",
-        ncols=columns,
+        ncols=max(1, int(figure.get_figwidth() / 2.6)),
         frameon=False,
         fontsize="small",
         handlelength=1.6,
@@ -227,17 +226,31 @@ def _shares(ax: "Axes", found: Audit, places: np.ndarray) -> float:
     assert found.held is not None  # as there are sets
     assert found.coverage is not None
     share, (low, high) = found.coverage[places], found.intervals(found.held)[places].T
-    together = f"interval, all with probability {1 - found.delta:g}"
-    look: Any = {"color": "#D9DDE1", "linewidth": 0, "label": together, "gid": "interval"}
-    ax.bar(places, high - low, 0.6, bottom=low, **look)
+    ax.bar(
+        places,
+        high - low,
+        0.6,
+        bottom=low,
+        color="#D9DDE1",
+        linewidth=0,
+        label=f"interval, all with probability {1 - found.delta:g}",
+        gid="interval",
+    )
     below, kind = np.isin(found.units, found.below)[places], f"a {found.by}"
     for which, colour, marker, label in (
         (~below, BLUE, "o", kind),
         (below, RED, "D", f"{kind} below the promise"),
     ):
         if which.any():
-            look = {"color": colour, "markersize": 4.5, "label": label, "gid": label}
-            ax.plot(places[which], share[which], marker, **look)
+            ax.plot(
+                places[which],
+                share[which],
+                marker,
+                color=colour,
+                markersize=4.5,
+                label=label,
+                gid=label,
+            )
     return min(float(share.min()), float(low.min()))
 
 
@@ -249,5 +262,4 @@ def _sizes(ax: "Axes", found: Audit, places: np.ndarray) -> None:
     """Draw the mean sizes of the units at `places`, 0 for those without end."""
     assert found.size is not None  # as there are sets
     sizes = np.where(np.isfinite(found.size), found.size, 0.0)[places]
-    look: Any = {"color": GREY, "edgecolor": "white", "linewidth": 0.6, "gid": "size"}
-    ax.bar(places, sizes, 0.6, **look)
+    ax.bar(places, sizes, 0.6, color=GREY, edgecolor="white", linewidth=0.6, gid="size")
