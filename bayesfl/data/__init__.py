@@ -4,7 +4,7 @@ arrays.
 
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.own.arrays import from_arrays
-from bayesfl.data.own.framed import frame_statistics, from_frame
+from bayesfl.data.own.from_frame import frame_statistics, from_frame
 from bayesfl.data.own.sets import from_datasets
 from bayesfl.data.recipes.class_groups import dominant_classes, label_groups
 from bayesfl.data.recipes.coloured import coloured, recoloured

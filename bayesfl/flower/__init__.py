@@ -3,8 +3,8 @@
 """
 
 from bayesfl.federation.errors import BadClients
-from bayesfl.flower.client import client_app
 from bayesfl.flower.deployed import Deployed, load
+from bayesfl.flower.node_app import client_app
 from bayesfl.flower.server import serve, server_app
 
 __all__ = ["BadClients", "Deployed", "client_app", "load", "serve", "server_app"]

@@ -1,7 +1,8 @@
 """Looks before a run: whether a method, its model, its likelihood and the data fit together.
 
 What is refused here would give wrong numbers without a word, or fail in mid-run with an error that
-names none of these.
+names none of these. That a model mixes rows, as norms in training mode do, is seen by
+`models.forwards`; which norms a pool can gather, by `composition.buffers`.
 """
 
 from bayesfl.composition.algorithm import Algorithm

@@ -15,7 +15,7 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.store import files
 from bayesfl.flower import client_app
-from bayesfl.flower.client import Refused
+from bayesfl.flower.node_app import Refused
 from tests.flower.grid import LocalGrid
 from tests.flower.made import (
     asked,
