@@ -3,7 +3,7 @@ client or for many at once.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Protocol, TypeAlias, TypeGuard
 
@@ -114,8 +114,8 @@ class Descend:
             `batch_size=None`, of full-batch steps. Inside `Repeat`, of steps on the shared batch.
         steps: Number of steps; if given, it replaces `epochs`.
         batch_size: Number of examples of a step; None for all of the client's.
-        optimiser: Optimiser, whose state starts anew in every phase of every round unless `persist`
-            names it.
+        optimiser: Optimiser, whose state lasts as long as the phase within a round, inside `Repeat`
+            from batch to batch; it starts anew every round unless `persist` names it.
         draws: Number S of posterior draws of a step, shared by its examples.
         prox: Whether Gaussian priors are left out of the gradient and solved exactly after each
             step of rate lr, w <- (w + lr k centre) / (1 + lr k) with k = 1 / variance (under a mean
@@ -245,7 +245,7 @@ class Descend:
         in nats, see `Phase.end`.
         """
         beliefs, state, total, count = carry
-        kept = {self.persist: state} if self.persist in view else {}
+        kept = {} if self.persist is None or state is None else {self.persist: state}
         return view | beliefs | kept, {"nll": total / count}
 
 
@@ -366,6 +366,22 @@ class Repeat:
                 "a phase inside a Repeat works on the batch that the Repeat draws, got "
                 f"{wrong[0]!r}; give batch_size to the Repeat alone, and no Repeat inside another"
             )
+
+    @cached_property
+    def inner(self) -> tuple[Descend | Once, ...]:
+        """Return the phases as engines run them: the state of each optimiser goes from batch to
+        batch in the view, under a name with a dot, which no other entry has.
+        """
+        return tuple(
+            replace(phase, persist=f".{place}")
+            if isinstance(phase, Descend) and phase.persist is None
+            else phase
+            for place, phase in enumerate(self.phases)
+        )
+
+    def end(self, view: View) -> View:
+        """Return the view after the last batch, without the states of optimisers."""
+        return {name: entry for name, entry in view.items() if not name.startswith(".")}
 
     @property
     def steps(self) -> int | None:

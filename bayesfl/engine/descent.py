@@ -71,12 +71,12 @@ class Descent:
         self._beliefs = {
             name: block.belief for name, block in zip(phase.blocks, self._trained, strict=True)
         }
-        self._persist = phase.persist if phase.persist in views else None
+        self._persist = phase.persist
         self._narrow(len(views["n"]))
         self._state = (
-            phase.optimiser.init(self._now)
-            if self._persist is None
-            else _listed(views[self._persist], self._beliefs)
+            _listed(views[self._persist], self._beliefs)
+            if self._persist in views
+            else phase.optimiser.init(self._now)
         )
 
     def step(self, active: int, data: Batch, noise: Tensors, key: int | None = None) -> None:
@@ -97,7 +97,9 @@ class Descent:
         """Return the views afterwards and the clients' mean losses in nats, after `steps` [C], or
         one number for all.
         """
-        kept = {} if self._persist is None else {self._persist: _nested(self._state, self._beliefs)}
+        kept = {}
+        if self._persist is not None and self._state is not None:
+            kept[self._persist] = _nested(self._state, self._beliefs, self._views["n"])
         moved = {name: block.belief for name, block in self._buffers.items()}
         return self._views | self._beliefs | moved | kept, {"nll": self._losses.total / steps}
 
@@ -481,13 +483,13 @@ def _listed(state: Any, beliefs: dict[str, Tensors]) -> Any:
     return {key: _listed(value, beliefs) for key, value in state.items()}
 
 
-def _nested(state: Any, beliefs: dict[str, Tensors]) -> Any:
-    """Convert the state for a list of tensors back to the state for the nest."""
+def _nested(state: Any, beliefs: dict[str, Tensors], n: Tensor) -> Any:
+    """Convert the state for a list of tensors back to the state for the nest; a number of all
+    clients becomes one of each of those that have `n` [C] examples.
+    """
     if isinstance(state, list):
         rest = iter(state)
         return {name: {key: next(rest) for key in belief} for name, belief in beliefs.items()}
-    return (
-        {key: _nested(value, beliefs) for key, value in state.items()}
-        if isinstance(state, dict)
-        else state
-    )
+    if isinstance(state, dict):
+        return {key: _nested(value, beliefs, n) for key, value in state.items()}
+    return torch.as_tensor(state, device=n.device).expand(len(n)).clone()

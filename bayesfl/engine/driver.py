@@ -262,7 +262,7 @@ class Engine:
                 new = _with_rest(new, views)
                 seen = _with_rest(seen, {key: info[key] for key in seen})
             views, info = new, info | seen
-        return views, info
+        return phase.end(views) if isinstance(phase, Repeat) else views, info
 
     def _losses(
         self, algorithm: Algorithm, parts: tuple[str, ...], views: View, batch: Batch

@@ -172,7 +172,7 @@ class PhasePlan:
             return
         for t in range(int(self.steps.max())):
             batch = self.batch(t, self.active(t))
-            for inner in phase.phases:
+            for inner in phase.inner:
                 yield inner, batch
 
     def walk(

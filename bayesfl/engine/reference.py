@@ -40,7 +40,7 @@ def _client(
     for inner, batch in plan.turns(phase):
         view, new = _steps(algorithm, inner, given, view, plan, batch)
         info |= new
-    return view, info
+    return phase.end(view) if isinstance(phase, Repeat) else view, info
 
 
 def _steps(

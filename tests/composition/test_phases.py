@@ -152,11 +152,12 @@ def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
 @pytest.mark.parametrize("belief", [False, True])
+@pytest.mark.parametrize("optimiser", [SGD(0.05), SGD(0.05, momentum=0.9), Adam(0.01)], ids=str)
 def test_passes_of_a_repeat_are_passes_of_its_only_phase(
-    clients: FederatedData, kernel: Any, belief: bool
+    clients: FederatedData, kernel: Any, belief: bool, optimiser: Any
 ):
-    """Without momentum, one step a batch for two epochs is two epochs of steps, for clients of
-    unequal size; the loss is the last one's.
+    """One step a batch for two epochs is two epochs of steps, for clients of unequal size: the
+    optimiser's state goes from batch to batch, and starts anew with every round.
     """
     net = bf.models.mlp(8, hidden=16, outputs=3)
     prior = Normal(
@@ -173,7 +174,7 @@ def test_passes_of_a_repeat_are_passes_of_its_only_phase(
         ).server["w"]
 
     step = Descend(
-        Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05), batch_size=10, epochs=2
+        Energy("w", ("w",), likelihood="mean"), optimiser=optimiser, batch_size=10, epochs=2
     )
     one = replace(step, epochs=1, batch_size=None)
     close(trained(Repeat((one,), epochs=2, batch_size=10))["loc"], trained(step)["loc"])
