@@ -5,16 +5,34 @@ workers lose little then, are as fast on a quiet machine, and give the same bits
 workers.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
+
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def apart(phase: Any) -> AbstractContextManager[Any]:
+    """Return a context in which no two threads run the steps of phases that are not the library's.
+
+    These may differentiate forwards, as torch.func.hessian and jvp do, whose level is one number
+    for all threads of a process: two of them at once fail, or one reads the other's tangents.
+    """
+    function = getattr(phase, "fn", type(phase))
+    while isinstance(function, partial):
+        function = function.func
+    own = not getattr(function, "__module__", "").startswith("bayesfl.")
+    return _ONE_AT_A_TIME if own else nullcontext()
 
 
 class Crew:

@@ -16,7 +16,7 @@ from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Once, Phase, Repeat, by_algebra
 from bayesfl.engine import descent, layers, live, network, reference, vmap
-from bayesfl.engine.crew import Crew
+from bayesfl.engine.crew import Crew, apart
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.altered import cut
 from bayesfl.models.modes import draws_in_training, lively
@@ -255,9 +255,10 @@ class Engine:
                     algorithm, inner, given, front, plan, KERNEL_OF[kernel], batch=batch
                 )
             else:
-                new, seen = vmap.run(
-                    algorithm, inner, given, front, plan, batch, losses=self._losses
-                )
+                with apart(inner):
+                    new, seen = vmap.run(
+                        algorithm, inner, given, front, plan, batch, losses=self._losses
+                    )
             if active < len(plan.ids):  # the others have had all their batches
                 new = _with_rest(new, views)
                 seen = _with_rest(seen, {key: info[key] for key in seen})

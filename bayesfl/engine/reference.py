@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Phase, Repeat
+from bayesfl.engine.crew import apart
 from bayesfl.engine.plan import PhasePlan
 
 
@@ -38,7 +39,8 @@ def _client(
 ) -> tuple[View, Info]:
     info: Info = {}
     for inner, batch in plan.turns(phase):
-        view, new = _steps(algorithm, inner, given, view, plan, batch)
+        with apart(inner):
+            view, new = _steps(algorithm, inner, given, view, plan, batch)
         info |= new
     return phase.end(view) if isinstance(phase, Repeat) else view, info
 
