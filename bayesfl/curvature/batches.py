@@ -38,6 +38,40 @@ def batches(x: Data, like: Tensor) -> Iterator[Inputs]:
             yield each(lambda t: t.to(like.device), inputs)
 
 
+def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
+    """Yield the batches' inputs with their labels or targets, on the device of `like`.
+
+    Labels travel with their rows: batches are tuples (x, y), as a DataLoader gives, or mappings
+    with "x" and "y"; `y` [N] goes with one tensor of inputs, or with one mapping without "y". A
+    DataLoader that shuffles has another order whenever it is read.
+
+    Raises:
+        ValueError: `y` is given beside batches, or a batch has no labels.
+    """
+    one = one_batch(x)
+    own = y is None
+    if own and (isinstance(x, Tensor) or (isinstance(x, Mapping) and "y" not in x)):
+        raise ValueError("labels or targets y are missing: pass them beside the inputs x")
+    if not own and (not one or (isinstance(x, Mapping) and "y" in x)):
+        raise ValueError(
+            "y is given beside data that bring their labels, whose order may be another one: leave "
+            "y out, and let batches be (x, y)"
+        )
+    for batch in [x] if one else x:
+        labels = y
+        if own:
+            labels = batch["y"] if isinstance(batch, Mapping) else _second(batch)
+        inputs = of_batch(batch)
+        if count(inputs):
+            yield each(lambda t: t.to(like.device), inputs), torch.as_tensor(labels).to(like.device)
+
+
+def _second(batch: Any) -> Any:
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise ValueError("a batch has no labels: let batches be (x, y), as list(zip(xs, ys)) is")
+    return batch[1]
+
+
 def one_batch(x: Data) -> bool:
     """Say whether data are one batch: a tensor, or a mapping with `x`."""
     return isinstance(x, Tensor | Mapping)

@@ -22,7 +22,7 @@ overconfidence in ReLU networks", ICML 2020; for `kfac` see `bayesfl.curvature.k
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Literal, cast
 
@@ -30,13 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.files import atomic_path
-from bayesfl.base.inputs import count
+from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature import Curvature, Inverse, invert, kronecker
 from bayesfl.curvature.backends import Name
-from bayesfl.curvature.batches import Data, batches, of_batch, one_batch
+from bayesfl.curvature.batches import Data, batches, labelled, of_batch, one_batch
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
@@ -111,7 +111,8 @@ class Laplace:
             pattern: Which parameters are covered, a pattern over names such as `body.*`; the others
                 are constants. `head.*`, the last layer's, gives the last-layer approximation.
             weight: How many times each example counts, [N] numbers >= 0, such as its responsibility
-                in a mixture; None for once. `kfac` has none.
+                in a mixture; None for once. It needs inputs in a fixed order, as one tensor or a
+                list of batches; `kfac` has none.
             backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
             memory: Bytes that one matrix may take; by default all free memory.
 
@@ -124,6 +125,11 @@ class Laplace:
             torch.linalg.LinAlgError: A matrix has no Cholesky factor.
         """
         _check_structure(structure, indices, weight)
+        if weight is not None and not isinstance(x, Tensor | Mapping | Sequence):
+            raise ValueError(
+                f"weight goes by the places of examples, which a {type(x).__name__} may change "
+                "whenever it is read; pass the inputs as one tensor, or as a list of batches"
+            )
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend, memory=memory)
         counts: list[int] = []
         diagonal = curvature.diagonal(_counted(x, counts, curvature.device), weight=weight)
@@ -270,7 +276,7 @@ class Laplace:
         return 0.5 * (self.inverse.size * (1 + math.log(2 * math.pi)) - self.log_det())
 
     def log_marginal_likelihood(
-        self, x: Data, y: Tensor, *, centre: float | Tensor = 0.0
+        self, x: Data, y: Tensor | None = None, *, centre: float | Tensor = 0.0
     ) -> Tensor:
         """Compute the log evidence of the data by Laplace's method, in nats, a sum over the data.
 
@@ -278,32 +284,37 @@ class Laplace:
                 - 1/2 (log |H_S| - sum_S log precision).
 
         Args:
-            x: The inputs that the posterior was fitted to, [N, ...].
-            y: Labels or targets of `x`.
+            x: The inputs that the posterior was fitted to, [N, ...], or batches of (x, y).
+            y: Labels or targets of `x` [N, ...]; None where batches bring them.
             centre: Mean of the prior, one number or one for each weight [D]. With loc itself as
                 centre, the evidence has no maximum in the precision.
 
         Raises:
             ValueError: `x`, `y` or `centre` does not fit the posterior.
         """
-        self._check_fitted_to(x)
         chosen = slice(None) if self.indices is None else self.indices
         away = (self.loc - self.curvature.vector(centre, "centre"))[chosen]
         precision = self.precision[chosen]
-        outputs = self.curvature.outputs(x)
-        regression = isinstance(self.curvature.likelihood, Gaussian)
-        y = (
-            as_targets(y, outputs)
-            if regression
-            else as_labels(y, len(outputs), max(2, outputs.shape[1])).to(outputs.device)
+        losses = torch.cat(
+            [self._losses(inputs, own) for inputs, own in labelled(x, y, self.loc)]
+            or [self.loc[:0]]
         )
-        nll = self.curvature.likelihood.nll(outputs, y)
-        nll = nll.sum() if self.weight is None else nll @ self.weight.to(nll)
+        self._check_count(len(losses))
+        nll = losses.sum() if self.weight is None else losses @ self.weight.to(losses)
         return (
             -nll
             - 0.5 * (precision * away.square()).sum()
             - 0.5 * (self.log_det() - precision.log().sum())
         )
+
+    def _losses(self, x: Inputs, y: Tensor) -> Tensor:
+        """Compute the negative log likelihoods [B] of one batch at the weights, in nats."""
+        outputs = self.curvature.outputs({"x": x})
+        if isinstance(self.curvature.likelihood, Gaussian):
+            y = as_targets(y, outputs)
+        else:
+            y = as_labels(y, len(outputs), max(2, outputs.shape[1]))
+        return self.curvature.likelihood.nll(outputs, y)
 
     def linearised(self, x: Data, *, centre: bool = True) -> tuple[Tensor, Tensor]:
         """Compute the outputs of the linearised network: mean [N, O] and covariance [N, O, O],
@@ -401,9 +412,10 @@ class Laplace:
         )
 
     def _check_fitted_to(self, x: Data) -> None:
-        if not one_batch(x):
-            return
-        found = count(of_batch(x))
+        if one_batch(x):
+            self._check_count(count(of_batch(x)))
+
+    def _check_count(self, found: int) -> None:
         if found != self.examples:
             raise ValueError(
                 f"x must be the {self.examples} examples that it was fitted to, got {found}; fit "

@@ -2,13 +2,14 @@
 training data or on validation data.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from bayesfl.base.inputs import Inputs
 from bayesfl.base.warning import warn
-from bayesfl.curvature.batches import Data
+from bayesfl.curvature.batches import Data, labelled
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, nll_of_predictive
 
@@ -19,7 +20,7 @@ GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 def by_evidence(
     fitted: Laplace,
     x: Data,
-    y: Tensor,
+    y: Tensor | None = None,
     *,
     centre: float | Tensor = 0.0,
     grid: Sequence[float] = GRID,
@@ -32,8 +33,8 @@ def by_evidence(
 
     Args:
         fitted: The approximation, under any precision.
-        x: The inputs that it was fitted to, [N, ...].
-        y: Labels or targets of `x`.
+        x: The inputs that it was fitted to, [N, ...], or batches of (x, y).
+        y: Labels or targets of `x`; None where batches bring them.
         centre: Mean of the prior, one number or one for each weight, [D].
         grid: Precisions to try.
 
@@ -63,7 +64,7 @@ def by_validation(
     fitted: Laplace,
     x: Data,
     held: Data,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     link: Link = "contrasts",
     centre: bool = True,
@@ -77,8 +78,8 @@ def by_validation(
     Args:
         fitted: The approximation, under any precision.
         x: The inputs that it was fitted to.
-        held: Validation inputs [M, ...].
-        labels: Labels or targets of `held`.
+        held: Validation inputs [M, ...], or batches of (x, y).
+        labels: Labels or targets of `held`; None where batches bring them.
         link: The closed form by which the approximation will predict, see `Laplace.predict`.
         centre: Whether predictions are centred, see `Laplace.linearised`.
         grid: Precisions to try, ascending.
@@ -86,13 +87,13 @@ def by_validation(
     Raises:
         ValueError: `grid` is empty, no precision of it works, or labels or targets do not fit.
     """
+    # Read once: losses are compared by example, and a DataLoader that shuffles changes its order.
+    pairs = list(labelled(held, labels, fitted.loc))
     losses = _scores(
         fitted,
         x,
         sorted(grid),
-        lambda candidate: nll_of_predictive(
-            candidate.predict(held, link=link, centre=centre), labels
-        ),
+        lambda candidate: _losses(candidate, pairs, link=link, centre=centre),
     )
     each = torch.stack(list(losses.values()))
     return fitted.with_precision(
@@ -132,15 +133,30 @@ def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
 
 
 def predictive_nll(
-    fitted: Laplace, x: Data, y: Tensor, *, link: Link = "contrasts", centre: bool = True
+    fitted: Laplace,
+    x: Data,
+    y: Tensor | None = None,
+    *,
+    link: Link = "contrasts",
+    centre: bool = True,
 ) -> float:
     """Compute the mean negative log density of `y` under the predictive distribution in closed
-    form, in nats.
+    form, in nats; without `y`, of the labels or targets of batches (x, y).
 
     Raises:
         ValueError: Labels or targets do not fit the inputs or the classes.
     """
-    return float(nll_of_predictive(fitted.predict(x, link=link, centre=centre), y).mean())
+    pairs = labelled(x, y, fitted.loc)
+    return float(_losses(fitted, pairs, link=link, centre=centre).mean())
+
+
+def _losses(
+    fitted: Laplace, pairs: Iterable[tuple[Inputs, Tensor]], *, link: Link, centre: bool
+) -> Tensor:
+    """Compute the negative log density of every label or target in closed form, [N], in nats."""
+    return torch.cat(
+        [nll_of_predictive(fitted.predict({"x": x}, link=link, centre=centre), y) for x, y in pairs]
+    )
 
 
 def _scores(

@@ -15,6 +15,7 @@ import bayesfl as bf
 from bayesfl.curvature import Curvature
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import Laplace
+from bayesfl.posteriors.prior_precision import by_evidence, by_validation, predictive_nll
 from tests.cases import numbers
 from tests.curvature import brute
 from tests.curvature.brute import PAIRS
@@ -509,3 +510,50 @@ def test_one_byte_for_each_number_stays_so():
     found = Laplace.fit(model, {"x": {"image": image, "mask": mask}})
     want = Laplace.fit(model.head, image.double() / 255 * mask)
     assert_close(found.moments(), want.moments(), rtol=1e-12, atol=1e-12)
+
+
+def test_labels_travel_with_their_rows():
+    """Evidence, and both choices of the precision, of a loader that shuffles are those of the
+    tensors.
+    """
+    model, x = brute.mlp(2).double(), numbers(40, 7)
+    y, new = (x[:, 0] > 0).long(), numbers(30, 7, seed=1)
+    labels = (new[:, 0] > 0).long()
+
+    def loader(inputs: Tensor, classes: Tensor) -> DataLoader:
+        return DataLoader(TensorDataset(inputs, classes), batch_size=7, shuffle=True)
+
+    want, found = Laplace.fit(model, x), Laplace.fit(model, loader(x, y))
+    for other in (loader(x, y), list(zip(x.split(9), y.split(9), strict=True)), {"x": x, "y": y}):
+        assert_close(found.log_marginal_likelihood(other), want.log_marginal_likelihood(x, y))
+    chosen = by_validation(found, loader(x, y), loader(new, labels))
+    assert torch.equal(chosen.precision, by_validation(want, x, new, labels).precision)
+    chosen = by_evidence(found, loader(x, y))
+    assert torch.equal(chosen.precision, by_evidence(want, x, y).precision)
+    assert predictive_nll(found, loader(new, labels)) == pytest.approx(
+        predictive_nll(want, new, labels)
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "words"),
+    [
+        (lambda x: x, False, "y are missing"),
+        (lambda x: {"x": x}, False, "y are missing"),
+        (lambda x: x.split(3), False, r"no labels: .*\(x, y\)"),
+        (lambda x: x.split(3), True, "y is given beside .*leave y out"),
+        (lambda x: {"x": x, "y": x[:, 0]}, True, "y is given beside .*leave y out"),
+    ],
+)
+def test_labels_that_would_be_paired_by_place(data, given, words):
+    """None, or twice, or beside batches whose order may change."""
+    fitted, x = Laplace.fit(brute.mlp(2).double(), numbers(5, 7)), numbers(5, 7)
+    with pytest.raises(ValueError, match=words):
+        fitted.log_marginal_likelihood(data(x), torch.zeros(5).long() if given else None)
+
+
+def test_weights_need_a_fixed_order():
+    """A loader may shuffle."""
+    loader = DataLoader(TensorDataset(numbers(5, 7)), batch_size=2)
+    with pytest.raises(ValueError, match=r"weight goes by .* DataLoader may change"):
+        Laplace.fit(brute.mlp(2).double(), loader, weight=torch.ones(5))
