@@ -339,6 +339,19 @@ def _contents(cell: types.CellType) -> Any:
         return None
 
 
+def network(model: nn.Module) -> dict[str, Any]:
+    """Return the one description by which a network is known again: every part's type and options,
+    the plain values that it holds, and the source of the user's classes; not its weights.
+    """
+    kinds = dict.fromkeys(type(part) for part in model.modules())
+    own = [kind for kind in kinds if not _by_name(kind)]
+    return {
+        "layers": layers(model),
+        "held": held(model),
+        "code": {f"{_module(kind)}.{kind.__qualname__}": described(kind) for kind in own},
+    }
+
+
 def layers(model: nn.Module) -> dict[str, str]:
     """Return every layer's type and options, by name."""
     return {
@@ -349,20 +362,32 @@ def layers(model: nn.Module) -> dict[str, str]:
 
 def held(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the plain values that every part of a model holds beside its layers' options, by name:
-    numbers, texts, names of functions.
+    numbers, texts, names of functions, and those inside a configuration.
+    """
+    return {name: _held(vars(part), 0) for name, part in model.named_modules()}
+
+
+_UNREAD = ("training", "name_or_path", "transformers_version")
+
+
+def _held(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """Return what attributes hold that is plain; those of objects, such as a configuration, by
+    their own attributes.
     """
     found = {}
-    for name, part in model.named_modules():
-        own = {
-            key: value
-            for key, value in vars(part).items()
-            if not key.startswith("_") and key not in ("training", "name_or_path")
-        }
-        found[name] = {
-            key: _plain(value)
-            for key, value in own.items()
-            if value is None or _plain(value) is not None
-        }
+    for key, value in attributes.items():
+        if str(key).startswith("_") or key in _UNREAD:
+            continue
+        plain = _plain(value)
+        if value is None or plain is not None:
+            found[key] = plain
+        elif (
+            depth < DEPTH
+            and not isinstance(value, nn.Module | Tensor)
+            and hasattr(value, "__dict__")
+        ):
+            if inner := _held(vars(value), depth + 1):
+                found[key] = inner
     return found
 
 
@@ -376,11 +401,9 @@ def _plain(value: Any) -> Any:
         or type(value) is Tensor
     ):
         return described(value)
-    return (
-        getattr(value, "__qualname__", None)
-        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type)
-        else None
-    )
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+        return getattr(value, "__qualname__", None)
+    return str(value) if isinstance(value, Enum) else None
 
 
 def _options(layer: nn.Module) -> str:

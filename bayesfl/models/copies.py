@@ -3,12 +3,14 @@ original is still what it was.
 """
 
 import copy
+import json
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base.described import held, layers
 from bayesfl.base.warning import warn
 
 COMPARED = 1000
@@ -41,12 +43,14 @@ class _Origin(NamedTuple):
         marks: A mark for each of its parameters and buffers.
         frozen: The names of its frozen parameters.
         hooks: The numbers that torch gave to its hooks, by the name of the part.
+        parts: Its layers, with their options and the plain values that they hold.
     """
 
     module: "weakref.ref[nn.Module]"
     marks: dict[str, _Mark]
     frozen: set[str]
     hooks: dict[str, tuple[int, ...]]
+    parts: dict[str, str]
 
 
 _ORIGINS: "weakref.WeakKeyDictionary[nn.Module, _Origin]" = weakref.WeakKeyDictionary()
@@ -73,7 +77,7 @@ def copied(module: nn.Module) -> nn.Module:
             # else torch puts 0 at masked places where no gradient is computed, and only there
             part.use_nested_tensor = False
     _ORIGINS[made] = _ORIGINS.get(module) or _Origin(
-        weakref.ref(module), _marks(module), _frozen(module), _hooks(module)
+        weakref.ref(module), _marks(module), _frozen(module), _hooks(module), _parts(module)
     )
     return made
 
@@ -95,17 +99,23 @@ def rescaled(module: nn.Module) -> set[str]:
 
 
 def refuse_changed(made: nn.Module) -> None:
-    """Check that the frozen parameters of a copy by `copied` are as they were then, since they
+    """Check that a copy by `copied` is as it was then: its layers, and its frozen parameters, which
     share memory with the original's.
 
     Changes by way of `p.data` are noticed if one of the `COMPARED` numbers of a tensor changes.
 
     Raises:
-        ValueError: One was changed in place, as by `load_state_dict` or by training the original.
+        ValueError: A layer was given other options, or replaced; or a frozen parameter was changed
+            in place, as by `load_state_dict` or by training the original.
     """
     origin = _ORIGINS.get(made)
     if origin is None:
         return
+    if other := _apart(_parts(made), origin.parts):
+        raise ValueError(
+            f"{other[:3]} of the method's own copy of the model were changed after the method was "
+            "made; change the model, and make the method anew"
+        )
     shared = origin.frozen - rescaled(made)
     if changed := [
         name for name, mark in _marks(made, shared).items() if not mark.same(origin.marks[name])
@@ -124,8 +134,8 @@ def check_original(made: nn.Module) -> None:
     A warning names weights of the original that have changed since.
 
     Raises:
-        ValueError: Parameters of the original were frozen or unfrozen since, parts were replaced,
-            or hooks were added or removed.
+        ValueError: Parameters of the original were frozen or unfrozen since, parts were replaced or
+            given other options, or hooks were added or removed.
     """
     origin = _ORIGINS.get(made)
     module = origin and origin.module()
@@ -137,6 +147,7 @@ def check_original(made: nn.Module) -> None:
             (_frozen(module) ^ origin.frozen) & now.keys() & origin.marks.keys()
         ),
         "replaced": sorted(now.keys() ^ origin.marks.keys()),
+        "replaced, or given other options,": _apart(_parts(module), origin.parts),
         "given other hooks": sorted(dict(_hooks(module).items() ^ origin.hooks.items())),
     }
     for how, names in what.items():
@@ -156,6 +167,21 @@ def check_original(made: nn.Module) -> None:
             "was made, which begins with the numbers they had then; make the method anew to "
             "begin with the present ones",
         )
+
+
+def _parts(module: nn.Module) -> dict[str, str]:
+    """Return every part's kind, options and plain values, by name; without what `copied` sets."""
+    options, values = layers(module), held(module)
+    for of in values.values():
+        of.pop("use_nested_tensor", None)
+    return {name: f"{options[name]} {json.dumps(values[name])}" for name in options}
+
+
+def _apart(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    """Return the innermost parts that differ, a model itself by its class."""
+    names = [name for name in {**other, **one} if one.get(name) != other.get(name)]
+    inner = [name for name in names if not any(of.startswith(f"{name}.") for of in names)]
+    return [name or "the model itself" for name in inner]
 
 
 def _marks(module: nn.Module, names: set[str] | None = None) -> dict[str, _Mark]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bayesfl.base.described import described, digest_of, held, layers
+from bayesfl.base.described import described, digest_of, network
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
@@ -31,15 +31,13 @@ def identity(algorithm: Algorithm) -> dict[str, Any]:
     interchangeable.
 
     It can be written as JSON and is the same in every process. Beside the method it holds the
-    network: the layers, the plain values that they hold, which of them draw, the shapes of the
-    parameters, and the values of parameters and buffers that no block covers; not the code of a
-    forward.
+    network, see `bayesfl.base.described.network`, which of its layers draw, the shapes of the
+    parameters, and the values of parameters and buffers that no block covers.
     """
     model = algorithm.model
     return {
         **described(algorithm),
-        "layers": layers(model),
-        "held": held(model),
+        **network(model),
         "drawing": [
             name for name, part in model.named_modules() if part.training and rate(part) > 0
         ],
@@ -222,7 +220,7 @@ def network_differences(
             if isinstance(then, Mapping):
                 now["held"][part] = {key: one for key, one in of.items() if key in then}
     found: dict[str, tuple[Any, Any]] = {}
-    for part in ("layers", "parameters", "held", "constants"):
+    for part in ("layers", "parameters", "held", "code", "constants"):
         found |= differences({part: made_with.get(part, {})}, {part: now[part]})
     return without_parts(found)
 
@@ -265,14 +263,17 @@ def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) 
 
 
 def same_data(what: str, known: Outline, clients: FederatedData) -> None:
-    """Check that data are those on which a run was made: the same rows, transform and augmentation,
-    in every split.
+    """Check that data are those on which a run was made: the same clients in one order, the same
+    rows, transform and augmentation, in every split.
 
     Raises:
         CheckpointError: They differ; `what` begins the message.
     """
     then, now = (
-        {name: getattr(one, name) for name in ("rows", "transform", "augment", "hash")}
+        {
+            name: getattr(one, name)
+            for name in ("client_names", "rows", "transform", "augment", "hash")
+        }
         for one in (known, clients.outline)
     )
     found = differences(json.loads(json.dumps(then)), json.loads(json.dumps(now)))
