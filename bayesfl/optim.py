@@ -9,6 +9,7 @@ schedule (round, rounds) -> number.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Annotated, Any, Protocol, TypeAlias
 
@@ -32,18 +33,24 @@ def multistep(
     """Return a schedule that starts at `rate` and multiplies by `factor` as each share of the
     rounds in `milestones` has passed.
     """
-    return lambda round, rounds: (
-        rate * factor ** sum(round >= share * rounds for share in milestones)
-    )
+    return partial(_multistep, rate, tuple(milestones), factor)
+
+
+def _multistep(
+    rate: float, milestones: tuple[float, ...], factor: float, round: int, rounds: int
+) -> float:
+    return rate * factor ** sum(round >= share * rounds for share in milestones)
 
 
 def cosine(rate: float, *, final: float = 0.0) -> Schedule:
     """Return a schedule that falls from `rate` in the first round to `final` at the end of the
     last, along half a cosine.
     """
-    return lambda round, rounds: (
-        final + 0.5 * (rate - final) * (1 + math.cos(math.pi * round / rounds))
-    )
+    return partial(_cosine, rate, final)
+
+
+def _cosine(rate: float, final: float, round: int, rounds: int) -> float:
+    return final + 0.5 * (rate - final) * (1 + math.cos(math.pi * round / rounds))
 
 
 def rate_at(rate: Rate, round: int, rounds: int) -> float:

@@ -2,7 +2,9 @@
 phases (what is trained).
 """
 
+import importlib
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Annotated, Any, Literal
@@ -195,6 +197,21 @@ class Algorithm:
             name: dict(self.made.options),
             **whose,
         }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a method of the library as its function, options and model, and another one as its
+        fields, whose functions pickle has to find by their names.
+        """
+        if self.made is None:
+            held = {
+                f.name: getattr(self, f.name)
+                for f in fields(self)
+                if f.init and getattr(self, f.name) is not f.default
+            }
+            return _composed_again, (held,)
+        function = inspect.unwrap(self.made.function)
+        where = (function.__module__, function.__qualname__)
+        return _made_again, (*where, self.model, dict(self.made.options))
 
     def __repr__(self) -> str:
         blocks = ", ".join(
@@ -654,6 +671,20 @@ class Algorithm:
             name: (tuple(t.shape), t.dtype)
             for name, t in flatten(self.sent(beliefs) | reports).items()
         }
+
+
+def _composed_again(held: dict[str, Any]) -> Algorithm:
+    """Return an algorithm of the fields that it was pickled with."""
+    return Algorithm(**held)
+
+
+def _made_again(module: str, name: str, model: nn.Module, options: dict[str, Any]) -> Algorithm:
+    """Return an algorithm made by the function of this name, as pickle found it."""
+    function = operator.attrgetter(name)(importlib.import_module(module))
+    bound = inspect.signature(function).bind_partial()
+    unset = [key for key in inspect.signature(function).parameters if key not in options]
+    bound.arguments |= {key: model for key in unset} | options
+    return function(*bound.args, **bound.kwargs)
 
 
 def _placed(value: Any, like: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ and how it is sent and kept.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -23,7 +24,11 @@ Start: TypeAlias = Callable[[np.random.Generator, int], Tensor]
 
 def standard_normal(scale: float = 1.0) -> Start:
     """Return a start that draws a block's initial weights from N(0, scale^2)."""
-    return lambda rng, size: scale * torch.from_numpy(rng.standard_normal(size, dtype=np.float32))
+    return partial(_drawn, scale)
+
+
+def _drawn(scale: float, rng: np.random.Generator, size: int) -> Tensor:
+    return scale * torch.from_numpy(rng.standard_normal(size, dtype=np.float32))
 
 
 @dataclass(frozen=True)

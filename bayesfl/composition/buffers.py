@@ -4,13 +4,14 @@ buffers, sent and kept as that block is.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from bayesfl.base.layout import Layout, covers
 from bayesfl.base.protocols import AdditivePool
-from bayesfl.composition.block import Block, Start
+from bayesfl.composition.block import Block
 from bayesfl.composition.pools import Mean, Median, TrimmedMean
 from bayesfl.models.modes import STATISTICS, norms, trainable
 
@@ -83,7 +84,9 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
                 "norms by bf.models.group_norm(model), or put them in eval mode"
             )
         values = Layout.of_buffers(model, tuple(buffers)).ravel(tensors_of(model))
-        start = "module" if block.copies is None else _same(values)
+        start = (
+            "module" if block.copies is None else partial(_values, values.detach().cpu().float())
+        )
         pool = block.pool if isinstance(block.pool, Mean | Median | TrimmedMean | None) else Mean()
         added[of(name)] = Buffers(
             tuple(buffers), pool=pool, keep=block.keep, copies=block.copies, start=start
@@ -109,5 +112,5 @@ def buffers_of(norm: str) -> list[str]:
     return [f"{norm}.{name}".removeprefix(".") for name in STATISTICS]
 
 
-def _same(values: Tensor) -> Start:
-    return lambda rng, size: values.detach().to("cpu", torch.float32)
+def _values(values: Tensor, rng: np.random.Generator, size: int) -> Tensor:
+    return values

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, TypeGuard
 
 import torch
@@ -66,12 +67,20 @@ def server_mean(block: str) -> Parameter:
 
     What the server addresses to a client is in that client's view, where `own_mean` reads it.
     """
-    return lambda given, view: given[block]["loc"]
+    return partial(_sent_mean, block)
+
+
+def _sent_mean(block: str, given: Server, view: View) -> Tensor:
+    return given[block]["loc"]
 
 
 def own_mean(block: str) -> Parameter:
     """Return a parameter that reads the client's own centre of `block`, [..., D]."""
-    return lambda given, view: view[block]["loc"]
+    return partial(_own_mean, block)
+
+
+def _own_mean(block: str, given: Server, view: View) -> Tensor:
+    return view[block]["loc"]
 
 
 def closest_variance(
@@ -107,4 +116,8 @@ def inverse_size(strength: NotNegative) -> Parameter:
     """Return a parameter that is the variance 1 / (strength n) [..., 1]: under a mean over n
     examples, a pull strength / 2 |w_j - w|^2.
     """
-    return lambda given, view: 1 / (strength * torch.as_tensor(view["n"]))[..., None]
+    return partial(_inverse_size, strength)
+
+
+def _inverse_size(strength: float, given: Server, view: View) -> Tensor:
+    return 1 / (strength * torch.as_tensor(view["n"]))[..., None]

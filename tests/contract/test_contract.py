@@ -2,6 +2,7 @@
 stays so.
 """
 
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.result import Result
+from bayesfl.federation.store.identity import identity
+from bayesfl.optim import SGD, cosine
 from tests.cases import CASES, SIZES, Case, federation, kernels_of, sampled
 from tests.contract.made import DECOUPLED
 from tests.federation import made
@@ -29,18 +32,16 @@ ROUNDS = 3
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
+ALONE: dict[str, Any] = {
+    "rounds": ROUNDS,
+    "evaluate_every": None,
+    "engine": bf.Engine(chunk=3, workers=1),
+}
+
+
 def run(case: Case, model: nn.Module, clients: FederatedData, **options: Any) -> Result:
     """A run of a case on one worker that measures nothing on the way."""
-    return made.run(
-        case(model),
-        clients,
-        **{
-            "rounds": ROUNDS,
-            "evaluate_every": None,
-            "engine": bf.Engine(chunk=3, workers=1),
-            **options,
-        },
-    )
+    return made.run(case(model), clients, **{**ALONE, **options})
 
 
 def test_every_algorithm_has_a_case():
@@ -109,6 +110,43 @@ def test_workers_do_not_change_the_bits(case: Case, model: nn.Module, clients: F
         for w in (1, 3)
     )
     assert same_bits(one, three)
+
+
+@every_case
+def test_it_pickles(case: Case, model: nn.Module, clients: FederatedData):
+    """Method, run and a client's model, as another process gets them, give equal bits."""
+    method, result = case(model), run(case, model, clients)
+    sent = pickle.loads(pickle.dumps(method))
+    assert same_bits(state(made.run(sent, clients, **ALONE)), state(result))
+    assert identity(sent) == identity(method)
+    own, x = result.client(2), clients.test.client(2)[0]
+    expected = own.predict(x).probs
+    for other in (pickle.loads(pickle.dumps(own)), pickle.loads(pickle.dumps(result)).client(2)):
+        assert torch.equal(other.predict(x).probs, expected)
+
+
+def test_what_was_composed_of_named_functions_pickles(model: nn.Module, clients: FederatedData):
+    """Also a method of the library with a field replaced."""
+    tied = bf.priors.Normal(centre=bf.priors.server_mean("w"), variance=bf.priors.inverse_size(2.0))
+    step = bf.Descend(
+        bf.Energy("v", ("v",), likelihood="mean"), optimiser=SGD(cosine(0.1), momentum=0.5)
+    )
+    method = bf.Algorithm(
+        model,
+        {"w": bf.Block(), "v": bf.Block(prior=tied, pool=None, keep=True)},
+        (bf.Repeat((step,), batch_size=10), bf.Once(kept)),
+        parts=("v",),
+    )
+    changed = replace(bf.algorithms.fedavg(model), draws=0)
+    for one in (method, changed):
+        sent = pickle.loads(pickle.dumps(one))
+        runs = [made.run(of, clients, **ALONE) for of in (one, sent)]
+        assert same_bits(*map(state, runs))
+        assert identity(sent) == identity(one)
+
+
+def kept(algorithm: bf.Algorithm, given: Server, view: Any, batch: Any) -> Any:
+    return view
 
 
 @every_case

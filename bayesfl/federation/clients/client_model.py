@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -121,6 +121,13 @@ class ClientModel:
     stored: Tensors = field(default_factory=dict)
     common: View = field(default_factory=dict)
     calibrated: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the model with its predictor as a file holds it."""
+        held = {of.name: getattr(self, of.name) for of in fields(self)}
+        if isinstance(self._rule, StoredPredictor):
+            held |= {"predictor": None, "stored": self._stored}
+        return _again, (held,)
 
     def __repr__(self) -> str:
         how = ", at the means" if self.plug_in else ""
@@ -597,6 +604,11 @@ def _as_targets(labels: Tensor, found: Predictions) -> Tensor:
             f"y must have {like.shape[-1]} targets for each row, got shape {list(labels.shape)}"
         )
     return labels.reshape(like.shape[1:])
+
+
+def _again(held: dict[str, Any]) -> ClientModel:
+    """Return the model that was pickled with these fields."""
+    return ClientModel(**held)
 
 
 def _as_classes(labels: Tensor, probs: Tensor) -> Tensor:
