@@ -2,6 +2,7 @@
 stays so.
 """
 
+import copy
 import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,6 +111,20 @@ def test_workers_do_not_change_the_bits(case: Case, model: nn.Module, clients: F
         for w in (1, 3)
     )
     assert same_bits(one, three)
+
+
+@every_case
+def test_a_clients_file_loads_with_the_network_alone(
+    case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """Neither the method nor its options are needed to predict, whatever the network's weights."""
+    result, x = run(case, model, clients), clients.test.client(2)[0]
+    result.client(2).save(tmp_path)
+    other = copy.deepcopy(result.algorithm.model)
+    for p in other.parameters():
+        nn.init.ones_(p)
+    own, same = (bf.load_client(tmp_path, by) for by in (other, case(model)))
+    assert torch.equal(own.predict(x).probs, same.predict(x).probs)
 
 
 @every_case

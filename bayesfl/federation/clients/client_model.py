@@ -5,7 +5,7 @@ without data or server.
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -51,10 +51,17 @@ from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, surveying
 from bayesfl.federation.clients.form import Form
 from bayesfl.federation.clients.modules import module_at
+from bayesfl.federation.clients.predicting import predicting, predictor_of
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.settings import BUILD_METHOD, present
+from bayesfl.federation.settings import present
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import differences, reading, refuse_differences, same_method
+from bayesfl.federation.store.identity import (
+    differences,
+    reading,
+    refuse_differences,
+    same_method,
+    same_network,
+)
 from bayesfl.models.copies import refuse_changed
 
 REAL = "biuf"  # kinds of NumPy's real numbers
@@ -429,7 +436,13 @@ class ClientModel:
             ) from None
         # A file's own time is lost where it is copied.
         written = datetime.now(UTC).isoformat(timespec="microseconds")
-        content = {**vars(self), "plug_in": plug_in, "stored": stored, "written": written}
+        content = {
+            **vars(self),
+            "plug_in": plug_in,
+            "stored": stored,
+            "written": written,
+            "predicting": predicting(self.algorithm),
+        }
         files.write(path, files.CLIENT, content, file=files.CLIENT_FILE)
 
     @property
@@ -638,7 +651,7 @@ def _numerals(names: Sequence[str]) -> bool:
 
 def load_client(
     path: str | os.PathLike[str],
-    algorithm: Algorithm,
+    algorithm: Algorithm | nn.Module,
     *,
     transform: Change | None = None,
     device: torch.device | str = "cpu",
@@ -650,22 +663,34 @@ def load_client(
         path: The folder, or a folder in which only one client's models lie, as a node's folder of
             states, of which the one written last is taken; the files say when that was, so that
             they may be copied.
-        algorithm: The method that made it, with the same options.
+        algorithm: The network, with any weights; or the method that made it, with the same options,
+            which is needed only where a function or a class of your own has part in predictions, as
+            a likelihood or a rule of selection.
         transform: The transform of the federation's data, of which the file holds a description and
             no code; None where it had none.
         device: The device that is to hold it and to compute its predictions.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, or `path` is neither text nor a path.
+        TypeError: `algorithm` is neither a network nor an `Algorithm`, or `path` is neither text
+            nor a path.
         ValueError: The device is absent, or `path` is empty.
         CheckpointError: There is no model of a client, or several clients'; or the file is damaged,
-            or was made with another method or another transform, see `bayesfl.base.described`.
+            or was made with another method, another network or another transform, see
+            `bayesfl.base.described`.
     """
-    instance("algorithm", algorithm, Algorithm, BUILD_METHOD)
+    if not isinstance(algorithm, Algorithm):
+        instance("algorithm", algorithm, nn.Module, "pass the network, or the method")
     file = only_file(folder("path", path))
     found = files.read_file(file, files.CLIENT, present(device))
-    same_method(repr(str(file)), found.pop("algorithm"), algorithm)
-    form, _ = found.pop("form"), found.pop("written")
+    form, known = found.pop("form"), found.pop("algorithm")
+    found.pop("written")
+    predicts = found.pop("predicting")
+    if isinstance(algorithm, Algorithm):
+        same_method(repr(str(file)), known, algorithm)
+    else:
+        algorithm = _alone(file, known, predicts, algorithm)
+        if found["steps"]:
+            found["calibrated"] = reading(algorithm)
     apart = differences({"transform": form["transform"]}, {"transform": described(transform)})
     refuse_differences(
         f"{str(file)!r} was made with another function of inputs:",
@@ -673,6 +698,20 @@ def load_client(
         "give that one by transform=, as a file holds no code",
     )
     return ClientModel(algorithm, **found, form=Form.read(form, transform))
+
+
+def _alone(
+    file: Path, known: Mapping[str, Any], predicts: Mapping[str, Any], model: nn.Module
+) -> Algorithm:
+    """Return a method that predicts as a file says, of the network that made it."""
+    if "needs" in predicts:
+        raise CheckpointError(
+            f"{str(file)!r} needs the method that made it: a file holds no code, and "
+            f"{predicts['needs']} has part in its predictions"
+        )
+    method = predictor_of(predicts, model)
+    same_network(repr(str(file)), known, method)
+    return method
 
 
 def check_file_names(names: Sequence[str]) -> None:

@@ -162,11 +162,15 @@ RUN = FileKind(
 CLIENT = FileKind(
     "client",
     "a client's own model",
-    "bf.load_client(path, algorithm) reads it",
+    "bf.load_client(path, model) reads it",
     {
         "algorithm": METHOD,
         **dict.fromkeys(
-            ("name", "view", "value", "plug_in", "stored", "common", "calibrated", "written"), PLAIN
+            (
+                *("name", "view", "value", "plug_in", "stored", "common", "calibrated", "written"),
+                "predicting",
+            ),
+            PLAIN,
         ),
         **dict.fromkeys(("client", "round", "seed"), WHOLE),
         **dict.fromkeys(("inputs", "class_names", "columns"), TUPLE),

@@ -21,7 +21,7 @@ from bayesfl.federation.clients import client_model, predict
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.store import files
-from bayesfl.likelihoods import Gaussian
+from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.optim import SGD
 from tests.federation.made import run
 
@@ -660,3 +660,33 @@ def test_a_run_that_was_loaded_without_data_knows_its_inputs(pictures: Result, t
         bf.load(tmp_path / "pictures", pictures.algorithm, pictures.data).client(1).form.transform
         is bright
     )
+
+
+def test_the_network_alone_is_enough(model: nn.Module, tmp_path: Path):
+    """Calibrated too, with its steps; another network is refused, and where a class of the user's
+    has part in predictions the method is asked for.
+    """
+    rows = bf.data.iid("digits", clients=3, validation=0.2, calibration=0.2)
+    network = bf.models.mlp(rows.inputs, hidden=8, outputs=10)
+    result = bf.simulate(
+        bf.algorithms.ditto(network), rows, rounds=2, progress=False, evaluate_every=None
+    ).calibrate(bf.calibration.Choice(), bf.calibration.Temperature(), bf.calibration.Conformal())
+    result.client(1).save(tmp_path / "own")
+    x = rows.test.client(1)[0]
+    expected, found = (
+        one.predict(x) for one in (result.client(1), bf.load_client(tmp_path / "own", network))
+    )
+    assert torch.equal(found.probs, expected.probs)
+    assert torch.equal(found.sets, expected.sets)
+    other = bf.models.mlp(rows.inputs, hidden=9, outputs=10)
+    with pytest.raises(CheckpointError, match=r"another network: layers\.body\.0"):
+        bf.load_client(tmp_path / "own", other)
+
+    class Own(Categorical):
+        pass
+
+    method = bf.algorithms.fedavg(network, likelihood=Own())
+    run(method, rows, evaluate_every=None).client(0).save(tmp_path / "needs")
+    with pytest.raises(CheckpointError, match=r"needs the method .*Own has part"):
+        bf.load_client(tmp_path / "needs", network)
+    assert bf.load_client(tmp_path / "needs", method).name == "0"

@@ -1,0 +1,104 @@
+"""What a client's model needs of its method to predict, as JSON: by this a client's file loads with
+the network alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from bayesfl import likelihoods
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.block import Block, standard_normal
+from bayesfl.composition.buffers import Buffers
+from bayesfl.composition.pools import Mean
+from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace, Mixture
+from bayesfl.composition.priors import Normal, inverse_size, server_mean
+from bayesfl.posteriors import MeanField, Point
+
+_KNOWN: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(getattr(likelihoods, name) for name in likelihoods.__all__),
+        *(Point, MeanField, LinearisedLaplace, LinearisedBelief, Mixture),
+    )
+}
+
+
+class _UnknownError(Exception):
+    """A value that a file cannot hold."""
+
+
+def predicting(algorithm: Algorithm) -> dict[str, Any]:
+    """Return how a method predicts, JSON-able; or, where a function or a class of the user's has
+    part in it, this alone under "needs".
+    """
+    try:
+        return {
+            "blocks": {
+                name: {
+                    "pattern": _written(block.pattern),
+                    "posterior": _written(block.posterior),
+                    "keep": block.keep,
+                    "sent": block.pool is not None,
+                    "copies": block.copies,
+                }
+                for name, block in algorithm.blocks.items()
+                if not isinstance(block, Buffers)
+            },
+            "parts": list(algorithm.parts),
+            "likelihood": _written(algorithm.likelihood),
+            "predictor": _written(algorithm.predictor),
+            "draws": algorithm.draws,
+            "private": list(algorithm.private),
+        }
+    except _UnknownError as error:
+        return {"needs": str(error)}
+
+
+def predictor_of(found: Mapping[str, Any], model: nn.Module) -> Algorithm:
+    """Return a method that predicts as `predicting` says, and trains nothing."""
+    blocks = {}
+    for name, one in found["blocks"].items():
+        posterior = _read(one["posterior"])
+        blocks[name] = Block(
+            _read(one["pattern"]),
+            posterior=posterior,
+            # A belief that draws needs a prior, which nothing reads where nothing is trained.
+            prior=Normal(centre=server_mean(name), variance=inverse_size(1.0)),
+            pool=Mean() if one["sent"] else None,
+            keep=one["keep"],
+            start="module" if one["copies"] is None else standard_normal(),
+            copies=one["copies"],
+        )
+    return Algorithm(
+        model,
+        blocks,
+        (),
+        parts=tuple(found["parts"]),
+        likelihood=_read(found["likelihood"]),
+        predictor=_read(found["predictor"]),
+        draws=found["draws"],
+        private=dict.fromkeys(found["private"], 0.0),
+    )
+
+
+def _written(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_written(one) for one in value]
+    if type(value) is not _KNOWN.get(type(value).__name__):
+        raise _UnknownError(getattr(value, "__qualname__", type(value).__qualname__))
+    options = {of.name: _written(getattr(value, of.name)) for of in fields(value) if of.init}
+    return {"class": type(value).__name__, "options": options}
+
+
+def _read(found: Any) -> Any:
+    if isinstance(found, list):
+        return tuple(map(_read, found))
+    if isinstance(found, Mapping):
+        options = {name: _read(one) for name, one in found["options"].items()}
+        return _KNOWN[found["class"]](**options)
+    return found
