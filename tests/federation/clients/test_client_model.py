@@ -689,4 +689,4 @@ def test_the_network_alone_is_enough(model: nn.Module, tmp_path: Path):
     run(method, rows, evaluate_every=None).client(0).save(tmp_path / "needs")
     with pytest.raises(CheckpointError, match=r"needs the method .*Own has part"):
         bf.load_client(tmp_path / "needs", network)
-    assert bf.load_client(tmp_path / "needs", method).name == "0"
+    assert bf.load_client(tmp_path / "needs", method).name == "client 0"
