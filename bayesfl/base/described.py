@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base import digest
+from bayesfl.base.archive import digest_of_tensor
 
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 DEPTH = 40  # deepest level of nested values that is described
@@ -415,6 +415,6 @@ def _options(layer: nn.Module) -> str:
 
 def _sum_of(t: Tensor) -> str:
     try:
-        return digest.of_tensor(t)[:16]
+        return digest_of_tensor(t)[:16]
     except (RuntimeError, NotImplementedError, TypeError):  # sparse, or without data
         return ""

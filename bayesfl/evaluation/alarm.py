@@ -19,17 +19,16 @@ martingale, a conformal test martingale, so the probability that it ever reaches
 most delta (Ville), however often, and whenever, somebody looks.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
-from bayesfl.base.files import atomic_path, atomic_write
+from bayesfl.base import archive
 from bayesfl.base.options import PROBABILITY, declared, number
 from bayesfl.base.random import Purpose, generator
 
@@ -42,7 +41,6 @@ STAKES = np.array([0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
 POWERS = np.arange(1, 10) / 10
 """The values of eps in the bets on small p-values."""
 _BLOCK = 512  # scores that are ranked among each other at once
-_VERSION = 1
 
 
 class Scores(np.ndarray):
@@ -247,38 +245,23 @@ class Alarm:
 
         The file holds the scores of the client's rows, and stays with the client.
         """
-        with atomic_path(path) as temporary, temporary.open("wb") as file:
-            numbers: dict[str, Any] = {
-                "alpha": self.alpha,
-                "delta": self.delta,
-                **self._address,
-                "version": _VERSION,
-                "of": np.array(self.of or ()),
-            }
-            np.savez(file, sorted=self._sorted, wealth=self._wealth, seen=self._kept(), **numbers)
+        arrays = {"sorted": self._sorted, "wealth": self._wealth, "seen": self._kept()}
+        said = {"alpha": self.alpha, "delta": self.delta, **self._address, "of": self.of}
+        tensors = {name: torch.from_numpy(one) for name, one in arrays.items()}
+        archive.write(path, "alarm", said, tensors)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Alarm":
         """Read an alarm that `save` wrote.
 
         Raises:
-            ValueError: It is of another version, or its parts do not fit each other.
+            CheckpointError: The file is absent or damaged, or holds something else.
         """
-        with np.load(path, allow_pickle=False) as file:
-            found = dict(file)
-        _of_this_version(path, int(found["version"]))
-        address: dict[str, Any] = {name: int(found[name]) for name in ("seed", "client", "round")}
-        made = cls(
-            found["sorted"], alpha=float(found["alpha"]), delta=float(found["delta"]), **address
-        )
-        made.of = (str(found["of"][0]), str(found["of"][1])) if len(found["of"]) else None
-        wealth, seen = found["wealth"], found["seen"]
-        fits = wealth.shape == made._wealth.shape and seen.ndim == 2 and len(seen) == 3
-        if not fits or np.isnan(wealth).any() or np.isnan(seen).any():
-            raise ValueError(
-                f"{os.fspath(path)!r} is no alarm: wealth {list(wealth.shape)} and rows "
-                f"{list(seen.shape)} do not fit each other, or hold NaN"
-            )
+        said, tensors = archive.read_kind(path, "alarm")
+        of = said.pop("of")
+        made = cls(tensors["sorted"].numpy(), **said)
+        made.of = None if of is None else (of[0], of[1])
+        wealth, seen = tensors["wealth"].numpy(), tensors["seen"].numpy()
         reached = np.flatnonzero(seen[2] >= 1 / made.delta)
         made._wealth, made._seen, made._rows = wealth, [seen], seen.shape[1]
         made._first = int(reached[0]) + 1 if len(reached) else None
@@ -355,38 +338,21 @@ class Merged:
         """Write the alarm's state into a file, completely or not at all, from which `Merged.load`
         goes on.
         """
-        atomic_write(
-            path,
-            json.dumps(
-                {
-                    "version": _VERSION,
-                    "delta": self.delta,
-                    "last": self._last,
-                    "history": self.history,
-                }
-            ),
-        )
+        said = {"delta": self.delta, "last": self._last, "history": self.history}
+        archive.write(path, "merged alarm", said, {})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Merged":
         """Read an alarm that `save` wrote.
 
         Raises:
-            ValueError: It is of another version.
+            CheckpointError: The file is absent or damaged, or holds something else.
         """
-        found = json.loads(Path(path).read_bytes())
-        _of_this_version(path, found["version"])
+        found, _ = archive.read_kind(path, "merged alarm")
         made = cls(list(found["last"]), delta=found["delta"])
         made.see(found["last"])
-        made.history = [number("history", one) for one in found["history"]]
+        made.history = found["history"]
         return made
-
-
-def _of_this_version(path: str | os.PathLike[str], version: Any) -> None:
-    if version != _VERSION:
-        raise ValueError(
-            f"{os.fspath(path)!r} is of version {version}, and this one reads {_VERSION}"
-        )
 
 
 def _scores(name: str, scores: Any) -> np.ndarray:

@@ -57,16 +57,6 @@ class SmallCohort(TooFewClients):
     """
 
 
-class CheckpointError(RuntimeError):
-    """An error raised when a saved run is absent, damaged, of another format, or of another method
-    or other data than given.
-    """
-
-
-class OtherFileError(CheckpointError):
-    """An error raised when a file that is whole is of another kind or format."""
-
-
 def called(client: int, names: Sequence[str]) -> str:
     """Return how a person calls a client: by its number and, where it has one that says more, its
     name.

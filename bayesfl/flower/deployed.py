@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.options import instance
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
 from bayesfl.federation.clients.modules import server_module
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.loading import check_state, reloaded
 from bayesfl.federation.run.result import METHODS_START

@@ -9,8 +9,8 @@ import torch
 from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
 
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.trees import nest
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.rounds.admission import LARGEST_SHARE, Message, objection, shares
 from bayesfl.federation.rounds.replies import Replies
 from bayesfl.federation.rounds.round import Absence, Round

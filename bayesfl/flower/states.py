@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.files import remove_leftovers
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.store import files
 
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")

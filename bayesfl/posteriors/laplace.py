@@ -29,7 +29,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.files import atomic_path
+from bayesfl.base import archive
 from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import declared
@@ -170,19 +170,16 @@ class Laplace:
             backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
 
         Raises:
+            CheckpointError: The file is absent or damaged, or holds something else.
             ValueError: The file has another likelihood, or the model has other parameters or other
                 weights.
         """
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:
-            meta = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        meta, tensors = archive.read_kind(path, "laplace")
         likelihood = _likelihood(path, meta["likelihood"], likelihood)
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend)
         # aligned, as when they were saved.
         tensors = {name: t.to(curvature.device, copy=True) for name, t in tensors.items()}
-        names, structure = meta["parameters"].split("\n"), cast(Structure, meta["structure"])
+        names, structure = meta["parameters"], cast(Structure, meta["structure"])
         loc, own = _weights(model, curvature), list(curvature.layout.names)
         if names != own or not torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8):
             raise ValueError(
@@ -200,9 +197,7 @@ class Laplace:
             else restore(curvature, parts)
         )
         own = tensors["loc"], tensors["precision"], tensors["diagonal"]
-        return cls(
-            curvature, *own, structure, int(meta["examples"]), inverse, tensors.get("weight")
-        )
+        return cls(curvature, *own, structure, meta["examples"], inverse, tensors.get("weight"))
 
     @classmethod
     def _of(
@@ -423,29 +418,22 @@ class Laplace:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the posterior, whole or not at all, as one safetensors file; `Laplace.load` reads
-        it on any device.
+        """Write the posterior into one file, whole or not at all; `Laplace.load` reads it on any
+        device.
 
         A dual form keeps the inputs that it was fitted to, which its predictions need: such a file
         contains training data.
         """
-        from safetensors.torch import save_file
-
         own = {"loc": self.loc, "precision": self.precision, "diagonal": self.diagonal}
         own |= {} if self.weight is None else {"weight": self.weight}
         tensors = own | {f"inverse.{name}": t for name, t in self.inverse.tensors().items()}
         meta = {
             "structure": self.structure,
-            "parameters": "\n".join(self.curvature.layout.names),
-            "examples": str(self.examples),
+            "parameters": list(self.curvature.layout.names),
+            "examples": self.examples,
+            "likelihood": _described(self.curvature.likelihood),
         }
-        meta["likelihood"] = _described(self.curvature.likelihood)
-        with atomic_path(path) as temporary:
-            save_file(
-                {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()},
-                temporary,
-                meta,
-            )
+        archive.write(path, "laplace", meta, tensors)
 
 
 def _described(likelihood: Likelihood) -> str:

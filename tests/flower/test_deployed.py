@@ -9,8 +9,8 @@ import pytest
 from flwr.app import Message
 from torch import nn
 
+from bayesfl.base.archive import CheckpointError
 from bayesfl.data import FederatedData
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.flower import load
 from tests.flower.made import (
     Killed,

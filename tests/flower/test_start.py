@@ -15,8 +15,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.base.archive import CheckpointError
 from bayesfl.data import FederatedData
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.flower import client_app, load
 from tests.cases import CASES, Case, sampled
 from tests.flower.grid import LocalGrid

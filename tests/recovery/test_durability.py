@@ -22,8 +22,7 @@ import pytest
 import torch
 
 import bayesfl as bf
-from bayesfl.base import digest
-from bayesfl.federation.errors import CheckpointError
+from bayesfl.base.archive import CheckpointError, digest_of_tensors
 from bayesfl.federation.rounds.faults import at_random
 from bayesfl.federation.store.files import STATE, checkpoints
 from tests.federation.made import same, state
@@ -159,11 +158,11 @@ def test_a_digest_knows_names_types_and_shapes():
     """The same bytes as another tensor have another digest."""
     t = torch.arange(6, dtype=torch.int32)
     digests = {
-        digest.of_tensors("a", {"t": t}),
-        digest.of_tensors("a", {"t": t.view(2, 3)}),
-        digest.of_tensors("a", {"t": t.view(torch.float32)}),
-        digest.of_tensors("a", {"u": t}),
-        digest.of_tensors("b", {"t": t}),
+        digest_of_tensors("a", {"t": t}),
+        digest_of_tensors("a", {"t": t.view(2, 3)}),
+        digest_of_tensors("a", {"t": t.view(torch.float32)}),
+        digest_of_tensors("a", {"u": t}),
+        digest_of_tensors("b", {"t": t}),
     }
     assert len(digests) == 5
 
@@ -224,7 +223,7 @@ def resealed(file: bytes) -> bytes:
     try:
         header, body = parts(file)
         text = header["__metadata__"]["bayesfl"]
-        header["__metadata__"]["digest"] = digest.of_tensors(text, load(file))
+        header["__metadata__"]["digest"] = digest_of_tensors(text, load(file))
         return joined(header, body)
     except Exception:  # a mutation that no reader understands stays as it is
         return file

@@ -18,9 +18,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import nn
 from torch.testing import assert_close
 
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.rounds.faults import FAULTS, Fault
 from bayesfl.federation.store.files import STATE, checkpoints
 from bayesfl.flower import load, records

@@ -7,12 +7,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bayesfl.base.files import atomic_write
+from bayesfl.base import archive
 from bayesfl.base.warning import warn
 from bayesfl.data.tables.frame_warnings import warn_of_clients
 from bayesfl.data.tables.table import Table, Values
@@ -213,13 +212,18 @@ class Columns:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the columns to a JSON file, atomically."""
-        atomic_write(path, self.to_json() + "\n")
+        """Write the columns into a file, completely or not at all."""
+        archive.write(path, "columns", json.loads(self.to_json()), {})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Columns":
-        """Read the file that `save` wrote."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read the file that `save` wrote.
+
+        Raises:
+            CheckpointError: The file is absent or damaged, or holds something else.
+        """
+        found, _ = archive.read_kind(path, "columns")
+        return cls.from_json(json.dumps(found))
 
     @classmethod
     def of(cls, statistics: Sequence[Mapping[str, Any]]) -> "Columns":

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base import digest
+from bayesfl.base.archive import CheckpointError, digest_of_tensors
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import Shapes, words
@@ -52,7 +52,6 @@ from bayesfl.federation.clients import predict, surveying
 from bayesfl.federation.clients.form import Form
 from bayesfl.federation.clients.modules import module_at
 from bayesfl.federation.clients.predicting import predicting, predictor_of
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.settings import present
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import (
@@ -332,7 +331,7 @@ class ClientModel:
         """Return what tells a model and its calibration from others: its calibration rows' scores
         follow from both.
         """
-        made = digest.of_tensors(repr(one.step), {name: t.cpu() for name, t in one.own.items()})[:8]
+        made = digest_of_tensors(repr(one.step), {name: t.cpu() for name, t in one.own.items()})[:8]
         return f"{self.name!r} after round {self.round}, seed {self.seed}, calibration {made}"
 
     def _sets(self) -> tuple[int, calibration.Fitted]:

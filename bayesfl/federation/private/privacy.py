@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.options import (
     PROBABILITY,
     Natural,
@@ -50,7 +51,6 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean, by_size, equal
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.next_server import NextServer, Unseen, check_combine
 from bayesfl.federation.rounds.replies import AggregationRun, Replies, RoundSum, was_sent

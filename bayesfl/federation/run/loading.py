@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.files import folder
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Server, View
@@ -16,7 +17,6 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.data.names import same_classes
 from bayesfl.data.tables.frames import same_columns
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import Federation, Method, present
 from bayesfl.federation.store import files

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base import digest
+from bayesfl.base.archive import digest_of_tensors
 from bayesfl.base.protocols import Server
 from bayesfl.base.trees import detached
 from bayesfl.base.warning import warn
@@ -75,7 +75,7 @@ def start_in_words(what: str, names: Sequence[str], state: Mapping[str, Any]) ->
     """Return words for the state that a run begins from, with a digest of that state and of the
     clients' names.
     """
-    return f"{what} (digest {digest.of_tensors(json.dumps(list(names)), detached(state))[:16]})"
+    return f"{what} (digest {digest_of_tensors(json.dumps(list(names)), detached(state))[:16]})"
 
 
 def refuse_other_start(folder: str | os.PathLike[str] | None, began: str, given: str) -> None:

@@ -1,10 +1,8 @@
 """Files of runs, of clients' models and of what nodes keep: for each kind one table of its fields,
 by which it is written and read.
 
-A file is safetensors under format 5. Its metadata have two entries: `bayesfl`, JSON of everything
-that is no tensor, whose keys keep their order, and `digest`, the SHA-256 over that JSON and over
-name, dtype, shape and bytes of every tensor in the order of names. Tensors have dotted names, as
-`server.body.loc`. A saved result is the file `state.safetensors` in a folder of its own. A run in
+For their form see `bayesfl.base.archive`. Tensors have dotted names, as `server.body.loc`. A
+saved result is the file `state.safetensors` in a folder of its own. A run in
 progress has checkpoints such as `round-000012.safetensors`: the two newest are kept, so that one
 remains if the other is damaged.
 
@@ -25,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesfl.base import digest
+from bayesfl.base import archive
+from bayesfl.base.archive import CheckpointError, OtherFileError
 from bayesfl.base.described import anonymous
-from bayesfl.base.files import atomic_path, folder, remove_leftovers
+from bayesfl.base.files import folder, remove_leftovers
 from bayesfl.base.inputs import as_tuples
-from bayesfl.base.trees import detached, nest
+from bayesfl.base.trees import flatten, nest
 from bayesfl.base.warning import warn
 from bayesfl.data.outline import Outline
 from bayesfl.data.tables.columns import Columns
@@ -44,11 +43,9 @@ from bayesfl.evaluation.calibration import (
     Temperature,
 )
 from bayesfl.evaluation.history import History
-from bayesfl.federation.errors import CheckpointError, OtherFileError
 from bayesfl.federation.settings import DTYPES, Settings, dtype_name
 from bayesfl.federation.store.identity import Chosen, identity
 
-FORMAT = 5
 STATE = "state.safetensors"
 ROUND = re.compile(r"round-(\d{6,})\.safetensors")
 KEPT = 2
@@ -198,27 +195,14 @@ def write(
         ValueError: `path` is empty, or is a file, or lies under one; or the method or the data hold
             a function that cannot be recognised.
     """
-    from importlib.metadata import version
-
-    from safetensors.torch import save_file
-
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
     refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "form")))
-    flat = detached(_part(said, tensors=True))
-    text = json.dumps(
-        {
-            "kind": kind.name,
-            "format": FORMAT,
-            "version": version("bayesfl"),
-            **_part(said, tensors=False),
-        }
+    archive.write(
+        _folder(path) / file,
+        kind.name,
+        _part(said, tensors=False),
+        flatten(_part(said, tensors=True)),
     )
-    with atomic_path(_folder(path) / file) as temporary:
-        save_file(
-            flat,
-            str(temporary),
-            metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)},
-        )
 
 
 def refuse_nameless(*descriptions: object) -> None:
@@ -290,34 +274,15 @@ def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") ->
     Raises:
         CheckpointError: The file is damaged, or of another kind or format.
     """
-    from safetensors import safe_open
-
-    try:
-        with safe_open(str(file), "pt") as opened:
-            header = opened.metadata() or {}
-            flat = {name: opened.get_tensor(name) for name in list(opened.keys())}
-        text = header.get("bayesfl", "")
-        whole = header.get("digest") == digest.of_tensors(text, flat)
-    except Exception as error:  # a damaged file may raise anything
-        raise CheckpointError(f"{str(file)!r} is damaged: {error}") from error
-    if not whole:
-        raise CheckpointError(
-            f"{str(file)!r} is damaged, or not a file of bayesfl: its digest does not match"
+    found, said, flat = archive.read(file)
+    if found != kind.name:
+        other = {one.name: one for one in KINDS}.get(found)
+        raise OtherFileError(
+            f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}"
+            if other
+            else f"{str(file)!r} holds a {found}, not {kind.what}"
         )
     try:
-        said = json.loads(text)
-        if (written := said.pop("format")) != FORMAT:
-            by = said.get("version")
-            by = by if isinstance(by, str) else "0.2"
-            raise OtherFileError(
-                f"{str(file)!r} has format {written}, which bayesfl {by} wrote and reads, and this "
-                "version does not"
-            )
-        if (found := said.pop("kind")) != kind.name:
-            other = {one.name: one for one in KINDS}[found]
-            raise OtherFileError(
-                f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}"
-            )
         # Copies lie at aligned places, as those of the run did: sums over others may be grouped
         # otherwise.
         content = _joined(said, nest({name: t.to(device, copy=True) for name, t in flat.items()}))

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.described import described, digest_of, network
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.models.copies import refuse_changed
 from bayesfl.models.modes import norms, rate
 

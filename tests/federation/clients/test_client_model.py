@@ -15,10 +15,10 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map
 
 import bayesfl as bf
+from bayesfl.base.archive import CheckpointError
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.federation.clients import client_model, predict
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.store import files
 from bayesfl.likelihoods import Categorical, Gaussian

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import bayesfl as bf
+from bayesfl.base.archive import CheckpointError
 from bayesfl.data import FederatedData
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 from tests.federation.made import algorithm

@@ -14,8 +14,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.base.archive import CheckpointError
 from bayesfl.data import FederatedData
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import SGD

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import bayesfl as bf
+from bayesfl.base.archive import CheckpointError
 from bayesfl.data import FederatedData
-from bayesfl.federation.errors import CheckpointError
 from tests.federation.made import run
 
 ONCE: dict[str, Any] = {"rounds": 1, "evaluate_every": None}

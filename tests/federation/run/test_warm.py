@@ -12,9 +12,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run.warm import continued
 from tests.cases import CASES, Case, federation
 from tests.federation.made import run, state

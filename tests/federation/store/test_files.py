@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.federation.errors import CheckpointError
+from bayesfl.base.archive import CheckpointError
 from bayesfl.federation.store.files import (
     CLIENT,
     CLIENT_FILE,
@@ -50,12 +50,13 @@ def test_every_field_is_written_and_read_by_its_entry(saved: Path, clients, tmp_
         (RUN, bf.load(saved, algorithm(), clients), STATE),
         (CLIENT, bf.load(saved, algorithm(), clients).client(0), CLIENT_FILE),
     ):
-        write(tmp_path / kind.name, kind, {**vars(found), "written": "now"}, file=file)
+        content = {**vars(found), "written": "now", "predicting": {"needs": "nothing"}}
+        write(tmp_path / kind.name, kind, content, file=file)
         again = read_file(tmp_path / kind.name / file, kind)
         assert again.keys() == kind.fields.keys()
         before, after = (
             {name: content[name] for name in kind.fields if name not in OTHERWISE}
-            for content in ({**vars(found), "written": "now"}, again)
+            for content in (content, again)
         )
         assert str(before) == str(after)
 
@@ -68,10 +69,10 @@ def test_another_kind_and_another_format_are_told(
     with pytest.raises(
         CheckpointError,
         match=r"holds a client's own model, not a run of bf\.simulate: bf\.load_client\(path, "
-        r"algorithm\)",
+        r"model\)",
     ):
         bf.load(tmp_path / "client", algorithm())
-    monkeypatch.setattr("bayesfl.federation.store.files.FORMAT", 6)
+    monkeypatch.setattr("bayesfl.base.archive.FORMAT", 6)
     with pytest.raises(
         CheckpointError,
         match=rf"has format 5, which bayesfl {bf.__version__} wrote and reads, and this version "

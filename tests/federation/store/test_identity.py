@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import bayesfl as bf
+from bayesfl.base.archive import CheckpointError
 from bayesfl.composition import options
 from bayesfl.composition.pools import Mean, equal
-from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.store.identity import (
     differences,
     identity,

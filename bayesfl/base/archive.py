@@ -1,0 +1,125 @@
+"""The one form of files that bayesfl writes: tensors and plain values that know their digest.
+
+A file is safetensors. Its metadata have two entries: `bayesfl`, JSON of everything that is no
+tensor, whose keys keep their order, with the file's kind, the format and the version that wrote it;
+and `digest`, the SHA-256 over that JSON and over name, dtype, shape and bytes of every tensor in
+the order of names. It is written under a temporary name, flushed and renamed. Nothing is pickled:
+loading executes no code.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.files import atomic_path
+
+FORMAT = 5
+
+
+class CheckpointError(RuntimeError):
+    """An error raised when a saved run, or another file of bayesfl, is absent, damaged, of another
+    format, or of another method or other data than given.
+    """
+
+
+class OtherFileError(CheckpointError):
+    """An error raised when a file that is whole is of another kind or format."""
+
+
+def write(
+    path: str | os.PathLike[str], kind: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write a file, completely or not at all.
+
+    Args:
+        path: The file.
+        kind: What it holds, in a word.
+        said: Plain values, JSON-able.
+        tensors: Tensors by their names, which are copied to the CPU.
+    """
+    from safetensors.torch import save_file
+
+    flat = {name: t.detach().cpu().clone().contiguous() for name, t in sorted(tensors.items())}
+    text = json.dumps({"kind": kind, "format": FORMAT, "version": version("bayesfl"), **said})
+    with atomic_path(path) as temporary:
+        save_file(
+            flat,
+            str(temporary),
+            metadata={"bayesfl": text, "digest": digest_of_tensors(text, flat)},
+        )
+
+
+def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Return the kind, the plain values and the tensors of a file, whose bytes its digest vouches
+    for.
+
+    Raises:
+        CheckpointError: The file is absent, damaged, or no file of bayesfl's.
+        OtherFileError: It has another format.
+    """
+    from safetensors import safe_open
+
+    name = repr(str(Path(path)))
+    try:
+        with safe_open(str(path), "pt") as opened:
+            header = opened.metadata() or {}
+            flat = {key: opened.get_tensor(key) for key in list(opened.keys())}
+        text = header.get("bayesfl", "")
+        whole = header.get("digest") == digest_of_tensors(text, flat)
+    except Exception as error:  # a damaged file may raise anything
+        raise CheckpointError(f"{name} is damaged: {error}") from error
+    if not whole:
+        raise CheckpointError(
+            f"{name} is damaged, or not a file of bayesfl: its digest does not match"
+        )
+    try:
+        said = json.loads(text)
+        kind, written, by = (said.pop(key, None) for key in ("kind", "format", "version"))
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{name} is no file of bayesfl's: {error}") from error
+    if written != FORMAT:
+        raise OtherFileError(
+            f"{name} has format {written}, which bayesfl {by if isinstance(by, str) else '0.2'} "
+            "wrote and reads, and this version does not"
+        )
+    return kind, said, flat
+
+
+def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the plain values and the tensors of a file of one kind.
+
+    Raises:
+        CheckpointError: As by `read`.
+        OtherFileError: As by `read`; or it is of another kind.
+    """
+    found, said, tensors = read(path)
+    if found != kind:
+        raise OtherFileError(f"{str(Path(path))!r} holds a {found}, not a {kind}")
+    return said, tensors
+
+
+def digest_of_tensor(t: Tensor) -> str:
+    """Compute the digest of a tensor's bytes, in the order of its entries."""
+    return hashlib.sha256(_bytes(t.detach().cpu())).hexdigest()
+
+
+def digest_of_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Compute the digest of `text` and of the name, dtype, shape and bytes of CPU tensors, in the
+    order of their names.
+    """
+    sums = hashlib.sha256(text.encode())
+    for name, t in sorted(tensors.items()):
+        sums.update(f"{name} {t.dtype} {list(t.shape)}".encode())
+        sums.update(_bytes(t))
+    return sums.hexdigest()
+
+
+def _bytes(t: Tensor) -> memoryview:
+    return t.contiguous().reshape(-1).view(torch.uint8).numpy().data
