@@ -34,6 +34,7 @@ from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
 from bayesfl.curvature.roots import basis, root
 from bayesfl.likelihoods import Bernoulli, Categorical
+from bayesfl.models.copies import differentiable
 
 
 class Curvature:
@@ -85,6 +86,7 @@ class Curvature:
         self.layout = pattern if isinstance(pattern, Layout) else Layout(model, pattern)
         self._memory = memory
         self.module = copy.deepcopy(model)
+        differentiable(self.module)
         self.engine: Backend = choose(backend, self.module, self.layout)
         self._asked, self._proven = backend, not isinstance(self.engine, BackPack)
         self._like = next(model.parameters()).detach().flatten()[:0]

@@ -57,11 +57,34 @@ _ORIGINS: "weakref.WeakKeyDictionary[nn.Module, _Origin]" = weakref.WeakKeyDicti
 """The user's module of each copy, also of a copy's copy."""
 
 
+def differentiable(module: nn.Module) -> None:
+    """Let every `nn.PReLU` in a module have the gradients of each example under vmap."""
+    for part in module.modules():
+        if type(part) is nn.PReLU:
+            part.__class__ = PReLU
+
+
+class PReLU(nn.PReLU):
+    """torch's activation by plain operations: of its own, vmap does not sum the slopes' gradients
+    over an example's units.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute max(0, x) + weight min(0, x), [N, channels, ...]."""
+        slopes = self.weight if len(self.weight) == 1 else _channelwise(self.weight, x)
+        return torch.where(x > 0, x, slopes * x)
+
+
+def _channelwise(weight: Tensor, x: Tensor) -> Tensor:
+    return weight.view(-1, *(x.dim() - 2) * (1,))
+
+
 def copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose frozen parameters share the original's storage; they are
     never written.
 
-    An `nn.TransformerEncoder` in it computes the same with gradients and without.
+    An `nn.TransformerEncoder` in it computes the same with gradients and without, and gradients of
+    an `nn.PReLU` are those of each example under vmap.
 
     Embeddings with `max_norm` are an exception, since torch rescales their rows in place whenever
     they are read.
@@ -76,6 +99,7 @@ def copied(module: nn.Module) -> nn.Module:
         if isinstance(part, nn.TransformerEncoder):
             # else torch puts 0 at masked places where no gradient is computed, and only there
             part.use_nested_tensor = False
+    differentiable(made)
     _ORIGINS[made] = _ORIGINS.get(module) or _Origin(
         weakref.ref(module), _marks(module), _frozen(module), _hooks(module), _parts(module)
     )

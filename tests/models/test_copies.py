@@ -4,9 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.testing import assert_close
 
+from bayesfl.curvature import Curvature
+from bayesfl.likelihoods import Gaussian
 from bayesfl.models.copies import check_original, copied, refuse_changed, rescaled
+from tests.cases import numbers
 
 
 def test_changes_of_shared_parameters_are_noticed():
@@ -111,3 +116,61 @@ def test_embeddings_that_torch_rescales_are_named():
     table, plain = nn.Embedding(3, 2, max_norm=1.0), nn.Embedding(3, 2)
     reader = nn.ModuleDict({"table": table, "plain": plain})
     assert [rescaled(module) for module in (reader, table)] == [{"table.weight"}, {"weight"}]
+
+
+@pytest.mark.parametrize(("slopes", "shape"), [(1, (4,)), (3, (3,)), (3, (3, 2, 2))])
+def test_slopes_of_prelu_have_gradients_of_each_example(slopes: int, shape: tuple[int, ...]):
+    """torch's own are not summed under vmap; values and gradients are torch's."""
+    module = nn.PReLU(slopes).double()
+    module.weight.data = torch.arange(1.0, slopes + 1).double() / 7
+    made, x = copied(module), numbers(5, *shape)
+    x[0] = 0
+    assert torch.equal(made(x), module(x))
+
+    def summed(leaves: dict[str, Tensor], one: Tensor) -> Tensor:
+        return functional_call(made, leaves, (one[None],)).square().sum()
+
+    leaves = {"weight": made.get_parameter("weight").detach()}
+    found = vmap(grad(summed), in_dims=(None, 0))(leaves, x)["weight"]
+    for one, own in zip(x, found, strict=True):
+        (expected,) = torch.autograd.grad(module(one[None]).square().sum(), [module.weight])
+        assert_close(own, expected)
+
+
+def test_curvature_of_prelu():
+    """Of squares: the sum over outputs of their gradients' squares, by torch's own activation."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.PReLU(3), nn.Linear(3, 2)).double()
+    x = numbers(6, 4)
+    rows = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(f, list(model.parameters()))])
+        for f in (model(one[None])[0, o] for one in x for o in range(2))
+    ]
+    assert_close(Curvature(model, Gaussian(1.0)).diagonal(x), torch.stack(rows).square().sum(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: setattr(model[1], "negative_slope", 0.9), r"\['1'\] .*given other options"),
+        (lambda model: setattr(model[2], "p", 0.5), r"\['2'\] .*given other options"),
+        (lambda model: setattr(model, "scale", 2.0), r"the model itself.*given other options"),
+        (lambda model: model.__setitem__(1, nn.Tanh()), r"\['1'\] .*replaced"),
+    ],
+)
+def test_layers_that_change_after_the_method_was_made(change, words):
+    """A method trains the copy that it made; a change of the copy itself is seen as well."""
+
+    def fresh() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 2), nn.LeakyReLU(0.1), nn.Dropout(0.1))
+
+    model = fresh()
+    made = copied(model)
+    check_original(made)
+    change(model)
+    refuse_changed(made)
+    with pytest.raises(ValueError, match=words):
+        check_original(made)
+    made = copied(fresh())
+    change(made)
+    with pytest.raises(ValueError, match="own copy of the model were changed"):
+        refuse_changed(made)
