@@ -69,10 +69,10 @@ class PReLU(nn.PReLU):
     over an example's units.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute max(0, x) + weight min(0, x), [N, channels, ...]."""
-        slopes = self.weight if len(self.weight) == 1 else _channelwise(self.weight, x)
-        return torch.where(x > 0, x, slopes * x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute max(0, input) + weight min(0, input), [N, channels, ...]."""
+        slopes = self.weight if len(self.weight) == 1 else _channelwise(self.weight, input)
+        return torch.where(input > 0, input, slopes * input)
 
 
 def _channelwise(weight: Tensor, x: Tensor) -> Tensor:

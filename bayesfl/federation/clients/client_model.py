@@ -2,6 +2,7 @@
 without data or server.
 """
 
+import json
 import math
 import os
 import re
@@ -49,6 +50,7 @@ from bayesfl.evaluation.calibration.steps import compares
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import predict, surveying
+from bayesfl.federation.clients.exporting import Served, described_served, write_onnx
 from bayesfl.federation.clients.form import Form
 from bayesfl.federation.clients.modules import module_at
 from bayesfl.federation.clients.predicting import predicting, predictor_of
@@ -395,10 +397,106 @@ class ClientModel:
         `model(*x)`, a mapping as `model(**x)`. Of several networks it is the one that the client
         chose, as in IFCA.
 
+        A warning names the steps of calibration of a calibrated client, which it leaves out.
+
         Raises:
             ValueError: The client predicts with several networks together, as in a mixture.
         """
+        if self.steps:
+            left = ", ".join(type(one.step).__name__ for one in self.steps)
+            warn(
+                f"the network of {self.name!r} alone leaves out its calibration ({left}); "
+                "export(path, x) has it inside, and predict(x) applies it",
+            )
         return module_at(self.algorithm, self.algorithm.parts, self.view)
+
+    def export(self, path: str | os.PathLike[str], x: Any, *, plug_in: bool = False) -> None:
+        """Write what the client serves into an ONNX file, completely or not at all.
+
+        The graph takes any number of rows as `predict` takes them (of a frame, what its columns
+        make of it), applies the federation's transform, and returns `probs` with temperature and
+        bias inside, or the mean, or quantiles, of numbers. The metadata `bayesfl`, JSON, has the
+        names of the classes and of the inputs, what makes these of a frame's columns, and the
+        options and thresholds of sets and abstention. Needs onnx and onnxscript.
+
+        Args:
+            path: The file, such as `"bern.onnx"`.
+            x: Two example rows or more, as of `predict`, for which the graph is compared with
+                `predict`.
+            plug_in: Whether to predict at the means of the beliefs, of an uncalibrated client that
+                averages over a posterior.
+
+        Raises:
+            ValueError: As by `predict`; or the client averages over a posterior, which a graph has
+                not, or the graph would predict otherwise.
+        """
+        made = replace(self, plug_in=True) if plug_in else self
+        surveying.check_reading(made)
+        made._check_at_means()
+        if self.prepared is not None and is_frame(x):
+            x, _ = self.prepared.applied(Table(x, "x"))
+        served, rows = (
+            made._served(),
+            self.form.split(x, self.inputs, dtype=self.dtype, device=self.device).x,
+        )
+        found = made.predict(x)
+        expected = {
+            name: t for name, t in vars(found).items() if isinstance(t, Tensor) and name != "mask"
+        }
+        about = {
+            "client": self.name,
+            "round": self.round,
+            "class_names": self.class_names,
+            "columns": self.columns,
+            "prepared": None if self.prepared is None else json.loads(self.prepared.to_json()),
+            **described_served(self.steps, self.form.transform),
+        }
+        write_onnx(path, served, rows, expected, about)
+
+    def _check_at_means(self) -> None:
+        """Raise ValueError where the client averages over draws or another posterior."""
+        drawn = self.algorithm.draws and any(
+            self.algorithm.blocks[part].stochastic for part in self.algorithm.parts
+        )
+        rule = self._rule
+        if not self.plug_in and (
+            (rule is None and drawn)
+            or not (rule is None or (isinstance(rule, Mixture) and rule.each is None))
+        ):
+            raise ValueError(
+                f"{self.name!r} predicts by a posterior, which a graph has not; export at the "
+                "means by plug_in=True, or calibrate a method that predicts at the means, as "
+                "dataclasses.replace(method, draws=0, predictor=None)"
+            )
+
+    def _served(self) -> Served:
+        algorithm, view = self.algorithm, self.view
+        common = self.common and any(
+            bool(one.own["shared"][0])
+            for one in self.steps
+            if isinstance(one.step, calibration.Choice)
+        )
+        rule = self._rule
+        weights = torch.ones(1, dtype=self.dtype)
+        if common:
+            parts = algorithm.shared_parts()
+            assert parts is not None
+            networks = [module_at(algorithm, parts, self.common | {"n": view["n"]})]
+        elif isinstance(rule, Mixture):
+            pi = view[rule.weights]
+            copies = pi.nonzero().flatten().tolist()
+            alone = [
+                view | {rule.weights: torch.zeros_like(pi).index_fill(0, torch.tensor(m), 1.0)}
+                for m in copies
+            ]
+            networks = [module_at(algorithm, algorithm.parts, one) for one in alone]
+            weights = pi[copies].cpu()
+        else:
+            networks = [module_at(algorithm, algorithm.parts, view)]
+        networks = [network.cpu() for network in networks]
+        return Served(
+            networks, weights, algorithm.likelihood, self.form.transform, self.dtype, self.steps
+        )
 
     def save(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
         """Write the model into the folder `path`, completely or not at all; `load_client` reads it

@@ -1,0 +1,149 @@
+"""A client's model as one ONNX file, which predicts as the client does."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.described import described
+from bayesfl.base.files import atomic_path
+from bayesfl.base.inputs import Inputs, call, each, named
+from bayesfl.base.protocols import Likelihood, Tensors
+from bayesfl.data.split import Change
+from bayesfl.evaluation.calibration import Bias, Fitted, Temperature
+
+NEAR = 1e-4
+"""How far exported predictions may lie from the client's own."""
+
+
+class Served(nn.Module):
+    """What a client serves at the means of its beliefs, from rows as their owner has them: the
+    transform, its networks, the likelihood's predictions, temperatures and biases.
+
+    Args:
+        networks: The networks that predict together, of which most methods have one.
+        weights: Weight of each network's predictions.
+        likelihood: The method's likelihood.
+        transform: What is done to rows before the networks read them; None for nothing.
+        dtype: Precision of the networks.
+        steps: Steps of calibration with the client's own parameters; those that change no
+            prediction are left out.
+    """
+
+    def __init__(
+        self,
+        networks: Sequence[nn.Module],
+        weights: Tensor,
+        likelihood: Likelihood,
+        transform: Change | None,
+        dtype: torch.dtype,
+        steps: Sequence[Fitted],
+    ) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+        self.register_buffer("weights", weights)
+        self._likelihood, self._transform, self._dtype = likelihood, transform, dtype
+        self._moves: list[tuple[str, Tensor]] = []
+        for one in steps:
+            if isinstance(one.step, Temperature):
+                self._moves.append(("over", one.own["temperature"][0].to(dtype)))
+            if isinstance(one.step, Bias):
+                self._moves.append(("plus", one.own["bias"][0].to(dtype)))
+
+    def forward(self, x: Inputs) -> Tensors:
+        """Return the predictions for rows [N, ...], one tensor a name."""
+        if self._transform is not None:
+            x = self._transform(x)
+        x = each(lambda t: t.to(self._dtype) if t.is_floating_point() else t, x)
+        made = [
+            self._likelihood.predictive(call(network, x).unsqueeze(0)) for network in self.networks
+        ]
+        weights = self.get_buffer("weights")
+        if "probs" in made[0]:
+            probs = sum(w * one["probs"] for w, one in zip(weights, made, strict=True))
+            return {"probs": self._calibrated(torch.as_tensor(probs))}
+        (only,) = made
+        return {name: t for name, t in only.items() if name not in ("epistemic", "aleatoric")}
+
+    def _calibrated(self, probs: Tensor) -> Tensor:
+        if not self._moves:
+            return probs
+        logits = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+        for kind, by in self._moves:
+            logits = logits / by if kind == "over" else logits + by
+        return logits.softmax(-1)
+
+
+def write_onnx(
+    path: str | os.PathLike[str],
+    served: Served,
+    rows: Inputs,
+    expected: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+) -> None:
+    """Write what a client serves into an ONNX file, for any number of rows.
+
+    Args:
+        path: The file.
+        served: What is exported.
+        rows: Example rows, two or more.
+        expected: The client's own predictions for these.
+        about: What the file's metadata say beside the graph, JSON-able.
+
+    Raises:
+        ValueError: The module predicts otherwise than the client.
+    """
+    import onnx
+
+    served.eval()
+    with torch.no_grad():
+        found = served(rows)
+    for name, t in found.items():
+        apart = float((t.cpu() - expected[name]).abs().max())
+        if not apart <= NEAR:
+            raise ValueError(
+                f"the exported network's {name!r} would lie up to {apart:.2g} from those that the "
+                "client predicts, as where a transform reads rows that are predicted together"
+            )
+    any_rows = {0: torch.export.Dim("rows", min=1)}
+    names = [re.sub(r"\W+", "_", name).strip("_") for name, _ in named(rows)]
+    with atomic_path(path) as temporary:
+        torch.onnx.export(
+            served,
+            (rows, {}),  # a mapping at the end would be taken for keywords
+            temporary,
+            dynamo=True,
+            dynamic_shapes={"x": each(lambda t: any_rows, rows)},
+            input_names=names,
+            output_names=list(found),
+            external_data=False,
+            verbose=False,
+        )
+        model = onnx.load(temporary)
+        onnx.helper.set_model_props(model, {"bayesfl": json.dumps(about)})
+        onnx.save(model, temporary)
+
+
+def described_served(steps: Sequence[Fitted], transform: Change | None) -> dict[str, Any]:
+    """Return what an exported file says of steps of calibration and of the transform in its
+    graph.
+    """
+    return {
+        "steps": [
+            {
+                "step": type(one.step).__name__,
+                "options": described(one.step),
+                **{
+                    name: described(t[0].tolist() if name in one.own else t.tolist())
+                    for name, t in (*one.own.items(), *one.state.items())
+                    if name in ("temperature", "bias", "threshold", "shared")
+                },
+            }
+            for one in steps
+        ],
+        "transform": described(transform),
+    }
