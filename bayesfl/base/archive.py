@@ -43,17 +43,25 @@ def write(
         kind: What it holds, in a word.
         said: Plain values, JSON-able.
         tensors: Tensors by their names, which are copied to the CPU.
+
+    Raises:
+        OSError: It cannot be written, as on a full disk.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     flat = {name: t.detach().cpu().clone().contiguous() for name, t in sorted(tensors.items())}
     text = json.dumps({"kind": kind, "format": FORMAT, "version": version("bayesfl"), **said})
-    with atomic_path(path) as temporary:
-        save_file(
-            flat,
-            str(temporary),
-            metadata={"bayesfl": text, "digest": digest_of_tensors(text, flat)},
-        )
+    header = {"bayesfl": text, "digest": digest_of_tensors(text, flat)}
+    try:
+        with atomic_path(path) as temporary:
+            save_file(flat, str(temporary), metadata=header)
+    except (OSError, SafetensorError) as error:  # as of a full disk
+        raise OSError(
+            f"{str(Path(path))!r} could not be written: {error}. Files that were in "
+            f"{str(Path(path).parent)!r} before are whole; make room there, and write again: a run "
+            "with checkpoints goes on from its last one"
+        ) from error
 
 
 def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

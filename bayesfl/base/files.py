@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,10 +70,12 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def remove_leftovers(folder: Path, suffix: str) -> None:
+def remove_leftovers(folder: Path, suffix: str, *, untouched: float = 0) -> None:
     """Remove files under temporary names, with this suffix, that `atomic_path` left in a folder
-    when its process was killed.
+    when its process was killed, and that nobody has written to for `untouched` seconds.
     """
     for file in folder.glob(f".*{suffix}"):
         if re.fullmatch(rf"\..+\.[0-9a-f]{{16}}{re.escape(suffix)}", file.name):
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                if time.time() - file.stat().st_mtime >= untouched:
+                    file.unlink()

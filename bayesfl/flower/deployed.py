@@ -3,9 +3,8 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -169,32 +168,6 @@ def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
     """
     instance("algorithm", algorithm, Algorithm, BUILD_METHOD)
     return read_deployed(folder, algorithm)[0]
-
-
-@contextlib.contextmanager
-def sole_server(folder: Path) -> Iterator[None]:
-    """Lock a folder of checkpoints against other servers; the system releases the lock when the
-    process ends, however it ends.
-
-    Raises:
-        ValueError: Another server holds the lock, the folder holds a saved result, or `folder` is a
-            file or lies under one.
-    """
-    files.claim(folder)
-    try:
-        import fcntl
-    except ImportError:  # on systems without such locks
-        yield
-        return
-    with (folder / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(
-                f"checkpoint folder {str(folder)!r} is in use by another server; stop that one "
-                "first, or take another folder"
-            ) from error
-        yield
 
 
 @reloaded.register

@@ -2,14 +2,12 @@
 sums.
 """
 
-import contextlib
 import inspect
 import logging
 import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -32,6 +30,7 @@ from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.callbacks import Callback, check_callbacks, ended, finished, over
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
+from bayesfl.federation.store import files
 from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
 from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import deployed, records
@@ -158,7 +157,7 @@ def serve(
     steps = surveying.checked_steps(calibration)
     described_steps(steps)
     surveying.check_servers_model(steps, algorithm)
-    with contextlib.nullcontext() if checkpoint is None else deployed.sole_server(Path(checkpoint)):
+    with files.claimed(checkpoint):
         run = _Service(grid, admission, timeout, checkpoint, every, on_round, steps)
         state = run.begin(algorithm, settings, clients, dtype, start)
         stopped = over(on_round, state)

@@ -5,6 +5,7 @@ the server's update.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch.utils._pytree import tree_map
 
 from bayesfl import preflight
 from bayesfl.base.described import described
-from bayesfl.base.files import folder
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
 from bayesfl.base.warning import warn
@@ -157,50 +157,58 @@ def simulate(
         algorithm, clients, settings, sampling, aggregation, admission, faults, start, resume
     )
     device = present(device)
-    goes_on = _from_where(resume, checkpoint)
-    before = None
-    if start is not None and goes_on is None:
-        before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
-    preflight.check(algorithm, clients)
-    if goes_on is None:
-        result = _begun(
-            algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype
+    with files.claimed(checkpoint) as held:
+        goes_on = _from_where(resume, checkpoint, held)
+        before = None
+        if start is not None and goes_on is None:
+            before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
+        preflight.check(algorithm, clients)
+        if goes_on is None:
+            result = _begun(
+                algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype
+            )
+            repeats = 0
+        else:
+            result, repeats = _resumed(
+                goes_on,
+                algorithm,
+                clients,
+                settings,
+                engine,
+                start,
+                checkpoint,
+                device=device,
+                dtype=dtype,
+            )
+        result = replace(result, tolerant=admission.skips)
+        if checkpoint is not None:
+            # Now, as the first checkpoint may be due after hours.
+            files.refuse_nameless(described(algorithm), described(clients.outline))
+        sums = aggregation.start(
+            result, admission, every=None if checkpoint is None else every, repeats=repeats
         )
-        repeats = 0
-    else:
-        result, repeats = _resumed(
-            goes_on,
+        rules = Rules(
             algorithm,
-            clients,
             settings,
-            engine,
-            start,
-            checkpoint,
-            device=device,
-            dtype=dtype,
+            clients.clients,
+            algorithm.uplink(result.server),
+            admission,
+            sums,
+            clients.client_names,
         )
-    result = replace(result, tolerant=admission.skips)
-    if checkpoint is not None:
-        # Now, as the first checkpoint may be due after hours.
-        files.refuse_nameless(described(algorithm), described(clients.outline))
-    sums = aggregation.start(
-        result, admission, every=None if checkpoint is None else every, repeats=repeats
-    )
-    rules = Rules(
-        algorithm,
-        settings,
-        clients.clients,
-        algorithm.uplink(result.server),
-        admission,
-        sums,
-        clients.client_names,
-    )
-    run = _Simulation(
-        rules, clients.to(device, dtype), faults, on_round, measures, checkpoint, every, progress
-    )
-    with result.engine.crew(device) as crew:
-        result = run.rounds(result, crew)
-    return finished(on_round, result)
+        run = _Simulation(
+            rules,
+            clients.to(device, dtype),
+            faults,
+            on_round,
+            measures,
+            checkpoint,
+            every,
+            progress,
+        )
+        with result.engine.crew(device) as crew:
+            result = run.rounds(result, crew)
+        return finished(on_round, result)
 
 
 def _refuse_contradictions(
@@ -245,22 +253,24 @@ def _refuse_contradictions(
 
 
 def _from_where(
-    resume: RunOrFolder | None, checkpoint: str | os.PathLike[str] | None
+    resume: RunOrFolder | None, checkpoint: str | os.PathLike[str] | None, held: Sequence[Path]
 ) -> RunOrFolder | None:
-    """Return the result or folder from which this run goes on, None for a run that begins; prepare
-    the folder for checkpoints.
+    """Return the result or folder from which this run goes on, None for a run that begins.
+
+    Args:
+        resume: As of `simulate`.
+        checkpoint: As of `simulate`.
+        held: The checkpoints in that folder.
 
     Raises:
-        ValueError: The folder is a file, or holds a saved result, or checkpoints beside a `resume`
-            from elsewhere.
+        ValueError: The folder holds checkpoints beside a `resume` from elsewhere.
     """
-    if checkpoint is None:
-        return resume
-    held = files.claim(folder("checkpoint", checkpoint))
     if resume is None:
         return checkpoint if held else None
-    if held and (
-        isinstance(resume, Result) or os.path.realpath(resume) != os.path.realpath(checkpoint)
+    if (
+        checkpoint is not None
+        and held
+        and (isinstance(resume, Result) or os.path.realpath(resume) != os.path.realpath(checkpoint))
     ):
         raise ValueError(
             f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on "

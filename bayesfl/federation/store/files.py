@@ -12,10 +12,11 @@ process has left are removed when its folder is used again. Nothing is pickled: 
 code.
 """
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +47,16 @@ from bayesfl.evaluation.history import History
 from bayesfl.federation.settings import DTYPES, Settings, dtype_name
 from bayesfl.federation.store.identity import Chosen, identity
 
+try:
+    import fcntl
+except ImportError:  # on systems without such locks
+    fcntl = None
+
 STATE = "state.safetensors"
 ROUND = re.compile(r"round-(\d{6,})\.safetensors")
 KEPT = 2
+LEFT = 600
+"""Seconds after which a temporary file that nobody writes to is taken for a killed process's."""
 STEPS: dict[str, type] = {
     kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)
 }
@@ -197,12 +205,9 @@ def write(
     """
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
     refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "form")))
-    archive.write(
-        _folder(path) / file,
-        kind.name,
-        _part(said, tensors=False),
-        flatten(_part(said, tensors=True)),
-    )
+    made, tensors = _folder(path), flatten(_part(said, tensors=True))
+    remove_leftovers(made, ".safetensors", untouched=LEFT)
+    archive.write(made / file, kind.name, _part(said, tensors=False), tensors)
 
 
 def refuse_nameless(*descriptions: object) -> None:
@@ -308,24 +313,40 @@ KINDS = [RUN, CLIENT, NODE]
 """Every kind of file; a deployment adds its own."""
 
 
-def claim(path: str | os.PathLike[str]) -> list[Path]:
-    """Prepare the folder `path` for the checkpoints of one run, and remove temporary files that a
-    killed process has left.
+@contextlib.contextmanager
+def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
+    """Hold the folder `path` for the checkpoints of one run, and remove temporary files that a
+    killed process has left; None for no folder.
 
-    Returns:
+    The system releases the folder when the process ends, however it ends.
+
+    Yields:
         The checkpoints in it, the newest first.
 
     Raises:
-        ValueError: `path` is a file or lies under one, or the folder holds a saved result.
+        ValueError: Another run holds the folder, `path` is a file or lies under one, or the folder
+            holds a saved result.
     """
-    claimed = _folder(path)
-    remove_leftovers(claimed, ".safetensors")
-    if (claimed / STATE).is_file():
-        raise ValueError(
-            f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints in a "
-            "folder of their own"
-        )
-    return _rounds(claimed)
+    if path is None:
+        yield []
+        return
+    made = _folder(folder("checkpoint", path))
+    with (made / "lock").open("a") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(
+                    f"checkpoint folder {str(path)!r} is in use by another run, which would be "
+                    "lost; stop that one first, or pass another folder"
+                ) from error
+        remove_leftovers(made, ".safetensors")
+        if (made / STATE).is_file():
+            raise ValueError(
+                f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints "
+                "in a folder of their own"
+            )
+        yield _rounds(made)
 
 
 def checkpoints(path: str | os.PathLike[str]) -> list[Path]:

@@ -1,10 +1,12 @@
 """Saved runs: whole, checked, and refused for anything else than what they were made with."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch.testing import assert_close
 
 import bayesfl as bf
@@ -141,3 +143,50 @@ def test_a_file_where_the_folder_should_be(saved: Path, clients, tmp_path: Path)
         with pytest.raises(ValueError, match=r"path .*folder.*'.*run.*' .*file"):
             result.save(path)
     assert file.read_text() == "mine"
+
+
+def test_one_run_holds_a_folder(clients, tmp_path: Path):
+    """Another one, from a thread or a process, is refused before its first round; the folder is
+    free again when the run ends, and by an error too.
+    """
+
+    def other(run) -> bool:
+        with pytest.raises(ValueError, match=r"is in use by another run"):
+            simulated(tmp_path / "run", 1)
+        raise KeyError("stop")
+
+    def simulated(folder: Path, rounds: int, **options):
+        return bf.simulate(
+            algorithm(), clients, rounds=rounds, checkpoint=folder, progress=False, **options
+        )
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="stop"):
+            simulated(tmp_path / "run", 2, on_round=[other])
+    assert simulated(tmp_path / "run", 2).round == 2
+
+
+def test_what_a_killed_save_left_is_removed(saved: Path, clients, tmp_path: Path):
+    """By the next one, unless another process writes to it still."""
+    run = bf.load(saved, algorithm(), clients)
+    left = [tmp_path / f".state.{number:016x}.safetensors" for number in range(2)]
+    for file in left:
+        file.touch()
+    os.utime(left[0], (0, 0))
+    run.save(tmp_path)
+    assert [file.exists() for file in left] == [False, True]
+
+
+def test_a_full_disk_names_the_folder(saved: Path, clients, tmp_path: Path, monkeypatch):
+    """And what is safe: the run that was there before."""
+    run = bf.load(saved, algorithm(), clients)
+    run.save(tmp_path / "run")
+
+    def full(*args, **options) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match=r"run/state.*No space left.*were in .*run' before are whole"):
+        run.save(tmp_path / "run")
+    assert bf.load(tmp_path / "run", algorithm(), clients).round == run.round
+    assert [file.name for file in (tmp_path / "run").iterdir()] == [STATE]
