@@ -4,7 +4,8 @@
 
 from bayesfl.federation.errors import BadClients
 from bayesfl.flower.deployed import Deployed, load
+from bayesfl.flower.leaving import leaves
 from bayesfl.flower.node_app import client_app
 from bayesfl.flower.server import serve, server_app
 
-__all__ = ["BadClients", "Deployed", "client_app", "load", "serve", "server_app"]
+__all__ = ["BadClients", "Deployed", "client_app", "leaves", "load", "serve", "server_app"]

@@ -2,7 +2,7 @@
 on data that stay with the client.
 """
 
-import hashlib
+import hmac
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 from bayesfl.base.described import digest_of
 from bayesfl.base.options import declared
 from bayesfl.data import FederatedData
+from bayesfl.data.split import Change
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.own_measures import Measure, check_measures
@@ -23,8 +24,10 @@ from bayesfl.federation.settings import Method
 from bayesfl.federation.store.files import described_steps
 from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import records
+from bayesfl.flower.leaving import HELLO
 from bayesfl.flower.node import Node, Refused
 from bayesfl.flower.orders import Order
+from bayesfl.flower.roster import NOT_SENT
 from bayesfl.preflight import check
 
 
@@ -43,7 +46,9 @@ def client_app(
     """Make a Flower ClientApp that does an algorithm's local work.
 
     A node's configuration says which client it is, `flower-supernode --node-config 'client-id=0
-    state-dir="/var/lib/bayesfl"'`.
+    state-dir="/var/lib/bayesfl"'`. With `shared-secret="..."`, the same on all nodes and unknown to
+    the server, it sends digests of the functions of inputs and of the columns, keyed by that, so
+    that the server sees where nodes' differ; without it none is sent.
 
     Args:
         algorithm: The method, with the same options as the server's.
@@ -111,11 +116,17 @@ def client_app(
             "task": client.data.task,
             "outputs": client.data.outputs,
             "splits": [s for s in client.data.splits if client.examples(s)],
-            # Digests alone, as a transform may hold numbers of the client's data.
-            "transform": "" if train.transform is None else digest_of(train.transform),
-            "augment": "" if train.augment is None else digest_of(train.augment),
-            "columns": "" if made is None else hashlib.sha256(made.to_json().encode()).hexdigest(),
         }
+        # Keyed, as who guesses the client's numbers could try them on a plain digest.
+        secret = str(context.node_config.get("shared-secret", ""))
+        for kind, text in (
+            ("transform", _described(train.transform)),
+            ("augment", _described(train.augment)),
+            ("columns", "" if made is None else made.to_json()),
+        ):
+            keyed = hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
+            found[kind] = "" if not text else keyed if secret else NOT_SENT
+        assert found.keys() == HELLO.keys()
         return Message(RecordDict({"config": ConfigRecord(found)}), reply_to=message)
 
     @app.train()
@@ -135,6 +146,10 @@ def client_app(
         return answered(message, context, Node.evaluate)
 
     return app
+
+
+def _described(change: Change | None) -> str:
+    return "" if change is None else digest_of(change)
 
 
 def _same_code(message: Message, agreed: str) -> None:

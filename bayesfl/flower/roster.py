@@ -21,6 +21,8 @@ REMIND = 30.0
 """Seconds between two log lines on missing clients, and after which a node that failed is asked
 again.
 """
+NOT_SENT = "not sent"
+"""In place of a digest, by a node without the secret that keys it."""
 LONGEST = 200
 """Most characters of a client's name."""
 
@@ -191,6 +193,12 @@ class Roster:
         self.names[client] = name
         for kind in ("transform", "augment", "columns"):
             digest = records.setting(reply, kind, str)
+            if digest == NOT_SENT and NOT_SENT not in self._changes.values():
+                log.warning(
+                    "whether all nodes read rows by the same %s is not looked at: give each the "
+                    "same shared-secret in --node-config",
+                    kind,
+                )
             if self._changes.setdefault(kind, digest) != digest:
                 log.warning(
                     "%s has another %s of its inputs than the first client that answered, or "
