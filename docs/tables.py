@@ -1152,10 +1152,34 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
     )
 
 
+def leaving() -> str:
+    """List what leaves a client of a deployment of pFedVEM with calibration, in Markdown."""
+    from bayesfl.flower import leaves
+
+    method = bf.algorithms.pfedvem(bf.models.mlp(64, hidden=20, outputs=10))
+    steps = (
+        bf.calibration.Choice(),
+        bf.calibration.Temperature(),
+        bf.calibration.Bias(),
+        bf.calibration.Conformal(),
+        bf.calibration.Abstention(split="test"),
+    )
+    sent: dict[tuple[str, str], list[str]] = {}
+    for one in leaves(method, calibration=steps):
+        size = f" ({one.size:,} numbers)" if one.size > 1 else ""
+        where = (one.when, "" if one.when.startswith("once") else one.what)
+        what = f": {one.what}" if one.when.startswith("once") else ""
+        sent.setdefault(where, []).append(f"`{one.name}`{size}{what}")
+    lines = ["| when | what is sent | which is |", "|---|---|---|"]
+    lines += [f"| {when} | {'; '.join(names)} | {what} |" for (when, what), names in sent.items()]
+    return "\n".join(lines)
+
+
 PAGES = {
     ROOT / "README.md": (demo,),
     ROOT / "docs" / "demo.md": (demo,),
     ROOT / "docs" / "methods.md": (implemented,),
+    ROOT / "docs" / "deployment.md": (leaving,),
     ROOT / "docs" / "api" / "names.md": (names,),
     ROOT / "docs" / "selection.md": (selection,),
     ROOT / "docs" / "long-training.md": (pfedvem,),
