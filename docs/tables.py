@@ -36,7 +36,7 @@ GIVEN = (
     ("bayesfl.posteriors.nuts", "Samples"),
     ("bayesfl.federation.errors", "BadClients"),
     ("bayesfl.federation.errors", "FailedRound"),
-    ("bayesfl.federation.errors", "CheckpointError"),
+    ("bayesfl.base.archive", "CheckpointError"),
 )
 INTERNAL = {"check_mixing", "check_optimiser", "check_rule", "rate_at"}
 """Functions of public files without `__all__` that other folders of the library call, and users do

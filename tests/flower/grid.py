@@ -26,6 +26,7 @@ class LocalGrid(Grid):
         alter: What goes wrong with replies.
         keys: The nodes' public keys; by default each has one.
         ids: Which client each node says it is.
+        secret: What the nodes share; empty for nothing.
     """
 
     apps: Mapping[int, Callable[[Message, Context], Message]]
@@ -33,6 +34,7 @@ class LocalGrid(Grid):
     alter: Alter | None = None
     keys: dict[int, bytes] = field(default_factory=dict)
     ids: dict[int, Any] = field(default_factory=dict)
+    secret: str = ""
     sent: list[Message] = field(default_factory=list)
     replies: dict[str, Message] = field(default_factory=dict)
 
@@ -83,6 +85,7 @@ class LocalGrid(Grid):
         config = {
             "client-id": self.ids.get(node, node - 100),
             "state-dir": str(self.folder / f"node-{node}"),
+            **({"shared-secret": self.secret} if self.secret else {}),
         }
         return Context(
             run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={}

@@ -9,6 +9,7 @@ import pytest
 from flwr.app import Message
 from torch import nn
 
+from bayesfl.base.described import digest_of
 from bayesfl.data import FederatedData
 from bayesfl.flower import client_app, load
 from bayesfl.flower.roster import Roster
@@ -124,16 +125,48 @@ def test_a_node_whose_inputs_are_made_otherwise_is_named(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ):
-    """The server cannot know whether that is meant; the same function elsewhere is no news."""
+    """The server cannot know whether that is meant; the same function elsewhere is no news. Nodes
+    that share no secret send no digest.
+    """
     made = getattr(clients, {"transform": "transformed", "augment": "augmented"}[kind])
     told = rf"client 3 .*has another {kind} of its inputs than the first client"
-    for folder, change, said in (("one", lambda x: x / 2, False), ("other", other, True)):
+    cases = (
+        ("none", lambda x: x / 3, "", False),
+        ("one", lambda x: x / 2, "key", False),
+        ("other", other, "key", True),
+    )
+    for folder, change, secret, said in cases:
+        caplog.clear()
         third = clients if change is None else made(change)
         grid = grid_of(fedavg, made(lambda x: x / 2), tmp_path / folder)
+        grid.secret = secret
         own = client_app(fedavg, lambda context, third=third: third.select([3]))
         grid.apps = {**grid.apps, 103: own}
         deploy(fedavg, clients, tmp_path, grid, rounds=1)
         assert ("of its inputs than" in caplog.text) == said == bool(re.search(told, caplog.text))
+        assert caplog.text.count(f"the same {kind} is not looked at") == (not secret)
+
+
+def test_digests_of_a_clients_numbers_are_keyed(
+    fedavg: Any, clients: FederatedData, tmp_path: Path
+):
+    """By the nodes' secret: who tries the client's numbers finds none of them in what it said."""
+    scaled = clients.transformed(lambda x: x / 2)
+    said = []
+    for secret in ("", "one", "other"):
+        grid = grid_of(fedavg, scaled, tmp_path / f"of {secret}")
+        grid.secret, heard = secret, []
+
+        def alter(client, message, reply, heard=heard):
+            if not reply.has_error() and "transform" in reply.content["config"]:
+                heard.append(reply.content["config"]["transform"])
+            return reply
+
+        grid.alter = alter
+        deploy(fedavg, scaled, tmp_path / f"of {secret}", grid, rounds=1)
+        said.append(heard[0])
+    assert said[0] == "not sent"
+    assert len({*said, digest_of(scaled.train.transform)}) == 4
 
 
 @pytest.mark.parametrize(
