@@ -93,9 +93,10 @@ class Algorithm:
         train: Default of who trains, the paper's: `cohort`, or `all` clients, of whom only the
             cohort is then gathered.
         sampling: Default of how a cohort is drawn, the paper's: `fixed` or `bernoulli`.
-        watch: (algorithm, phase, given, view, batch, client's name) -> None, which may warn of what
-            a client's training would do; called before each training phase of rounds 1, 2, 4, 8 and
-            so on with the client of a chunk that has most examples; None for none.
+        watch: (algorithm, phase, given, view, batch, client's name) -> {kind: warning} of what a
+            client's training would do, of which a run says each kind once; called before each
+            training phase of rounds 1, 2, 4, 8 and so on with the client of a chunk that has most
+            examples; None for none.
         made: Of which method of the library it is made; None if it was composed by hand, or changed
             by `dataclasses.replace`.
 
@@ -127,7 +128,7 @@ class Algorithm:
     draws: Annotated[int, AT_LEAST_0] = 0
     train: Literal["cohort", "all"] = "cohort"
     sampling: Literal["fixed", "bernoulli"] = "fixed"
-    watch: Callable[[Any, Any, Server, View, Batch, str], None] | None = field(
+    watch: Callable[[Any, Any, Server, View, Batch, str], Mapping[str, str]] | None = field(
         default=None, repr=False, compare=False
     )
     made: Made | None = field(init=False, default=None, repr=False, compare=False)

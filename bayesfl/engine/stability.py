@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesfl.base.protocols import Batch, Server, View
-from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Phase, Repeat, by_algebra
 from bayesfl.composition.priors import is_normal
@@ -52,8 +51,8 @@ _TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
 
 def watch(
     algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, batch: Batch, who: str
-) -> None:
-    """Warn if a body is dead or a phase's steps on a head are unstable, as a method's `watch`;
+) -> dict[str, str]:
+    """Say whether a body is dead or a phase's steps on a head are unstable, as a method's `watch`;
     nothing for phases of another kind.
 
     Args:
@@ -64,9 +63,13 @@ def watch(
         batch: All of the client's examples.
         who: The client, for the message.
     """
-    if watched(phase, algorithm):
-        warn_if_dead(algorithm, phase, given, view, batch, who)
-        warn_if_unstable(algorithm, phase, given, view, batch, who)
+    if not watched(phase, algorithm):
+        return {}
+    found = {
+        "dead": if_dead(algorithm, phase, given, view, batch, who),
+        "unstable": if_unstable(algorithm, phase, given, view, batch, who),
+    }
+    return {kind: said for kind, said in found.items() if said}
 
 
 def is_due(round: int) -> bool:
@@ -76,11 +79,11 @@ def is_due(round: int) -> bool:
     return round & (round + 1) == 0
 
 
-def warn_if_unstable(
+def if_unstable(
     algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch, who: str
-) -> None:
-    """Warn, with what fits, if a phase's steps on a head are unstable at the client's weights, see
-    `watch` for the arguments.
+) -> str:
+    """Say, with what fits, if a phase's steps on a head are unstable at the client's weights, see
+    `watch` for the arguments; '' if they are stable.
 
     The rate is that of this round alone, where it follows a schedule. What fits is a lower rate,
     and, where this rate leaves room for one beside the data's curvature, a weaker tie.
@@ -93,13 +96,13 @@ def warn_if_unstable(
     try:
         curvature = float(scale * largest(algorithm, phase, given, view, batch))
     except TypeError:  # a likelihood whose curvature is not known
-        return
+        return ""
     assert isinstance(phase.optimiser, SGD)
     rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
     momentum = phase.optimiser.momentum
     most = rate_limit(curvature, precision, momentum, prox=phase.prox)
     if not rate >= most:
-        return
+        return ""
     # Room for the tie's precision beside the data's curvature; under `prox` there is none, as a
     # stronger tie helps.
     room = 2 * (1 + momentum) / rate - curvature
@@ -109,39 +112,40 @@ def warn_if_unstable(
         if room > 0
         else ""
     )
-    warn(
+    return (
         f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate "
         f"{rate:g} and these weights the loss has curvature {curvature:.3g} beside the tie's "
         f"{precision:.3g}; take a rate below {most:.3g} in head_optimiser of pfedmap and "
-        f"pfedvem{tie}",
+        f"pfedvem{tie}"
     )
 
 
-def warn_if_dead(
+def if_dead(
     algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch, who: str
-) -> None:
-    """Warn if most features are the same for all of a client's examples, as those of units that are
-    never active.
+) -> str:
+    """Say if most features are the same for all of a client's examples, as those of units that are
+    never active; '' if they are not.
 
     Large first steps on a head of large weights or wide beliefs may kill a body's units, which no
     later step trains; see `watch` for the arguments. Models that are all head, and clients of fewer
     than `ENOUGH_EXAMPLES` examples are not looked at.
     """
     if not has_body(algorithm.model):
-        return
+        return ""
     features, _ = algorithm.features(algorithm.leaves(phase.energy.parts, view), batch["x"])
     assert features is not None
     flat = features[batch["weight"] > 0].flatten(1)
     if len(flat) < ENOUGH_EXAMPLES:
-        return
+        return ""
     same = int((flat == flat[:1]).all(0).sum())
-    if same > CONSTANT * flat.shape[1]:
-        warn(
-            f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for "
-            f"all examples of {who}, as of units that are dead and train no more, or of inputs "
-            "that do not vary; begin with a smaller init_scale, where the method has one, or a "
-            "lower rate of body_optimiser",
-        )
+    if same <= CONSTANT * flat.shape[1]:
+        return ""
+    return (
+        f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for "
+        f"all examples of {who}, as of units that are dead and train no more, or of inputs "
+        "that do not vary; begin with a smaller init_scale, where the method has one, or a "
+        "lower rate of body_optimiser"
+    )
 
 
 def watched(phase: Phase | Repeat, algorithm: Algorithm) -> TypeGuard[Descend]:

@@ -3,7 +3,8 @@ finite numbers after each phase.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
+from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import (
     Descend,
@@ -109,6 +111,7 @@ class Local:
         tolerant: Whether a client whose training is no longer finite is set aside instead of
             stopping the run.
         names: The clients' names, for messages; none where they are not known.
+        said: What the method's `watch` has warned of, by kind.
     """
 
     algorithm: Algorithm
@@ -118,6 +121,7 @@ class Local:
     rounds: int
     tolerant: bool = False
     names: tuple[str, ...] = ()
+    said: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         observe(self.algorithm, self.train)  # as after loading, where no preflight has done so
@@ -177,9 +181,8 @@ class Local:
             before = views
             if algorithm.watch is not None and stage is Stage.TRAIN and stability.is_due(round):
                 view, batch = (tree_map(lambda t: t[0], of) for of in (views, plan.batch(0, 1)))
-                algorithm.watch(
-                    algorithm, phase, given, view, batch, called(int(ids[0]), self.names)
-                )
+                who = called(int(ids[0]), self.names)
+                self._warn_once(algorithm.watch(algorithm, phase, given, view, batch, who))
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
@@ -211,6 +214,14 @@ class Local:
             self._bytes(given, received.addressed, len(ids)),
             diverged,
         )
+
+    def _warn_once(self, found: Mapping[str, str]) -> None:
+        """Warn of what a method sees, each kind once in a run: other clients and later rounds have
+        the same.
+        """
+        for kind, said in found.items():
+            if self.said.setdefault(kind, said) is said:
+                warn(said)
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
         """Return how many bytes the clients receive in a round; frozen blocks do not count, since
