@@ -178,6 +178,7 @@ def test_folders_hold_one_run(tmp_path: Path):
     result = killed.run(str(folder), 1)
     assert sorted(file.name for file in folder.iterdir()) == [
         ".notes.safetensors",
+        "lock",
         "round-000001.safetensors",
     ]
     result.save(tmp_path / "saved")

@@ -331,6 +331,11 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
         yield []
         return
     made = _folder(folder("checkpoint", path))
+    if (made / STATE).is_file():
+        raise ValueError(
+            f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints in a "
+            "folder of their own"
+        )
     with (made / "lock").open("a") as file:
         if fcntl is not None:
             try:
@@ -341,11 +346,6 @@ def claimed(path: str | os.PathLike[str] | None) -> Iterator[list[Path]]:
                     "lost; stop that one first, or pass another folder"
                 ) from error
         remove_leftovers(made, ".safetensors")
-        if (made / STATE).is_file():
-            raise ValueError(
-                f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints "
-                "in a folder of their own"
-            )
         yield _rounds(made)
 
 

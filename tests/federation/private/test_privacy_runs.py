@@ -114,7 +114,7 @@ def test_a_secret_makes_a_run_repeatable_and_is_told_nowhere(
     assert not same(one, privately(fedavg(model), clients, replace(rule, secret=OTHER)))
     one.save(tmp_path / "saved")
     written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
-    assert len(written) == 3
+    assert len(written) == 4  # a lock, two checkpoints, a result
     for text in (*written, repr(rule).encode(), rule.name.encode(), repr(one.settings).encode()):
         assert b"never" not in text
         assert secret.hex().encode() not in text
