@@ -31,6 +31,7 @@ def compare(
     """Return a table of results' personal measures in their last evaluated round, and what differs
     in how they were trained.
 
+    Nothing is marked as the best: the measures are of test data, on which no method is chosen.
     Defaults are those of each method's paper, so two methods may differ in steps, batches, rates
     and momentum as well as in themselves. A second table beneath the first has the settings in
     which the results differ, the data (by source and hash), seeds, models, likelihoods and
@@ -63,7 +64,7 @@ def compare(
         wanted = _usual(found) if columns is None else columns
         rows[name] = {key: [_last(name, run, key) for run in found] for key in wanted}
     shown = dict.fromkeys(key for row in rows.values() for key in row)
-    heads = [report.Column(key, better=report.better(key)) for key in shown]
+    heads = [report.Column(key) for key in shown]
     parts = [report.table(rows, columns=heads, style=style)]
     parts += [_settings(runs, style), "\n".join(_options(runs))]
     return "\n\n".join(part for part in parts if part)
@@ -217,11 +218,36 @@ def _training(run: Result) -> dict[str, str]:
         "rounds": str(run.round) if whole else f"{run.round} of {settings.rounds}",
         "participation": f"{settings.participation:g} ({trains})",
         "steps": length_of_turns + (each(length) if steps else "none"),
+        "passes a round": f"{passes(run):.3g}",
         "batch": ", ".join("all" if size is None else str(size) for size in batches),
         "optimiser": optimiser,
         "likelihood": ADDRESS.sub("", repr(run.algorithm.likelihood)),
         "dtype": dtype_name(run.dtype),
     }
+
+
+def passes(run: Result) -> float:
+    """Return how often a client goes over its training data in a round by gradient steps, mean over
+    clients; the steps of every phase count, and those of each copy of a block.
+    """
+    counts = run.known.outline.counts
+    total = 0.0
+    for phase in run.algorithm.phases:
+        times = [_passes(phase, n) for n in counts if n]
+        mean = statistics.fmean(times) if times else 0.0
+        for one in unrolled(phase):
+            if isinstance(one, Descend):
+                copies = max(run.algorithm.blocks[name].copies or 1 for name in one.blocks)
+                repeated = (one.steps or one.epochs) if isinstance(phase, Repeat) else 1
+                total += mean * copies * repeated
+    return total
+
+
+def _passes(phase: Any, n: int) -> float:
+    """Return how often a phase goes over n examples."""
+    if not phase.steps:
+        return phase.epochs
+    return phase.steps * (1.0 if phase.batch_size is None else min(1.0, phase.batch_size / n))
 
 
 def _optimiser(optimiser: Any, rounds: int) -> str:

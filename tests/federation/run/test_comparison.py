@@ -4,13 +4,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.federation.run.comparison import compare
+from bayesfl.federation.run.comparison import compare, passes
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD, Adam, Clip, cosine, multistep
 from tests.cases import run
@@ -51,10 +52,27 @@ def test_what_differs_stands_beneath(model: nn.Module, clients: FederatedData):
         (line,) = [line for line in first.splitlines() if line.startswith(name)]
         assert f"{result.history[-1]['personal_accuracy']:.3f}" in line
     head, _, *lines = second.splitlines()
-    assert head.split() == ["trained", "with", "participation", "steps", "batch", "optimiser"]
+    columns = ["participation", "steps", "passes a round", "batch", "optimiser"]
+    assert head.split() == ["trained", "with", *" ".join(columns).split()]
+    assert "*" not in first
     assert "head: 2 epochs, body: 1 epoch" in lines[1]
     assert has(lines[2], "0.5 (all trains)", " 5 ")
     assert "SGD(0.1)" in lines[0]
+
+
+def test_passes_count_every_model(model: nn.Module, clients: FederatedData):
+    """Second models, heads, components, and the steps of a `Repeat` on each batch."""
+
+    def counted(method: bf.Algorithm) -> float:
+        return passes(run(method, clients, rounds=1, evaluate_every=None))
+
+    algorithms, n = bf.algorithms, clients.train.counts
+    assert counted(algorithms.fedavg(model, epochs=3)) == 3
+    assert counted(algorithms.ditto(model, epochs=3)) == 6
+    assert counted(algorithms.fedrep(model, head_epochs=2, body_epochs=1)) == 3
+    assert counted(algorithms.fedem(model, components=3, epochs=2)) == 6
+    found = counted(algorithms.pfedme(model, batches=4, batch_size=5, inner_steps=3))
+    assert found == pytest.approx(3 * 4 * np.minimum(1, 5 / n).mean())
 
 
 def test_what_is_alike_is_not_said(model: nn.Module, clients: FederatedData):
