@@ -70,8 +70,8 @@ def rate_at(rate: Rate, round: int, rounds: int) -> float:
     found = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
     if isinstance(found, bool) or not isinstance(found, Real) or not 0 <= found < math.inf:
         raise ValueError(
-            f"rate must be >= 0 and finite, its schedule returned {found!r} for round {round} of "
-            f"{rounds}, counted from 0; let it return a number there"
+            f"rate must be >= 0 and finite, its schedule returned {found!r} for round {round + 1} "
+            f"of {rounds} (round={round}); let it return a number there"
         )
     return float(found)
 

@@ -212,7 +212,7 @@ def test_rate_is_a_number_or_a_schedule():
 @pytest.mark.parametrize("found", [None, -0.1, math.nan, math.inf, "0.1", True, torch.ones(2)])
 def test_schedules_return_rates(found: Any):
     """A negative rate would climb the loss, silently; the message names the round."""
-    with pytest.raises(ValueError, match=r"^rate .*returned .* round 3 of 10, counted from 0"):
+    with pytest.raises(ValueError, match=r"^rate .*returned .* round 4 of 10 \(round=3\)"):
         rate_at(lambda round, rounds: found, 3, 10)
     assert rate_at(lambda round, rounds: torch.tensor(0.5), 3, 10) == 0.5  # pyright: ignore[reportArgumentType]
 

@@ -144,7 +144,7 @@ def clustered(
                 new = places[bipartition(updates[places])]
                 log.info(
                     "round %d: cluster %d splits, %d of its %d clients leave",
-                    uplink["round"],
+                    int(uplink["round"]) + 1,
                     c,
                     len(new),
                     len(places),

@@ -122,7 +122,7 @@ class Annealed:
 
     Args:
         gamma: Weight of the penalty, >= 0.
-        start: First round with the full weight, counted from 0.
+        start: Number of rounds before the full weight.
     """
 
     gamma: NotNegative

@@ -145,7 +145,7 @@ Gamma: TypeAlias = Annotated[
 Anneal: TypeAlias = Annotated[
     int,
     AT_LEAST_0,
-    "Round, counted from 0, at which the penalty's weight goes from min(1, gamma) to gamma; not "
+    "Number of rounds after which the penalty's weight goes from min(1, gamma) to gamma; not "
     "reached in a run of at most this many.",
 ]
 SlopeEstimator: TypeAlias = Annotated[

@@ -106,7 +106,7 @@ def test_a_bad_reply_is_left_out(
         found = deploy(algorithm, clients, tmp_path, alter=spoilt(2, change, round=1), timeout=0.3)
     (line,) = [record.message for record in caplog.records if "is left out" in record.message]
     assert_same(found, tmp_path, simulated(algorithm, clients, faults=losing(2, round=1)))
-    assert re.match(f"round 1: client 2 is left out: .*{words}", line)
+    assert re.match(f"round 2: client 2 is left out: .*{words}", line)
     assert (found.history["lost"][1], found.history["rejected"][1]) == (
         (1.0, 0.0) if kind == "silent" else (0.0, 1.0)
     )

@@ -367,7 +367,7 @@ def test_a_killed_server_goes_on(
 def test_a_bad_reply_may_stop_the_run(fedavg: bf.Algorithm, clients: FederatedData, tmp_path: Path):
     """With what is wrong and whose it is; nothing was averaged."""
     options: dict[str, Any] = {"admission": bf.Admission("stop"), "checkpoint": tmp_path / "server"}
-    with pytest.raises(BadClients, match=r"round 0\b.*client 4\b.* 0\.3 seconds"):
+    with pytest.raises(BadClients, match=r"round 1\b.*client 4\b.* 0\.3 seconds"):
         deploy(fedavg, clients, tmp_path, alter=spoilt(4, unheard), timeout=0.3, **options)
     assert load(tmp_path / "server", fedavg).round == 0
 

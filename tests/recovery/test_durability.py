@@ -59,6 +59,7 @@ def test_killed_again_and_again(tmp_path: Path):
     whole = killed.run(str(tmp_path / "whole"), ROUNDS)
     assert same(result, whole)
     assert sorted(file.name for file in folder.iterdir()) == [
+        "lock",
         f"round-{ROUNDS - 1:06d}.safetensors",
         f"round-{ROUNDS:06d}.safetensors",
     ]

@@ -299,12 +299,12 @@ def _diverged(
 ) -> DivergenceError:
     kind = {Stage.TRAIN: "phase", Stage.FINETUNE: "fine-tuning phase", Stage.ADAPT: "phase"}[stage]
     return DivergenceError(
-        f"{who} is no longer finite after {kind} {position} ({phase_in_words(phase)}) of round "
-        f"{round}, both counted from 0: a loss became NaN or infinite; lower the learning rate, "
+        f"{who} is no longer finite after {kind} {position + 1} ({phase_in_words(phase)}) of round "
+        f"{round + 1}: a loss became NaN or infinite; lower the learning rate, "
         "or look at this client's data",
-        round=round,
+        round=round + 1,
         client=client,
-        phase=position,
+        phase=position + 1,
     )
 
 

@@ -354,10 +354,10 @@ class _SecureRound:
                 units, clipped = quantised(values, self._rule.range, self._rule.step)
             except ValueError as error:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self._round}, counted from 0: of "
+                    f"client {client} sends nothing in round {self._round + 1}: of "
                     f"what it would add to the sums, {error}; lower the learning rates, or look "
                     "at its weight",
-                    round=self._round,
+                    round=self._round + 1,
                     client=client,
                 ) from error
             if clipped:
@@ -369,12 +369,12 @@ class _SecureRound:
             block, size = name.split(".")[0], float(t.abs().max())
             if block in self._whole and size > self._rule.range:
                 raise DivergenceError(
-                    f"client {client} sends nothing in round {self._round}, counted from 0: of "
+                    f"client {client} sends nothing in round {self._round + 1}: of "
                     f"block {block!r}, the statistics of norms, it would add {size:.4g} to the "
                     f"sums (its weight times its value), more than range={self._rule.range:g}; "
                     "pass a wider SecureSum(range=), with a larger step if need be, scale the "
                     "inputs, or take bf.models.group_norm(model)",
-                    round=self._round,
+                    round=self._round + 1,
                     client=client,
                 )
 
@@ -398,7 +398,7 @@ class _SecureRound:
         if clipped:
             log.warning(
                 "round %d: %d numbers were clipped to +-%g; declare a wider range",
-                self._round,
+                self._round + 1,
                 clipped,
                 self._rule.range,
             )

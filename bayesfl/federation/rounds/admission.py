@@ -75,7 +75,7 @@ def objection(message: Message, declared: Declared, round: int) -> str | None:
     if message.protocol != PROTOCOL:
         return f"it speaks protocol {message.protocol}, the server {PROTOCOL}"
     if message.round != round:
-        return f"it answers round {message.round}, not round {round}"
+        return f"it answers round {message.round + 1}, not round {round + 1}"
     if missing := sorted(declared.keys() - message.tensors.keys()):
         return f"tensors {missing} are missing"
     if extra := sorted(message.tensors.keys() - declared.keys()):
@@ -232,7 +232,7 @@ def check_cohort(drawn: int, round: int, least: int) -> None:
     if drawn < least:
         nothing = {"lost": 0, "rejected": 0, "bytes_up": 0, "bytes_down": 0}
         raise SmallCohort(
-            f"round {round}, counted from 0, has {drawn} clients and needs {least} (min_clients)",
+            f"round {round + 1} has {drawn} clients and needs {least} (min_clients)",
             **nothing,
         )
 
@@ -245,8 +245,7 @@ def check_replies(taken: int, round: int, least: int) -> None:
     """
     if taken < least:
         raise TooFewClients(
-            f"round {round}, counted from 0, comes to {taken} replies and needs {least} "
-            "(min_clients)"
+            f"round {round + 1} comes to {taken} replies and needs {least} (min_clients)"
         )
 
 

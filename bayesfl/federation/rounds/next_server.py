@@ -146,9 +146,9 @@ class NextServer:
             )
         if not all(finite(t) for t in tree_leaves(new)):
             raise DivergenceError(
-                f"the server is no longer finite after round {self._round}, counted from 0; lower "
+                f"the server is no longer finite after round {self._round + 1}; lower "
                 "the learning rates",
-                round=self._round,
+                round=self._round + 1,
             )
         return new
 

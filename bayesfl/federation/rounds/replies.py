@@ -345,7 +345,7 @@ class ReplyFilter:
             self._compare(self._admission)
         for client, reason in self.dropped.items():
             log.warning(
-                "round %d: %s is left out: %s", self._round, called(client, self._names), reason
+                "round %d: %s is left out: %s", self._round + 1, called(client, self._names), reason
             )
         # In the order of a simulation's chunks, so that sums over a network have the same bits.
         for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):
@@ -391,8 +391,7 @@ class ReplyFilter:
             if error.client is not None or self._admission is None or not self._admission.skips:
                 raise
             raise FailedRound(
-                f"what the replies of round {self._round}, counted from 0, make together is not "
-                "finite"
+                f"what the replies of round {self._round + 1} make together is not finite"
             ) from error
 
 

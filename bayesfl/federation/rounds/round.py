@@ -200,7 +200,7 @@ def run_round(
             bad = "; ".join(
                 f"{called(client, rules.names)}: {filter.dropped[client]}" for client in dropped
             )
-            raise BadClients(f"round {number}, counted from 0: {bad}")
+            raise BadClients(f"round {number + 1}: {bad}")
         transport.commit(dropped)
         missing = len(lost.intersection(cohort.tolist()))
         counted = {

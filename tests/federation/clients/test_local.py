@@ -97,7 +97,7 @@ def test_a_fine_tuning_that_leaves_the_numbers(clients, model, tmp_path):
     """
     algorithm = burst_by_fine_tuning(model)
     with pytest.raises(
-        bf.DivergenceError, match=r"client 2 .*fine-tuning phase 0 \(Once\) of round 1"
+        bf.DivergenceError, match=r"client 2 .*fine-tuning phase 1 \(Once\) of round 2"
     ) as raised:
         bf.simulate(algorithm, clients, rounds=2, progress=False)
     assert (raised.value.result.round, len(raised.value.result.history)) == (1, 1)

@@ -44,12 +44,12 @@ def test_rounds_with_too_few(
 
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
         skipped = failing(1)
-    assert re.search(r"round 1\b.* 3 replies .*4 \(min_clients\).*skipped", caplog.text)
+    assert re.search(r"round 2\b.* 3 replies .*4 \(min_clients\).*skipped", caplog.text)
     assert skipped.history["cohort"].tolist() == [7, 0, 7]
     repeated = failing(2, below_minimum="repeat")
     assert_close(state(repeated), state(plain), atol=1e-12, rtol=0)
     assert repeated.history["cohort"].tolist() == [7, 7, 7]
-    with pytest.raises(TooFewClients, match=r"round 1\b.* 3 replies .*4 \(min_clients\)"):
+    with pytest.raises(TooFewClients, match=r"round 2\b.* 3 replies .*4 \(min_clients\)"):
         failing(3, below_minimum="repeat")
     start = algorithm.init(7, seed=3, dtype=torch.float64)
     for faults, least in (
@@ -102,7 +102,7 @@ def test_a_message_as_declared():
     loc, count = torch.zeros(2), torch.tensor(1)
     for round, tensors, reason in (
         (4, {"w.loc": loc, "count": count}, None),
-        (3, {"w.loc": loc, "count": count}, "it answers round 3, not round 4"),
+        (3, {"w.loc": loc, "count": count}, "it answers round 4, not round 5"),
         (4, {"w.loc": loc}, "tensors ['count'] are missing"),
         (4, {"w.loc": "x", "count": count}, "w.loc is a str, no tensor"),
         (

@@ -20,7 +20,7 @@ from tests.federation.made import METHODS, run, same_bits, state, without
 
 WORDS = {
     "lost": "did not reply",
-    "stale": "round 0, not round 1",
+    "stale": "round 1, not round 2",
     "protocol": f"protocol {PROTOCOL + 1}, .*server {PROTOCOL}",
     "missing": "are missing",
     "extra": r"\['more'\] .*not declared",
@@ -58,7 +58,7 @@ def test_a_round_without_the_client(
             faults=lambda round, attempt, ids: {4: FAULTS[kind]} if round == 1 else {},
         )
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("round 1: client 4 ")
+    assert said.startswith("round 2: client 4 ")
 
     assert re.search(WORDS[kind], said)
     assert [result.history[name].tolist() for name in ("cohort", "lost", "rejected")] == [

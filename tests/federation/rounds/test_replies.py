@@ -71,7 +71,7 @@ def test_a_round_that_is_not_finite_is_passed_over(
         evaluate_every=None,
         train="cohort",
     )
-    assert re.search(r"round 1\b.*not finite.*skipped", caplog.text)
+    assert re.search(r"round 2\b.*not finite.*skipped", caplog.text)
     assert all(bool(t.isfinite().all()) for t in state(found).values())
     assert [found.history[name].tolist() for name in ("cohort", "lost", "rejected")] == [
         [7, 0, 7],
