@@ -100,6 +100,19 @@ def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any], dict[str, T
     return kind, said, flat
 
 
+def said_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the plain values of a file, kind, format and version among them, without its tensors
+    and without a look at its digest; {} where there is no file of bayesfl's.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt") as opened:
+            return dict(json.loads((opened.metadata() or {}).get("bayesfl", "{}")))
+    except (OSError, SafetensorError, ValueError):
+        return {}
+
+
 def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the plain values and the tensors of a file of one kind.
 

@@ -1,9 +1,10 @@
 """The result of a federation: predictions, adaptation to new clients, and saving."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from bayesfl.base import archive
 from bayesfl.base.files import folder
 from bayesfl.base.options import PROBABILITY, declared, instance, whole
 from bayesfl.base.protocols import Server, Tensors, View
@@ -40,7 +42,7 @@ from bayesfl.federation.clients.local import Local, State, private_rows
 from bayesfl.federation.clients.modules import server_module
 from bayesfl.federation.settings import FEDERATION, Settings, same_problem
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import Chosen, reading
+from bayesfl.federation.store.identity import Chosen, identity, reading
 from bayesfl.models.copies import refuse_changed
 from bayesfl.optim import rate_at
 
@@ -614,10 +616,27 @@ class Result:
         The model's code and the data are not written; `bf.load` is given them and checks that they
         are the same.
 
+        A warning names another run that was in the folder, which this one replaces.
+
         Raises:
             ValueError: `path` is a file, or lies under one.
         """
+        before = archive.said_of(Path(path) / files.STATE)
         files.write(path, files.RUN, self._content())
+        other = self._other(before)
+        if other:
+            warn(f"{str(path)!r} held another run, {other}, which this one replaces")
+
+    def _other(self, before: Mapping[str, Any]) -> str:
+        """Say in words of which other run a file was, by what it says; '' if it was of this one, or
+        of none.
+        """
+        if before.get("kind") != files.RUN.name or before.get("format") != archive.FORMAT:
+            return ""
+        method, seed = before["algorithm"]["method"], before["settings"]["seed"]
+        own = identity(self.algorithm)["method"], self.settings.seed, self.known.hash
+        same = (method, seed, before["known"]["hash"]) == own
+        return "" if same else f"{method} with seed {seed} after round {before['round']}"
 
     def save_round(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint of a run in progress into the folder `path`; the checkpoint before it

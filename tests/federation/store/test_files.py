@@ -1,6 +1,7 @@
 """Saved runs: whole, checked, and refused for anything else than what they were made with."""
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,3 +191,18 @@ def test_a_full_disk_names_the_folder(saved: Path, clients, tmp_path: Path, monk
         run.save(tmp_path / "run")
     assert bf.load(tmp_path / "run", algorithm(), clients).round == run.round
     assert [file.name for file in (tmp_path / "run").iterdir()] == [STATE]
+
+
+def test_a_save_over_another_run_is_told(saved: Path, clients, tmp_path: Path):
+    """Not of the same run, further on, nor over what is no run."""
+    run = bf.load(saved, algorithm(), clients)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.save(tmp_path)
+        run.save(tmp_path)
+        (tmp_path / STATE).write_bytes(b"something else")
+        run.save(tmp_path)
+    other = replace(run, settings=replace(run.settings, seed=run.settings.seed + 1))
+    with pytest.warns(UserWarning, match=r"held another run, .* with seed .* after round 2, which"):
+        other.save(tmp_path)
+    assert bf.load(tmp_path, algorithm(), clients).settings == other.settings
