@@ -35,7 +35,9 @@ class Source:
     it shares.
 
     Args:
-        x: Inputs [N, ...], one tensor, of any real dtype; one in a mapped file stays there.
+        x: Inputs [N, ...], one tensor, of any real dtype; one in a mapped file stays there. Of the
+            library's own, images are standardised already by their usual mean and deviation, and
+            the columns of `diabetes` by those of the training rows; `digits` lie within [0, 1].
         y: Class labels [N] int64, or targets [N] or [N, O] float32.
         train: Number of training rows, which come first.
         outputs: Number of classes or targets.
