@@ -56,7 +56,7 @@ BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
         lambda reply: Message(Error(code=2, reason="out of memory"), metadata=reply.metadata),
         "error 2: out of memory",
     ),
-    "stale": (lambda reply: changed(reply, round=0), "round 0, not round 1"),
+    "stale": (lambda reply: changed(reply, round=0), "round 1, not round 2"),
     "protocol": (lambda reply: changed(reply, protocol=PROTOCOL + 1), "it speaks protocol"),
     "untyped": (lambda reply: changed(reply, round="one"), "must be of type int"),
     "missing": (
