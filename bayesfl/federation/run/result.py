@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -621,7 +620,7 @@ class Result:
         Raises:
             ValueError: `path` is a file, or lies under one.
         """
-        before = archive.said_of(Path(path) / files.STATE)
+        before = archive.said_of(folder("path", path) / files.STATE)
         files.write(path, files.RUN, self._content())
         other = self._other(before)
         if other:
