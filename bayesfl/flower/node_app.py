@@ -45,10 +45,13 @@ def client_app(
 ) -> ClientApp:
     """Make a Flower ClientApp that does an algorithm's local work.
 
-    A node's configuration says which client it is, `flower-supernode --node-config 'client-id=0
-    state-dir="/var/lib/bayesfl"'`. With `shared-secret="..."`, the same on all nodes and unknown to
-    the server, it sends digests of the functions of inputs and of the columns, keyed by that, so
-    that the server sees where nodes' differ; without it none is sent.
+    A node's configuration says which client it is, as in
+
+        flower-supernode --node-config 'client-id=0 state-dir="/var/lib/bayesfl"'
+
+    With `shared-secret="..."` there, the same on all nodes and unknown to the server, it sends
+    digests of the functions of inputs and of the columns, keyed by that, so that the server sees
+    where nodes' differ; without it none is sent.
 
     Args:
         algorithm: The method, with the same options as the server's.
