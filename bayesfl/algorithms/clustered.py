@@ -113,7 +113,8 @@ def clustered(
         if len(models) == 1:
             cluster = cluster.clamp_min(0)
         elif len(new := (cluster[ids] < 0).nonzero().flatten()):
-            cluster = cluster.index_copy(0, ids[new], uplink["joined"][new])
+            joined = uplink["joined"][new].clamp(0, len(models) - 1)  # whatever a client says
+            cluster = cluster.index_copy(0, ids[new], joined)
         updates = uplink["w"]["loc"].double() - torch.stack(models)[cluster[ids]]
         counts = counted(weight, server, uplink, "w")
 

@@ -30,7 +30,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from bayesfl.base.protocols import Batch, Server, Uplink, View
+from bayesfl.base.protocols import Batch, Reported, Server, Uplink, View
 from bayesfl.composition import (
     Algorithm,
     Block,
@@ -151,7 +151,7 @@ def fedem(
         parts=PARTS,
         likelihood=likelihood,
         private={"pi": uniform},
-        reports={"pi": uniform},
+        reports={"pi": Reported(uniform, options.AT_LEAST_0)},
         server=start,
         combine=usage,
         adapt=(Once(adapt, data=True, losses=PARTS),),

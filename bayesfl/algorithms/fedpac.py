@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import in_rows
-from bayesfl.base.protocols import Batch, Server, Uplink, View
+from bayesfl.base.protocols import Batch, Reported, Server, Uplink, View
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mixed, Once, options, simplex
 from bayesfl.likelihoods import Categorical, MultiLabel, Ordinal, Tokens
 from bayesfl.models.altered import cut
@@ -155,9 +155,9 @@ def fedpac(
         broadcast=("centroids", "seen"),
         address=address,
         reports={
-            "counts": torch.zeros(classes),
+            "counts": Reported(torch.zeros(classes), options.AT_LEAST_0),
             "h": each_class,
-            "variance": 0.0,
+            "variance": Reported(0.0, options.AT_LEAST_0),
             "centroids": each_class,
         },
         combine=combine,

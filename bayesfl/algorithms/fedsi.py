@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.protocols import AdditivePool, Batch, Server, StackedPool, Uplink, View
+from bayesfl.base.protocols import AdditivePool, Batch, Reported, Server, StackedPool, Uplink, View
 from bayesfl.composition import (
     Algorithm,
     Block,
@@ -244,7 +244,12 @@ def fedsi(
             "uncurved_share": torch.tensor(0.0),
         },
         broadcast=("g",),  # `uncurved_share` stays on the server, for people to read
-        reports={"std": lambda given: torch.zeros_like(given["body"]["loc"]), "uncurved": 0.0},
+        reports={
+            "std": Reported(
+                lambda given: torch.zeros_like(given["body"]["loc"]), options.AT_LEAST_0
+            ),
+            "uncurved": Reported(0.0, options.AT_LEAST_0),
+        },
         combine=combine,
     )
 

@@ -27,7 +27,7 @@ import math
 import torch
 from torch import Tensor
 
-from bayesfl.base.protocols import Batch, Server, Uplink, View
+from bayesfl.base.protocols import Batch, Reported, Server, Uplink, View
 from bayesfl.composition import (
     Algorithm,
     Block,
@@ -132,6 +132,9 @@ def group_dro(
         likelihood=likelihood,
         server=start,
         address=lambda server, ids: {"log_q": server["log_q"][ids]},
-        reports={"risk": torch.zeros(environments), "present": torch.ones(environments)},
+        reports={
+            "risk": torch.zeros(environments),
+            "present": Reported(torch.ones(environments), options.Range(0, 1, "[]")),
+        },
         combine=combine,
     )

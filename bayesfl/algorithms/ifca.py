@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.base.protocols import Batch, Server, Uplink, View
+from bayesfl.base.protocols import Batch, Reported, Server, Uplink, View
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Mixture, Once, options
 from bayesfl.likelihoods import Categorical
 from bayesfl.models import anew
@@ -57,7 +57,9 @@ def ifca(
         (choice, Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser)),
         parts=("models",),
         likelihood=likelihood,
-        reports={"cluster": torch.full((clusters,), 1 / clusters)},
+        reports={
+            "cluster": Reported(torch.full((clusters,), 1 / clusters), options.Range(0, 1, "[]"))
+        },
         finetune=(choice,),
         predictor=Mixture("models", "cluster"),
     )

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.protocols import AdditivePool, Batch, Server, Uplink, View
+from bayesfl.base.protocols import AdditivePool, Batch, Reported, Server, Uplink, View
 from bayesfl.composition import (
     Algorithm,
     Block,
@@ -125,7 +125,7 @@ def pfedvem(
         beta,
         likelihood=likelihood,
         private={"rho2": init_scale**2},
-        reports={"rho2": init_scale**2},
+        reports={"rho2": Reported(init_scale**2, options.Range(0))},
         server=lambda blocks, clients: {
             "log_rho2": torch.tensor(2 * math.log(init_scale)),
             "largest_share": torch.tensor(1 / clients),

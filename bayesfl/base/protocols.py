@@ -13,11 +13,13 @@ Functions for one client also serve many: tensors carry any leading axes, writte
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
 from bayesfl.base.inputs import Inputs
+from bayesfl.base.options import Range
 from bayesfl.base.targets import Targets
 
 Tensors: TypeAlias = dict[str, Tensor]
@@ -59,6 +61,20 @@ Weight: TypeAlias = Callable[[Server, Uplink], Tensor]
 """Function (server, uplink) -> weights of the clients of an uplink, [C], not normalised; [C, M] for
 the copies of a block.
 """
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A start of an algorithm's `reports`, with the range of the numbers that are sent. A client
+    that sends others is left out of the round, or stops the run, by name.
+
+    Args:
+        start: The start.
+        range: Where every number must lie.
+    """
+
+    start: Any
+    range: Range
 
 
 RESERVED = ("n", "ids", "round", "rounds", "clients")

@@ -23,6 +23,7 @@ from bayesfl.base.protocols import (
     Batch,
     Likelihood,
     Predictor,
+    Reported,
     Server,
     Tensors,
     Uplink,
@@ -80,7 +81,8 @@ class Algorithm:
         reports: {name: start} of what one client sends beyond the blocks. The start is put into the
             client's view before each round, and the view's entry after the round is sent; it is
             kept only where `private` has the name, too. The starts of `private` and `reports` are
-            tensors, numbers, nested mappings of these, or functions (given) -> one of these.
+            tensors, numbers, nested mappings of these, or functions (given) -> one of these; those
+            of `reports` also `Reported`, with the range of what is sent.
         combine: (server, ids, uplink) -> the server's changed entries; runs after the pools.
             `uplink` has the cohort's reports and the blocks with a stacked pool, each [C, ...], "n"
             and "ids" [C], and the numbers "round", "rounds" and "clients" J.
@@ -510,9 +512,13 @@ class Algorithm:
         self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor
     ) -> dict[str, Any]:
         """Return the starts of one client's `private` or `reports` entries."""
+        bare = {
+            name: start.start if isinstance(start, Reported) else start
+            for name, start in starts.items()
+        }
         return self._more(
             what,
-            {name: start(given) if callable(start) else start for name, start in starts.items()},
+            {name: start(given) if callable(start) else start for name, start in bare.items()},
             like,
         )
 

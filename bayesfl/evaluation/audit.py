@@ -17,7 +17,7 @@ from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.tables.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.predictions import per_place
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs, conduct, together
+from bayesfl.evaluation.surveys import LocalPredictions, NotNegative, Outputs, conduct, together
 
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
@@ -269,18 +269,18 @@ class Counting:
             "n_rows": (units,),
             "n_held": (units,),
             "n_endless": (units,),
-            "size": (units,),
+            "size": NotNegative((units,)),
             "n_examples": (),
             "n_left_out": (),
         }
         if not bool(state["classes"]):
-            return common | {"squares": (units,)}
+            return common | {"squares": NotNegative((units,))}
         return common | {
             "n_answered": (units,),
             "n_answered_right": (units,),
             "n_bin": (units, BINS),
             "n_bin_right": (units, BINS),
-            "confidence": (units, BINS),
+            "confidence": NotNegative((units, BINS)),
         }
 
     def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:

@@ -176,6 +176,10 @@ the clients' numbers as `ids`.
 """
 
 
+class NotNegative(tuple[int, ...]):
+    """The shape of numbers >= 0 in a survey's answer."""
+
+
 @runtime_checkable
 class Survey(Protocol[Known_contra]):
     """A question, and what to make of its answers; see the module."""
@@ -195,7 +199,7 @@ class Survey(Protocol[Known_contra]):
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of one client's answer, by name; empty where there is nothing to ask.
-        Names that begin with `n_` are counts.
+        Names that begin with `n_` are counts, and a `NotNegative` shape is one of numbers >= 0.
         """
         ...
 
@@ -217,8 +221,8 @@ def conduct(survey: Survey, ask: Ask, outputs: Outputs) -> Tensors:
         outputs: What is predicted.
 
     Raises:
-        ValueError: The survey does not fit, or an answer's sum has another shape, is not finite or
-            is a negative count.
+        ValueError: The survey does not fit, or an answer's sum has another shape, is not finite, or
+            is none that was declared.
         RuntimeError: The survey has not ended after `QUESTIONS` questions.
     """
     state = survey.start(outputs)
@@ -246,8 +250,8 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
         whose: What they are, for error messages.
 
     Raises:
-        ValueError: Names or shapes are others than were declared, or a number is not finite, or a
-            count is negative.
+        ValueError: Names or shapes are others than were declared, or a number is not finite, no
+            count, or negative.
     """
     if answer.keys() != dict(shapes).keys():
         raise ValueError(
@@ -267,8 +271,12 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
                 f"{whose} has numbers that are not finite in {name!r}; look at the predictions on "
                 "the survey's split"
             )
-        if name.startswith("n_") and bool((t < 0).any()):
-            raise ValueError(f"{whose} has a negative count in {name!r}")
+        count = name.startswith("n_")
+        below = (count or isinstance(shapes[name], NotNegative)) and bool((t < 0).any())
+        if below or (count and not torch.equal(t, t.round())):
+            raise ValueError(
+                f"{whose} has numbers in {name!r} that are {'no counts' if count else 'negative'}"
+            )
     return found
 
 
@@ -282,7 +290,7 @@ def answers(
     """
     return checked(
         survey.answer(state, local),
-        {name: (len(local.ids), *shape) for name, shape in shapes.items()},
+        {name: type(shape)((len(local.ids), *shape)) for name, shape in shapes.items()},
         "an answer",
     )
 

@@ -385,7 +385,7 @@ class Node:
         return {
             name: value
             for name, value in known.items()
-            if np.isfinite(value) or (name in records.ENDLESS and value == np.inf)
+            if value in records.MEASURES.get(name, records.ANY)
         }
 
     def _keep_model(

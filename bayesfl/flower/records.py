@@ -15,6 +15,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from bayesfl.base.options import Range
 from bayesfl.base.trees import detached
 from bayesfl.evaluation.own_measures import NAME
 from bayesfl.federation.rounds.admission import Declared
@@ -24,31 +25,33 @@ HEADER = 2**16
 """Least number of bytes that a blob may have beyond its tensors; it may have twice those of names
 and shapes if that is more.
 """
-MEASURES = (
+ANY, SHARE, SIZE = Range(-math.inf), Range(0, 1, "[]"), Range(0, ends="[")
+ENDLESS = Range(0, math.inf, "[]")  # as of conformal intervals where a client has few rows
+MEASURES = {
     # of classes
-    "accuracy",
-    "nll",
-    "ece",
-    "mce",
-    "brier",
-    "macro_f1",
-    "auroc",
-    "set_size",
-    "answered",
-    "answered_accuracy",
+    "accuracy": SHARE,
+    "nll": ANY,
+    "ece": SHARE,
+    "mce": SHARE,
+    "brier": Range(0, 2, "[]"),
+    "macro_f1": SHARE,
+    "auroc": SHARE,
+    "set_size": SIZE,
+    "answered": SHARE,
+    "answered_accuracy": SHARE,
     # of numbers
-    "rmse",
-    "crps",
-    "coverage_50",
-    "coverage_90",
-    "pinball",
-    "coverage",
-    "width",
-    "interval_score",
-)
-"""Measures of their predictions that clients report, by the names of `bayesfl.metrics`."""
-ENDLESS = ("width", "pinball", "interval_score")
-"""Measures that may be infinite, as those of conformal intervals where a client has few rows."""
+    "rmse": SIZE,
+    "crps": SIZE,
+    "coverage_50": SHARE,
+    "coverage_90": SHARE,
+    "pinball": ENDLESS,
+    "coverage": SHARE,
+    "width": ENDLESS,
+    "interval_score": ENDLESS,
+}
+"""Measures of their predictions that clients report, by the names of `bayesfl.metrics`, and where
+their values lie.
+"""
 OWN = 20  # measures of a user's own that a client may send besides
 T = TypeVar("T", bool, int, float, str, list)
 
@@ -135,17 +138,10 @@ def measures(content: RecordDict, split: str) -> dict[str, float]:
 
 
 def measure(content: RecordDict, record: str, name: str) -> float | None:
-    """Return a number that a client measured; None if it is absent, or not finite but for
-    `ENDLESS`.
-    """
+    """Return a number that a client measured; None if it is absent, or no value of `MEASURES`."""
     found = content.get(record)
     value = found.get(name) if isinstance(found, MetricRecord) else None
-    return (
-        float(value)
-        if isinstance(value, float)
-        and (math.isfinite(value) or (name in ENDLESS and value == math.inf))
-        else None
-    )
+    return value if isinstance(value, float) and value in MEASURES.get(name, ANY) else None
 
 
 def setting(content: RecordDict, key: str, kind: type[T]) -> T:

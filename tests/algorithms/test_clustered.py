@@ -258,6 +258,16 @@ def test_a_client_that_stays_away_keeps_its_cluster(planted: FederatedData):
     assert torch.equal(new["norms"][of[2]], server["norms"][of[2]])
 
 
+def test_a_client_that_names_no_cluster_gets_the_last(planted: FederatedData):
+    """Whatever a client says that it joined, no other client's round ends for it."""
+    algorithm = started(eps1=0.02, eps2=0.1, first_split=4)
+    server = run(algorithm, planted, 60).server
+    server["cluster"][3] = -1
+    said = {"w": {"loc": torch.randn(1, 3, dtype=torch.float64)}, "n": torch.ones(1)}
+    new = algorithm.combine(server, torch.tensor([3]), said | {"joined": torch.tensor([50])})
+    assert int(new["cluster"][3]) == len(server["models"]) - 1
+
+
 def test_a_new_client_takes_the_model_that_fits_it_best(planted: FederatedData):
     """By its training loss; those who trained predict by their own cluster's, whatever fits."""
     result = run(started(eps1=0.02, eps2=0.1, first_split=4), planted, 60)

@@ -12,6 +12,7 @@ from bayesfl.evaluation.calibration import Temperature
 from bayesfl.evaluation.surveys import (
     LocalPredictions,
     answers,
+    checked,
     conduct,
     named_split,
     together,
@@ -110,13 +111,26 @@ def test_draws_are_the_clients_own():
             lambda a: a | {"n_right": a["n_right"] / 0 * 0},
             "an answer has numbers that are not finite in 'n_right'",
         ),
-        (lambda a: a | {"n_right": -a["n_right"]}, "an answer has a negative count in 'n_right'"),
+        (
+            lambda a: a | {"n_right": -a["n_right"]},
+            "an answer has numbers in 'n_right' .* no counts",
+        ),
+        (lambda a: a | {"n_right": a["n_right"] + 0.5}, "in 'n_right' that are no counts"),
     ],
 )
 def test_answers_are_checked(wrong: Any, words: str):
     given = local()
     with pytest.raises(ValueError, match=words):
         answers(Share(wrong=wrong), {}, given, Share().shapes({}))
+
+
+def test_numbers_that_are_declared_not_negative_are_checked():
+    """As a curvature, of which one client's lie would turn Newton's step round."""
+    shapes = Temperature().shapes({})
+    said = {name: torch.ones(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    assert checked(said | {"g": -said["g"]}, shapes, "its answer")["g"] == -1
+    with pytest.raises(ValueError, match="its answer has numbers in 'h' that are negative"):
+        checked(said | {"h": -said["h"]}, shapes, "its answer")
 
 
 def test_what_is_no_survey_or_does_not_end():
@@ -130,7 +144,9 @@ def test_what_is_no_survey_or_does_not_end():
             lambda state, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()},
             CLASSES,
         )
-    with pytest.raises(ValueError, match="the sum of the answers has a negative count"):
+    with pytest.raises(
+        ValueError, match=r"the sum of the answers has numbers in .* that are no counts"
+    ):
         conduct(
             Share(),
             lambda state, shapes: {name: -torch.ones(shape) for name, shape in shapes.items()},

@@ -3,6 +3,7 @@ else.
 """
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Error, Message
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from torch import nn
 
 from bayesfl.data import FederatedData
@@ -48,6 +49,20 @@ def lacking(reply: Message, name: str) -> Message:
     """A reply that lacks a record."""
     del reply.content[name]
     return reply
+
+
+def test_measures_are_held_to_where_they_lie():
+    """An accuracy of 40 or a negative error counts as not measured; an interval may be endless, and
+    a user's own measure and a regression's NLL may be anything that is finite.
+    """
+    said = {"accuracy": 40.0, "rmse": -1.0, "width": math.inf, "nll": -3.0, "mine": -7.0}
+    content = RecordDict({"test": MetricRecord(said | {"ece": 0.5, "crps": math.inf})})
+    assert records.measures(content, "test") == {
+        "width": math.inf,
+        "nll": -3.0,
+        "mine": -7.0,
+        "ece": 0.5,
+    }
 
 
 BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {

@@ -22,7 +22,7 @@ from bayesfl.evaluation.calibration.scores import (
 )
 from bayesfl.evaluation.calibration.steps import refuse_empty
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, NotNegative, Outputs
 
 By: TypeAlias = Literal["client", "label"]
 SHRINKS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, math.inf)
@@ -60,12 +60,14 @@ class Conformal:
     A set holds what scores at most the client's threshold t_j. With its own n_j scores s_ij, the
     share F(s) of all clients' N scores up to s, and n0 = `shrink`,
 
-        t_j = inf{ s : #{i : s_ij <= s} + n0 F(s) >= level (n_j + n0 + 1) },
+        t_j = inf{ s : #{i : s_ij <= s} + n0 F(s) >= level (n_j + n0 + 1 + n0 / N) },
 
     which is everything where no s suffices. All clients' scores count as n0 together, the client's
-    own as 1 each, the new example's as 1. If all clients are alike, coverage is at least `level`;
-    Barber, Candès, Ramdas and Tibshirani, "Conformal prediction beyond exchangeability", Annals of
-    Statistics 51, 2023, theorem 2, bounds what foreign scores cost otherwise. `shrink=0` uses the
+    own as 1 each beside, and the new example's as a score of its own, 1 + n0 / N. No score then
+    weighs more than the new one's, so that, if all clients are alike, coverage is at least `level`
+    however few scores there are: Barber, Candès, Ramdas and Tibshirani, "Conformal prediction
+    beyond exchangeability", Annals of Statistics 51, 2023, theorem 2, which also bounds what
+    foreign scores cost otherwise. `shrink=0` uses the
     client's own scores alone, and promises `level` to each; a client with fewer than level / (1 -
     level) gets everything. `shrink=math.inf` uses all scores as if of one source. n0 has to be
     fixed before the scores are seen. `shrink="pinball"` takes the value of `SHRINKS`, one for all
@@ -132,7 +134,7 @@ class Conformal:
         if "edges" not in state:
             return {"n_powers": (2, OCTAVES + 1)}
         if "counts" in state:
-            return {"pinball": (len(SHRINKS),)}
+            return {"pinball": NotNegative((len(SHRINKS),))}
         return {"n_scores": (int(state["groups"]), HISTOGRAM_BINS + 1)}
 
     def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
@@ -339,7 +341,7 @@ def thresholds(
     """
     if shrink == math.inf:
         return _pooled(edges, counts, level).expand(len(mask)).clone()
-    return _first(scores, mask, edges, counts, shrink, level * (mask.sum(-1).double() + shrink + 1))
+    return _first(scores, mask, edges, counts, shrink, _needed(mask, counts, level, shrink, 1))
 
 
 def without_one(
@@ -350,12 +352,19 @@ def without_one(
     """
     if shrink == math.inf:
         return _pooled(edges, counts, level).expand(scores.shape).clone()
-    needed = level * (mask.sum(-1).double() + shrink)
+    needed = _needed(mask, counts, level, shrink, 0)
     low, high = (
         _first(scores, mask, edges, counts, shrink, needed + more)[:, None] for more in (0, 1)
     )
     # A score above the threshold is not counted there in any case.
     return torch.where(scores > low, low, high)
+
+
+def _needed(mask: Tensor, counts: Tensor, level: float, shrink: float, new: int) -> Tensor:
+    """Return the weight of scores up to a threshold, [J], see `Conformal`, with a new example
+    beside the client's own, or without.
+    """
+    return level * (mask.sum(-1).double() + new + shrink * (1 + 1 / counts.sum().clamp_min(1)))
 
 
 def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:

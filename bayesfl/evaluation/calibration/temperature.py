@@ -16,7 +16,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.warning import warn
 from bayesfl.evaluation.calibration.steps import changed, refuse_empty, refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, NotNegative, Outputs
 
 COLDEST, HOTTEST = 0.05, 20.0
 """Smallest and largest temperature considered. If every prediction is right, the likelihood alone
@@ -80,7 +80,7 @@ class Temperature:
         """Return the shapes of g, h, and the numbers of examples and of those whose label is not
         the most probable class.
         """
-        return {"g": (), "h": (), "n_examples": (), "n_wrong": ()}
+        return {"g": (), "h": NotNegative(), "n_examples": (), "n_wrong": ()}
 
     def answer(self, state: Tensors, local: LocalPredictions) -> Tensors:
         """Return slope and curvature of the clients' negative log likelihoods in beta, in nats, and

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.protocols import Server, StackedPool, Tensors, Uplink
+from bayesfl.base.protocols import Reported, Server, StackedPool, Tensors, Uplink
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
@@ -309,8 +309,23 @@ class ReplyFilter:
                 self._sizes.setdefault(name, {}).update(
                     zip(ids.tolist(), sizes.tolist(), strict=True)
                 )
+        self._check_reports(replies)
         self._check_statistics(replies)
         self._held.append(replies)
+
+    def _check_reports(self, replies: Replies) -> None:
+        """Leave out clients that report what lies outside the range that was declared."""
+        ranges = {
+            name: start.range
+            for name, start in self._algorithm.reports.items()
+            if isinstance(start, Reported)
+        }
+        for name, t in flatten({name: replies.reported[name] for name in ranges}).items():
+            allowed = ranges[name.split(".")[0]]
+            ends = torch.aminmax(t.double().reshape(len(replies.ids), -1), dim=1)
+            for client, low, high in zip(replies.ids, *(e.tolist() for e in ends), strict=True):
+                if low not in allowed or high not in allowed:
+                    self.drop(int(client), f"its {name} must {allowed}, got {low:g} to {high:g}")
 
     def _check_statistics(self, replies: Replies) -> None:
         """Leave out clients whose norms have negative variances, of which the server's would make

@@ -57,17 +57,46 @@ def test_absurd_reports_are_left_out(
     assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "options"),
+    [
+        ("pfedvem", -0.5, {"head_epochs": 2, "body_epochs": 1}),
+        ("ifca", 3.0, {"clusters": 2}),
+        ("fedem", -0.1, {"components": 2}),
+        ("fedpac", -1.0, {"body_epochs": 1}),
+    ],
+)
+def test_reports_outside_their_range_are_left_out(
+    name: str,
+    value: float,
+    options: dict[str, Any],
+    model: nn.Module,
+    clients: FederatedData,
+    caplog: pytest.LogCaptureFixture,
+):
+    """A variance of -0.5, a share of 3: that client is named, and the round goes on without it."""
+    told = {"pfedvem": "rho2", "ifca": "cluster", "fedem": "pi", "fedpac": "variance"}[name]
+    algorithm = getattr(bf.algorithms, name)(model, batch_size=10, **options)
+    found, lost = (
+        run(algorithm, clients, faults=of_client(4, 1, fault), evaluate_every=None)
+        for fault in (setting(told, value), Lost())
+    )
+    assert_close(state(found), state(lost), atol=1e-12, rtol=0)
+    assert re.search(rf"client 4 .*left out.*its {told} must .*, got {value:g}", caplog.text)
+    assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
+
+
 def test_a_round_that_is_not_finite_is_passed_over(
     model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture
 ):
-    """A reported variance of 0 is finite and small, and weighs infinitely: the round changes
-    nothing, and the run goes on.
+    """A reported variance of 1e-310 is positive, and weighs infinitely: the round changes nothing,
+    and the run goes on.
     """
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
     found = run(
         algorithm,
         clients,
-        faults=of_client(4, 1, setting("rho2", 0.0)),
+        faults=of_client(4, 1, setting("rho2", 1e-310)),
         evaluate_every=None,
         train="cohort",
     )
