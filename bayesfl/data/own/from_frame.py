@@ -22,9 +22,9 @@ from bayesfl.data.own.parts import places_of
 from bayesfl.data.partitions import FRAME
 from bayesfl.data.sources import SourceInfo
 from bayesfl.data.tables.columns import Columns, learnt, statistics_of, warn_of_rows
-from bayesfl.data.tables.frame_warnings import few, warn_of_clients, warn_of_columns
+from bayesfl.data.tables.frame_warnings import few, of_columns, warn_of_columns
 from bayesfl.data.tables.table import Table, Values
-from bayesfl.data.tables.texts import check_levels, check_text, in_order
+from bayesfl.data.tables.texts import check_levels, check_text, in_order, tidied
 
 
 def from_frame(
@@ -55,7 +55,9 @@ def from_frame(
     same by `Columns.of`.
 
     Columns other than `client`, `target` and `group` are inputs; leave others out of the frame
-    before. Numbers and truth values are numbers, text is a category.
+    before. Numbers and truth values are numbers, text is a category. Of all text, later frames'
+    too, blanks around it and double ones are left out, Unicode is composed (NFC), and blanks alone
+    are missing. A table on the page about your own data says what becomes of each kind of column.
 
     Args:
         frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which
@@ -88,12 +90,13 @@ def from_frame(
     Raises:
         TypeError: `frame` is no data frame.
         ImportError: A frame of another library than pandas needs pyarrow.
-        ValueError: A column is absent, or holds dates, several types, numbers as text, infinite
-            numbers or too many levels; clients, groups or targets are missing or of the wrong kind;
-            an index repeats; or `from_arrays` refuses a client or a share.
+        ValueError: A column is absent, or holds dates, several types, numbers as text, also with a
+            unit, infinite numbers or too many levels; clients, groups or targets are missing or of
+            the wrong kind; an index repeats; or `from_arrays` refuses a client or a share.
 
     Warns:
-        UserWarning: A column is constant, or has no value at some client; or a client has no rows
+        UserWarning: Columns are probably no measurements, are constant, or have no value at some
+            client, or levels that differ by case alone, all in one warning; or a client has no rows
             in a split.
     """
     table, names = _opened(frame, client, target, group, categories)
@@ -134,9 +137,8 @@ def from_frame(
     )
     if columns is None:
         found = _statistics(table, data, names, categories)
-        warn_of_columns(table, names, categories, _rows(data, "train"), targets.y)
-        columns = learnt([{**_classes(data, targets), "clients": found}])
-        warn_of_clients(found)
+        told = of_columns(table, names, categories, _rows(data, "train"), targets.y)
+        columns = learnt([{**_classes(data, targets), "clients": found}], told)
     about = {
         "client": client,
         "target": target if isinstance(target, str) else list(target),
@@ -209,7 +211,7 @@ def frame_statistics(
         seed=seed,
         source=SourceInfo(name="frame"),
     )
-    warn_of_columns(table, names, categories, _rows(data, "train"), targets.y)
+    warn_of_columns(of_columns(table, names, categories, _rows(data, "train"), targets.y))
     return {**_classes(data, targets), "clients": _statistics(table, data, names, categories)}
 
 
@@ -416,7 +418,7 @@ def _ids(values: Values, role: str) -> np.ndarray:
         raise ValueError(
             f"column {values.name!r} has no {role} in {int(missing.sum())} rows, first row "
             f"{int(missing.argmax())}: find out whose they are, or leave them out, as "
-            f"frame.dropna(subset=[{values.name!r}]) does"
+            f"frame.dropna(subset=[{values.name!r}]) does of those that are not blank text"
         )
     if values.numbers is not None and values.exact is None:
         raise ValueError(
@@ -457,7 +459,7 @@ def _targets(
             )
     if class_names is not None:
         ordered("class_names", class_names, "pass a list in the order of the classes")
-    given = None if class_names is None else tuple(map(str, class_names))
+    given = None if class_names is None else tuple(tidied(str(name)) or "" for name in class_names)
     if len(found) == 1 and found[0].texts is not None:
         if task == "regression":
             raise ValueError(

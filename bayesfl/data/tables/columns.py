@@ -13,7 +13,7 @@ import numpy as np
 
 from bayesfl.base import archive
 from bayesfl.base.warning import warn
-from bayesfl.data.tables.frame_warnings import warn_of_clients
+from bayesfl.data.tables.frame_warnings import of_clients, of_levels, warn_of_columns
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order
 
@@ -21,7 +21,7 @@ STRANGE = 0.2
 """Share of rows with unknown levels from which on a warning names them."""
 SINGLE, SEVERAL, SEVERAL_ROWS = 20.0, 3.0, 5
 """Standard deviations from the training rows' mean at which a warning names a row, or the median of
-so many rows or more.
+so many rows or more; of so many that all lack a value, it says so.
 """
 
 
@@ -107,8 +107,8 @@ class Columns:
                 infinite.
 
         Warns:
-            UserWarning: Rows are unlike the training rows: numbers far off, as in another unit, or
-                levels that these had not.
+            UserWarning: Rows are unlike the training rows: numbers far off, as in another unit,
+                levels that these had not, or no value in any row.
         """
         x, strange = self.applied(frame if isinstance(frame, Table) else Table(frame))
         warn_of_rows(strange)
@@ -128,6 +128,8 @@ class Columns:
         place, strange = 0, {}
         for part in self.parts:
             values = table.values(part.name)
+            if table.rows >= SEVERAL_ROWS and values.missing.all():
+                strange[part.name] = f"none of {table.rows} rows has a value"
             if isinstance(part, Category):
                 found = values.levels()
                 for k, level in enumerate(part.levels):
@@ -243,15 +245,18 @@ class Columns:
                 value anywhere, or a category too many levels.
 
         Warns:
-            UserWarning: A column is constant, or has no value, at some client.
+            UserWarning: A column is constant, or has no value, at some client; or levels or classes
+                differ by case alone.
         """
-        made = learnt(statistics)
-        warn_of_clients({name: one for each in statistics for name, one in each["clients"].items()})
-        return made
+        return learnt(statistics)
 
 
-def learnt(statistics: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return the columns that `Columns.of` learns, without its warnings.
+def learnt(statistics: Sequence[Mapping[str, Any]], told: Sequence[str] = ()) -> Columns:
+    """Return the columns that `Columns.of` learns, with a warning that tells more beside.
+
+    Args:
+        statistics: Those of one client or of several each.
+        told: What else is to be said of the columns.
 
     Raises:
         ValueError: As by `Columns.of`.
@@ -286,15 +291,22 @@ def learnt(statistics: Sequence[Mapping[str, Any]]) -> Columns:
         raise ValueError(
             f"statistics has the clients {twice[:5]} more than once: pass those of each once"
         )
+    told = list(told)
+    for part in parts:
+        if isinstance(part, Category):
+            told += of_levels(f"levels of {part.name!r}", part.levels)
+    if classes and not any(each["ordered"] for each in statistics):
+        told += of_levels("classes of the target", classes)
+    told += of_clients({name: one for each in statistics for name, one in each["clients"].items()})
+    warn_of_columns(told)
     return Columns(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 
 
 def warn_of_rows(strange: Mapping[str, str]) -> None:
-    """Warn, at the caller's caller, of rows that are unlike the training rows, see
-    `Columns.applied`.
-    """
-    for name, told in strange.items():
-        warn(f"column {name!r}: {told}")
+    """Warn of rows that are unlike the training rows, see `Columns.applied`."""
+    if strange:
+        told = "; ".join(f"column {name!r}: {one}" for name, one in strange.items())
+        warn(f"rows are unlike the training rows: {told}")
 
 
 def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:

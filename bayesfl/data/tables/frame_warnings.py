@@ -1,8 +1,8 @@
 """Warnings of what a data frame holds that is seldom meant: ids, dates as numbers, slips of the
-pen, copies of the target.
+pen, copies of the target, levels that differ by case alone. All of a frame's are one warning.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,26 @@ def few(names: Sequence[str]) -> str:
     return f"{list(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def warn_of_clients(statistics: Mapping[str, Any]) -> None:
-    """Warn of columns that are constant, or without a value at some client."""
+def warn_of_columns(told: Sequence[str]) -> None:
+    """Warn of all that is told of a frame's columns."""
+    if told:
+        warn(
+            f"look at these columns: {'; '.join(told)}. Leave them out or mend them, if that is "
+            "not meant"
+        )
+
+
+def of_levels(what: str, levels: Iterable[str]) -> list[str]:
+    """Tell of levels, or classes, that differ by case alone."""
+    alike: dict[str, list[str]] = {}
+    for level in levels:
+        alike.setdefault(level.casefold(), []).append(level)
+    twins = [level for group in alike.values() if len(group) > 1 for level in group]
+    return [f"{what} differ by case alone, and are kept apart: {few(twins)}"] if twins else []
+
+
+def of_clients(statistics: Mapping[str, Any]) -> list[str]:
+    """Tell of columns that are constant, or without a value at some client."""
     absent: dict[str, list[str]] = {}
     constant: dict[str, list[str]] = {}
     for client, columns in statistics.items():
@@ -43,18 +61,18 @@ def warn_of_clients(statistics: Mapping[str, Any]) -> None:
         whose = "all clients" if len(clients) == len(statistics) else few(clients)
         told.append(f"{name!r} is constant in those of {whose}")
     if not told:
-        return
+        return []
     more = f"; and {len(told) - 10} more" if len(told) > 10 else ""
-    warn(
-        "columns say nothing at some clients, and may tell these from others: "
-        f"{'; '.join(told[:10])}{more}. Leave them out, if that is not meant",
-    )
+    return [
+        "some say nothing at some clients, and may tell these from others: "
+        f"{'; '.join(told[:10])}{more}"
+    ]
 
 
-def warn_of_columns(
+def of_columns(
     table: Table, names: Sequence[str], categories: Sequence[str], rows: np.ndarray, y: np.ndarray
-) -> None:
-    """Warn, at the caller's caller, of inputs that are probably no measurements.
+) -> list[str]:
+    """Tell of inputs that are probably no measurements.
 
     Args:
         table: The frame.
@@ -70,11 +88,7 @@ def warn_of_columns(
             told += _of_numbers(values, rows)
         if len(rows) >= CHANCE_ROWS and y.ndim == 1 and _tells(values, rows, y[rows]):
             told.append(f"{name!r} tells the target of every row, as a copy of it does")
-    if told:
-        warn(
-            f"look at these inputs: {'; '.join(told)}. Leave them out or mend them, if that is not "
-            "meant"
-        )
+    return told
 
 
 def _of_numbers(values: Values, rows: np.ndarray) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from bayesfl.data.tables.texts import tidied
+
 WHOLE_TEXT = re.compile(r"-?(0|[1-9]\d*)\.0+")
 """A whole number as text, as whole numbers become where one is missing."""
 LARGEST = float(np.finfo(np.float32).max)
@@ -23,7 +25,7 @@ class Values:
     Args:
         name: The column's name.
         numbers: Numbers [N] in float64, NaN where one is missing; None for text.
-        texts: Texts [N], None where one is missing; None for numbers.
+        texts: Texts [N] as `tidied` returns them, None where one is missing; None for numbers.
         exact: The same numbers [N] without rounding, None where one is missing, if their type holds
             whole numbers alone; None else.
         order: Levels of a category in the order that its type gives them; None without an order.
@@ -202,15 +204,11 @@ def _declared(values: Values, order: Any) -> Values:
     where they have one.
     """
     texts = values.levels() if values.texts is None else values.texts
-    named = (
-        None
-        if order is None
-        else tuple(
-            level if isinstance(level, str) else _level(level)
-            for level in order
-            if level is not None
-        )
-    )
+    named = None
+    if order is not None:
+        found = [tidied(one) if isinstance(one, str) else one for one in order]
+        known = [one if isinstance(one, str) else _level(one) for one in found if one is not None]
+        named = tuple(dict.fromkeys(known))
     return Values(values.name, texts=texts, order=named, declared=True)
 
 
@@ -225,6 +223,7 @@ def is_frame(value: object) -> bool:
 
 def _of_objects(name: str, values: list[Any]) -> Values:
     """Read values of any type, None where one is missing."""
+    values = [tidied(value) if isinstance(value, str) else value for value in values]
     found = {type(value) for value in values if value is not None}
     if found and (
         found <= {bool, np.bool_}

@@ -1,8 +1,9 @@
-"""Texts in columns of data frames: which are numbers or dates, how many a category may have, and
-the order of classes.
+"""Texts in columns of data frames: how they are read, which are numbers or dates, how many a
+category may have, and the order of classes.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 DATE = re.compile(
@@ -14,8 +15,17 @@ DATE = re.compile(
 """Beginnings of texts that are dates or times of day."""
 COMMA = re.compile(r"-?\d+,\d+")
 """A number with a comma."""
+MEASURED = re.compile(r"([$€£¥]?) ?[-+]?\d[\d.,'’]* ?(\D*)")
+"""A number with a currency before it, or a unit or the like behind: 12 %, 5 kg, $3."""
 MOST_LEVELS = 100
 """Most levels of a category: of more, nearly each row is a level of its own."""
+
+
+def tidied(text: str) -> str | None:
+    """Return a text in Unicode's composed form, without blanks around it and with single ones
+    inside; None for blanks alone. What no reader sees makes no other level, client or class.
+    """
+    return " ".join(unicodedata.normalize("NFC", text).split()) or None
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -44,7 +54,8 @@ def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
         otherwise: What to do if they are meant as text, for the error message.
 
     Raises:
-        ValueError: At least half of them are numbers, or most are dates.
+        ValueError: At least half of them are numbers, or most are numbers with commas or one unit,
+            or dates.
     """
     if told := _other_than_text(texts):
         raise ValueError(f"column {name!r} holds {told}, or {otherwise}")
@@ -60,11 +71,21 @@ def _other_than_text(texts: Sequence[str]) -> str:
         others = f" beside {beside[0]!r}, which may stand for a missing value" if beside else ""
         return (
             f"numbers as text, as {numbers[0]!r}{others}: make numbers of it by pandas.to_numeric"
+            + ("(errors='coerce')" if beside else "")
         )
-    if 2 * len(commas) > len(texts):
+    if commas and 2 * len(commas + numbers) > len(texts):
         return (
             f"numbers with commas, as {commas[0]!r}: pandas.read_csv(decimal=',') reads them as "
             "decimals, thousands=',' as thousands"
+        )
+    measured = [one for one in map(MEASURED.fullmatch, texts) if one and any(one.groups())]
+    units = {"".join(one.groups()) for one in measured}
+    # Stages as 1a, 1b and 2a are no numbers, of which all have one unit.
+    if len(measured) > 1 and len(units) == 1 and 2 * (len(measured) + len(numbers)) > len(texts):
+        unit = units.pop()
+        return (
+            f"numbers with {unit!r}, as {measured[0].string!r}: make numbers of it, as "
+            f".str.replace({unit!r}, '').astype(float) does"
         )
     if 2 * len(dates) > len(texts):
         return (
