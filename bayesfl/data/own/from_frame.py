@@ -418,7 +418,7 @@ def _ids(values: Values, role: str) -> np.ndarray:
         raise ValueError(
             f"column {values.name!r} has no {role} in {int(missing.sum())} rows, first row "
             f"{int(missing.argmax())}: find out whose they are, or leave them out, as "
-            f"frame.dropna(subset=[{values.name!r}]) does of those that are not blank text"
+            f"frame.dropna(subset=[{values.name!r}]) does where they are not text of blanks"
         )
     if values.numbers is not None and values.exact is None:
         raise ValueError(

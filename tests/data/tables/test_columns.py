@@ -80,6 +80,7 @@ def test_what_is_taken_and_not_said(values: list[Any], names: tuple[str, ...]):
         ([f"{k / 2} kg" for k in range(46)], r"numbers with 'kg', as '0.0 kg'"),
         ([*[f"{k} kg" for k in range(46)], "unknown", "12"], "numbers with 'kg'"),
         ([f"{k} kg" for k in range(ROWS)], "numbers with 'kg'"),
+        (["5 kg", "6 kg", "7", "8", "unknown"], "numbers with 'kg', as '5 kg'"),
         ([f"{k:,} mm Hg" for k in range(980, 1020)], "numbers with 'mm Hg', as '1,000 mm Hg'"),
         ([f"${k}" for k in range(46)], r"numbers with '\$', as '\$0'"),
         ([f"{k},234" for k in range(46)], r"numbers with commas, as '0,234': .*thousands=','"),
@@ -200,7 +201,7 @@ def test_case_that_differs_between_hospitals_is_said():
     """
     rows = frame(["m", "f"], y=["ill", "Ill", "well"] * 40)
     rows["c"] = np.where(rows["h"] == "A", rows["c"].str.upper(), rows["c"])
-    order = {"class_names": ["well", "ill", "Ill"]}
+    order: dict[str, Any] = {"class_names": ["well", "ill", "Ill"]}
     told = [frame_statistics(part, **ROLES, **order) for _, part in rows.groupby("h")]
     with pytest.warns(UserWarning, match="levels of 'c' differ by case alone.*'M', 'm'") as caught:
         Columns.of(told)
