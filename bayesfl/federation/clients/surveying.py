@@ -27,7 +27,7 @@ from bayesfl.evaluation.calibration import (
     fit,
 )
 from bayesfl.evaluation.calibration.steps import any_draws, compares
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, per_place
 from bayesfl.evaluation.surveys import (
     Ask,
     LocalPredictions,
@@ -113,7 +113,7 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
     Raises:
         TypeError: Something is no step.
         ValueError: A step that compares models is not the first, one changes probabilities after
-            sets were made of them, or one makes sets anew.
+            sets were made of them, or one is of the kind of another.
 
     Warns:
         UserWarning: A step is fitted to training or test rows, or sets are made of scores on a
@@ -134,11 +134,8 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
                 f"{type(step).__name__} must come before {' and '.join(sorted(made))}, which read "
                 f"the probabilities that it changes: {_ANEW}"
             )
-        if type(step).__name__ in made:
-            raise ValueError(
-                f"there is a {type(step).__name__} already, of which another would leave nothing: "
-                f"{_ANEW}"
-            )
+        if type(step) in map(type, earlier):
+            raise ValueError(f"there is a {type(step).__name__} already: {_ANEW}")
         if step.split in ("train", "test"):
             warn(
                 f"{type(step).__name__} is fitted to the split {step.split!r}, "
@@ -183,9 +180,36 @@ def fitted(
     """
     done = list(before)
     for step in steps:
-        local = applied(done, predicted[step.split])
+        now = {name: applied(done, local) for name, local in predicted.items()}
+        local = now.pop(step.split)
         done.append(fit(step, local, outputs, ask_here(step, local, aggregation)))
+        for split, others in now.items():
+            if not isinstance(
+                step, Conformal | Abstention
+            ):  # which leave probabilities as they are
+                _say_if_worse(step, split, others.predictions, done[-1].apply(others).predictions)
     return tuple(done)
+
+
+def _say_if_worse(step: Step, split: str, before: Predictions, after: Predictions) -> None:
+    """Warn if a step makes the loss of rows to which it was not fitted larger, by more than two
+    standard errors of the difference.
+    """
+    if before.probs is None or before.labels is None:
+        return
+    losses = []
+    for found in (before, after):
+        assert found.probs is not None
+        probs, labels, mask = per_place(found.probs.cpu(), before.labels.long().cpu(), found.mask)
+        of_label = probs.double().gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        losses.append(-of_label[mask.cpu()].clamp_min(torch.finfo(probs.dtype).tiny).log())
+    more = losses[1] - losses[0]
+    if len(more) > 1 and float(more.mean()) > 2 * float(more.std()) / len(more) ** 0.5:
+        warn(
+            f"{type(step).__name__} raises the loss of the rows in {split!r}, to which it was not "
+            f"fitted, from {float(losses[0].mean()):.3g} to {float(losses[1].mean()):.3g} nats a "
+            f"row: leave it out, or hold more rows back in {step.split!r}",
+        )
 
 
 def settled(
@@ -199,6 +223,18 @@ def settled(
         local = applied(done, predicted[one.step.split])
         done.append(replace(one, own=one.step.settle(one.state, local)))
     return tuple(done)
+
+
+def refuse_released(steps: Sequence[Step], outputs: Outputs) -> None:
+    """Raise ValueError if one of some steps asks clients for sums, after training under
+    `ClientPrivacy`.
+    """
+    if asking := [type(step).__name__ for step in steps if step.shapes(step.start(outputs))]:
+        raise ValueError(
+            f"{asking[0]} asks clients for sums that no noise covers, so that the run's epsilon "
+            "would not hold for the calibrated model; under ClientPrivacy take steps that each "
+            "client fits alone, as Bias()"
+        )
 
 
 def check_servers_model(steps: Sequence[Step], algorithm: Algorithm) -> None:

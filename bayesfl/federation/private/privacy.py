@@ -51,6 +51,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean, by_size, equal
+from bayesfl.federation.clients.tuning import needs_validation, no_validation
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.next_server import NextServer, Unseen, check_combine
 from bayesfl.federation.rounds.replies import AggregationRun, Replies, RoundSum, was_sent
@@ -177,14 +178,15 @@ class ClientPrivacy:
     `bayesfl.federation.private.privacy.epsilon_own(releases=k, ...)` with the noise multiplier and
     `delta` of the run. `train_nll` is NaN. The other columns (evaluations, `cohort`, bytes,
     seconds) are visible in a simulation only: no epsilon covers them, and a deployment would not
-    publish them.
+    publish them. So a run must not be ended or chosen by them, and a calibration must not ask for
+    sums: `EarlyStopping` and steps that ask are refused.
 
     Args:
         clip: Largest length of a client's difference, over all gathered blocks together, > 0.
         noise_multiplier: Standard deviation of the noise on the sum, >= 0, in units of `clip` times
             the largest weight; 0 means no noise, and no privacy.
-        delta: The delta at which epsilon is reported, in (0, 1); choose it below one over the
-            number of clients.
+        delta: The delta at which epsilon is reported, in (0, 1 / (2 J)]; choose it far
+            below 1 / J, as publishing one client drawn at random has a delta of 1 / J.
         secret: At least 16 bytes that only the server knows, as of `secrets.token_bytes(32)`, used
             for one run alone. None: a fresh secret whenever a run starts or continues, which is not
             stored.
@@ -239,6 +241,11 @@ class ClientPrivacy:
         if self.weights is not None and len(self.weights) != clients:
             raise ValueError(
                 f"weights must be one number for each of {clients} clients, got {len(self.weights)}"
+            )
+        if self.delta > 1 / (2 * clients):
+            raise ValueError(
+                f"delta={self.delta:g} lets pass what publishes one of {clients} clients as a "
+                f"whole; take one far below 1 / {clients}, as {0.01 / clients:.1g}"
             )
         _check(algorithm, free=self.weights is None)
         check_combine(
@@ -312,6 +319,13 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
                 "of their data; pass ClientPrivacy(weights=[...]), fixed beforehand, which "
                 "replace it"
             )
+    if needs_validation(algorithm):
+        raise ValueError(
+            no_validation(
+                algorithm,
+                "ClientPrivacy does not cover what is asked of them: take another method",
+            )
+        )
     if more := sorted(algorithm.reports):
         raise ValueError(
             f"the method's `reports` sends {more}, which ClientPrivacy does not cover; where it "

@@ -144,10 +144,17 @@ class EarlyStopping:
         """Say whether the run ends; keep its state if it is the best so far.
 
         Raises:
-            ValueError: The history has no such column although a round was evaluated, or the
-                column's better values are not known.
+            ValueError: The history has no such column although a round was evaluated, the column's
+                better values are not known, or the run is one of `ClientPrivacy`.
         """
         history = result.history
+        if result.settings.sampling == "poisson":
+            raise ValueError(
+                "EarlyStopping ends the run, or chooses a round, by the clients' data, which the "
+                "run's epsilon does not cover: under ClientPrivacy fix the rounds beforehand, or "
+                "end by a callback that reads the budget alone, as lambda run: "
+                "run.history['epsilon'][-1] > 3"
+            )
         rows = [row for row in history if np.isfinite(row.get(self.column, np.nan))]
         if not rows:
             settings = getattr(result, "settings", None)
@@ -166,11 +173,6 @@ class EarlyStopping:
             return False
         best = History(rows).best(self.column, lowest=self._lowest)
         if self.keep == "best" and best["round"] == result.round:
-            if result.settings.sampling == "poisson":
-                raise ValueError(
-                    "keep='best' would tell the epsilon of fewer rounds than were released; under "
-                    "ClientPrivacy take 'last'"
-                )
             self.best = snapshot(result)
             if self._folder is not None:
                 if newest(self._folder):

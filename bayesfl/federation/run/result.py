@@ -261,24 +261,29 @@ class Result:
 
         Raises:
             TypeError: Something is no step, or the aggregation cannot add answers.
-            ValueError: There is no such split, a step does not fit the task, or an answer is
-                outside the aggregation's range.
+            ValueError: There is no such split, a step does not fit the task, an answer is outside
+                the aggregation's range, or a step asks for sums after training under
+                `ClientPrivacy`.
 
         Warns:
             UserWarning: Sets are made on a split to which another step was fitted, a step on
-                training or test rows, or the data do not bound a temperature.
+                training or test rows, the data do not bound a temperature, or a step makes the loss
+                of validation rows, or of others that a step reads, larger.
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
         surveying.check_servers_model(steps, self.algorithm)
         surveying.check_reading(self)
+        outputs = Outputs(self.known.task, self.known.outputs)
+        if self.settings.sampling == "poisson":
+            surveying.refuse_released(steps, outputs)
         splits = self.data.to(self.device, self.dtype).splits
         wanted = {step.split: surveying.asked(step, splits) for step in steps}
+        if wanted and "validation" in splits and splits["validation"].counts.any():
+            wanted.setdefault("validation", splits["validation"])  # on which steps are judged
         predicted = dict(
             zip(wanted, self.local_predictions(*wanted.values(), steps=steps), strict=True)
         )
-        found = surveying.fitted(
-            steps, self.steps, predicted, Outputs(self.known.task, self.known.outputs), aggregation
-        )
+        found = surveying.fitted(steps, self.steps, predicted, outputs, aggregation)
         return replace(
             self,
             steps=found,

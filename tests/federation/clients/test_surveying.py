@@ -4,6 +4,8 @@ refused.
 
 import dataclasses
 import math
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import bayesfl as bf
 from bayesfl import SecureSum
 from bayesfl.evaluation.audit import Counting
 from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Temperature
+from bayesfl.federation.clients import surveying
 from bayesfl.federation.private import secure as secure_sums
 from bayesfl.federation.private.secure import masked_total
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
+from tests.evaluation.calibration.made import CLASSES, local
 from tests.evaluation.test_surveys import Share
 from tests.federation.made import run
 
@@ -166,6 +170,23 @@ def test_training_that_goes_on_forgets_it(
             method, clients, rounds=1, start=served, progress=False, evaluate_every=None
         )
     assert on.steps == ()
+
+
+def test_a_step_that_makes_others_rows_worse_is_told():
+    """A bias fitted to rows of one label only, by the loss of rows of all; not one fitted to
+    these.
+    """
+    seen, few = local((60, 60, 60), seed=1), local((20, 20, 20), seed=2)
+    labels = few.predictions.labels
+    assert labels is not None
+    few = replace(few, predictions=replace(few.predictions, labels=torch.zeros_like(labels)))
+    predicted = {"validation": seen, "calibration": few}
+    with pytest.warns(UserWarning, match=r"Bias raises the loss of the rows in 'validation', to"):
+        surveying.fitted([Bias(split="calibration")], (), predicted, CLASSES, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predicted["calibration"] = local((60, 60, 60), seed=1)
+        surveying.fitted([Bias(), Conformal()], (), predicted, CLASSES, None)
 
 
 def test_what_is_refused(result: Result, served: Result):
@@ -338,6 +359,7 @@ def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
         (served, (Bias(),), "Bias must come before Conformal"),
         (plain, (Abstention(risk=0.2), Temperature()), "Temperature must come before Abstention"),
         (served, (Conformal(level=0.8),), "there is a Conformal already"),
+        (plain, (Bias(), Bias()), "there is a Bias already"),
     ):
         with pytest.raises(ValueError, match=words):
             one.calibrate(*steps)

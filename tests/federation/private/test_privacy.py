@@ -20,6 +20,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Clipped, Mean, equal
+from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.federation.private.privacy import ClientPrivacy
@@ -337,6 +338,7 @@ def test_weights_that_are_data_are_replaced_where_told(
         ),
         ({}, {"admission": bf.Admission("skip")}, r"max_norm=100 .*max_norm=None"),
         ({}, {"checkpoint": "runs", "every": 2}, r"every=2 .*every=1"),
+        ({"delta": 0.08}, {}, r"delta=0\.08 .*one of 7 clients.*far below 1 / 7, as 0\.001"),
     ],
 )
 def test_runs_that_do_not_work(
@@ -389,6 +391,29 @@ def test_pools_and_methods_that_do_not_fit(model: nn.Module, clients: FederatedD
     ):
         with pytest.raises(ValueError, match=words):
             privately(made, clients, ClientPrivacy(clip=1.0, noise_multiplier=1.0))
+
+
+def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: FederatedData):
+    """Clients' validation data neither end a run nor calibrate its model by sums without noise; a
+    budget may end it, and what each client fits alone may follow.
+    """
+    rule = ClientPrivacy(clip=1.0, noise_multiplier=2.0)
+    for keep in ("last", "best"):
+        stop = bf.callbacks.EarlyStopping("personal_nll", keep=keep)
+        with pytest.raises(ValueError, match=r"epsilon does not cover.*run\.history\['epsilon'\]"):
+            privately(fedavg(model), clients, rule, on_round=[stop])
+    budget = privately(fedavg(model), clients, rule, rounds=1).history["epsilon"][0] + 1e-9
+    spent = [lambda found: found.history["epsilon"][-1] > budget]
+    assert privately(fedavg(model), clients, rule, on_round=spent).round == 2
+    found = privately(fedavg(model), clients, rule)
+    for step in (bf.calibration.Temperature(split="test"), bf.calibration.Conformal(split="test")):
+        with pytest.raises(ValueError, match=r"asks clients for sums .*epsilon .*Bias\(\)"):
+            found.calibrate(step)
+    with pytest.warns(UserWarning, match="by which the result is judged"):
+        assert len(found.calibrate(bf.calibration.Bias(split="test")).steps) == 1
+    tuned = replace(fedavg(model), predictor=LinearisedLaplace(block="w"))
+    with pytest.raises(ValueError, match="ClientPrivacy does not cover what is asked"):
+        privately(tuned, clients, rule)
 
 
 def test_norms_whose_statistics_would_be_sent(clients: FederatedData):

@@ -17,12 +17,15 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.history import History
 from bayesfl.federation.run.callbacks import CSV, EarlyStopping, TensorBoard
+from bayesfl.federation.settings import Settings
 from bayesfl.optim import SGD
 from tests.federation.made import run, same, state
 
 
 class Told:
-    """A run so far, of which only the history is known."""
+    """A run so far, of which only the settings and the history are known."""
+
+    settings = Settings(9, 1.0, "fixed", "cohort", 0, 1)
 
     def __init__(self, values: list[float | None]) -> None:
         self.round = len(values)
