@@ -2,12 +2,26 @@
 nothing.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 NUMBERS_AT_ONCE = 2**16
 """Numbers that are added at once."""
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute in the run's own precision, whatever autocast the caller is in, which would hold for
+    this thread and not for the workers.
+    """
+    with ExitStack() as stack:
+        for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def inverse_softplus(scale: Tensor) -> Tensor:

@@ -107,10 +107,10 @@ class LinearisedLaplace:
                 "one of them, or None for the first"
             )
         _check_linearised(self, algorithm)
-        if isinstance(algorithm.likelihood, Categorical) and not algorithm.likelihood.plain:
+        if not getattr(algorithm.likelihood, "plain", True):
             raise ValueError(
                 f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is "
-                "made; take Categorical()"
+                f"made; take {type(algorithm.likelihood).__name__}()"
             )
 
     @property

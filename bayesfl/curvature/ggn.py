@@ -78,10 +78,10 @@ class Curvature:
     ) -> None:
         _check_modes(model)
         self.likelihood = Categorical() if likelihood is None else likelihood
-        if isinstance(self.likelihood, Categorical) and not self.likelihood.plain:
+        if not getattr(self.likelihood, "plain", True):
             raise ValueError(
                 f"{self.likelihood} is a training loss and no distribution, and has no curvature "
-                "here; take Categorical()"
+                f"here; take {type(self.likelihood).__name__}()"
             )
         self.layout = pattern if isinstance(pattern, Layout) else Layout(model, pattern)
         self._memory = memory

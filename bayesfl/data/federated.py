@@ -256,6 +256,22 @@ class FederatedData:
         """Return the number of examples of each client in each split, [J] int64 each."""
         return {name: split.counts for name, split in self.splits.items()}
 
+    @property
+    def balanced_weights(self) -> tuple[float, ...]:
+        """Return N / (O N_c) for each class c, by its N_c of all N training labels: the weights
+        under which all classes have the same part in a loss, as scikit-learn's "balanced"; 1 for
+        a class without a label.
+
+        For `likelihood=Bernoulli(weights=clients.balanced_weights)`, or `Categorical`'s.
+
+        Raises:
+            ValueError: The task is a regression.
+        """
+        classes, labels = self.classes, self.train.y[self.train.index].cpu()
+        counts = torch.bincount(labels[labels >= 0], minlength=classes).double()
+        found = torch.where(counts > 0, counts.sum() / (classes * counts), 1.0)
+        return tuple(found.tolist())
+
     @cached_property
     def hash(self) -> str:
         """Return the SHA-256 over the recipe, the partition and the data, the same on every

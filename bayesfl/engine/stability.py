@@ -29,7 +29,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Phase, Repeat, by_algebra
 from bayesfl.composition.priors import is_normal
 from bayesfl.curvature.roots import root
-from bayesfl.likelihoods import Categorical
+from bayesfl.likelihoods import Bernoulli, Categorical
 from bayesfl.models.altered import altered, cut
 from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, rate_at, rate_limit
@@ -196,8 +196,8 @@ def largest(
     features, outputs = algorithm.features(leaves, batch["x"])
     factor = root(likelihood, outputs).to(outputs)
     shares = phase.energy.shares(given, view, batch)
-    if isinstance(likelihood, Categorical) and not likelihood.plain:
-        shares = shares * likelihood.targets(outputs, batch["y"]).sum(-1)
+    if isinstance(likelihood, Categorical | Bernoulli):
+        shares = shares * likelihood.times(outputs, batch["y"])
     head = algorithm.module(outputs).get_submodule("head")
     # The head is linear in its trained parameters: the others, of no block, are 0 here.
     zeros = {leaf: torch.zeros_like(p) for leaf, p in head.named_parameters()}

@@ -55,6 +55,39 @@ def _one_label(likelihood: object, targets: Targets, least: int, most: float = m
         )
 
 
+def _class_weights(given: object) -> tuple[float, ...] | None:
+    """Return the weights of classes as numbers.
+
+    Raises:
+        ValueError: They are no numbers >= 0, or all 0.
+    """
+    if given is None:
+        return None
+    found = listed(given)
+    weights = tuple(number("weights", one) for one in found)
+    in_range = all(0 <= one < math.inf for one in weights)
+    if isinstance(found, Mapping) or not any(weights) or not in_range:
+        raise ValueError(
+            f"weights must be numbers >= 0, one for each class and not all 0, got {found}"
+        )
+    return weights
+
+
+def _weight_of(weights: tuple[float, ...] | None, like: Tensor, classes: int) -> Tensor:
+    """Return the weight of each class, [O].
+
+    Raises:
+        ValueError: There are more or fewer than classes.
+    """
+    if weights is None:
+        return like.new_ones(classes)
+    if len(weights) != classes:
+        raise ValueError(
+            f"weights must be one for each of the {classes} classes, got {len(weights)}"
+        )
+    return torch.tensor(weights, dtype=like.dtype, device=like.device)
+
+
 @dataclass(frozen=True)
 @declared
 class Categorical:
@@ -71,8 +104,8 @@ class Categorical:
     `reduction="none"`, and not torch's weighted mean, which divides by the sum of the weights.
 
     Args:
-        weights: Weight of each class in the loss, O numbers >= 0, also as an array or a tensor;
-            None for 1.
+        weights: Weight of each class in the loss, O numbers >= 0, also as an array or a tensor, as
+            the federation's `balanced_weights`; None for 1.
         smoothing: Share s of the loss that all classes have alike, in [0, 1).
 
     Raises:
@@ -84,16 +117,7 @@ class Categorical:
     task = "classification"
 
     def __post_init__(self) -> None:
-        if self.weights is None:
-            return
-        given = listed(self.weights)
-        weights = tuple(number("weights", one) for one in given)
-        in_range = all(0 <= one < math.inf for one in weights)
-        if isinstance(given, Mapping) or not any(weights) or not in_range:
-            raise ValueError(
-                f"weights must be numbers >= 0, one for each class and not all 0, got {given}"
-            )
-        object.__setattr__(self, "weights", weights)
+        object.__setattr__(self, "weights", _class_weights(self.weights))
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (O,), one output for each class.
@@ -109,16 +133,6 @@ class Categorical:
         """Say whether the loss is the negative log likelihood itself."""
         return self.weights is None and not self.smoothing
 
-    def _weights(self, outputs: Tensor) -> Tensor:
-        if self.weights is None:
-            return outputs.new_ones(outputs.shape[-1])
-        if len(self.weights) != outputs.shape[-1]:
-            raise ValueError(
-                f"weights must be one for each of the {outputs.shape[-1]} classes, got "
-                f"{len(self.weights)}"
-            )
-        return torch.tensor(self.weights, dtype=outputs.dtype, device=outputs.device)
-
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss [..., B] in nats of `outputs` [..., B, O] at labels `y` [..., B], which
         broadcast: the cross-entropy if plain.
@@ -127,7 +141,10 @@ class Categorical:
         options = (
             {}
             if self.plain
-            else {"weight": self._weights(outputs), "label_smoothing": self.smoothing}
+            else {
+                "weight": _weight_of(self.weights, outputs, outputs.shape[-1]),
+                "label_smoothing": self.smoothing,
+            }
         )
         return F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none", **options).view(
             outputs.shape[:-1]
@@ -152,12 +169,17 @@ class Categorical:
     def targets(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the weighted and smoothed labels t [..., B, O], by which `nll` is -sum_o t_o log
         softmax(outputs)_o; onehot(y) if plain.
-
-        The Hessian of `nll` in `outputs` is that of the plain loss times sum_o t_o.
         """
-        weights, places = self._weights(outputs), y.expand(outputs.shape[:-1]).unsqueeze(-1)
+        weights = _weight_of(self.weights, outputs, outputs.shape[-1])
+        places = y.expand(outputs.shape[:-1]).unsqueeze(-1)
         target = (self.smoothing / outputs.shape[-1] * weights).expand(outputs.shape)
         return target.scatter_add(-1, places, (1 - self.smoothing) * weights[places])
+
+    def times(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return how many times that of the plain loss the Hessian of `nll` in `outputs` is, [...,
+        B].
+        """
+        return self.targets(outputs, y).sum(-1)
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """Return `probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws
@@ -168,9 +190,27 @@ class Categorical:
 
 @dataclass(frozen=True)
 class Bernoulli:
-    """The likelihood of two classes, 1 with probability sigmoid(outputs[..., 0])."""
+    """The likelihood of two classes, 1 with probability sigmoid(outputs[..., 0]), or a training
+    loss with class weights, see `Categorical`.
 
+    Args:
+        weights: Weight of class 0 and of class 1 in the loss, >= 0, as the federation's
+            `balanced_weights`; None for 1.
+
+    Raises:
+        ValueError: A weight is negative or not finite.
+    """
+
+    weights: tuple[float, ...] | None = None
     task = "classification"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", _class_weights(self.weights))
+
+    @property
+    def plain(self) -> bool:
+        """Say whether the loss is the negative log likelihood itself."""
+        return self.weights is None
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (1,), the logit of class 1.
@@ -186,13 +226,23 @@ class Bernoulli:
         [..., B] in {0, 1}, which broadcast.
         """
         logit = outputs.squeeze(-1)
-        return F.softplus(logit) - y * logit
+        nll = F.softplus(logit) - y * logit
+        return nll if self.plain else nll * self.times(outputs, y)
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return `nll` [..., B] and its derivative with respect to `outputs`, sigmoid(outputs) - y
         [..., B, 1].
         """
-        return self.nll(outputs, y), outputs.sigmoid() - y.unsqueeze(-1)
+        slope = outputs.sigmoid() - y.unsqueeze(-1)
+        if not self.plain:
+            slope = slope * self.times(outputs, y).unsqueeze(-1)
+        return self.nll(outputs, y), slope
+
+    def times(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return how many times that of the plain loss the Hessian of `nll` in `outputs` is, [...,
+        B].
+        """
+        return _weight_of(self.weights, outputs, 2)[y.long()]
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """Return `probs` [..., N, 2] and `epistemic` [..., N] (mutual information, nats) from draws

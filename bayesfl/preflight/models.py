@@ -10,6 +10,7 @@ from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine.observation import OBSERVED_ROWS, outputs_at
+from bayesfl.likelihoods import Categorical, Tokens
 from bayesfl.models.copies import check_original, refuse_changed
 from bayesfl.models.forwards import one_row_each
 from bayesfl.models.modes import asleep
@@ -105,6 +106,24 @@ def check_width(
     elif data.task == "classification":
         remedy += f", or make the data with outputs={had} if some classes do not occur in them"
     raise ValueError(f"the model has {had} outputs, the data {data.outputs} {what}; {remedy}")
+
+
+def warn_of_probabilities(algorithm: Algorithm, outputs: Tensor) -> None:
+    """Warn if a model gives probabilities where the likelihood takes logits, of which it makes
+    probabilities itself.
+    """
+    sums = outputs.double().sum(-1)
+    if (
+        isinstance(algorithm.likelihood, Categorical | Tokens)
+        and outputs.shape[-1] > 1
+        and bool((outputs >= 0).all())
+        and torch.allclose(sums, torch.ones_like(sums), rtol=0, atol=1e-3)
+    ):
+        warn(
+            f"the outputs of {type(algorithm.model).__name__} are >= 0 and sum to 1, as after a "
+            f"softmax, and {type(algorithm.likelihood).__name__} takes another softmax of them: "
+            "leave out that at the network's end",
+        )
 
 
 def warn_if_asleep(algorithm: Algorithm) -> None:

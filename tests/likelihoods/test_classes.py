@@ -158,6 +158,48 @@ def test_targets_make_the_loss_and_its_curvature(likelihood: Categorical):
         assert_close(found, plain * total, atol=1e-12, rtol=0)
 
 
+def test_weights_of_two_classes_are_torchs():
+    """Value, slope and curvature, also for labels that broadcast over draws; refused where there is
+    a curvature to be had of a distribution only.
+    """
+    likelihood, weights = Bernoulli((0.5, 3.0)), torch.tensor([0.5, 3.0], dtype=torch.float64)
+    outputs, y = numbers(4, 5, 1).requires_grad_(), torch.tensor([0, 1, 1, 0, 1])
+    nll, slope = likelihood.nll_and_slope(outputs.detach(), y)
+    expected = F.binary_cross_entropy_with_logits(
+        outputs[..., 0], y.double().expand(4, 5), weight=weights[y], reduction="none"
+    )
+    assert_close(nll, expected.detach(), atol=1e-12, rtol=0)
+    (gradient,) = torch.autograd.grad(expected.sum(), outputs)
+    assert_close(slope, gradient, atol=1e-12, rtol=0)
+    for row, label, times in zip(
+        outputs.detach()[0], y, likelihood.times(outputs[0], y), strict=True
+    ):
+        found, plain = (
+            torch.func.hessian(lambda f, this=this, label=label: this.nll(f[None], label[None])[0])(
+                row
+            )
+            for this in (likelihood, Bernoulli())
+        )
+        assert_close(found, plain * times, atol=1e-12, rtol=0)
+    for make in (bf.algorithms.fedsi, bf.curvature.Curvature):
+        with pytest.raises(ValueError, match=r"weights=\(0\.5, 3\.0\).*Bernoulli\(\)"):
+            make(bf.models.mlp(4, hidden=3, outputs=1), likelihood=likelihood)
+
+
+def test_balanced_weights_are_sklearns():
+    """By training labels of all clients; a class without one has weight 1."""
+    from sklearn.utils.class_weight import compute_class_weight
+
+    data = bf.data.dirichlet("digits", clients=5, alpha=0.3, seed=0)
+    y = data.train.y[data.train.index].numpy()
+    expected = compute_class_weight("balanced", classes=np.arange(10), y=y)
+    assert data.balanced_weights == pytest.approx(expected)
+    assert Categorical(data.balanced_weights).weights == data.balanced_weights
+    x, labels = np.zeros((6, 2), np.float32), np.array([0, 0, 2, 0, 0, 2])
+    some = bf.data.from_arrays([x], [labels], outputs=4, test_share=0.5)
+    assert some.balanced_weights[1::2] == (1.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1,6 +1,7 @@
 """Method, model and data are compared before training starts."""
 
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -458,3 +459,16 @@ def test_what_is_learnt_in_vain_is_warned_of(model: nn.Module, clients: Federate
         method(pool=None, keep=True),
     ):
         bf.simulate(silent, clients, **ONCE)
+
+
+def test_a_network_that_ends_in_a_softmax_is_told_of(clients: FederatedData):
+    """Once, before a run; log probabilities are logits, and numbers may sum to what they like."""
+    body = nn.Linear(8, 3)
+    with pytest.warns(UserWarning, match=r"sum to 1, as after a softmax, and Categorical takes"):
+        bf.simulate(
+            bf.algorithms.fedavg(nn.Sequential(body, nn.Softmax(-1)), epochs=1), clients, **ONCE
+        )
+    for last in (nn.LogSoftmax(-1), nn.ReLU()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            bf.simulate(bf.algorithms.fedavg(nn.Sequential(body, last), epochs=1), clients, **ONCE)

@@ -248,3 +248,21 @@ def test_clients_that_would_learn_nothing_of_their_own_are_refused(
     with pytest.raises(ValueError, match=r"\['head'\].*`adapt`"):
         run(replace(plain, adapt=()), clients).adapt(clients)
     assert run(bf.algorithms.fedavg(model, epochs=1), clients).adapt(clients).novel
+
+
+def test_autocast_of_the_caller_changes_nothing(model: nn.Module, clients: FederatedData):
+    """A run, its predictions and those of a client's model are in the run's precision, whichever
+    threads compute them.
+    """
+
+    def found() -> Any:
+        result = bf.simulate(
+            bf.algorithms.ditto(model, epochs=1, batch_size=10), clients, rounds=2, progress=False
+        )
+        x, _ = clients.test.client(1)
+        own = result.client(1).predict(x)
+        return result.history["global_nll"], result.predict().probs, own.probs
+
+    expected = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(found(), expected, rtol=0, atol=0, equal_nan=True)
