@@ -31,14 +31,26 @@ class History:
 
     Args:
         rows: Mappings from column to number.
+        absent: {round: ids of clients that were asked and whose work was not taken}.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]] = (),
+        absent: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         self.rows: list[dict[str, Any]] = [dict(row) for row in rows]
+        self.absent = dict(absent or {})
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add the row of a round."""
+    def append(self, row: Mapping[str, Any], absent: Sequence[int] = ()) -> None:
+        """Add the row of a round, and the ids of clients that were asked in vain."""
         self.rows.append(dict(row))
+        if absent:
+            self.absent[row["round"]] = absent
+
+    def copy(self) -> "History":
+        """Return a history with rows of its own."""
+        return History(self.rows, self.absent)
 
     @property
     def columns(self) -> list[str]:
@@ -71,7 +83,7 @@ class History:
             IndexError: There is no such row.
         """
         if isinstance(column, slice):
-            return History(self.rows[column])
+            return History(self.rows[column], self.absent)
         if isinstance(column, int | np.integer):
             return self.rows[int(column)]
         if column not in self.columns:

@@ -13,6 +13,7 @@ from bayesfl.data import FederatedData
 from bayesfl.data.names import same_classes
 from bayesfl.data.outline import Outline
 from bayesfl.data.tables.frames import same_columns
+from bayesfl.evaluation.history import History
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
 
@@ -115,6 +116,19 @@ class Settings:
             else _successes(clients, self.participation, min(2, clients), rng)
         )
         return np.sort(rng.permutation(clients)[:size])
+
+    def took_part(self, clients: int, history: History, round: int) -> np.ndarray:
+        """Return the ids of clients whose work is in the server's state of a round, counted from 1,
+        ascending.
+
+        Raises:
+            KeyError: There was no such round.
+            ValueError: As by `cohort`.
+        """
+        sizes = {row["round"]: row["cohort"] for row in history}
+        if not sizes[round]:
+            return np.array([], np.int64)
+        return np.setdiff1d(self.cohort(clients, round - 1), history.absent.get(round, ()))
 
     def evaluates(self, round: int) -> bool:
         """Say whether the models are evaluated after this round, counted from 0."""

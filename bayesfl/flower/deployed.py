@@ -91,6 +91,16 @@ class Deployed:
         """Return the number of clients J."""
         return len(self.base)
 
+    def took_part(self, round: int) -> tuple[int | str, ...]:
+        """Return the names of clients whose work is in the server's state of a round, counted from
+        1; numbers where names are not known.
+
+        Raises:
+            KeyError: There was no such round.
+        """
+        ids = self.settings.took_part(self.clients, self.history, round)
+        return tuple(self.names[j] or j if self.names else j for j in ids.tolist())
+
     @property
     def origin(self) -> str:
         """Return words for this state, in which a run that begins from it keeps what it

@@ -330,24 +330,26 @@ class _Service:
     def round(self, state: Deployed) -> Deployed:
         """Run a round, and return the next state, written to a checkpoint if one is due."""
 
-        def once(attempt: int) -> tuple[Deployed, dict[str, Any]]:
+        def once(attempt: int) -> tuple[Deployed, dict[str, Any], list[int]]:
             journey = Journey(self.network, state, self._named(state))
-            server, row = run_round(
+            server, row, absent = run_round(
                 self.rules, state.server, state.round, state.history, journey, attempt=attempt
             )
-            return replace(
+            made = replace(
                 state, round=state.round + 1, server=server, base=journey.base, survey_states={}
-            ), row
+            )
+            return made, row, absent
 
         tried = attempts(self.admission, once)
         if isinstance(tried, FailedRound):
             tried = (
                 replace(state, round=state.round + 1, survey_states={}),
                 {"round": state.round + 1, "cohort": 0, **tried.row},
+                [],
             )
-        made, row = tried
+        made, row, absent = tried
         made = replace(made, names=self.network.roster.everyone())
-        made.history.append(row)
+        made.history.append(row, absent)
         log.info(
             "round %d of %d: %s",
             made.round,

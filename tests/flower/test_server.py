@@ -379,8 +379,10 @@ def test_clients_are_called_by_their_names(
     algorithm, towns = burst_by_fine_tuning(model), replace(clients, client_names=TOWNS)
     grid = grid_of(algorithm, towns, tmp_path, alter=spoilt(4, unheard))
     options: dict[str, Any] = {"rounds": 1, "timeout": 0.3}
-    deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("skip"), **options)
+    found = deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("skip"), **options)
     assert "client 4 ('Genf') is left out: it did not reply" in caplog.text
+    drawn = [TOWNS[j] for j in found.settings.cohort(len(TOWNS), 0)]
+    assert found.took_part(1) == tuple(town for town in drawn if town != "Genf")
     with pytest.raises(BadClients, match=r"client 4 \('Genf'\): it did not reply"):
         deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("stop"), **options)
     grid.alter = None

@@ -145,7 +145,7 @@ def run_round(
     transport: Transport,
     *,
     attempt: int = 0,
-) -> tuple[Server, dict[str, Any]]:
+) -> tuple[Server, dict[str, Any], list[int]]:
     """Run one round.
 
     Args:
@@ -157,7 +157,8 @@ def run_round(
         attempt: Number of earlier attempts at this round.
 
     Returns:
-        The server's next state, and the history's row of this round.
+        The server's next state, the history's row of this round, and the ids of clients of its
+        cohort whose work was not taken.
 
     Raises:
         DivergenceError: A client's training is not finite and bad clients stop the run, or the
@@ -224,4 +225,5 @@ def run_round(
     row |= {"train_nll": filter.loss(), **counted} | (
         {"uplink_norm": filter.usual} if looks else {}
     )
-    return server, row | total.row()
+    absent = [client for client in cohort.tolist() if client in filter.dropped]
+    return server, row | total.row(), absent

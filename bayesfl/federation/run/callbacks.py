@@ -63,7 +63,7 @@ def snapshot(result: Any) -> Any:
         if isinstance(result, Result)
         else {}
     )
-    return replace(result, history=History(result.history.rows), **own)
+    return replace(result, history=result.history.copy(), **own)
 
 
 def ended(callbacks: Sequence[Callback], result: Any) -> bool:

@@ -363,6 +363,18 @@ class Result:
             state, level=predicted.predictions.promise, risk=predicted.predictions.risk, delta=delta
         )
 
+    def took_part(self, round: int) -> tuple[str, ...]:
+        """Return the names of clients whose work is in the server's state of a round, counted
+        from 1.
+
+        Raises:
+            KeyError: There was no such round.
+            ValueError: The cohorts are a secret of `ClientPrivacy`.
+        """
+        names = self.known.client_names
+        ids = self.settings.took_part(len(names), self.history, round)
+        return tuple(names[j] for j in ids.tolist())
+
     def alarm(self, client: int | str, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
         """Return an alarm for a client's rows to come, see `ClientModel.alarm`."""
         return self.client(client).alarm(score=score, delta=delta)

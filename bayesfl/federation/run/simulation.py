@@ -386,7 +386,7 @@ def _under(
         )
     own = {
         "private": tree_map(torch.clone, saved.private),
-        "history": History(saved.history.rows),
+        "history": saved.history.copy(),
         "chosen": None,
     }
     return replace(saved, settings=settings, engine=engine, **own)
@@ -458,12 +458,12 @@ class _Simulation:
         # trained it.
         test = self.data.test if evaluates and touched(result.algorithm) else None
 
-        def once(attempt: int) -> tuple[Server, dict[str, Any], Collector | None]:
+        def once(attempt: int) -> tuple[Server, dict[str, Any], list[int], Collector | None]:
             transport = OneMachine(local, result.state, crew, test, self.faults)
-            server, row = run_round(
+            server, row, absent = run_round(
                 self.rules, result.server, result.round, result.history, transport, attempt=attempt
             )
-            return server, row, transport.before
+            return server, row, absent, transport.before
 
         try:
             tried = attempts(self.rules.admission, once)
@@ -473,11 +473,11 @@ class _Simulation:
         if isinstance(tried, FailedRound):
             server = result.server
             row = {"round": result.round + 1, "cohort": 0, **tried.row}
-            before = None
+            before, absent = None, []
         else:
-            server, row, before = tried
+            server, row, absent, before = tried
         result = replace(result, round=result.round + 1, server=server, steps=())
-        result.history.append(row)
+        result.history.append(row, absent)
         return result, before
 
     def _evaluate(self, result: Result, before: Collector | None, local: Local, crew: Crew) -> None:

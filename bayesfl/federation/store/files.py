@@ -142,7 +142,10 @@ WHOLE = Entry(read=int)
 TUPLE = Entry(read=as_tuples)
 METHOD = Entry(identity, dict)
 SETTINGS = Entry(asdict, lambda found: Settings(**found))
-HISTORY = Entry(lambda history: history.rows, History)
+HISTORY = Entry(
+    lambda history: {"rows": history.rows, "absent": list(history.absent.items())},
+    lambda found: History(found["rows"], dict(found["absent"])),
+)
 DTYPE = Entry(dtype_name, DTYPES.__getitem__)
 FITTED = Entry(_write_fitted, _read_fitted)
 COLUMNS = optional(Entry(Columns.to_json, Columns.from_json))

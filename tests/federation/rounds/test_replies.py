@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import bayesfl as bf
 from bayesfl.composition.pools import Stack
 from bayesfl.data import FederatedData
 from bayesfl.federation.rounds.faults import FAULTS, Altered, Lost
+from bayesfl.federation.run.callbacks import snapshot
 from tests.cases import SIZES, scaled, with_batch_norm
 from tests.federation.made import METHODS, of_client, run, state
 
@@ -191,3 +193,28 @@ def test_statistics_that_cannot_be_set_a_client_aside(
     assert lost.history["rejected"].tolist() == [0, 0, 0]
     assert re.search(rf"client 4 .*left out.* {words}", caplog.text)
     assert_close(state(poisoned), state(lost), atol=1e-12, rtol=0)
+
+
+def test_who_took_part_is_recorded(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Of each round by name: those drawn, without those that were lost or left out; nobody in a
+    round that was passed over. A saved run, one that goes on and a copy know it too.
+    """
+    algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
+
+    def plan(round: int, attempt: int, ids: Any) -> Any:
+        bad = {1: {ids[0]: Lost(), ids[2]: FAULTS["nan"]}, 2: dict.fromkeys(ids, Lost())}
+        return bad.get(round, {})
+
+    options: dict[str, Any] = {"participation": 0.6, "faults": plan, "evaluate_every": None}
+    found = run(algorithm, clients, rounds=4, **options)
+    drawn = [found.settings.cohort(clients.clients, round) for round in range(4)]
+    named = [tuple(clients.client_names[j] for j in ids) for ids in drawn]
+    expected = [named[0], (named[1][1], *named[1][3:]), (), named[3]]
+    assert [found.took_part(round) for round in (1, 2, 3, 4)] == expected
+    with pytest.raises(KeyError):
+        found.took_part(0)
+    half = run(algorithm, clients, rounds=2, **options)
+    half.save(tmp_path / "run")
+    went_on = run(algorithm, clients, rounds=4, resume=tmp_path / "run", **options)
+    assert [went_on.took_part(round) for round in (1, 2, 3, 4)] == expected
+    assert snapshot(half).took_part(2) == expected[1]
