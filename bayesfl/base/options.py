@@ -12,13 +12,14 @@ Looked at are numbers, their ranges, words (`Literal`), truth values, and what a
 value) in the annotation looks at; other types are left to Python.
 """
 
+import difflib
 import functools
 import inspect
 import math
 import re
 import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import (
@@ -238,6 +239,17 @@ def listed(values: Any) -> Any:
     several; return anything else as it is.
     """
     return values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values
+
+
+def nearest(asked: str, names: Sequence[str], most: int) -> list[str]:
+    """Return at most so many of the names that are nearest to the one that was asked for, whatever
+    their case; the first ones where none is near.
+    """
+    folded: dict[str, list[str]] = {}
+    for name in names:
+        folded.setdefault(name.casefold(), []).append(name)
+    near = difflib.get_close_matches(asked.casefold(), list(folded), n=most, cutoff=0.5)
+    return [name for key in near for name in folded[key]][:most] or list(names[:most])
 
 
 def typed(wanted: type, remedy: str) -> Callable[[str, Any], None]:

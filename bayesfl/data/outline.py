@@ -1,6 +1,5 @@
 """The outline of a federation's data: what is known of its clients without their rows."""
 
-import difflib
 import functools
 import operator
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bayesfl.base.inputs import Shapes, as_tuples
+from bayesfl.base.options import nearest
 from bayesfl.base.targets import Task
 
 
@@ -105,11 +105,10 @@ def place(client: int | str, names: Sequence[str]) -> int:
         )
     found = [j for j, name in enumerate(names) if name == client]
     if len(found) != 1:
-        near = difflib.get_close_matches(client, names, n=3, cutoff=0.5) or list(names[:3])
         told = f"clients {found} are all called" if found else "there is no client"
         raise ValueError(
             f"{told} {client!r}; pass a number, or a name: the nearest of {len(names)} names are "
-            f"{near}"
+            f"{nearest(client, names, 3)}"
         )
     return found[0]
 

@@ -1,17 +1,27 @@
 """The history of a run: measurements, one row for each round."""
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
 
+from bayesfl.base.options import nearest
 from bayesfl.evaluation.report import better
 
 HEADLINES = ("personal_accuracy", "personal_rmse")
 """Columns that summarise a run: the first for classification, the second for regression."""
 PREFIXES = {"test": "personal", "validation": "validation"}
 """Prefixes of columns that measure each client's own predictor, by the split that it predicts."""
+
+_MEANT = {
+    "test": "personal",
+    "val": "validation",
+    "valid": "validation",
+    "loss": "nll",
+    "acc": "accuracy",
+    "auc": "auroc",
+}
+"""What other libraries call the parts of a column's name."""
 
 CALIBRATED = "calibrated"
 """Prefix of columns that measure predictions of test data as steps of calibration change them,
@@ -87,12 +97,15 @@ class History:
         if isinstance(column, int | np.integer):
             return self.rows[int(column)]
         if column not in self.columns:
-            near = (
-                difflib.get_close_matches(column, self.columns, n=4, cutoff=0.5) or self.columns[:4]
-            )
+            meant = "_".join(_MEANT.get(word, word) for word in column.lower().split("_"))
+            measured = {name.split("_")[0] for name in self.columns}
+            split = "; make the data with validation=0.2, say, for a split to validate on"
+            lacks = meant.startswith("validation_") and measured & {"personal", "validation"}
             raise KeyError(
-                f"no column {column!r}; the nearest of {len(self.columns)} are {near}, "
-                "history.columns has all"
+                f"no column {column!r}; the nearest of {len(self.columns)} are "
+                f"{nearest(meant, self.columns, 4)}, history.columns has all"
+                + split
+                * (lacks == {"personal"})
             )
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
 

@@ -99,6 +99,8 @@ def check_width(
     if width != (data.outputs,):
         remedy += f", as likelihood {algorithm.likelihood} takes"
     elif data.task == "classification" and outputs.shape[1] < data.outputs:
+        if (had, needed) == ("1", "2"):
+            remedy += ", or pass the method likelihood=bf.likelihoods.Bernoulli(), for one logit"
         remedy += (
             ", or make the data with task='regression' if their integers are measurements and no "
             "classes"

@@ -28,6 +28,7 @@ def test_a_client_is_a_name_or_a_number():
         (-1, NAMES, r"got -1"),
         (1, NAMES, r"client 1 .*'Basel'.*'1' is the name of another"),
         (3, ("1", "2", "3"), r"got 3; '3' is the name of one"),
+        ("VA", ("va", "nc", "bo"), r"no client 'VA'; .* are \['va'\]"),
         ("a", ("a", "b", "a"), r"clients \[0, 2\] .*'a'; pass a number"),
     ],
 )

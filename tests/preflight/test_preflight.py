@@ -152,6 +152,17 @@ def test_classes_that_do_not_occur(model: nn.Module):
     assert bf.simulate(bf.algorithms.fedavg(model), told, **ONCE)
 
 
+def test_one_output_for_two_classes_is_offered_the_likelihood_of_one_logit():
+    """And no other number of outputs or classes is."""
+    for outputs, classes, offered in ((1, 2, True), (1, 3, False), (2, 3, False)):
+        y = torch.arange(20) % classes
+        data = bf.data.from_arrays([torch.randn(20, 8)], [y])
+        with pytest.raises(ValueError, match=f"has {outputs} outputs, .* {classes} cl") as error:
+            one = bf.algorithms.fedavg(bf.models.mlp(8, outputs=outputs))
+            bf.simulate(one, data, **ONCE)
+        assert ("likelihood=bf.likelihoods.Bernoulli()" in str(error.value)) == offered
+
+
 def test_a_forward_that_draws_outside_training_is_refused(clients):
     """Its predictions would not repeat; torch's own generator is not moved by the look at it."""
     drawing = [Dropping(rate, always=True) for rate in (0.5, 0.05)]
