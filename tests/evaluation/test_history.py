@@ -81,7 +81,7 @@ def test_a_validation_column_without_such_a_split_names_the_remedy():
     """Only once something is measured, of which validation columns are missing."""
     with pytest.raises(KeyError, match=r"'val_loss'; .*has all; .*with validation=0\.2"):
         History([{"round": 1, "train_nll": 0.9, "personal_nll": 0.8}])["val_loss"]
-    with pytest.raises(KeyError, match="has all.$"):
+    with pytest.raises(KeyError, match=r"has all.$"):
         History([{"round": 1, "train_nll": 0.9}])["val_loss"]
 
 

@@ -157,8 +157,8 @@ def test_one_output_for_two_classes_is_offered_the_likelihood_of_one_logit():
     for outputs, classes, offered in ((1, 2, True), (1, 3, False), (2, 3, False)):
         y = torch.arange(20) % classes
         data = bf.data.from_arrays([torch.randn(20, 8)], [y])
+        one = bf.algorithms.fedavg(bf.models.mlp(8, outputs=outputs))
         with pytest.raises(ValueError, match=f"has {outputs} outputs, .* {classes} cl") as error:
-            one = bf.algorithms.fedavg(bf.models.mlp(8, outputs=outputs))
             bf.simulate(one, data, **ONCE)
         assert ("likelihood=bf.likelihoods.Bernoulli()" in str(error.value)) == offered
 

@@ -3,6 +3,7 @@ network or several.
 """
 
 import mmap
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -98,9 +99,13 @@ def _of_array(values: Any, name: str) -> Tensor:
         array = numbers_of(values, name)  # of several types, bools beside floats for instance
     if array.dtype.kind not in "fiub":
         raise ValueError(
-            f"{name} must be an array of numbers, got {array.dtype}; make real numbers of it, as "
-            "values.astype(float) does of numbers kept as text, and codes, class_names = "
-            "pandas.factorize(values, sort=True) of classes"
+            f"{name} must be an array of numbers, got {array.dtype}; "
+            + (
+                "of a path, numpy.load(path) reads one"
+                if isinstance(values, str | os.PathLike)
+                else "make real numbers of it, as values.astype(float) does of numbers kept as "
+                "text, and codes, class_names = pandas.factorize(values, sort=True) of classes"
+            )
         )
     kind = np.float64 if array.dtype.char == "g" else array.dtype.newbyteorder("=")
     stays = _in_file(array) and kind == array.dtype and all(stride >= 0 for stride in array.strides)

@@ -2,8 +2,9 @@
 arrays with what is missing.
 """
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -89,7 +90,7 @@ class Table:
         if not is_frame(frame):
             raise TypeError(
                 f"{name} must be a data frame, of pandas or polars say, got "
-                f"{type(frame).__name__}; pandas.DataFrame makes one"
+                f"{type(frame).__name__}; {_maker(frame)}"
             )
         if not self._pandas:
             import pyarrow as pa
@@ -210,6 +211,17 @@ def _declared(values: Values, order: Any) -> Values:
         known = [one if isinstance(one, str) else _level(one) for one in found if one is not None]
         named = tuple(dict.fromkeys(known))
     return Values(values.name, texts=texts, order=named, declared=True)
+
+
+def _maker(value: Any) -> str:
+    """Say what makes a data frame of a value that is none."""
+    several = isinstance(value, Mapping | list | tuple)
+    held = list(value.values() if isinstance(value, Mapping) else value) if several else [value]
+    if not held or not all(isinstance(one, str | os.PathLike) or is_frame(one) for one in held):
+        return "pandas.DataFrame makes one"
+    paths = "" if is_frame(held[0]) else "pandas.read_csv(path) reads one"
+    joined = "pandas.concat makes one of several"
+    return ", and ".join(filter(None, (paths, joined * several)))
 
 
 def is_frame(value: object) -> bool:

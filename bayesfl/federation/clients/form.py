@@ -113,9 +113,7 @@ class Form:
         if _kind(t.dtype) != _kind(dtype):
             raise ValueError(
                 f"{name} holds {_kind(t.dtype)} ({t.dtype}) and the model was trained on "
-                f"{_kind(dtype)} ({dtype}); make them these before, as "
-                f"{name}.astype({str(dtype).removeprefix('torch.')!r}) or {name}.to({dtype}) does, "
-                "if they mean the same"
+                f"{_kind(dtype)} ({dtype}); {_as_trained(name, t, dtype)}"
             )
         if tuple(t.shape[1:]) != shape or not t.dim() or not len(t):
             wanted = ", ".join(["N", *map(str, shape)])
@@ -172,6 +170,25 @@ def _kind(dtype: torch.dtype) -> str:
         else "truth values"
         if dtype == torch.bool
         else "whole numbers"
+    )
+
+
+def _as_trained(name: str, t: Tensor, dtype: torch.dtype) -> str:
+    """Return how to make numbers of another kind what the training data were, by their values."""
+    kept = str(dtype).removeprefix("torch.")
+    if not t.is_floating_point() or torch.equal(t, t.round()):
+        return (
+            f"make them these before, as {name}.astype({kept!r}) or {name}.to({dtype}) does, if "
+            "they mean the same"
+        )
+    if dtype == torch.uint8 and bool(((t >= 0) & (t <= 1)).all()):
+        return (
+            "they lie in [0, 1], as bytes over 255 do: pass the bytes themselves, or make them "
+            f"again by (255 * {name}).round().astype('uint8') or (255 * {name}).round().to({dtype})"
+        )
+    return (
+        "they have fractions, or NaN, which would be lost: pass the rows as they were before they "
+        "were made floats"
     )
 
 

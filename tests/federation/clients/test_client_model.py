@@ -127,7 +127,12 @@ def test_rows_of_any_kind(model, named: FederatedData, dtype: torch.dtype):
         (torch.randn(0, 8), ValueError, r"got \[0, 8\]"),
         (torch.tensor(1.0), ValueError, r"got \[\]"),
         (torch.tensor([[1.0] * 8, [float("nan")] * 8]), ValueError, "first in row 1"),
-        ([["a"] * 8], ValueError, r"x must be an array of numbers"),
+        ([["a"] * 8], ValueError, r"x must be an array of numbers.*astype\(float\)"),
+        (
+            "rows.npy",
+            ValueError,
+            r"x must be an array of numbers.*; of a path, numpy\.load\(path\)",
+        ),
         (
             torch.randn(2, 8, dtype=torch.complex64),
             ValueError,
@@ -530,11 +535,18 @@ def test_rows_come_before_the_transform(pictures: Result, tmp_path: Path):
     assert torch.equal(one.predict(x.long()).probs, probs)  # type: ignore[arg-type]
     for wrong, words in (
         (x.long().fill_(300), r"^x holds 300, which is no torch.uint8"),
-        (x / 255, r"^x holds floats .*whole numbers \(torch.uint8\)"),
+        (x / 255, r"^x holds floats .*whole numbers \(torch.uint8\); .*\(255 \* x\)\.round\(\)"),
+        (x.float(), r"^x holds floats .*; make them these .* x\.to\(torch\.uint8\)"),
+        (
+            x / 128 - 1,
+            r"^x holds floats .*fractions, or NaN, which would be lost: pass the rows as",
+        ),
         (x.flatten(1), r"\[N, 3, 3\], got \[8, 9\]|got \[4, 9\]"),
     ):
         with pytest.raises(ValueError, match=words):
             one.predict(wrong)
+    again = (255 * (x / 255)).round().to(torch.uint8)
+    assert torch.equal(one.predict(again).probs, probs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fitted", [False, True])
