@@ -57,6 +57,13 @@ def add_row(total: Tensor, row: Tensor, weight: float) -> None:
         into.add_(piece.double(), alpha=weight)
 
 
+def same(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors of one type hold the same numbers; NaN is the same as NaN."""
+    return one.shape == other.shape and bool(
+        ((one == other) | ((one != one) & (other != other))).all()
+    )
+
+
 def finite(t: Tensor) -> bool:
     """Say whether all entries are finite.
 

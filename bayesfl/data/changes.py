@@ -8,6 +8,7 @@ import torch
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.described import digest_of
 from bayesfl.base.inputs import Inputs, count, each, named
+from bayesfl.base.numerics import same
 from bayesfl.base.warning import warn
 from bayesfl.data.split import Change, ClientData, all_finite
 
@@ -43,7 +44,7 @@ def check_transform(split: ClientData, transform: Change) -> None:
     x, before = _rows(split), digest_of(transform)
     with Addressed(0) as drawing:
         made, *again = [_tried_on("transform", split, transform, x) for _ in range(CALLS)]
-    all_finite("transform", made)
+    all_finite("transform", made, x)
     if drawing.drawn or not all(_near(made, other, 0.0) for other in again):
         raise ValueError(
             "transform gives other numbers each time, or draws: what is done to inputs must be the "
@@ -86,7 +87,7 @@ def check_augment(split: ClientData, augment: Change) -> None:
         with Addressed(0):
             calls.append(_tried_on("augment", split, augment, x))
     made, *again = calls
-    all_finite("augment", made)
+    all_finite("augment", made, x)
     if not all(_near(made, other, 0.0) for other in again):
         raise ValueError(
             "augment gives other inputs when its draws are repeated: it counts, or draws by other "
@@ -150,5 +151,5 @@ def _near_tensors(a: torch.Tensor, b: torch.Tensor, rounding: float) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not rounding or not a.is_floating_point() or not a.numel():
-        return torch.equal(a, b)
+        return same(a, b)
     return bool((a - b).abs().max() <= rounding * max(float(a.abs().max()), 1e-30))

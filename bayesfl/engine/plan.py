@@ -232,12 +232,8 @@ class PhasePlan:
                 self._seed, Purpose.AUGMENT, client=int(self.ids[c]), index=step, **self._address
             )
             with Addressed(address):
-                new = all_finite(
-                    "augment",
-                    self._split.changed(
-                        "augment", augment, each(lambda t, c=c, n=n: t[c, :n].clone(), x)
-                    ),
-                )
+                given = each(lambda t, c=c, n=n: t[c, :n].clone(), x)
+                new = all_finite("augment", self._split.changed("augment", augment, given), given)
             width = first(x).shape[1]
             done.append(
                 each(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, call, call_at, count, each, named
+from bayesfl.base.numerics import same
 from bayesfl.models.copies import rescaled
 from bayesfl.models.modes import STATISTICS, norms
 
@@ -39,7 +40,7 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
         if wrote := _wrote(seen, x):
             return outputs, wrote
         if changed := [
-            name for name, t in module.named_buffers() if not torch.equal(t, before.buffers[name])
+            name for name, t in module.named_buffers() if not same(t, before.buffers[name])
         ]:
             return (
                 outputs,
@@ -104,7 +105,7 @@ def looked_at_training(
         if changed := [
             name
             for name, t in module.named_buffers()
-            if name not in followed and not torch.equal(t, before.buffers[name])
+            if name not in followed and not same(t, before.buffers[name])
         ]:
             return Training(
                 f"changes the buffers {changed[:3]} in training, which are no statistics of a "
@@ -166,7 +167,7 @@ def _wrote(seen: Inputs, x: Inputs) -> str:
     wrote = [
         name
         for (name, one), (_, other) in zip(named(seen), named(x), strict=True)
-        if not torch.equal(one, other)
+        if not same(one, other)
     ]
     return (
         f"changes its inputs in place; let it begin with {wrote[0]} = {wrote[0]}.clone()"

@@ -2,12 +2,14 @@
 derivatives.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from bayesfl.base.numerics import finite, inverse_softplus, log_softplus
+from bayesfl.base.numerics import finite, inverse_softplus, log_softplus, same
 
 SCALES = torch.logspace(-12, 4, 129, dtype=torch.float64)
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -95,3 +97,16 @@ def test_finite():
     for bad in (float("nan"), float("inf"), -float("inf")):
         assert not finite(torch.tensor([[1.0, bad], [2.0, 3.0]]))
     assert not finite(torch.tensor([float("inf"), -float("inf")]))
+
+
+def test_the_same_numbers_may_be_nan():
+    """NaN is what it was; any other number in its place, or it in place of one, is another."""
+    one = torch.tensor([1.0, math.nan, math.inf])
+    assert same(one, one.clone())
+    for place in range(3):
+        other = one.clone()
+        other[place] = 2.0
+        assert not same(one, other)
+        assert not same(other, one)
+    assert not same(one, one[None])
+    assert same(torch.tensor([True, False]), torch.tensor([True, False]))

@@ -199,7 +199,8 @@ class Local:
                 continue
             if not self.tolerant:
                 client = int(ids[int(np.argmin(finite))])
-                raise _diverged(client, called(client, self.names), phase, stage, position, round)
+                who, why = called(client, self.names), self.train.gone_bad(client)
+                raise _diverged(client, who, why, phase, stage, position, round)
             diverged |= ~finite
             views = _set_aside(views, started, torch.from_numpy(~finite).to(device))
         if diverged.any():  # later phases changed the views that were set back
@@ -295,13 +296,13 @@ def _finite(changed: list[Tensor], clients: int) -> np.ndarray:
 
 
 def _diverged(
-    client: int, who: str, phase: Any, stage: Stage, position: int, round: int
+    client: int, who: str, why: str, phase: Any, stage: Stage, position: int, round: int
 ) -> DivergenceError:
     kind = {Stage.TRAIN: "phase", Stage.FINETUNE: "fine-tuning phase", Stage.ADAPT: "phase"}[stage]
+    lost = "a loss became NaN or infinite; lower the learning rate, or look at this client's data"
     return DivergenceError(
         f"{who} is no longer finite after {kind} {position + 1} ({phase_in_words(phase)}) of round "
-        f"{round + 1}: a loss became NaN or infinite; lower the learning rate, "
-        "or look at this client's data",
+        f"{round + 1}: {why or lost}",
         round=round + 1,
         client=client,
         phase=position + 1,
