@@ -6,6 +6,11 @@ own.
 """
 
 import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bayesfl import curvature, data, engine, likelihoods, models, optim, posteriors
@@ -85,21 +90,55 @@ __all__ = [
     "with_server_optimiser",
 ]
 
-_LATER = {
-    "algorithms": "bayesfl.algorithms",
+_SHORT = {
     "calibration": "bayesfl.evaluation.calibration",
     "callbacks": "bayesfl.federation.run.callbacks",
     "detection": "bayesfl.evaluation.detection",
     "faults": "bayesfl.federation.rounds.faults",
-    "flower": "bayesfl.flower",
+    "invariance": "bayesfl.composition.invariance",
+    "metrics": "bayesfl.evaluation.metrics",
     "plots": "bayesfl.evaluation.plots",
+    "pools": "bayesfl.composition.pools",
+    "predictors": "bayesfl.composition.predictors",
+    "priors": "bayesfl.composition.priors",
+    "selection": "bayesfl.posteriors.selection",
+    "topology": "bayesfl.composition.topology",
 }
-"""Modules that are imported when they are first used."""
+"""Modules that have a short name, as `bayesfl.calibration`, beside that of their place. Type
+checkers know them as attributes, `bf.calibration`, and not in `from bayesfl.calibration import`.
+"""
+
+
+class _ShortNames(Loader):
+    """Imports a module by its short name, and what is in it, as the module that stands in its
+    place: `from bayesfl.calibration import Temperature` makes no second class.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        top, _, inner = fullname.partition(".")
+        name, dot, rest = inner.partition(".")
+        if top != "bayesfl" or name not in _SHORT:
+            return None
+        return ModuleSpec(fullname, self, origin=_SHORT[name] + dot + rest)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(str(spec.origin))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None  # that of the short name, which is set meanwhile
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.insert(0, _ShortNames())  # first, as others would find what is in them once more
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return importlib.import_module(_LATER[name])
+    if name in _SHORT or name in ("algorithms", "flower"):  # imported when they are first used
+        return importlib.import_module(f"bayesfl.{name}")
     raise AttributeError(f"module 'bayesfl' has no attribute {name!r}")
 
 

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -207,6 +208,38 @@ def test_the_top_level_holds_what_it_offers():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split() == ["Curvature"]
     assert {"calibration", "curvature", "detection", "selection"} <= set(bf.__all__)
+
+
+def test_modules_are_imported_by_their_short_names():
+    """In a process of its own: a short name is the very module, so that no class is there twice and
+    what is pickled is found by its place; with what is in it, and without loading others.
+    """
+    code = """
+        import importlib, pickle, sys
+        import bayesfl.calibration.temperature as inner
+        from bayesfl.calibration import Temperature
+        import bayesfl as bf
+        assert "bayesfl.evaluation.plots" not in sys.modules
+        assert inner.Temperature is Temperature is bf.calibration.Temperature
+        assert Temperature.__module__ == "bayesfl.evaluation.calibration.temperature"
+        assert type(pickle.loads(pickle.dumps(Temperature()))) is Temperature
+        for name in bf.__all__:
+            if isinstance(getattr(bf, name), type(sys)):
+                module = importlib.import_module(f"bayesfl.{name}")
+                assert module is getattr(bf, name) is sys.modules[module.__name__], name
+                assert module.__spec__.name == module.__name__, name
+        try:
+            import bayesfl.calibration.nothing
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    found = subprocess.run(
+        [sys.executable, "-W", "error::ImportWarning", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "No module named 'bayesfl.evaluation.calibration.nothing'\n"
 
 
 def test_every_public_name_is_listed():
