@@ -16,6 +16,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.tables.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
+from bayesfl.evaluation.metrics.reliability import bin_of, error_in_bins
 from bayesfl.evaluation.predictions import per_place
 from bayesfl.evaluation.surveys import LocalPredictions, NotNegative, Outputs, conduct, together
 
@@ -64,6 +65,8 @@ class Audit:
         examples: Number of examples that are in a unit; fewer than the sum of `rows` where an
             example has several labels.
         left_out: Number of examples, or labels, that are in none.
+        pooled_ece: The expected calibration error of all these rows together, as in a reliability
+            diagram; None where `ece` is.
     """
 
     by: Unit
@@ -81,6 +84,7 @@ class Audit:
     answered_right: np.ndarray | None = None
     examples: int | None = None
     left_out: int = 0
+    pooled_ece: float | None = None
 
     def __repr__(self) -> str:
         return (
@@ -216,6 +220,9 @@ class Audit:
                 "All rows together: "
                 f"{self._pooled(int(_there(self.held).sum()), int(self.rows.sum()))}.",
             ]
+        if self.pooled_ece is not None and units > 1:
+            mean = float(_there(self.ece)[self.rows > 0].mean())
+            said.append(f"ECE, pooled {self.pooled_ece:.3f}; ECE, {self.by}s' mean {mean:.3f}.")
         if self.risk is not None and (answers := int(_there(self.answered).sum())):
             wrong = answers - int(_there(self.answered_right).sum())
             said += [
@@ -321,8 +328,7 @@ class Counting:
             )
             return found | {"squares": summed(error)}
         top, best = probs.max(-1)
-        inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
-        bins = place * BINS + torch.bucketize(top.nan_to_num(nan=0.0), inner)
+        bins = place * BINS + bin_of(top.nan_to_num(nan=0.0), BINS)
         answered = mask if given.answered is None else given.answered.cpu().reshape(mask.shape)
 
         def by_bin(values: Tensor) -> Tensor:
@@ -381,8 +387,13 @@ class Counting:
                 }
             if self.by != "label":
                 # Among rows of one label even a calibrated model is wrong by its confidence.
-                gaps = np.abs(sums["n_bin_right"] - sums["confidence"])
-                found["ece"] = _share(gaps.sum(-1), rows)
+                count, hits, confidence = (
+                    state[name].double() for name in ("n_bin", "n_bin_right", "confidence")
+                )
+                found["ece"] = error_in_bins(count, hits, confidence).numpy()
+                found["pooled_ece"] = float(
+                    error_in_bins(count.sum(0), hits.sum(0), confidence.sum(0))
+                )
         else:
             found["rmse"] = np.sqrt(_share(sums["squares"], rows))
         return Audit(self.by, self.units, rows.astype(np.int64), level, delta, risk=risk, **found)
@@ -553,4 +564,6 @@ def _text(name: str, value: Any) -> str:
         return str(value)
     if np.isnan(value):
         return "-"
-    return f"{value:.2f}" if name in (*_SHARES, "size", "ece") else f"{value:.3g}"
+    if name == "ece":
+        return f"{value:.3f}"  # as in a reliability diagram
+    return f"{value:.2f}" if name in (*_SHARES, "size") else f"{value:.3g}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bayesfl.evaluation import plots
 from bayesfl.evaluation.audit import BINS, Audit, Counting, audit, grouped
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.metrics import ece
@@ -80,6 +81,27 @@ def test_units_are_those_of_a_loop(by: str):
             alone = float(ece(probs[None], labels[None], mask[None], bins=BINS))
             assert found.ece[u] == pytest.approx(alone, abs=1e-12)
     assert (found.ece is None) == (by == "label")
+
+
+def test_the_calibration_error_is_that_of_the_diagrams():
+    """Of each client, of all rows together and the clients' mean, by the same names and digits."""
+    given = of_classes()
+    found = audited(Counting("client", ("a", "b", "c")), given)
+    of = (given.probs, given.labels, MASK)
+    drawn = plots.reliability(*of).texts[0].get_text().split("\n")
+    assert drawn[:2] == [
+        f"ECE, pooled {found.pooled_ece:.3f}",
+        f"ECE, clients' mean {found.ece.mean():.3f}",
+    ]
+    assert f"\n{drawn[0]}; {drawn[1]}.\n" in found.table() + "\n"
+    for u, ax in enumerate(plots.reliability(*of, by="client")):
+        number = ax.texts[0].get_text().split("\n")[0].removeprefix("ECE ")
+        assert number == f"{found.ece[u]:.3f}"
+        assert found.table().split("\n")[1 + u].split()[-1] == number
+    alone = audited(Counting("group", ("all",), groups=torch.zeros(3, 30).long()), given)
+    assert alone.ece[0] == alone.pooled_ece == pytest.approx(found.pooled_ece, abs=1e-12)
+    assert "ECE" not in alone.table()
+    assert audited(Counting("label", ("0", "1", "2", "3")), given).pooled_ece is None
 
 
 def test_intervals_are_shared_among_units():

@@ -134,8 +134,7 @@ def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
     bins of confidence, [J, bins] each.
     """
     confidence = scored.top[0]
-    inner = torch.arange(1, bins, dtype=torch.float64) / bins
-    where = torch.bucketize(confidence, inner)
+    where = bin_of(confidence, bins)
     return (
         scored.count(where, bins),
         scored.count(where, bins, scored.hits),
@@ -143,13 +142,22 @@ def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def bin_of(confidence: Tensor, bins: int) -> Tensor:
+    """Return the bin of each confidence."""
+    return torch.bucketize(confidence, torch.arange(1, bins, dtype=torch.float64) / bins)
+
+
 def calibration_error(scored: Scored, bins: int, norm: Norm = "l1") -> Tensor:
     """Compute one number for each client, [J], from the gaps between accuracy and confidence."""
-    count, hits, confidence = binned(scored, bins)
+    return scored.nan_broken(error_in_bins(*binned(scored, bins), norm))
+
+
+def error_in_bins(count: Tensor, hits: Tensor, confidence: Tensor, norm: Norm = "l1") -> Tensor:
+    """Compute one number, [...], from what `binned` returns, [..., bins] each; NaN without
+    examples.
+    """
     gap = (hits - confidence).abs() / count.clamp_min(1)
     share = count / count.sum(-1, keepdim=True)
     if norm == "max":
-        return scored.nan_broken(torch.where(count.any(-1), gap.amax(-1), math.nan))
-    return scored.nan_broken(
-        (share * gap).sum(-1) if norm == "l1" else (share * gap.square()).sum(-1).sqrt()
-    )
+        return torch.where(count.any(-1), gap.amax(-1), math.nan)
+    return (share * gap).sum(-1) if norm == "l1" else (share * gap.square()).sum(-1).sqrt()
