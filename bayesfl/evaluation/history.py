@@ -98,14 +98,13 @@ class History:
             return self.rows[int(column)]
         if column not in self.columns:
             meant = "_".join(_MEANT.get(word, word) for word in column.lower().split("_"))
-            measured = {name.split("_")[0] for name in self.columns}
-            split = "; make the data with validation=0.2, say, for a split to validate on"
-            lacks = meant.startswith("validation_") and measured & {"personal", "validation"}
+            measured = {name.split("_")[0] for name in self.columns} & {*PREFIXES.values()}
+            lacks = meant.startswith("validation_") and measured == {"personal"}
             raise KeyError(
                 f"no column {column!r}; the nearest of {len(self.columns)} are "
                 f"{nearest(meant, self.columns, 4)}, history.columns has all"
-                + split
-                * (lacks == {"personal"})
+                + "; make the data with validation=0.2, say, for a split to validate on"
+                * lacks
             )
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
 
