@@ -7,10 +7,6 @@ own.
 
 import importlib
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bayesfl import curvature, data, engine, likelihoods, models, optim, posteriors
@@ -30,12 +26,14 @@ from bayesfl.composition import (
     with_server_optimiser,
 )
 from bayesfl.engine import Engine
-from bayesfl.evaluation import metrics
+from bayesfl.evaluation import calibration, detection, metrics, plots
 from bayesfl.federation.clients.client_model import ClientModel, load_client
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.private.privacy import ClientPrivacy
 from bayesfl.federation.private.secure import SecureSum
+from bayesfl.federation.rounds import faults
 from bayesfl.federation.rounds.admission import Admission
+from bayesfl.federation.run import callbacks
 from bayesfl.federation.run.comparison import compare
 from bayesfl.federation.run.loading import load
 from bayesfl.federation.run.simulation import simulate
@@ -43,9 +41,6 @@ from bayesfl.posteriors import selection
 
 if TYPE_CHECKING:
     from bayesfl import algorithms, flower
-    from bayesfl.evaluation import calibration, detection, plots
-    from bayesfl.federation.rounds import faults
-    from bayesfl.federation.run import callbacks
 
 __version__ = "0.3.0.dev0"
 __all__ = [
@@ -90,54 +85,31 @@ __all__ = [
     "with_server_optimiser",
 ]
 
-_SHORT = {
-    "calibration": "bayesfl.evaluation.calibration",
-    "callbacks": "bayesfl.federation.run.callbacks",
-    "detection": "bayesfl.evaluation.detection",
-    "faults": "bayesfl.federation.rounds.faults",
-    "invariance": "bayesfl.composition.invariance",
-    "metrics": "bayesfl.evaluation.metrics",
-    "plots": "bayesfl.evaluation.plots",
-    "pools": "bayesfl.composition.pools",
-    "predictors": "bayesfl.composition.predictors",
-    "priors": "bayesfl.composition.priors",
-    "selection": "bayesfl.posteriors.selection",
-    "topology": "bayesfl.composition.topology",
-}
-"""Modules that have a short name, as `bayesfl.calibration`, beside that of their place. Type
-checkers know them as attributes, `bf.calibration`, and not in `from bayesfl.calibration import`.
-"""
-
-
-class _ShortNames(Loader):
-    """Imports a module by its short name, and what is in it, as the module that stands in its
-    place: `from bayesfl.calibration import Temperature` makes no second class.
-    """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
-    ) -> ModuleSpec | None:
-        top, _, inner = fullname.partition(".")
-        name, dot, rest = inner.partition(".")
-        if top != "bayesfl" or name not in _SHORT:
-            return None
-        return ModuleSpec(fullname, self, origin=_SHORT[name] + dot + rest)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(str(spec.origin))
-        spec.loader_state = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None  # that of the short name, which is set meanwhile
-        module.__spec__ = module.__spec__.loader_state
-
-
-sys.meta_path.insert(0, _ShortNames())  # first, as others would find what is in them once more
+for _place in (
+    "composition.invariance",
+    "composition.pools",
+    "composition.predictors",
+    "composition.priors",
+    "composition.topology",
+    "evaluation.calibration",
+    "evaluation.detection",
+    "evaluation.metrics",
+    "evaluation.plots",
+    "federation.rounds.faults",
+    "federation.run.callbacks",
+    "posteriors.selection",
+):
+    # Each is imported by its short name, too, as `from bayesfl.calibration import Temperature`,
+    # with what is in it: the very modules, so that no class is there twice. Type checkers know
+    # them as attributes, `bf.calibration`.
+    _whole = f"bayesfl.{_place}"
+    for _name in [name for name in sys.modules if f"{name}.".startswith(f"{_whole}.")]:
+        _short = f"bayesfl.{_place.rpartition('.')[2]}{_name.removeprefix(_whole)}"
+        sys.modules[_short] = sys.modules[_name]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SHORT or name in ("algorithms", "flower"):  # imported when they are first used
+    if name in ("algorithms", "flower"):  # imported when they are first used
         return importlib.import_module(f"bayesfl.{name}")
     raise AttributeError(f"module 'bayesfl' has no attribute {name!r}")
 
