@@ -53,6 +53,7 @@ smoke: $(VENV)/.plain
 	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
 	$(BIN)/python benchmarks/memory.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick
+	$(BIN)/python benchmarks/sensitivity.py --quick --rates
 	$(BIN)/python benchmarks/curvature.py --quick --threads 1
 	$(BIN)/python benchmarks/gpu.py --quick --device cpu
 	$(BIN)/python benchmarks/fedsi.py --quick

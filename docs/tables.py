@@ -149,15 +149,9 @@ def names() -> str:
 def demo() -> str:
     """The demo's table, in Markdown."""
     saved = json.loads((RESULTS / "demo.json").read_text())
-    columns = [
-        report.Column("accuracy", better="higher"),
-        report.Column("before_accuracy", title="before pooling"),
-        report.Column("nll", title="NLL (nats)", better="lower"),
-        report.Column("ece", title="ECE, clients' mean", better="lower"),
-        report.Column("pooled_ece", title="ECE, pooled", better="lower"),
-        report.Column("brier", title="Brier", better="lower"),
-    ]
-    table = report.table(saved["rows"], columns=columns, style="markdown")
+    table = runpy.run_path(str(ROOT / "examples" / "pfedvem.py"))["table"](
+        saved["rows"], "markdown"
+    )
     return f"{table}\n\n{made({'command': 'make demo', **saved})}"
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 
 import bayesfl as bf
-from bayesfl.optim import SGD
 
 SMALL = [
     "--clients",
@@ -221,11 +221,8 @@ def test_divergence_is_one_line_and_keeps_what_there_was(example, tmp_path, caps
     """Exit code 1; the runs before it are in the table, the last finite round of its own in a
     folder.
     """
-    make = dict(example.ALGORITHMS)
-    make["fedper"] = lambda model, preset, rounds: bf.algorithms.fedper(
-        model, optimiser=SGD(1e30, momentum=0.9), batch_size=preset.batch_size
-    )
-    monkeypatch.setattr(example, "ALGORITHMS", make)
+    diverging = replace(example.PRESETS["digits"], rates={"fedper": 1e30})
+    monkeypatch.setitem(example.PRESETS, "digits", diverging)
     out = tmp_path / "run"
     assert example.main([*SMALL, "--out", str(out)]) == 1
     error = capsys.readouterr().err
