@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "sensitivity.json"
 example = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "pfedvem.py")))
 DEMO = example.PRESETS["digits"]
 ROUNDS = example.arguments([]).rounds
-GRID = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+GRID = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 
 
 def scaled(factor: float) -> Any:

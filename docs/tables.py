@@ -2,12 +2,13 @@
 docs/tables.py.
 
 What is implemented comes from the compositions themselves, the demo's table from
-benchmarks/results/demo.json (`make demo` writes it to runs/demo/table.json), speed from
-benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
-benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from
-benchmarks/results/pfedvem.json, links from benchmarks/results/links.json, networks as they come
-from benchmarks/results/networks.json, promises from benchmarks/results/promises.json, noise from
-benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
+benchmarks/results/demo.json (`make demo` writes it to runs/demo/table.json), its rates and other
+settings from benchmarks/results/sensitivity.json, speed from benchmarks/results/engines.json (`make
+benchmarks`), rules of subnetworks from benchmarks/results/selection.json (python
+benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, links from
+benchmarks/results/links.json, networks as they come from benchmarks/results/networks.json, promises
+from benchmarks/results/promises.json, noise from benchmarks/results/privacy.json, papers' tables
+from benchmarks/results/papers.
 """
 
 import ast
@@ -17,6 +18,7 @@ import json
 import math
 import re
 import runpy
+import statistics
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -153,6 +155,35 @@ def demo() -> str:
         saved["rows"], "markdown"
     )
     return f"{table}\n\n{made({'command': 'make demo', **saved})}"
+
+
+def demo_rates() -> str:
+    """NLL on validation data by the demo's methods and rates, the chosen in bold, in Markdown."""
+    saved = json.loads((RESULTS / "sensitivity.json").read_text())["rates"]
+    lines = []
+    for name, by in saved["nll"].items():
+        cells = []
+        for rate, values in by.items():
+            cell = "diverged" if None in values else f"{statistics.fmean(values):.3f}"
+            cells.append(f"**{cell}**" if float(rate) == saved["chosen"][name] else cell)
+        lines.append([bf.algorithms.PAPERS[name][1], *cells])
+    heads = ["method", *next(iter(saved["nll"].values()))]
+    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+
+
+def demo_settings() -> str:
+    """The demo's accuracy and NLL beside those in other settings, in Markdown."""
+    saved = json.loads((RESULTS / "sensitivity.json").read_text())["settings"]
+    rows = json.loads((RESULTS / "demo.json").read_text())["rows"]
+    names = list(next(iter(saved["rows"].values())))
+    at_mean = {name: rows.get(f"{name}, mean", rows.get(name)) for name in names}
+    settings = {"the demo": at_mean, **saved["rows"]}
+    parts = []
+    for key, title, better in (("accuracy", "Accuracy", "higher"), ("nll", "NLL (nats)", "lower")):
+        cells = {name: {of: found[name][key] for of, found in settings.items()} for name in names}
+        columns = [report.Column(of, title=of, better=better) for of in settings]
+        parts.append(f"**{title}**\n\n{report.table(cells, columns=columns, style='markdown')}")
+    return "\n\n".join([*parts, made(saved)])
 
 
 def engines() -> str:
@@ -1171,7 +1202,7 @@ def leaving() -> str:
 
 PAGES = {
     ROOT / "README.md": (demo,),
-    ROOT / "docs" / "demo.md": (demo,),
+    ROOT / "docs" / "demo.md": (demo, demo_rates, demo_settings),
     ROOT / "docs" / "methods.md": (implemented,),
     ROOT / "docs" / "deployment.md": (leaving,),
     ROOT / "docs" / "api" / "names.md": (names,),

@@ -155,7 +155,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="number of clients (default: %(default)s; cifar100: a multiple of 5)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=50, help="rounds of the federation (default: %(default)s)"
+        "--rounds", type=int, default=30, help="rounds of the federation (default: %(default)s)"
     )
     parser.add_argument(
         "--participation",

@@ -16,6 +16,7 @@ import torch
 
 import bayesfl as bf
 
+SENSITIVITY = "benchmarks/results/sensitivity.json"
 SMALL = [
     "--clients",
     "4",
@@ -52,6 +53,25 @@ def files(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+@pytest.mark.slow
+def test_every_method_goes_over_its_data_equally_often(example, tmp_path):
+    """20 passes for the head and 5 for the body, or 25 for a whole model; in two rounds half of the
+    clients at a time make one round of a client.
+    """
+    arguments = [*SMALL[:2], "--rounds", "2", "--participation", "0.5", "--seeds", "0"]
+    assert example.main([*arguments, "--out", str(tmp_path / "run")]) == 0
+    rows = json.loads((tmp_path / "run" / "table.json").read_text())["rows"]
+    assert len(rows) == len(example.METHODS) + 2
+    assert {row["passes"][0] for row in rows.values()} == {25.0}
+
+
+def test_rates_are_those_that_validation_chose(example):
+    saved = json.loads((Path(__file__).parents[2] / SENSITIVITY).read_text())["rates"]
+    for name, by_rate in saved["nll"].items():
+        means = {rate: sum(nll) for rate, nll in by_rate.items() if None not in nll}
+        assert example.DIGITS[name] == float(min(means, key=lambda rate: means[rate]))
 
 
 @pytest.mark.slow
