@@ -86,7 +86,14 @@ def five_convolutions(inputs: Any, outputs: int, seed: int) -> torch.nn.Module:
 
 # Chosen by NLL on validation data, with seeds that the demo does not have: python
 # benchmarks/sensitivity.py --rates, under "rates" in benchmarks/results/sensitivity.json.
-DIGITS: dict[str, float] = {}
+DIGITS = {
+    "local": 3e-4,
+    "fedavg": 1e-2,
+    "fedper": 1e-2,
+    "pfedmap": 1e-2,
+    "pfedvem": 1e-2,
+    "pfedvem_held": 1e-2,
+}
 PRESETS = {
     "digits": Preset(small, 10, rates=DIGITS),
     "mnist": Preset(small, 50, head_rate=1e-4),
