@@ -15,6 +15,7 @@ training diverges.
 import argparse
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,12 +240,14 @@ def write(
     rows: dict[str, dict[str, list[float]]],
     history: list[dict[str, Any]],
     runs: int,
+    began: float,
 ) -> None:
     """Table and history of the runs finished so far, each file whole."""
     planned = len(options.seeds) * len(options.algorithms)
     record = {
         "arguments": vars(options),
         "runs": {"finished": runs, "planned": planned},
+        "seconds": time.monotonic() - began,
         "rows": rows,
         "environment": report.environment(),
     }
@@ -262,6 +265,7 @@ def compare(options: argparse.Namespace) -> None:
         DivergenceError: Training left the finite numbers; what there was before that is saved.
     """
     check(options)
+    began = time.monotonic()
     preset = PRESETS[options.dataset]
     engine = bf.Engine(kernel=options.kernel, workers=options.workers)
     rows: dict[str, dict[str, list[float]]] = {}
@@ -300,7 +304,7 @@ def compare(options: argparse.Namespace) -> None:
                     device=options.device,
                 )
             except bf.DivergenceError as error:
-                write(options, rows, history, runs)
+                write(options, rows, history, runs, began)
                 if error.result is not None:
                     error.result.save(options.out / f"{name}-seed{seed}-diverged")
                 raise
@@ -328,7 +332,7 @@ def compare(options: argparse.Namespace) -> None:
             histories.setdefault(title, []).append(result.history)
             runs += 1
             # Before the checkpoint: the table says whose folder this is.
-            write(options, rows, history, runs)
+            write(options, rows, history, runs, began)
             if seed == options.seeds[0]:
                 result.save(options.out / name)
     text = table(rows, "text")
@@ -347,7 +351,8 @@ def compare(options: argparse.Namespace) -> None:
     for name, figure in figures.items():
         with atomic_path(options.out / name) as temporary:
             figure.savefig(temporary, dpi=120, bbox_inches="tight")
-    print(f"\ntable, history, checkpoints and figures are in {options.out}")
+    minutes = (time.monotonic() - began) / 60
+    print(f"\n{minutes:.1f} minutes; table, history, checkpoints and figures are in {options.out}")
 
 
 def main(argv: list[str] | None = None) -> int:
