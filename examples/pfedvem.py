@@ -248,6 +248,7 @@ def write(
         "arguments": vars(options),
         "runs": {"finished": runs, "planned": planned},
         "seconds": time.monotonic() - began,
+        "cpu_seconds": time.process_time(),
         "rows": rows,
         "environment": report.environment(),
     }
