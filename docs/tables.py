@@ -179,9 +179,9 @@ def demo_settings() -> str:
     at_mean = {name: rows.get(f"{name}, mean", rows.get(name)) for name in names}
     settings = {"the demo": at_mean, **saved["rows"]}
     parts = []
-    for key, title, better in (("accuracy", "Accuracy", "higher"), ("nll", "NLL (nats)", "lower")):
+    for key, title in (("accuracy", "Accuracy"), ("nll", "NLL (nats)")):
         cells = {name: {of: found[name][key] for of, found in settings.items()} for name in names}
-        columns = [report.Column(of, title=of, better=better) for of in settings]
+        columns = [report.Column(of, title=of, better=report.better(key)) for of in settings]
         parts.append(f"**{title}**\n\n{report.table(cells, columns=columns, style='markdown')}")
     return "\n\n".join([*parts, made(saved)])
 

@@ -16,7 +16,7 @@ UNMARKED = {
     "docs/decisions/0004-layer-rules-go-back-by-hand.md": "1.8 2.0 0.95 1.1 1.2 1.4",
     "docs/decisions/0005-one-split-of-shared-tensors.md": "2.5",
     "docs/decisions/0008-what-stands-between.md": "0.94 1.3 0.08 1.5 0.8 0.7 1.5",
-    "docs/demo.md": "0.01 0.05 0.05",
+    "docs/demo.md": "0.01",
     "docs/deployment.md": "1.41 1.41",
     "docs/derivations/curvature.md": "1.5",
     "docs/derivations/fedpac.md": "2306.11867 0.01 0.1",
