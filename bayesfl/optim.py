@@ -122,7 +122,9 @@ def check_optimiser(name: str, value: object) -> None:
     """
     kind: Any = type(value)
     if not hasattr(kind, "update_"):
-        raise TypeError(f"{name} must be an optimiser, as bf.optim.SGD(0.1), got {value!r}")
+        own = f"{kind.__name__}(1e-3)" if kind.__name__ in ("Adam", "AdamW") else "SGD(0.1)"
+        got = value if isinstance(value, int | float | type) else kind
+        raise TypeError(f"{name} must be an optimiser, as bf.optim.{own}, got {got!r}")
     steps = {"update": kind.update, "update_": kind.update_}
     one, other = (next(base for base in kind.__mro__ if step in vars(base)) for step in steps)
     if one is not other:

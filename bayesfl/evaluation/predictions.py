@@ -73,17 +73,14 @@ class Predictions:
             if self.mask.dim() > 1
             else f"{int(rows)} examples"
         )
+        none = bool(self.epistemic[self.mask].isnan().all())
         shown = {
             name: t
             for name, t in vars(self).items()
-            if isinstance(t, Tensor) and name not in ("mask", "labels")
+            if isinstance(t, Tensor) and name not in ("mask", "labels", *["epistemic"] * none)
         }
         tensors = ", ".join(f"{name} {list(t.shape)}" for name, t in shown.items())
-        drawn = (
-            ""
-            if bool(self.epistemic[self.mask].isnan().all())
-            else "; averaged over draws or a closed form"
-        )
+        drawn = "" if none else "; averaged over draws or a closed form"
         return f"Predictions({many}; {tensors}{drawn})"
 
     @property

@@ -28,7 +28,14 @@ from bayesfl.federation.rounds.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.rounds.replies import OpenRun
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
-from bayesfl.federation.run.callbacks import Callback, check_callbacks, ended, finished, over
+from bayesfl.federation.run.callbacks import (
+    Callback,
+    EarlyStopping,
+    check_callbacks,
+    ended,
+    finished,
+    over,
+)
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
@@ -177,6 +184,10 @@ def serve(
             chosen = run.evaluate(chosen)
         if chosen.round == state.round:
             run.save(chosen)
+        else:  # with what was told, too
+            for callback in on_round:
+                if isinstance(callback, EarlyStopping) and callback.best is not None:
+                    callback.store(chosen)
         return chosen
 
 

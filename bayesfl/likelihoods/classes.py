@@ -3,7 +3,7 @@ an order.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -64,11 +64,12 @@ def _class_weights(given: object) -> tuple[float, ...] | None:
     if given is None:
         return None
     found = listed(given)
-    weights = tuple(number("weights", one) for one in found)
-    in_range = all(0 <= one < math.inf for one in weights)
-    if isinstance(found, Mapping) or not any(weights) or not in_range:
+    several = isinstance(found, Sequence) and not isinstance(found, str)
+    weights = tuple(number("weights", one) for one in found) if several else ()
+    if not any(weights) or not all(0 <= one < math.inf for one in weights):
         raise ValueError(
-            f"weights must be numbers >= 0, one for each class and not all 0, got {found}"
+            "weights must be numbers >= 0, one for each class and not all 0, as "
+            f"clients.balanced_weights, got {found!r}"
         )
     return weights
 

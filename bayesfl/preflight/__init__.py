@@ -21,8 +21,8 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             the likelihood's slope is not its derivative. The message names the remedy.
 
     Warns:
-        UserWarning: The model is in evaluation mode, or ends in a softmax of its own; something is
-            learnt in vain, or not at all; or targets are far from standardised.
+        UserWarning: The model is in evaluation mode, or ends in a softmax or a sigmoid; something
+            is learnt in vain, or not at all; or targets are far from standardised.
     """
     models.check_unchanged(algorithm)
     width = likelihoods.width(algorithm.likelihood, data)
@@ -30,7 +30,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     observe(algorithm, data.train, (x, outputs))
     models.check_numbers(algorithm, data)
     models.check_width(algorithm, data, outputs, width)
-    models.warn_of_probabilities(algorithm, outputs)
+    models.warn_of_probabilities(algorithm, x)
     likelihoods.check_slope(
         algorithm.likelihood, outputs, data.train.y[data.train.index[: len(outputs)]].cpu()
     )

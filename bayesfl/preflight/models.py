@@ -2,15 +2,18 @@
 changed.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from bayesfl.base.inputs import WIDE, Inputs, count, named
+from bayesfl.base.inputs import WIDE, Inputs, call, count, named
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine.observation import OBSERVED_ROWS, outputs_at
-from bayesfl.likelihoods import Categorical, Tokens
+from bayesfl.likelihoods import Bernoulli, Categorical, MultiLabel, Tokens
 from bayesfl.models.copies import check_original, refuse_changed
 from bayesfl.models.forwards import one_row_each
 from bayesfl.models.modes import asleep
@@ -110,21 +113,33 @@ def check_width(
     raise ValueError(f"the model has {had} outputs, the data {data.outputs} {what}; {remedy}")
 
 
-def warn_of_probabilities(algorithm: Algorithm, outputs: Tensor) -> None:
-    """Warn if a model gives probabilities where the likelihood takes logits, of which it makes
-    probabilities itself.
+class _Squashed(TorchFunctionMode):
+    """Remembers the last result of a softmax or a sigmoid."""
+
+    last: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in ("softmax", "sigmoid", "special_expit"):
+            self.last = found
+        return found
+
+
+def warn_of_probabilities(algorithm: Algorithm, x: Inputs) -> None:
+    """Warn if a model's outputs come out of a softmax or a sigmoid, where the likelihood takes
+    another of them.
     """
-    sums = outputs.double().sum(-1)
-    if (
-        isinstance(algorithm.likelihood, Categorical | Tokens)
-        and outputs.shape[-1] > 1
-        and bool((outputs >= 0).all())
-        and torch.allclose(sums, torch.ones_like(sums), rtol=0, atol=1e-3)
-    ):
+    if not isinstance(algorithm.likelihood, Categorical | Tokens | Bernoulli | MultiLabel):
+        return
+    module = algorithm.module(torch.empty(0, dtype=next(algorithm.model.parameters()).dtype))
+    with torch.no_grad(), _Squashed() as seen:
+        outputs = call(module, x)
+    # A view of them, as after a squeeze, has the same memory.
+    if seen.last is not None and outputs.data_ptr() == seen.last.data_ptr():
         warn(
-            f"the outputs of {type(algorithm.model).__name__} are >= 0 and sum to 1, as after a "
-            f"softmax, and {type(algorithm.likelihood).__name__} takes another softmax of them: "
-            "leave out that at the network's end",
+            f"the model {type(algorithm.model).__name__} ends in a softmax or a sigmoid, and "
+            f"{type(algorithm.likelihood).__name__} takes another of its outputs: let it give "
+            "logits, without the last step",
         )
 
 

@@ -100,7 +100,7 @@ def test_what_is_printed_is_short():
     assert repr(drawn) == f"{shown}; averaged over draws or a closed form)"
     assert repr(drawn.client(1)).startswith("Predictions(4 examples; ")
     plain = Predictions(mask, torch.full((2, 4), torch.nan), probs=torch.full((2, 4, 3), 1 / 3))
-    assert repr(plain) == f"{shown})"
+    assert repr(plain) == "Predictions(2 clients of 2 to 4 examples; probs [2, 4, 3])"
 
 
 def test_measures_are_of_the_split_that_was_predicted():

@@ -76,6 +76,30 @@ def assert_as(found: Deployed, sim: Result) -> None:
             assert_close(one.state[name], t, atol=0 if name == "counts" else 1e-9, rtol=0)
 
 
+@pytest.mark.slow
+def test_the_best_state_is_kept_with_what_was_told(
+    parted: FederatedData, method: bf.Algorithm, tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
+    """In its folder, with the measures of calibrated predictions; a server that is started again
+    finds it there, and asks for nothing.
+    """
+    options: dict[str, Any] = {"calibration": STEPS, "rounds": 9, "evaluate_every": 1}
+    options |= {"checkpoint": tmp_path / "server"}
+    for _ in range(2):
+        best = bf.callbacks.EarlyStopping(
+            "validation_nll", patience=2, keep="best", folder=tmp_path / "best", lowest=False
+        )
+        grid = grid_of(method, parted, tmp_path, calibration=STEPS)
+        found = deploy(method, parted, tmp_path, grid, on_round=[best], **options)
+        there = load(tmp_path / "best", method)
+        assert there.round == found.round == 1
+        assert [type(one.step) for one in there.steps] == [type(step) for step in STEPS]
+        assert there.history.rows == found.history.rows
+        assert "calibrated_nll" in there.history.columns
+    assert not surveys(grid)
+    assert not [w for w in recwarn if "whose state is gone" in str(w.message)]
+
+
 def test_calibration_is_the_simulations(
     parted: FederatedData, method: bf.Algorithm, tmp_path: Path
 ):

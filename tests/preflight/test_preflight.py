@@ -472,14 +472,26 @@ def test_what_is_learnt_in_vain_is_warned_of(model: nn.Module, clients: Federate
         bf.simulate(silent, clients, **ONCE)
 
 
-def test_a_network_that_ends_in_a_softmax_is_told_of(clients: FederatedData):
-    """Once, before a run; log probabilities are logits, and numbers may sum to what they like."""
+class Squeezed(nn.Module):
+    """A probability, as for a binary cross-entropy of probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x).unsqueeze(-1)).squeeze(-1)
+
+
+def test_a_network_that_ends_in_probabilities_is_told_of(clients: FederatedData):
+    """Once, before a run, also behind a change of shape; log probabilities are logits, and a
+    sigmoid may stand before the end.
+    """
     body = nn.Linear(8, 3)
-    with pytest.warns(UserWarning, match=r"sum to 1, as after a softmax, and Categorical takes"):
-        bf.simulate(
-            bf.algorithms.fedavg(nn.Sequential(body, nn.Softmax(-1)), epochs=1), clients, **ONCE
-        )
-    for last in (nn.LogSoftmax(-1), nn.ReLU()):
+    for model in (nn.Sequential(body, nn.Softmax(-1)), Squeezed()):
+        with pytest.warns(UserWarning, match=r"ends in a softmax or a sigmoid, and Categorical"):
+            bf.simulate(bf.algorithms.fedavg(model, epochs=1), clients, **ONCE)
+    for last in (nn.LogSoftmax(-1), nn.SiLU()):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             bf.simulate(bf.algorithms.fedavg(nn.Sequential(body, last), epochs=1), clients, **ONCE)

@@ -173,18 +173,22 @@ class EarlyStopping:
             return False
         best = History(rows).best(self.column, lowest=self._lowest)
         if self.keep == "best" and best["round"] == result.round:
-            self.best = snapshot(result)
-            if self._folder is not None:
-                if newest(self._folder):
-                    raise ValueError(
-                        f"folder {str(self._folder)!r} holds the run's checkpoints; give the best "
-                        "state a folder of its own"
-                    )
-                self.best.save(self._folder)
+            if self._folder is not None and newest(self._folder):
+                raise ValueError(
+                    f"folder {str(self._folder)!r} holds the run's checkpoints; give the best "
+                    "state a folder of its own"
+                )
+            self.store(snapshot(result))
         elif self.keep == "best":
             # Now, as the nodes of a deployment that goes on must not forget their states of it.
             self._restore(result, best["round"])
         return sum(row["round"] > best["round"] for row in rows) >= self.patience
+
+    def store(self, best: Any) -> None:
+        """Hold the best state, in the folder as well where there is one."""
+        self.best = best
+        if self._folder is not None:
+            best.save(self._folder)
 
     def finish(self, result: Any) -> Any:
         """Return the state that the run returns: the best one if that is wanted, else `result`."""
@@ -216,11 +220,12 @@ class EarlyStopping:
 
     def _is_of(self, result: Any, round: int) -> bool:
         """Say whether the state that is kept is that of this run after so many rounds: its history,
-        with its seconds, is.
+        with its seconds, is, but for what was measured since.
         """
-        return self.best is not None and repr(self.best.history.rows) == repr(
-            result.history.rows[:round]
-        )
+        if self.best is None or self.best.round != round:
+            return False
+        pairs = zip(self.best.history.rows, result.history.rows, strict=False)
+        return all(repr({key: one.get(key) for key in row}) == repr(row) for one, row in pairs)
 
 
 class CSV:
