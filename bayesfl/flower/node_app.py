@@ -3,6 +3,7 @@ on data that stay with the client.
 """
 
 import hmac
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from bayesfl.federation.clients.surveying import check_servers_model, checked_st
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.federation.settings import Method
 from bayesfl.federation.store.files import described_steps
-from bayesfl.federation.store.identity import fingerprint
+from bayesfl.federation.store.identity import agreement, differences, fingerprint
 from bayesfl.flower import records
 from bayesfl.flower.leaving import HELLO
 from bayesfl.flower.node import Node, Refused
@@ -83,10 +84,11 @@ def client_app(
     steps = checked_steps(calibration)
     described_steps(steps)
     check_servers_model(steps, algorithm)
-    app, engine, agreed = ClientApp(), engine or Engine(), fingerprint(algorithm, steps)
+    app, engine = ClientApp(), engine or Engine()
+    agreed, digest = agreement(algorithm, steps), fingerprint(algorithm, steps)
 
     def here(message: Message, context: Context) -> Node:
-        _same_code(message, agreed)
+        _same_code(message, agreed, digest)
         return Node.of(
             context,
             load_data,
@@ -155,9 +157,9 @@ def _described(change: Change | None) -> str:
     return "" if change is None else digest_of(change)
 
 
-def _same_code(message: Message, agreed: str) -> None:
+def _same_code(message: Message, agreed: dict[str, Any], digest: str) -> None:
     """Check that the server uses the same protocol, and runs the method and the calibration with
-    this fingerprint.
+    this agreement and its digest.
 
     Raises:
         Refused: The protocol, the method or the calibration differs.
@@ -168,8 +170,12 @@ def _same_code(message: Message, agreed: str) -> None:
             f"the server speaks protocol {protocol}, this client {PROTOCOL}; install the same "
             "version of bayesfl on both"
         )
-    if records.setting(message.content, "algorithm", str) != agreed:
+    if records.setting(message.content, "algorithm", str) != digest:
+        theirs = json.loads(str(records.config(message.content).get("agreement", "{}")))
+        apart = differences(theirs, json.loads(json.dumps(agreed))) if theirs else {}
+        said = [f"{at} is {here} here and {there} there" for at, (there, here) in apart.items()]
         raise Refused(
-            "the server runs another method or calibration, or one with other options; ship the "
-            "same app to both"
+            "the server runs another method or calibration, or one with other options"
+            + "".join(f"; {one}" for one in said[:3])
+            + ": ship the same app to both"
         )

@@ -3,6 +3,7 @@ sums.
 """
 
 import inspect
+import json
 import logging
 import os
 import secrets
@@ -39,7 +40,7 @@ from bayesfl.federation.run.callbacks import (
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
-from bayesfl.federation.store.identity import fingerprint
+from bayesfl.federation.store.identity import agreement, fingerprint
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Connection, Journey
@@ -257,6 +258,8 @@ class _Service:
         hello = {
             "protocol": PROTOCOL,
             "algorithm": fingerprint(algorithm, self.calibration),
+            # So that a node with another one can say where they differ.
+            "agreement": json.dumps(agreement(algorithm, self.calibration)),
             "experiment": experiment,
         }
         roster = Roster(

@@ -97,6 +97,7 @@ def test_another_method_is_refused(
         rounds=1,
     )
     assert "runs another method" in caplog.text
+    assert "fedavg.epochs is 7 here and 8 there: ship the same app" in caplog.text
     assert not any(map(trains, grid.sent))
 
 

@@ -63,11 +63,16 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
     return algorithm.__dict__["_constants"]
 
 
-def fingerprint(algorithm: Algorithm, calibration: "Sequence[Step]" = ()) -> str:
-    """Return a digest of a method's identity and of its steps of calibration, by which two machines
-    recognise that theirs are the same.
+def agreement(algorithm: Algorithm, calibration: "Sequence[Step]" = ()) -> dict[str, Any]:
+    """Return a method's identity and its steps of calibration, which two machines must have in
+    common.
     """
-    return digest_of({**identity(algorithm), "calibration": calibration})
+    return {**identity(algorithm), "calibration": described(calibration)}
+
+
+def fingerprint(algorithm: Algorithm, calibration: "Sequence[Step]" = ()) -> str:
+    """Return a digest of `agreement`."""
+    return digest_of(agreement(algorithm, calibration))
 
 
 class Chosen(NamedTuple):
