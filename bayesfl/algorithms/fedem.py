@@ -151,7 +151,7 @@ def fedem(
         parts=PARTS,
         likelihood=likelihood,
         private={"pi": uniform},
-        reports={"pi": Reported(uniform, options.AT_LEAST_0)},
+        reports={"pi": Reported(uniform, options.NEARLY_SHARE)},
         server=start,
         combine=usage,
         adapt=(Once(adapt, data=True, losses=PARTS),),

@@ -248,7 +248,7 @@ def fedsi(
             "std": Reported(
                 lambda given: torch.zeros_like(given["body"]["loc"]), options.AT_LEAST_0
             ),
-            "uncurved": Reported(0.0, options.AT_LEAST_0),
+            "uncurved": Reported(0.0, options.NEARLY_SHARE),
         },
         combine=combine,
     )

@@ -17,6 +17,7 @@ import textwrap
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from decimal import Decimal
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -362,7 +363,7 @@ def layers(model: nn.Module) -> dict[str, str]:
 
 def held(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the plain values that every part of a model holds beside its layers' options, by name:
-    numbers, texts, names of functions, and those inside a configuration.
+    numbers, texts, functions with what they hold, and those inside a configuration.
     """
     return {name: _held(vars(part), 0) for name, part in model.named_modules()}
 
@@ -381,29 +382,45 @@ def _held(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
         plain = _plain(value)
         if value is None or plain is not None:
             found[key] = plain
-        elif (
-            depth < DEPTH
-            and not isinstance(value, nn.Module | Tensor)
-            and hasattr(value, "__dict__")
-        ):
-            if inner := _held(vars(value), depth + 1):
+        elif depth < DEPTH and not isinstance(value, nn.Module | Tensor):
+            if inner := _held(_attributes(value), depth + 1):
                 found[key] = inner
     return found
 
 
 def _plain(value: Any) -> Any:
-    """Return a plain value, or a function by its name, as JSON holds it; None for all else."""
-    if (
-        isinstance(
-            value,
-            bool | int | float | str | np.generic | np.ndarray | torch.dtype | tuple | list | dict,
-        )
-        or type(value) is Tensor
-    ):
+    """Return a plain value, or a function, as JSON holds it; None for all else."""
+    if isinstance(value, _PLAIN) or type(value) is Tensor:
         return described(value)
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return _of_function(value)
+    if isinstance(value, types.BuiltinFunctionType | type):
         return getattr(value, "__qualname__", None)
     return str(value) if isinstance(value, Enum) else None
+
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, range, Decimal, np.generic, np.ndarray, torch.dtype),
+    *(tuple, list, dict, set, frozenset),
+)
+
+
+def _of_function(value: Any) -> Any:
+    """Return a function as `described` does, without the modules and the parameters that it holds,
+    whose weights are no part of a network's description.
+    """
+    if isinstance(value, nn.Module | nn.Parameter):
+        return None
+    if isinstance(value, functools.partial):
+        given = [*value.args, *(pair for pair in value.keywords.items())]
+        return {"partial": _of_function(value.func), "given": [_of_function(one) for one in given]}
+    if isinstance(value, types.MethodType):
+        return {"method": _of_function(value.__func__), "of": _of_function(value.__self__)}
+    if not isinstance(value, types.FunctionType):
+        return described(value)
+    held = [*map(_contents, value.__closure__ or ()), *(value.__defaults__ or ())]
+    held += (value.__kwdefaults__ or {}).values()
+    return _named(value) | ({"holds": [_of_function(one) for one in held]} if held else {})
 
 
 def _options(layer: nn.Module) -> str:

@@ -33,6 +33,7 @@ __all__ = [
     "AT_LEAST_0",
     "AT_LEAST_1",
     "INVERTIBLE",
+    "NEARLY_SHARE",
     "Count",
     "Idle",
     "Natural",
@@ -41,6 +42,8 @@ __all__ = [
     "method",
 ]
 
+NEARLY_SHARE = Range(0, 1 + 1e-3, "[]")
+"""Where a client's share of something lies, which may exceed 1 by rounding."""
 P = ParamSpec("P")
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base import archive
+from bayesfl.base.described import digest_of, network
 from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import declared
@@ -181,10 +182,13 @@ class Laplace:
         tensors = {name: t.to(curvature.device, copy=True) for name, t in tensors.items()}
         names, structure = meta["parameters"], cast(Structure, meta["structure"])
         loc, own = _weights(model, curvature), list(curvature.layout.names)
-        if names != own or not torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8):
+        alike = meta["network"] == _network(curvature)
+        near = names == own and torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8)
+        if not (alike and near):
+            other = "" if alike else "other layers or options, other weights or buffers beside, or "
             raise ValueError(
-                f"{str(path)!r} was fitted at other weights, or to others than {own}, of "
-                f"{pattern!r}: it covers {names}; load its weights into the model first"
+                f"{str(path)!r} was fitted to {other}other weights, or to others than {own}, of "
+                f"{pattern!r}: it covers {names}; load it for the model as it was"
             )
         parts = {
             name.removeprefix("inverse."): t
@@ -432,8 +436,20 @@ class Laplace:
             "parameters": list(self.curvature.layout.names),
             "examples": self.examples,
             "likelihood": _described(self.curvature.likelihood),
+            "network": _network(self.curvature),
         }
         archive.write(path, "laplace", meta, tensors)
+
+
+def _network(curvature: Curvature) -> str:
+    """Return a digest of a curvature's network, with the parameters and buffers that it does not
+    cover.
+    """
+    module, covered = curvature.module, set(curvature.layout.names)
+    everything = (*module.named_parameters(), *module.named_buffers())
+    return digest_of(
+        {**network(module), "rest": {name: t for name, t in everything if name not in covered}}
+    )
 
 
 def _described(likelihood: Likelihood) -> str:

@@ -30,7 +30,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     observe(algorithm, data.train, (x, outputs))
     models.check_numbers(algorithm, data)
     models.check_width(algorithm, data, outputs, width)
-    models.warn_of_probabilities(algorithm, x)
+    models.warn_of_probabilities(algorithm, data, x)
     likelihoods.check_slope(
         algorithm.likelihood, outputs, data.train.y[data.train.index[: len(outputs)]].cpu()
     )

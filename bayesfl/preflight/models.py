@@ -125,13 +125,13 @@ class _Squashed(TorchFunctionMode):
         return found
 
 
-def warn_of_probabilities(algorithm: Algorithm, x: Inputs) -> None:
+def warn_of_probabilities(algorithm: Algorithm, data: FederatedData, x: Inputs) -> None:
     """Warn if a model's outputs come out of a softmax or a sigmoid, where the likelihood takes
     another of them.
     """
     if not isinstance(algorithm.likelihood, Categorical | Tokens | Bernoulli | MultiLabel):
         return
-    module = algorithm.module(torch.empty(0, dtype=next(algorithm.model.parameters()).dtype))
+    module = algorithm.module(torch.empty(0, dtype=data.train.dtype))
     with torch.no_grad(), _Squashed() as seen:
         outputs = call(module, x)
     # A view of them, as after a squeeze, has the same memory.

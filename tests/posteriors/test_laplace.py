@@ -281,8 +281,34 @@ def test_a_saved_posterior_predicts_the_same(tmp_path, form):
     assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     other = bf.models.mlp(4, hidden=6, outputs=3, seed=2).double()
     for changed, pattern in ((other, "*"), (model, "head.*")):
-        with pytest.raises(ValueError, match=r"fitted at other weights, .*\['body"):
+        with pytest.raises(ValueError, match=r"fitted to .*other weights, .*\['body"):
             Laplace.load(tmp_path / "posterior.safetensors", changed, pattern=pattern)
+
+
+def test_a_saved_posterior_is_of_one_network(tmp_path):
+    """Beside the weights that it covers: of one body, one slope, one set of buffers."""
+
+    def made(slope: float = 0.01) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(4, 5), nn.BatchNorm1d(5).eval(), nn.LeakyReLU(slope), nn.Linear(5, 3)
+        )
+
+    def moved(what: str) -> nn.Module:
+        model = made()
+        model.get_parameter(what).data.add_(0.5) if "weight" in what else model.get_buffer(
+            what
+        ).add_(0.5)
+        return model
+
+    x, file = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), tmp_path / "one"
+    fitted = Laplace.fit(made(), x, pattern="3.*")
+    fitted.save(file)
+    again = Laplace.load(file, made(), pattern="3.*")
+    assert_close(again.predict(x), fitted.predict(x), rtol=0, atol=0)
+    for other in (made(0.3), moved("0.weight"), moved("1.running_mean")):
+        with pytest.raises(ValueError, match="fitted to other layers or options, other weights"):
+            Laplace.load(file, other, pattern="3.*")
 
 
 @pytest.mark.parametrize("structure", ["full", "kfac"])

@@ -14,8 +14,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bayesfl.base.inputs import WIDE, Inputs, named
+from bayesfl.base.warning import warn
 from bayesfl.data.mapped import mapped, mark_mapped
 from bayesfl.data.tables.frames import columns_of, numbers_of
+
+ROUNDED_ROWS, COARSE = 1000, 1e-2
+"""So many rows are looked at for what float32 loses, and the share of a column's standard deviation
+from which on that is told.
+"""
 
 
 def to_tensor(values: Any, name: str) -> Tensor:
@@ -68,8 +74,26 @@ def _tree(values: Any, name: str, whose: str) -> Inputs:
     if mapped(tensor):
         return tensor
     if columns_of(values) or tensor.dtype == torch.float64:
+        _warn_of_rounding(tensor, name)
         return tensor.float()
     return tensor.long() if tensor.dtype in WIDE else tensor
+
+
+def _warn_of_rounding(values: Tensor, name: str) -> None:
+    """Warn of columns whose numbers differ by hardly more than float32 can tell, as seconds since
+    1970 do.
+    """
+    if values.dtype != torch.float64 or values.dim() != 2 or len(values) < 2:
+        return
+    seen = values[:: max(1, len(values) // ROUNDED_ROWS)]
+    lost, spread = (seen - seen.float().double()).abs().amax(0), seen.std(0)
+    columns = ((spread > 0) & (lost > COARSE * spread)).nonzero().flatten().tolist()
+    if columns:
+        warn(
+            f"column {columns[0]} of {name} differs between rows by hardly more than float32 tells "
+            "apart, as dates in seconds do: subtract the mean and divide by the standard deviation "
+            "before",
+        )
 
 
 def _tensor(values: Any, name: str) -> Tensor:

@@ -13,7 +13,12 @@ import numpy as np
 
 from bayesfl.base import archive
 from bayesfl.base.warning import warn
-from bayesfl.data.tables.frame_warnings import of_clients, of_levels, warn_of_columns
+from bayesfl.data.tables.frame_warnings import (
+    of_clients,
+    of_levels,
+    of_units,
+    warn_of_columns,
+)
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order
 
@@ -297,7 +302,8 @@ def learnt(statistics: Sequence[Mapping[str, Any]], told: Sequence[str] = ()) ->
             told += of_levels(f"levels of {part.name!r}", part.levels)
     if classes and not any(each["ordered"] for each in statistics):
         told += of_levels("classes of the target", classes)
-    told += of_clients({name: one for each in statistics for name, one in each["clients"].items()})
+    clients = {name: one for each in statistics for name, one in each["clients"].items()}
+    told += [*of_clients(clients), *of_units(clients)]
     warn_of_columns(told)
     return Columns(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 

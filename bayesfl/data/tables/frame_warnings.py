@@ -14,6 +14,10 @@ SLIP = 1000.0
 """A number so many times further from the median than the middle half of the rows is taken for a
 slip.
 """
+UNITS, KNOWN_ROWS = 5.0, 20
+"""Standard deviations of the other clients' rows, of so many or more, from which on a client's mean
+is as in another unit.
+"""
 CHANCE_ROWS = 50
 """Rows that are needed before what all have in common is taken for more than chance."""
 
@@ -67,6 +71,31 @@ def of_clients(statistics: Mapping[str, Any]) -> list[str]:
         "some say nothing at some clients, and may tell these from others: "
         f"{'; '.join(told[:10])}{more}"
     ]
+
+
+def of_units(statistics: Mapping[str, Any]) -> list[str]:
+    """Tell of clients whose mean of a column is far from all others', as in another unit."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for client, columns in statistics.items():
+        for column in columns:
+            if column["kind"] == "number" and (n := column["rows"] - column["missing"]):
+                sums = np.array([n, n * column["mean"], column["squares"]])
+                found.setdefault(column["name"], {})[client] = sums
+    told = []
+    for name, of in found.items():
+        n, sums, squares = sum(of.values(), np.zeros(3))
+        for client, (own, total, within) in of.items():
+            others = n - own
+            if others < KNOWN_ROWS:
+                continue
+            mean, rest = total / own, (sums - total) / others
+            spread = np.sqrt((squares - within) / others)
+            if spread > 0 and abs(mean - rest) > UNITS * spread:
+                told.append(
+                    f"{name!r} has a mean of {mean:.3g} at {client!r} and of {rest:.3g} elsewhere, "
+                    "as in another unit"
+                )
+    return told[:10] + ([f"and {len(told) - 10} more"] if len(told) > 10 else [])
 
 
 def of_columns(

@@ -39,7 +39,7 @@ from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
 from bayesfl.data.split import Change
 from bayesfl.data.tables.columns import Columns, warn_of_rows
-from bayesfl.data.tables.frames import names_of, same_columns
+from bayesfl.data.tables.frames import check_index, names_of, same_columns
 from bayesfl.data.tables.table import Table, is_frame
 from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration
@@ -250,6 +250,7 @@ class ClientModel:
                 fit `x`, or there is no epistemic uncertainty.
         """
         self._check_rows_alone()
+        check_index(x=x, y=y)
         place, one = self._sets()
         local = self.local_predictions(x)
         if y is not None:
@@ -365,7 +366,14 @@ class ClientModel:
         kind, names = values.dtype.kind, self.class_names
         if kind in "OUT" and names is not None:
             values = _numbered(values, names)
-        elif kind in REAL and names is not None and _numerals(names) and not isinstance(y, Tensor):
+        elif kind == "b" and names is not None and set(names) <= {"False", "True"}:
+            values = _numbered(values.astype(str), names)
+        elif (
+            kind in REAL
+            and names is not None
+            and (kind == "b" or _numerals(names))
+            and not isinstance(y, Tensor)
+        ):
             raise ValueError(
                 f"y has {'truth values' if kind == 'b' else 'numbers'}, and the "
                 f"classes are named by others, {list(names[:5])}: pass these names as "

@@ -225,14 +225,14 @@ def settled(
     return tuple(done)
 
 
-def refuse_released(steps: Sequence[Step], outputs: Outputs) -> None:
-    """Raise ValueError if one of some steps asks clients for sums, after training under
+def refuse_released(steps: Sequence[Survey], outputs: Outputs) -> None:
+    """Raise ValueError if one of some surveys asks clients for sums, after training under
     `ClientPrivacy`.
     """
     if asking := [type(step).__name__ for step in steps if step.shapes(step.start(outputs))]:
         raise ValueError(
             f"{asking[0]} asks clients for sums that no noise covers, so that the run's epsilon "
-            "would not hold for the calibrated model; under ClientPrivacy take steps that each "
+            "would not hold for what is made of them; under ClientPrivacy take steps that each "
             "client fits alone, as Bias()"
         )
 

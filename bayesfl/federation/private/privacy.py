@@ -178,8 +178,8 @@ class ClientPrivacy:
     `bayesfl.federation.private.privacy.epsilon_own(releases=k, ...)` with the noise multiplier and
     `delta` of the run. `train_nll` is NaN. The other columns (evaluations, `cohort`, bytes,
     seconds) are visible in a simulation only: no epsilon covers them, and a deployment would not
-    publish them. So a run must not be ended or chosen by them, and a calibration must not ask for
-    sums: `EarlyStopping` and steps that ask are refused.
+    publish them. So callbacks do not see them, `EarlyStopping` is refused, and so are steps of
+    calibration and surveys that ask for sums.
 
     Args:
         clip: Largest length of a client's difference, over all gathered blocks together, > 0.

@@ -38,6 +38,11 @@ from bayesfl.federation.store.files import checkpoints, newest
 Callback: TypeAlias = Callable[[Any], Any]
 """Function from the run so far; True ends the run."""
 
+RELEASED = ("round", "releases", "epsilon", "epsilon_own")
+"""Columns of the history that callbacks see under `ClientPrivacy`: by others the clients' data
+would decide when a run ends, which no epsilon covers.
+"""
+
 
 def check_callbacks(name: str, on_round: object) -> None:
     """Check that callbacks are a list of functions.
@@ -70,10 +75,13 @@ def ended(callbacks: Sequence[Callback], result: Any) -> bool:
     """Call every callback with the run so far, and say whether one ends it; an error of a callback
     carries the run as its `result`.
     """
-    said = []
+    said, told = [], result
+    if result.settings.sampling == "poisson":
+        rows = [{key: row[key] for key in RELEASED if key in row} for row in result.history]
+        told = replace(result, history=History(rows))
     for callback in callbacks:
         try:
-            answer = callback(result)
+            answer = callback(told)
             said.append(isinstance(answer, bool | np.bool_ | Tensor) and bool(answer))
         except Exception as error:  # a user's function may raise anything; it is passed on
             error.add_note(

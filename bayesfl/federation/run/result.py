@@ -305,13 +305,12 @@ class Result:
             ValueError: There is no such split; or an answer has another shape than the survey
                 declares, or is not finite.
         """
+        outputs = Outputs(self.known.task, self.known.outputs)
+        if self.settings.sampling == "poisson":
+            surveying.refuse_released([survey], outputs)
         split = surveying.asked(survey, self.data.to(self.device, self.dtype).splits)
         predicted = self.calibrated_predictions(split)
-        return conduct(
-            survey,
-            surveying.ask_here(survey, predicted, aggregation),
-            Outputs(self.known.task, self.known.outputs),
-        )
+        return conduct(survey, surveying.ask_here(survey, predicted, aggregation), outputs)
 
     @declared
     def audit(
@@ -559,8 +558,8 @@ class Result:
         """
         inside, names = folder("path", path), self.known.client_names
         check_file_names(names)
-        for j, name in enumerate(names):
-            self.client(j).save(inside / name, plug_in=plug_in)
+        for name in names:
+            self.client(name).save(inside / name, plug_in=plug_in)
 
     def model(self) -> nn.Module:
         """Return the server's network, at the means of its beliefs: a module of its own, in
