@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from bayesfl.base.inputs import Shapes, as_tuples
 from bayesfl.base.options import nearest
 from bayesfl.base.targets import Task
@@ -90,6 +92,11 @@ def place(client: int | str, names: Sequence[str]) -> int:
             another client; the message offers the nearest names.
     """
     if not isinstance(client, str):
+        if isinstance(client, bool | np.bool_):
+            raise TypeError(
+                f"client must be a name or a number, got {client}; numpy.flatnonzero(mask) gives "
+                "the numbers of a mask"
+            )
         client = operator.index(client)
         called = _numbers(tuple(names)).get(float(client), ())
         if 0 <= client < len(names):

@@ -98,17 +98,16 @@ def write_onnx(
         ValueError: The module predicts otherwise than the client.
     """
     import onnx
+    import onnxscript
+
+    op: Any = onnxscript.opset18
+
+    def log_sigmoid(x: Any) -> Any:
+        return op.Neg(op.Softplus(op.Neg(x)))  # where log(sigmoid(x)) would be -inf
 
     served.eval()
     with torch.no_grad():
         found = served(rows)
-    for name, t in found.items():
-        apart = float((t.cpu() - expected[name]).abs().max())
-        if not apart <= NEAR:
-            raise ValueError(
-                f"the exported network's {name!r} would lie up to {apart:.2g} from those that the "
-                "client predicts, as where a transform reads rows that are predicted together"
-            )
     any_rows = {0: torch.export.Dim("rows", min=1)}
     names = [re.sub(r"\W+", "_", name).strip("_") for name, _ in named(rows)]
     with atomic_path(path) as temporary:
@@ -119,13 +118,58 @@ def write_onnx(
             dynamo=True,
             dynamic_shapes={"x": each(lambda t: any_rows, rows)},
             input_names=names,
-            output_names=list(found),
+            output_names=[_SERVED + name for name in found],
             external_data=False,
             verbose=False,
+            custom_translation_table={torch.ops.aten.log_sigmoid.default: log_sigmoid},
         )
         model = onnx.load(temporary)
+        _tidy(
+            model.graph,
+            {name: f"{name}_inside" for name in found} | {_SERVED + name: name for name in found},
+        )
         onnx.helper.set_model_props(model, {"bayesfl": json.dumps(about)})
+        onnx.checker.check_model(model)
         onnx.save(model, temporary)
+        for name, t in _run(temporary, names, rows, found).items():
+            apart = float((t.cpu() - expected[name]).abs().max())
+            if not apart <= NEAR:
+                raise ValueError(
+                    f"the exported network's {name!r} would lie up to {apart:.2g} from those that "
+                    "the client predicts, as where a transform reads rows that are predicted "
+                    "together"
+                )
+
+
+_SERVED = "served_"
+"""Begins the names of outputs until those of values inside the graph have made room for them."""
+
+
+def _tidy(graph: Any, names: Mapping[str, str]) -> None:
+    """Rename a graph's values, and leave out where in the source code each node comes from."""
+    for node in graph.node:
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+        for place in (node.input, node.output):
+            place[:] = [names.get(name, name) for name in place]
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _tidy(attribute.g, names)
+    for value in (*graph.output, *graph.value_info):
+        value.name = names.get(value.name, value.name)
+
+
+def _run(path: os.PathLike[str], names: Sequence[str], rows: Inputs, found: Tensors) -> Tensors:
+    """Return what the file's graph makes of rows where onnxruntime is installed; else `found`, as
+    the module made it.
+    """
+    try:
+        import onnxruntime
+    except ImportError:
+        return found
+    session = onnxruntime.InferenceSession(path)
+    inputs = {name: t.cpu().numpy() for name, (_, t) in zip(names, named(rows), strict=True)}
+    return dict(zip(found, map(torch.from_numpy, session.run(list(found), inputs)), strict=True))
 
 
 def described_served(steps: Sequence[Fitted], transform: Change | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Arrays of every kind as tensors: types, trees, files, and what is no input."""
 
+import warnings
 from collections import UserDict
 from typing import Any
 
@@ -37,6 +38,21 @@ def test_numbers_stay_what_they_are(given, kept):
     made: Any = to_inputs(array)
     assert (made.dtype, made.tolist()) == (kept, array.tolist())
     assert to_tensor(array, "y").dtype == (torch.float32 if kept.is_floating_point else torch.int64)
+
+
+def test_what_float32_loses_is_told():
+    """Seconds since 1970, hours apart; not a year of them, standardised ones or a constant."""
+    second = 1.7e9 + np.arange(100.0)[:, None] * [1, 2]
+    with pytest.warns(UserWarning, match="column 0 of x differs .* hardly more than float32"):
+        to_inputs(second)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for fine in (
+            1.7e9 + 3e5 * np.arange(100.0)[:, None],
+            second - second.mean(),
+            0 * second + 0.1,
+        ):
+            to_inputs(fine)
 
 
 def test_tensors_and_lists():

@@ -35,6 +35,19 @@ def frame(values: Any, **others: Any) -> pd.DataFrame:
     return pd.DataFrame({**made, "y": rng.integers(0, 2, ROWS), "c": turns, **others})
 
 
+def test_a_client_in_another_unit_is_told_of():
+    """A mean many standard deviations of the others' rows away, not one that differs a little."""
+    rng = np.random.default_rng(0)
+    made = pd.DataFrame({"h": rng.choice(list("ABC"), 400), "p": rng.normal(130, 15, 400)})
+    made["y"] = rng.integers(0, 2, 400)
+    other = made.assign(p=np.where(made.h == "B", made.p / 7.5, made.p))
+    with pytest.warns(UserWarning, match=r"'p' has a mean of 17.* at 'B' and of 1[23].* elsewhere"):
+        from_frame(other, **ROLES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_frame(made.assign(p=np.where(made.h == "B", made.p + 20, made.p)), **ROLES)
+
+
 def learnt(values: Any, **others: Any) -> tuple[tuple[str, ...], list[str]]:
     """The names of the inputs that come of column `c`, and the warnings."""
     with warnings.catch_warnings(record=True) as caught:

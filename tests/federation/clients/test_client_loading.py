@@ -48,6 +48,17 @@ def test_the_time_is_no_part_of_the_model(short: Result, tmp_path: Path):
     assert str(one) == str(two)
 
 
+def test_clients_that_are_called_by_numbers(short: Result, clients: FederatedData, tmp_path: Path):
+    """Each is written under its own name, though 1 is also another one's number."""
+    named = replace(clients, client_names=tuple(str(j + 1) for j in range(clients.clients)))
+    found = run(short.algorithm, named, rounds=1, evaluate_every=None)
+    found.save_clients(tmp_path)
+    for name in named.client_names:
+        assert bf.load_client(tmp_path / name, short.algorithm).name == name
+    with pytest.raises(TypeError, match=r"numpy\.flatnonzero"):
+        named.select([False, True])
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [

@@ -15,9 +15,10 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl import calibration
+from bayesfl.evaluation.calibration import Bias, Temperature
 from bayesfl.federation.clients.client_model import ClientModel
 from bayesfl.federation.run.result import Result
-from bayesfl.likelihoods import Gaussian
+from bayesfl.likelihoods import Bernoulli, Gaussian, Ordinal
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -122,3 +123,36 @@ def test_a_posterior_is_refused(tmp_path: Path):
     )
     with pytest.raises(ValueError, match=r"by a posterior, .*plug_in=True"):
         trained(method, rows).client(0).export(tmp_path / "model.onnx", rows.test.client(0)[0])
+
+
+class Remarked(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, outputs)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x)  # a remark of John Doe's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ordinal", "two classes", "learned scale"])
+def test_graphs_are_right_where_predictions_are_sure(kind: str, tmp_path: Path):
+    """Logits of a hundred, whose sigmoids are 0 in float32; and a file has no source text, which
+    may tell more than the network.
+    """
+    x = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+    y, outputs, likelihood, steps = {
+        "ordinal": (np.digitize(x[:, 0], [-1, 1]), 2, Ordinal(), (Temperature(), Bias())),
+        "two classes": ((x[:, 0] > 0).astype(int), 1, Bernoulli(), (Temperature(),)),
+        "learned scale": (x[:, 0], 2, Gaussian(scale="learned"), ()),
+    }[kind]
+    rows = bf.data.from_arrays([x, x], [y, y], validation=0.3)
+    method = bf.algorithms.fedavg(Remarked(outputs), epochs=1, likelihood=likelihood)
+    result = trained(method, rows)
+    own = (result.calibrate(*steps) if steps else result).client(0)
+    found = served(own, x, (100 * x,), tmp_path)
+    wanted = own.predict(100 * x)
+    for name in found.keys() - {"about"}:
+        np.testing.assert_allclose(found[name], getattr(wanted, name), rtol=1e-4, atol=1e-5)
+    file = (tmp_path / "model.onnx").read_bytes()
+    assert not [text for text in (b"John Doe", b"test_exporting") if text in file]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas
+import pandas as pd
 import pytest
 import torch
 
@@ -330,6 +331,24 @@ def test_classes_named_by_other_numbers():
         with pytest.raises(ValueError, match=f"y has {kind}, and {words}"):
             model.scores(x, numbers)
     np.testing.assert_array_equal(model.scores(x, (y + 1).numpy().astype(str)), model.scores(x, y))
+
+
+def test_labels_of_other_rows_or_codes_are_refused():
+    """Labels of a frame go with its rows by their index, and truth values are no classes that have
+    names.
+    """
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(rng.normal(size=(300, 3)), columns=list("abc"))
+    frame["h"], frame["t"] = np.repeat(list("uvw"), 100), np.where(frame.a > 0, "ill", "well")
+    rows, _ = bf.data.from_frame(frame, client="h", target="t", calibration=0.2)
+    model = calibrated(rows).client("u")
+    some = frame[frame.h == "u"].head(40)
+    found = model.scores(some, some.t)
+    with pytest.raises(ValueError, match="y and x have the same number of rows and other indices"):
+        model.scores(some, some.t.sample(frac=1.0, random_state=0))
+    with pytest.raises(ValueError, match="y has truth values, and the classes are named by others"):
+        model.scores(some, some.t == "ill")
+    np.testing.assert_array_equal(model.scores(some, some.t.to_numpy()), found)
 
 
 def test_raw_rows_are_those_before_the_transform(data: FederatedData):

@@ -405,7 +405,13 @@ def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: Fede
     budget = privately(fedavg(model), clients, rule, rounds=1).history["epsilon"][0] + 1e-9
     spent = [lambda found: found.history["epsilon"][-1] > budget]
     assert privately(fedavg(model), clients, rule, on_round=spent).round == 2
+    best = [lambda found: found.history["personal_nll"][-1] < 9]
+    with pytest.raises(KeyError, match="no column 'personal_nll'") as caught:
+        privately(fedavg(model), clients, rule, on_round=best)
+    assert caught.value.result.history["cohort"][0] >= 0  # type: ignore[attr-defined]
     found = privately(fedavg(model), clients, rule)
+    with pytest.raises(ValueError, match="asks clients for sums"):
+        found.survey(bf.calibration.Temperature(split="test"))
     for step in (bf.calibration.Temperature(split="test"), bf.calibration.Conformal(split="test")):
         with pytest.raises(ValueError, match=r"asks clients for sums .*epsilon .*Bias\(\)"):
             found.calibrate(step)

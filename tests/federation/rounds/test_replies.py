@@ -65,6 +65,7 @@ def test_absurd_reports_are_left_out(
         ("pfedvem", -0.5, {"head_epochs": 2, "body_epochs": 1}),
         ("ifca", 3.0, {"clusters": 2}),
         ("fedem", -0.1, {"components": 2}),
+        ("fedem", 1.5, {"components": 2}),
         ("fedpac", -1.0, {"body_epochs": 1}),
     ],
 )

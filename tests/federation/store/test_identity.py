@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,47 @@ def test_what_a_models_parts_hold(other: dict[str, Any], path: str):
     )
     assert path in differences(plain, changed)
     assert differences(plain, again) == {}
+
+
+def multiplied(x: torch.Tensor, by: float) -> torch.Tensor:
+    return by * x
+
+
+class Held:
+    __slots__ = ("by",)
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.by * x
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda by: lambda x: by * x,
+        lambda by: partial(multiplied, by=by),
+        lambda by: Held(by).__call__,
+        Held,
+        lambda by: lambda x, by=by: by * x,
+    ],
+    ids=["closure", "partial", "bound", "slots", "default"],
+)
+def test_what_a_models_functions_hold(made: Any):
+    """Values tell two networks apart; the weights of a network that its function closes over do
+    not, which training changes.
+    """
+
+    def of(activation: Any) -> dict[str, Any]:
+        return identity(bf.algorithms.fedavg(Warm(activation=activation)))
+
+    one, again, other = (of(made(by)) for by in (1, 1, 2))
+    assert differences(one, again) == {}
+    assert any(path.startswith("held..activation") for path in differences(one, other))
+    layers = nn.Linear(8, 8), nn.Linear(8, 8)
+    one, other = (of(lambda x, layer=layer: layer(x)) for layer in layers)
+    assert differences(one, other) == {}
 
 
 def test_which_parts_draw():
