@@ -412,7 +412,7 @@ def _of_function(value: Any) -> Any:
     if isinstance(value, nn.Module | nn.Parameter):
         return None
     if isinstance(value, functools.partial):
-        given = [*value.args, *(pair for pair in value.keywords.items())]
+        given = [*value.args, *value.keywords.items()]
         return {"partial": _of_function(value.func), "given": [_of_function(one) for one in given]}
     if isinstance(value, types.MethodType):
         return {"method": _of_function(value.__func__), "of": _of_function(value.__self__)}

@@ -512,15 +512,11 @@ class Algorithm:
         self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor
     ) -> dict[str, Any]:
         """Return the starts of one client's `private` or `reports` entries."""
-        bare = {
-            name: start.start if isinstance(start, Reported) else start
-            for name, start in starts.items()
-        }
-        return self._more(
-            what,
-            {name: start(given) if callable(start) else start for name, start in bare.items()},
-            like,
-        )
+        made = {}
+        for name, start in starts.items():
+            bare = start.start if isinstance(start, Reported) else start
+            made[name] = bare(given) if callable(bare) else bare
+        return self._more(what, made, like)
 
     def centre(self, block: str, server: Server) -> Tensors:
         """Return the belief given by the server's entry of a block, for a `Mixed` pool the mean

@@ -23,7 +23,7 @@ from bayesfl.federation.clients.surveying import check_servers_model, checked_st
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.federation.settings import Method
 from bayesfl.federation.store.files import described_steps
-from bayesfl.federation.store.identity import agreement, differences, fingerprint
+from bayesfl.federation.store.identity import agreement, differences
 from bayesfl.flower import records
 from bayesfl.flower.leaving import HELLO
 from bayesfl.flower.node import Node, Refused
@@ -84,11 +84,10 @@ def client_app(
     steps = checked_steps(calibration)
     described_steps(steps)
     check_servers_model(steps, algorithm)
-    app, engine = ClientApp(), engine or Engine()
-    agreed, digest = agreement(algorithm, steps), fingerprint(algorithm, steps)
+    app, engine, agreed = ClientApp(), engine or Engine(), agreement(algorithm, steps)
 
     def here(message: Message, context: Context) -> Node:
-        _same_code(message, agreed, digest)
+        _same_code(message, agreed)
         return Node.of(
             context,
             load_data,
@@ -157,9 +156,8 @@ def _described(change: Change | None) -> str:
     return "" if change is None else digest_of(change)
 
 
-def _same_code(message: Message, agreed: dict[str, Any], digest: str) -> None:
-    """Check that the server uses the same protocol, and runs the method and the calibration with
-    this agreement and its digest.
+def _same_code(message: Message, agreed: dict[str, Any]) -> None:
+    """Check that the server uses the same protocol, and runs the same method and calibration.
 
     Raises:
         Refused: The protocol, the method or the calibration differs.
@@ -170,7 +168,7 @@ def _same_code(message: Message, agreed: dict[str, Any], digest: str) -> None:
             f"the server speaks protocol {protocol}, this client {PROTOCOL}; install the same "
             "version of bayesfl on both"
         )
-    if records.setting(message.content, "algorithm", str) != digest:
+    if records.setting(message.content, "algorithm", str) != digest_of(agreed):
         theirs = json.loads(str(records.config(message.content).get("agreement", "{}")))
         apart = differences(theirs, json.loads(json.dumps(agreed))) if theirs else {}
         said = [f"{at} is {here} here and {there} there" for at, (there, here) in apart.items()]

@@ -9,11 +9,12 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from torch.utils._pytree import tree_map
 
+from bayesfl.base.described import digest_of
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.trees import nest
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.federation.settings import DTYPES, dtype_name
-from bayesfl.federation.store.identity import fingerprint
+from bayesfl.federation.store.identity import agreement
 from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 
@@ -156,7 +157,7 @@ def orders(
     states, states_digest = records.pack(survey_states) if survey_states else (None, "")
     everyone: dict[str, Any] = {
         "protocol": PROTOCOL,
-        "algorithm": fingerprint(state.algorithm, state.calibration),
+        "algorithm": digest_of(agreement(state.algorithm, state.calibration)),
         "experiment": state.experiment,
         "sessions": list(state.sessions),
         "round": state.round,

@@ -15,7 +15,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from bayesfl.base.options import Range
+from bayesfl.base.options import AT_LEAST_0, Range
 from bayesfl.base.trees import detached
 from bayesfl.evaluation.own_measures import NAME
 from bayesfl.federation.rounds.admission import Declared
@@ -25,7 +25,7 @@ HEADER = 2**16
 """Least number of bytes that a blob may have beyond its tensors; it may have twice those of names
 and shapes if that is more.
 """
-ANY, SHARE, SIZE = Range(-math.inf), Range(0, 1, "[]"), Range(0, ends="[")
+ANY, SHARE = Range(-math.inf), Range(0, 1, "[]")
 ENDLESS = Range(0, math.inf, "[]")  # as of conformal intervals where a client has few rows
 MEASURES = {
     # of classes
@@ -36,12 +36,12 @@ MEASURES = {
     "brier": Range(0, 2, "[]"),
     "macro_f1": SHARE,
     "auroc": SHARE,
-    "set_size": SIZE,
+    "set_size": AT_LEAST_0,
     "answered": SHARE,
     "answered_accuracy": SHARE,
     # of numbers
-    "rmse": SIZE,
-    "crps": SIZE,
+    "rmse": AT_LEAST_0,
+    "crps": AT_LEAST_0,
     "coverage_50": SHARE,
     "coverage_90": SHARE,
     "pinball": ENDLESS,

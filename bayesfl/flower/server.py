@@ -16,6 +16,7 @@ import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
+from bayesfl.base.described import digest_of
 from bayesfl.base.options import Count, Range, declared, typed
 from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
@@ -40,7 +41,7 @@ from bayesfl.federation.run.callbacks import (
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
-from bayesfl.federation.store.identity import agreement, fingerprint
+from bayesfl.federation.store.identity import agreement
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Connection, Journey
@@ -255,11 +256,11 @@ class _Service:
             if state is None
             else {client: name for client, name in enumerate(state.names) if name}
         )
+        agreed = agreement(algorithm, self.calibration)
         hello = {
             "protocol": PROTOCOL,
-            "algorithm": fingerprint(algorithm, self.calibration),
-            # So that a node with another one can say where they differ.
-            "agreement": json.dumps(agreement(algorithm, self.calibration)),
+            "algorithm": digest_of(agreed),
+            "agreement": json.dumps(agreed),  # so that a node can say where its own differs
             "experiment": experiment,
         }
         roster = Roster(

@@ -13,12 +13,7 @@ import numpy as np
 
 from bayesfl.base import archive
 from bayesfl.base.warning import warn
-from bayesfl.data.tables.frame_warnings import (
-    of_clients,
-    of_levels,
-    of_units,
-    warn_of_columns,
-)
+from bayesfl.data.tables.frame_warnings import of_clients, of_levels, of_units, warn_of_columns
 from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order
 

@@ -183,10 +183,8 @@ def fitted(
         now = {name: applied(done, local) for name, local in predicted.items()}
         local = now.pop(step.split)
         done.append(fit(step, local, outputs, ask_here(step, local, aggregation)))
-        for split, others in now.items():
-            if not isinstance(
-                step, Conformal | Abstention
-            ):  # which leave probabilities as they are
+        if not isinstance(step, Conformal | Abstention):  # which leave probabilities as they are
+            for split, others in now.items():
                 _say_if_worse(step, split, others.predictions, done[-1].apply(others).predictions)
     return tuple(done)
 

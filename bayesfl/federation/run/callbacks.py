@@ -165,13 +165,9 @@ class EarlyStopping:
             )
         rows = [row for row in history if np.isfinite(row.get(self.column, np.nan))]
         if not rows:
-            settings = getattr(result, "settings", None)
-            never = (
-                settings is not None
-                and settings.evaluate_every is None
-                and any(row.get("cohort") for row in history)
-            )
-            if never and self.column not in history.columns:
+            never = result.settings.evaluate_every is None
+            trained = any(row.get("cohort") for row in history)
+            if never and trained and self.column not in history.columns:
                 raise KeyError(
                     f"no column {self.column!r}: nothing is measured on the way; pass "
                     f"evaluate_every=1, or take a column of {history.columns}"

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bayesfl.base.archive import CheckpointError
-from bayesfl.base.described import described, digest_of, network
+from bayesfl.base.described import described, network
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
@@ -65,14 +65,9 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
 
 def agreement(algorithm: Algorithm, calibration: "Sequence[Step]" = ()) -> dict[str, Any]:
     """Return a method's identity and its steps of calibration, which two machines must have in
-    common.
+    common; they compare its digest.
     """
     return {**identity(algorithm), "calibration": described(calibration)}
-
-
-def fingerprint(algorithm: Algorithm, calibration: "Sequence[Step]" = ()) -> str:
-    """Return a digest of `agreement`."""
-    return digest_of(agreement(algorithm, calibration))
 
 
 class Chosen(NamedTuple):

@@ -2,7 +2,6 @@
 refused.
 """
 
-import dataclasses
 import math
 import warnings
 from dataclasses import replace
@@ -153,7 +152,7 @@ def test_newcomers_settle_by_what_was_told(served: Result):
     assert bias.own["bias"].abs().max() == 0
     assert sets.own["n_scores"].flatten().tolist() == novel.calibration.counts.tolist()
     steps = [one.step for one in served.steps]
-    (local,) = dataclasses.replace(joined, steps=()).local_predictions(
+    (local,) = replace(joined, steps=()).local_predictions(
         novel.to(joined.device, joined.dtype).calibration, steps=steps
     )
     local = bias.apply(temperature.apply(local))
@@ -243,7 +242,7 @@ def test_regression_has_intervals(tmp_path: Path):
     assert_close(
         bf.load_client(tmp_path / "client", method).predict(x).lower, found.client(1).lower
     )
-    assert dataclasses.replace(served, steps=()).predict().lower is None
+    assert replace(served, steps=()).predict().lower is None
 
 
 def test_sets_have_the_names_of_classes(tmp_path: Path):
@@ -273,10 +272,10 @@ def test_sets_have_the_names_of_classes(tmp_path: Path):
     assert len({row for rows in named for row in rows}) > 3
     served.client(1).save(tmp_path)
     assert bf.load_client(tmp_path, method).predict(data.test.client(1)[0]).named_sets() == named[1]
-    plain = dataclasses.replace(found, class_names=None).client(1)
+    plain = replace(found, class_names=None).client(1)
     assert plain.named_sets()[0] == tuple(data.class_names.index(name) for name in named[1][0])
     with pytest.raises(ValueError, match=r"there are no sets: .*Conformal"):
-        dataclasses.replace(found, sets=None).named_sets()
+        replace(found, sets=None).named_sets()
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +302,7 @@ def test_clients_choose_between_two_models(personal: tuple[Any, Any], tmp_path: 
     chosen = plain.calibrate(Choice(), Temperature(), Conformal(shrink=5.0))
     takes = chosen.steps[0].own["shared"]
     assert 0 < takes.sum() < 5
-    alone = dataclasses.replace(chosen, steps=chosen.steps[:1]).predict()
+    alone = replace(chosen, steps=chosen.steps[:1]).predict()
     shared = torch.stack(
         [plain.model()(data.test.client(j)[0][:5].double()).softmax(-1) for j in range(5)]
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
 import pandas as pd
 import pytest
 import torch
@@ -362,7 +361,7 @@ def test_raw_rows_are_those_before_the_transform(data: FederatedData):
 def test_groups_by_a_column(recwarn: pytest.WarningsRecorder):
     """Of a frame, in its own words and units; a column of many values asks for ranges."""
     rng = np.random.default_rng(0)
-    frame = pandas.DataFrame(
+    frame = pd.DataFrame(
         {
             "age": rng.integers(20, 80, 400),
             "sex": rng.choice(["f", "m"], 400),
