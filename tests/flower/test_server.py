@@ -445,8 +445,8 @@ def test_a_round_that_is_not_finite_is_counted(
     algorithm = method("pfedvem", model)
 
     def flat(reply: Message) -> Message:
-        tiny = torch.finfo(torch.float32).tiny / 100  # whose inverse is infinite
-        return packed(reply, lambda t: {**t, "rho2": torch.full_like(t["rho2"], tiny)})
+        # Its inverse is infinite.
+        return packed(reply, lambda t: {**t, "rho2": torch.full_like(t["rho2"], 1e-310)})
 
     found = deploy(algorithm, clients, tmp_path, alter=spoilt(4, flat, round=1))
     assert found.history["cohort"][1] == 0.0
