@@ -2,7 +2,6 @@
 refused.
 """
 
-import datetime
 import importlib.util
 import json
 import os
@@ -713,18 +712,11 @@ GRADES = np.array(["low", "mid", "high"])[CODE % 3]
             {},
             r"'ill' holds numbers as text, as '0' beside '\?'",
         ),
-        (lambda f: f.assign(code=pd.Categorical([1.0, np.inf] * 100)), {}, "'code' holds infinite"),
         (
             lambda f: f.assign(name=[f"patient {i}" for i in CODE]),
             {},
             r"'name' has 1\d\d levels, more than 100: leave it out",
         ),
-        (
-            lambda f: f.assign(day=pd.Timestamp("2026-01-01")),
-            {},
-            r"'day' .*\['Timestamp'\].*\.dt\.days",
-        ),
-        (lambda f: f.assign(day=[datetime.date(2026, 1, 1)] * 200), {}, r"'day' .*\['date'\]"),
         (
             lambda f: f.assign(ill=GRADES),
             {"class_names": ["low", "mid"]},
@@ -745,61 +737,6 @@ GRADES = np.array(["low", "mid", "high"])[CODE % 3]
             lambda f: f,
             {"categories": ["code"], "columns": _learnt()},
             "leave it out beside columns=",
-        ),
-        (
-            lambda f: f.assign(mixed=["a", 1] * 100),
-            {},
-            r"'mixed' holds values of the types \['int', 'str'\]",
-        ),
-        (
-            lambda f: f.assign(day="2026-01-1" + (f["code"] - 2).astype(str)),
-            {},
-            r"'day' holds dates as text, as '2026-01-1\d'",
-        ),
-        (
-            lambda f: f.assign(day="2026/01/1" + (f["code"] - 2).astype(str)),
-            {},
-            "'day' holds dates as text",
-        ),
-        (
-            lambda f: f.assign(day=[f"{1 + i % 28:02d} Jan 2026" for i in CODE]),
-            {},
-            "'day' holds dates as text, as '01 Jan 2026'",
-        ),
-        (
-            lambda f: f.assign(day=[f"{i % 24:02d}:30" if i else "unknown" for i in CODE]),
-            {},
-            "'day' holds dates as text, as '00:30'",
-        ),
-        (
-            lambda f: f.assign(dose=[f"{i % 9},5" for i in CODE]),
-            {},
-            r"'dose' holds numbers with commas, as '0,5': .*decimal=','",
-        ),
-        (
-            lambda f: f.assign(age=[*map(str, range(190)), *["?"] * 10]),
-            {},
-            r"numbers as text, as '\d+' beside '\?', which may stand for",
-        ),
-        (
-            lambda f: f.assign(age=1e300),
-            {},
-            r"'age' holds infinite or too large numbers, first 1e\+300 in row 0",
-        ),
-        (
-            lambda f: f.assign(lists=[[1]] * 200),
-            {},
-            r"'lists' holds values of the types \['list'\]",
-        ),
-        (
-            lambda f: f.assign(age=f["age"].astype(int).astype(str)),
-            {},
-            r"'age' holds numbers as text, as '\d+': .*to_numeric.*categories=",
-        ),
-        (
-            lambda f: f.assign(age=np.inf),
-            {},
-            r"'age' holds infinite or too large numbers, first inf in row 0",
         ),
         (lambda f: f.assign(age=None), {}, r"'age' has no value in any training row; leave it out"),
         (

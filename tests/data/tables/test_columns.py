@@ -2,6 +2,7 @@
 
 import unicodedata
 import warnings
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,18 @@ def test_what_is_taken_and_not_said(values: list[Any], names: tuple[str, ...]):
         ([f"${k}" for k in range(46)], r"numbers with '\$', as '\$0'"),
         ([f"{k},234" for k in range(46)], r"numbers with commas, as '0,234': .*thousands=','"),
         (["1", "2", "3", "1,5", "2,5", "3,5", "?"], "numbers with commas, as '1,5'"),
-        (["1", "2", " ", ""], r"numbers as text, as '1': make .*to_numeric, or"),
-        (["1", "2", "NA"], r"'1' beside 'NA', .*to_numeric\(errors='coerce'\)"),
-        (["2026-01-31", "2026-02-01"], "dates as text"),
-        (pd.date_range("2026-01-01", periods=ROWS), r"\['Timestamp'\]"),
+        (["0,5", "1,5"], r"numbers with commas, as '0,5': .*decimal=','"),
+        (["1", "2", " ", ""], r"numbers as text, as '1': make .*to_numeric, or.*categories="),
+        (["1", "2", "NA"], r"'1' beside 'NA', which may stand .*to_numeric\(errors='coerce'\)"),
+        ([1e300], r"infinite or too large numbers, first 1e\+300 in row 0"),
+        (pd.Categorical([1.0, np.inf] * (ROWS // 2)), "infinite or too large numbers, first inf"),
+        (["2026-01-31", "2026-02-01"], "dates as text, as '2026-01-31'"),
+        (["2026/01/31", "2026/02/01"], "dates as text"),
+        (["01 Jan 2026", "28 Jan 2026"], "dates as text"),
+        (["00:30", "01:30", "unknown"], "dates as text, as '00:30'"),
+        (pd.date_range("2026-01-01", periods=ROWS), r"\['Timestamp'\].*\.dt\.days"),
+        ([date(2026, 1, 1)], r"types \['date'\]"),
+        ([[1]], r"types \['list'\]"),
         (pd.to_timedelta(np.arange(ROWS), unit="D"), r"\['Timedelta'\]"),
         ([1, "a"], r"types \['int', 'str'\]"),
     ],
