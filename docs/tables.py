@@ -18,7 +18,6 @@ import json
 import math
 import re
 import runpy
-import statistics
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -164,7 +163,7 @@ def demo_rates() -> str:
     for name, by in saved["nll"].items():
         cells = []
         for rate, values in by.items():
-            cell = "diverged" if None in values else f"{statistics.fmean(values):.3f}"
+            cell = "diverged" if None in values else f"{sum(values) / len(values):.3f}"
             cells.append(f"**{cell}**" if float(rate) == saved["chosen"][name] else cell)
         lines.append([bf.algorithms.PAPERS[name][1], *cells])
     heads = ["method", *next(iter(saved["nll"].values()))]

@@ -52,7 +52,10 @@ def items(
 
     def row_of(i: int) -> StoredRows:
         try:
-            return _pair(dataset[i]) if columns is None else _row(dataset[i], columns)
+            item: Any = dataset[i]
+            if columns is None:
+                return _pair(item)
+            return {key: _tensor(item[key])[None] for key in columns}
         except Exception as error:
             error.add_note(f"in item {i} of {name}")
             raise
@@ -82,11 +85,6 @@ def items(
                 )
         report(1)
         yield row
-
-
-def _row(item: Any, columns: Sequence[str]) -> StoredRows:
-    """Return the named columns of an item."""
-    return {key: _tensor(item[key])[None] for key in columns}
 
 
 def _pair(item: Any) -> StoredRows:

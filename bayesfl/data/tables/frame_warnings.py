@@ -64,13 +64,9 @@ def of_clients(statistics: Mapping[str, Any]) -> list[str]:
     for name, clients in constant.items():
         whose = "all clients" if len(clients) == len(statistics) else few(clients)
         told.append(f"{name!r} is constant in those of {whose}")
-    if not told:
-        return []
-    more = f"; and {len(told) - 10} more" if len(told) > 10 else ""
-    return [
-        "some say nothing at some clients, and may tell these from others: "
-        f"{'; '.join(told[:10])}{more}"
-    ]
+    if told:
+        told[0] = f"some say nothing at some clients, and may tell these from others: {told[0]}"
+    return _ten(told)
 
 
 def of_units(statistics: Mapping[str, Any]) -> list[str]:
@@ -95,6 +91,10 @@ def of_units(statistics: Mapping[str, Any]) -> list[str]:
                     f"{name!r} has a mean of {mean:.3g} at {client!r} and of {rest:.3g} elsewhere, "
                     "as in another unit"
                 )
+    return _ten(told)
+
+
+def _ten(told: list[str]) -> list[str]:
     return told[:10] + ([f"and {len(told) - 10} more"] if len(told) > 10 else [])
 
 

@@ -57,7 +57,10 @@ def learning_curves(
         seeds = history if isinstance(history, list | tuple) else [history]
         runs[name] = [getattr(seed, "history", seed) for seed in seeds]
     if metric is None:
-        metric = _headline([_columns(run) for seeds in runs.values() for run in seeds])
+        # Of a History, a data frame or a mapping.
+        metric = _headline(
+            [list(getattr(r, "columns", r)) for seeds in runs.values() for r in seeds]
+        )
     ax = new_figure((5.6, 3.6)).add_subplot() if ax is None else ax
     for name, (colour, dash) in zip(runs, looks(), strict=False):
         seeds = [_curve(run, x, metric) for run in runs[name]]
@@ -135,11 +138,6 @@ def risk_coverage(
     clean(ax, grid="both")
     ax.legend(frameon=False, fontsize="small", loc="best")
     return ax
-
-
-def _columns(history: Any) -> list[str]:
-    """List the names of a history's columns: of a History, a data frame or a mapping."""
-    return list(getattr(history, "columns", history))
 
 
 def _headline(columns: Sequence[Sequence[str]]) -> str:

@@ -58,7 +58,7 @@ class Form:
         """
         return cls(
             {
-                str(name): (_dtype(dtype), tuple(shape))
+                str(name): (getattr(torch, dtype), tuple(shape))
                 for name, (dtype, shape) in found["tensors"].items()
             },
             transform,
@@ -190,10 +190,6 @@ def _as_trained(name: str, t: Tensor, dtype: torch.dtype) -> str:
         "they have fractions, or NaN, which would be lost: pass the rows as they were before they "
         "were made floats"
     )
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
 
 
 def _as_given(split: ClientData) -> dict[str, Any]:
