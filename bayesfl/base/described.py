@@ -273,18 +273,32 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def _source(thing: Any) -> str | None:
-    """Return a digest of the source text of a user's function or class; where there is none, of a
-    function's code, if it has a name.
+    """Return a digest of the source text of a user's function or class, whatever its comments, its
+    docstrings and its layout; where there is none, of a function's code, if it has a name.
     """
     code = getattr(thing, "__code__", thing)
     nameless = getattr(code, "co_name", "") == "<lambda>"
     try:
-        text = textwrap.dedent(_of_lambda(code) if nameless else inspect.getsource(code))
+        text = _bare(textwrap.dedent(_of_lambda(code) if nameless else inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
         if nameless or not isinstance(code, types.CodeType):
             return None
         text = json.dumps(_of_code(code))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _bare(text: str) -> str:
+    """Return a source text in one layout, without comments and docstrings.
+
+    Raises:
+        SyntaxError: It does not parse.
+    """
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body[:1] = [] if len(node.body) > 1 else [ast.Pass()]
+    return ast.unparse(tree)
 
 
 def _of_code(code: types.CodeType) -> list[Any]:

@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+LEFT = 600
+"""Seconds after which a temporary file that nobody has written to is of a process that is gone."""
+
 
 def folder(name: str, path: object) -> Path:
     """Return the path of a folder that a user names by the argument `name`; it need not exist.
@@ -37,7 +40,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     It serves writers that take a path, as in `with atomic_path("figure.png") as temporary:
     figure.savefig(temporary)`. The temporary file is in the same folder, hidden, and has the same
     suffix; the folder is made if it does not exist. If the block raises, the temporary file is
-    removed and an earlier `path` stays as it was.
+    removed and an earlier `path` stays as it was. What a process that was killed left goes with the
+    next that writes `path`, after ten minutes, in which another process may still be writing.
 
     Yields:
         The temporary path.
@@ -48,12 +52,16 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent, path.suffix, stem=path.stem, untouched=LEFT)
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
     try:
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:  # as of a full disk
+        error.add_note(f"{str(path)!r} was not written; a file that was there before is whole")
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     if os.name == "posix":
@@ -70,12 +78,16 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def remove_leftovers(folder: Path, suffix: str, *, untouched: float = 0) -> None:
+def remove_leftovers(
+    folder: Path, suffix: str, *, stem: str | None = None, untouched: float = 0
+) -> None:
     """Remove files under temporary names, with this suffix, that `atomic_path` left in a folder
-    when its process was killed, and that nobody has written to for `untouched` seconds.
+    when its process was killed, and that nobody has written to for `untouched` seconds; of one
+    file's stem, or of all.
     """
-    for file in folder.glob(f".*{suffix}"):
-        if re.fullmatch(rf"\..+\.[0-9a-f]{{16}}{re.escape(suffix)}", file.name):
+    of = ".+" if stem is None else re.escape(stem)
+    for file in folder.glob(".*"):
+        if re.fullmatch(rf"\.{of}\.[0-9a-f]{{16}}{re.escape(suffix)}", file.name):
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 if time.time() - file.stat().st_mtime >= untouched:
                     file.unlink()

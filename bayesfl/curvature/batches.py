@@ -54,8 +54,8 @@ def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, 
         raise ValueError("labels or targets y are missing: pass them beside the inputs x")
     if not own and (not one or (isinstance(x, Mapping) and "y" in x)):
         raise ValueError(
-            "y is given beside data that bring their labels, whose order may be another one: leave "
-            "y out, and let batches be (x, y)"
+            "y is given beside batches, whose order may be another one: leave it out, and let "
+            "batches be (x, y), which bring their labels"
         )
     for batch in [x] if one else x:
         labels = y

@@ -99,7 +99,9 @@ def described_in(folder: Path, text: str, name: str = "double"):
 
 @pytest.mark.slow
 def test_a_function_that_moves_in_its_file_is_the_same(tmp_path: Path):
-    """It knows neither its line nor its neighbours; a letter of its own text changes it."""
+    """It knows neither its line nor its neighbours, nor comments, docstrings and layout; a letter
+    of its own code changes it.
+    """
     text = "def double(x):\n    return 2 * x\n"
     first = described_in(tmp_path, text)
     assert first["name"] == "mine.double"
@@ -107,7 +109,13 @@ def test_a_function_that_moves_in_its_file_is_the_same(tmp_path: Path):
         described_in(tmp_path, f"import math\n\n\ndef other():\n    return math.pi\n\n\n{text}")
         == first
     )
+    told = 'def double(\n    x,  # a number\n):\n    """Twice as much."""\n\n    return 2*x\n'
+    assert described_in(tmp_path, told) == first
     assert described_in(tmp_path, text.replace("2", "3")) != first
+    kind = "class Doubled:\n    by = 2\n\n    def __call__(self, x):\n        return self.by * x\n"
+    class_ = described_in(tmp_path, kind, "Doubled()")
+    assert described_in(tmp_path, kind.replace("self.by *", "self.by  *  "), "Doubled()") == class_
+    assert described_in(tmp_path, kind.replace("* x", "+ x"), "Doubled()") != class_
 
 
 def test_what_has_no_source_has_code_or_is_anonymous():

@@ -75,7 +75,9 @@ def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_leftovers_are_told_from_other_files(tmp_path: Path):
-    """Of a process that was killed only what has a temporary name, and the suffix, goes."""
+    """Of a process that was killed only what has a temporary name, and the suffix, goes; with the
+    next that writes the file, if nobody has written there for ten minutes.
+    """
     for name in (
         "a.json",
         ".a.json",
@@ -91,3 +93,10 @@ def test_leftovers_are_told_from_other_files(tmp_path: Path):
         ".a.0123456789abcdef.csv",
         ".a.0123456789abcdeg.json",
     }
+    (new := tmp_path / ".a.00000000aaaaaaaa.csv").write_text("")
+    os.utime(tmp_path / ".a.0123456789abcdef.csv", (0, 0))
+    files.atomic_write(tmp_path / "b.csv", "")
+    assert (tmp_path / ".a.0123456789abcdef.csv").exists()
+    files.atomic_write(tmp_path / "a.csv", "")
+    assert not (tmp_path / ".a.0123456789abcdef.csv").exists()
+    assert new.exists()

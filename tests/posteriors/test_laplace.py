@@ -567,8 +567,8 @@ def test_labels_travel_with_their_rows():
         (lambda x: x, False, "y are missing"),
         (lambda x: {"x": x}, False, "y are missing"),
         (lambda x: x.split(3), False, r"no labels: .*\(x, y\)"),
-        (lambda x: x.split(3), True, "y is given beside .*leave y out"),
-        (lambda x: {"x": x, "y": x[:, 0]}, True, "y is given beside .*leave y out"),
+        (lambda x: x.split(3), True, "y is given beside .*leave it out"),
+        (lambda x: {"x": x, "y": x[:, 0]}, True, "y is given beside .*leave it out"),
     ],
 )
 def test_labels_that_would_be_paired_by_place(data, given, words):

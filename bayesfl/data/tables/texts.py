@@ -15,8 +15,10 @@ DATE = re.compile(
 """Beginnings of texts that are dates or times of day."""
 COMMA = re.compile(r"-?\d+,\d+")
 """A number with a comma."""
-MEASURED = re.compile(r"([$€£¥]?) ?[-+]?\d[\d.,'’]* ?(\D*)")
-"""A number with a currency before it, or a unit or the like behind: 12 %, 5 kg, $3."""
+THOUSANDS = re.compile(r"-?\d{1,3}([ '’])\d{3}(\1\d{3})*")
+"""A number with its thousands apart, by a blank or an apostrophe."""
+MEASURED = re.compile(r"([$€£¥<>≤≥~]?) ?[-+]?\d[\d.,'’]* ?(\D*)")
+"""A number with a sign before it, or a unit or the like behind: 12 %, 5 kg, $3, <5."""
 MOST_LEVELS = 100
 """Most levels of a category: of more, nearly each row is a level of its own."""
 
@@ -77,6 +79,12 @@ def _other_than_text(texts: Sequence[str]) -> str:
         return (
             f"numbers with commas, as {commas[0]!r}: pandas.read_csv(decimal=',') reads them as "
             "decimals, thousands=',' as thousands"
+        )
+    apart = [one for one in map(THOUSANDS.fullmatch, texts) if one]
+    if apart and 2 * len(apart + numbers) > len(texts):
+        return (
+            f"numbers with thousands apart, as {apart[0].string!r}: "
+            f"pandas.read_csv(thousands={apart[0][1]!r}) reads them"
         )
     measured = [one for one in map(MEASURED.fullmatch, texts) if one and any(one.groups())]
     units = {"".join(one.groups()) for one in measured}

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, digest_of_tensors
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
@@ -517,7 +518,7 @@ class ClientModel:
         answers to a single one. `plug_in=True` leaves it out, for a file that is to leave; the
         means that remain were trained on the data and can tell about them, too. A calibrated model
         holds scores of the client's calibration rows, with which its alarms compare: such a file
-        must stay there, too.
+        must stay there, too. A warning names another client whose model was there.
 
         Args:
             path: The folder, made if it does not exist.
@@ -548,7 +549,10 @@ class ClientModel:
             "written": written,
             "predicting": predicting(self.algorithm),
         }
+        before = archive.said_of(folder("path", path) / files.CLIENT_FILE)
         files.write(path, files.CLIENT, content, file=files.CLIENT_FILE)
+        if (other := before.get("name", self.name)) != self.name:
+            warn(f"{str(path)!r} held another client, {other!r}, which {self.name!r} replaces")
 
     @property
     def _rule(self) -> Predictor | None:

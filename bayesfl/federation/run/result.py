@@ -631,15 +631,16 @@ class Result:
         The model's code and the data are not written; `bf.load` is given them and checks that they
         are the same.
 
-        A warning names another run that was in the folder, which this one replaces.
+        A warning names another run that was in the folder, which this one replaces, or whose
+        checkpoints lie there.
 
         Raises:
             ValueError: `path` is a file, or lies under one.
         """
-        before = archive.said_of(folder("path", path) / files.STATE)
+        inside = folder("path", path)
+        befores = [archive.said_of(file) for file in files.checkpoints(inside)]
         files.write(path, files.RUN, self._content())
-        other = self._other(before)
-        if other:
+        if other := next(filter(None, map(self._other, befores)), ""):
             warn(f"{str(path)!r} held another run, {other}, which this one replaces")
 
     def _other(self, before: Mapping[str, Any]) -> str:
@@ -650,8 +651,12 @@ class Result:
             return ""
         method, seed = before["algorithm"]["method"], before["settings"]["seed"]
         own = identity(self.algorithm)["method"], self.settings.seed, self.known.hash
-        same = (method, seed, before["known"]["hash"]) == own
-        return "" if same else f"{method} with seed {seed} after round {before['round']}"
+        rounds = zip(before["history"]["rows"], self.history.rows, strict=False)
+        # To the last digit, as no other run's are.
+        same = all(one.get("seconds") == row.get("seconds") for one, row in rounds)
+        if same and (method, seed, before["known"]["hash"]) == own:
+            return ""
+        return f"{method} with seed {seed} after round {before['round']}"
 
     def save_round(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint of a run in progress into the folder `path`; the checkpoint before it

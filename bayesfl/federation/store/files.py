@@ -55,8 +55,6 @@ except ImportError:  # on systems without such locks
 STATE = "state.safetensors"
 ROUND = re.compile(r"round-(\d{6,})\.safetensors")
 KEPT = 2
-LEFT = 600
-"""Seconds after which a temporary file that nobody writes to is taken for a killed process's."""
 STEPS: dict[str, type] = {
     kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)
 }
@@ -209,7 +207,6 @@ def write(
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
     refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "form")))
     made, tensors = _folder(path), flatten(_part(said, tensors=True))
-    remove_leftovers(made, ".safetensors", untouched=LEFT)
     archive.write(made / file, kind.name, _part(said, tensors=False), tensors)
 
 

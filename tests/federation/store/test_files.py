@@ -202,7 +202,16 @@ def test_a_save_over_another_run_is_told(saved: Path, clients, tmp_path: Path):
         run.save(tmp_path)
         (tmp_path / STATE).write_bytes(b"something else")
         run.save(tmp_path)
+    again = bf.simulate(algorithm(), clients, rounds=2, seed=run.settings.seed, progress=False)
+    with pytest.warns(UserWarning, match="held another run"):  # of the same method, data and seed
+        again.save(tmp_path)
+    run.save_round(tmp_path / "rounds")
+    with pytest.warns(UserWarning, match="held another run"):
+        again.save(tmp_path / "rounds")
     other = replace(run, settings=replace(run.settings, seed=run.settings.seed + 1))
     with pytest.warns(UserWarning, match=r"held another run, .* with seed .* after round 2, which"):
         other.save(tmp_path)
+    run.client(1).save(tmp_path / "client")
+    with pytest.warns(UserWarning, match="held another client, 'client 1', which 'client 0' repl"):
+        run.client(0).save(tmp_path / "client")
     assert bf.load(tmp_path, algorithm(), clients).settings == other.settings
