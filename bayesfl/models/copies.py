@@ -171,7 +171,7 @@ def check_original(made: nn.Module) -> None:
             (_frozen(module) ^ origin.frozen) & now.keys() & origin.marks.keys()
         ),
         "replaced": sorted(now.keys() ^ origin.marks.keys()),
-        "replaced, or given other options,": _apart(_parts(module), origin.parts),
+        "replaced, or given other options or values,": _apart(_parts(module), origin.parts),
         "given other hooks": sorted(dict(_hooks(module).items() ^ origin.hooks.items())),
     }
     for how, names in what.items():
