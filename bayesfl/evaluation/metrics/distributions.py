@@ -99,27 +99,38 @@ class Counts:
     """
 
     def __init__(self, mean: Tensor, variance: Tensor) -> None:
-        from scipy import stats
-
         self._m = mean.numpy()
         excess = np.maximum(variance.numpy() - self._m, 0.0)
         self._v, self._spread_out = self._m + excess, excess > POISSON * self._m
         self._size = np.divide(self._m**2, excess, out=np.ones_like(excess), where=self._spread_out)
-        self._poisson = stats.poisson(self._m)
-        self._binomial = stats.nbinom(self._size, self._m / self._v)
 
-    def _either(self, function: Callable[[Any], np.ndarray]) -> Tensor:
-        return torch.from_numpy(
-            np.where(self._spread_out, function(self._binomial), function(self._poisson))
+    def _either(self, function: str, *given: Any, more: int = 0) -> np.ndarray:
+        """Return a function of scipy's distributions, each where it holds; of negative binomial
+        ones with `more` in their size.
+        """
+        from scipy import stats
+
+        spread, m, v, size, *parts = np.broadcast_arrays(
+            self._spread_out, self._m, self._v, self._size, *given
         )
+        out = np.empty(spread.shape)
+        for at in (spread, ~spread):
+            if at.any():
+                one = (
+                    stats.nbinom(size[at] + more, m[at] / v[at])
+                    if at is spread
+                    else stats.poisson(m[at])
+                )
+                out[at] = getattr(one, function)(*(part[at] for part in parts))
+        return out
 
     def nll(self, y: Tensor) -> Tensor:
         """Return the negative log probability, in nats; infinite of what is no count."""
-        return -self._either(lambda one: one.logpmf(y.numpy()))
+        return -torch.from_numpy(self._either("logpmf", y.numpy()))
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y <= y)."""
-        return self._either(lambda one: one.cdf(y.numpy()))
+        return torch.from_numpy(self._either("cdf", y.numpy()))
 
     def below(self, y: Tensor) -> Tensor:
         """Return P(Y < y)."""
@@ -127,42 +138,44 @@ class Counts:
 
     def quantile(self, p: float) -> Tensor:
         """Return the least count y with P(Y <= y) >= p."""
-        return self._either(lambda one: one.ppf(p))
+        return torch.from_numpy(self._either("ppf", p))
 
     def crps(self, y: Tensor) -> Tensor:
         """Return the score E|Y - y| - E|Y - Y'| / 2, where Y' is a copy of Y; Gneiting and Raftery
         (2007), eq. 21.
         """
-        from scipy import stats
-
+        x = y.numpy()
         # E[Y 1(Y <= y)] is m times the probability of at most y - 1 under Poisson, or under the
         # negative binomial of one more in its size.
-        more = stats.nbinom(self._size + 1, self._m / self._v)
-        x = y.numpy()
-        upto = self._m * np.where(self._spread_out, more.cdf(x - 1), self._poisson.cdf(x - 1))
+        upto = self._m * self._either("cdf", x - 1, more=1)
         apart = x * (2 * self.cdf(y).numpy() - 1) + self._m - 2 * upto
         # Rounding may make it negative where the spread is extreme.
         return torch.from_numpy(apart - 0.5 * self._apart()).clamp_min(0)
 
     def _apart(self) -> np.ndarray:
-        """Return E|Y - Y'|, 1 / pi times the integral of (1 - |f(t)|^2) / (1 - cos t) over (0, pi),
-        where f is the characteristic function.
+        """Return E|Y - Y'|: under Poisson 2 m exp(-2 m) (I_0(2 m) + I_1(2 m)), else 1 / pi times
+        the integral of (1 - |f(t)|^2) / (1 - cos t) over (0, pi), where f is the characteristic
+        function.
 
         With t = sinh(u) / sqrt(v) the integrand is smooth at all scales, as the rule of Gauss and
         Legendre needs it.
         """
-        scale, total = 1 / np.sqrt(self._v), np.zeros_like(self._m)
+        from scipy.special import ive
+
+        out = 2 * self._m * (ive(0, 2 * self._m) + ive(1, 2 * self._m))
+        at = self._spread_out
+        if not at.any():
+            return out
+        v, size = self._v[at], self._size[at]
+        scale, total = 1 / np.sqrt(v), np.zeros_like(v)
         end = np.arcsinh(math.pi / scale)
         for node, weight in zip(*np.polynomial.legendre.leggauss(NODES), strict=True):
             u = 0.5 * end * (node + 1)
             step = 2 * np.sin(0.5 * scale * np.sinh(u)) ** 2  # 1 - cos t
-            power = np.where(
-                self._spread_out,
-                self._size * np.log1p(2 * self._v / self._size * step),
-                2 * self._m * step,
-            )
+            power = size * np.log1p(2 * v / size * step)
             total -= weight * np.expm1(-power) / step * scale * np.cosh(u)
-        return 0.5 * end * total / math.pi
+        out[at] = 0.5 * end * total / math.pi
+        return out
 
 
 DISTRIBUTIONS: dict[DistributionName, Callable[[Tensor, Tensor], Distribution]] = {
