@@ -125,10 +125,9 @@ class Settings:
             KeyError: There was no such round.
             ValueError: As by `cohort`.
         """
-        sizes = {row["round"]: row["cohort"] for row in history}
-        if not sizes[round]:
-            return np.array([], np.int64)
-        return np.setdiff1d(self.cohort(clients, round - 1), history.absent.get(round, ()))
+        taken = {row["round"]: row.get("cohort") for row in history}[round]
+        drawn = self.cohort(clients, round - 1)
+        return np.setdiff1d(drawn if taken else drawn[:0], history.absent.get(round, ()))
 
     def evaluates(self, round: int) -> bool:
         """Say whether the models are evaluated after this round, counted from 0."""

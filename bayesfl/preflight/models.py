@@ -113,6 +113,9 @@ def check_width(
     raise ValueError(f"the model has {had} outputs, the data {data.outputs} {what}; {remedy}")
 
 
+_SQUASHING = ("softmax", "special_softmax", "sigmoid", "sigmoid_", "special_expit")
+
+
 class _Squashed(TorchFunctionMode):
     """Remembers the last result of a softmax or a sigmoid."""
 
@@ -120,7 +123,7 @@ class _Squashed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in ("softmax", "sigmoid", "special_expit"):
+        if getattr(func, "__name__", "") in _SQUASHING:
             self.last = found
         return found
 

@@ -483,12 +483,19 @@ class Squeezed(nn.Module):
         return torch.sigmoid(self.linear(x).unsqueeze(-1)).squeeze(-1)
 
 
+class Special(Squeezed):
+    """The same by torch.special."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.softmax(self.linear(x), -1)
+
+
 def test_a_network_that_ends_in_probabilities_is_told_of(clients: FederatedData):
     """Once, before a run, also behind a change of shape; log probabilities are logits, and a
     sigmoid may stand before the end.
     """
     body = nn.Linear(8, 3)
-    for model in (nn.Sequential(body, nn.Softmax(-1)), Squeezed()):
+    for model in (nn.Sequential(body, nn.Softmax(-1)), Squeezed(), Special()):
         with pytest.warns(UserWarning, match=r"ends in a softmax or a sigmoid, and Categorical"):
             bf.simulate(bf.algorithms.fedavg(model, epochs=1), clients, **ONCE)
     for last in (nn.LogSoftmax(-1), nn.SiLU()):

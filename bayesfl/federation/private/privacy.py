@@ -179,7 +179,7 @@ class ClientPrivacy:
     `delta` of the run. `train_nll` is NaN. The other columns (evaluations, `cohort`, bytes,
     seconds) are visible in a simulation only: no epsilon covers them, and a deployment would not
     publish them. So callbacks do not see them, `EarlyStopping` is refused, and so are steps of
-    calibration and surveys that ask for sums.
+    calibration, audits and surveys that ask for sums.
 
     Args:
         clip: Largest length of a client's difference, over all gathered blocks together, > 0.

@@ -352,6 +352,8 @@ class Result:
                 f"for other rows; audit {other}",
             )
         survey = units(self.data, split, rows, by, groups)
+        if self.settings.sampling == "poisson":
+            surveying.refuse_released([survey], Outputs(self.data.task, self.data.outputs))
         predicted = self.calibrated_predictions(rows.to(self.device, self.dtype))
         state = conduct(
             survey,

@@ -144,7 +144,7 @@ def test_graphs_are_right_where_predictions_are_sure(kind: str, tmp_path: Path):
     y, outputs, likelihood, steps = {
         "ordinal": (np.digitize(x[:, 0], [-1, 1]), 2, Ordinal(), (Temperature(), Bias())),
         "two classes": ((x[:, 0] > 0).astype(int), 1, Bernoulli(), (Temperature(),)),
-        "learned scale": (x[:, 0], 2, Gaussian(scale="learned"), ()),
+        "learned scale": (1e3 * x[:, 0], 2, Gaussian(scale="learned"), ()),
     }[kind]
     rows = bf.data.from_arrays([x, x], [y, y], validation=0.3)
     method = bf.algorithms.fedavg(Remarked(outputs), epochs=1, likelihood=likelihood)

@@ -410,8 +410,11 @@ def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: Fede
         privately(fedavg(model), clients, rule, on_round=best)
     assert caught.value.result.history["cohort"][0] >= 0  # type: ignore[attr-defined]
     found = privately(fedavg(model), clients, rule)
-    with pytest.raises(ValueError, match="asks clients for sums"):
-        found.survey(bf.calibration.Temperature(split="test"))
+    for ask in (lambda: found.survey(bf.calibration.Temperature(split="test")), found.audit):
+        with pytest.raises(ValueError, match="asks clients for sums"):
+            ask()
+    with pytest.raises(ValueError, match="drawn by ClientPrivacy from its secret"):
+        found.took_part(1)
     for step in (bf.calibration.Temperature(split="test"), bf.calibration.Conformal(split="test")):
         with pytest.raises(ValueError, match=r"asks clients for sums .*epsilon .*Bias\(\)"):
             found.calibrate(step)
