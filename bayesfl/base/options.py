@@ -93,7 +93,7 @@ NotNegative = Annotated[float, AT_LEAST_0]
 
 @dataclass(frozen=True)
 class Option:
-    """What an annotation says of an option.
+    """Hold what an annotation says of an option.
 
     Args:
         meaning: What it is, for the docstring; empty where the docstring says it.

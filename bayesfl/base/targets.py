@@ -15,7 +15,7 @@ IGNORE = -100
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What a federation's data are to predict.
+    """Describe what a federation's data are to predict.
 
     Args:
         task: `classification` or `regression`.

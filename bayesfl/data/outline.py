@@ -15,7 +15,7 @@ from bayesfl.base.targets import Task
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of a federation's data without their rows, as a saved run holds it.
+    """Hold what is known of a federation's data without their rows, as a saved run holds it.
 
     Args:
         client_names: One name for each client.

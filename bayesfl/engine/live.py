@@ -30,7 +30,7 @@ def has_convolutions(module: nn.Module) -> bool:
 
 
 class _Known(NamedTuple):
-    """What is asked of a module in every step, and looked up once.
+    """Hold what is asked of a module in every step, and looked up once.
 
     Args:
         axes: The number of axes of each parameter and buffer.

@@ -42,7 +42,7 @@ _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """What predictions keep of their promises, unit by unit.
+    """Tell what predictions keep of their promises, unit by unit.
 
     Args:
         by: What the units are: `client`, `label` or `group`.

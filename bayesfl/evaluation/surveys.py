@@ -38,7 +38,7 @@ clients' answers in float64.
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is predicted, as a survey knows it before it asks.
+    """Describe what is predicted, as a survey knows it before it asks.
 
     Args:
         task: `classification` or `regression`.
@@ -51,7 +51,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class LocalPredictions:
-    """What clients know of themselves when they are asked: their predictions on the survey's split.
+    """Hold what clients know of themselves when they are asked: predictions on the survey's split.
 
     Args:
         predictions: Predictions and labels of J clients, [J, N, ...], on the CPU; a node has J = 1.

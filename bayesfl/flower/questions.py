@@ -79,7 +79,7 @@ class Questions:
 
 
 class _Asked:
-    """How the questions of a survey that has begun are put."""
+    """Put the questions of a survey that has begun."""
 
     def __init__(
         self, questions: Questions, survey: Survey[Any], name: str, before: Mapping[str, Tensors]

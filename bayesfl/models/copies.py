@@ -20,7 +20,7 @@ one all.
 
 
 class _Mark(NamedTuple):
-    """What tells whether a tensor was changed.
+    """Tell whether a tensor was changed.
 
     Args:
         version: How often it was changed in place, as torch counts; not by way of its `data`.

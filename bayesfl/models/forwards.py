@@ -55,7 +55,7 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
 
 
 class Training(NamedTuple):
-    """What a module does in training.
+    """Describe what a module does in training.
 
     Args:
         fault: The first thing that it does and may not do here, as text; empty if there is none.
@@ -203,7 +203,7 @@ def one_row_each(outputs: object, x: Inputs) -> bool:
 
 
 class _State(NamedTuple):
-    """What a forward may leave changed, beside its inputs.
+    """Hold what a forward may leave changed, beside its inputs.
 
     Args:
         buffers: Copies of the module's buffers, by name.

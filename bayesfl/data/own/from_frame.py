@@ -245,7 +245,7 @@ def _opened(
 
 @dataclass(frozen=True)
 class _Targets:
-    """What is to be predicted.
+    """Hold what is to be predicted.
 
     Args:
         y: Numbers of classes [N], or targets [N] or [N, O].

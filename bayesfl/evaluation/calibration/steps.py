@@ -36,8 +36,8 @@ class Step(Survey[LocalPredictions], Protocol):
 
 
 class PerClient:
-    """What a step has in common with others that each client fits alone: nothing is asked, and
-    nothing sent.
+    """Give a step what it has in common with others that each client fits alone: nothing is asked,
+    and nothing sent.
     """
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:

@@ -22,8 +22,8 @@ NEAR = 1e-4
 
 
 class Served(nn.Module):
-    """What a client serves at the means of its beliefs, from rows as their owner has them: the
-    transform, its networks, the likelihood's predictions, temperatures and biases.
+    """Compute what a client serves at the means of its beliefs, from rows as their owner has them:
+    the transform, its networks, the likelihood's predictions, temperatures and biases.
 
     Args:
         networks: The networks that predict together, of which most methods have one.

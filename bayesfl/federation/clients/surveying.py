@@ -39,6 +39,7 @@ from bayesfl.evaluation.surveys import (
 )
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Local
+from bayesfl.federation.settings import Settings
 from bayesfl.federation.store.identity import reading
 
 if TYPE_CHECKING:
@@ -223,10 +224,12 @@ def settled(
     return tuple(done)
 
 
-def refuse_released(steps: Sequence[Survey], outputs: Outputs) -> None:
+def refuse_released(steps: Sequence[Survey], outputs: Outputs, settings: Settings) -> None:
     """Raise ValueError if one of some surveys asks clients for sums, after training under
     `ClientPrivacy`.
     """
+    if settings.sampling != "poisson":
+        return
     if asking := [type(step).__name__ for step in steps if step.shapes(step.start(outputs))]:
         raise ValueError(
             f"{asking[0]} asks clients for sums that no noise covers, so that the run's epsilon "

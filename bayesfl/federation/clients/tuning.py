@@ -24,7 +24,7 @@ from bayesfl.posteriors.prior_precision import largest_alike
 
 @dataclass(frozen=True)
 class Candidates:
-    """What clients know of a predictor's candidates: how each fits every example of their
+    """Hold what clients know of a predictor's candidates: how each fits every example of their
     validation data.
 
     Args:

@@ -274,8 +274,7 @@ class Result:
         surveying.check_servers_model(steps, self.algorithm)
         surveying.check_reading(self)
         outputs = Outputs(self.known.task, self.known.outputs)
-        if self.settings.sampling == "poisson":
-            surveying.refuse_released(steps, outputs)
+        surveying.refuse_released(steps, outputs, self.settings)
         splits = self.data.to(self.device, self.dtype).splits
         wanted = {step.split: surveying.asked(step, splits) for step in steps}
         if wanted and "validation" in splits and splits["validation"].counts.any():
@@ -306,8 +305,7 @@ class Result:
                 declares, or is not finite.
         """
         outputs = Outputs(self.known.task, self.known.outputs)
-        if self.settings.sampling == "poisson":
-            surveying.refuse_released([survey], outputs)
+        surveying.refuse_released([survey], outputs, self.settings)
         split = surveying.asked(survey, self.data.to(self.device, self.dtype).splits)
         predicted = self.calibrated_predictions(split)
         return conduct(survey, surveying.ask_here(survey, predicted, aggregation), outputs)
@@ -352,14 +350,10 @@ class Result:
                 f"for other rows; audit {other}",
             )
         survey = units(self.data, split, rows, by, groups)
-        if self.settings.sampling == "poisson":
-            surveying.refuse_released([survey], Outputs(self.data.task, self.data.outputs))
+        outputs = Outputs(self.data.task, self.data.outputs)
+        surveying.refuse_released([survey], outputs, self.settings)
         predicted = self.calibrated_predictions(rows.to(self.device, self.dtype))
-        state = conduct(
-            survey,
-            surveying.ask_here(survey, predicted, aggregation),
-            Outputs(self.data.task, self.data.outputs),
-        )
+        state = conduct(survey, surveying.ask_here(survey, predicted, aggregation), outputs)
         return survey.audit(
             state, level=predicted.predictions.promise, risk=predicted.predictions.risk, delta=delta
         )

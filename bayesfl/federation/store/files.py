@@ -62,7 +62,7 @@ STEPS: dict[str, type] = {
 
 
 class Entry(NamedTuple):
-    """How a field is written, as JSON, tensors, and mappings of these, and how it is read from
+    """Say how a field is written, as JSON, tensors, and mappings of these, and how it is read from
     them.
     """
 

@@ -546,7 +546,7 @@ def test_rows_come_before_the_transform(pictures: Result, tmp_path: Path):
         with pytest.raises(ValueError, match=words):
             one.predict(wrong)
     again = (255 * (x / 255)).round().to(torch.uint8)
-    assert torch.equal(one.predict(again).probs, probs)  # type: ignore[arg-type]
+    assert_close(one.predict(again).probs, probs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fitted", [False, True])
