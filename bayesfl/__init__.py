@@ -42,7 +42,7 @@ from bayesfl.posteriors import selection
 if TYPE_CHECKING:
     from bayesfl import algorithms, flower
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 __all__ = [
     "Admission",
     "Algorithm",
