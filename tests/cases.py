@@ -15,7 +15,6 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.data import FederatedData
-from bayesfl.engine import layers
 from bayesfl.engine.driver import KernelName
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD, Adam
@@ -59,16 +58,6 @@ def normed(model: nn.Module) -> nn.Module:
     assert isinstance(model.head, nn.Linear)
     return bf.models.SplitModel(
         nn.Sequential(*model.body, nn.LayerNorm(model.head.in_features)), model.head
-    )
-
-
-def kernels_of(algorithm: bf.Algorithm) -> tuple[KernelName, ...]:
-    """The kernels that can run its model; the one by rules has none for norms."""
-    return (
-        "reference",
-        "live",
-        "vmap",
-        *(("layers",) if layers.supported(algorithm.model) else ()),
     )
 
 

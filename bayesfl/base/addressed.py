@@ -2,10 +2,8 @@
 next, in whatever thread it runs.
 """
 
-import contextlib
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _MASK = 2**64 - 1
-_HERE = threading.local()
 
 
 class Addressed(TorchDispatchMode):
@@ -34,7 +31,7 @@ class Addressed(TorchDispatchMode):
 
     def __init__(self, key: int, start: int = 0) -> None:
         super().__init__()
-        self._key, self._start = key, start
+        self._key = key
         self.drawn = start
 
     @classmethod
@@ -43,10 +40,6 @@ class Addressed(TorchDispatchMode):
         else here.
         """
         return False
-
-    def restart(self) -> None:
-        """Let the draws begin anew, for code that runs several times with the same ones."""
-        self.drawn = self._start
 
     def __torch_dispatch__(
         self,
@@ -66,6 +59,8 @@ class Addressed(TorchDispatchMode):
         named = {name: value for name, value in named.items() if name != "generator"}
         if func is torch.ops.aten.native_dropout.default:
             return self._dropout(*args, **named)
+        if func is torch.ops.aten.bernoulli_.float:
+            return args[0].copy_(self._kept(args[0], *args[1:], **named))
         drawing = _with_generator(func)
         if drawing is None:
             raise ValueError(
@@ -83,35 +78,45 @@ class Addressed(TorchDispatchMode):
 
     def _dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
         """Compute `native_dropout`, which torch gives no generator."""
-        kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(
-            1 - p, generator=self._generator(x.device)
-        )
+        kept = self._kept(x, 1 - p)
         return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
 
+    def _kept(self, like: Tensor, p: float = 0.5) -> Tensor:
+        self.drawn += 1
+        return bernoulli([self._key], self.drawn - 1, like.shape, p, like.device)[0]
 
-@contextlib.contextmanager
-def at_address(key: int, start: int = 0) -> Iterator[None]:
-    """Enter a context in which `drawing` gives this thread one `Addressed` of these arguments, so
-    that it covers no more than it must.
+
+def bernoulli(
+    keys: Sequence[int], draw: int, shape: Sequence[int], p: float, device: torch.device
+) -> Tensor:
+    """Return what `bernoulli_(p)`, as dropout calls it, gives a tensor of a shape as one draw of
+    each of C contexts `Addressed(key)`, bool [C, *shape].
+
+    An entry is a hash of the context's key, the draw and its place, so that all are computed at
+    once, alike on every device. The hash is two rounds of a mixer of 32 bits whose every input bit
+    changes each output bit with probability near 1/2 (Wellons, "Prospecting for hash functions",
+    2018).
     """
-    before, _HERE.mode = getattr(_HERE, "mode", None), Addressed(key, start)
-    try:
-        yield
-    finally:
-        _HERE.mode = before
+    words = torch.tensor([_signed(_mixed(key + draw + 1), 64) for key in keys])
+    low, high = words.view(-1, 1).view(torch.int32).to(device).split(1, 1)
+    place = torch.arange(math.prod(shape), dtype=torch.int32, device=device)
+    hashed = _stirred(_stirred(place ^ low).add_(high))
+    limit = min(round(p * 2**32) - 2**31, 2**31 - 1)
+    return (hashed < limit).view(len(keys), *shape)
 
 
-def drawing() -> AbstractContextManager[Any]:
-    """Return the context in which code of the user's draws at the address of `at_address`, or does
-    nothing, where there is none.
+def _stirred(words: Tensor) -> Tensor:
+    """Return words of 32 bits mixed, in place."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        words ^= (words >> shift) & (2 ** (32 - shift) - 1)  # a shift that brings in zeros
+        words *= _signed(factor, 32)
+    words ^= (words >> 16) & 0xFFFF
+    return words
 
-    Each time it is asked for, the draws begin anew.
-    """
-    mode: Addressed | None = getattr(_HERE, "mode", None)
-    if mode is None:
-        return nullcontext()
-    mode.restart()
-    return mode
+
+def _signed(word: int, bits: int) -> int:
+    """Return the signed number that has the bits of a word."""
+    return word - 2**bits if word >= 2 ** (bits - 1) else word
 
 
 @cache

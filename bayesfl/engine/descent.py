@@ -7,6 +7,8 @@ Blocks that draw stay vectors, and autograd differentiates their draws and KL. C
 by decreasing number of steps, so those still training are a prefix, updated through views.
 """
 
+import threading
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -21,11 +23,13 @@ from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Flat, Normal, is_normal
-from bayesfl.engine.network import Kernel, Network, Through
+from bayesfl.engine.network import Kernel, Network, Rows, Through
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.modes import draws_in_training, lively
 from bayesfl.optim import rate_at
 from bayesfl.posteriors.point import Point
+
+_LOCAL = threading.local()
 
 
 class Descent:
@@ -79,17 +83,17 @@ class Descent:
             else phase.optimiser.init(self._now)
         )
 
-    def step(self, active: int, data: Batch, noise: Tensors, key: int | None = None) -> None:
+    def step(
+        self, active: int, data: Batch, noise: Tensors, draws: tuple[Sequence[int] | None, int]
+    ) -> None:
         """Take one step of the first c = `active` clients on examples [c, B, ...], with noise
         {block: [c, S, size]}.
 
-        What the model itself draws, for a single client, has the address `key`; None where it draws
-        nothing.
+        What the model itself draws has the addresses `draws`, see `PhasePlan.draws`.
         """
-        self._network.key = key
         if active != self._active:
             self._narrow(active)
-        through = self._forward(data["x"], noise)
+        through = self._forward(data["x"], noise, Rows(data["weight"], *draws))
         through.back(*self._losses.slopes(through, data))
         self._move()
 
@@ -112,7 +116,7 @@ class Descent:
             part.narrow(front)
         self._active, self._now = active, [p for block in self._trained for p in block.now]
 
-    def _forward(self, x: Inputs, noise: Tensors) -> Through:
+    def _forward(self, x: Inputs, noise: Tensors, rows: Rows) -> Through:
         """Compute the model; the way back writes slopes for the trained blocks."""
         leaves: Tensors = {
             key: leaf for block in self._buffers.values() for key, leaf in block.whole().items()
@@ -122,7 +126,7 @@ class Descent:
             own, to = part.leaves(noise)
             leaves |= own
             slopes |= to
-        return self._network(leaves, x, slopes)
+        return self._network(leaves, x, slopes, rows)
 
     def _move(self) -> None:
         """Update the trained blocks: the optimiser's step, then the proximal steps of priors that
@@ -164,7 +168,7 @@ def descend(
     drawing = draws_in_training(algorithm.model)
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         start = perf_counter()
-        descent.step(active, data, noise, plan.forward_key() if drawing else None)
+        descent.step(active, data, noise, plan.draws(active) if drawing else (None, 0))
         plan.seconds["steps"] += perf_counter() - start
     return descent.end(
         torch.as_tensor(plan.steps).to(views["n"]) if batch is None else phase.steps or phase.epochs
@@ -337,7 +341,7 @@ class _Points(_Vectors):
         prox: bool,
     ) -> None:
         super().__init__(algorithm, name, belief)
-        self._whole = torch.zeros_like(self.belief["loc"])
+        self._whole = _workspace(name, self.belief["loc"])
         self._prior, self._prox = prior, prox
 
     def narrow(self, front: View) -> None:
@@ -361,6 +365,21 @@ class _Points(_Vectors):
         """Take the proximal step of the prior at the optimiser's pace."""
         if self._prior is not None:
             self._prior.solve(self._loc, pace)
+
+
+def _workspace(name: str, like: Tensor) -> Tensor:
+    """Return this thread's own tensor for the slopes of a block, whose numbers are not set: memory
+    that is asked for anew takes longer than a pass over it.
+    """
+    rooms = _LOCAL.__dict__.setdefault("rooms", {})
+    room = rooms.get(name)
+    if room is None or (room.shape, room.dtype, room.device) != (
+        like.shape,
+        like.dtype,
+        like.device,
+    ):
+        room = rooms[name] = torch.empty_like(like)
+    return room
 
 
 class _Gaussian:

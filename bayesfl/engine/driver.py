@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.inputs import Inputs, count, first
+from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
@@ -30,7 +30,7 @@ CPU_CHUNK = 5
 # Small models, whose calls cost more than their products, run more clients in a chunk, while the
 # chunk's weights fit into this many bytes and at least CPU_CHUNKS chunks remain, so that workers
 # get equal shares.
-CPU_BYTES, CPU_SMALL_CHUNK, CPU_CHUNKS = 12 * 2**20, 20, 8
+CPU_BYTES, CPU_SMALL_CHUNK, CPU_CHUNKS = 12 * 2**20, 50, 4
 # Models of more weights are run client by client, since joining the states of a chunk's clients
 # would copy them.
 CPU_LARGE = 2_000_000
@@ -49,8 +49,8 @@ class Engine:
     under `ClientPrivacy` the noise.
 
     Args:
-        kernel: `reference` (pure steps, one client after another), `live` (the module itself,
-            client by client), `layers` (layer rules for a whole chunk), `vmap` (any module that
+        kernel: `reference` (pure steps, one client after another), `live` (client by client),
+            `layers` (a recorded forward, by rules for a whole chunk), `vmap` (any module that
             torch.func can batch), or `auto`, which decides for each phase.
         chunk: Number C of clients computed together. None chooses it, on a CPU from the cohort and
             the size of the weights, on a GPU from the size of the weights and the free memory; as
@@ -106,21 +106,34 @@ class Engine:
         return Crew(self.worker_count(device))
 
     def choose(
-        self, algorithm: Algorithm, phase: Descend | None, device: torch.device
+        self,
+        algorithm: Algorithm,
+        phase: Descend | None,
+        like: Tensor,
+        x: Inputs,
+        *,
+        train: bool = False,
     ) -> KernelName:
         """Choose the kernel that runs a phase, or predictions where `phase` is None.
 
-        With `auto`, stacks of known layers are run by `layers`, except convolutional networks (on a
-        CPU only large ones). Those and all other modules are run by `live`, or on a GPU by `vmap`
+        With `auto`, networks whose forward can be recorded are run by `layers`, except large
+        convolutional ones on a CPU. Those and all others are run by `live`, or on a GPU by `vmap`
         if torch.func can batch them.
 
+        Args:
+            algorithm: The method.
+            phase: The phase; None for predictions, and for phases that are run step by step.
+            like: A tensor of the run's precision, on its device.
+            x: Inputs [N, ...] of a few examples.
+            train: Whether the model is trained.
+
         Raises:
-            ValueError: The kernel asked for has no rule for a layer of the model, or cannot batch
-                it.
+            ValueError: The kernel asked for cannot run the model.
         """
-        model = algorithm.model
+        model, device = algorithm.model, like.device
+        module = algorithm.module(like, train=train)
         if self.kernel == "layers":
-            layers.refuse(model)
+            layers.refuse(module, x)
         if self.kernel == "vmap":
             vmap.refuse(model)
         if self.kernel != "auto":
@@ -137,7 +150,7 @@ class Engine:
                 for name in algorithm.layout(block).names
             ):
                 convolutions = live.has_convolutions(model.head)
-        if layers.supported(model) and not convolutions:
+        if not convolutions and layers.supported(module, x):
             return "layers"
         return "vmap" if device.type == "cuda" and vmap.can_batch(model) else "live"
 
@@ -176,12 +189,18 @@ class Engine:
         views: View,
         plan: PhasePlan,
     ) -> tuple[View, Info]:
-        device = views["n"].device
-        algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
-        kernel = self.choose(algorithm, phase if by_algebra(phase) else None, device)
+        like = views["n"]
+        algorithm.module(like)  # made here, since no copy can be made inside torch.func
         descends = any(by_algebra(p) for p in getattr(phase, "phases", (phase,)))
+        kernel = self.choose(
+            algorithm,
+            phase if by_algebra(phase) else None,
+            like,
+            plan.examples,
+            train=descends,
+        )
         if lively(algorithm.model) and self._trains(algorithm.model, phase):
-            kernel = "live"
+            kernel = "layers" if kernel == "layers" else "live"
         elif (
             kernel == "reference"
             or not phase.batched
@@ -206,7 +225,7 @@ class Engine:
 
     def _trains(self, model: nn.Module, phase: Phase | Repeat) -> bool:
         """Say whether a phase trains a model that has norms with statistics or draws, which the
-        live kernel alone does.
+        kernels `layers` and `live` do.
 
         Raises:
             ValueError: Another kernel was asked for, or the phase has steps of its own.
@@ -225,15 +244,16 @@ class Engine:
             )
         if all(isinstance(p, Once) for p in inner):
             return False
-        if self.kernel not in ("auto", "live") or not phase.batched:
+        can = ("auto", "layers", "live")
+        if self.kernel not in can or not phase.batched:
             asked = (
                 f"kernel={self.kernel!r}"
-                if self.kernel not in ("auto", "live")
+                if self.kernel not in can
                 else "a phase that is run by itself (batched=False)"
             )
             raise ValueError(
-                f"{told}, which {asked} cannot train; use kernel='auto' or 'live', and phases with "
-                "batched=True"
+                f"{told}, which {asked} cannot train; use kernel='auto', 'layers' or 'live', "
+                "and phases with batched=True"
             )
         return True
 
@@ -288,7 +308,7 @@ class Engine:
         They are computed at draws if there is noise {block: [C, S, D]}, else at the mean, with S =
         1.
         """
-        kernel = self.choose(algorithm, None, first(x).device)
+        kernel = self.choose(algorithm, None, views["n"], layers.some(x, False))
         if kernel == "reference":
             kernel = "live"
         if kernel == "live" and count(x) > 1:

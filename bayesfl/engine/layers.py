@@ -1,483 +1,298 @@
-"""The layers kernel, which runs a stack of known layers for a whole chunk of clients by short
-rules, one for each kind of layer.
+"""The layers kernel, which runs a recorded forward for a whole chunk of clients by short rules, one
+for each torch function.
 
-A rule computes a layer's outputs and returns a function for the backward pass, so that no graph is
-built: on small layers autograd costs as much as the products
-(docs/decisions/0004-layer-rules-go-back-by-hand.md). For layers whose rule has no backward pass of
-its own, autograd is used for that layer alone.
+Whether a recording is true is not argued but seen: it is compared once with the module itself, for
+two clients of different numbers of rows, in outputs, slopes and running statistics.
 """
 
+import copy
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, first
-from bayesfl.engine.network import Pass, Passage, by_autograd
-from bayesfl.models import SplitModel
-from bayesfl.models.altered import altered
+from bayesfl.base.addressed import Addressed
+from bayesfl.base.inputs import Inputs, call_at, count, each, first, in_precision, named
+from bayesfl.engine.network import Pass, Passage, Rows
+from bayesfl.engine.recording import (
+    PRECISION,
+    Given,
+    Recording,
+    Step,
+    Times,
+    Unrecordable,
+    bound,
+    filled,
+    recorded,
+)
+from bayesfl.engine.rules import LIFTING, RULES, Backward, Call, Rule, at_draws, batched
+from bayesfl.models.modes import twin
 
-LayerRule: TypeAlias = Callable[
-    [Any, dict[str, Tensor], dict[str, Tensor], Tensor, bool, bool], Pass
-]
-"""Function (layer, its weights, buffers for the wanted slopes of these, x, lifted, whether the
-slope at x is wanted) -> `Pass`.
-"""
-
-
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return (
-        torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
-    )
-
-
-def _linear(
-    layer: nn.Linear,
-    weights: dict[str, Tensor],
-    slopes: dict[str, Tensor],
-    x: Tensor,
-    lifted: bool,
-    through: bool,
-) -> Pass:
-    weight, bias = weights["weight"], weights.get("bias")
-    drawn, lead = weight.dim() == 4, x.shape[:-1]
-    # Every case is one batched matrix product. If only the weights have S draws, these count as S *
-    # o outputs; if only the inputs have draws, as S times the rows; if both have draws, the batch
-    # holds C * S products.
-    both, wide, shape = drawn and lifted, drawn and not lifted, weight.shape
-    if both:
-        x = x.flatten(0, 1)
-        weight = weight.flatten(0, 1)
-        bias = None if bias is None else bias.flatten(0, 1)
-    elif wide:
-        weight, bias = weight.flatten(1, 2), None if bias is None else bias.flatten(1, 2)
-    if x.dim() > 3:
-        x = x.flatten(1, -2)
-    flat = _affine(x, weight, bias)
-    outputs = (
-        flat.unflatten(-1, shape[1:3]).transpose(1, 2).unflatten(2, lead[1:])
-        if wide
-        else flat.view(*lead, -1)
-    )
-
-    def back(slope: Tensor) -> Tensor | None:
-        if wide:
-            slope = slope.flatten(2, -2).transpose(1, 2)
-        if slope.shape != flat.shape or wide:
-            slope = slope.reshape(flat.shape)
-        for name, to in slopes.items():
-            # Written in place, except for draws, whose product differs in shape.
-            out = None if drawn else to
-            found = (
-                torch.bmm(slope.mT, x, out=out)
-                if name == "weight"
-                else torch.sum(slope, 1, out=out)
-            )
-            if drawn:
-                to.copy_(found.view(to.shape))
-        return torch.bmm(slope, weight).view(*lead, -1) if through else None
-
-    return Pass(outputs, drawn or lifted, back)
+EXAMPLES = (8, 5)
+"""Numbers of examples of the two clients on which a recording is compared with its module."""
 
 
-def _relu(
-    layer: nn.Module,
-    weights: dict[str, Tensor],
-    slopes: dict[str, Tensor],
-    x: Tensor,
-    lifted: bool,
-    through: bool,
-) -> Pass:
-    outputs = F.relu(x)
-    return Pass(
-        outputs,
-        lifted,
-        lambda slope: torch.ops.aten.threshold_backward(slope, outputs, 0) if through else None,
-    )
+class _Ready(NamedTuple):
+    """Hold a step with the rule that runs it.
 
-
-def _flatten(
-    layer: nn.Module,
-    weights: dict[str, Tensor],
-    slopes: dict[str, Tensor],
-    x: Tensor,
-    lifted: bool,
-    through: bool,
-) -> Pass:
-    return Pass(
-        x.flatten(2 + lifted), lifted, lambda slope: slope.reshape(x.shape) if through else None
-    )
-
-
-def _spread(t: Tensor, has: bool, draws: int) -> Tensor:
-    """Return [C, S, ...] as a chunk of C * S clients; a tensor without an axis of draws is repeated
-    first.
+    Args:
+        step: The step.
+        rule: Its rule, for tensors without draws.
+        lifting: Its rule where some have draws.
+        args: Its arguments in the rule's order; None where torch.func batches the function.
+        flat: Whether nothing is to be filled in but tensors.
     """
-    return (t if has else t.unsqueeze(1).expand(-1, draws, *t.shape[1:])).flatten(0, 1)
+
+    step: Step
+    rule: Rule
+    lifting: Rule
+    args: tuple[Any, ...] | None
+    flat: bool
 
 
-def _gathered(t: Tensor, has: bool, draws: int) -> Tensor:
-    """Return slopes of a chunk of C * S clients as [C, S, ...]; for tensors that were repeated, the
-    sum over draws.
+class _Plan(NamedTuple):
+    """Hold what runs a module.
+
+    Args:
+        recording: Its recording.
+        steps: Its steps, with their rules.
+        axes: The number of axes of each parameter and buffer that is used.
+        shared: The places that several steps read.
     """
-    t = t.unflatten(0, (-1, draws))
-    return t if has else t.sum(1)
+
+    recording: Recording
+    steps: tuple[_Ready, ...]
+    axes: dict[str, int]
+    shared: frozenset[int]
 
 
-def _joined(rows: Sequence[Tensor]) -> Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+_PLANS: "weakref.WeakKeyDictionary[nn.Module, dict[bool | None, _Plan | str]]" = (
+    weakref.WeakKeyDictionary()
+)
+"""The plans of modules, which all threads' copies share; or why there is none."""
 
 
-def _conv(
-    layer: nn.Conv2d,
-    weights: dict[str, Tensor],
-    slopes: dict[str, Tensor],
-    x: Tensor,
-    lifted: bool,
-    through: bool,
-) -> Pass:
-    weight, bias = weights["weight"], weights.get("bias")
-    drawn = weight.dim() == 6
-    if not drawn and not lifted:
-        return _conv_chunk(layer, weight, bias, slopes, x, through, grouped=x.is_cuda)
-    draws = weight.shape[1] if drawn else x.shape[1]
-    weight = _spread(weight, drawn, draws)
-    bias = None if bias is None else _spread(bias, drawn, draws)
-    own = {
-        name: weight.new_empty(weight.shape if name == "weight" else weight.shape[:2])
-        for name in slopes
-    }
-    inner = _conv_chunk(
-        layer, weight, bias, own, _spread(x, lifted, draws), through, grouped=x.is_cuda
-    )
+def supported(module: nn.Module, x: Inputs) -> bool:
+    """Say whether a module can be run; asked once of a module, which must then stay as it is.
 
-    def back(slope: Tensor) -> Tensor | None:
-        assert inner.back is not None
-        into = inner.back(slope.flatten(0, 1))
-        for name, to in slopes.items():
-            to.copy_(_gathered(own[name], drawn, draws))
-        return None if into is None else _gathered(into, lifted, draws)
-
-    return Pass(inner.outputs.unflatten(0, (-1, draws)), True, back)
-
-
-def _conv_chunk(
-    layer: nn.Conv2d,
-    weight: Tensor,
-    bias: Tensor | None,
-    slopes: dict[str, Tensor],
-    x: Tensor,
-    through: bool,
-    *,
-    grouped: bool,
-) -> Pass:
-    """Run a convolution for every client of a chunk: one after another, which is faster on a CPU,
-    or all at once, grouped.
+    Args:
+        module: The module, in the mode in which it is to run.
+        x: Inputs [N, ...] of some examples, at least one; more than `EXAMPLES` are not read.
     """
-    clients, batch = x.shape[:2]
-    if grouped:
-        rows = (
-            [x.transpose(0, 1).flatten(1, 2)],
-            [weight.flatten(0, 1)],
-            [None if bias is None else bias.flatten()],
-        )
-    else:
-        rows = list(x), list(weight), [None] * clients if bias is None else list(bias)
-    groups = clients * layer.groups if grouped else layer.groups
-    options = (layer.stride, layer.padding, layer.dilation)
-    # its overloads separate padding given as text from padding in pixels, the type of `layer` does
-    # not
-    convolve: Any = torch.conv2d
-
-    def by_client(
-        parts: Sequence[Tensor],
-    ) -> Tensor:
-        # [B, C * o, ...] once, or [B, o, ...] for each.
-        return (
-            parts[0].unflatten(1, (clients, -1)).transpose(0, 1)
-            if grouped
-            else _joined(parts).unflatten(0, (clients, batch))
-        )
-
-    def back(slope: Tensor) -> Tensor | None:
-        each = [slope.transpose(0, 1).flatten(1, 2)] if grouped else list(slope)
-        mask = [through, "weight" in slopes, "bias" in slopes]
-        parts = [
-            torch.ops.aten.convolution_backward(
-                s, i, w, [len(w)], *options, False, [0, 0], groups, mask
-            )
-            for s, i, w in zip(each, rows[0], rows[1], strict=True)
-        ]
-        into, *found = zip(*parts, strict=True)
-        for name, values in zip(("weight", "bias"), found, strict=True):
-            if name in slopes:
-                slopes[name].copy_(_joined(values).view(slopes[name].shape))
-        return by_client(into) if through else None
-
-    return Pass(
-        by_client([convolve(*row, *options, groups) for row in zip(*rows, strict=True)]),
-        False,
-        back,
-    )
+    return isinstance(_plan(module, x), _Plan)
 
 
-def _max_pool(
-    layer: nn.MaxPool2d,
-    weights: dict[str, Tensor],
-    slopes: dict[str, Tensor],
-    x: Tensor,
-    lifted: bool,
-    through: bool,
-) -> Pass:
-    size, stride, padding, dilation = (
-        _pair(v) for v in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    )
-    flat, lead = x.flatten(0, 1 + lifted), x.shape[: 2 + lifted]
-    sizes = (size, stride, padding, dilation, layer.ceil_mode)
-    pairs = (
-        size == stride == [2, 2]
-        and padding == [0, 0]
-        and dilation == [1, 1]
-        and not layer.ceil_mode
-        and not x.is_cuda
-    )
-    outputs, places = (
-        _halved(flat) if pairs else torch.ops.aten.max_pool2d_with_indices(flat, *sizes)
-    )
-
-    def back(slope: Tensor) -> Tensor | None:
-        if not through:
-            return None
-        where = places() if callable(places) else places
-        into = torch.ops.aten.max_pool2d_with_indices_backward(
-            slope.flatten(0, 1 + lifted), flat, *sizes, where
-        )
-        return into.unflatten(0, lead)
-
-    return Pass(outputs.unflatten(0, lead), lifted, back)
-
-
-def _halved(x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Take maxima over windows of 2 x 2 that do not overlap, first along rows, then along columns:
-    on a CPU much faster than torch's.
-
-    Returns the maxima and a function that gives their places in [H, W]; of equal values the first
-    in reading order is taken, as in torch.
-    """
-    height, width = x.shape[-2:]
-    left, right = x[..., : height // 2 * 2, 0 : width // 2 * 2 : 2], x[..., : height // 2 * 2, 1::2]
-    across = torch.maximum(left, right)
-    top, bottom = across[..., 0::2, :], across[..., 1::2, :]
-
-    def places() -> Tensor:
-        second, lower = left < right, top < bottom
-        above, below = second[..., 0::2, :], second[..., 1::2, :]
-        across = above ^ ((above ^ below) & lower)  # as torch.where, which is slow for bools
-        corner = torch.arange(0, height - 1, 2, device=x.device).unsqueeze(
-            -1
-        ) * width + torch.arange(0, width - 1, 2, device=x.device)
-        return torch.add(corner + across, lower, alpha=width)
-
-    return torch.maximum(top, bottom), places
-
-
-def _pair(value: int | tuple[int, ...]) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
-
-
-def _elementwise(
-    layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: bool
-) -> tuple[Tensor, bool]:
-    return layer(x.clone() if getattr(layer, "inplace", False) else x), lifted
-
-
-def _folded(
-    layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: bool
-) -> tuple[Tensor, bool]:
-    return layer(x.flatten(0, 1 + lifted)).unflatten(0, x.shape[: 2 + lifted]), lifted
-
-
-def _graph(call: Callable[..., tuple[Tensor, bool]]) -> LayerRule:
-    """Return the rule of a layer without parameters, whose backward pass uses autograd for this
-    layer alone.
-    """
-    kernel = by_autograd(call)
-    return lambda layer, weights, slopes, x, lifted, through: kernel(layer)(
-        weights, slopes, x, lifted, through
-    )
-
-
-LAYER_RULES: dict[type, LayerRule] = {
-    nn.Linear: _linear,
-    nn.ReLU: _relu,
-    nn.Flatten: _flatten,
-    nn.Conv2d: _conv,
-    nn.MaxPool2d: _max_pool,
-    **dict.fromkeys(
-        (nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity),
-        _graph(_elementwise),
-    ),
-    **dict.fromkeys((nn.AvgPool2d, nn.AdaptiveAvgPool2d), _graph(_folded)),
-}
-
-
-_SUPPORTED: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
-
-
-def supported(module: nn.Module) -> bool:
-    """Say whether every layer has a rule, and none with parameters is used twice; asked once of a
-    module, which must then stay as it is.
-    """
-    if module not in _SUPPORTED:
-        _SUPPORTED[module] = _objection(module) is None
-    return _SUPPORTED[module]
-
-
-def refuse(module: nn.Module) -> None:
-    """Raise ValueError, naming the layer, if there is no rule for one."""
-    if reason := _objection(module):
+def refuse(module: nn.Module, x: Inputs) -> None:
+    """Raise ValueError, saying why, if a module cannot be run."""
+    if isinstance(reason := _plan(module, x), str):
         raise ValueError(
-            f"the layers kernel {reason}; use kernel='auto', which takes one that runs the model"
+            f"the layers kernel cannot run {type(module).__name__}, which {reason}; use "
+            "kernel='auto', which takes one that runs the model"
         )
 
 
-def _objection(module: nn.Module) -> str | None:
-    if found := altered(module):
-        return f"cannot run {found[0]}"
-    weighted: set[nn.Module] = set()
-    for prefix, layer, names in _stack(module):
-        called = f"{prefix.rstrip('.')!r} ({type(layer).__name__})"
-        if not _has_rule(layer):
-            return f"has no rule for layer {called}"
-        if names and layer in weighted:
-            return f"cannot use one layer's parameters twice, as in {called}"
-        weighted |= {layer} if names else set()
-    return None
+def _plan(module: nn.Module, x: Inputs) -> _Plan | str:
+    """Return how a module is run, or why it is not."""
+    origin, key = twin(module)
+    plans = _PLANS.setdefault(origin, {})
+    if key not in plans:
+        plans[key] = _made(module, x)
+    return plans[key]
 
 
-def _has_rule(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.Conv2d) and (
-        layer.padding_mode != "zeros" or isinstance(layer.padding, str)
-    ):
-        return False
-    if isinstance(layer, nn.MaxPool2d) and layer.return_indices:
-        return False
-    if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1):
-        return False
-    return type(layer) in LAYER_RULES
+def _made(module: nn.Module, x: Inputs) -> _Plan | str:
+    if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
+        return "has hooks of gradients"
+    few = in_precision(
+        each(lambda t: t[torch.arange(EXAMPLES[0], device=t.device) % len(t)].cpu(), x),
+        torch.float64,
+    )
+    try:
+        # In double precision, where rounding hides no difference.
+        module = copy.deepcopy(module).to(device="cpu", dtype=torch.float64)
+        recording = recorded(module, few)
+        plan = _ready(module, recording)
+        if not _true(module, plan, few):
+            return "computes something else than its torch functions one after another"
+    except Unrecordable as error:
+        return str(error)
+    # whatever a forward or torch.func may say to what it is not made for
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+        return f"cannot be run for several clients at once: {error}".splitlines()[0]
+    return plan
 
 
-LayerStack: TypeAlias = tuple[tuple[str, nn.Module, tuple[str, ...]], ...]
-"""Tuples of prefix, layer, and names of the layer's parameters."""
-
-
-def _stack(module: nn.Module) -> LayerStack:
-    """Return the layers of a stack in the order they run.
-
-    One module may be used in several places, which `named_children` would leave out.
-    """
-    if type(module) not in (nn.Sequential, SplitModel):
-        return (("", module, tuple(name for name, _ in module.named_parameters())),)
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    return tuple(
-        (f"{name}.{prefix}", layer, names)
-        for name, child in children
-        for prefix, layer, names in _stack(child)
+def _ready(module: nn.Module, recording: Recording) -> _Plan:
+    steps = []
+    for step in recording.steps:
+        rule, args = RULES.get(step.function), None
+        if rule is not None and step.piece is None:
+            try:
+                args = bound(rule, step)
+            except TypeError:  # options that the rule does not know
+                rule = None
+        if rule is None or args is None:
+            if step.draw is not None:
+                raise Unrecordable(f"draws by {step.function.__name__}, which has no rule")
+            rule, args = batched(step), None
+        lifting = LIFTING.get(rule) or at_draws(rule)
+        flat = args is not None and not any(
+            part is PRECISION or type(part) in (tuple, list, slice, Times) for part in args
+        )
+        steps.append(_Ready(step, rule, lifting, args, flat))
+    tensors = _tensors(module)
+    read = [place for step in recording.steps for place in step.places] + [recording.out]
+    return _Plan(
+        recording,
+        tuple(steps),
+        {name: tensors[name].dim() for name in recording.leaves},
+        frozenset(place for place in read if read.count(place) > 1),
     )
 
 
-def _order(stack: LayerStack) -> LayerStack:
-    """Reorder layers to do less work for the same function: a max pooling goes before a ReLU, with
-    which it commutes.
+def _true(module: nn.Module, plan: _Plan, x: Inputs) -> bool:
+    """Say whether a plan computes what the module does, for two clients of which one has fewer
+    rows.
     """
-    layers = list(stack)
-    for i in range(len(layers) - 1):
-        if isinstance(layers[i][1], nn.ReLU) and isinstance(layers[i + 1][1], nn.MaxPool2d):
-            layers[i], layers[i + 1] = layers[i + 1], layers[i]
-    return tuple(layers)
+    counts = EXAMPLES
+    names = [name for name, _ in module.named_parameters()]
+    tensors = _tensors(module)
+    chunk = each(lambda t: torch.stack([t, t[torch.arange(len(t)) % counts[1]]]), x)
+    leaves = {name: t.expand(2, *t.shape).clone() for name, t in tensors.items()}
+    slopes = {name: torch.zeros_like(leaves[name]) for name in names}
+    weight = torch.ones(2, counts[0], dtype=torch.float64)
+    weight[1, counts[1] :] = 0
+    through = isinstance(x, Tensor) and x.is_floating_point()
+    rows = Rows(weight, (1, 2))
+    passed = _run(plan, module, leaves, slopes, chunk, False, through, rows)
+    at = torch.linspace(-1, 1, passed.outputs.numel(), dtype=torch.float64)
+    at = at.view(passed.outputs.shape)
+    at[1, counts[1] :] = 0
+    into = None if passed.back is None else passed.back(at)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for c, n in enumerate(counts):
+        own = {name: t.clone().requires_grad_(name in slopes) for name, t in tensors.items()}
+        given = each(lambda t, n=n: t[:n].clone().requires_grad_(t.is_floating_point()), x)
+        with torch.enable_grad(), Addressed(c + 1):
+            outputs = call_at(module, own, given)
+        ends = [own[name] for name in names] + ([given] if through else [])
+        found = torch.autograd.grad(outputs, ends, at[c, :n], materialize_grads=True)
+        pairs.append((passed.outputs[c, :n], outputs))
+        pairs += zip((slopes[name][c] for name in names), found, strict=False)
+        pairs += [(into[c, :n], found[-1])] if into is not None else []
+        pairs += [(leaves[name][c], t) for name, t in own.items() if t.is_floating_point()]
+    if any(one.shape != other.shape for one, other in pairs):
+        return False
+    apart = max(float((one - other).detach().abs().max()) for one, other in pairs if one.numel())
+    return apart <= 1e-8 * max(float(t.detach().abs().max()) for _, t in pairs if t.numel())
+
+
+def some(x: Inputs, lifted: bool) -> Inputs:
+    """Return a few examples of a chunk's."""
+    return each(lambda t: t.flatten(0, 1 + lifted)[: EXAMPLES[0]], x)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
 
 
 def kernel(module: nn.Module) -> Passage:
-    """Return the passage of a stack of layers, see `network.Kernel`."""
-    stack = _order(_stack(module))
+    """Return the passage of a module that has a recording, see `network.Kernel`."""
 
     def passage(
-        leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Inputs, lifted: bool, through: bool
+        leaves: dict[str, Tensor],
+        slopes: dict[str, Tensor],
+        x: Inputs,
+        lifted: bool,
+        through: bool,
+        rows: Rows = Rows(),
     ) -> Pass:
-        now = first(x)  # a stack takes one tensor
-        passes: list[tuple[Pass, list[tuple[Tensor, Tensor]]]] = []
-        reached = through
-        for prefix, layer, names in stack:
-            weights, repeated = _weights(prefix, layer, names, leaves, len(now))
-            own, sums = _buffers(prefix, weights, repeated, slopes)
-            passed = LAYER_RULES[type(layer)](layer, weights, own, now, lifted, reached)
-            reached = reached or bool(own)
-            now, lifted = passed.outputs, passed.lifted
-            if reached:
-                passes.append((passed, sums))
-
-        def back(slope: Tensor) -> Tensor | None:
-            into: Tensor | None = slope
-            for passed, sums in reversed(passes):
-                assert passed.back is not None
-                assert into is not None
-                into = passed.back(into)
-                for to, each in sums:
-                    torch.sum(each, 1, out=to)
-            return into
-
-        return Pass(now, lifted, back if passes else None)
+        plan = _plan(module, some(x, lifted))
+        if isinstance(plan, str):
+            refuse(module, x)
+            raise AssertionError
+        return _run(plan, module, leaves, slopes, x, lifted, through, rows)
 
     return passage
 
 
-def _buffers(
-    prefix: str,
-    weights: dict[str, Tensor],
-    repeated: frozenset[str],
+def _run(
+    plan: _Plan,
+    module: nn.Module,
+    leaves: dict[str, Tensor],
     slopes: dict[str, Tensor],
-) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-    """Return the buffers into which a layer's rule writes slopes, by parameter, and for each one
-    that has an axis of draws the pair (slope, buffer): the slope is the buffer's sum over draws.
-    """
-    own: dict[str, Tensor] = {}
-    sums: list[tuple[Tensor, Tensor]] = []
-    for name, weight in weights.items():
-        slope = slopes.get(prefix + name)
-        if slope is None:
-            continue
-        if name not in repeated:
-            own[name] = slope
-            continue
-        own[name] = slope.new_empty(weight.shape)
-        sums.append((slope, own[name]))
-    return own, sums
-
-
-def _weights(
-    prefix: str, layer: nn.Module, names: tuple[str, ...], leaves: dict[str, Tensor], clients: int
-) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Return a layer's parameters, all with an axis of draws or none, and the names of those that
-    were repeated over draws.
-    """
-    weights, draws, own = {}, None, {}
-    for name in names:
-        leaf = leaves.get(prefix + name)
-        own[name] = layer.get_parameter(name)
+    x: Inputs,
+    lifted: bool,
+    through: bool,
+    rows: Rows,
+) -> Pass:
+    """Run the steps of a plan, see `network.Passage`."""
+    recording = plan.recording
+    clients, width = count(x), first(x).shape[1 + lifted]
+    like = next(iter(leaves.values()), first(x))
+    values: list[Any] = [None] * recording.size
+    up, reached = [False] * recording.size, [False] * recording.size
+    buffers: dict[int, Tensor] = {}
+    for place, (_, t) in enumerate(named(x)):
+        values[place], up[place], reached[place] = t, lifted, through
+    for name, place in recording.leaves.items():
+        leaf = leaves.get(name)
         if leaf is None:  # no block covers it, so it is the same for all clients
-            leaf = own[name].expand(clients, *own[name].shape)
-        elif leaf.dim() == own[name].dim() + 2:
-            draws = leaf.shape[1]
-        weights[name] = leaf
-    if draws is None:
-        return weights, frozenset()
-    repeated = frozenset(
-        name for name, leaf in weights.items() if leaf.dim() == own[name].dim() + 1
-    )
-    for name in repeated:
-        leaf = weights[name]
-        weights[name] = leaf.unsqueeze(1).expand(clients, draws, *leaf.shape[1:])
-    return weights, repeated
+            own = _named(module, name)
+            leaf = own.detach().expand(clients, *own.shape)
+        values[place], up[place] = leaf, leaf.dim() > plan.axes[name] + 1
+        if name in slopes:
+            reached[place], buffers[place] = True, slopes[name]
+    draws = max((values[place].shape[1] for place, has in enumerate(up) if has), default=1)
+    for place, t in recording.constants.items():
+        dtype = like.dtype if t.is_floating_point() else t.dtype
+        values[place] = t.to(like.device, dtype).expand(clients, *t.shape)
+    backs: list[tuple[Step, Backward]] = []
+    for ready in plan.steps:
+        step = ready.step
+        tensors = [values[place] for place in step.places]
+        lifts = tuple([up[place] for place in step.places])
+        wanted = tuple([step.live and reached[place] for place in step.places])
+        into = tuple(
+            [None if place in plan.shared else buffers.get(place) for place in step.places]
+        )
+        call = Call(wanted, into, lifts, rows, step.draw, draws)
+        rule = ready.lifting if True in lifts else ready.rule
+        if ready.args is None:
+            found, backward = rule(call, *tensors, rows=width, precision=like.dtype)
+        elif ready.flat:
+            args = [values[part.place] if type(part) is Given else part for part in ready.args]
+            found, backward = rule(call, *args)
+        else:
+            args = filled(ready.args, iter(tensors), width, like.dtype)
+            found, backward = rule(call, *args)
+        values[step.out], up[step.out] = found, True in lifts
+        if True in wanted:
+            reached[step.out] = True
+            backs.append((step, backward))
+
+    def back(slope: Tensor) -> Tensor | None:
+        at: dict[int, Tensor] = {recording.out: slope}
+        for step, backward in reversed(backs):
+            if (own := at.pop(step.out, None)) is None:
+                continue
+            for place, found in zip(step.places, backward(own), strict=True):
+                if found is not None and reached[place]:
+                    at[place] = at[place] + found if place in at else found
+        for name, to in slopes.items():
+            found = at.get(recording.leaves.get(name, -1))
+            if found is None:  # nothing reads it
+                to.zero_()
+            elif found is not to:
+                to.copy_(found)
+        return at.get(0, torch.zeros_like(first(x))) if through else None
+
+    outputs = values[recording.out]
+    return Pass(outputs, up[recording.out], back if slopes or through else None)
+
+
+def _named(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter or buffer of a module."""
+    prefix, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(prefix), leaf)

@@ -1,22 +1,21 @@
-"""The live kernel, which runs one client after another, for larger CNNs on a CPU, where the
-activations of two clients exceed the cache.
+"""The live kernel, which runs the module itself, one client after another: for what no rule runs,
+and for larger CNNs on a CPU, where the activations of two clients exceed the cache.
 
-Stacks of known layers are run by the layer rules; other modules are called themselves, with
-convolutions in channels-last memory where these are not large.
+Convolutions run in channels-last memory where these are not large.
 """
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.addressed import drawing
+from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, call_at, count, each
 from bayesfl.base.layout import aliases
-from bayesfl.engine import layers
-from bayesfl.engine.network import Passage, by_autograd
+from bayesfl.engine.network import Rows, by_autograd
 
 COPIED = 1_000_000
 """Weights of convolutions, beyond which a copy of them in every step costs more than the other
@@ -58,7 +57,7 @@ def _known(module: nn.Module) -> _Known:
 
 
 def _forward(
-    module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool
+    module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool, rows: Rows
 ) -> tuple[Tensor, bool]:
     axes, tied, placed = _known(module)
     leaves = {name: leaf.squeeze(0) for name, leaf in leaves.items()}
@@ -67,7 +66,7 @@ def _forward(
     x = each(lambda t: t.squeeze(0), x)
     if not drawn and not lifted:
         x = each(placed, x)
-        with drawing():
+        with _drawing(rows):
             return call_at(module, fixed, x, tied=tied).unsqueeze(0), False
     draws = count(x) if lifted else max(len(leaf) for leaf in drawn.values())
     out = []
@@ -75,9 +74,14 @@ def _forward(
         # Statistics have a row for each copy, not for each draw.
         weights = fixed | {name: placed(leaf[s % len(leaf)]) for name, leaf in drawn.items()}
         own = each(lambda t, s=s: placed(t[s] if lifted else t), x)
-        with drawing():  # the same dropout for each draw
+        with _drawing(rows):  # the same dropout for each draw
             out.append(call_at(module, weights, own, tied=tied))
     return torch.stack(out).unsqueeze(0), True
+
+
+def _drawing(rows: Rows) -> AbstractContextManager[Any]:
+    """Return the context in which a client's draws have their address."""
+    return nullcontext() if rows.keys is None else Addressed(rows.keys[0], rows.start)
 
 
 def _channels_last(t: Tensor) -> Tensor:
@@ -90,12 +94,4 @@ def _as_it_is(t: Tensor) -> Tensor:
     return t
 
 
-_module_itself = by_autograd(_forward)
-
-
-def kernel(module: nn.Module) -> Passage:
-    """Return the passage of a module for a chunk of one client, see `network.Kernel`.
-
-    It uses the layer rules if every layer has one, else the module itself.
-    """
-    return layers.kernel(module) if layers.supported(module) else _module_itself(module)
+kernel = by_autograd(_forward)

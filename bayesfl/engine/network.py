@@ -2,14 +2,13 @@
 slopes at the parameters.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.addressed import at_address
 from bayesfl.base.inputs import Inputs, count
 from bayesfl.models.altered import cut
 
@@ -17,6 +16,53 @@ Back: TypeAlias = Callable[[Tensor], Tensor | None]
 """Function from a slope at the outputs to the slope at the inputs, None if that was not wanted; it
 also writes the leaves' slopes.
 """
+
+
+class Shares(NamedTuple):
+    """Hold how a norm takes the statistics of clients' batches.
+
+    Args:
+        each: The share of each value of a channel in its client's mean, [C, B]; 0 at padding.
+        unbiased: What a mean square times that is an unbiased variance, [C, 1].
+        several: 1 for clients with several values of a channel and 0 for others, which use their
+            running statistics, [C, 1]; None where all have several.
+    """
+
+    each: Tensor
+    unbiased: Tensor
+    several: Tensor | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a chunk that are examples, and the addresses of what the module draws.
+
+    Args:
+        weight: Weights [C, B], 0 at padding; None where there is none.
+        keys: Address of each client's draws, see `Addressed`; None where the module draws nothing.
+        start: Number of draws of code at the same address that runs before.
+    """
+
+    weight: Tensor | None = None
+    keys: Sequence[int] | None = None
+    start: int = 0
+    _shares: dict[int, Shares] = field(default_factory=dict, repr=False, compare=False)
+
+    def shares(self, x: Tensor, places: int) -> Shares:
+        """Return the shares of norms of x [C, B, ...], in which an example has a channel's value in
+        so many places; computed once for all norms.
+        """
+        if places not in self._shares:
+            real = x.new_ones(x.shape[:2]) if self.weight is None else self.weight
+            count = real.sum(1, keepdim=True) * places
+            several = count > 1
+            every = bool(several.all())
+            self._shares[places] = Shares(
+                real / (count if every else count.masked_fill(~several, torch.inf)),
+                count / (count - 1).clamp(min=1),
+                None if every else several.to(real),
+            )
+        return self._shares[places]
 
 
 class Pass(NamedTuple):
@@ -60,6 +106,7 @@ class Passage(Protocol):
         x: Inputs,
         lifted: bool,
         through: bool,
+        rows: Rows = ...,
     ) -> Pass:
         """Return the outputs and the backward pass.
 
@@ -70,6 +117,7 @@ class Passage(Protocol):
             x: Inputs [C, B, ...], or [C, S, B, ...] where lifted.
             lifted: Whether the inputs have an axis of draws.
             through: Whether the slope at the inputs is wanted.
+            rows: Which rows are padding, and the addresses of draws.
         """
         ...
 
@@ -79,7 +127,7 @@ Kernel: TypeAlias = Callable[[nn.Module], Passage]
 
 
 def by_autograd(
-    call: Callable[[nn.Module, dict[str, Tensor], Inputs, bool], tuple[Tensor, bool]],
+    call: Callable[[nn.Module, dict[str, Tensor], Inputs, bool, Rows], tuple[Tensor, bool]],
 ) -> Kernel:
     """Make a kernel of a function that computes outputs only; the backward pass is autograd's."""
 
@@ -90,15 +138,16 @@ def by_autograd(
             x: Inputs,
             lifted: bool,
             through: bool,
+            rows: Rows = Rows(),
         ) -> Pass:
             if not slopes and not through:
                 with torch.no_grad():
-                    return Pass(*call(module, leaves, x, lifted), None)
+                    return Pass(*call(module, leaves, x, lifted, rows), None)
             with torch.enable_grad():
                 live = {name: leaves[name].detach().requires_grad_() for name in slopes}
                 # A head's inputs are one tensor.
                 start = x.detach().requires_grad_() if through and isinstance(x, Tensor) else x
-                outputs, lifted = call(module, leaves | live, start, lifted)
+                outputs, lifted = call(module, leaves | live, start, lifted, rows)
 
             def back(slope: Tensor) -> Tensor | None:
                 ends = [*live.values(), start] if through else list(live.values())
@@ -124,10 +173,6 @@ class Network:
         kernel: Kernel that computes it for a chunk.
         still: Whether inputs and the body's leaves are the same in every call; the features are
             then computed once, if no slopes of the body are wanted.
-
-    Attributes:
-        key: Address of what the module draws in its next call, see `Addressed`; None where it draws
-            nothing.
     """
 
     def __init__(self, module: nn.Module, kernel: Kernel, *, still: bool = False) -> None:
@@ -135,16 +180,18 @@ class Network:
         self._passages = {prefix: kernel(part) for prefix, part in parts.items()}
         self._still = still
         self._features: Pass | None = None
-        self.key: int | None = None
 
     def __call__(
-        self, leaves: dict[str, Tensor], x: Inputs, slopes: dict[str, Tensor] | None = None
+        self,
+        leaves: dict[str, Tensor],
+        x: Inputs,
+        slopes: dict[str, Tensor] | None = None,
+        rows: Rows = Rows(),
     ) -> Through:
         """Compute the model for a chunk of clients; the backward pass writes into `slopes`."""
         slopes = slopes or {}
         if "" in self._passages:
-            with self._drawing():
-                whole = self._passages[""](leaves, slopes, x, False, False)
+            whole = self._passages[""](leaves, slopes, x, False, False, rows)
 
             def all_the_way(slope: Tensor, at_features: Tensor | None = None) -> None:
                 if whole.back is not None:
@@ -155,14 +202,17 @@ class Network:
         to_body, to_head = _apart(slopes)
         features = self._features
         if features is None or not self._still or to_body or len(features.outputs) != count(x):
-            with self._drawing():
-                features = self._features = self._passages["body."](
-                    of_body, to_body, x, False, False
-                )
-        with self._drawing(2**32):
-            outputs = self._passages["head."](
-                of_head, to_head, features.outputs, features.lifted, bool(to_body)
+            features = self._features = self._passages["body."](
+                of_body, to_body, x, False, False, rows
             )
+        outputs = self._passages["head."](
+            of_head,
+            to_head,
+            features.outputs,
+            features.lifted,
+            bool(to_body),
+            replace(rows, start=rows.start + 2**32),
+        )
 
         def back(slope: Tensor, at_features: Tensor | None = None) -> None:
             through = None if outputs.back is None else outputs.back(slope)
@@ -170,12 +220,6 @@ class Network:
                 features.back(through if at_features is None else through + at_features)
 
         return Through(outputs.outputs, outputs.lifted, features.outputs, back)
-
-    def _drawing(self, start: int = 0) -> AbstractContextManager[Any]:
-        """Return the context in which a part of the module runs, whose draws are counted from
-        `start`.
-        """
-        return nullcontext() if self.key is None else at_address(self.key, start)
 
 
 def _apart(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

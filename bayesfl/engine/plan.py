@@ -19,10 +19,13 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, each, first
 from bayesfl.base.protocols import Batch
-from bayesfl.base.random import Purpose, Stage, generator, key
+from bayesfl.base.random import Purpose, Stage, generators, key
 from bayesfl.composition.phases import Once, Phase, Repeat
 from bayesfl.data import ClientData
 from bayesfl.data.split import all_finite
+
+DRAWS = 2**33
+"""Number of draws that are kept for one call of a model, the first half for its body."""
 
 
 class PhasePlan:
@@ -90,7 +93,7 @@ class PhasePlan:
             {
                 k: v
                 for k, v in self.__dict__.items()
-                if k not in ("_everything", "_orders", "_active")
+                if k not in ("_everything", "_orders", "_active", "_forward_keys")
             }
         )
         for name in ("ids", "_counts", "_per_epoch", "steps"):
@@ -103,19 +106,17 @@ class PhasePlan:
         self.__dict__.pop("_generators", None)
         self._forwards = 0
 
-    def forward_key(self) -> int:
-        """Return the address of what the model itself draws in the next step, for the plan of a
-        single client.
+    def draws(self, active: int) -> tuple[list[int], int]:
+        """Return the addresses of what the model itself draws in the phase, for the first `active`
+        clients, and how many draws the steps before may have made.
         """
-        (client,) = self.ids
         self._forwards += 1
-        return key(
-            self._seed,
-            Purpose.FORWARD,
-            client=int(client),
-            index=self._forwards - 1,
-            **self._address,
-        )
+        return self._forward_keys[:active], (self._forwards - 1) * DRAWS
+
+    @property
+    def examples(self) -> Inputs:
+        """Return a few rows of the data, [N, ...], as they are before augmentation."""
+        return self._split.take(self._split.index[:8])
 
     def active(self, step: int) -> int:
         """Return how many clients are still training in `step`; they are a prefix of the chunk."""
@@ -201,10 +202,21 @@ class PhasePlan:
         return (self.steps > np.arange(self.steps.max())[:, None]).sum(1).tolist()
 
     @cached_property
-    def _generators(self) -> list[np.random.Generator]:
+    def _forward_keys(self) -> list[int]:
         return [
-            generator(self._seed, Purpose.NOISE, client=int(i), **self._address) for i in self.ids
+            key(self._seed, Purpose.FORWARD, client=int(client), **self._address)
+            for client in self.ids
         ]
+
+    @cached_property
+    def _generators(self) -> list[np.random.Generator]:
+        return generators(
+            self._seed,
+            Purpose.NOISE,
+            clients=self.ids,
+            indices=np.zeros_like(self.ids),
+            **self._address,
+        )
 
     def _gather(self, index: Tensor) -> Batch:
         flat = index.reshape(-1)
@@ -269,20 +281,22 @@ class PhasePlan:
         size = int(min(self._phase.batch_size, self._counts.max()))
         places = np.zeros((total, chunk, size), np.int64)
         weight = np.zeros((total, chunk, size), bool)
-        for c, (client, n, steps, per_epoch) in enumerate(
-            zip(self.ids, self._counts, self.steps, self._per_epoch, strict=True)
+        epochs = -(-self.steps // self._per_epoch)
+        drawn = iter(
+            generators(
+                self._seed,
+                Purpose.PERMUTATION,
+                clients=np.repeat(self.ids, epochs),
+                indices=np.concatenate([np.arange(count) for count in epochs]),
+                **self._address,
+            )
+        )
+        for c, (n, steps, per_epoch) in enumerate(
+            zip(self._counts, self.steps, self._per_epoch, strict=True)
         ):
-            epochs = -(-int(steps) // int(per_epoch))
-            order = np.zeros((epochs, int(per_epoch) * size), np.int64)
-            for epoch in range(epochs):
-                rng = generator(
-                    self._seed,
-                    Purpose.PERMUTATION,
-                    client=int(client),
-                    index=epoch,
-                    **self._address,
-                )
-                order[epoch, :n] = rng.permutation(int(n))
+            order = np.zeros((epochs[c], int(per_epoch) * size), np.int64)
+            for row in order:
+                row[:n] = next(drawn).permutation(int(n))
             places[:steps, c] = order.reshape(-1, size)[:steps]
             weight[:steps, c] = np.broadcast_to(np.arange(order.shape[1]) < n, order.shape).reshape(
                 -1, size

@@ -15,7 +15,7 @@ from bayesfl.base.inputs import Inputs, call_at
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Phase
-from bayesfl.engine.network import by_autograd
+from bayesfl.engine.network import Rows, by_autograd
 from bayesfl.engine.plan import PhasePlan
 
 _FAILED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -71,7 +71,7 @@ def refuse(module: nn.Module) -> None:
 
 
 def _forward(
-    module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool
+    module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool, rows: Rows
 ) -> tuple[Tensor, bool]:
     own = dict(module.named_parameters())
     drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() == own[name].dim() + 2}

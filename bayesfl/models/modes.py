@@ -14,6 +14,9 @@ STATISTICS = ("running_mean", "running_var")
 """Names of a norm's buffers that follow the batches."""
 
 _LOCAL = threading.local()
+_TWINS: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], bool]]" = (
+    weakref.WeakKeyDictionary()
+)
 _DRAWING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _OTHER: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _NOTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -144,7 +147,17 @@ def own_copy(module: nn.Module, like: Tensor, *, train: bool = False) -> nn.Modu
     if key not in copies:
         made = in_training(module) if train else copied(module).eval()
         copies[key] = made.to(dtype=like.dtype, device=like.device).requires_grad_(False)
+        for part, own in zip(module.modules(), made.modules(), strict=True):
+            _TWINS[own] = weakref.ref(part), train
     return copies[key]
+
+
+def twin(part: nn.Module) -> tuple[nn.Module, bool | None]:
+    """Return the module of which `own_copy` made a module or a part of one, and whether to train;
+    of another module itself and None.
+    """
+    origin, key = _TWINS.get(part, (None, None))
+    return (origin and origin()) or part, key
 
 
 def check_norms(module: nn.Module) -> None:

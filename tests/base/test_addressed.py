@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing import assert_close
 
-from bayesfl.base.addressed import Addressed, at_address, drawing
+from bayesfl.base.addressed import Addressed, bernoulli
 from tests.cases import draws_elsewhere
 
 X = torch.linspace(0.1, 1, 60).view(2, 5, 6)
@@ -126,24 +127,43 @@ def test_what_is_off_draws_nothing():
             assert bool(context.drawn) == training
 
 
-def test_the_innermost_address_holds():
-    """In this thread; each time that it is asked for, its draws begin anew, and outside of it there
-    is none.
+def test_draws_that_are_passed_over():
+    """The third at an address, with two passed over or made before."""
+    with Addressed(5):
+        torch.rand(4), torch.randn(2)
+        third = torch.rand(3)
+    with Addressed(5, 2):
+        assert torch.equal(torch.rand(3), third)
+
+
+def test_dropout_of_many_addresses_at_once():
+    """What each address gives by itself, whatever the shape's padding and the precision."""
+    shape, keys = (6, 5), [3, 2**64 - 1, 2**63]
+    many = bernoulli(keys, 4, shape, 0.7, torch.device("cpu"))
+    for one, key in zip(many, keys, strict=True):
+        for dtype in (torch.float32, torch.float64):
+            with Addressed(key, 4):
+                x = F.dropout(torch.ones(4, 5, dtype=dtype), 0.3)
+            assert_close(x, one[:4].to(dtype) / 0.7, rtol=0, atol=1e-6)
+
+
+def test_entries_of_dropout_are_as_good_as_independent():
+    """Means, and products of an entry with its neighbours in place, draw and address, within four
+    standard errors; and the probabilities 0 and 1.
     """
-
-    def drawn() -> float:
-        with drawing():
-            return float(torch.rand(()))
-
-    with at_address(1):
-        one = drawn()
-        with at_address(2):
-            other = drawn()
-        assert drawn() == one != other
-    with Addressed(1):
-        assert float(torch.rand(())) == one
-    torch.manual_seed(0)
-    assert drawn() == float(torch.rand((), generator=torch.Generator().manual_seed(0)))
+    device, keys = torch.device("cpu"), range(1, 401, 10)
+    kept = torch.stack([bernoulli(keys, d, (50, 40), 0.3, device) for d in range(5)]).double()
+    centred = (kept - 0.3) / (0.3 * 0.7) ** 0.5
+    pairs = [centred]
+    for axis, step in ((0, 1), (1, 1), (2, 1), (2, 2), (3, 1), (3, 8)):
+        end = centred.shape[axis] - step
+        pairs.append(centred.narrow(axis, 0, end) * centred.narrow(axis, step, end))
+    for t in pairs:
+        assert abs(float(t.mean())) < 4 * t.numel() ** -0.5
+    by_place = centred.mean((0, 1)).square().mean() * 5 * len(keys)
+    assert abs(float(by_place) - 1) < 4 * (2 / 2000) ** 0.5
+    for p in (0.0, 1.0):
+        assert (bernoulli(keys, 0, (9,), p, device) == bool(p)).all()
 
 
 @pytest.mark.parametrize(

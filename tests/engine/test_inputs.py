@@ -21,7 +21,7 @@ from bayesfl.data.split import Change
 from bayesfl.optim import SGD
 from tests.cases import federation, run
 
-KERNELS = ("reference", "live", "vmap")
+KERNELS = ("reference", "live", "layers", "vmap")
 
 
 def of(
@@ -163,7 +163,7 @@ def flips(seen: list[Tensor] | None = None) -> Change:
 
 
 @pytest.mark.parametrize("batch_size", [None, 10])
-@pytest.mark.parametrize("kernel", [*KERNELS, "layers"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_augmented_steps_by_hand(data: FederatedData, kernel: Any, batch_size: int | None):
     """FedAvg of one client against a bare loop that draws at the same addresses; a client of 12
     rows and one of 31, without padding.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
-from bayesfl.engine import layers
-from bayesfl.engine.network import Pass
+from bayesfl.engine import layers, rules
+from bayesfl.engine.network import Pass, Rows
 from bayesfl.models import SplitModel, cifar100_cnn, lenet, mlp, resnet18
 from tests.engine.made import (
     KERNELS,
@@ -28,6 +28,24 @@ from tests.engine.made import (
 )
 
 stacks = pytest.mark.parametrize("stack", STACKS)
+
+
+class Scaled(nn.Module):
+    """A layer behind a factor."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.scale = layer, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.scale * x)
+
+
+class Flat(nn.Module):
+    """A module that joins its examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten()[:, None]
 
 
 def channels_last(leaf: Tensor) -> Tensor:
@@ -251,7 +269,7 @@ def test_one_layer_used_twice(kernel):
     module = nn.Sequential(layer, nn.Tanh(), layer).double()
     names = frozenset({"0.weight", "0.bias"})
     compare(kernel, module, parameters(module), names, inputs((4,), False), False, True)
-    if layers.supported(module):
+    if layers.supported(module, inputs((4,), False)[0]):
         compare("layers", module, parameters(module), names, inputs((4,), False), False, True)
 
 
@@ -264,7 +282,7 @@ def test_one_layer_used_twice(kernel):
 def test_activations_in_place(kernel, act):
     """`inplace=True` changes neither inputs nor slopes."""
     module = nn.Sequential(nn.Linear(4, 6), act, nn.Linear(6, 3)).double()
-    if kernel != "layers" or layers.supported(module):
+    if kernel != "layers" or layers.supported(module, inputs((4,), False)[0]):
         compare(
             kernel,
             module,
@@ -277,43 +295,51 @@ def test_activations_in_place(kernel, act):
 
 
 def test_what_has_rules():
-    """The networks of `bf.models` without norms have, and so has every stack above."""
-    assert all(layers.supported(module) for module, _ in STACKS.values())
-    for model in (
-        mlp((1, 4, 4), hidden=(5, 5), outputs=2),
-        lenet((1, 28, 28), outputs=10),
-        cifar100_cnn(),
+    """The networks of `bf.models`, and every stack above, with a rule for each function."""
+    for module, shape in (
+        *STACKS.values(),
+        (mlp((1, 4, 4), hidden=(5, 5), outputs=2), (1, 4, 4)),
+        (lenet((1, 28, 28), outputs=10), (1, 28, 28)),
+        (cifar100_cnn(), (3, 32, 32)),
+        (resnet18((1, 8, 8), outputs=2, width=4), (1, 8, 8)),
     ):
-        assert layers.supported(model)
+        plan = layers._plan(module.requires_grad_(False), torch.rand(4, *shape))
+        assert not isinstance(plan, str)
+        assert all(ready.args is not None for ready in plan.steps)
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "shape"),
     [
-        nn.LSTM(4, 4),
-        nn.LayerNorm(4),
-        nn.GroupNorm(2, 4),
-        nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"),
-        nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"),
-        nn.Conv2d(1, 1, 3, padding="same"),
-        nn.Conv1d(1, 1, 3),
-        nn.MaxPool2d(2, return_indices=True),
-        nn.Flatten(0),
-        nn.Flatten(1, 2),
-        nn.Softmax(-1),
-        type("Own", (nn.Linear,), {})(4, 4),
-        type("Twice", (nn.Sequential,), {})(nn.Linear(4, 4)),
-        resnet18((1, 8, 8), outputs=2, width=4),
+        (nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"), (1, 5, 5)),
+        (nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), (1, 5, 5)),
+        (nn.Conv2d(1, 1, 3, padding="same"), (1, 5, 5)),
+        (nn.ConvTranspose2d(1, 2, 3), (1, 5, 5)),
+        (nn.Flatten(1, 2), (2, 2, 3)),
+        (nn.Softmax(-1), (4,)),
+        (nn.InstanceNorm1d(2, affine=True), (2, 5)),
+        (nn.Mish(), (4,)),
     ],
-    ids=lambda module: f"{type(module).__name__}",
+    ids=lambda value: type(value).__name__,
 )
-def test_what_has_none(module):
-    """Unknown layers, subclasses that may do anything, paddings and flattenings of another kind:
-    alone or within a stack.
-    """
-    within = nn.Sequential(nn.Linear(4, 4), nn.Sequential(module))
-    for stack in (module, within, SplitModel(nn.Identity(), module)):
-        assert not layers.supported(stack)
+def test_functions_without_a_rule(module: nn.Module, shape: tuple[int, ...]):
+    """Are batched by torch.func one by one, as far as that can."""
+    module, x = Scaled(module), inputs(shape, False)
+    every = of_layers(module.double().requires_grad_(False), owners(module))
+    assert layers.supported(module, x[0])
+    for drawn in (frozenset(), every):
+        compare("layers", module, parameters(module, drawn), every, x, False, True)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [(nn.LSTM(4, 4), (4,)), (nn.MaxPool2d(2, return_indices=True), (1, 4, 4)), (Flat(), (4,))],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_run(module: nn.Module, shape: tuple[int, ...]):
+    """Several results, functions that torch.func cannot batch, axes of examples that are gone."""
+    for made in (module, SplitModel(nn.Identity(), module)):
+        assert not layers.supported(made.double().requires_grad_(False), inputs(shape, False)[0])
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -326,14 +352,14 @@ def test_a_grouped_convolution_is_one_for_each_client(groups: int, bias: bool):
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(3, *layer.weight.shape, generator=rng).double()
     x = torch.randn(3, 5, 4, 7, 7, generator=rng).double()
-    shift = torch.randn(3, 6, generator=rng).double() if bias else None
+    shift = (torch.randn(3, 6, generator=rng).double(),) if bias else ()
+    count = 2 + bias
+    call = rules.Call((True,) * count, (None,) * count, (False,) * count, Rows(), None, 1)
+    options = () if bias else (None,)
     outcome = []
     for grouped in (False, True):
-        slopes = {
-            name: torch.full_like(t, torch.nan)
-            for name, t in {"weight": weight, "bias": shift}.items()
-            if t is not None
-        }
-        found = layers._conv_chunk(layer, weight, shift, slopes, x, True, grouped=grouped)
-        outcome.append((found.outputs, found.back(slopes_at(found.outputs)), slopes))
+        found, back = rules._convolved(
+            call, x, weight, *shift, *options, ([2, 2], [1, 1], [1, 1]), groups, grouped=grouped
+        )
+        outcome.append((found, *back(slopes_at(found))))
     assert_close(outcome[1], outcome[0])

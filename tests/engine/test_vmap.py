@@ -34,9 +34,10 @@ def test_an_engine_refuses_before_it_starts():
     the live one.
     """
     algorithm = bf.algorithms.fedavg(nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4)))
+    given = (algorithm, algorithm.phases[0], torch.zeros(1), torch.rand(4, 3))
     with pytest.raises(ValueError, match=r"'1' \(LSTM\)"):
-        bf.Engine("vmap").choose(algorithm, algorithm.phases[0], torch.device("cpu"))
-    assert bf.Engine().choose(algorithm, algorithm.phases[0], torch.device("cpu")) == "live"
+        bf.Engine("vmap").choose(*given)
+    assert bf.Engine().choose(*given) == "live"
 
 
 def test_everything_else_is_let_through():

@@ -58,12 +58,12 @@ def data() -> FederatedData:
     return federation(sizes=SIZES)
 
 
-def stepped(model: nn.Module, x: Tensor, y: Tensor, address: int, lr: float) -> None:
+def stepped(model: nn.Module, x: Tensor, y: Tensor, draws: Addressed, lr: float) -> None:
     """One step of SGD on a batch; a batch norm uses its statistics where there is one row."""
     for part in model.modules():
         if isinstance(part, nn.BatchNorm1d):
             part.train(len(x) > 1)
-    with Addressed(address):
+    with draws:
         loss = F.cross_entropy(model(x), y)
     slopes = torch.autograd.grad(loss, list(model.parameters()))
     with torch.no_grad():
@@ -94,9 +94,9 @@ def test_federated_averaging_by_a_bare_loop(data: FederatedData):
                     ).permutation(len(x))
                 ).split(10)
             ]
+            address = key(2, Purpose.FORWARD, round=round, client=j)
             for step, places in enumerate(batches):
-                address = key(2, Purpose.FORWARD, round=round, client=j, index=step)
-                stepped(own, x[places].double(), y[places], address, 0.3)
+                stepped(own, x[places].double(), y[places], Addressed(address, step * 2**33), 0.3)
             ended.append(own.state_dict())
         server = {
             name: (ended[0][name].double() * SIZES[0] + ended[1][name].double() * SIZES[1])
@@ -116,20 +116,21 @@ def test_federated_averaging_by_a_bare_loop(data: FederatedData):
 
 @pytest.mark.slow
 def test_the_same_bits_wherever_it_runs(data: FederatedData):
-    """For any number of workers, any chunk, on resume, and whoever draws in other threads; a seed
-    changes all.
+    """For any number of workers, on resume, and whoever draws in other threads; to rounding for any
+    chunk; a seed changes all.
     """
     data = federation()
     method = bf.algorithms.fedrep(parted(), head_epochs=2, body_epochs=1, batch_size=10)
     first = run(method, data, 4)
 
-    def same(other: Any) -> None:
+    def same(other: Any, tolerance: float = 0.0) -> None:
         mine, wanted = ((one.server, one.private, one.predict().probs) for one in (other, first))
-        assert_close(mine, wanted, atol=0, rtol=0, equal_nan=True)
+        assert_close(mine, wanted, atol=tolerance, rtol=0, equal_nan=True)
 
     for workers in (1, 2, 4):
-        for chunk in (1, 3, None):
-            same(run(method, data, 4, engine=bf.Engine(workers=workers, chunk=chunk)))
+        same(run(method, data, 4, engine=bf.Engine(workers=workers)))
+        for chunk in (1, 3):
+            same(run(method, data, 4, engine=bf.Engine(workers=workers, chunk=chunk)), 1e-12)
     same(run(method, data, 4, resume=run(method, data, 2)))
     with draws_elsewhere():
         same(run(method, data, 4))
@@ -170,7 +171,7 @@ def test_draws_of_a_step_share_one_mask_and_no_others_do(data: FederatedData):
         model, head_epochs=3, body_epochs=1, batch_size=None, init_scale=0.3, draws=3
     )
     SEEN.clear()
-    run(method, data, 2, engine=bf.Engine(workers=1))
+    run(method, data, 2, engine=bf.Engine("live", workers=1))
     seen = SEEN[2 * 2 :]  # a look before training passes twice
     bodies, heads = ([mask for name, mask in seen if name == part] for part in ("body", "head"))
     steps = 2 * 2 * (3 + 1)  # rounds, clients, steps
@@ -372,14 +373,11 @@ def test_norms_without_statistics_to_average(option: Any, words: str):
 @pytest.mark.parametrize(
     ("kernel", "words"),
     [
-        *(
-            (
-                kernel,
-                f"Sequential has dropout or other draws .*, which kernel='{kernel}' cannot train",
-            )
-            for kernel in ("reference", "vmap")
-        ),
-        ("layers", r"no rule for layer '1' \(BatchNorm1d\)"),
+        (
+            kernel,
+            f"Sequential has dropout or other draws .*, which kernel='{kernel}' cannot train",
+        )
+        for kernel in ("reference", "vmap")
     ],
 )
 def test_other_kernels_do_not_train_such_models(data: FederatedData, kernel: Any, words: str):

@@ -1,0 +1,347 @@
+"""A recording of what a module's forward calls: torch functions one after another, with the
+tensors and options that they are given, so that they can be run for many clients at once.
+
+The forward is run in float64 on a few rows and watched by a `TorchFunctionMode`, which holds in its
+own thread alone. It is run for one row, two and three; a number that grows with the rows is told
+from one that stays by comparing the recordings.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from bayesfl.base.addressed import Addressed
+from bayesfl.base.inputs import Inputs, call_at, each, named
+
+ROWS = (2, 3)
+"""Numbers of rows on which forwards are recorded and compared, after one row alone."""
+READS = {
+    "__get__",
+    "__len__",
+    "_set_grad_enabled",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "ndimension",
+    "nelement",
+    "numel",
+    "size",
+    "stride",
+}
+"""Functions that say of a tensor what does not depend on its numbers."""
+
+
+PRECISION = object()
+"""Stands for the precision of the run, which forwards ask of a tensor."""
+
+
+class Given(NamedTuple):
+    """Stand for a tensor of the forward: an input, a leaf, or the result of a step."""
+
+    place: int
+
+
+class Times(NamedTuple):
+    """Stand for a whole number that is so many times the number of a client's rows."""
+
+    times: int
+
+
+class Step(NamedTuple):
+    """Hold a call of a torch function.
+
+    Args:
+        function: The function.
+        args: Its arguments, nested as they were given, tensors as `Given`.
+        named: Those by name.
+        places: The places of the tensors in `args` and `named`, in their order.
+        out: The place of its result.
+        piece: Which of several results it is; None for a function with one.
+        draw: How many draws the forward had made before, where the function makes one; else None.
+        live: Whether gradients go through it.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    named: Mapping[str, Any]
+    places: tuple[int, ...]
+    out: int
+    piece: int | None
+    draw: int | None
+    live: bool
+
+
+class Recording(NamedTuple):
+    """Hold the steps of a forward.
+
+    Args:
+        inputs: Number of tensors among the inputs, whose places are the first.
+        leaves: The places of the parameters and buffers that are used, by name.
+        constants: The places of other tensors, with these.
+        steps: The steps in their order.
+        out: The place of the outputs.
+        size: Number of places.
+    """
+
+    inputs: int
+    leaves: dict[str, int]
+    constants: dict[int, Tensor]
+    steps: tuple[Step, ...]
+    out: int
+    size: int
+
+
+class Unrecordable(Exception):
+    """A forward does what no recording can repeat; its text says what, after "which "."""
+
+
+def recorded(module: nn.Module, x: Inputs) -> Recording:
+    """Record the forward of a module, whose buffers are left as they were.
+
+    Args:
+        module: The module in float64, in the mode in which it is to run.
+        x: Inputs of at least as many examples as the largest of `ROWS`.
+
+    Raises:
+        Unrecordable: Its control flow depends on the examples or their number, it calls what torch
+            does not show, or its draws are not one a function.
+    """
+    one, *several = (_Recorder(module, x, rows).recording for rows in (1, *ROWS))
+    if [step.function for step in one.steps] != [step.function for step in several[0].steps]:
+        raise Unrecordable("takes other steps for an example alone")
+    return _needed(_merged(*several))
+
+
+class _Recorder(TorchFunctionMode):
+    """Records one forward on the first `rows` examples."""
+
+    def __init__(self, module: nn.Module, x: Inputs, rows: int) -> None:
+        super().__init__()
+        self._places: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # as long as they live, their ids are theirs alone
+        self._written: set[int] = set()
+        self._steps: list[Step] = []
+        self._constants: dict[int, Tensor] = {}
+        inputs = each(lambda t: _fresh(t[:rows]), x)
+        for count, (_, t) in enumerate(named(inputs)):
+            self._place(t, count)
+        self._leaves = {name: _fresh(p) for name, p in module.named_parameters()} | {
+            name: t.detach().clone() for name, t in module.named_buffers()
+        }
+        self._names = {id(t): name for name, t in self._leaves.items()}
+        self._used: dict[str, int] = {}
+        count = len(self._kept)
+        with torch.enable_grad(), Addressed(rows) as self._drawing, self:
+            outputs = call_at(module, self._leaves, inputs)
+        if not isinstance(outputs, Tensor) or id(outputs) not in self._places:
+            raise Unrecordable("returns no result of a torch function")
+        self.recording = Recording(
+            count,
+            self._used,
+            self._constants,
+            tuple(self._steps),
+            self._places[id(outputs)],
+            len(self._kept),
+        )
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options, drawn = kwargs or {}, self._drawing.drawn
+        if self._counts(args):
+            return func(*args, **options)
+        known = [id(t) in self._places or id(t) in self._names for t in _tensors((args, options))]
+        places: list[int] = []
+        given: tuple[Any, Any] | None = None
+        if any(known):
+            given = self._told(args, places), self._told(options, places)
+        result = func(*args, **options)
+        name = getattr(func, "__name__", str(func))
+        several = isinstance(result, tuple | list) and any(isinstance(t, Tensor) for t in result)
+        if not isinstance(result, Tensor) and not several:
+            if name in READS:
+                return result
+            raise Unrecordable(f"calls {name}, which reads the numbers of a tensor")
+        if given is None:
+            return result  # of no tensor of the forward: a constant, where it is used
+        draws = self._drawing.drawn - drawn
+        if draws > 1:
+            raise Unrecordable(f"calls {name}, which draws several times")
+        written = args and isinstance(args[0], Tensor) and id(args[0]) in self._names
+        if written and name.endswith("_") and not name.endswith("__"):
+            raise Unrecordable(f"calls {name} on a parameter or a buffer")
+        step = Step(func, *given, tuple(places), 0, None, drawn if draws else None, False)
+        for piece, t in enumerate(result) if several else [(None, result)]:
+            if not isinstance(t, Tensor):
+                raise Unrecordable(f"calls {name}, which returns something beside tensors")
+            place = self._place(t, len(self._kept))
+            self._steps.append(step._replace(out=place, piece=piece, live=t.requires_grad))
+        return result
+
+    def _place(self, t: Tensor, place: int) -> int:
+        """Give a tensor a place; one that was written into has a new one from here on."""
+        self._places[id(t)] = place
+        self._kept.append(t)
+        return place
+
+    def _counts(self, args: tuple[Any, ...]) -> bool:
+        """Say whether a norm counts its batches, which no federation reads."""
+        name = self._names.get(id(args[0]), "") if args else ""
+        return name.endswith("num_batches_tracked")
+
+    def _told(self, value: Any, places: list[int]) -> Any:
+        """Return arguments with `Given` for their tensors, whose places are added."""
+        if isinstance(value, Tensor):
+            if id(value) not in self._places:
+                name = self._names.get(id(value))
+                place = self._place(value, len(self._kept))
+                if name is not None:
+                    self._used[name] = place
+                elif value.requires_grad:
+                    raise Unrecordable("calls what is no torch function, as a Function of its own")
+                else:
+                    self._constants[place] = value.detach()
+            places.append(self._places[id(value)])
+            return Given(places[-1])
+        if value is torch.float64:
+            return PRECISION
+        return _rebuilt(value, lambda part: self._told(part, places))
+
+
+def _fresh(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(t.is_floating_point())
+
+
+def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a nest of lists, tuples, mappings and slices with its parts changed."""
+    if isinstance(value, slice):
+        return slice(*map(function, (value.start, value.stop, value.step)))
+    if isinstance(value, Mapping):
+        return {key: function(part) for key, part in value.items()}
+    if isinstance(value, tuple | list) and not isinstance(value, Given | Times):
+        return tuple(map(function, value)) if isinstance(value, tuple) else [*map(function, value)]
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+
+
+def filled(value: Any, tensors: Iterator[Tensor], rows: int, precision: torch.dtype) -> Any:
+    """Return a step's arguments with the next of the tensors for each `Given`, with numbers for
+    `Times`, of clients that have `rows` rows, and with the precision for `PRECISION`.
+    """
+    if isinstance(value, Given):
+        return next(tensors)
+    if isinstance(value, Times):
+        return value.times * rows
+    if value is PRECISION:
+        return precision
+    return _rebuilt(value, lambda part: filled(part, tensors, rows, precision))
+
+
+def _merged(one: Recording, other: Recording) -> Recording:
+    """Return the recording of any number of rows that gives two of `ROWS`."""
+    if len(one.steps) != len(other.steps) or one[:2] != other[:2] or one.out != other.out:
+        raise Unrecordable("takes other steps for other numbers of rows")
+    for place, t in one.constants.items():
+        if place not in other.constants or not _equal(t, other.constants[place]):
+            raise Unrecordable("makes tensors anew that differ from call to call")
+    steps = []
+    for a, b in zip(one.steps, other.steps, strict=True):
+        if (a.function, *a[3:]) != (b.function, *b[3:]):
+            raise Unrecordable("takes other steps for other numbers of rows")
+        steps.append(a._replace(args=_joint(a.args, b.args), named=_joint(a.named, b.named)))
+    return one._replace(steps=tuple(steps))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _joint(one: Any, other: Any) -> Any:
+    """Return arguments that stand in two recordings, numbers that grow with the rows as `Times`."""
+    if type(one) is not type(other):
+        raise Unrecordable("gives a function other arguments for other numbers of rows")
+    if isinstance(one, Mapping):
+        return {key: _joint(part, other.get(key)) for key, part in one.items()}
+    if isinstance(one, tuple | list) and not isinstance(one, Given):
+        if len(one) != len(other):
+            raise Unrecordable("gives a function other arguments for other numbers of rows")
+        joint = [*map(_joint, one, other)]
+        return joint if isinstance(one, list) else tuple(joint)
+    if isinstance(one, slice):
+        return slice(
+            *map(_joint, (one.start, one.stop, one.step), (other.start, other.stop, other.step))
+        )
+    if one == other:
+        return one
+    few, many = ROWS
+    if isinstance(one, int) and one % few == 0 and one // few * many == other:
+        return Times(one // few)
+    raise Unrecordable("computes with the number of rows")
+
+
+def _needed(recording: Recording) -> Recording:
+    """Return a recording without steps whose results nobody reads, norms that follow their
+    batches excepted.
+    """
+    read, steps = {recording.out}, []
+    for step in reversed(recording.steps):
+        follows = step.function is nn.functional.batch_norm
+        if step.out in read or follows:
+            read |= {*step.places}
+            steps.append(step)
+    return recording._replace(steps=_pooled_first(steps[::-1], recording.out))
+
+
+def _pooled_first(steps: list[Step], out: int) -> tuple[Step, ...]:
+    """Let a max pooling go before a ReLU, with which it commutes: the same function with less
+    work.
+    """
+    readers = [place for step in steps for place in step.places] + [out]
+    of = {step.out: i for i, step in enumerate(steps)}
+    for i, pool in enumerate(steps):
+        before = of.get(pool.places[0]) if pool.places else None
+        if pool.function is not nn.functional.max_pool2d or before is None:
+            continue
+        relu = steps[before]
+        if relu.function not in _RELUS or readers.count(relu.out) > 1 or pool.piece is not None:
+            continue
+        steps[before] = pool._replace(
+            args=(relu.args[0], *pool.args[1:]), places=relu.places, out=relu.out
+        )
+        steps[i] = relu._replace(args=(Given(relu.out),), places=(relu.out,), out=pool.out)
+    return tuple(steps)
+
+
+_RELUS = (nn.functional.relu, torch.relu, Tensor.relu)
+
+
+def bound(function: Callable[..., Any], step: Step) -> tuple[Any, ...]:
+    """Return a step's arguments in the order in which a rule for its function names them, with
+    the rule's own defaults.
+
+    Raises:
+        TypeError: The rule does not know one.
+    """
+    call = inspect.signature(function).bind(None, *step.args, **step.named)
+    call.apply_defaults()
+    return call.args[1:]
