@@ -166,11 +166,12 @@ def compare(options: argparse.Namespace) -> None:
                     )
                 row.setdefault("rate", []).append(rate)
                 if name == "FedPAC":
-                    weights = result.server["head"]["weights"].cpu().numpy()
-                    blocks.setdefault(kind, []).append(within(weights, groups))
+                    head = result.server["head"]
+                    weights, cohort = (head[key].cpu().numpy() for key in ("weights", "cohort"))
+                    blocks.setdefault(kind, []).append(within(weights, groups[cohort]))
                     ax = bf.plots.collaboration(
                         weights,
-                        groups=groups.tolist(),
+                        groups=groups[cohort].tolist(),
                         title=f"{kind}, {options.data}, seed {seed}",
                     )
                     with atomic_path(

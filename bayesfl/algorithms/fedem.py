@@ -210,8 +210,8 @@ def d_fedem(
 
     Args:
         mixing: Averaging weights W [J, J], doubly stochastic, or a function J -> W; by default
-            Metropolis weights on a random graph in which each edge has probability 1/2. See
-            `bayesfl.topology`.
+            Metropolis weights on a random graph in which each edge has probability 1/2, of which a
+            round makes the cohort's rows alone. See `bayesfl.topology`.
 
     Raises:
         ValueError: The matrix is not doubly stochastic, its graph is not connected, or repeated
@@ -228,26 +228,26 @@ def d_fedem(
     given = None if mixing is None or callable(mixing) else check_mixing(mixing)
 
     @cache
-    def weights_of(clients: int) -> Tensor:
-        made = (
-            mixing(clients)
-            if callable(mixing)
-            else metropolis(erdos_renyi(clients))
-            if given is None
-            else given
-        )
-        return check_mixing(made, clients)
+    def graph(clients: int) -> Tensor:
+        """Return W, [J, J]; by default the edges, as only the cohort's rows of W are made."""
+        if callable(mixing):
+            return check_mixing(mixing(clients), clients)
+        return erdos_renyi(clients) if given is None else check_mixing(given, clients)
 
     def among(server: Server, ids: Tensor, uplink: Uplink) -> Tensor:
-        clients = len(server["components"]["each"])
-        weights = weights_of(clients).to(ids.device)
-        if len(ids) < clients and not torch.allclose(weights, weights.T, rtol=0, atol=1e-6):
-            raise ValueError(
-                f"mixing is not symmetric and {len(ids)} of {clients} clients took part, so the "
-                "mean over clients would move: pass a symmetric matrix such as "
-                "topology.metropolis(edges), or let everyone take part"
-            )
-        weights = weights[ids][:, ids]
+        clients, cohort = len(server["components"]["each"]), ids.cpu()
+        known = graph(clients)
+        if mixing is None:
+            rows = metropolis(known, cohort)
+        else:
+            rows, columns = known[cohort], known[:, cohort]
+            if len(ids) < clients and not torch.allclose(rows, columns.T, rtol=0, atol=1e-6):
+                raise ValueError(
+                    f"mixing is not symmetric and {len(ids)} of {clients} clients took part, so "
+                    "the mean over clients would move: pass a symmetric matrix such as "
+                    "topology.metropolis(edges), or let everyone take part"
+                )
+        weights = rows[:, cohort].to(ids.device)
         # A client takes the weights of absent neighbours itself.
         return weights + torch.diag(1 - weights.sum(1))
 

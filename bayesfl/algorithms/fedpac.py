@@ -73,11 +73,12 @@ def fedpac(
 
     Besides its models a client sends, for every class, counts, mean features, and mean features
     weighted by the class's frequency, and one variance; so the server knows the frequencies of its
-    labels. `result.server["head"]["weights"]` [J, J] has the weights a_ij: row i is the client that
-    receives a head, column j a client whose head is mixed into it. Only heads of a round's cohort
-    are mixed, among themselves. An absent client's head and row stay as they were and become
-    outdated: that head was trained on another body. A client that never took part has a row of 0
-    and the head of the start.
+    labels. `result.server["head"]["weights"]` [C, C] has the last round's weights a_ij: row i is
+    the client that receives a head, column j one whose head is mixed into it, and
+    `result.server["head"]["cohort"]` [C] says which clients these are. Only heads of a round's
+    cohort are mixed, among themselves. An absent client's head stays as it was and becomes
+    outdated: it was trained on another body. A client that never took part has the head of the
+    start.
 
     A client that joins later receives body and centroids; the program is solved for its statistics
     over the heads that the last cohort trained, and its head trains `head_epochs` passes from that

@@ -30,15 +30,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def alike(one: Tensor, other: Tensor, *, free: bool = False) -> bool:
-    """Say whether two tensors have one dtype and one shape; with `free`, their first axes may have
-    other lengths.
+def alike(one: Tensor, other: Tensor, *, free: int = 0) -> bool:
+    """Say whether two tensors have one dtype and one shape; their first `free` axes may have other
+    lengths.
     """
-    start = int(free)
     return (
         one.dtype == other.dtype
         and one.dim() == other.dim()
-        and one.shape[start:] == other.shape[start:]
+        and one.shape[free:] == other.shape[free:]
     )
 
 

@@ -445,12 +445,13 @@ class Algorithm:
     def _start(block: Block, loc: Tensor, rng: np.random.Generator) -> Tensor:
         return loc if block.start == "module" else torch.as_tensor(block.start(rng, len(loc)))
 
-    def free(self, clients: int) -> frozenset[str]:
-        """Return the dotted names of the server's tensors whose first axis may change its length,
-        as models of clusters do.
+    def free(self, clients: int) -> Mapping[str, int]:
+        """Return the dotted names of the server's tensors whose first axes may change their
+        lengths, and how many axes.
 
-        They are those beyond the blocks whose shape does not depend on the number of clients: it is
-        the same for one client more.
+        One axis is free beyond the blocks, as of models of clusters, where the shape does not
+        depend on the number of clients: it is the same for one client more. Of a `Mixed` pool's
+        entry those are free that are a round's cohort.
         """
         kept = self.__dict__.setdefault("_free", {})
         if clients not in kept:
@@ -459,11 +460,13 @@ class Algorithm:
                 flatten(self._more("server", self.server(blocks, n), torch.empty(0)))
                 for n in (clients, clients + 1)
             )
-            kept[clients] = frozenset(
-                name
+            kept[clients] = {
+                f"{name}.{key}": axes for name in self._mixed for key, axes in Mixed.holds.items()
+            } | {
+                name: 1
                 for name, t in one.items()
                 if name in two and t.dim() and t.shape == two[name].shape
-            )
+            }
         return kept[clients]
 
     def newcomers(self, server: Server, clients: int) -> Server:

@@ -15,7 +15,7 @@ values.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from bayesfl.base.numerics import add_row, inverse_softplus
 from bayesfl.base.options import Positive, Range, declared
 from bayesfl.base.protocols import AdditivePool, Server, Tensors, Uplink, Weight
 from bayesfl.posteriors import MeanField
+
+COLUMNS = 256  # weights of all clients' models that are averaged at once
 
 
 def by_size(server: Server, uplink: Uplink) -> Tensor:
@@ -315,9 +317,9 @@ class Mixed:
     client j.
 
     The server's entry holds the mean over clients, `loc`; the model that each client is sent next,
-    `each` [J, ...]; and `weights` [J, J], in row j the last row of A that client j was given, with
-    a column for each client whose model is mixed. For a client outside the cohort its model and its
-    row stay as they were; for one that never took part, the model is the start and the row is 0.
+    `each` [J, ...], which stays as it was for a client outside the cohort; and of the last round
+    `cohort` [C], its clients' places, ascending, and `weights` [C, C], the A among them: row i has
+    the weights in the model of client cohort[i].
 
     Args:
         weights: (server, ids [C], uplink) -> A [C, C] among the clients of a round's cohort. A is
@@ -329,7 +331,8 @@ class Mixed:
 
     weights: Callable[[Server, Tensor, Uplink], Tensor]
     sends = ("loc",)
-    holds = ("each", "weights")
+    # What the entry holds for single clients, with the number of axes that are a round's cohort.
+    holds: ClassVar = {"each": 0, "weights": 2, "cohort": 1}
 
     def start(self, entry: Tensors, clients: int) -> Tensors:
         """Return the server's entry before the first round, with the same model for each client."""
@@ -337,14 +340,15 @@ class Mixed:
         return {
             **entry,
             "each": loc.expand(clients, *loc.shape).clone(),
-            "weights": loc.new_zeros(clients, clients),
+            "weights": loc.new_zeros(0, 0),
+            "cohort": torch.zeros(0, dtype=torch.long, device=loc.device),
         }
 
     def newcomers(self, entry: Tensors) -> Tensors:
         """Return the entry for clients never seen in training, which have no models of
         their own.
         """
-        return {**entry, "each": entry["each"][:0], "weights": entry["weights"][:0, :0]}
+        return self.start(entry, 0)
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Return the server's new entry, see `StackedPool`."""
@@ -357,12 +361,17 @@ class Mixed:
             )
         among = among.double()
         mixed = torch.einsum("jk,k...->j...", among, uplink[name]["loc"].double())
-        rows = among.new_zeros(len(ids), len(entry["each"])).index_copy(1, ids, among)
         each = entry["each"].index_copy(0, ids, mixed.to(entry["each"]))
+        mean = torch.empty(each[0].numel(), dtype=torch.float64, device=each.device)
+        # Some weights at a time, so that not all clients' models are copied in float64.
+        for part, into in zip(each.flatten(1).split(COLUMNS, 1), mean.split(COLUMNS), strict=True):
+            torch.mean(part.double(), 0, out=into)
+        cohort, order = ids.sort()  # the order of replies is the engine's
         return {
-            "loc": each.double().mean(0).to(each),
+            "loc": mean.view(each.shape[1:]).to(each),
             "each": each,
-            "weights": entry["weights"].index_copy(0, ids, rows.to(entry["weights"])),
+            "weights": among[order][:, order].to(each),
+            "cohort": cohort,
         }
 
 

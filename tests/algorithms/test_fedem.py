@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.composition.block import Block
 from bayesfl.composition.priors import Normal, server_mean
-from bayesfl.composition.topology import metropolis, ring
+from bayesfl.composition.topology import erdos_renyi, metropolis, ring
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
@@ -244,6 +245,43 @@ def test_mixing_is_the_matrix_times_what_clients_made(clients: FederatedData, mo
         atol=1e-12,
         rtol=0,
     )
+
+
+@pytest.mark.parametrize("mixing", [None, metropolis(ring(7))], ids=["default", "ring"])
+def test_mixing_among_a_cohort_as_with_the_whole_matrix(
+    mixing: Tensor | None, clients: FederatedData, model: nn.Module, tmp_path: Path
+):
+    """Absent neighbours' weights are the client's own, in a [J, J] matrix that is the identity for
+    the absent, in cohorts of several sizes; a saved run goes on from one to the next.
+    """
+    algorithm = bf.algorithms.d_fedem(
+        model, mixing=mixing, components=2, batch_size=10, optimiser=EM(0.1)
+    )
+    w = metropolis(erdos_renyi(7)) if mixing is None else mixing
+    sent: list[Tensor] = []
+
+    def combine(server: Any, ids: Tensor, uplink: Any) -> Any:
+        present = torch.zeros(7, dtype=torch.bool).index_fill(0, ids, True)
+        dense = torch.where(present[:, None] & present, w, 0.0)
+        dense += torch.diag(1 - dense.sum(1))
+        made = sent[-1].index_copy(0, ids, uplink["components"]["loc"])
+        sent.append(torch.einsum("jk,kmd->jmd", dense, made))
+        return algorithm.combine(server, ids, uplink)
+
+    sent.append(algorithm.init(7, seed=2, dtype=torch.float64)["components"]["each"])
+    options: dict[str, Any] = {"participation": 0.5, "sampling": "bernoulli"}
+    result = run(replace(algorithm, combine=combine), clients, 4, **options)
+    found = result.server["components"]
+    assert len({len(result.settings.cohort(7, t)) for t in range(4)}) > 1
+    assert_close(found["each"], sent[-1], atol=1e-12, rtol=0)
+    last = result.settings.cohort(7, 3)
+    assert found["cohort"].tolist() == last.tolist()
+    off = ~torch.eye(len(last), dtype=torch.bool)
+    assert_close(found["weights"][off], w[last][:, last][off], atol=1e-15, rtol=0)
+    assert_close(found["weights"].sum(1), torch.ones(len(last)).double(), atol=1e-15, rtol=0)
+    run(algorithm, clients, 1, **options).save(tmp_path)
+    again = run(algorithm, clients, 4, resume=tmp_path, **options).server["components"]
+    assert all(torch.equal(again[key], found[key]) for key in found)
 
 
 def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module):

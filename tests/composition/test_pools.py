@@ -382,20 +382,25 @@ def test_mixed_gives_each_client_its_own_mixture():
     assert_close(new["each"][ids], weights.double() @ sent)
     assert torch.equal(new["each"][[0, 2]], start["each"][[0, 2]])
     assert_close(new["loc"], new["each"].mean(0))
-    expected = torch.zeros(4, 4).double()
-    expected[3, 3], expected[3, 1], expected[1, 1] = 0.75, 0.25, 1.0
-    assert_close(new["weights"], expected)
+    assert new["weights"].tolist() == [[1.0, 0.0], [0.25, 0.75]]
+    assert new["cohort"].tolist() == [1, 3]
+    dense = torch.eye(4).double()
+    dense[3, 3], dense[3, 1] = 0.75, 0.25
+    made = start["each"].index_copy(0, ids, sent)
+    assert_close(new["each"], dense @ made)
     later = pool.newcomers(new)
-    assert (later["each"].shape, later["weights"].shape) == ((0, 3), (0, 0))
+    assert {key: len(later[key]) for key in Mixed.holds} == {"each": 0, "weights": 0, "cohort": 0}
     assert later["loc"] is new["loc"]
 
 
-def test_mixed_copies():
-    """Of a block with copies each is mixed alike."""
+@pytest.mark.parametrize("size", [1, 3, 300])
+def test_mixed_copies(size: int):
+    """Of a block with copies each is mixed alike, also where the mean is made in parts."""
     pool = Mixed(lambda server, ids, uplink: torch.full((2, 2), 0.5))
-    start, sent = pool.start({"loc": numbers(2, 3)}, 2), numbers(2, 2, 3, seed=1)
+    start, sent = pool.start({"loc": numbers(2, size)}, 3), numbers(2, 2, size, seed=1)
     new = pool({"w": start}, "w", {"w": {"loc": sent}, "ids": torch.arange(2)})
-    assert_close(new["each"], sent.mean(0).expand(2, 2, 3))
+    assert_close(new["each"][:2], sent.mean(0).expand(2, 2, size))
+    assert_close(new["loc"], new["each"].mean(0))
 
 
 @pytest.mark.parametrize("weights", [torch.ones(2, 3), torch.ones(2), torch.ones(2, 1)])

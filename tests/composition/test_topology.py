@@ -44,6 +44,8 @@ def test_metropolis_weights(name: str):
     assert_close(w.sum(0), torch.ones(len(w), dtype=torch.float64))
     assert bool((w >= 0).all())
     assert not bool((w[~edges & ~torch.eye(len(w), dtype=torch.bool)] != 0).any())
+    some = torch.tensor([len(w) - 1, 0])
+    assert torch.equal(topology.metropolis(edges, some), w[some])
     theta = torch.randn(len(w), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert_close((w @ theta).mean(0), theta.mean(0))
     assert_close(

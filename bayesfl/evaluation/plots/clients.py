@@ -25,8 +25,8 @@ def collaboration(
     row's model.
 
     Args:
-        weights: Of J clients, [J, J] >= 0, as FedPAC's `result.server["head"]["weights"]`; a row of
-            0 is a client that never took part.
+        weights: Of J clients, [J, J] >= 0, as FedPAC's `result.server["head"]["weights"]` of the
+            last cohort, whose places among all clients are in `result.server["head"]["cohort"]`.
         groups: Where it is known which clients are alike, the group of each, [J]: clients stand in
             the order of their groups, with lines between these, so that weights within groups are
             blocks on the diagonal.

@@ -153,6 +153,6 @@ class NextServer:
         return new
 
     def _fits(self, key: str, before: Tensor, after: Tensor) -> bool:
-        return alike(before, after) or (
-            alike(before, after, free=True) and key in self._algorithm.free(self.clients)
+        return alike(before, after) or alike(
+            before, after, free=self._algorithm.free(self.clients).get(key, 0)
         )

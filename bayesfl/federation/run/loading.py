@@ -144,8 +144,8 @@ def check_state(
 ) -> None:
     """Check that a state has the tensors that the method keeps, with their dtypes and shapes.
 
-    What a method holds on the server beyond its blocks may grow along its first axis, as models of
-    clusters do, unless that axis is the clients'.
+    What a method holds on the server may have other lengths along some axes, see
+    `Algorithm.free`.
 
     `stacked` says that `private` has the rows of all clients, [J, ...], and not the state of one;
     `novel` that they joined after training.
@@ -161,7 +161,7 @@ def check_state(
     found = flatten({"server": server, "private": private})
 
     def fits(name: str) -> bool:
-        free = name.removeprefix("server.") in algorithm.free(clients)
+        free = algorithm.free(clients).get(name.removeprefix("server."), 0)
         return name in wanted and name in found and alike(wanted[name], found[name], free=free)
 
     def picture(name: str, tensors: dict[str, Any]) -> str:
