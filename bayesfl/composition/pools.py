@@ -339,7 +339,7 @@ class Mixed:
         loc = entry["loc"]
         return {
             **entry,
-            "each": loc.expand(clients, *loc.shape).clone(),
+            "each": loc.expand(clients, *loc.shape),
             "weights": loc.new_zeros(0, 0),
             "cohort": torch.zeros(0, dtype=torch.long, device=loc.device),
         }
