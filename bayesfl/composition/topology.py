@@ -57,7 +57,7 @@ def erdos_renyi(
     for index in range(TRIES):
         rng = generator(seed, Purpose.GRAPH, index=index)
         upper = torch.zeros(clients, clients, dtype=torch.bool)
-        for row in upper:  # the numbers of one row at a time take 64 times as much as its edges
+        for row in upper:  # numbers take eight times the memory of edges
             row.copy_(torch.from_numpy(rng.random(clients) < p))
         edges = upper.triu_(1) | upper.T
         if connected(edges):
@@ -105,7 +105,9 @@ def metropolis(edges: Tensor, clients: Tensor | None = None) -> Tensor:
         )
     clients = torch.arange(len(edges)) if clients is None else clients
     # Row by row: a sum of bools makes integers of all first.
-    degree = torch.tensor([int(row.sum()) for row in edges], dtype=torch.float64)
+    degree = torch.tensor(
+        [int(row.sum()) for row in edges], dtype=torch.float64, device=edges.device
+    )
     weights = torch.maximum(degree[clients, None], degree).add_(1).reciprocal_()
     weights.masked_fill_(~edges[clients], 0)
     weights[torch.arange(len(clients)), clients] = 1 - weights.sum(1)
