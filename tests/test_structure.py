@@ -180,7 +180,7 @@ def test_importing_is_light():
         "matplotlib",
         "tqdm",
         "pyro",
-        "laplace",
+        "curvlinops",
         "backpack",
         "arviz",
         "torchvision",

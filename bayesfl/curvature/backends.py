@@ -106,11 +106,12 @@ class Func:
 
     @torch.no_grad()
     def floats(self, x: Inputs) -> tuple[int, int, int]:
-        """Return the numbers that one example needs, see `Backend`; 0 for cotangents, as rows are
-        pulled back in blocks.
+        """Return the numbers that one example needs, see `Backend`; a cotangent is all that it
+        needs itself, as rows are pulled back in blocks.
         """
         one = at(x, slice(1))
-        return sum(t.numel() for _, t in named(one)), 0, call(self._module, one).shape[-1]
+        outputs = call(self._module, one).shape[-1]
+        return sum(t.numel() for _, t in named(one)), outputs, outputs
 
     @torch.no_grad()
     def linearise(

@@ -13,11 +13,12 @@ for Laplace: Daxberger et al., "Bayesian deep learning via subnetwork inference"
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, count, in_rows, shape_of, structure
+from bayesfl.base.inputs import Inputs, call_at, count, in_rows, shape_of, structure
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature.backends import (
@@ -32,8 +33,9 @@ from bayesfl.curvature.backends import (
 from bayesfl.curvature.batches import Data, available_memory, batches, require
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
-from bayesfl.curvature.roots import basis, root
+from bayesfl.curvature.roots import basis, root, variances
 from bayesfl.likelihoods import Bernoulli, Categorical
+from bayesfl.models.altered import altered
 from bayesfl.models.copies import differentiable
 
 
@@ -121,12 +123,25 @@ class Curvature:
         """
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         for batch, share in self.weighed(x, weight):
-            found = None
-            if isinstance(self.engine, BackPack) and isinstance(batch, Tensor) and share is None:
+            found, last = None, self.last_layer(batch)
+            if last is not None:
+                found = self._of_last(*last, share)
+            elif isinstance(self.engine, BackPack) and isinstance(batch, Tensor) and share is None:
                 found = self.engine.diagonal(batch, self.likelihood)
             total += self.linearise(batch, weight=share)[1].squares() if found is None else found
         self.check_finite(total, torch.arange(self.size, device=total.device))
         return total
+
+    def _of_last(self, inputs: Tensor, outputs: Tensor, weight: Tensor | None) -> Tensor:
+        """Compute the diagonal [D] of the `last_layer`'s weights (h, i), sum_n Lambda_n[h, h]
+        x_n[i]^2, without a cotangent.
+        """
+        curved = variances(self.likelihood, outputs)
+        curved = curved if weight is None else curved * weight[:, None]
+        found = {"weight": curved.T @ inputs.square(), "bias": curved.sum(0)}
+        return self.layout.ravel(
+            {name: found[name.rpartition(".")[2]] for name in self.layout.names}
+        )
 
     def columns(self, x: Data, indices: Tensor) -> Tensor:
         """Compute the columns J_S of the outputs' Jacobian for P selected weights, [N, O, P] for
@@ -221,6 +236,38 @@ class Curvature:
         )
 
     # Parts used by the other files of this folder
+
+    def last_layer(self, x: Inputs) -> tuple[Tensor, Tensor] | None:
+        """Compute inputs [B, I] and outputs [B, O], in float64, of the one covered layer, where it
+        is linear and the network's last; None for other layers.
+
+        The outputs are then linear in the covered weights, and their Jacobian is the inputs alone.
+        """
+        owners = {name.rpartition(".")[0] for name in self.layout.names}
+        layer = self.module.get_submodule(owners.pop())
+        if owners or type(layer) is not nn.Linear or altered(layer):
+            return None
+        leaves = {
+            name: p.detach().requires_grad_(name in self.layout.shapes)
+            for name, p in self.module.named_parameters()
+        }
+        passed: list[tuple[Tensor, Any]] = []
+        hook = layer.register_forward_hook(
+            lambda _, xs, named, out: passed.append((*xs, *named.values(), out.grad_fn)),
+            with_kwargs=True,
+        )
+        with hook, torch.enable_grad():
+            outputs = call_at(self.module, leaves, x)
+        # Inputs that need a gradient depend on the covered weights, which are used before, too.
+        if (
+            len(passed) != 1
+            or passed[0][0].requires_grad
+            or passed[0][1] is not getattr(outputs, "grad_fn", None)
+        ):
+            return None
+        _check_values(outputs, x)
+        check_outputs(self.likelihood, outputs.shape[1])
+        return passed[0][0].double(), outputs.detach().double()
 
     def spread(
         self, x: Data, between: Callable[[Rows], Tensor], *, centre: bool, extra: int = 0
@@ -370,17 +417,7 @@ class Curvature:
         """
 
         def cotangents(f: Tensor) -> Tensor:
-            if f.dim() != 2 or len(f) != count(x):
-                raise ValueError(
-                    f"the model must give outputs [N, O], got shape {tuple(f.shape)} for "
-                    f"{count(x)} examples"
-                )
-            bad = int((~f.isfinite().all(-1)).sum())
-            if bad:
-                raise ValueError(
-                    f"the model's outputs are not finite for {bad} of {len(f)} examples, so "
-                    "neither is its curvature"
-                )
+            _check_values(f, x)
             if directions is None:
                 check_outputs(self.likelihood, f.shape[1])
                 return self.root(f, weight).mT.to(f.dtype)
@@ -458,6 +495,25 @@ class Curvature:
         raise ValueError(
             f"the curvature is not finite for {named}; look at the weights and the scale of the "
             "inputs"
+        )
+
+
+def _check_values(outputs: Tensor, x: Inputs) -> None:
+    """Check that a model's outputs at `x` are [N, O] and finite.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if outputs.dim() != 2 or len(outputs) != count(x):
+        raise ValueError(
+            f"the model must give outputs [N, O], got shape {tuple(outputs.shape)} for "
+            f"{count(x)} examples"
+        )
+    bad = int((~outputs.isfinite().all(-1)).sum())
+    if bad:
+        raise ValueError(
+            f"the model's outputs are not finite for {bad} of {len(outputs)} examples, so "
+            "neither is its curvature"
         )
 
 

@@ -1,5 +1,4 @@
-"""The inverse of a Kronecker-factored GGN plus the prior's precision (KFAC); the factors come from
-laplace-torch.
+"""The inverse of a Kronecker-factored GGN plus the prior's precision (KFAC).
 
 For a linear layer with inputs x_n [I] and cotangents g_nq [H] pulled back to its outputs through
 the root of the likelihood's curvature,
@@ -12,6 +11,13 @@ is one more input that is always 1. For a layer used at T places (a convolution)
 averaged over the places. With eigenvectors B = U b U', A = V a V' the layer's precision is diagonal
 in the basis U (x) V, where the prior's precision is one number, with b_h a_i + precision.
 
+For the network's last layer alone B = sum_n Lambda_n, the likelihood's curvature, is a closed form,
+and J H^-1 J' = U diag(s) U', s_h = sum_i (V'x)_i^2 / (b_h a_i + precision), has the same
+eigenvectors for all inputs (`Spectral`). The factors of other layers come from curvlinops.
+
+The weight of a norm, and its bias, are short vectors, and keep the GGN's own blocks [H, H], sums
+over the data.
+
 Sources: Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate
 curvature", ICML 2015; Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for
 convolution layers", ICML 2016; as posterior: Ritter, Botev, Barber, "A scalable Laplace
@@ -20,24 +26,27 @@ NeurIPS 2021 (laplace-torch).
 """
 
 import copy
-import importlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import structure
-from bayesfl.base.protocols import Tensors
-from bayesfl.base.torchvision import torchvision
+from bayesfl.base.inputs import Inputs, count, structure
+from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.batches import Data, require
 from bayesfl.curvature.dual import NO_CURVATURE, check_prior_precision
 from bayesfl.curvature.factors import BLOCK, Outer
 from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import FactorRows, Rows
-from bayesfl.likelihoods import Bernoulli, Gaussian
+from bayesfl.curvature.roots import total
+from bayesfl.curvature.spectral import Spectral
+from bayesfl.likelihoods import Categorical, Gaussian
 
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""Layers whose weight and bias scale and shift, each a vector with a block of its own."""
 _OTHERS = "structure 'full', 'subnetwork' or 'diagonal' takes any"
 
 
@@ -47,7 +56,7 @@ class Basis:
 
     Args:
         slots: Positions [H, I] of the layer's weights in the flat vector, the bias as the last
-            input.
+            input; [H, 1] of a norm's weight, or of its bias.
         left: Eigenvectors U of B, [H, H].
         right: Eigenvectors V of A, [I, I]; the bias's input is an eigenvector on its own.
     """
@@ -166,9 +175,33 @@ class Kronecker:
         """Compute the linearised model's outputs at `x`: mean [N, O] and covariance J H^-1 J' [N,
         O, O]; see `Inverse.predict`.
         """
-        return self.curvature.spread(
-            x, self._between, centre=centre, extra=0 if self.backend == "layers" else self.size
+        mean, covariance = self.spread(x, centre=centre)
+        return mean, covariance.dense() if isinstance(covariance, Spectral) else covariance
+
+    def spread(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor | Spectral]:
+        """Compute what `predict` does; the covariance stays unformed where the one layer is the
+        network's last, in O(I O + O^2) operations for each example.
+        """
+        means, covariances = zip(
+            *(self._spread(batch, centre) for batch in self.curvature.batches(x)), strict=True
         )
+        mean, spectral = torch.cat(means), [one for one in covariances if isinstance(one, Spectral)]
+        if not spectral:
+            return mean, torch.cat(covariances)
+        found = Spectral(spectral[0].vectors, torch.cat([one.values for one in spectral]))
+        return (mean - mean.mean(1, keepdim=True), found.centred()) if centre else (mean, found)
+
+    def _spread(self, x: Inputs, centre: bool) -> tuple[Tensor, Tensor | Spectral]:
+        """Compute `spread` of one batch, a last layer's without `centre`."""
+        last = self.curvature.last_layer(x)
+        if last is None:
+            extra = 0 if self.backend == "layers" else self.size
+            return self.curvature.spread({"x": x}, self._between, centre=centre, extra=extra)
+        (inputs, mean), (basis,) = last, self.bases
+        if len(basis.right) > inputs.shape[1]:
+            inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)
+        values = (inputs @ basis.right).square() @ self._variance[basis.slots].T
+        return mean, Spectral(basis.left, values)
 
     def _between(self, rows: Rows) -> Tensor:
         """Compute J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
@@ -220,7 +253,7 @@ def restore_factors(curvature: Curvature, tensors: Tensors) -> Kronecker:
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
     bases = [
         Basis(places, tensors[f"left.{number}"], tensors[f"right.{number}"])
-        for number, places in enumerate(_layers(curvature).values())
+        for number, places in enumerate(_slots(curvature))
     ]
     return Kronecker(
         curvature,
@@ -237,7 +270,8 @@ def invert_factors(
     """Compute the inverse of the Kronecker-factored GGN, a sum over the data, plus diag(precision).
 
     Args:
-        curvature: Curvature of the model, which must cover whole linear layers and convolutions.
+        curvature: Curvature of the model, which must cover whole linear layers and convolutions,
+            and norms.
         x: Inputs [N, ...], or batches of them that can be read twice.
         precision: Prior precision [D], one number within each weight and each bias.
         diagonal: Diagonal of the GGN, [D].
@@ -249,18 +283,20 @@ def invert_factors(
         MemoryError: The factors need more bytes than may be used; the message says how many.
     """
     _check_prior(curvature, precision)
-    layers = _layers(curvature)
+    layers, vectors = _layers(curvature)
+    every = _slots(curvature)
     require(
-        3 * 8 * sum(order**2 for slots in layers.values() for order in slots.shape),
+        3 * 8 * sum(order**2 for slots in every for order in slots.shape),
         curvature.memory,
         "the Kronecker factors",
         "cover fewer layers by pattern=",
     )
     bases = []
     eigenvalues = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
-    for slots, (outer, inner) in zip(
-        layers.values(), _factors(curvature, list(layers), x), strict=True
-    ):
+    factors = _factors(curvature, list(layers), x)
+    # A norm's vector is a layer with one input, which is always 1.
+    factors += [(block, block.new_ones(1, 1)) for block in _blocks(curvature, vectors, x)]
+    for slots, (outer, inner) in zip(every, factors, strict=True):
         b, left = torch.linalg.eigh(outer)
         a, right = torch.linalg.eigh(inner)
         if slots.shape[1] > len(a):
@@ -290,14 +326,24 @@ def _check_prior(curvature: Curvature, precision: Tensor) -> None:
             )
 
 
-def _layers(curvature: Curvature) -> dict[str, Tensor]:
-    """Return the slots [H, I] of weight and bias of each covered layer, by name."""
-    covered, found, unknown = curvature.layout.shapes, {}, []
+def _slots(curvature: Curvature) -> list[Tensor]:
+    """Return the slots [H, I] of each basis, of norms [H, 1]."""
+    layers, vectors = _layers(curvature)
+    return [*layers.values(), *(slots.unsqueeze(1) for slots in vectors)]
+
+
+def _layers(curvature: Curvature) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the slots [H, I] of weight and bias of each covered linear layer or convolution, by
+    name; and the slots [H] of each covered weight and bias of norms.
+    """
+    covered, found, vectors, unknown = curvature.layout.shapes, {}, [], []
     places = curvature.layout.leaves(torch.arange(curvature.size, device=curvature.device))
     for name, layer in curvature.module.named_modules():
         own = [f"{name}.{key}".lstrip(".") for key, _ in layer.named_parameters(recurse=False)]
         inside = [key for key in own if key in covered]
-        if inside and (
+        if isinstance(layer, NORMS):
+            vectors += [places[key].flatten() for key in inside]
+        elif inside and (
             type(layer) not in (nn.Linear, nn.Conv2d)
             or getattr(layer, "padding_mode", "zeros") != "zeros"
         ):
@@ -308,66 +354,98 @@ def _layers(curvature: Curvature) -> dict[str, Tensor]:
             found[name] = torch.cat([places[key].reshape(len(places[key]), -1) for key in own], 1)
     if unknown:
         raise ValueError(
-            "structure 'kfac' knows whole linear layers and convolutions padded with zeros, not "
-            f"{', '.join(unknown)}: cover others by pattern=, such as 'head.*', or {_OTHERS}"
+            "structure 'kfac' knows whole linear layers, convolutions padded with zeros, and "
+            f"norms, not {', '.join(unknown)}: cover others by pattern=, such as 'head.*', or "
+            f"{_OTHERS}"
         )
-    return found
+    return found, vectors
 
 
 def _factors(curvature: Curvature, names: list[str], x: Data) -> list[tuple[Tensor, Tensor]]:
-    """Compute B [H, H], a sum over the data, and A [I, I], a mean over them, of each layer, by
-    laplace-torch.
+    """Compute B [H, H], a sum over the data, and A [I, I], a mean over them, of each layer: of the
+    last layer alone in closed form, of others by curvlinops.
     """
-    likelihood, module = curvature.likelihood, copy.deepcopy(curvature.module)
-    for name, p in module.named_parameters():
-        p.requires_grad_(name in curvature.layout.shapes)
-    regression = isinstance(likelihood, Gaussian)
-    # laplace-torch knows squared error and softmax only; one logit is turned into two classes, the
-    # first with a logit of 0.
-    whole = (
-        nn.Sequential(module, nn.ConstantPad1d((1, 0), 0.0))
-        if isinstance(likelihood, Bernoulli)
-        else module
-    )
-    torchvision()  # laplace-torch imports torchvision, which may need help to load
-    backend = importlib.import_module("laplace.curvature").CurvlinopsGGN(
-        whole, "regression" if regression else "classification"
-    )
-    scale = 1 / likelihood.known**2 if isinstance(likelihood, Gaussian) else 1.0
-    layers = [module.get_submodule(name) for name in names]
-    outer, inner, count = [0.0] * len(names), [0.0] * len(names), 0
-    for batch in curvature.batches(x):
-        if not isinstance(batch, Tensor):
-            raise ValueError(
-                f"structure 'kfac' takes inputs of one tensor, got {structure(batch)}; {_OTHERS}"
+    outer: list[Any] = [0.0] * len(names)
+    inner: list[Any] = [0.0] * len(names)
+    examples = 0
+    module = copy.deepcopy(curvature.module).requires_grad_(False)
+    for name in names:
+        module.get_submodule(name).requires_grad_(True)
+    for batch in curvature.batches(x) if names else ():
+        last = curvature.last_layer(batch)
+        if last is None:
+            found = _by_curvlinops(curvature.likelihood, module, names, batch)
+        else:
+            inputs, outputs = last
+            found = [[(total(curvature.likelihood, outputs), inputs.T @ inputs)]]
+        for part in found:
+            for k, (b, a) in enumerate(part):
+                outer[k], inner[k] = outer[k] + b, inner[k] + a
+        examples += count(batch)
+    return [(b, a / examples) for b, a in zip(outer, inner, strict=True)]
+
+
+def _by_curvlinops(
+    likelihood: Likelihood, module: nn.Module, names: list[str], x: Inputs
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield B [H, H] and A [I, I] of each layer, both summed over a piece of the examples `x`.
+
+    `module` asks for the gradients of these layers' parameters alone.
+    """
+    from curvlinops import FisherType, KFACLinearOperator
+
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"structure 'kfac' takes inputs of one tensor, got {structure(x)}; {_OTHERS}"
+        )
+    step, outputs = _pieces(module, names, x[:1])
+    scale = 1.0
+    # Targets are needed, but the curvature does not depend on them.
+    loss, target = nn.BCEWithLogitsLoss(reduction="sum"), torch.zeros_like(outputs)
+    if isinstance(likelihood, Categorical):
+        loss, target = nn.CrossEntropyLoss(reduction="sum"), torch.zeros_like(outputs[:, 0]).long()
+    elif isinstance(likelihood, Gaussian):
+        # The squared error is the negative log likelihood times 2 sigma^2.
+        loss, scale = nn.MSELoss(reduction="sum"), 1 / (2 * likelihood.known**2)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for some in x.split(step):
+        operator = KFACLinearOperator(
+            module,
+            loss,
+            parameters,
+            [(some, target.expand(len(some), *target.shape[1:]))],
+            fisher_type=FisherType.TYPE2,
+            check_deterministic=False,
+        )
+        with torch.enable_grad():
+            operator.compute_kronecker_factors()
+        found = operator.state_dict()
+        yield [
+            (
+                scale * found["gradient_covariances"][name].double(),
+                # A mean over the piece.
+                len(some) * found["input_covariances"][name].double(),
             )
-        step, outputs = _pieces(module, names, batch[:1])
-        for some in batch.split(step):
-            # laplace-torch needs labels, but the curvature does not depend on them.
-            labels = (
-                outputs.expand(len(some), -1)
-                if regression
-                else torch.zeros(len(some), dtype=torch.long, device=some.device)
-            )
-            with torch.enable_grad():
-                # N=1: sums over the inputs too.
-                found = iter(backend.kron(some, labels, N=1)[1].kfacs)
-            for k, layer in enumerate(layers):
-                pair = next(found)
-                outer[k] += pair[0].double()
-                # For a layer with a single weight, laplace-torch gives the product of both factors.
-                inner[k] += (
-                    pair[1].double()
-                    if len(pair) == 2
-                    else pair[0].new_full((1, 1), len(some), dtype=torch.float64)
-                )
-                if layer.bias is not None:
-                    next(found)  # the bias's factor, which is B again
-            count += len(some)
-    # laplace-torch splits the loss's factor between A and B; here B has all of it, as the bias
-    # needs.
-    root = backend.factor**0.5
-    return [(scale * root * b, a / (root * count)) for b, a in zip(outer, inner, strict=True)]
+            for name in names
+        ]
+
+
+def _blocks(curvature: Curvature, vectors: list[Tensor], x: Data) -> list[Tensor]:
+    """Compute the GGN's own block of each vector of weights with these slots [H], [H, H] each, a
+    sum over the data.
+    """
+    out = [
+        torch.zeros(len(slots), len(slots), dtype=torch.float64, device=slots.device)
+        for slots in vectors
+    ]
+    if not vectors:
+        return out
+    every = torch.cat(vectors)
+    for batch in curvature.batches(x, extra=len(every)):
+        rows = curvature.linearise(batch)[1].restrict(every).dense().flatten(0, 1)
+        for block, part in zip(out, rows.split([len(v) for v in vectors], 1), strict=True):
+            block.addmm_(part.T, part)
+    return out
 
 
 def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor]:

@@ -1,4 +1,6 @@
-"""Exact factors R of the curvature of a likelihood in the network's outputs, Lambda = R R'."""
+"""The curvature Lambda of a likelihood in the network's outputs: exact factors R with Lambda =
+R R', its diagonal, and its sum over examples.
+"""
 
 import torch
 from torch import Tensor
@@ -64,6 +66,42 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
     assert isinstance(likelihood, Gaussian)
     one = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
     return (one / likelihood.known).expand(*outputs.shape, -1)
+
+
+def variances(likelihood: Likelihood, outputs: Tensor) -> Tensor:
+    """Compute the diagonal of Lambda [N, O] in float64 at `outputs` [N, O], in nats; see `root`.
+
+    For classes it is p_j times the sum of all other p, again without a subtraction.
+
+    Raises:
+        TypeError: The curvature of `likelihood` is not known here, see `check_known`.
+    """
+    if not isinstance(likelihood, Categorical):
+        return root(likelihood, outputs).diagonal(dim1=-2, dim2=-1).square()
+    check_known(likelihood)
+    probs = outputs.double().softmax(-1)
+    none = torch.zeros_like(probs[..., :1])
+    before = torch.cat([none, probs[..., :-1].cumsum(-1)], -1)
+    after = torch.cat([probs[..., 1:].flip(-1).cumsum(-1).flip(-1), none], -1)
+    return probs * (before + after)
+
+
+def total(likelihood: Likelihood, outputs: Tensor) -> Tensor:
+    """Compute the sum of Lambda over examples, [O, O] in float64, at `outputs` [N, O], in nats; see
+    `root`.
+
+    For classes it is sum_n (diag p_n - p_n p_n'): one product of [O, N] and [N, O].
+
+    Raises:
+        TypeError: The curvature of `likelihood` is not known here, see `check_known`.
+    """
+    diagonal = variances(likelihood, outputs).sum(0)
+    if not isinstance(likelihood, Categorical):
+        return diagonal.diag()
+    probs = outputs.double().softmax(-1)
+    found = probs.T @ -probs
+    found.diagonal().copy_(diagonal)
+    return found
 
 
 def basis(outputs: int, centre: bool) -> Tensor:

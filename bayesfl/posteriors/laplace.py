@@ -40,6 +40,7 @@ from bayesfl.curvature.backends import Name
 from bayesfl.curvature.batches import Data, batches, labelled, of_batch, one_batch
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
+from bayesfl.curvature.spectral import Spectral
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors.linearised import (
     Link,
@@ -104,8 +105,8 @@ class Laplace:
             structure: `full`: all weights with all covariances, by the smaller of primal and dual
                 form, never a D x D matrix where N O < D; `subnetwork`: the weights of `indices`
                 with all covariances; `diagonal`: all weights without covariances; `kfac`: a
-                Kronecker-factored GGN of whole linear layers and convolutions, which laplace-torch
-                computes.
+                Kronecker-factored GGN of whole linear layers and convolutions, and of norms (batch,
+                layer, group) the GGN's own block of each weight and each bias.
             indices: Indices of the subnetwork's P selected weights into the flat vector of covered
                 weights, [P]; see `bayesfl.selection`.
             likelihood: Distribution of y given the outputs; categorical by default.
@@ -325,7 +326,13 @@ class Laplace:
                 classes. It changes no probability, but softmax(kappa f) would depend on it.
                 Daxberger et al. and laplace-torch keep it.
         """
+        mean, covariance = self._spread(x, centre)
+        return mean, covariance.dense() if isinstance(covariance, Spectral) else covariance
+
+    def _spread(self, x: Data, centre: bool) -> tuple[Tensor, Tensor | Spectral]:
         centre = centre and isinstance(self.curvature.likelihood, Categorical)
+        if isinstance(self.inverse, Kronecker):
+            return self.inverse.spread(x, centre=centre)
         return self.inverse.predict(x, centre=centre)
 
     def predict(
@@ -346,9 +353,7 @@ class Laplace:
                 `centre` is False.
         """
         refuse_idle_centre(link, centre=centre)
-        return predictive(
-            self.curvature.likelihood, *self.linearised(x, centre=centre), noise, link=link
-        )
+        return predictive(self.curvature.likelihood, *self._spread(x, centre), noise, link=link)
 
     def with_precision(self, x: Data, precision: float | Tensor) -> "Laplace":
         """Return the approximation under another prior precision, for the same `x`; the GGN's

@@ -12,6 +12,7 @@ from torch import Tensor
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.roots import check_known
+from bayesfl.curvature.spectral import Spectral
 from bayesfl.likelihoods import Bernoulli, Gaussian
 
 Link = Literal["contrasts", "per_class"]
@@ -45,24 +46,36 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
 
 
-def draws(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
+def draws(mean: Tensor, covariance: Tensor | Spectral, noise: Tensor) -> Tensor:
     """Draw outputs [S, N, O] of N(mean [N, O], covariance [N, O, O]) from standard normals [S, N,
     O].
     """
+    if isinstance(covariance, Spectral):
+        return mean + covariance.rooted(noise.to(mean))
     return mean + torch.einsum("nop,snp->sno", symmetric_root(covariance), noise.to(mean))
 
 
-def contrasts(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+def variances(covariance: Tensor | Spectral) -> Tensor:
+    """Return the diagonals [N, O] of covariances [N, O, O]."""
+    if isinstance(covariance, Spectral):
+        return covariance.variances()
+    return covariance.diagonal(dim1=-2, dim2=-1)
+
+
+def contrasts(mean: Tensor, covariance: Tensor | Spectral) -> tuple[Tensor, Tensor]:
     """Return how far each logit lies below the largest one, f_w - f_o [N, O], and the variance of
     this difference [N, O].
 
     They do not change if one number is added to all logits of an input, or one random variable.
     """
     most = mean.argmax(-1, keepdim=True)
-    own = covariance.diagonal(dim1=-2, dim2=-1)
-    across = covariance.gather(
-        -2, most.unsqueeze(-1).expand(*most.shape, covariance.shape[-1])
-    ).squeeze(-2)
+    own = variances(covariance)
+    if isinstance(covariance, Spectral):
+        across = covariance.rows(most.squeeze(-1))
+    else:
+        across = covariance.gather(
+            -2, most.unsqueeze(-1).expand(*most.shape, covariance.shape[-1])
+        ).squeeze(-2)
     return mean.gather(-1, most) - mean, (own.gather(-1, most) + own - 2 * across).clamp_min(0)
 
 
@@ -70,7 +83,7 @@ def contrasts(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
 def predictive(
     likelihood: Likelihood,
     mean: Tensor,
-    covariance: Tensor,
+    covariance: Tensor | Spectral,
     noise: Tensor | None = None,
     *,
     link: Link = "contrasts",
@@ -107,7 +120,7 @@ def predictive(
             f"noise must be [S, {wanted}], standard normals for one draw or more of the outputs, "
             f"got {list(noise.shape)}"
         )
-    spread = covariance.diagonal(dim1=-2, dim2=-1)
+    spread = variances(covariance)
     if isinstance(likelihood, Gaussian):
         return {"mean": mean, "variance": spread + likelihood.known**2, "epistemic": spread.sum(-1)}
     if noise is not None:

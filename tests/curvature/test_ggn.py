@@ -153,3 +153,37 @@ def test_the_model_is_left_alone(case, backend):
         for p in model.parameters():
             p.mul_(2)
     assert_close(curvature.diagonal(x), first, rtol=0, atol=0)
+
+
+class Around(nn.Module):
+    """A head whose outputs are the network's in one way only, `plain`."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.body, self.head = way, nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x).tanh()
+        if self.way == "before":
+            h = h @ self.head.weight
+        if self.way == "twice":
+            h = self.head(h)
+        out = self.head(input=h)
+        if self.way == "beside":
+            return out + self.head.bias
+        return out.exp_() if self.way == "after" else out
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS[:2], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("way", ["plain", "before", "twice", "beside", "after"])
+def test_a_last_layer_is_known_by_what_the_network_computes(way, likelihood):
+    """And the diagonal is right whether it is one or not, examples weighted or not."""
+    torch.manual_seed(0)
+    model, x = Around(way).double(), torch.randn(6, 4).double()
+    weight = torch.rand(6).double()
+    curvature = Curvature(model, likelihood, pattern="head.*")
+    assert (curvature.last_layer(x) is not None) == (way == "plain")
+    for each, factor in ((None, torch.ones(6).double()), (weight, weight)):
+        j = factor.sqrt()[:, None, None] * brute.jacobian(model, x)[:, :, 15:]
+        want = torch.einsum("nod,nop,npd->d", j, brute.output_hessian(likelihood, model(x)), j)
+        assert_close(curvature.diagonal(x, weight=each), want, **EXACT)

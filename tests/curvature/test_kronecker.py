@@ -16,6 +16,7 @@ import bayesfl as bf
 from bayesfl.curvature import factors, ggn, kronecker
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import Laplace
+from bayesfl.posteriors.linearised import predictive
 from bayesfl.posteriors.prior_precision import by_validation, predictive_nll
 from tests.cases import numbers
 from tests.curvature import brute
@@ -37,6 +38,19 @@ def network(outputs: int = 3) -> nn.Module:
     return nn.Sequential(
         nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)
     ).double()
+
+
+def normed(outputs: int = 3) -> nn.Module:
+    """An MLP with every kind of norm, in evaluation mode, in float64."""
+    torch.manual_seed(0)
+    batch = nn.BatchNorm1d(6)
+    model = nn.Sequential(
+        nn.Linear(4, 6), batch, nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4), nn.GroupNorm(2, 4)
+    )
+    model.extend([nn.RMSNorm(4), nn.Linear(4, outputs)])
+    for t in (*model.parameters(), batch.running_mean, batch.running_var):
+        t.data += 0.3 * torch.rand_like(t)
+    return model.double().eval()
 
 
 def labels(task: str, count: int) -> Tensor:
@@ -174,7 +188,7 @@ def test_the_last_layer_is_a_pattern(theirs, case, head, structure, their_struct
 
 def written_out(model: nn.Module, likelihood, x: Tensor, precision: Tensor) -> Tensor:
     """H [D, D] of an MLP by the definition: B from the Jacobian in each layer's outputs, which is
-    that in its bias.
+    that in its bias; of a norm's weight and bias the GGN's blocks.
     """
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     found = vmap(jacrev(lambda p, x: functional_call(model, p, (x[None],))[0]), in_dims=(None, 0))(
@@ -182,21 +196,24 @@ def written_out(model: nn.Module, likelihood, x: Tensor, precision: Tensor) -> T
     )
     curved, blocks, inputs = brute.output_hessian(likelihood, model(x)), [], x
     for name, layer in model.named_children():
-        if isinstance(layer, nn.Linear):
-            j = found[f"{name}.bias"]
-            b = torch.einsum("noh,nop,npg->hg", j, curved, j)
-            blocks += [torch.kron(b.contiguous(), (inputs.T @ inputs / len(x)).contiguous()), b]
+        for key, p in layer.named_parameters():
+            j = found[f"{name}.{key if p.dim() == 1 else 'bias'}"]
+            block = torch.einsum("noh,nop,npg->hg", j, curved, j).contiguous()
+            a = (inputs.T @ inputs / len(x)).contiguous()
+            blocks.append(block if p.dim() == 1 else torch.kron(block, a))
         inputs = layer(inputs).detach()
     return torch.block_diag(*blocks) + precision.diag()
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda value: type(value).__name__)
-@pytest.mark.parametrize("backend", ["layers", "func"])
-def test_it_is_the_matrix_written_out(backend, likelihood):
+@pytest.mark.parametrize(
+    ("make", "backend"), [(network, "layers"), (network, "func"), (normed, "func")]
+)
+def test_it_is_the_matrix_written_out(make, backend, likelihood):
     """Everything that `Laplace` offers, under one precision and under one for each weight
     and bias.
     """
-    model, x, new = network(brute.outputs_of(likelihood)), numbers(9, 4), numbers(5, 4, seed=3)
+    model, x, new = make(brute.outputs_of(likelihood)), numbers(9, 4), numbers(5, 4, seed=3)
     several = torch.cat(
         [p.new_full((p.numel(),), 0.3 + k) for k, p in enumerate(model.parameters())]
     )
@@ -218,6 +235,8 @@ def test_it_is_the_matrix_written_out(backend, likelihood):
             (model(new).detach(), j @ covariance @ j.mT),
             **EXACT,
         )
+        again = kronecker.restore_factors(fitted.curvature, fitted.inverse.tensors())
+        assert_close(again.predict(new), fitted.inverse.predict(new), rtol=0, atol=0)
         # A draw is linear in the noise.
         linear = fitted.sample(torch.eye(fitted.noise_size, dtype=torch.float64)) - fitted.loc
         assert_close(linear.T @ linear, covariance, **EXACT)
@@ -227,6 +246,64 @@ def test_it_is_the_matrix_written_out(backend, likelihood):
             assert_close(
                 fitted.linearised(new)[1], centring @ j @ covariance @ j.mT @ centring, **EXACT
             )
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("make", [network, normed])
+def test_the_last_layer_alone_is_the_matrix_written_out(make, likelihood):
+    """Fit and predictions need no cotangents, and predictions by every link and by draws are those
+    from the covariances written out.
+    """
+    outputs = brute.outputs_of(likelihood)
+    model, x, new = make(outputs), numbers(9, 4), numbers(5, 4, seed=3)
+    head, own = str(len(model) - 1), slice(-sum(p.numel() for p in model[-1].parameters()), None)
+    every = torch.cat([p.new_full((p.numel(),), 0.3 * p.dim()) for p in model.parameters()])
+    h = written_out(model, likelihood, x, every)[own, own]
+    j = brute.jacobian(model, new)[:, :, own]
+    covariance = torch.linalg.inv(h)
+    fitted = Laplace.fit(
+        model,
+        x,
+        precision=every[own],
+        structure="kfac",
+        likelihood=likelihood,
+        pattern=f"{head}.*",
+    )
+    assert fitted.curvature.last_layer(new) is not None
+    mean, wanted = model(new).detach(), j @ covariance @ j.mT
+    assert_close(fitted.linearised(new, centre=False), (mean, wanted), **EXACT)
+    centred = mean, wanted
+    if isinstance(likelihood, Categorical):
+        project = torch.eye(outputs, dtype=torch.float64) - 1 / outputs
+        centred = mean @ project, project @ wanted @ project
+        assert_close(fitted.linearised(new), centred, **EXACT)
+    noise = numbers(7, 5, outputs, seed=6)
+    for link, centre, drawn in (
+        ("contrasts", True, None),
+        ("contrasts", True, noise),
+        ("per_class", True, None),
+        ("per_class", False, None),
+        ("per_class", False, noise),
+    ):
+        assert_close(
+            fitted.predict(new, link=link, centre=centre, noise=drawn),
+            predictive(likelihood, *(centred if centre else (mean, wanted)), drawn, link=link),
+            equal_nan=True,
+            rtol=1e-8,
+            atol=1e-9,
+        )
+
+
+def test_a_last_layer_of_many_classes_takes_no_matrix_an_example():
+    """Neither the fit nor predictions: no array has more numbers than a few of [O, O]."""
+    torch.manual_seed(0)
+    model, x = bf.models.mlp(8, hidden=6, outputs=200), torch.rand(60, 8)
+    with Largest() as largest:
+        fitted = Laplace.fit(model, x, structure="kfac", pattern="head.*")
+        fitted.predict(x)
+        fitted.predict(x, link="per_class")
+        fitted.predict(x, noise=torch.randn(2, 60, 200))
+    assert largest.numbers <= 2 * 200**2 < 60 * 200**2 / 20
 
 
 @pytest.mark.parametrize("likelihood", TASKS.values(), ids=lambda value: type(value).__name__)
@@ -246,7 +323,7 @@ def test_one_layer_and_one_example_leave_nothing_out(likelihood):
 
 
 def test_a_single_weight():
-    """Of which laplace-torch gives the product of both factors."""
+    """The product of two numbers."""
     model, x = nn.Linear(1, 1, bias=False).double(), numbers(7, 1)
     kfac, full = (
         Laplace.fit(model, x, structure=s, likelihood=Gaussian(0.5)) for s in ("kfac", "full")
@@ -313,20 +390,21 @@ def test_what_it_says_of_itself():
 
 
 @pytest.mark.slow
-def test_laplace_torch_is_imported_for_it_alone():
-    """Neither for the other structures nor to load."""
+def test_curvlinops_is_imported_for_layers_below_the_last_alone():
+    """Neither for the last one, nor for the other structures, nor to load."""
     code = """
 import sys, tempfile, torch
 from bayesfl.posteriors import Laplace
-model, x = torch.nn.Linear(3, 2), torch.rand(4, 3)
+model, x = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)), torch.rand(4, 3)
 Laplace.fit(model, x).predict(x)
-assert "laplace" not in sys.modules
+Laplace.fit(model, x, structure="kfac", pattern="1.*").predict(x)
+assert "curvlinops" not in sys.modules
 with tempfile.TemporaryDirectory() as folder:
     Laplace.fit(model, x, structure="kfac").save(folder + "/posterior.safetensors")
-    for name in [name for name in sys.modules if name.split(".")[0] == "laplace"]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "curvlinops"]:
         del sys.modules[name]
     Laplace.load(folder + "/posterior.safetensors", model).predict(x)
-assert "laplace" not in sys.modules
+assert "curvlinops" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -357,6 +435,9 @@ class Tied(nn.Module):
 NORM = nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(8, 2))
 
 
+SLOPES = nn.Sequential(nn.Linear(4, 3), nn.PReLU(), nn.Linear(3, 2))
+
+
 AROUND = nn.Sequential(
     nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(32, 2)
 )
@@ -380,7 +461,7 @@ IMAGES = torch.rand(3, 1, 4, 4)
             {"pattern": "4.bias"},
             r"'kfac' .*\['4.bias'\] of \['4.weight', '4.bias'\].*pattern=",
         ),
-        (NORM, IMAGES, {}, r"'kfac' .*not GroupNorm '1'.*pattern=.*'full'"),
+        (SLOPES, torch.rand(5, 4), {}, r"'kfac' .*not PReLU '1'.*pattern=.*'full'"),
         (AROUND, IMAGES, {}, r"'kfac' .*not Conv2d '0'"),
         (Reused(), torch.rand(5, 4), {"pattern": "inner.*"}, "'inner' is used 2 times"),
         (Reused(), torch.rand(5, 4), {"pattern": "idle.*"}, "'idle' is used 0 times"),
@@ -437,7 +518,7 @@ def test_the_bytes_are_said_first():
 @pytest.mark.parametrize("backend", ["layers", "func"])
 def test_the_jacobian_is_never_formed(backend):
     """Where [N, O, D] takes more than a gigabyte nothing beyond a block, D or a factor is made,
-    laplace-torch's arrays included.
+    curvlinops' arrays included.
     """
     torch.manual_seed(0)
     model, x = bf.models.mlp(784, hidden=1000, outputs=5), torch.rand(100, 784)

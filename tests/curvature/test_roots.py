@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.protocols import Tensors
-from bayesfl.curvature.roots import basis, root
+from bayesfl.curvature.roots import basis, root, total, variances
 from bayesfl.likelihoods import Categorical
 from tests.curvature import brute
 from tests.curvature.brute import LIKELIHOODS
@@ -44,6 +44,8 @@ def test_root_is_exact():
     )
     size = (p * others).sqrt()
     assert ((lam - exact).abs() <= 1e-15 * size[:, :, None] * size[:, None, :]).all()
+    assert_close(variances(Categorical(), f), p * others, rtol=1e-15, atol=0)
+    assert_close(total(Categorical(), f[:1]), exact[0], rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda value: type(value).__name__)
@@ -55,7 +57,10 @@ def test_root_is_the_second_derivative(likelihood):
         dtype=torch.float64,
     )
     r = root(likelihood, f)
-    assert_close(r @ r.mT, brute.output_hessian(likelihood, f), atol=1e-14, rtol=1e-12)
+    curved = brute.output_hessian(likelihood, f)
+    assert_close(r @ r.mT, curved, atol=1e-14, rtol=1e-12)
+    assert_close(variances(likelihood, f), curved.diagonal(dim1=1, dim2=2), atol=1e-14, rtol=1e-12)
+    assert_close(total(likelihood, f), curved.sum(0), atol=1e-14, rtol=1e-12)
 
 
 def test_basis():
