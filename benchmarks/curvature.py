@@ -1,5 +1,5 @@
-"""Measure how fast curvature is, beside laplace-torch with both its backends: MLP 784-100-10 and
-LeNet.
+"""Measure how fast curvature is, beside laplace-torch with both its backends: MLP 784-100-10,
+LeNet, and the Kronecker-factored last layer of an MLP 64-64-C of 300 and of 1,000 classes.
 
 python benchmarks/curvature.py [--quick] [--rows NAME ...]
 
@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,6 +91,15 @@ def problem(name: str, quick: bool, *, paper: bool = False) -> Problem:
     else:
         indices = torch.randperm(curvature.size, generator=rng)[:share].sort().values
     return Problem(model, x, test, indices)
+
+
+def classes(count: int, quick: bool) -> Problem:
+    """An MLP of many classes, of which the last layer is fitted, 500 samples and 50 test points."""
+    rng = torch.Generator().manual_seed(0)
+    samples, points = (12, 4) if quick else (500, 50)
+    model = bf.models.mlp(64, hidden=64, outputs=8 if quick else count)
+    x, test = (torch.rand(rows, 64, generator=rng) for rows in (samples, points))
+    return Problem(model, x, test, torch.arange(0))
 
 
 def _laplace(p: Problem, backend: str, structure: str, **options: object):
@@ -219,6 +229,36 @@ def _predict(
     return sides
 
 
+def _last_layer(p: Problem) -> Callable[[], bf.posteriors.Laplace]:
+    return lambda: bf.posteriors.Laplace.fit(p.model, p.x, structure="kfac", pattern="head.*")
+
+
+def _kfac_fit(p: Problem) -> dict[str, Side]:
+    return {
+        "ours": Side(lambda: _last_layer(p)),
+        "laplace": Side(
+            lambda: _laplace(p, "default", "kron", subset_of_weights="last_layer")[1], at_least=1
+        ),
+    }
+
+
+def _kfac_predict(p: Problem, points: int) -> dict[str, Side]:
+    """The other side predicts `points` test points, as it forms their Jacobian."""
+
+    def ours() -> Run:
+        fitted = _last_layer(p)()
+        return lambda: fitted.predict(p.test)
+
+    def theirs() -> Run:
+        fitted, fit = _laplace(p, "default", "kron", subset_of_weights="last_layer")
+        fit()
+        return lambda: fitted(p.test[:points], link_approx="probit")
+
+    count = len(p.test)
+    name = "laplace" if points >= count else f"laplace ({points} points, scaled)"
+    return {"ours": Side(ours), name: Side(theirs, max(1.0, count / points), at_least=1)}
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table.
@@ -242,6 +282,21 @@ def rows(quick: bool) -> dict[str, Row]:
     few, many = (2, 2) if quick else (5, 15)
     size = f"|S| = {len(mlp.indices)}, {len(mlp.x)} samples"
     points = f"probit predictions for {len(mlp.test)} points"
+    many_classes = {300: classes(300, quick), 1000: classes(1000, quick)}
+    last = {
+        f"kfac_{what}_{count}": Row(
+            f"{title}, {count:,} classes", sides(p), few if what == "fit" else 3
+        )
+        for count, p in many_classes.items()
+        for what, title, sides in (
+            ("fit", "kfac of the last layer, fit of 500 samples", _kfac_fit),
+            (
+                "predict",
+                "kfac of the last layer, predictions for 50 points",
+                partial(_kfac_predict, points=50 if count == 300 else 5),
+            ),
+        )
+    }
     return {
         "diagonal": Row(f"diagonal GGN, MLP, {len(mlp.x)} samples", _diagonal(mlp), many),
         "factor": Row(f"fit and factor, MLP, random {size}", _factor(mlp, 10), few),
@@ -264,7 +319,7 @@ def rows(quick: bool) -> dict[str, Row]:
         "lenet_predict": Row(
             f"{points}, LeNet", _predict(lenet, whole=True, one_call=1, batches=1, default=False), 3
         ),
-    }
+    } | last
 
 
 def _clock(run: Run, calls: int = 1) -> float:
