@@ -40,7 +40,6 @@ from bayesfl.curvature.backends import Name
 from bayesfl.curvature.batches import Data, batches, labelled, of_batch, one_batch
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
-from bayesfl.curvature.spectral import Spectral
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors.linearised import (
     Link,
@@ -326,13 +325,7 @@ class Laplace:
                 classes. It changes no probability, but softmax(kappa f) would depend on it.
                 Daxberger et al. and laplace-torch keep it.
         """
-        mean, covariance = self._spread(x, centre)
-        return mean, covariance.dense() if isinstance(covariance, Spectral) else covariance
-
-    def _spread(self, x: Data, centre: bool) -> tuple[Tensor, Tensor | Spectral]:
         centre = centre and isinstance(self.curvature.likelihood, Categorical)
-        if isinstance(self.inverse, Kronecker):
-            return self.inverse.spread(x, centre=centre)
         return self.inverse.predict(x, centre=centre)
 
     def predict(
@@ -353,7 +346,10 @@ class Laplace:
                 `centre` is False.
         """
         refuse_idle_centre(link, centre=centre)
-        return predictive(self.curvature.likelihood, *self._spread(x, centre), noise, link=link)
+        likelihood, inverse = self.curvature.likelihood, self.inverse
+        spread = inverse.spread if isinstance(inverse, Kronecker) else inverse.predict
+        centre = centre and isinstance(likelihood, Categorical)
+        return predictive(likelihood, *spread(x, centre=centre), noise, link=link)
 
     def with_precision(self, x: Data, precision: float | Tensor) -> "Laplace":
         """Return the approximation under another prior precision, for the same `x`; the GGN's
