@@ -27,11 +27,6 @@ REFUSED = {
     "pfedme": r"no phase .*'w'",
 }
 """Case -> why it is refused."""
-ROUNDED = {"fedem"}
-"""The softmax of its mixture weights rounds by the place of a client in its chunk, on any
-network.
-"""
-
 refused = pytest.mark.parametrize("case", [case for case in CASES if str(case) in REFUSED], ids=str)
 taken = pytest.mark.parametrize(
     "case", sampled(case for case in CASES if str(case) not in REFUSED), ids=str
@@ -87,15 +82,23 @@ def test_statistics_move_and_stay_finite(case: Case, clients: FederatedData):
 
 
 @taken
-def test_workers_and_chunks_do_not_change_the_bits(case: Case, clients: FederatedData):
+def test_workers_do_not_change_the_bits_and_chunks_only_the_rounding(
+    case: Case, clients: FederatedData
+):
     """Neither do predictions of the network as it is afterwards."""
-    first = run(case, clients)
-    for chunk, workers in ((2, 2), (3, 1), (7, 2)):
-        other = run(case, clients, engine=bf.Engine(chunk=chunk, workers=workers))
-        if case.name in ROUNDED and chunk != 2:
-            assert_close(state(other), state(first), atol=1e-6, rtol=0)
-        else:
-            assert same_bits(state(other), state(first)), (chunk, workers)
+    options: dict[str, Any] = {"dtype": torch.float64}
+    first = run(case, clients, **options)
+    for chunk in (2, 3, 7):
+        one, other = (
+            run(case, clients, engine=bf.Engine(chunk=chunk, workers=workers), **options)
+            for workers in (1, 2)
+        )
+        assert same_bits(state(one), state(other))
+        if str(case) == "irm_l2":  # Adam makes steps of the rounding of a slope that is 0
+            continue
+        assert_close(state(one), state(first), atol=1e-9, rtol=0)
+        probs, wanted = (found.predict().probs for found in (one, first))
+        assert_close(probs, wanted, atol=1e-9, rtol=0, equal_nan=True)
 
 
 @taken

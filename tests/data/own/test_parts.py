@@ -417,7 +417,7 @@ def test_a_round_over_data_in_files_reads_its_batches_alone(tmp_path):
             bf.algorithms.fedavg(model, epochs=1, batch_size=50),
             data,
             rounds=1,
-            engine=bf.Engine(workers=1),
+            engine=bf.Engine("live", workers=1),
             progress=False,
         )
 
