@@ -46,6 +46,7 @@ class Descent:
         views: The clients' views at the start of the phase, [C, ...] throughout.
         kernel: Kernel that computes the model for a chunk.
         still: Whether every step uses the same examples.
+        alone: Whether it is one client's, whose slopes autograd computes.
     """
 
     def __init__(
@@ -57,11 +58,14 @@ class Descent:
         kernel: Kernel,
         *,
         still: bool,
+        alone: bool,
     ) -> None:
         self._phase, self._views = phase, views
         self._rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
         held = [_Held(algorithm, name) for name in phase.energy.parts if name not in phase.blocks]
-        self._trained = [_trained(algorithm, phase, name, given, views) for name in phase.blocks]
+        self._trained = [
+            _trained(algorithm, phase, name, given, views, alone=alone) for name in phase.blocks
+        ]
         # The forward passes write the new statistics into these.
         self._buffers = {
             name: _Vectors(algorithm, name, views[name])
@@ -151,6 +155,7 @@ def descend(
     kernel: Kernel,
     *,
     batch: Batch | None = None,
+    alone: bool = False,
 ) -> tuple[View, Info]:
     """Take all steps of a `Descend` for a chunk of clients, and return their views and the mean
     losses.
@@ -163,8 +168,9 @@ def descend(
         plan: Plan of the batches and the noise.
         kernel: Kernel that computes the model for a chunk.
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
+        alone: Whether the chunk is one client, whose slopes autograd computes.
     """
-    descent = Descent(algorithm, phase, given, views, kernel, still=plan.still)
+    descent = Descent(algorithm, phase, given, views, kernel, still=plan.still, alone=alone)
     drawing = draws_in_training(algorithm.model)
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         start = perf_counter()
@@ -367,6 +373,36 @@ class _Points(_Vectors):
             self._prior.solve(self._loc, pace)
 
 
+class _Kept:
+    """A place for a slope that keeps what is copied into it, where nobody writes to it later."""
+
+    now: Tensor
+
+    def copy_(self, value: Tensor) -> None:
+        """Keep a slope."""
+        self.now = value
+
+
+class _Leaves(_Vectors):
+    """A trained point block of a single client, without a prior and with slopes by autograd: the
+    optimiser takes these as they are, and no vector is filled with them.
+    """
+
+    def narrow(self, front: View) -> None:
+        """Continue with the client."""
+        self._leaves = self._layout.leaves(self.belief["loc"])
+        self._to: dict[str, Any] = {name: _Kept() for name in self._leaves}
+        self.now = list(self._leaves.values())
+
+    def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the leaves, and the places of their slopes."""
+        return self._leaves, self._to
+
+    def slopes(self) -> list[Tensor]:
+        """Return the slope at every leaf."""
+        return [kept.now for kept in self._to.values()]
+
+
 def _workspace(name: str, like: Tensor) -> Tensor:
     """Return this thread's own tensor for the slopes of a block, whose numbers are not set: memory
     that is asked for anew takes longer than a pass over it.
@@ -453,8 +489,8 @@ class _Beliefs(_Vectors):
 
 
 def _trained(
-    algorithm: Algorithm, phase: Descend, name: str, given: Server, views: View
-) -> _Points | _Beliefs:
+    algorithm: Algorithm, phase: Descend, name: str, given: Server, views: View, *, alone: bool
+) -> _Leaves | _Points | _Beliefs:
     """Return a block of the phase, ready to be trained."""
     block, belief, (_, weight) = (
         algorithm.blocks[name],
@@ -465,6 +501,8 @@ def _trained(
         type(block.prior) is Flat or is_normal(block.prior)
     ):
         return _Beliefs(algorithm, name, belief, given, weight)
+    if alone and type(block.prior) is Flat and phase.persist is None:
+        return _Leaves(algorithm, name, belief)
     prior = (
         _Gaussian(block.prior, given, views, belief["loc"], weight)
         if is_normal(block.prior)

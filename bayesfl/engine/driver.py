@@ -272,7 +272,14 @@ class Engine:
             front = views if active == len(plan.ids) else tree_map(lambda t, a=active: t[:a], views)
             if by_algebra(inner):
                 new, seen = descent.descend(
-                    algorithm, inner, given, front, plan, KERNEL_OF[kernel], batch=batch
+                    algorithm,
+                    inner,
+                    given,
+                    front,
+                    plan,
+                    KERNEL_OF[kernel],
+                    batch=batch,
+                    alone=kernel == "live",
                 )
             else:
                 with apart(inner):
