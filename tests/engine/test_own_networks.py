@@ -116,7 +116,7 @@ class Gated(nn.Module):
         with torch.no_grad():
             still = 1 - h.square()
         h = self.tied(F.leaky_relu(self.tied(h) - h.detach()))
-        return self.last(F.elu(h) + 0.5 * still)
+        return self.last(F.elu(1 - h) + 0.5 * still)
 
 
 class Reader(nn.Module):
@@ -325,6 +325,10 @@ NOT_RECORDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         "an example alone",
     ),
     "their number is a factor": (lambda m, x: m.last(x) / len(x) ** 0.5, "number of rows|numbers"),
+    "their number is a shift": (
+        lambda m, x: m.last(x).roll(len(x) + 1, 1),
+        "computes with the number of rows",
+    ),
     "rows are mixed": (lambda m, x: m.last(x) - m.last(x).mean(0), "something else"),
     "numbers are drawn": (lambda m, x: m.last(x) + torch.randn(3, dtype=x.dtype), "differ"),
     "a draw without a rule": (
