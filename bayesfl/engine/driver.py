@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.inputs import Inputs, count
+from bayesfl.base.inputs import Inputs, count, each
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
@@ -124,7 +124,7 @@ class Engine:
             algorithm: The method.
             phase: The phase; None for predictions, and for phases that are run step by step.
             like: A tensor of the run's precision, on its device.
-            x: Inputs [N, ...] of a few examples.
+            x: Inputs [N, ...] of as many examples as a client's largest batch.
             train: Whether the model is trained.
 
         Raises:
@@ -315,7 +315,7 @@ class Engine:
         They are computed at draws if there is noise {block: [C, S, D]}, else at the mean, with S =
         1.
         """
-        kernel = self.choose(algorithm, None, views["n"], layers.some(x, False))
+        kernel = self.choose(algorithm, None, views["n"], each(lambda t: t[0], x))
         if kernel == "reference":
             kernel = "live"
         if kernel == "live" and count(x) > 1:

@@ -29,8 +29,10 @@ from bayesfl.engine.recording import (
 from bayesfl.engine.rules import LIFTING, RULES, Backward, Call, Rule, at_draws, batched
 from bayesfl.models.modes import twin
 
-EXAMPLES = (8, 5)
-"""Numbers of examples of the two clients on which a recording is compared with its module."""
+EXAMPLES = 8
+"""Fewest examples of the first client with which a recording is compared with its module."""
+OTHERS = 5
+"""Examples of the second client."""
 
 
 class _Ready(NamedTuple):
@@ -56,12 +58,14 @@ class _Plan(NamedTuple):
 
     Args:
         recording: Its recording.
+        rows: The largest number of rows with which it was compared.
         steps: Its steps, with their rules.
         axes: The number of axes of each parameter and buffer that is used.
         shared: The places that several steps read.
     """
 
     recording: Recording
+    rows: int
     steps: tuple[_Ready, ...]
     axes: dict[str, int]
     shared: frozenset[int]
@@ -78,7 +82,8 @@ def supported(module: nn.Module, x: Inputs) -> bool:
 
     Args:
         module: The module, in the mode in which it is to run.
-        x: Inputs [N, ...] of some examples, at least one; more than `EXAMPLES` are not read.
+        x: Inputs [N, ...] of a client, of at least one example; in training as many as its largest
+            batch has, since a forward may ask how many there are.
     """
     return isinstance(_plan(module, x), _Plan)
 
@@ -94,25 +99,25 @@ def refuse(module: nn.Module, x: Inputs) -> None:
 
 def _plan(module: nn.Module, x: Inputs) -> _Plan | str:
     """Return how a module is run, or why it is not."""
-    origin, key = twin(module)
+    origin, train = twin(module)
     plans = _PLANS.setdefault(origin, {})
-    if key not in plans:
-        plans[key] = _made(module, x)
-    return plans[key]
+    plan = plans.get(train)
+    if train is False:  # of which a look before training asks more
+        x = each(lambda t: t[:EXAMPLES], x)
+    if plan is None or (isinstance(plan, _Plan) and plan.rows < count(x)):
+        plan = plans[train] = _made(module, x)
+    return plan
 
 
 def _made(module: nn.Module, x: Inputs) -> _Plan | str:
     if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
         return "has hooks of gradients"
-    few = in_precision(
-        each(lambda t: t[torch.arange(EXAMPLES[0], device=t.device) % len(t)].cpu(), x),
-        torch.float64,
-    )
+    rows = torch.arange(max(EXAMPLES, count(x))) % count(x)
+    few = in_precision(each(lambda t: t[rows.to(t.device)].cpu(), x), torch.float64)
     try:
         # In double precision, where rounding hides no difference.
         module = copy.deepcopy(module).to(device="cpu", dtype=torch.float64)
-        recording = recorded(module, few)
-        plan = _ready(module, recording)
+        plan = _ready(module, recorded(module, few), len(rows))
         if not _true(module, plan, few):
             return "computes something else than its torch functions one after another"
     except Unrecordable as error:
@@ -123,7 +128,7 @@ def _made(module: nn.Module, x: Inputs) -> _Plan | str:
     return plan
 
 
-def _ready(module: nn.Module, recording: Recording) -> _Plan:
+def _ready(module: nn.Module, recording: Recording, rows: int) -> _Plan:
     steps = []
     for step in recording.steps:
         rule, args = RULES.get(step.function), None
@@ -145,6 +150,7 @@ def _ready(module: nn.Module, recording: Recording) -> _Plan:
     read = [place for step in recording.steps for place in step.places] + [recording.out]
     return _Plan(
         recording,
+        rows,
         tuple(steps),
         {name: tensors[name].dim() for name in recording.leaves},
         frozenset(place for place in read if read.count(place) > 1),
@@ -155,7 +161,7 @@ def _true(module: nn.Module, plan: _Plan, x: Inputs) -> bool:
     """Say whether a plan computes what the module does, for two clients of which one has fewer
     rows.
     """
-    counts = EXAMPLES
+    counts = count(x), OTHERS
     names = [name for name, _ in module.named_parameters()]
     tensors = _tensors(module)
     chunk = each(lambda t: torch.stack([t, t[torch.arange(len(t)) % counts[1]]]), x)
@@ -188,11 +194,6 @@ def _true(module: nn.Module, plan: _Plan, x: Inputs) -> bool:
     return apart <= 1e-8 * max(float(t.detach().abs().max()) for _, t in pairs if t.numel())
 
 
-def some(x: Inputs, lifted: bool) -> Inputs:
-    """Return a few examples of a chunk's."""
-    return each(lambda t: t.flatten(0, 1 + lifted)[: EXAMPLES[0]], x)
-
-
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
 
@@ -208,7 +209,7 @@ def kernel(module: nn.Module) -> Passage:
         through: bool,
         rows: Rows = Rows(),
     ) -> Pass:
-        plan = _plan(module, some(x, lifted))
+        plan = _plan(module, each(lambda t: t[0, 0] if lifted else t[0], x))
         if isinstance(plan, str):
             refuse(module, x)
             raise AssertionError

@@ -115,8 +115,11 @@ class PhasePlan:
 
     @property
     def examples(self) -> Inputs:
-        """Return a few rows of the data, [N, ...], as they are before augmentation."""
-        return self._split.take(self._split.index[:8])
+        """Return as many rows of the data as the largest batch has, [N, ...], as they are before
+        augmentation.
+        """
+        most = int(self._counts.max())
+        return self._split.take(self._split.index[: min(most, self._phase.batch_size or most)])
 
     def active(self, step: int) -> int:
         """Return how many clients are still training in `step`; they are a prefix of the chunk."""

@@ -2,7 +2,6 @@
 draw by draw: outputs, slopes and running statistics, for clients of unequal numbers of rows.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -325,6 +324,10 @@ NOT_RECORDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         "an example alone",
     ),
     "their number is a factor": (lambda m, x: m.last(x) / len(x) ** 0.5, "number of rows|numbers"),
+    "their number decides late": (
+        lambda m, x: torch.cat([m.norm(part) for part in m.last(x).split(16)]),
+        "something else",
+    ),
     "their number is a shift": (
         lambda m, x: m.last(x).roll(len(x) + 1, 1),
         "computes with the number of rows",
@@ -348,8 +351,8 @@ NOT_RECORDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 def test_what_is_not_recorded(name: str):
     """Whatever a recording could get wrong is run as it is."""
     forward, words = NOT_RECORDED[name]
-    module = seeded(lambda: Counting(forward)).double().requires_grad_(False)
-    x = numbers(5, 4, seed=2)
+    module = in_training(seeded(lambda: Counting(forward)).double()).requires_grad_(False)
+    x = numbers(20, 4, seed=2)
     assert not layers.supported(module, x)
     with pytest.raises(ValueError, match=rf"layers kernel .*Counting, which .*({words})"):
         layers.refuse(module, x)
@@ -364,4 +367,5 @@ def test_a_recording_is_made_once_for_all_copies():
     )
     assert layers._plan(single, x) is layers._plan(double, x.double())
     assert layers._plan(method.module(torch.zeros(1)), x) is not layers._plan(single, x)
-    assert copy.deepcopy(single) is not single
+    rows = [layers._plan(single, torch.rand(n, 8)).rows for n in (4, 30, 12)]
+    assert rows == [8, 30, 30]
