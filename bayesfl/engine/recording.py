@@ -126,7 +126,6 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._places: dict[int, int] = {}
         self._kept: list[Tensor] = []  # as long as they live, their ids are theirs alone
-        self._written: set[int] = set()
         self._steps: list[Step] = []
         self._constants: dict[int, Tensor] = {}
         inputs = each(lambda t: _fresh(t[:rows]), x)

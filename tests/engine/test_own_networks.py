@@ -326,7 +326,7 @@ NOT_RECORDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "their number is a factor": (lambda m, x: m.last(x) / len(x) ** 0.5, "number of rows|numbers"),
     "their number decides late": (
         lambda m, x: torch.cat([m.norm(part) for part in m.last(x).split(16)]),
-        "something else",
+        "cannot be run for several",
     ),
     "their number is a shift": (
         lambda m, x: m.last(x).roll(len(x) + 1, 1),
