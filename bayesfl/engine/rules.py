@@ -8,7 +8,7 @@ layers autograd costs as much as the products
 torch.func, and autograd goes back through it alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -617,15 +617,9 @@ def _pair(function: Callable[[Any, Any], Tensor], slopes: Callable[..., Slopes])
         outputs = function(*wide)
 
         def back(slope: Tensor) -> Slopes:
-            found = zip(slopes(slope, *wide), (one, other), strict=True)
+            found = zip(slopes(slope, *wide), (one, other), wide, strict=True)
             return [
-                None if s is None or not want else s.sum_to_size(w.shape).view(t.shape)
-                for (s, t), w, want in zip(
-                    ((s, t) for s, t in found if isinstance(t, Tensor)),
-                    (w for w in wide if isinstance(w, Tensor)),
-                    call.wanted,
-                    strict=True,
-                )
+                s.sum_to_size(w.shape).view(t.shape) for s, t, w in found if isinstance(t, Tensor)
             ]
 
         return outputs, back
@@ -713,9 +707,7 @@ def at_draws(rule: Rule) -> Rule:
     """
 
     def spread(call: Call, *args: Any, **named: Any) -> tuple[Tensor, Backward]:
-        lifted = iter(call.lifted)
-        tensors = [*_all(args)]
-        draws = next(t.shape[1] for t, up in zip(tensors, call.lifted, strict=True) if up)
+        lifted, draws = iter(call.lifted), call.draws
         wide = _changed(args, lambda t: _spread(t, next(lifted), draws))
         inner, back = rule(
             call._replace(into=(None,) * len(call.into), lifted=(False,) * len(call.lifted)),
@@ -732,24 +724,12 @@ def at_draws(rule: Rule) -> Rule:
     return spread
 
 
-def _all(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _all(part)
-
-
 def _changed(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple | list):
         return type(value)(_changed(part, function) for part in value)
     return value
-
-
-def _minus(slope: Tensor, one: Any, other: Any) -> Slopes:
-    return [slope, -slope]
 
 
 ADD = _pair(torch.add, lambda slope, one, other: [slope, slope])
@@ -783,7 +763,9 @@ RULES: dict[Callable[..., Any], Rule] = {
     ),
     **dict.fromkeys((Tensor.detach, torch.detach), _elementwise(lambda x: x, lambda s, x: s)),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__iadd__), ADD),
-    **dict.fromkeys((torch.sub, Tensor.sub), _pair(torch.sub, _minus)),
+    **dict.fromkeys(
+        (torch.sub, Tensor.sub), _pair(torch.sub, lambda slope, one, other: [slope, -slope])
+    ),
     Tensor.__rsub__: _pair(lambda a, b: torch.sub(b, a), lambda slope, a, b: [-slope, slope]),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.mul_, Tensor.__imul__), MULTIPLY),
 }
