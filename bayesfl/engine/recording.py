@@ -157,6 +157,8 @@ class _Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is Tensor.__iter__:
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
         options, drawn = kwargs or {}, self._drawing.drawn
         if self._counts(args):
             return func(*args, **options)

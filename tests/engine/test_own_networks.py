@@ -93,10 +93,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        q, k, v = (
-            t.view(rows, length, 2, width // 2).transpose(1, 2)
-            for t in self.qkv(self.norm(x)).chunk(3, dim=-1)
-        )
+        apart = self.qkv(self.norm(x)).view(rows, length, 3, 2, width // 2)
+        q, k, v = apart.permute(2, 0, 3, 1, 4)
         weights = self.drop((q @ k.transpose(-1, -2) / 2**0.5).softmax(-1))
         heads = (weights @ v).transpose(1, 2).reshape(rows, length, width)
         return self.last((x + self.out(heads)).mean(dim=1))
