@@ -501,7 +501,9 @@ def _trained(
         type(block.prior) is Flat or is_normal(block.prior)
     ):
         return _Beliefs(algorithm, name, belief, given, weight)
-    if alone and type(block.prior) is Flat and phase.persist is None:
+    # leaves of copies do not lie in one piece, as fused optimisers take them
+    whole = block.copies is None and phase.persist is None
+    if alone and whole and type(block.prior) is Flat:
         return _Leaves(algorithm, name, belief)
     prior = (
         _Gaussian(block.prior, given, views, belief["loc"], weight)

@@ -34,9 +34,6 @@ CPU_BYTES, CPU_SMALL_CHUNK, CPU_CHUNKS = 12 * 2**20, 50, 4
 # Models of more weights are run client by client, since joining the states of a chunk's clients
 # would copy them.
 CPU_LARGE = 2_000_000
-# docs/decisions/0008: convolutional networks of at most this many weights gain from chunks; larger
-# ones are faster client by client.
-CPU_CONVOLUTIONS = 100_000
 # A client in training needs about eight times the memory of its weights: state, leaves, gradients,
 # momentum, pull and temporaries.
 COPIES = 8
@@ -116,9 +113,9 @@ class Engine:
     ) -> KernelName:
         """Choose the kernel that runs a phase, or predictions where `phase` is None.
 
-        With `auto`, networks whose forward can be recorded are run by `layers`, except large
-        convolutional ones on a CPU. Those and all others are run by `live`, or on a GPU by `vmap`
-        if torch.func can batch them.
+        With `auto`, networks whose forward can be recorded are run by `layers`, except on a CPU
+        those of which a client's step computes much, and on a GPU those with convolutions. They
+        and all others are run by `live`, or on a GPU by `vmap` if torch.func can batch them.
 
         Args:
             algorithm: The method.
@@ -138,10 +135,7 @@ class Engine:
             vmap.refuse(model)
         if self.kernel != "auto":
             return self.kernel
-        small = (
-            device.type != "cuda" and sum(p.numel() for p in model.parameters()) <= CPU_CONVOLUTIONS
-        )
-        convolutions = live.has_convolutions(model) and not small
+        large = live.has_convolutions(model) if device.type == "cuda" else layers.heavy(module, x)
         if phase is not None and phase.batch_size is None and cut(model):
             moving = {*phase.blocks, *phase.noise(algorithm)}
             if all(
@@ -149,8 +143,8 @@ class Engine:
                 for block in moving
                 for name in algorithm.layout(block).names
             ):
-                convolutions = live.has_convolutions(model.head)
-        if not convolutions and layers.supported(module, x):
+                large = live.has_convolutions(model.head)  # the body runs once
+        if not large and layers.supported(module, x):
             return "layers"
         return "vmap" if device.type == "cuda" and vmap.can_batch(model) else "live"
 

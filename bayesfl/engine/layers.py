@@ -33,6 +33,12 @@ EXAMPLES = 8
 """Fewest examples of the first client with which a recording is compared with its module."""
 OTHERS = 5
 """Examples of the second client."""
+WEIGHTS, NUMBERS = 100_000, 1_000_000
+"""Weights, and results of a step of one client, beyond both of which it is faster to go client by
+client (docs/decisions/0008).
+"""
+USUAL = 50
+"""Rows of a batch, as which predictions count."""
 
 
 class _Ready(NamedTuple):
@@ -75,6 +81,11 @@ _PLANS: "weakref.WeakKeyDictionary[nn.Module, dict[bool | None, _Plan | str]]" =
     weakref.WeakKeyDictionary()
 )
 """The plans of modules, which all threads' copies share; or why there is none."""
+_RECORDINGS: "weakref.WeakKeyDictionary[nn.Module, dict[bool | None, Recording | str]]" = (
+    weakref.WeakKeyDictionary()
+)
+_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+"""What a forward or torch.func may say to what it is not made for."""
 
 
 def supported(module: nn.Module, x: Inputs) -> bool:
@@ -88,6 +99,20 @@ def supported(module: nn.Module, x: Inputs) -> bool:
     return isinstance(_plan(module, x), _Plan)
 
 
+def heavy(module: nn.Module, x: Inputs) -> bool:
+    """Say whether one client's weights and results fill the cache, which several clients' would
+    leave; or whether that cannot be known.
+
+    Predictions count as a batch of `USUAL` rows, so that what runs them does not depend on theirs.
+    """
+    recording = _recording(module, x)
+    rows = USUAL if twin(module)[1] is False else count(x)
+    if isinstance(recording, str):
+        return True
+    weights = sum(p.numel() for p in module.parameters())
+    return weights > WEIGHTS and recording.numbers * rows > NUMBERS
+
+
 def refuse(module: nn.Module, x: Inputs) -> None:
     """Raise ValueError, saying why, if a module cannot be run."""
     if isinstance(reason := _plan(module, x), str):
@@ -95,6 +120,22 @@ def refuse(module: nn.Module, x: Inputs) -> None:
             f"the layers kernel cannot run {type(module).__name__}, which {reason}; use "
             "kernel='auto', which takes one that runs the model"
         )
+
+
+def _recording(module: nn.Module, x: Inputs) -> Recording | str:
+    """Return the recording of a module, or why there is none."""
+    origin, train = twin(module)
+    recordings = _RECORDINGS.setdefault(origin, {})
+    if train not in recordings:
+        try:
+            if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
+                raise Unrecordable("has hooks of gradients")
+            recordings[train] = recorded(_wide(module), _examples(x))
+        except Unrecordable as error:
+            recordings[train] = str(error)
+        except _ERRORS as error:
+            recordings[train] = f"cannot be recorded: {error}".splitlines()[0]
+    return recordings[train]
 
 
 def _plan(module: nn.Module, x: Inputs) -> _Plan | str:
@@ -105,27 +146,34 @@ def _plan(module: nn.Module, x: Inputs) -> _Plan | str:
     if train is False:  # of which a look before training asks more
         x = each(lambda t: t[:EXAMPLES], x)
     if plan is None or (isinstance(plan, _Plan) and plan.rows < count(x)):
-        plan = plans[train] = _made(module, x)
+        recording = _recording(module, x)
+        plan = recording if isinstance(recording, str) else _made(module, recording, x)
+        plans[train] = plan
     return plan
 
 
-def _made(module: nn.Module, x: Inputs) -> _Plan | str:
-    if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
-        return "has hooks of gradients"
-    rows = torch.arange(max(EXAMPLES, count(x))) % count(x)
-    few = in_precision(each(lambda t: t[rows.to(t.device)].cpu(), x), torch.float64)
+def _made(module: nn.Module, recording: Recording, x: Inputs) -> _Plan | str:
+    some, wide = _examples(x), _wide(module)
     try:
-        # In double precision, where rounding hides no difference.
-        module = copy.deepcopy(module).to(device="cpu", dtype=torch.float64)
-        plan = _ready(module, recorded(module, few), len(rows))
-        if not _true(module, plan, few):
+        plan = _ready(wide, recording, count(some))
+        if not _true(wide, plan, some):
             return "computes something else than its torch functions one after another"
     except Unrecordable as error:
         return str(error)
-    # whatever a forward or torch.func may say to what it is not made for
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+    except _ERRORS as error:
         return f"cannot be run for several clients at once: {error}".splitlines()[0]
     return plan
+
+
+def _wide(module: nn.Module) -> nn.Module:
+    """Return a copy in double precision, in which rounding hides no difference."""
+    return copy.deepcopy(module).to(device="cpu", dtype=torch.float64)
+
+
+def _examples(x: Inputs) -> Inputs:
+    """Return inputs in double precision, of `EXAMPLES` rows at least."""
+    rows = torch.arange(max(EXAMPLES, count(x))) % count(x)
+    return in_precision(each(lambda t: t[rows.to(t.device)].cpu(), x), torch.float64)
 
 
 def _ready(module: nn.Module, recording: Recording, rows: int) -> _Plan:

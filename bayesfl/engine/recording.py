@@ -88,6 +88,7 @@ class Recording(NamedTuple):
         steps: The steps in their order.
         out: The place of the outputs.
         size: Number of places.
+        numbers: How many numbers all results have for one row.
     """
 
     inputs: int
@@ -96,6 +97,7 @@ class Recording(NamedTuple):
     steps: tuple[Step, ...]
     out: int
     size: int
+    numbers: int
 
 
 class Unrecordable(Exception):
@@ -148,6 +150,7 @@ class _Recorder(TorchFunctionMode):
             tuple(self._steps),
             self._places[id(outputs)],
             len(self._kept),
+            sum(t.numel() for t in self._kept),
         )
 
     def __torch_function__(
@@ -270,7 +273,9 @@ def _merged(one: Recording, other: Recording) -> Recording:
         if (a.function, *a[3:]) != (b.function, *b[3:]):
             raise Unrecordable("takes other steps for other numbers of rows")
         steps.append(a._replace(args=_joint(a.args, b.args), named=_joint(a.named, b.named)))
-    return one._replace(steps=tuple(steps))
+    return one._replace(
+        steps=tuple(steps), numbers=(other.numbers - one.numbers) // (ROWS[1] - ROWS[0])
+    )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

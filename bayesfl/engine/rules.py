@@ -619,7 +619,9 @@ def _pair(function: Callable[[Any, Any], Tensor], slopes: Callable[..., Slopes])
         def back(slope: Tensor) -> Slopes:
             found = zip(slopes(slope, *wide), (one, other), wide, strict=True)
             return [
-                s.sum_to_size(w.shape).view(t.shape) for s, t, w in found if isinstance(t, Tensor)
+                s.sum_to_size(w.shape).view(t.shape)
+                for s, t, w in found
+                if s is not None and isinstance(t, Tensor)
             ]
 
         return outputs, back

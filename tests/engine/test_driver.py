@@ -76,7 +76,7 @@ def chosen(
     shape: tuple[int, ...] = (4,),
 ) -> str:
     """The kernel for a phase of FedRep, or for predictions."""
-    method, x = bf.algorithms.fedrep(model), torch.rand(3, *shape)
+    method, x = bf.algorithms.fedrep(model), torch.rand(50, *shape)
     return bf.Engine(kernel).choose(method, phase, torch.zeros(1), x, train=phase is not None)
 
 
