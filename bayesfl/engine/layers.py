@@ -7,6 +7,7 @@ two clients of different numbers of rows, in outputs, slopes and running statist
 
 import copy
 import weakref
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +28,16 @@ from bayesfl.engine.recording import (
     recorded,
 )
 from bayesfl.engine.rules import LIFTING, RULES, Backward, Call, Rule, at_draws, batched
+from bayesfl.models.altered import cut
 from bayesfl.models.modes import twin
 
 EXAMPLES = 8
 """Fewest examples of the first client with which a recording is compared with its module."""
 OTHERS = 5
 """Examples of the second client."""
-WEIGHTS, NUMBERS = 100_000, 1_000_000
-"""Weights, and results of a step of one client, beyond both of which it is faster to go client by
-client (docs/decisions/0008).
+WEIGHTS, FILTERS, NUMBERS, MOST = 100_000, 5_000, 1_000_000, 4_000_000
+"""A client whose step has more results than the last goes alone, and one that has more than the
+last but one, if it has more weights, or weights of convolutions (docs/decisions/0008).
 """
 USUAL = 50
 """Rows of a batch, as which predictions count."""
@@ -77,15 +79,15 @@ class _Plan(NamedTuple):
     shared: frozenset[int]
 
 
-_PLANS: "weakref.WeakKeyDictionary[nn.Module, dict[bool | None, _Plan | str]]" = (
+_PLANS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Plan | str]]" = (
     weakref.WeakKeyDictionary()
 )
-"""The plans of modules, which all threads' copies share; or why there is none."""
-_RECORDINGS: "weakref.WeakKeyDictionary[nn.Module, dict[bool | None, Recording | str]]" = (
+"""The plans of modules by mode and inputs, which all threads' copies share; or why there is
+none.
+"""
+_RECORDINGS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Recording | str]]" = (
     weakref.WeakKeyDictionary()
 )
-_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-"""What a forward or torch.func may say to what it is not made for."""
 
 
 def supported(module: nn.Module, x: Inputs) -> bool:
@@ -96,7 +98,19 @@ def supported(module: nn.Module, x: Inputs) -> bool:
         x: Inputs [N, ...] of a client, of at least one example; in training as many as its largest
             batch has, since a forward may ask how many there are.
     """
-    return isinstance(_plan(module, x), _Plan)
+    return all(isinstance(_plan(part, given), _Plan) for part, given in _parts(module, x))
+
+
+def _parts(module: nn.Module, x: Inputs) -> Iterator[tuple[nn.Module, Inputs]]:
+    """Yield what is run by itself, with its inputs: body and head, or the whole."""
+    if not cut(module):
+        yield module, x
+        return
+    yield module.body, x
+    tensors = {name: t.detach().clone() for name, t in module.body.state_dict().items()}
+    with torch.no_grad(), Addressed(0):
+        features = call_at(module.body, tensors, x)
+    yield module.head, features
 
 
 def heavy(module: nn.Module, x: Inputs) -> bool:
@@ -105,17 +119,21 @@ def heavy(module: nn.Module, x: Inputs) -> bool:
 
     Predictions count as a batch of `USUAL` rows, so that what runs them does not depend on theirs.
     """
-    recording = _recording(module, x)
+    recordings = [_recording(part, given) for part, given in _parts(module, x)]
     rows = USUAL if twin(module)[1] is False else count(x)
-    if isinstance(recording, str):
-        return True
-    weights = sum(p.numel() for p in module.parameters())
-    return weights > WEIGHTS and recording.numbers * rows > NUMBERS
+    numbers = sum(0 if isinstance(one, str) else one.numbers for one in recordings) * rows
+    sizes = [(p.dim() > 2, p.numel()) for p in module.parameters()]
+    weights, filters = sum(n for _, n in sizes), sum(n for wide, n in sizes if wide)
+    wide = weights > WEIGHTS or filters > FILTERS
+    unknown = any(isinstance(one, str) for one in recordings)
+    return unknown or numbers > MOST or (wide and numbers > NUMBERS)
 
 
 def refuse(module: nn.Module, x: Inputs) -> None:
     """Raise ValueError, saying why, if a module cannot be run."""
-    if isinstance(reason := _plan(module, x), str):
+    for reason in [_plan(part, given) for part, given in _parts(module, x)]:
+        if not isinstance(reason, str):
+            continue
         raise ValueError(
             f"the layers kernel cannot run {type(module).__name__}, which {reason}; use "
             "kernel='auto', which takes one that runs the model"
@@ -124,31 +142,40 @@ def refuse(module: nn.Module, x: Inputs) -> None:
 
 def _recording(module: nn.Module, x: Inputs) -> Recording | str:
     """Return the recording of a module, or why there is none."""
-    origin, train = twin(module)
+    origin, key = _key(module, x)
     recordings = _RECORDINGS.setdefault(origin, {})
-    if train not in recordings:
+    if key not in recordings:
         try:
             if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
                 raise Unrecordable("has hooks of gradients")
-            recordings[train] = recorded(_wide(module), _examples(x))
+            recordings[key] = recorded(_wide(module), _examples(x))
         except Unrecordable as error:
-            recordings[train] = str(error)
-        except _ERRORS as error:
-            recordings[train] = f"cannot be recorded: {error}".splitlines()[0]
-    return recordings[train]
+            recordings[key] = str(error)
+        except Exception as error:  # a forward may raise anything, and runs as it is
+            recordings[key] = f"cannot be recorded: {error}".splitlines()[0]
+    return recordings[key]
+
+
+def _key(module: nn.Module, x: Inputs) -> tuple[nn.Module, Hashable]:
+    """Return the module of which all threads' copies are, and what else a recording is made for:
+    the mode, and the inputs' names, shapes and types.
+    """
+    origin, train = twin(module)
+    kinds = [(name, tuple(t.shape[1:]), t.is_floating_point() or t.dtype) for name, t in named(x)]
+    return origin, (train, *kinds)
 
 
 def _plan(module: nn.Module, x: Inputs) -> _Plan | str:
     """Return how a module is run, or why it is not."""
-    origin, train = twin(module)
+    origin, key = _key(module, x)
     plans = _PLANS.setdefault(origin, {})
-    plan = plans.get(train)
-    if train is False:  # of which a look before training asks more
+    plan = plans.get(key)
+    if twin(module)[1] is False:  # of which a look before training asks more
         x = each(lambda t: t[:EXAMPLES], x)
     if plan is None or (isinstance(plan, _Plan) and plan.rows < count(x)):
         recording = _recording(module, x)
         plan = recording if isinstance(recording, str) else _made(module, recording, x)
-        plans[train] = plan
+        plans[key] = plan
     return plan
 
 
@@ -160,7 +187,7 @@ def _made(module: nn.Module, recording: Recording, x: Inputs) -> _Plan | str:
             return "computes something else than its torch functions one after another"
     except Unrecordable as error:
         return str(error)
-    except _ERRORS as error:
+    except Exception as error:  # a function may not take several clients, and runs as it is
         return f"cannot be run for several clients at once: {error}".splitlines()[0]
     return plan
 
@@ -206,40 +233,55 @@ def _ready(module: nn.Module, recording: Recording, rows: int) -> _Plan:
 
 
 def _true(module: nn.Module, plan: _Plan, x: Inputs) -> bool:
-    """Say whether a plan computes what the module does, for two clients of which one has fewer
-    rows.
+    """Say whether a plan computes what the module does, for two clients with other weights, of
+    which one has fewer rows.
+
+    The weights are moved, so that no slope is 0 as those before a head of zeros are.
     """
     counts = count(x), OTHERS
+    rng = torch.Generator().manual_seed(0)
     names = [name for name, _ in module.named_parameters()]
     tensors = _tensors(module)
     chunk = each(lambda t: torch.stack([t, t[torch.arange(len(t)) % counts[1]]]), x)
     leaves = {name: t.expand(2, *t.shape).clone() for name, t in tensors.items()}
+    for name in names:
+        noise = torch.randn(leaves[name].shape, generator=rng, dtype=torch.float64)
+        leaves[name] += (0.01 + 0.1 * tensors[name].abs().mean()) * noise
+    mine = {name: leaf.clone() for name, leaf in leaves.items()}
     slopes = {name: torch.zeros_like(leaves[name]) for name in names}
     weight = torch.ones(2, counts[0], dtype=torch.float64)
     weight[1, counts[1] :] = 0
     through = isinstance(x, Tensor) and x.is_floating_point()
-    rows = Rows(weight, (1, 2))
-    passed = _run(plan, module, leaves, slopes, chunk, False, through, rows)
-    at = torch.linspace(-1, 1, passed.outputs.numel(), dtype=torch.float64)
-    at = at.view(passed.outputs.shape)
+    passed = _run(plan, module, leaves, slopes, chunk, False, through, Rows(weight, (1, 2)))
+    at = torch.randn(passed.outputs.shape, generator=rng, dtype=torch.float64)
     at[1, counts[1] :] = 0
     into = None if passed.back is None else passed.back(at)
-    pairs: list[tuple[Tensor, Tensor]] = []
     for c, n in enumerate(counts):
-        own = {name: t.clone().requires_grad_(name in slopes) for name, t in tensors.items()}
+        own = {name: t[c].clone().requires_grad_(name in slopes) for name, t in mine.items()}
         given = each(lambda t, n=n: t[:n].clone().requires_grad_(t.is_floating_point()), x)
         with torch.enable_grad(), Addressed(c + 1):
             outputs = call_at(module, own, given)
         ends = [own[name] for name in names] + ([given] if through else [])
         found = torch.autograd.grad(outputs, ends, at[c, :n], materialize_grads=True)
-        pairs.append((passed.outputs[c, :n], outputs))
-        pairs += zip((slopes[name][c] for name in names), found, strict=False)
-        pairs += [(into[c, :n], found[-1])] if into is not None else []
-        pairs += [(leaves[name][c], t) for name, t in own.items() if t.is_floating_point()]
-    if any(one.shape != other.shape for one, other in pairs):
+        size = max(float(t.abs().max()) for t in found if t.numel()) if found else 0.0
+        pairs = [(passed.outputs[c, :n], outputs, 0.0)]
+        pairs += [(slopes[m][c], t, size) for m, t in zip(names, found, strict=False)]
+        pairs += [(into[c, :n], found[-1], size)] if into is not None else []
+        pairs += [(leaves[m][c], t, 0.0) for m, t in own.items() if t.is_floating_point()]
+        if not all(_alike(*pair) for pair in pairs):
+            return False
+    return True
+
+
+def _alike(one: Tensor, other: Tensor, size: float) -> bool:
+    """Say whether two tensors agree to rounding, that of numbers of a size where it is larger."""
+    if one.shape != other.shape:
         return False
-    apart = max(float((one - other).detach().abs().max()) for one, other in pairs if one.numel())
-    return apart <= 1e-8 * max(float(t.detach().abs().max()) for _, t in pairs if t.numel())
+    one, other = one.detach(), other.detach()
+    if torch.equal(one, other) or not one.numel():
+        return True
+    largest = max(size, float(other.abs().max()))
+    return bool((one - other).abs().max() <= 1e-8 * largest < torch.inf)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

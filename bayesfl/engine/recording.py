@@ -6,6 +6,7 @@ own thread alone. It is run for one row, two and three; a number that grows with
 from one that stays by comparing the recordings.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.inputs import Inputs, call_at, each, named
+from bayesfl.base.inputs import Inputs, call_at, each, in_precision, named
 
 ROWS = (2, 3)
 """Numbers of rows on which forwards are recorded and compared, after one row alone."""
@@ -66,6 +67,7 @@ class Step(NamedTuple):
         piece: Which of several results it is; None for a function with one.
         draw: How many draws the forward had made before, where the function makes one; else None.
         live: Whether gradients go through it.
+        dtype: The type of its result.
     """
 
     function: Callable[..., Any]
@@ -76,6 +78,7 @@ class Step(NamedTuple):
     piece: int | None
     draw: int | None
     live: bool
+    dtype: torch.dtype
 
 
 class Recording(NamedTuple):
@@ -115,10 +118,13 @@ def recorded(module: nn.Module, x: Inputs) -> Recording:
         Unrecordable: Its control flow depends on the examples or their number, it calls what torch
             does not show, or its draws are not one a function.
     """
-    one, *several = (_Recorder(module, x, rows).recording for rows in (1, *ROWS))
-    if [step.function for step in one.steps] != [step.function for step in several[0].steps]:
+    one, few, more = (_Recorder(module, x, rows).recording for rows in (1, *ROWS))
+    if [step.function for step in one.steps] != [step.function for step in few.steps]:
         raise Unrecordable("takes other steps for an example alone")
-    return _needed(_merged(*several))
+    merged = _merged(few, more)
+    single = copy.deepcopy(module).float()
+    narrow = _Recorder(single, in_precision(x, torch.float32), ROWS[0]).recording
+    return _needed(_in_any_precision(merged, narrow))
 
 
 class _Recorder(TorchFunctionMode):
@@ -129,6 +135,7 @@ class _Recorder(TorchFunctionMode):
         self._places: dict[int, int] = {}
         self._kept: list[Tensor] = []  # as long as they live, their ids are theirs alone
         self._steps: list[Step] = []
+        self._draws = 0
         self._constants: dict[int, Tensor] = {}
         inputs = each(lambda t: _fresh(t[:rows]), x)
         for count, (_, t) in enumerate(named(inputs)):
@@ -141,6 +148,8 @@ class _Recorder(TorchFunctionMode):
         count = len(self._kept)
         with torch.enable_grad(), Addressed(rows) as self._drawing, self:
             outputs = call_at(module, self._leaves, inputs)
+        if self._drawing.drawn != self._draws:
+            raise Unrecordable("draws numbers that no function of its inputs makes")
         if not isinstance(outputs, Tensor) or id(outputs) not in self._places:
             raise Unrecordable("returns no result of a torch function")
         self.recording = Recording(
@@ -185,12 +194,17 @@ class _Recorder(TorchFunctionMode):
         written = args and isinstance(args[0], Tensor) and id(args[0]) in self._names
         if written and name.endswith("_") and not name.endswith("__"):
             raise Unrecordable(f"calls {name} on a parameter or a buffer")
-        step = Step(func, *given, tuple(places), 0, None, drawn if draws else None, False)
+        step = Step(
+            func, *given, tuple(places), 0, None, drawn if draws else None, False, torch.bool
+        )
+        self._draws += draws
         for piece, t in enumerate(result) if several else [(None, result)]:
             if not isinstance(t, Tensor):
                 raise Unrecordable(f"calls {name}, which returns something beside tensors")
             place = self._place(t, len(self._kept))
-            self._steps.append(step._replace(out=place, piece=piece, live=t.requires_grad))
+            self._steps.append(
+                step._replace(out=place, piece=piece, live=t.requires_grad, dtype=t.dtype)
+            )
         return result
 
     def _place(self, t: Tensor, place: int) -> int:
@@ -218,8 +232,6 @@ class _Recorder(TorchFunctionMode):
                     self._constants[place] = value.detach()
             places.append(self._places[id(value)])
             return Given(places[-1])
-        if value is torch.float64:
-            return PRECISION
         return _rebuilt(value, lambda part: self._told(part, places))
 
 
@@ -248,7 +260,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
-def filled(value: Any, tensors: Iterator[Tensor], rows: int, precision: torch.dtype) -> Any:
+def filled(value: Any, tensors: Iterator[Any], rows: int, precision: Any) -> Any:
     """Return a step's arguments with the next of the tensors for each `Given`, with numbers for
     `Times`, of clients that have `rows` rows, and with the precision for `PRECISION`.
     """
@@ -276,6 +288,39 @@ def _merged(one: Recording, other: Recording) -> Recording:
     return one._replace(
         steps=tuple(steps), numbers=(other.numbers - one.numbers) // (ROWS[1] - ROWS[0])
     )
+
+
+def _in_any_precision(wide: Recording, narrow: Recording) -> Recording:
+    """Return a recording made in float64 with `PRECISION` for what it asked of a tensor, by one of
+    as many rows as the fewest of `ROWS` in float32.
+    """
+    if [step.function for step in wide.steps] != [step.function for step in narrow.steps]:
+        raise Unrecordable("takes other steps in another precision")
+    steps = []
+    for a, b in zip(wide.steps, narrow.steps, strict=True):
+        if (a.dtype, b.dtype) != (torch.float64, torch.float32) and a.dtype != b.dtype:
+            raise Unrecordable("computes in a precision of its own")
+        places = iter([Given(place) for place in a.places])
+        mine = filled((a.args, a.named), places, ROWS[0], PRECISION)
+        args, named = _typed(mine, (b.args, b.named), (a.args, a.named))
+        steps.append(a._replace(args=args, named=named))
+    return wide._replace(steps=tuple(steps))
+
+
+def _typed(one: Any, other: Any, told: Any) -> Any:
+    """Return the arguments `told` with `PRECISION` where they hold float64 in one recording and
+    float32 in the other.
+    """
+    if (one, other) == (torch.float64, torch.float32):
+        return PRECISION
+    if isinstance(one, Mapping):
+        return {key: _typed(part, other[key], told[key]) for key, part in one.items()}
+    if isinstance(one, tuple | list) and not isinstance(one, Given):
+        parts = [*map(_typed, one, other, told)]
+        return parts if isinstance(one, list) else tuple(parts)
+    if isinstance(one, slice) or one == other:
+        return told
+    raise Unrecordable("computes with the limits of its precision")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -291,6 +291,9 @@ class Counting(nn.Module):
     def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
         self.last, self.norm, self.own = nn.Linear(4, 3), nn.BatchNorm1d(3), forward
+        self.zeros = nn.Linear(3, 3)
+        nn.init.zeros_(self.zeros.weight)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf))  # next to which all is small
 
     def forward(self, x: Tensor) -> Tensor:
         return self.own(self, x)
@@ -331,7 +334,16 @@ NOT_RECORDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         "computes with the number of rows",
     ),
     "rows are mixed": (lambda m, x: m.last(x) - m.last(x).mean(0), "something else"),
-    "numbers are drawn": (lambda m, x: m.last(x) + torch.randn(3, dtype=x.dtype), "differ"),
+    "numbers are drawn": (lambda m, x: m.last(x) + torch.randn(3, dtype=x.dtype), "draws numbers"),
+    "one number is drawn": (lambda m, x: m.last(x) * (torch.rand(()) < 0.9), "draws numbers"),
+    "limits of the precision": (
+        lambda m, x: m.last(x).clamp(min=torch.finfo(x.dtype).tiny),
+        "limits of its precision",
+    ),
+    "gradients of its own before zeros": (
+        lambda m, x: m.zeros(Doubled.apply(m.last(x))),
+        "something else",
+    ),
     "a draw without a rule": (
         lambda m, x: F.alpha_dropout(m.last(x), 0.5, True),
         "draws|has no rule",
@@ -354,6 +366,35 @@ def test_what_is_not_recorded(name: str):
     assert not layers.supported(module, x)
     with pytest.raises(ValueError, match=rf"layers kernel .*Counting, which .*({words})"):
         layers.refuse(module, x)
+
+
+def test_a_recording_is_of_one_shape():
+    """A size that is read is another for other inputs, and so is the recording."""
+    module = nn.Sequential(nn.Conv2d(1, 2, 1), Whole(), nn.Flatten()).double()
+    module.requires_grad_(False)
+    for size in (4, 6):
+        x = numbers(2, 3, 1, size, size, seed=size)
+        leaves = {name: p.expand(2, *p.shape) for name, p in module.named_parameters()}
+        found = layers.kernel(module)(leaves, {}, x, False, False).outputs
+        assert_close(found[1], module(x[1]), rtol=0, atol=1e-12)
+
+
+class Whole(nn.Module):
+    """The mean over an image, by a pooling of its size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, x.shape[-1])
+
+
+def test_an_embedding_gives_no_client_the_rows_of_another():
+    """A number beyond the table, or below 0, is an error as in torch."""
+    table = nn.Embedding(3, 2).requires_grad_(False)
+    leaves = {"weight": table.weight.expand(2, 3, 2).clone()}
+    passage = layers.kernel(table)
+    passage(leaves, {}, torch.tensor([[0, 2], [1, 2]]), False, False)
+    for wrong in (3, -1):
+        with pytest.raises(IndexError, match="3 rows"):
+            passage(leaves, {}, torch.tensor([[0, wrong], [1, 2]]), False, False)
 
 
 def test_a_recording_is_made_once_for_all_copies():
