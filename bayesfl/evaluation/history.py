@@ -42,15 +42,18 @@ class History:
     Args:
         rows: Mappings from column to number.
         absent: {round: ids of clients that were asked and whose work was not taken}.
+        recorded: {round: {column: a value for each client, [J]}}, where a run records them.
     """
 
     def __init__(
         self,
         rows: Sequence[Mapping[str, Any]] = (),
         absent: Mapping[int, Sequence[int]] | None = None,
+        recorded: Mapping[int, Mapping[str, np.ndarray]] | None = None,
     ) -> None:
         self.rows: list[dict[str, Any]] = [dict(row) for row in rows]
         self.absent = dict(absent or {})
+        self.recorded = dict(recorded or {})
 
     def append(self, row: Mapping[str, Any], absent: Sequence[int] = ()) -> None:
         """Add the row of a round, and the ids of clients that were asked in vain."""
@@ -58,9 +61,17 @@ class History:
         if absent:
             self.absent[row["round"]] = absent
 
+    def record(self, values: Mapping[str, np.ndarray]) -> None:
+        """Keep clients' own values, {column: [J]}, of the last row's round."""
+        # A mapping of its own, as copies share those of their rounds.
+        self.recorded[self.rows[-1]["round"]] = {
+            **self.recorded.get(self.rows[-1]["round"], {}),
+            **values,
+        }
+
     def copy(self) -> "History":
         """Return a history with rows of its own."""
-        return History(self.rows, self.absent)
+        return History(self.rows, self.absent, self.recorded)
 
     @property
     def columns(self) -> list[str]:
@@ -93,7 +104,7 @@ class History:
             IndexError: There is no such row.
         """
         if isinstance(column, slice):
-            return History(self.rows[column], self.absent)
+            return History(self.rows[column], self.absent, self.recorded)
         if isinstance(column, int | np.integer):
             return self.rows[int(column)]
         if column not in self.columns:
@@ -107,6 +118,39 @@ class History:
                 * lacks
             )
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
+
+    def clients(self, column: str) -> np.ndarray:
+        """Return every client's own values of a column, [rounds, J] in float64; NaN for rounds that
+        were not evaluated, and for clients without a value, as those without rows.
+
+        The clients stand in the order of `clients.client_names`.
+
+        >>> history = History([{"round": 1, "personal_nll": 0.5}])
+        >>> history.record({"personal_nll": np.array([0.25, 0.75])})
+        >>> history.append({"round": 2})
+        >>> history.clients("personal_nll")
+        array([[0.25, 0.75],
+               [ nan,  nan]])
+
+        Args:
+            column: The column, as `personal_accuracy`, of which `history["personal_accuracy"]` is
+                the mean over clients.
+
+        Raises:
+            KeyError: The run did not record it; the message says how to.
+        """
+        found = {
+            round: values[column] for round, values in self.recorded.items() if column in values
+        }
+        if not found:
+            there = list(dict.fromkeys(name for of in self.recorded.values() for name in of))
+            raise KeyError(
+                f"clients' own {column!r} were not recorded, only {there}: pass the measures, as "
+                "bf.simulate(..., record_clients=('accuracy', 'nll'))"
+            )
+        nothing = np.full_like(next(iter(found.values())), np.nan)
+        rows = [found.get(row["round"], nothing) for row in self.rows]
+        return np.array(rows).reshape(len(rows), len(nothing))
 
     def best(self, column: str, *, lowest: bool | None = None) -> dict[str, Any]:
         """Return the row in which a column is best; use it with validation columns, never with test

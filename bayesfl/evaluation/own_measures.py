@@ -43,9 +43,8 @@ def measured(
     predictions: Predictions,
     split: ClientData,
     taken: Collection[str] = (),
-) -> dict[str, float]:
-    """Compute the measures as means over the clients that have rows; clients for which one is NaN
-    are left out of it.
+) -> dict[str, np.ndarray]:
+    """Compute the measures of every client, [J] each in float64; NaN for a client without rows.
 
     Args:
         measures: The measures by name.
@@ -59,17 +58,26 @@ def measured(
     clash = sorted(measures.keys() & set(taken))
     if clash:
         raise ValueError(f"measures {clash} have names that the library's own have; choose others")
-    out: dict[str, float] = {}
+    out: dict[str, np.ndarray] = {}
     for name, measure in measures.items():
-        values = []
+        out[name] = np.full(len(predictions.mask), np.nan)
         for j in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
             try:
-                values.append(
-                    float(measure(of_client(predictions, j), split.y[split.rows(j)].cpu()))
+                out[name][j] = float(
+                    measure(of_client(predictions, j), split.y[split.rows(j)].cpu())
                 )
             except Exception as error:  # a user's function may raise anything; it is passed on
                 error.add_note(f"raised by the measure {name!r} for client {j}")
                 raise
-        known = [value for value in values if not np.isnan(value)]
-        out[name] = float(np.mean(known)) if known else float("nan")
     return out
+
+
+def means(measured: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the means of measures [J] over the clients of which they are not NaN; NaN where there
+    are none.
+    """
+    known = {name: values[~np.isnan(values)] for name, values in measured.items()}
+    return {
+        name: float(np.mean(values)) if len(values) else float("nan")
+        for name, values in known.items()
+    }

@@ -172,20 +172,6 @@ class Predictions:
             found[f"pooled_{name}"] = float(_share(values.flatten(), among.flatten()))
         return found
 
-    def table(self, split: ClientData) -> dict[str, np.ndarray]:
-        """Return every measure that `summary` averages, of every client, as columns [J], ready for
-        a data frame.
-
-        Args:
-            split: The split that was predicted.
-
-        Raises:
-            ValueError: As by `summary`.
-        """
-        kind, given, options = self._measured(split)
-        promised = {name: _share(*pair).numpy() for name, pair in self._promised(split).items()}
-        return _TABLES[kind](*given, names=self.names, **options) | promised
-
     def named_sets(self) -> list[Any]:
         """Return the conformal sets as the names of their classes, or their numbers where classes
         have none, the most probable first.
@@ -330,6 +316,39 @@ _TABLES: dict[str, Callable[..., dict[str, np.ndarray]]] = {
     "numbers": metrics.regression_table,
     "intervals": metrics.interval_table,
 }
+
+
+MEASURES: dict[str, tuple[str, ...]] = {
+    "classes": ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc"),
+    "numbers": ("rmse", "nll", "crps", "coverage_50", "coverage_90", "width_90"),
+    "intervals": ("rmse", "pinball", "coverage", "width", "interval_score"),
+}
+"""What is measured of every client, by what it predicts."""
+
+
+def measures_of(likelihood: Likelihood) -> tuple[str, ...]:
+    """Return the names of the measures of every client that predicts under a likelihood."""
+    if likelihood.task == "classification":
+        return MEASURES["classes"]
+    return MEASURES["intervals" if hasattr(likelihood, "level") else "numbers"]
+
+
+def by_client(predictions: Predictions, split: ClientData) -> dict[str, np.ndarray]:
+    """Return every measure that `Predictions.summary` averages, of every client, [J] each, after
+    its name and its number of examples.
+
+    Args:
+        predictions: Predictions of all clients.
+        split: The split that was predicted.
+
+    Raises:
+        ValueError: As by `Predictions.summary`.
+    """
+    kind, given, options = predictions._measured(split)
+    promised = predictions._promised(split)
+    return _TABLES[kind](*given, names=predictions.names, **options) | {
+        name: _share(*pair).numpy() for name, pair in promised.items()
+    }
 
 
 def _share(values: Tensor, among: Tensor) -> Tensor:

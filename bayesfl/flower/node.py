@@ -24,7 +24,7 @@ from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
-from bayesfl.evaluation.own_measures import Measure, measured
+from bayesfl.evaluation.own_measures import Measure, means, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, answers
 from bayesfl.federation.clients import surveying
@@ -379,7 +379,7 @@ class Node:
         summary = predictions.summary(split)
         known = {name: summary[name] for name in records.MEASURES if name in summary}
         try:
-            known |= measured(self.measures, predictions, split, summary)
+            known |= means(measured(self.measures, predictions, split, summary))
         except Exception:  # of a user's own function; the library's measures are sent all the same
             log.exception("the measures of one's own are left out")
         return {

@@ -137,3 +137,38 @@ def test_rows_by_place():
     assert history[:1].rows == history.rows[:1]
     with pytest.raises(IndexError):
         history[2]
+
+
+def recorded() -> History:
+    """Three clients; the second round was not evaluated, and the third client has no rows."""
+    found = History()
+    for round, values in ((1, [0.5, 0.7, math.nan]), (2, None), (3, [0.25, 1.0, math.nan])):
+        found.append({"round": round})
+        if values is not None:
+            found.record({"personal_nll": np.array(values)})
+            found.record({"global_nll": np.array(values) + 1})
+    return found
+
+
+def test_clients_values_have_a_row_for_each_round():
+    """NaN for a round that was not evaluated, a slice has the rows of its rounds, and a copy goes
+    its own way.
+    """
+    wanted = np.array([[0.5, 0.7, math.nan], [math.nan] * 3, [0.25, 1.0, math.nan]])
+    whole = recorded()
+    np.testing.assert_array_equal(whole.clients("personal_nll"), wanted, strict=True)
+    np.testing.assert_array_equal(whole.clients("global_nll"), wanted + 1)
+    np.testing.assert_array_equal(whole[1:].clients("personal_nll"), wanted[1:])
+    assert whole[:0].clients("personal_nll").shape == (0, 3)
+    before = whole.copy()
+    whole.record({"personal_nll": np.zeros(3), "before_pool_nll": np.ones(3)})
+    np.testing.assert_array_equal(before.clients("personal_nll"), wanted)
+    np.testing.assert_array_equal(whole.clients("personal_nll")[2], np.zeros(3))
+    np.testing.assert_array_equal(whole.clients("global_nll"), wanted + 1)
+
+
+def test_what_was_not_recorded_names_the_option():
+    """And what was recorded."""
+    for found, there in ((history(), ""), (recorded(), "'personal_nll', 'global_nll'")):
+        with pytest.raises(KeyError, match=rf"'personal_ece' .*only \[{there}\].*record_clients="):
+            found.clients("personal_ece")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bayesfl.data import ClientData
-from bayesfl.evaluation.own_measures import check_measures, measured
+from bayesfl.evaluation.own_measures import check_measures, means, measured
 from bayesfl.evaluation.predictions import Predictions
 
 SPLIT = ClientData(
@@ -22,7 +22,7 @@ PREDICTIONS = Predictions(mask=MASK, epistemic=torch.zeros(3, 3), probs=torch.fu
 
 def test_a_measure_is_a_mean_over_the_clients_that_have_one():
     """Each is given one client's rows without padding, with its own labels; a client without rows
-    is left out, and so is NaN.
+    has none, and NaN is left out of the mean.
     """
     seen: list[tuple[int, list[int]]] = []
 
@@ -40,9 +40,12 @@ def test_a_measure_is_a_mean_over_the_clients_that_have_one():
         SPLIT,
     )
     assert seen == [(2, [0, 1]), (3, [1, 0, 1])]
-    assert found["ones"] == 1.5
-    assert math.isnan(found["none"])
-    assert found["first"] == 0.0
+    np.testing.assert_array_equal(found["ones"], [1.0, math.nan, 2.0])
+    np.testing.assert_array_equal(found["first"], [0.0, math.nan, math.nan])
+    mean = means(found)
+    assert mean["ones"] == 1.5
+    assert math.isnan(mean["none"])
+    assert mean["first"] == 0.0
 
 
 def test_names_are_names():

@@ -8,8 +8,14 @@ import torch
 from torch.testing import assert_close
 
 from bayesfl.data import ClientData
-from bayesfl.evaluation.predictions import Collector, Predictions
-from bayesfl.likelihoods import Gaussian, Poisson, Quantiles
+from bayesfl.evaluation.predictions import (
+    MEASURES,
+    Collector,
+    Predictions,
+    by_client,
+    measures_of,
+)
+from bayesfl.likelihoods import Categorical, Gaussian, Poisson, Quantiles
 
 
 def split(*counts: int) -> ClientData:
@@ -170,7 +176,7 @@ def test_each_label_is_measured_as_an_example():
     data = ClientData(torch.zeros(5, 2), y, torch.arange(5), np.array([3, 2]))
     mask = torch.tensor([[True, True, True], [True, True, False]])
     found = Predictions(mask, probs[..., 0], probs=probs, names=("Bern", "Chur"))
-    table = found.table(data)
+    table = by_client(found, data)
     assert table["examples"].tolist() == [10, 8]
     right = probs.argmax(-1) == torch.stack([y[:3], torch.cat([y[3:], y[:1]])])
     assert table["accuracy"].tolist() == pytest.approx(
@@ -196,12 +202,32 @@ def test_numbers_are_measured_under_the_likelihood():
         nll = -float(wanted.log_prob(y).mean())
         assert found.summary(data)["nll"] == pytest.approx(nll, abs=1e-6)
         assert found.client(0).likelihood is likelihood
-        assert found.table(data)["client"].tolist() == [0]
+        assert by_client(found, data)["client"].tolist() == [0]
     ends = Predictions(
         mask, epistemic, mean=mean, lower=mean - 1, upper=mean + 1, likelihood=Quantiles(0.5)
     )
     assert ends.summary(data)["interval_score"] == pytest.approx((2 + 4 * 1 + 2 + 2 + 4 * 2) / 3)
     assert bool(ends.aleatoric.isnan().all())
+
+
+def test_the_measures_of_clients_are_known_beforehand():
+    """By the likelihood; of a client that was not predicted each is NaN."""
+    mask = torch.tensor([[True, True], [False, False]])
+    epistemic, ends = torch.zeros(2, 2), torch.zeros(2, 2, 1)
+    for likelihood, kind, tensors in (
+        (Categorical(), "classes", {"probs": torch.full((2, 2, 3), 1 / 3)}),
+        (Gaussian(), "numbers", {"mean": ends, "variance": ends + 1}),
+        (Poisson(), "numbers", {"mean": ends + 1, "variance": ends + 1}),
+        (Quantiles(), "intervals", {"mean": ends, "lower": ends - 1, "upper": ends + 1}),
+    ):
+        found = Predictions(mask, epistemic, likelihood=likelihood, **tensors)
+        labels = torch.arange(4) if kind == "classes" else torch.arange(4.0)
+        data = ClientData(torch.zeros(4, 2), labels % 3, torch.arange(4), np.array([2, 2]))
+        columns = by_client(found, data)
+        assert tuple(columns) == ("client", "examples", *MEASURES[kind])
+        assert measures_of(likelihood) == MEASURES[kind]
+        assert columns["examples"].tolist() == [2, 0]
+        assert all(np.isnan(columns[name][1]) for name in MEASURES[kind])
 
 
 def test_places_take_sets_and_answers_along():

@@ -7,7 +7,7 @@ is made, to be saved by `axes.figure.savefig("diagram.png")`; to draw into a fig
 pass `ax`. Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 """
 
-from bayesfl.evaluation.plots.clients import collaboration
+from bayesfl.evaluation.plots.clients import client_curves, collaboration
 from bayesfl.evaluation.plots.curves import learning_curves, risk_coverage
 from bayesfl.evaluation.plots.diagrams import reliability, reliability_compare
 from bayesfl.evaluation.plots.look import OKABE_ITO
@@ -16,6 +16,7 @@ from bayesfl.evaluation.plots.promises import coverage, evidence
 
 __all__ = [
     "OKABE_ITO",
+    "client_curves",
     "collaboration",
     "coverage",
     "evidence",

@@ -1,4 +1,6 @@
-"""Diagrams client by client: the weights by which models are mixed."""
+"""Diagrams client by client: a measure against the rounds, and the weights by which models are
+mixed.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -7,10 +9,49 @@ import numpy as np
 from torch import Tensor
 
 from bayesfl.data.names import check_names
-from bayesfl.evaluation.plots.look import BLUE, new_figure, some
+from bayesfl.evaluation.history import History
+from bayesfl.evaluation.plots.look import BLUE, INK, clean, new_figure, some
+from bayesfl.evaluation.report import in_prose
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+def client_curves(
+    history: History, column: str, *, ax: "Axes | None" = None, title: str | None = None
+) -> "Axes":
+    """Draw a measure against the rounds, a thin line for each client and a bold one for their
+    mean.
+
+    Args:
+        history: Of a run with `record_clients`.
+        column: What to draw, as `personal_accuracy`.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    Raises:
+        KeyError: The run did not record it.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    values, rounds = history.clients(column), history["round"]
+    ax = new_figure((5.6, 3.6)).add_subplot() if ax is None else ax
+    for own in values.T:
+        there = np.isfinite(own)
+        ax.plot(rounds[there], own[there], color=BLUE, alpha=0.35, linewidth=0.8)
+    mean = history[column]
+    there = np.isfinite(mean)
+    ax.plot(rounds[there], mean[there], color=INK, linewidth=2.4, label="mean over clients")
+    ax.xaxis.set_major_locator(
+        MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+    )
+    ax.set(xlabel="round", ylabel=in_prose(column), title=title or "")
+    clean(ax, grid="both")
+    ax.legend(frameon=False, fontsize="small")
+    return ax
 
 
 def collaboration(

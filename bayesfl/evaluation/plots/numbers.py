@@ -148,7 +148,7 @@ def _predictions(source: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Distribut
         if found.variance is None:
             raise ValueError(
                 "predictions of classes, and intervals by quantiles, which have one level, have no "
-                "variance: take plots.reliability, or result.predict().table(clients.test)"
+                "variance: take plots.reliability, or result.table()"
             )
         targets, mask = test.padded_labels()
         return (

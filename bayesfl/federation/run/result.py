@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from bayesfl.evaluation.alarm import Alarm, Watched
 from bayesfl.evaluation.audit import Audit, Counting, Groups, units
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, by_client
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Survey, conduct
 from bayesfl.federation.clients import predict, surveying, tuning
 from bayesfl.federation.clients.client_model import (
@@ -44,6 +44,9 @@ from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import Chosen, identity, reading
 from bayesfl.models.copies import refuse_changed
 from bayesfl.optim import rate_at
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 METHODS_START = "the method's own start"
 """What a run began from that did not begin from another."""
@@ -211,6 +214,35 @@ class Result:
             self.calibrated_predictions(split, draws).predictions,
             class_names=self.known.class_names,
         )
+
+    def table(self, split: str = "test", *, draws: int | None = None) -> "pd.DataFrame":
+        """Return every measure of every client's predictions of a split, as a data frame of pandas
+        with a row for each client, by its name.
+
+        Args:
+            split: Name of the split that is predicted, as `validation`.
+            draws: As of `predict`.
+
+        Returns:
+            Columns `train_rows`, `test_rows` and so on, the client's rows in each split; then of
+            classes `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`; of numbers and
+            intervals what `bf.metrics.regression_table` and `interval_table` have; and what steps
+            of calibration add, as `coverage` and `set_size`. NaN for a client without rows in the
+            split.
+
+        Raises:
+            KeyError: The data have no such split.
+            ValueError: As by `predict`.
+            DivergenceError: As by `predict`.
+        """
+        import pandas as pd
+
+        rows = self.data.splits[split]
+        measured = by_client(self.predict(rows, draws=draws), rows)
+        columns = {f"{name}_rows": part.counts for name, part in self.data.splits.items()} | {
+            name: values for name, values in measured.items() if name not in ("client", "examples")
+        }
+        return pd.DataFrame(columns, index=pd.Index(self.known.client_names, name="client"))
 
     def calibrated_predictions(
         self, split: ClientData, draws: int | None = None

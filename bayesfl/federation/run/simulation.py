@@ -23,8 +23,8 @@ from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import PREFIXES, History
-from bayesfl.evaluation.own_measures import Measure, check_measures, measured
-from bayesfl.evaluation.predictions import Collector, Predictions
+from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
+from bayesfl.evaluation.predictions import Collector, Predictions, by_client, measures_of
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.local import Local, State, private_rows, touched
 from bayesfl.federation.errors import DivergenceError, FailedRound
@@ -56,7 +56,7 @@ UNCALIBRATED = (
 )
 
 
-@declared
+@declared(idle={("evaluate_every", None): ("record_clients",)})
 def simulate(
     algorithm: Method,
     clients: Federation,
@@ -83,6 +83,7 @@ def simulate(
     faults: FaultPlan | None = None,
     on_round: Annotated[Sequence[Callback], check_callbacks] = (),
     measures: Annotated[Mapping[str, Measure], check_measures] = {},
+    record_clients: Sequence[str] = (),
     progress: bool | None = None,
 ) -> Result:
     """Train a federation on this machine.
@@ -130,6 +131,9 @@ def simulate(
         measures: {name: function} of measures beside the library's own, each from one client's
             predictions and its labels to a number; the mean over clients becomes a column such as
             `personal_name`.
+        record_clients: Measures, as `("accuracy", "nll")`, of which the history keeps every
+            client's own at each evaluation, beside the mean: `history.clients("personal_accuracy")`
+            has them, `validation_accuracy` and other prefixes likewise.
         progress: Whether to show a progress bar; None shows one if standard error is a terminal.
 
     Raises:
@@ -164,6 +168,7 @@ def simulate(
         if start is not None and goes_on is None:
             before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
         preflight.check(algorithm, clients)
+        _check_recorded(record_clients, (*measures_of(algorithm.likelihood), *measures), settings)
         if goes_on is None:
             result = _begun(
                 algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype
@@ -203,6 +208,7 @@ def simulate(
             faults,
             on_round,
             measures,
+            record_clients,
             checkpoint,
             every,
             progress,
@@ -251,6 +257,24 @@ def _refuse_contradictions(
         )
     if settings.evaluate_every is not None:
         tuning.check_tunable(algorithm, clients)
+
+
+def _check_recorded(recorded: Sequence[str], known: Sequence[str], settings: Settings) -> None:
+    """Check, before anything is trained, that clients have these measures and may tell them.
+
+    Raises:
+        ValueError: There is no such measure, or the run is one of `ClientPrivacy`.
+    """
+    if unknown := [name for name in recorded if name not in known]:
+        raise ValueError(
+            f"record_clients takes some of {list(known)}, without a prefix such as personal_; got "
+            f"{unknown[0]!r}"
+        )
+    if recorded and settings.sampling == "poisson":
+        raise ValueError(
+            "record_clients keeps clients' own measures, which no noise covers, so that the run's "
+            "epsilon would not hold for its history; leave it out under ClientPrivacy"
+        )
 
 
 def _from_where(
@@ -402,6 +426,7 @@ class _Simulation:
         faults: As of `simulate`.
         callbacks: As of `simulate`.
         measures: As of `simulate`.
+        recorded: `record_clients` of `simulate`.
         checkpoint: As of `simulate`.
         every: As of `simulate`.
         progress: As of `simulate`.
@@ -412,6 +437,7 @@ class _Simulation:
     faults: FaultPlan | None
     callbacks: Sequence[Callback]
     measures: Mapping[str, Measure]
+    recorded: Sequence[str]
     checkpoint: str | os.PathLike[str] | None
     every: int
     progress: bool | None
@@ -484,32 +510,36 @@ class _Simulation:
         """Add the measures of the models to the last row of the history; an error carries the run
         as its `result`.
         """
-        row = result.history[-1]
+        history = result.history
         try:
             if before is not None and not before.empty:
-                row |= self._columns("before_pool", before.predictions(), self.data.test)
-            row |= self._measured(local, result.state, crew)
+                self._note(history, "before_pool", before.predictions(), self.data.test)
+            self._measure(history, local, result.state, crew)
         except Exception as error:
             # Raised in fine-tuning, or by a user's measure, when the round itself is done: an error
             # of whatever class carries the run, as a DivergenceError does.
             error.result = result  # type: ignore[attr-defined]
             raise
 
-    def _measured(self, local: Local, state: State, crew: Crew) -> dict[str, float]:
-        """Return the history's columns that measure the models after aggregation."""
+    def _measure(self, history: History, local: Local, state: State, crew: Crew) -> None:
+        """Add the measures of the models after aggregation."""
         value = tuning.tune(local, state, self.data, crew)
         splits = {name: self.data.splits[name] for name in PREFIXES if name in self.data.splits}
         predicted = predict.personal(local, state, list(splits.values()), crew, value=value)
-        row = {}
         for (name, split), predictions in zip(splits.items(), predicted, strict=True):
-            row |= self._columns(PREFIXES[name], predictions, split)
+            self._note(history, PREFIXES[name], predictions, split)
         shared = predict.shared(local, state, self.data.test)
-        return row if shared is None else row | self._columns("global", shared, self.data.test)
+        if shared is not None:
+            self._note(history, "global", shared, self.data.test)
 
-    def _columns(
-        self, prefix: str, predictions: Predictions, split: ClientData
-    ) -> dict[str, float]:
-        """Return the library's measures of some predictions, and the user's."""
+    def _note(
+        self, history: History, prefix: str, predictions: Predictions, split: ClientData
+    ) -> None:
+        """Add the library's measures of some predictions, and the user's."""
         found = predictions.summary(split)
-        found |= measured(self.measures, predictions, split, found)
-        return {f"{prefix}_{name}": value for name, value in found.items()}
+        own = measured(self.measures, predictions, split, found)
+        found |= means(own)
+        history[-1].update({f"{prefix}_{name}": value for name, value in found.items()})
+        if self.recorded:
+            each = by_client(predictions, split) | own
+            history.record({f"{prefix}_{name}": each[name] for name in self.recorded})

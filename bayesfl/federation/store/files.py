@@ -130,6 +130,27 @@ def _read_fitted(found: Mapping[str, Any]) -> tuple[Fitted, ...]:
     return tuple(fitted)
 
 
+def _write_history(history: History) -> dict[str, Any]:
+    recorded = dict.fromkeys(column for of in history.recorded.values() for column in of)
+    return {
+        "rows": history.rows,
+        "absent": list(history.absent.items()),
+        "clients": {column: torch.from_numpy(history.clients(column)) for column in recorded},
+    }
+
+
+def _read_history(found: Mapping[str, Any]) -> History:
+    # Files of 0.3 have no values of clients.
+    recorded = {column: t.cpu().numpy() for column, t in found.get("clients", {}).items()}
+    rounds = [row["round"] for row in found["rows"]]
+    by_round = {
+        round: {column: values[place] for column, values in recorded.items()}
+        for place, round in enumerate(rounds)
+        if recorded
+    }
+    return History(found["rows"], dict(found["absent"]), by_round)
+
+
 def optional(entry: Entry) -> Entry:
     """Return the entry of a field that may be None."""
     return Entry(*(lambda value, of=of: None if value is None else of(value) for of in entry))
@@ -140,10 +161,7 @@ WHOLE = Entry(read=int)
 TUPLE = Entry(read=as_tuples)
 METHOD = Entry(identity, dict)
 SETTINGS = Entry(asdict, lambda found: Settings(**found))
-HISTORY = Entry(
-    lambda history: {"rows": history.rows, "absent": list(history.absent.items())},
-    lambda found: History(found["rows"], dict(found["absent"])),
-)
+HISTORY = Entry(_write_history, _read_history)
 DTYPE = Entry(dtype_name, DTYPES.__getitem__)
 FITTED = Entry(_write_fitted, _read_fitted)
 COLUMNS = optional(Entry(Columns.to_json, Columns.from_json))

@@ -17,6 +17,7 @@ import bayesfl as bf
 from bayesfl.base.inputs import named
 from bayesfl.data import from_datasets
 from bayesfl.data.mapped import mapped
+from bayesfl.evaluation.predictions import by_client
 from bayesfl.likelihoods import Tokens
 from tests.federation.made import run
 
@@ -91,7 +92,7 @@ def test_labels_of_places_are_filled_up_with_what_is_not_known():
     result = run(
         bf.algorithms.fedavg(Tagger(), likelihood=Tokens(), epochs=1), data, evaluate_every=None
     )
-    table = result.predict().table(data.test)
+    table = by_client(result.predict(), data.test)
     assert table["examples"].sum() == int((data.test.y[data.test.index] >= 0).sum())
 
 

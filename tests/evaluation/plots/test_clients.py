@@ -5,9 +5,34 @@ import pytest
 import torch
 
 from bayesfl.evaluation import plots
+from bayesfl.evaluation.history import History
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
+
+
+def test_client_curves_have_a_line_for_each_client_and_their_mean():
+    """Over the rounds at which each has a value; the mean, the history's column, is the last and
+    the boldest.
+    """
+    history = History()
+    values = np.array([[0.5, 0.7, np.nan], [0.6, 0.8, 0.1], [0.7, np.nan, 0.3]])
+    for round, own in zip((2, 4, 6), values, strict=True):
+        history.append({"round": round - 1})
+        history.append({"round": round, "personal_nll": float(np.nanmean(own))})
+        history.record({"personal_nll": own})
+    mine = Figure().add_subplot()
+    ax = plots.client_curves(history, "personal_nll", ax=mine, title="t")
+    *clients, mean = ax.lines
+    wanted = [([2, 4, 6], [0.5, 0.6, 0.7]), ([2, 4], [0.7, 0.8]), ([4, 6], [0.1, 0.3])]
+    assert [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in clients] == wanted
+    assert mean.get_xdata().tolist() == [2, 4, 6]
+    np.testing.assert_allclose(mean.get_ydata(), [0.6, 0.5, 0.5])
+    assert mean.get_linewidth() > 2 * max(line.get_linewidth() for line in clients)
+    assert (ax, ax.get_title(), ax.get_ylabel()) == (mine, "t", "personal NLL")
+    plots.client_curves(history, "personal_nll").figure.canvas.draw()
+    with pytest.raises(KeyError, match="record_clients"):
+        plots.client_curves(history, "personal_accuracy")
 
 
 def test_collaboration_shows_groups_as_blocks():

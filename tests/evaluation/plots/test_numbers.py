@@ -85,7 +85,7 @@ def test_results_bring_their_distribution():
     ends = run(
         bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=2), likelihood=Quantiles()), data
     )
-    with pytest.raises(ValueError, match=r"one level, .*table\(clients\.test\)"):
+    with pytest.raises(ValueError, match=r"one level, .*result\.table\(\)"):
         plots.interval_reliability(ends)
 
 

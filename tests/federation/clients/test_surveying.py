@@ -232,7 +232,7 @@ def test_regression_has_intervals(tmp_path: Path):
     summary, before = found.summary(data.test), plain.predict().summary(data.test)
     assert {name: summary[name] for name in before} == before
     widths = [float((found.upper - found.lower)[j, mask[j]].double().mean()) for j in range(4)]
-    assert found.table(data.test)["width"] == pytest.approx(widths, abs=1e-6)
+    assert served.table()["width"].tolist() == pytest.approx(widths, abs=1e-6)
     assert (summary["coverage"], summary["width"]) == pytest.approx(
         (np.mean([float(one.double().mean()) for one in by_client]), np.mean(widths)),
         abs=1e-6,
@@ -371,13 +371,12 @@ def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
     """
     data, plain = personal
     served = plain.calibrate(Temperature(), Abstention(risk=0.06, delta=0.2))
-    found = served.predict()
-    table = found.table(data.test)
+    found, table = served.predict(), served.table()
     for j in range(5):
         (x, y), given = data.test.client(j), found.client(j)
         right = (given.probs.argmax(-1) == y)[given.answered]
-        assert table["answered"][j] == pytest.approx(float(given.answered.double().mean()))
-        assert table["answered_accuracy"][j] == pytest.approx(float(right.double().mean()))
+        assert table["answered"].iloc[j] == pytest.approx(float(given.answered.double().mean()))
+        assert table["answered_accuracy"].iloc[j] == pytest.approx(float(right.double().mean()))
         served.client(j).save(tmp_path / str(j))
         assert torch.equal(
             bf.load_client(tmp_path / str(j), plain.algorithm).predict(x).answered, given.answered

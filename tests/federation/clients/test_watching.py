@@ -58,7 +58,7 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
     """Coverage and accuracy by client are the table's; the same under secure sums; labels by their
     names; groups by function or list.
     """
-    table, found = served.predict().table(data.test), served.audit()
+    table, found = served.table(), served.audit()
     for name, column in (
         ("coverage", "coverage"),
         ("size", "set_size"),

@@ -84,6 +84,13 @@ def test_rounds_of_nobody(model: nn.Module, clients: FederatedData):
     assert moved == pytest.approx(math.sqrt(3) / (1e-9 * 7), rel=0.2)
 
 
+def test_clients_own_measures_are_refused(model: nn.Module, clients: FederatedData):
+    """No noise covers them; before anything is trained."""
+    rule = ClientPrivacy(clip=1.0, noise_multiplier=1.0, secret=SECRET)
+    with pytest.raises(ValueError, match=r"record_clients .*epsilon .*under ClientPrivacy"):
+        privately(fedavg(model), clients, rule, evaluate_every=1, record_clients=("nll",))
+
+
 def test_the_history(model: nn.Module, clients: FederatedData):
     """What is spent so far, by both accounts, and nothing that clients would have to send."""
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.8, delta=1e-4)
