@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -44,9 +44,6 @@ from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import Chosen, identity, reading
 from bayesfl.models.copies import refuse_changed
 from bayesfl.optim import rate_at
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 METHODS_START = "the method's own start"
 """What a run began from that did not begin from another."""
@@ -215,7 +212,7 @@ class Result:
             class_names=self.known.class_names,
         )
 
-    def table(self, split: str = "test", *, draws: int | None = None) -> "pd.DataFrame":
+    def table(self, split: str = "test", *, draws: int | None = None) -> Any:
         """Return every measure of every client's predictions of a split, as a data frame of pandas
         with a row for each client, by its name.
 
