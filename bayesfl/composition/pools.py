@@ -109,8 +109,7 @@ class Mean:
         """Return the weighted mean; a copy of a block whose weights are all 0 stays as it is."""
         weight, old = total["weight"], server[name]
         if not weight.dim():
-            # in place: a vector of all weights in float64 takes long to be asked for
-            return _cast({key: total[key].div_(weight) for key in self.sends}, old)
+            return _cast({key: total[key] / weight for key in self.sends}, old)
         weight = weight.unsqueeze(-1)
         return _cast(
             {

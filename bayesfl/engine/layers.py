@@ -19,8 +19,8 @@ from bayesfl.engine.network import Pass, Passage, Rows
 from bayesfl.engine.recording import (
     PRECISION,
     Given,
+    Operation,
     Recording,
-    Step,
     Times,
     Unrecordable,
     bound,
@@ -54,7 +54,7 @@ class _Ready(NamedTuple):
         flat: Whether nothing is to be filled in but tensors.
     """
 
-    step: Step
+    step: Operation
     rule: Rule
     lifting: Rule
     args: tuple[Any, ...] | None
@@ -339,7 +339,7 @@ def _run(
     for place, t in recording.constants.items():
         dtype = like.dtype if t.is_floating_point() else t.dtype
         values[place] = t.to(like.device, dtype).expand(clients, *t.shape)
-    backs: list[tuple[Step, Backward]] = []
+    backs: list[tuple[Operation, Backward]] = []
     for ready in plan.steps:
         step = ready.step
         tensors = [values[place] for place in step.places]

@@ -55,7 +55,7 @@ class Times(NamedTuple):
     times: int
 
 
-class Step(NamedTuple):
+class Operation(NamedTuple):
     """Hold a call of a torch function.
 
     Args:
@@ -97,7 +97,7 @@ class Recording(NamedTuple):
     inputs: int
     leaves: dict[str, int]
     constants: dict[int, Tensor]
-    steps: tuple[Step, ...]
+    steps: tuple[Operation, ...]
     out: int
     size: int
     numbers: int
@@ -134,7 +134,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._places: dict[int, int] = {}
         self._kept: list[Tensor] = []  # as long as they live, their ids are theirs alone
-        self._steps: list[Step] = []
+        self._steps: list[Operation] = []
         self._draws = 0
         self._constants: dict[int, Tensor] = {}
         inputs = each(lambda t: _fresh(t[:rows]), x)
@@ -194,7 +194,7 @@ class _Recorder(TorchFunctionMode):
         written = args and isinstance(args[0], Tensor) and id(args[0]) in self._names
         if written and name.endswith("_") and not name.endswith("__"):
             raise Unrecordable(f"calls {name} on a parameter or a buffer")
-        step = Step(
+        step = Operation(
             func, *given, tuple(places), 0, None, drawn if draws else None, False, torch.bool
         )
         self._draws += draws
@@ -363,7 +363,7 @@ def _needed(recording: Recording) -> Recording:
     return recording._replace(steps=_pooled_first(steps[::-1], recording.out))
 
 
-def _pooled_first(steps: list[Step], out: int) -> tuple[Step, ...]:
+def _pooled_first(steps: list[Operation], out: int) -> tuple[Operation, ...]:
     """Let a max pooling go before a ReLU, with which it commutes: the same function with less
     work.
     """
@@ -386,7 +386,7 @@ def _pooled_first(steps: list[Step], out: int) -> tuple[Step, ...]:
 _RELUS = (nn.functional.relu, torch.relu, Tensor.relu)
 
 
-def bound(function: Callable[..., Any], step: Step) -> tuple[Any, ...]:
+def bound(function: Callable[..., Any], step: Operation) -> tuple[Any, ...]:
     """Return a step's arguments in the order in which a rule for its function names them, with
     the rule's own defaults.
 

@@ -18,7 +18,7 @@ from torch.func import vmap
 
 from bayesfl.base.addressed import bernoulli
 from bayesfl.engine.network import Rows, Shares
-from bayesfl.engine.recording import Step, filled
+from bayesfl.engine.recording import Operation, filled
 
 aten = torch.ops.aten
 
@@ -631,7 +631,7 @@ def _pair(function: Callable[[Any, Any], Tensor], slopes: Callable[..., Slopes])
     return rule
 
 
-def batched(step: Step) -> Rule:
+def batched(step: Operation) -> Rule:
     """Return the rule of any function without draws: torch.func batches it, and autograd goes back
     through it alone.
     """
