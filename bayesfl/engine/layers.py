@@ -7,8 +7,8 @@ two clients of different numbers of rows, in outputs, slopes and running statist
 
 import copy
 import weakref
-from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from bayesfl.engine.rules import LIFTING, RULES, Backward, Call, Rule, at_draws,
 from bayesfl.models.altered import cut
 from bayesfl.models.modes import twin
 
+T = TypeVar("T")
 EXAMPLES = 8
 """Fewest examples of the first client with which a recording is compared with its module."""
 OTHERS = 5
@@ -131,13 +132,16 @@ def heavy(module: nn.Module, x: Inputs) -> bool:
 
 def refuse(module: nn.Module, x: Inputs) -> None:
     """Raise ValueError, saying why, if a module cannot be run."""
-    for reason in [_plan(part, given) for part, given in _parts(module, x)]:
-        if not isinstance(reason, str):
-            continue
-        raise ValueError(
-            f"the layers kernel cannot run {type(module).__name__}, which {reason}; use "
-            "kernel='auto', which takes one that runs the model"
-        )
+    for part, given in _parts(module, x):
+        if isinstance(reason := _plan(part, given), str):
+            raise _refusal(module, reason)
+
+
+def _refusal(module: nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f"the layers kernel cannot run {type(module).__name__}, which {reason}; use "
+        "kernel='auto', which takes one that runs the model"
+    )
 
 
 def _recording(module: nn.Module, x: Inputs) -> Recording | str:
@@ -145,15 +149,23 @@ def _recording(module: nn.Module, x: Inputs) -> Recording | str:
     origin, key = _key(module, x)
     recordings = _RECORDINGS.setdefault(origin, {})
     if key not in recordings:
-        try:
-            if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
-                raise Unrecordable("has hooks of gradients")
-            recordings[key] = recorded(_wide(module), _examples(x))
-        except Unrecordable as error:
-            recordings[key] = str(error)
-        except Exception as error:  # a forward may raise anything, and runs as it is
-            recordings[key] = f"cannot be recorded: {error}".splitlines()[0]
+        hooked = any(p._backward_hooks or p._backward_pre_hooks for p in module.modules())
+        recordings[key] = (
+            "has hooks of gradients"
+            if hooked
+            else _tried(lambda: recorded(_wide(module), _examples(x)))
+        )
     return recordings[key]
+
+
+def _tried(make: Callable[[], T]) -> T | str:
+    """Return what a function makes, or why it cannot."""
+    try:
+        return make()
+    except Unrecordable as error:
+        return str(error)
+    except Exception as error:  # a forward may raise anything, and then runs as it is
+        return f"cannot be run for several clients at once: {error}".splitlines()[0]
 
 
 def _key(module: nn.Module, x: Inputs) -> tuple[nn.Module, Hashable]:
@@ -174,21 +186,17 @@ def _plan(module: nn.Module, x: Inputs) -> _Plan | str:
         x = each(lambda t: t[:EXAMPLES], x)
     if plan is None or (isinstance(plan, _Plan) and plan.rows < count(x)):
         recording = _recording(module, x)
-        plan = recording if isinstance(recording, str) else _made(module, recording, x)
-        plans[key] = plan
+        plan = plans[key] = (
+            recording if isinstance(recording, str) else _tried(lambda: _made(module, recording, x))
+        )
     return plan
 
 
-def _made(module: nn.Module, recording: Recording, x: Inputs) -> _Plan | str:
+def _made(module: nn.Module, recording: Recording, x: Inputs) -> _Plan:
     some, wide = _examples(x), _wide(module)
-    try:
-        plan = _ready(wide, recording, count(some))
-        if not _true(wide, plan, some):
-            return "computes something else than its torch functions one after another"
-    except Unrecordable as error:
-        return str(error)
-    except Exception as error:  # a function may not take several clients, and runs as it is
-        return f"cannot be run for several clients at once: {error}".splitlines()[0]
+    plan = _ready(wide, recording, count(some))
+    if not _true(wide, plan, some):
+        raise Unrecordable("computes something else than its torch functions one after another")
     return plan
 
 
@@ -301,8 +309,7 @@ def kernel(module: nn.Module) -> Passage:
     ) -> Pass:
         plan = _plan(module, each(lambda t: t[0, 0] if lifted else t[0], x))
         if isinstance(plan, str):
-            refuse(module, x)
-            raise AssertionError
+            raise _refusal(module, plan)
         return _run(plan, module, leaves, slopes, x, lifted, through, rows)
 
     return passage

@@ -124,8 +124,6 @@ def convolution(
     strides, spaces = _each(stride, axes), _each(dilation, axes)
     if isinstance(padding, str):
         missing = [d * (k - 1) for d, k in zip(spaces, weight.shape[3:], strict=True)]
-        if padding == "same" and any(m % 2 for m in missing):
-            raise NotImplementedError("padding of which one side has more")
         padding = tuple(m // 2 if padding == "same" else 0 for m in missing)
     options = (strides, _each(padding, axes), spaces)
     return _convolved(call, x, weight, bias, options, groups, grouped=x.is_cuda)
@@ -225,11 +223,11 @@ def batch_norm_at_draws(
     x: Tensor,
     running_mean: Tensor,
     running_var: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[Tensor, Backward]:
     """Compute the same where tensors have draws; the running statistics, [C, F] or [C, M, F] of M
     copies, follow those of one draw after another.
@@ -341,7 +339,8 @@ def layer_norm(
         at_x = aten.native_layer_norm_backward(
             inner.contiguous(), x, size, mean, inverse, None, None, [True, False, False]
         )[0]
-        return [at_x, *_by_affine(slope, normed, weight, bias, len(size))]
+        axes = tuple(range(1, x.dim() - len(size)))
+        return [at_x, *_by_affine(slope, normed, weight, bias, axes)]
 
     return _affine(normed, scale, shift), back
 
@@ -374,11 +373,7 @@ def group_norm(
             [True, False, False],
         )[0]
         axes = (1, *range(3, x.dim()))
-        return [
-            at_x.view(x.shape),
-            *([] if weight is None else [(slope * normed).sum(axes)]),
-            *([] if bias is None else [slope.sum(axes)]),
-        ]
+        return [at_x.view(x.shape), *_by_affine(slope, normed, weight, bias, axes)]
 
     return _affine(normed, scale, shift), back
 
@@ -390,12 +385,13 @@ def _affine(normed: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tenso
 
 
 def _by_affine(
-    slope: Tensor, normed: Tensor, weight: Tensor | None, bias: Tensor | None, last: int
+    slope: Tensor,
+    normed: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    axes: tuple[int, ...],
 ) -> list[Tensor | None]:
-    """Return the slopes at a norm's weight and bias, which broadcast over all axes of an example
-    but the `last`.
-    """
-    axes = tuple(range(1, slope.dim() - last))
+    """Return the slopes at a norm's weight and bias, which broadcast over some axes."""
     return [
         *([] if weight is None else [(slope * normed).sum(axes)]),
         *([] if bias is None else [slope.sum(axes)]),
