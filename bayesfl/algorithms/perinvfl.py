@@ -52,7 +52,6 @@ from bayesfl.composition import (
     Block,
     Descend,
     Energy,
-    Once,
     Penalty,
     Repeat,
     anew_at,
@@ -144,19 +143,21 @@ def perinvfl(
             adapt=adapt,
         )
 
-    fit = Descend(
-        Energy("theta", ("theta",), likelihood="mean", penalty=contrast(lam)),
-        epochs=personal_steps,
-        **personal,
+    contrasted = Energy(
+        "theta",
+        ("theta",),
+        likelihood="mean",
+        penalty=contrast(lam),
+        at={"near": received, "far": own},
     )
+    fit = Descend(contrasted, epochs=personal_steps, **personal)
     alone = Descend(
         Energy("alone", ("alone",), likelihood="mean"),
         optimiser=optimiser,
         persist="alone_optimiser",
     )
-    each = (Once(look), fit, Once(look_away), alone)
     phase, adapt = (
-        Repeat(each, times=n, batch_size=batch_size)
+        Repeat((fit, alone), times=n, batch_size=batch_size)
         for n in (steps, -(-adapt_steps // personal_steps))
     )
     below = replace(below, blocks={**below.blocks, "alone": Block(pool=None, keep=True)})
@@ -179,24 +180,21 @@ def contrast(lam: float) -> Penalty:
         view: View,
     ) -> Tensor:
         assert features is not None
-        near, far = (F.cosine_similarity(features, view[name], dim=-1) for name in ("near", "far"))
+        near, far = (
+            F.cosine_similarity(features, batch["at"][name].features, dim=-1)
+            for name in ("near", "far")
+        )
         apart = F.softplus(math.log(APART) + far - near)
         return lam * (apart * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
 
     return penalty
 
 
-def look(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Add to the view the features [B, F] of the shared batch under the model received and under
-    the client's own.
-    """
-    near, _ = algorithm.features(algorithm.leaves(("w",), given), data["x"])
-    far, _ = algorithm.features(algorithm.leaves(("alone",), view), data["x"])
-    return view | {"near": near, "far": far}
+def received(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:
+    """Return the weights of the model received."""
+    return algorithm.leaves(("w",), given)
 
 
-def look_away(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Remove these features from the view: they belong to one batch, and batches of clients differ
-    in size.
-    """
-    return {name: entry for name, entry in view.items() if name not in ("near", "far")}
+def own(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:
+    """Return the weights of the model that the client trains alone."""
+    return algorithm.leaves(("alone",), view)

@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     AUGMENT = 12
     FORWARD = 13
     SURVEY = 14
+    EPOCHS = 15
 
 
 class Stage(IntEnum):

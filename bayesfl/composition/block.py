@@ -56,8 +56,8 @@ class Block:
             the factor of each example for each copy, [..., M, B].
 
     Raises:
-        ValueError: A posterior that draws has a flat prior, several copies would have the same
-            start, or the pool sends what the belief has not.
+        ValueError: Several copies would have the same start, or the pool sends what the belief has
+            not.
     """
 
     pattern: Pattern = "*"
@@ -81,12 +81,6 @@ class Block:
             raise ValueError(
                 f"block {self.pattern!r}: copies that start alike stay alike; draw their start, as "
                 "by start=bf.models.anew(model)"
-            )
-        if isinstance(self.prior, Flat) and self.posterior.noise_size(1):
-            raise ValueError(
-                f"block {self.pattern!r}: a {type(self.posterior).__name__} posterior under a Flat "
-                "prior has no optimum (its width grows without bound along directions that the "
-                "data do not see); give the block a Normal prior, or a Point posterior"
             )
 
     @property

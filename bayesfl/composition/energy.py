@@ -3,9 +3,9 @@ from their priors.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,25 @@ Penalty: TypeAlias = Callable[[Tensor | None, Tensor, Tensor, Batch, Server, Vie
 """Term added to a batch's loss: (features, outputs, losses, batch, given, view) -> [...], for one
 client or many. `features` [..., B, F] are the inputs of the head of a `bf.models.SplitModel`, None
 for other models; `outputs` are [..., B, O], `losses` the negative log likelihoods [..., B].
-Gradients flow through these three; padding has batch["weight"] 0."""
+Gradients flow through these three; padding has batch["weight"] 0. Where the energy has `at`,
+batch["at"] holds an `Elsewhere` for each of its names."""
+OtherWeights: TypeAlias = Callable[[Algorithm, Server, View], Mapping[str, Tensor]]
+"""Other weights of the network, all of them, for one client or many: (algorithm, given, view) ->
+parameters and buffers by name, [..., *shape], as `algorithm.leaves(("w",), given)` of the model
+that was received, or `algorithm.leaves(("teacher",), view)` of another block."""
+
+
+class Elsewhere(NamedTuple):
+    """Hold what the network gives for a batch at other weights, in evaluation mode; constants,
+    through which no gradient flows.
+
+    Args:
+        features: Inputs of the head of a `bf.models.SplitModel` [..., B, F]; None for other models.
+        outputs: Outputs [..., B, O].
+    """
+
+    features: Tensor | None
+    outputs: Tensor
 
 
 def inverse_count(given: Server, view: View, batch: Batch) -> Tensor:
@@ -45,8 +63,8 @@ class Energy:
     """The expected negative log likelihood of a client's data plus the KL divergence of the trained
     blocks to their priors, in nats.
 
-    Priors and weights read the view as it was when the phase began, the trained blocks included:
-    they are constant during the phase.
+    Priors, weights and `at` read the view as it was when the phase began, the trained blocks
+    included: they are constant during the phase.
 
     In production `bayesfl.engine.descent` computes the slopes of a plain energy itself, of
     `shares`, `scales` and `penalty`; `loss` and `__call__` are what the reference kernel
@@ -63,6 +81,8 @@ class Energy:
         weight: Factor of each example's loss, see `ExampleWeight`; None for 1.
         penalty: Term added to the batch's mean negative log likelihood, in nats, see `Penalty`; no
             part may then draw or have copies.
+        at: {name: weights} of other weights of the network at which the penalty wants its features
+            and outputs, see `OtherWeights`: kernels compute them for many clients at once.
         kl_weight: Factor of the KL, >= 0. Another than 1 tempers the posterior: below 1 it is
             colder than Bayes' rule makes it, as if each example counted 1 / kl_weight times, and
             the energy is no longer an evidence bound.
@@ -74,6 +94,7 @@ class Energy:
     likelihood: Literal["sum", "mean", "none"]
     weight: ExampleWeight | None = None
     penalty: Penalty | None = None
+    at: Mapping[str, OtherWeights] = field(default_factory=dict)
     kl_weight: NotNegative = 1.0
 
     @cached_property
@@ -132,6 +153,14 @@ class Energy:
         if self.penalty is not None:
             features, outputs = algorithm.features(algorithm.leaves(self.parts, now), batch["x"])
             losses = algorithm.likelihood.nll(outputs, batch["y"])
+            batch = batch | {
+                "at": {
+                    name: Elsewhere(
+                        *algorithm.features(weights(algorithm, given, view), batch["x"])
+                    )
+                    for name, weights in self.at.items()
+                }
+            }
             nll = (losses * shares).sum()
             return nll + self.penalty(features, outputs, losses, batch, given, view), nll
         draws = (

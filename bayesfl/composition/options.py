@@ -25,7 +25,9 @@ from bayesfl.base.options import (
 )
 from bayesfl.composition.algorithm import Algorithm, Made
 from bayesfl.composition.invariance import Estimator
-from bayesfl.models.cutting import has_body
+from bayesfl.composition.phases import ClientEpochs
+from bayesfl.models.altered import cut
+from bayesfl.models.cutting import SplitModel, has_body
 from bayesfl.optim import SGD, check_optimiser
 from bayesfl.optim import Optimiser as AnyOptimiser
 
@@ -59,12 +61,38 @@ def check_sgd(name: str, value: object) -> None:
     instance(name, value, SGD, "its rate and momentum are part of the method")
 
 
+def check_split(name: str, value: object) -> None:
+    """Raise ValueError if a model is no `SplitModel`, of which alone the features are known."""
+    if not isinstance(value, nn.Module) or not cut(value):
+        raise ValueError(
+            f"{name} must be a bf.models.SplitModel, whose features the method reads, got "
+            f"{type(value).__name__}; build it by bf.models, or use bf.models.split"
+        )
+
+
+def check_plain_sgd(name: str, value: object) -> None:
+    """Raise as `check_sgd`, or ValueError if SGD has a momentum, under which the way that a client
+    has gone is no sum of its gradients.
+    """
+    check_sgd(name, value)
+    if isinstance(value, SGD) and value.momentum:
+        raise ValueError(
+            f"{name} must have no momentum, got {value.momentum}: the method reads mean gradients "
+            "from the way that a client has gone; take SGD(rate)"
+        )
+
+
 ALL_HEAD: Idle = {("model", trains_no_body): ("body_epochs", "body_optimiser", "batch_size")}
 
 Model: TypeAlias = Annotated[nn.Module, "Any module."]
 BodyAndHead: TypeAlias = Annotated[
     nn.Module,
     "A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.",
+]
+Split: TypeAlias = Annotated[
+    SplitModel,
+    check_split,
+    "A `bf.models.SplitModel`; its features are the inputs of its head.",
 ]
 MaybeAllHead: TypeAlias = Annotated[
     nn.Module,
@@ -76,7 +104,12 @@ Likelihood: TypeAlias = Annotated[
     protocols.Likelihood, "Distribution of y given the model's outputs."
 ]
 
-Epochs: TypeAlias = Annotated[int, AT_LEAST_1, "Number of passes over a client's data each round."]
+Epochs: TypeAlias = Annotated[
+    int | ClientEpochs,
+    AT_LEAST_1,
+    "Number of passes over a client's data each round, or a function (client, generator) -> number "
+    "for devices that differ.",
+]
 BodyEpochs: TypeAlias = Annotated[
     int,
     AT_LEAST_1,
@@ -116,6 +149,9 @@ HeadOptimiser: TypeAlias = Annotated[
 ]
 HeadSGD: TypeAlias = Annotated[
     SGD, check_sgd, "Optimiser of the head's means and scales; its velocity starts anew each round."
+]
+PlainSGD: TypeAlias = Annotated[
+    SGD, check_plain_sgd, "Optimiser of the clients' steps, without momentum."
 ]
 BodyOptimiser: TypeAlias = Annotated[
     AnyOptimiser, check_optimiser, "Optimiser of the body; its state starts anew each round."

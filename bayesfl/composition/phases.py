@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Protocol, TypeAlias, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -16,11 +17,15 @@ from bayesfl.base.protocols import Batch, Carry, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
 from bayesfl.composition.energy import Energy
-from bayesfl.composition.priors import Flat, is_normal
+from bayesfl.composition.priors import Flat, Tilt, is_normal
 from bayesfl.optim import SGD, Optimiser, check_optimiser, rate_at
 from bayesfl.posteriors.point import Point
 
 Noise: TypeAlias = dict[str, Tensor]
+ClientEpochs: TypeAlias = Callable[[int, np.random.Generator], int]
+"""Number of passes of each client, for devices that differ: (client, generator) -> a number >= 1.
+The generator is the client's own in this round, the same for all phases, so that what is drawn from
+it depends on seed, round and client alone."""
 Update: TypeAlias = Callable[[Algorithm, Server, View, Batch], View]
 
 
@@ -32,9 +37,9 @@ class Phase(Protocol):
     """
 
     @property
-    def epochs(self) -> int:
-        """Return the number of passes over the client's data; with no batch size, of full-batch
-        steps.
+    def epochs(self) -> int | ClientEpochs:
+        """Return the number of passes over the client's data, or a function of the client; with no
+        batch size, of full-batch steps.
         """
         ...
 
@@ -110,8 +115,9 @@ class Descend:
 
     Args:
         energy: The objective, which also names the trained blocks.
-        epochs: Number of passes over the client's data, the last short batch included; with
-            `batch_size=None`, of full-batch steps. Inside `Repeat`, of steps on the shared batch.
+        epochs: Number of passes over the client's data, the last short batch included, or a
+            function of the client, see `ClientEpochs`; with `batch_size=None`, of full-batch steps.
+            Inside `Repeat`, the number of steps on the shared batch.
         steps: Number of steps; if given, it replaces `epochs`.
         batch_size: Number of examples of a step; None for all of the client's.
         optimiser: Optimiser, whose state lasts as long as the phase within a round, inside `Repeat`
@@ -125,17 +131,21 @@ class Descend:
             with momentum, and with Adam different for each weight.
         persist: A name for the optimiser's state, which the client then keeps from round to round
             as private state.
+        counts: A name under which the phase puts the number of steps that the client took into its
+            view, a floating-point number, for the phases after it; inside `Repeat`, those on the
+            last batch.
     """
 
     energy: Energy
     _: KW_ONLY
-    epochs: Count = 1
+    epochs: Count | ClientEpochs = 1
     steps: Count | None = None
     batch_size: Count | None = None
     optimiser: Annotated[Optimiser, check_optimiser] = SGD()
     draws: Count = 1
     prox: bool = False
     persist: str | None = None
+    counts: str | None = None
     batched = True
 
     @cached_property
@@ -160,6 +170,19 @@ class Descend:
             raise ValueError(
                 f"a penalty is defined for one model at its weights, but blocks {drawn} draw or "
                 "have copies; use Point blocks"
+            )
+        if loose := [
+            name
+            for name in self.blocks
+            if algorithm.blocks[name].stochastic
+            and isinstance(algorithm.blocks[name].prior, Flat | Tilt)
+        ]:
+            kind = type(algorithm.blocks[loose[0]].prior).__name__
+            raise ValueError(
+                f"blocks {loose} draw, and their prior {kind} leaves their width without an "
+                "optimum (it grows without bound along "
+                "directions that the data do not see); give them a Normal prior, or a Point "
+                "posterior"
             )
         pulled = [name for name in self.blocks if type(algorithm.blocks[name].prior) is not Flat]
         predicts = {name for part in algorithm.parts for name in algorithm.layout(part).names}
@@ -246,6 +269,8 @@ class Descend:
         """
         beliefs, state, total, count = carry
         kept = {} if self.persist is None or state is None else {self.persist: state}
+        if self.counts is not None:
+            kept[self.counts] = torch.as_tensor(count).to(view["n"])
         return view | beliefs | kept, {"nll": total / count}
 
 
@@ -337,18 +362,20 @@ class Repeat:
     Args:
         phases: Inner phases, each a `Descend` (which takes `epochs`, or `steps`, steps on the
             batch) or a `Once`.
-        epochs: Number of passes over the client's data, the last short batch included.
+        epochs: Number of passes over the client's data, the last short batch included, or a
+            function of the client, see `ClientEpochs`.
         times: Number of batches; if given, it replaces `epochs`. A new pass over the data begins
             whenever one ends.
         batch_size: Number of examples of a batch; None for all of the client's.
 
     Raises:
-        ValueError: There is no inner phase, or one is a `Repeat` or has a batch size of its own.
+        ValueError: There is no inner phase, or one is a `Repeat`, or has a batch size of its own or
+            epochs by client.
     """
 
     phases: tuple[Descend | Once, ...]
     _: KW_ONLY
-    epochs: Count = 1
+    epochs: Count | ClientEpochs = 1
     times: Count | None = None
     batch_size: Count | None = None
 
@@ -365,6 +392,11 @@ class Repeat:
             raise ValueError(
                 "a phase inside a Repeat works on the batch that the Repeat draws, got "
                 f"{wrong[0]!r}; give batch_size to the Repeat alone, and no Repeat inside another"
+            )
+        if any(callable(phase.epochs) for phase in self.phases):
+            raise ValueError(
+                "epochs by client are for the Repeat itself; inside it they are a number of steps "
+                "on the shared batch"
             )
 
     @cached_property
@@ -410,6 +442,13 @@ class Repeat:
 def unrolled(phase: Phase | Repeat) -> tuple[Phase, ...]:
     """Return the inner phases of a `Repeat`, or the phase itself."""
     return phase.phases if isinstance(phase, Repeat) else (phase,)
+
+
+def steps_on_batch(phase: Phase) -> int:
+    """Return how many steps a phase inside a `Repeat` takes on the shared batch."""
+    count = phase.steps or phase.epochs
+    assert isinstance(count, int)  # as `Repeat` has seen
+    return count
 
 
 def by_chance(phase: Phase | Repeat, algorithm: Algorithm) -> bool:

@@ -55,6 +55,26 @@ class Normal:
         return 0.5 * (squares + (2 * math.pi * variance).log()).sum(-1)
 
 
+@dataclass(frozen=True)
+class Tilt:
+    """The improper prior p(w_j | w) proportional to exp(-slope . w_j), an exponential tilt: the
+    slope is added to the gradient of every step, as SCAFFOLD's control variates are.
+
+    It is constant while a phase trains. Posteriors that draw need another prior, under which their
+    width is bounded.
+
+    Args:
+        slope: (given, view) -> tensor that broadcasts against [..., D]. Where the energy's
+            likelihood is a mean over n examples, a term c . w_j is the slope n c.
+    """
+
+    slope: Parameter
+
+    def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
+        """Compute slope . loc [...] in nats under a belief of mean `loc` [..., D]."""
+        return (self.slope(given, view) * loc).sum(-1)
+
+
 def is_normal(prior: Prior) -> TypeGuard[Normal]:
     """Say whether a prior is a `Normal` with the energy of its class, whose slope is (w - centre) /
     variance.

@@ -8,7 +8,8 @@ by decreasing number of steps, so those still training are a prefix, updated thr
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -20,9 +21,9 @@ from bayesfl.base.inputs import Inputs
 from bayesfl.base.protocols import Batch, Info, Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
-from bayesfl.composition.energy import Energy
-from bayesfl.composition.phases import Descend
-from bayesfl.composition.priors import Flat, Normal, is_normal
+from bayesfl.composition.energy import Elsewhere, Energy
+from bayesfl.composition.phases import Descend, steps_on_batch
+from bayesfl.composition.priors import Flat, Normal, Tilt, is_normal
 from bayesfl.engine.network import Kernel, Network, Rows, Through
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.modes import draws_in_training, lively
@@ -45,7 +46,8 @@ class Descent:
         given: The entries that every client received this round.
         views: The clients' views at the start of the phase, [C, ...] throughout.
         kernel: Kernel that computes the model for a chunk.
-        still: Whether every step uses the same examples.
+        still: Whether every step uses the same examples, as they are in the phase's plan.
+        shared: Whether every step uses one batch, which a `Repeat` gives to its phases.
         alone: Whether it is one client's, whose slopes autograd computes.
     """
 
@@ -58,6 +60,7 @@ class Descent:
         kernel: Kernel,
         *,
         still: bool,
+        shared: bool,
         alone: bool,
     ) -> None:
         self._phase, self._views = phase, views
@@ -74,6 +77,12 @@ class Descent:
         }
         self._parts = (*held, *self._trained)
         self._losses = _Losses(algorithm, phase.energy, given, views)
+        self._others = [
+            _Other(algorithm, name, weights(algorithm, given, views), kernel, len(views["n"]))
+            for name, weights in phase.energy.at.items()
+        ]
+        self._one_batch = still or shared
+        self._at: dict[str, Elsewhere] = {}
         still &= not any(part.draws_from("body.") for part in held) and not lively(algorithm.model)
         self._network = Network(algorithm.module(views["n"], train=True), kernel, still=still)
         self._beliefs = {
@@ -97,7 +106,12 @@ class Descent:
         """
         if active != self._active:
             self._narrow(active)
-        through = self._forward(data["x"], noise, Rows(data["weight"], *draws))
+        rows = Rows(data["weight"], *draws)
+        through = self._forward(data["x"], noise, rows)
+        if self._others:
+            if not self._at or not self._one_batch:
+                self._at = {one.name: one(data["x"], rows) for one in self._others}
+            data = data | {"at": self._at}
         through.back(*self._losses.slopes(through, data))
         self._move()
 
@@ -109,6 +123,9 @@ class Descent:
         if self._persist is not None and self._state is not None:
             kept[self._persist] = _nested(self._state, self._beliefs, self._views["n"])
         moved = {name: block.belief for name, block in self._buffers.items()}
+        if self._phase.counts is not None:
+            n = self._views["n"]
+            kept[self._phase.counts] = torch.as_tensor(steps).to(n).expand(len(n)).clone()
         return self._views | self._beliefs | moved | kept, {"nll": self._losses.total / steps}
 
     def _narrow(self, active: int) -> None:
@@ -116,8 +133,9 @@ class Descent:
         every step.
         """
         front = tree_map(lambda t: t[:active], self._views)
-        for part in (*self._parts, *self._buffers.values(), self._losses):
+        for part in (*self._parts, *self._buffers.values(), self._losses, *self._others):
             part.narrow(front)
+        self._at = {}
         self._active, self._now = active, [p for block in self._trained for p in block.now]
 
     def _forward(self, x: Inputs, noise: Tensors, rows: Rows) -> Through:
@@ -170,14 +188,23 @@ def descend(
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
         alone: Whether the chunk is one client, whose slopes autograd computes.
     """
-    descent = Descent(algorithm, phase, given, views, kernel, still=plan.still, alone=alone)
+    descent = Descent(
+        algorithm,
+        phase,
+        given,
+        views,
+        kernel,
+        still=plan.still,
+        shared=batch is not None,
+        alone=alone,
+    )
     drawing = draws_in_training(algorithm.model)
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         start = perf_counter()
         descent.step(active, data, noise, plan.draws(active) if drawing else (None, 0))
         plan.seconds["steps"] += perf_counter() - start
     return descent.end(
-        torch.as_tensor(plan.steps).to(views["n"]) if batch is None else phase.steps or phase.epochs
+        torch.as_tensor(plan.steps).to(views["n"]) if batch is None else steps_on_batch(phase)
     )
 
 
@@ -304,6 +331,45 @@ class _Held:
         return self._leaves, {}
 
 
+class _Other:
+    """The network at other weights than those in training, in evaluation mode, of which a penalty
+    reads features and outputs.
+
+    Args:
+        algorithm: The algorithm.
+        name: The name under which the penalty finds them.
+        leaves: Parameters and buffers by name, [C, *shape], or [*shape] where all clients have
+            the same.
+        kernel: Kernel that computes the model for a chunk.
+        clients: The number of clients C.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        name: str,
+        leaves: Mapping[str, Tensor],
+        kernel: Kernel,
+        clients: int,
+    ) -> None:
+        module = algorithm.module(next(iter(leaves.values())))
+        axes = {key: t.dim() for key, t in (*module.named_parameters(), *module.named_buffers())}
+        self._whole = {
+            key: leaf if leaf.dim() > axes[key] else leaf.expand(clients, *leaf.shape)
+            for key, leaf in leaves.items()
+        }
+        self._network, self.name = Network(module, kernel), name
+
+    def narrow(self, front: View) -> None:
+        """Continue with the clients of `front` [c, ...], the first of the chunk."""
+        self._leaves = {key: leaf[: len(front["n"])] for key, leaf in self._whole.items()}
+
+    def __call__(self, x: Inputs, rows: Rows) -> Elsewhere:
+        """Compute features and outputs at `x` [c, B, ...], without gradients."""
+        through = self._network(self._leaves, x, rows=replace(rows, keys=None))
+        return Elsewhere(through.features, through.outputs)
+
+
 class _Vectors:
     """A block's tensors [C, ...], copied, for an optimiser to update."""
 
@@ -331,8 +397,8 @@ class _Vectors:
 
 
 class _Points(_Vectors):
-    """A trained point block with its Gaussian prior, if it has one; its leaves and their slopes are
-    views made once.
+    """A trained point block with its Gaussian or linear prior, if it has one; its leaves and their
+    slopes are views made once.
 
     The prior is part of the slopes or, with `prox`, solved after the optimiser's step.
     """
@@ -342,7 +408,7 @@ class _Points(_Vectors):
         algorithm: Algorithm,
         name: str,
         belief: Tensors,
-        prior: "_Gaussian | None",
+        prior: "_Gaussian | _Linear | None",
         *,
         prox: bool,
     ) -> None:
@@ -369,7 +435,7 @@ class _Points(_Vectors):
 
     def solve(self, pace: Tensor | float) -> None:
         """Take the proximal step of the prior at the optimiser's pace."""
-        if self._prior is not None:
+        if isinstance(self._prior, _Gaussian):  # `Descend` solves no other
             self._prior.solve(self._loc, pace)
 
 
@@ -452,8 +518,28 @@ class _Gaussian:
             loc.lerp_(self._centre, self._share)
 
 
+class _Linear:
+    """A prior `Tilt` of points like `loc` [C, ...]: its slope times its weight, which is
+    constant.
+    """
+
+    def __init__(
+        self, prior: Tilt, given: Server, views: View, loc: Tensor, weight: Tensor
+    ) -> None:
+        slope = weight.view(-1, *[1] * (loc.dim() - 1)) * prior.slope(given, views)
+        self._whole = slope.expand_as(loc)
+
+    def narrow(self, active: int) -> None:
+        """Continue with the first `active` clients."""
+        self._slope = self._whole[:active]
+
+    def pull(self, loc: Tensor, slope: Tensor) -> None:
+        """Add the prior's slope, which is the same at every `loc`, to `slope`."""
+        slope.add_(self._slope)
+
+
 class _Beliefs(_Vectors):
-    """A trained block that draws, or under a prior that is not Gaussian: autograd differentiates
+    """A trained block that draws, or under a prior of another kind: autograd differentiates
     its KL and its draws.
     """
 
@@ -498,18 +584,18 @@ def _trained(
         phase.energy.scales(views["n"]),
     )
     if type(block.posterior) is not Point or not (
-        type(block.prior) is Flat or is_normal(block.prior)
+        type(block.prior) in (Flat, Tilt) or is_normal(block.prior)
     ):
         return _Beliefs(algorithm, name, belief, given, weight)
     # leaves of copies do not lie in one piece, as fused optimisers take them
     whole = block.copies is None and phase.persist is None
     if alone and whole and type(block.prior) is Flat:
         return _Leaves(algorithm, name, belief)
-    prior = (
-        _Gaussian(block.prior, given, views, belief["loc"], weight)
-        if is_normal(block.prior)
-        else None
-    )
+    prior = None
+    if is_normal(block.prior):
+        prior = _Gaussian(block.prior, given, views, belief["loc"], weight)
+    elif isinstance(block.prior, Tilt):
+        prior = _Linear(block.prior, given, views, belief["loc"], weight)
     return _Points(algorithm, name, belief, prior, prox=phase.prox)
 
 

@@ -162,6 +162,22 @@ class Engine:
         With the kernel `auto`, a model that torch.func turns out not to batch is run by `live`, and
         what that cannot run by `reference`.
         """
+        if plan.order is not None:  # inside, clients stand as the plan has them
+            order = torch.from_numpy(plan.order).to(views["n"].device)
+            done = self._tried(algorithm, phase, given, tree_map(lambda t: t[order], views), plan)
+            back = order.argsort()
+            return tree_map(lambda t: t[back], done)
+        return self._tried(algorithm, phase, given, views, plan)
+
+    def _tried(
+        self,
+        algorithm: Algorithm,
+        phase: Phase | Repeat,
+        given: Server,
+        views: View,
+        plan: PhasePlan,
+    ) -> tuple[View, Info]:
+        """Run a phase, see `run`, for clients in the plan's order."""
         try:
             return self._run(algorithm, phase, given, views, plan)
         except RuntimeError as error:
@@ -172,7 +188,7 @@ class Engine:
             return (
                 reference.run(algorithm, phase, given, views, plan)
                 if known
-                else self.run(algorithm, phase, given, views, plan)
+                else self._tried(algorithm, phase, given, views, plan)
             )
 
     def _run(

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, each, first
+from bayesfl.base.options import whole
 from bayesfl.base.protocols import Batch
 from bayesfl.base.random import Purpose, Stage, generators, key
-from bayesfl.composition.phases import Once, Phase, Repeat
+from bayesfl.composition.phases import Once, Phase, Repeat, steps_on_batch
 from bayesfl.data import ClientData
 from bayesfl.data.split import all_finite
 
@@ -34,8 +35,7 @@ class PhasePlan:
     Args:
         phase: The phase, whose epochs, steps and batch size are used.
         split: The clients' training data.
-        ids: Clients [C], by decreasing number of examples: their places in `split`, and in the
-            addresses of their randomness.
+        ids: Clients [C]: their places in `split`, and in the addresses of their randomness.
         seed: The experiment's seed.
         round: Round of the federation, from 0.
         stage: Training (the default), fine-tuning or adaptation.
@@ -43,6 +43,8 @@ class PhasePlan:
         dtype: Precision of example weights and noise.
 
     Attributes:
+        ids: The clients by decreasing number of steps, those of as many in the order given.
+        order: Their places among the clients given, [C]; None where these are the same.
         steps: Number of steps of each client, [C], not increasing.
         seconds: Seconds spent on `batches`, `noise` and `steps`; the kernels add the last.
     """
@@ -61,15 +63,34 @@ class PhasePlan:
     ) -> None:
         self._phase, self._split, self._dtype = phase, split, dtype
         self._seed, self._address = seed, {"round": round, "stage": int(stage), "phase": position}
-        self.ids = ids
-        self._counts = split.counts[ids]
-        size = phase.batch_size
-        self._per_epoch = np.ones_like(self._counts) if size is None else -(-self._counts // size)
-        self.steps = (
-            np.full(len(ids), phase.steps) if phase.steps else phase.epochs * self._per_epoch
-        )
+        counts, size = split.counts[ids], phase.batch_size
+        per_epoch = np.ones_like(counts) if size is None else -(-counts // size)
+        steps = np.full(len(ids), phase.steps) if phase.steps else self._epochs(ids) * per_epoch
+        order = np.argsort(-steps, kind="stable")
+        self.order = None if (np.diff(order) == 1).all() else order
+        self.ids, self._counts = ids[order], counts[order]
+        self._per_epoch, self.steps = per_epoch[order], steps[order]
         self.seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
         self._forwards = 0
+
+    def _epochs(self, ids: np.ndarray) -> np.ndarray:
+        """Return the number of passes of each client, [C].
+
+        Raises:
+            ValueError: The phase's function returns no whole number of at least 1.
+        """
+        epochs = self._phase.epochs
+        if not callable(epochs):
+            return np.full(len(ids), epochs)
+        rngs = generators(
+            self._seed,
+            Purpose.EPOCHS,
+            clients=ids,
+            indices=np.zeros_like(ids),
+            round=self._address["round"],
+        )
+        passes = [epochs(int(client), rng) for client, rng in zip(ids, rngs, strict=True)]
+        return np.array([whole("epochs", number, least=1) for number in passes])
 
     @property
     def still(self) -> bool:
@@ -96,6 +117,7 @@ class PhasePlan:
                 if k not in ("_everything", "_orders", "_active", "_forward_keys")
             }
         )
+        one.order = None
         for name in ("ids", "_counts", "_per_epoch", "steps"):
             setattr(one, name, getattr(self, name)[place : place + 1])
         one._generators = self._generators[place : place + 1]
@@ -192,7 +214,7 @@ class PhasePlan:
         """
         if batch is not None:
             active = len(batch["weight"])
-            for _ in range(phase.steps or phase.epochs):
+            for _ in range(steps_on_batch(phase)):
                 yield active, batch, self.noise(shapes, active)
             return
         for t in range(int(self.steps.max())):

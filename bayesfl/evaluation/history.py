@@ -12,6 +12,12 @@ HEADLINES = ("personal_accuracy", "personal_rmse")
 """Columns that summarise a run: the first for classification, the second for regression."""
 PREFIXES = {"test": "personal", "validation": "validation"}
 """Prefixes of columns that measure each client's own predictor, by the split that it predicts."""
+CALIBRATED = "calibrated"
+"""Prefix of columns that measure predictions of test data as steps of calibration change them,
+after a run over a network.
+"""
+COLUMNS = ("personal", "validation", "before_pool", "global", "train", CALIBRATED)
+"""First words of the columns of measures that any run may have."""
 
 _MEANT = {
     "test": "personal",
@@ -23,11 +29,6 @@ _MEANT = {
 }
 """What other libraries call the parts of a column's name."""
 
-CALIBRATED = "calibrated"
-"""Prefix of columns that measure predictions of test data as steps of calibration change them,
-after a run over a network.
-"""
-
 
 class History:
     """The rows of a run, one for each round, which can be read by columns.
@@ -35,9 +36,10 @@ class History:
     A column's prefix names the models that were measured on the test split: `personal_` each
     client's own predictor after aggregation (and fine-tuning, where the method has it);
     `before_pool_` the models before aggregation, of the clients that trained in this round;
-    `global_` the server's model; `validation_` as `personal_`, on the validation split. Without a
-    further word a measure is the mean over clients; `pooled_` means that all clients' examples are
-    measured together. `report.write_csv(path, history)` writes the rows to a file.
+    `global_` the server's model; `validation_` as `personal_`, on the validation split; others the
+    further models that the method's `measured` names. Without a further word a measure is the mean
+    over clients; `pooled_` means that all clients' examples are measured together.
+    `report.write_csv(path, history)` writes the rows to a file.
 
     Args:
         rows: Mappings from column to number.

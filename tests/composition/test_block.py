@@ -21,7 +21,7 @@ from bayesfl.composition import (
     standard_normal,
 )
 from bayesfl.composition.pools import PrecisionWeighted
-from bayesfl.composition.priors import Flat
+from bayesfl.composition.priors import Flat, Tilt
 from bayesfl.models import mlp, split
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField, Point
@@ -32,16 +32,21 @@ KEPT = Normal(
 )
 
 
-def test_an_entropy_under_a_flat_prior_is_refused():
-    """The width of such a belief has no optimum; the message names the block's pattern and both
-    remedies.
+def test_training_a_belief_that_draws_under_a_flat_or_linear_prior_is_refused():
+    """Its width has no optimum; the message names block, prior and both remedies. Where no phase
+    trains it, as a belief that a function sets, nobody reads its prior.
     """
-    with pytest.raises(ValueError, match=r"'head\.\*'.*MeanField.*Flat.*Normal.*Point"):
-        bf.Block("head.*", posterior=MeanField())
-    assert (bf.Block(posterior=MeanField(), prior=KEPT).stochastic, bf.Block().stochastic) == (
-        True,
-        False,
-    )
+    step = bf.Descend(bf.Energy("w", ("w",), likelihood="mean"))
+    for prior in (Flat(), Tilt(lambda given, view: given["w"]["loc"])):
+        block = bf.Block(posterior=MeanField(), prior=prior, pool=Mean(sends=("loc", "rho")))
+        with pytest.raises(
+            ValueError, match=rf"\['w'\] draw.*{type(prior).__name__}.*Normal.*Point"
+        ):
+            bf.Algorithm(mlp(2, outputs=2), {"w": block}, (step,), parts=("w",))
+        bf.Algorithm(mlp(2, outputs=2), {"w": block}, (), parts=("w",))
+    kept = bf.Block(posterior=MeanField(), prior=KEPT)
+    bf.Algorithm(mlp(2, outputs=2), {"w": kept}, (step,), parts=("w",))
+    assert (kept.stochastic, bf.Block().stochastic) == (True, False)
 
 
 def test_the_four_ways_to_hold_a_block():

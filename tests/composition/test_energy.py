@@ -23,7 +23,7 @@ from bayesfl.likelihoods import Gaussian
 from bayesfl.models import mlp
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField, Point
-from tests.cases import federation, numbers, run
+from tests.cases import federation, numbers, run, with_batch_norm
 from tests.composition.made import KERNELS, algorithm, data
 
 
@@ -402,3 +402,119 @@ def test_an_energy_without_the_data_goes_to_its_prior(kernel: Any, clients: Fede
 def test_what_is_no_energy(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         Energy("w", ("w",), **{"likelihood": "sum", **options})
+
+
+def taught(
+    features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: Any
+) -> Tensor:
+    """Cross entropy to two teachers' predictions, and features near the first one's."""
+    assert features is not None
+    weight = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
+    one, other = batch["at"]["received"], batch["at"]["kept"]
+    assert not one.outputs.requires_grad
+    teacher = 0.5 * (one.outputs.softmax(-1) + other.outputs.softmax(-1))
+    apart = -(teacher * outputs.log_softmax(-1)).sum(-1)
+    return (weight * (apart + (features - one.features).square().mean(-1))).sum(-1)
+
+
+def received(algorithm: bf.Algorithm, given: Server, view: View) -> dict[str, Tensor]:
+    return algorithm.leaves(("w",), given)
+
+
+def kept(algorithm: bf.Algorithm, given: Server, view: View) -> dict[str, Tensor]:
+    return algorithm.leaves(("w",), view["kept"])
+
+
+def keep(algorithm: bf.Algorithm, given: Server, view: View, data: Batch) -> View:
+    return view | {"kept": {name: view[name] for name in algorithm.whole(("w",))}}
+
+
+def learner(model: nn.Module, *, repeat: bool = False, **options: Any) -> bf.Algorithm:
+    """FedAvg taught by the model received and the client's last one."""
+    energy = Energy(
+        "w", ("w",), likelihood="mean", penalty=taught, at={"received": received, "kept": kept}
+    )
+    step = Descend(energy, optimiser=SGD(0.1, momentum=0.5), **({} if repeat else options))
+    train = bf.Repeat((replace(step, epochs=2), step), **options) if repeat else step
+
+    def start(given: Server) -> Any:
+        return {name: entry for name, entry in given.items() if isinstance(entry, dict)}
+
+    return bf.Algorithm(
+        model, {"w": Block()}, (train, bf.Once(keep)), parts=("w",), private={"kept": start}
+    )
+
+
+@pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
+def test_a_penalty_at_other_weights_by_hand(
+    model: bf.models.SplitModel, clients: FederatedData, kernel: str
+):
+    """Two rounds of two steps of a lone client, by autograd on modules: teachers are constant."""
+    one = clients.select([2])
+    x, y = (t.double() if t.is_floating_point() else t for t in one.train.client(0))
+    network = copy.deepcopy(model).double()
+    last = copy.deepcopy(network)
+    for _ in range(2):
+        received, before = copy.deepcopy(network), last
+        optimiser = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.5)
+        for _ in range(2):
+            optimiser.zero_grad()
+            z = network.body(x)
+            with torch.no_grad():
+                near, far = received.body(x), received(x).softmax(1) + before(x).softmax(1)
+            loss = F.cross_entropy(network.head(z), y) + (z - near).square().mean()
+            loss = loss - (0.5 * far * network.head(z).log_softmax(1)).sum(1).mean()
+            loss.backward()
+            optimiser.step()
+        last = copy.deepcopy(network)
+    found = run(learner(model, epochs=2), one, 2, kernel=kernel).server["w"]["loc"]
+    wanted = torch.cat([p.detach().flatten() for p in network.parameters()])
+    assert_close(found, wanted, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 10])
+def test_a_penalty_at_other_weights_in_every_kernel(
+    model: nn.Module, clients: FederatedData, batch_size: int | None, repeat: bool
+):
+    """For clients of unequal size in batches, full ones or those of a `Repeat`, under several
+    workers; they give the bits of one.
+    """
+    algorithm = learner(model, batch_size=batch_size, epochs=2, repeat=repeat)
+    reference = run(algorithm, clients, kernel="reference", rounds=2).server
+    for kernel in ("layers", "live", "vmap"):
+        one, three = (
+            run(algorithm, clients, rounds=2, engine=bf.Engine(kernel, chunk=2, workers=w)).server
+            for w in (1, 3)
+        )
+        assert_close(one, reference, atol=1e-10, rtol=0)
+        assert torch.equal(one["w"]["loc"], three["w"]["loc"])
+
+
+def test_other_weights_run_in_evaluation_mode(clients: FederatedData):
+    """With the running statistics that are theirs and without dropout, whose own addresses stay:
+    kernels agree, and a network at its own weights in evaluation mode teaches as the module says.
+    """
+    algorithm = learner(with_batch_norm(dropout=0.3), batch_size=10, epochs=2)
+    found = [
+        run(algorithm, clients, rounds=2, engine=bf.Engine(kernel, chunk=3, workers=2)).server
+        for kernel in ("live", "layers")
+    ]
+    assert_close(found[0], found[1], atol=1e-10, rtol=0)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def note(features: Any, outputs: Any, losses: Any, batch: Batch, given: Any, view: Any) -> Any:
+        seen.append((batch["x"], batch["at"]["received"].outputs))
+        return losses.sum(-1) * 0
+
+    energy = replace(algorithm.phases[0].energy, penalty=note)
+    noting = replace(
+        algorithm, phases=(replace(algorithm.phases[0], energy=energy), algorithm.phases[1])
+    )
+    engine = bf.Engine("layers", chunk=7, workers=1)
+    before = run(noting, clients, rounds=1, engine=engine)
+    seen.clear()
+    run(noting, clients, rounds=2, engine=engine, resume=before)
+    network = before.model().double().eval()
+    x, outputs = seen[0]
+    assert_close(outputs[0], network(x[0]), atol=1e-10, rtol=0)

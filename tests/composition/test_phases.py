@@ -5,6 +5,7 @@ closed forms and steps by hand.
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.protocols import Batch, View
+from bayesfl.base.random import Purpose, generator
 from bayesfl.composition import (
     Block,
     Descend,
@@ -24,10 +26,11 @@ from bayesfl.composition import (
     server_mean,
 )
 from bayesfl.data import FederatedData
+from bayesfl.engine.driver import KernelName
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.optim import SGD, Adam
 from bayesfl.posteriors import MeanField
-from tests.cases import close, run
+from tests.cases import SIZES, close, run
 
 
 def pulled(
@@ -308,3 +311,70 @@ def test_what_is_refused_as_it_is_composed(call: Any, words: str, model: nn.Modu
     """
     with pytest.raises(ValueError, match=words):
         call(model)
+
+
+PASSES = (3, 1, 2, 5, 1, 4, 2)
+
+
+def by_client(client: int, rng: np.random.Generator) -> int:
+    return PASSES[client]
+
+
+def drawn(client: int, rng: np.random.Generator) -> int:
+    return int(rng.integers(1, 5))
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
+def test_epochs_by_client(
+    model: nn.Module, clients: FederatedData, kernel: KernelName, repeat: bool
+):
+    """Each client has the numbers that it has where all make as many passes, and knows how many
+    steps it took.
+    """
+
+    def alone(epochs: Any) -> bf.Algorithm:
+        step = Descend(
+            Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.1, 0.5), counts="steps"
+        )
+        sizes = {"epochs": epochs, "batch_size": 10}
+        train = Repeat((step,), **sizes) if repeat else replace(step, **sizes)
+        blocks = {"w": Block(pool=None, keep=True)}
+        return bf.Algorithm(model, blocks, (train,), parts=("w",), private={"steps": 0.0})
+
+    engine = bf.Engine(kernel, chunk=4, workers=2)
+    found = run(alone(by_client), clients, 2, engine=engine)
+    for epochs in set(PASSES):
+        same = run(alone(epochs), clients, 2, engine=bf.Engine("reference")).private["w"]["loc"]
+        for j, own in enumerate(PASSES):
+            if own == epochs:
+                close(found.private["w"]["loc"][j], same[j])
+    steps = [1 if repeat else e * -(-n // 10) for e, n in zip(PASSES, SIZES, strict=True)]
+    assert found.private["steps"].tolist() == steps
+    losses = found.history["train_nll"]
+    assert len(losses) == 2
+
+
+def test_epochs_are_drawn_by_address(model: nn.Module, clients: FederatedData):
+    """By seed, round and client, whatever the chunks; a phase beside has the same."""
+    step = Descend(
+        Energy("w", ("w",), likelihood="mean"), epochs=drawn, optimiser=SGD(0.0), counts="one"
+    )
+    both = (step, replace(step, counts="two"))
+    algorithm = bf.Algorithm(
+        model, {"w": Block()}, both, parts=("w",), private={"one": 0.0, "two": 0.0}
+    )
+    for rounds in (1, 2):
+        wanted = [
+            drawn(j, generator(2, Purpose.EPOCHS, round=rounds - 1, client=j)) for j in range(7)
+        ]
+        for chunk in (2, 7):
+            found = run(algorithm, clients, rounds, engine=bf.Engine(chunk=chunk)).private
+            assert found["one"].tolist() == found["two"].tolist() == wanted
+    none = replace(algorithm, phases=(replace(step, epochs=no_passes),), private={})
+    with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
+        run(none, clients)
+
+
+def no_passes(client: int, rng: np.random.Generator) -> int:
+    return 0

@@ -1,6 +1,7 @@
 """Priors against torch's densities, and empirical Bayes against the derivative of its bound."""
 
-from typing import Any
+import copy
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -9,18 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor, distributions
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.base.protocols import Prior
+from bayesfl.composition.block import Block
 from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import (
     Flat,
     Normal,
+    Tilt,
     closest_variance,
     inverse_size,
     is_normal,
     own_mean,
     server_mean,
 )
-from tests.cases import numbers
+from bayesfl.data import FederatedData
+from bayesfl.engine.driver import KernelName
+from bayesfl.optim import SGD
+from tests.cases import numbers, run
 
 
 def normal(centre: Tensor, variance: Tensor) -> Normal:
@@ -28,7 +36,36 @@ def normal(centre: Tensor, variance: Tensor) -> Normal:
     return Normal(centre=lambda given, view: centre, variance=lambda given, view: variance)
 
 
-# Normal and Flat
+# Normal, Tilt and Flat
+
+
+@pytest.mark.parametrize("kernel", ["reference", "live", "layers", "vmap"])
+@pytest.mark.parametrize("likelihood", ["sum", "mean"])
+def test_a_tilt_adds_its_slope_to_the_gradient(
+    kernel: KernelName, likelihood: Literal["sum", "mean"], clients: FederatedData
+):
+    """Two steps by hand on n times the mean loss, or once, plus slope . w, of a mean divided by
+    n.
+    """
+    one, slope = clients.select([2]), numbers(27, seed=1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 3))
+    step = Descend(Energy("w", ("w",), likelihood=likelihood), epochs=2, optimiser=SGD(0.01, 0.5))
+    block = Block(prior=Tilt(lambda given, view: slope * view["n"].unsqueeze(-1)))
+    algorithm = bf.Algorithm(model, {"w": block}, (step,), parts=("w",))
+    x, y = one.train.client(0)
+    net = copy.deepcopy(model).double()
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.5)
+    n = len(y)
+    scale, weight = (n, 1.0) if likelihood == "sum" else (1.0, 1 / n)
+    for _ in range(2):
+        optimiser.zero_grad()
+        flat = torch.nn.utils.parameters_to_vector(net.parameters())
+        loss = scale * F.cross_entropy(net(x.double()), y) + weight * n * (slope * flat).sum()
+        loss.backward()
+        optimiser.step()
+    wanted = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+    found = run(algorithm, one, kernel=kernel).server["w"]["loc"]
+    assert_close(found, wanted, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["variance of each weight", "one variance"])

@@ -180,8 +180,11 @@ class Local:
             )
             before = views
             if algorithm.watch is not None and stage is Stage.TRAIN and stability.is_due(round):
-                view, batch = (tree_map(lambda t: t[0], of) for of in (views, plan.batch(0, 1)))
-                who = called(int(ids[0]), self.names)
+                first = int(plan.ids[0])
+                row = int(np.flatnonzero(ids == first)[0])
+                view = tree_map(lambda t, row=row: t[row], views)
+                batch = tree_map(lambda t: t[0], plan.batch(0, 1))
+                who = called(first, self.names)
                 self._warn_once(algorithm.watch(algorithm, phase, given, view, batch, who))
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new

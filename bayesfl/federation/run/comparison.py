@@ -1,5 +1,6 @@
 """A table of several results, with the settings of their training that differ beneath."""
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -7,7 +8,7 @@ from typing import Any, Literal
 
 from bayesfl.base.described import ADDRESS
 from bayesfl.base.warning import warn
-from bayesfl.composition.phases import Descend, Repeat, unrolled
+from bayesfl.composition.phases import Descend, Repeat, steps_on_batch, unrolled
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import dtype_name
@@ -191,13 +192,12 @@ def _training(run: Result) -> dict[str, str]:
 
     def length(phase: Descend | Repeat) -> str:
         unit = "batches" if isinstance(phase, Repeat) else "steps"
-        if phase in inner and not phase.steps:
-            return f"{phase.epochs} step{'s' * (phase.epochs > 1)}"
-        return (
-            f"{phase.steps} {unit}"
-            if phase.steps
-            else f"{phase.epochs} epoch{'s' * (phase.epochs > 1)}"
-        )
+        if phase.steps:
+            return f"{phase.steps} {unit}"
+        one = "step" if phase in inner else "epoch"
+        if callable(phase.epochs):
+            return f"{one}s by client"
+        return f"{phase.epochs} {one}{'s' * (phase.epochs > 1)}"
 
     sizes = {getattr(phase, "batch_size", None) for phase in run.algorithm.phases}
     batches = sorted((sizes - {None, 0}) or {None}, key=str)
@@ -238,15 +238,15 @@ def passes(run: Result) -> float:
         for one in unrolled(phase):
             if isinstance(one, Descend):
                 copies = max(run.algorithm.blocks[name].copies or 1 for name in one.blocks)
-                repeated = (one.steps or one.epochs) if isinstance(phase, Repeat) else 1
+                repeated = steps_on_batch(one) if isinstance(phase, Repeat) else 1
                 total += mean * copies * repeated
     return total
 
 
 def _passes(phase: Any, n: int) -> float:
-    """Return how often a phase goes over n examples."""
+    """Return how often a phase goes over n examples; NaN where that differs by client."""
     if not phase.steps:
-        return phase.epochs
+        return math.nan if callable(phase.epochs) else phase.epochs
     return phase.steps * (1.0 if phase.batch_size is None else min(1.0, phase.batch_size / n))
 
 

@@ -22,7 +22,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.history import PREFIXES, History
+from bayesfl.evaluation.history import COLUMNS, PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
 from bayesfl.evaluation.predictions import Collector, Predictions, by_client, measures_of
 from bayesfl.federation.clients import predict, tuning
@@ -249,6 +249,11 @@ def _refuse_contradictions(
         raise ValueError(
             "start begins from what another run has released, which the epsilon of ClientPrivacy "
             "would not count; use resume="
+        )
+    if taken := sorted({*algorithm.measured} & {*COLUMNS}):
+        raise ValueError(
+            f"the method's `measured` has {taken}, names of columns that a history has of its own; "
+            "choose others"
         )
     admission.check(settings.largest(clients.clients))
     if settings.evaluate_every is not None and "test" not in clients.splits:
@@ -528,6 +533,8 @@ class _Simulation:
         predicted = predict.personal(local, state, list(splits.values()), crew, value=value)
         for (name, split), predictions in zip(splits.items(), predicted, strict=True):
             self._note(history, PREFIXES[name], predictions, split)
+        for name, predictions in predict.further(local, state, self.data.test, crew).items():
+            self._note(history, name, predictions, self.data.test)
         shared = predict.shared(local, state, self.data.test)
         if shared is not None:
             self._note(history, "global", shared, self.data.test)
