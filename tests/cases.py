@@ -87,6 +87,8 @@ CASES = (
     Case(
         "fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "optimiser": SGD(1e-2, momentum=0.5)}
     ),
+    Case("scaffold", {"epochs": 2, "batch_size": 10, "optimiser": SGD(0.05), "server_lr": 0.7}),
+    Case("moon", {"epochs": 2, "batch_size": 10, "mu": 0.8}),
     Case("fedper", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case(
         "fedrep",
@@ -98,6 +100,7 @@ CASES = (
         },
     ),
     Case("fedpac", {"head_epochs": 1, "body_epochs": 2, "batch_size": 10, "lam": 0.7}),
+    Case("fedrod", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("lg_fedavg", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case(
         "fedbabu",
@@ -115,6 +118,7 @@ CASES = (
             "personal_optimiser": SGD(9e-2, weight_decay=1e-3),
         },
     ),
+    Case("fedamp", {"epochs": 2, "batch_size": 10, "lam": 0.4, "adapt_epochs": 3}),
     Case("pfedmap", {"head_epochs": 4, "body_epochs": 1, "batch_size": 10}),
     Case(
         "pfedvem",

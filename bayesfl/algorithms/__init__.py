@@ -9,6 +9,7 @@ from torch import nn
 
 from bayesfl.algorithms.clustered import clustered
 from bayesfl.algorithms.ditto import ditto
+from bayesfl.algorithms.fedamp import fedamp
 from bayesfl.algorithms.fedavg import fedavg, fedavg_ft
 from bayesfl.algorithms.fedbabu import fedbabu
 from bayesfl.algorithms.fedbn import fedbn
@@ -17,16 +18,19 @@ from bayesfl.algorithms.fedpac import fedpac
 from bayesfl.algorithms.fedper import fedper
 from bayesfl.algorithms.fedprox import fedprox
 from bayesfl.algorithms.fedrep import fedrep
+from bayesfl.algorithms.fedrod import fedrod
 from bayesfl.algorithms.fedsi import fedsi, fedsi_fac, fedsi_full
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.ifca import ifca
 from bayesfl.algorithms.irm import irm, irm_ft, irm_l2
 from bayesfl.algorithms.lg_fedavg import lg_fedavg
 from bayesfl.algorithms.local import local
+from bayesfl.algorithms.moon import moon
 from bayesfl.algorithms.perinvfl import perinvfl
 from bayesfl.algorithms.pfedmap import pfedmap
 from bayesfl.algorithms.pfedme import pfedme
 from bayesfl.algorithms.pfedvem import pfedvem, pfedvem_held
+from bayesfl.algorithms.scaffold import scaffold
 from bayesfl.composition import Algorithm
 
 PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
@@ -34,14 +38,18 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedavg": (fedavg, "FedAvg", "McMahan et al., AISTATS 2017"),
     "fedavg_ft": (fedavg_ft, "FedAvg-FT", "Marfoq et al., NeurIPS 2021 (FedAvg+)"),
     "fedprox": (fedprox, "FedProx", "Li et al., MLSys 2020"),
+    "scaffold": (scaffold, "SCAFFOLD", "Karimireddy et al., ICML 2020"),
+    "moon": (moon, "MOON", "Li, He, Song, CVPR 2021"),
     "fedper": (fedper, "FedPer", "Arivazhagan et al., 2019"),
     "fedrep": (fedrep, "FedRep", "Collins et al., ICML 2021"),
     "fedpac": (fedpac, "FedPAC", "Xu, Tong, Huang, ICLR 2023"),
+    "fedrod": (fedrod, "Fed-RoD", "Chen, Chao, ICLR 2022"),
     "lg_fedavg": (lg_fedavg, "LG-FedAvg", "Liang et al., 2020"),
     "fedbabu": (fedbabu, "FedBABU", "Oh, Kim, Yun, ICLR 2022"),
     "fedbn": (fedbn, "FedBN", "Li, Jiang, Zhang, Kamp, Dou, ICLR 2021"),
     "ditto": (ditto, "Ditto", "Li et al., ICML 2021"),
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
+    "fedamp": (fedamp, "FedAMP", "Huang et al., AAAI 2021"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem_held": (
@@ -123,6 +131,7 @@ __all__ = [
     "clustered",
     "d_fedem",
     "ditto",
+    "fedamp",
     "fedavg",
     "fedavg_ft",
     "fedbabu",
@@ -132,6 +141,7 @@ __all__ = [
     "fedper",
     "fedprox",
     "fedrep",
+    "fedrod",
     "fedsi",
     "fedsi_fac",
     "fedsi_full",
@@ -142,9 +152,11 @@ __all__ = [
     "irm_l2",
     "lg_fedavg",
     "local",
+    "moon",
     "perinvfl",
     "pfedmap",
     "pfedme",
     "pfedvem",
     "pfedvem_held",
+    "scaffold",
 ]

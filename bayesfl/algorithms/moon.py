@@ -1,0 +1,113 @@
+"""MOON: FedAvg whose clients' features are drawn to those of the model received, and away from
+those of the client's own last model.
+
+With z the features of the model w in training, z_glob those of the model received in the round and
+z_prev those of the client's model at the end of its last round, both constants, client i minimises
+
+    F_i(w) + mu mean_x -log( e^(cos(z, z_glob) / tau)
+                             / (e^(cos(z, z_glob) / tau) + e^(cos(z, z_prev) / tau)) ).
+
+In its first round a client has no last model; the one at the start takes its place. Where that is
+the model received, both cosines are the same and the term has no gradient, as if it were left out.
+
+Features are the inputs of the head. The paper's network has a projection before its classifier:
+here it is the end of the body, two layers of width 256 with a ReLU between them. Other models run
+in evaluation mode.
+
+Source: Li, He, Song, "Model-contrastive federated learning", CVPR 2021, equation 3 and algorithm 1;
+the defaults are those of the same authors' code for CIFAR-10, github.com/QinbinLi/MOON.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.moon(model, mu=1.0, epochs=1), clients, rounds=1)
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Penalty, options
+from bayesfl.likelihoods import Categorical
+from bayesfl.optim import SGD
+
+
+@options.method()
+def moon(
+    model: options.Split,
+    *,
+    mu: options.Strength = 5.0,
+    temperature: options.Positive = 0.5,
+    epochs: options.Epochs = 10,
+    batch_size: options.BatchSize = 64,
+    optimiser: options.Optimiser = SGD(1e-2, momentum=0.9, weight_decay=1e-5),
+    likelihood: options.Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by MOON: FedAvg with a contrastive term on the features.
+
+    Args:
+        mu: Strength of the contrastive term, added to the mean loss; 0 is FedAvg.
+        temperature: Temperature tau of the cosines, > 0.
+    """
+    energy = Energy(
+        "w",
+        ("w",),
+        likelihood="mean",
+        penalty=contrast(mu, temperature),
+        at={"received": received, "previous": previous},
+    )
+    step = Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser)
+    return Algorithm(
+        model,
+        {"w": Block()},
+        (step, Once(remember)),
+        parts=("w",),
+        likelihood=likelihood,
+        private={"previous": start},
+    )
+
+
+def contrast(mu: float, temperature: float) -> Penalty:
+    """Return the penalty mu times the batch mean of -log(e^a / (e^a + e^b)), with a and b the
+    cosines of features with those received and those before, over the temperature.
+    """
+
+    def penalty(
+        features: Tensor | None,
+        outputs: Tensor,
+        losses: Tensor,
+        batch: Batch,
+        given: Server,
+        view: View,
+    ) -> Tensor:
+        assert features is not None
+        near, far = (
+            F.cosine_similarity(features, batch["at"][name].features, dim=-1)
+            for name in ("received", "previous")
+        )
+        apart = F.softplus((far - near) / temperature)
+        return mu * (apart * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
+
+    return penalty
+
+
+def received(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:
+    """Return the weights of the model received."""
+    return algorithm.leaves(("w",), given)
+
+
+def previous(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:
+    """Return the weights of the client's last model."""
+    return algorithm.leaves(("w",), view["previous"])
+
+
+def remember(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+    """Keep the client's model, with the statistics of its norms."""
+    return view | {"previous": {name: view[name] for name in algorithm.whole(("w",))}}
+
+
+def start(given: Server) -> dict[str, Any]:
+    """Return the blocks at the start of the run, which stand for a client's last model."""
+    return {name: belief for name, belief in given.items() if isinstance(belief, dict)}
