@@ -35,6 +35,17 @@ def state(result: Result) -> dict[str, Tensor]:
     return flatten({"server": result.server, "private": result.private})
 
 
+def reads_replies(algorithm: Algorithm) -> bool:
+    """Whether a method's `combine` reads what single clients send."""
+    try:
+        algorithm.combine(
+            algorithm.init(7), torch.arange(7), {"round": 0, "rounds": 2, "clients": 7}
+        )
+    except KeyError:
+        return True
+    return False
+
+
 TIMES = ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")
 
 

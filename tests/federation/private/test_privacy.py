@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.pools import Clipped, Mean, equal
+from bayesfl.composition.pools import Clipped, Mean, by_size, equal
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
@@ -29,7 +29,7 @@ from bayesfl.federation.rounds.faults import FAULTS
 from bayesfl.federation.rounds.replies import Replies
 from bayesfl.optim import SGD, Adam
 from tests.cases import CASES, Case, with_batch_norm
-from tests.federation.made import OTHER, SECRET, fedavg, privately, run, state
+from tests.federation.made import OTHER, SECRET, fedavg, privately, reads_replies, run, state
 
 # `bf.simulate` is the function.
 simulation = importlib.import_module("bayesfl.federation.run.simulation")
@@ -250,27 +250,21 @@ def test_an_optimiser_on_the_server_takes_what_was_released(
     )
 
 
-TAKEN = {
-    "irm",
-    "irm_l2",
-    "irm_ft",
-    "perinvfl",
-    "fedavg",
-    "fedavg_ft",
-    "fedprox",
-    "fedper",
-    "fedrep",
-    "lg_fedavg",
-    "fedbabu",
-    "fedbn",
-    "ditto",
-    "pfedmap",
-    "pfedvem_held",
-    "fedsi_full",
-}
-
-
-"""PerInvFL over GroupDRO is not one of them, by its lower method."""
+def refusal(algorithm: bf.Algorithm) -> str | None:
+    """What a method is told that sends more than blocks gathered by means, with weights of sizes or
+    none; None for the others.
+    """
+    pools = [block.pool for block in algorithm.blocks.values() if block.pool]
+    if not pools:
+        return "nothing to protect; leave aggregation out"
+    for pool in pools:
+        if type(pool) is not Mean:
+            return "in Mean pools only.*leave aggregation out"
+        if pool.weight not in (by_size, equal):
+            return r"ClientPrivacy\(weights="
+    if algorithm.reports:
+        return "`reports` sends.*leave aggregation out"
+    return r"bf\.Algorithm\.combine" if reads_replies(algorithm) else None
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -281,17 +275,14 @@ def test_every_method_is_taken_or_refused_with_the_remedy(
     who trains is free.
     """
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5)
-    if case.name in TAKEN and case.options.get("lower") != "group_dro":
-        assert privately(
-            case(model), clients, rule, rounds=1, participation=0.5, train="all"
-        ).history["releases"].tolist() == [1]
-    else:
+    algorithm = case(model)
+    if words := refusal(algorithm):
         monkeypatch.setattr(simulation, "run_round", None)  # refused before the first
-        with pytest.raises(
-            ValueError,
-            match=r"leave aggregation out|ClientPrivacy\(weights=|bf\.Algorithm\.combine",
-        ):
-            privately(case(model), clients, rule)
+        with pytest.raises(ValueError, match=words):
+            privately(algorithm, clients, rule)
+        return
+    found = privately(algorithm, clients, rule, rounds=1, participation=0.5, train="all")
+    assert found.history["releases"].tolist() == [1]
 
 
 def test_weights_that_are_data_are_replaced_where_told(

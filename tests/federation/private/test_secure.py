@@ -17,7 +17,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.base.protocols import AdditivePool, Server, Tensors
+from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import (
     Clipped,
@@ -44,7 +44,7 @@ from bayesfl.federation.rounds.faults import FAULTS, Lost
 from bayesfl.posteriors import MeanField
 from tests.cases import CASES, Case, scaled, with_batch_norm
 from tests.federation import made
-from tests.federation.made import run, same_bits, state
+from tests.federation.made import reads_replies, run, same_bits, state
 
 COARSE = 2.0**-10
 
@@ -213,20 +213,16 @@ def test_the_bound_of_a_quotient_is_tight():
     assert quotient_bound(mean, torch.tensor(off), clients=clients, step=step).isinf()
 
 
-REFUSED = {
-    "local",
-    "fedpac",
-    "pfedvem",
-    "clustered",
-    "fedem",
-    "d_fedem",
-    "group_dro",
-    "fedsi",
-    "fedsi_fac",
-}
-"""These send nothing, or their server does more than add up. PerInvFL over GroupDRO is one of them,
-by its lower method.
-"""
+def refusal(algorithm: bf.Algorithm) -> str | None:
+    """What a method is told that sends nothing, or whose server does more than add up; None for the
+    others.
+    """
+    pools = [block.pool for block in algorithm.blocks.values() if block.pool]
+    if not pools:
+        return "nothing to add up; leave aggregation out"
+    if any(isinstance(pool, StackedPool) for pool in pools):
+        return "needs every client's uplink.*leave aggregation out"
+    return r"bf\.Algorithm\.combine" if reads_replies(algorithm) else None
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -237,9 +233,9 @@ def test_every_method_is_taken_or_refused_with_the_remedy(
     don't begin.
     """
     algorithm = case(model)
-    if case.name in REFUSED or case.options.get("lower") == "group_dro":
+    if words := refusal(algorithm):
         monkeypatch.setattr(simulation, "run_round", None)
-        with pytest.raises(ValueError, match=r"leave aggregation out|bf\.Algorithm\.combine"):
+        with pytest.raises(ValueError, match=words):
             run(algorithm, clients, aggregation=SecureSum())
         return
     plain, found = (run(algorithm, clients, aggregation=way) for way in (None, SecureSum()))
