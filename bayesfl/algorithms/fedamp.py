@@ -30,16 +30,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Server, Uplink, View
-from bayesfl.composition import (
-    Algorithm,
-    Block,
-    Descend,
-    Energy,
-    Normal,
-    Stack,
-    inverse_size,
-    options,
-)
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Normal, Stack, options
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
 
@@ -74,14 +65,11 @@ def fedamp(
     """
 
     def start(blocks: Server, clients: int) -> Server:
-        step = sigma / clients if alpha is None else alpha
-        return {
-            "cloud": blocks["w"]["loc"].expand(clients, -1),
-            "alpha": torch.tensor(step, dtype=torch.float64),
-        }
+        size = torch.tensor(alpha or sigma / clients, dtype=torch.float64)
+        return {"cloud": blocks["w"]["loc"].expand(clients, -1), "alpha": size}
 
     def spread(given: Server, view: View) -> Tensor:
-        return given["alpha"] * inverse_size(lam)(given, view)
+        return given["alpha"] / (lam * view["n"])[..., None]
 
     def mix(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         w = uplink["w"]["loc"].double()
@@ -89,13 +77,9 @@ def fedamp(
         cloud = server["cloud"].index_copy(0, ids, mixed.to(server["cloud"]))
         return {"cloud": cloud, "w": {"loc": cloud.mean(0, dtype=torch.float64).to(cloud)}}
 
-    step = Descend(
-        Energy("w", ("w",), likelihood="mean"),
-        epochs=epochs,
-        batch_size=batch_size,
-        optimiser=optimiser,
-    )
-    tied = Normal(centre=own_cloud, variance=spread)
+    energy = Energy("w", ("w",), likelihood="mean")
+    step = Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser)
+    tied = Normal(centre=lambda given, view: view["cloud"], variance=spread)
     return Algorithm(
         model,
         {"w": Block(prior=tied, pool=Stack(), keep=True)},
@@ -110,11 +94,6 @@ def fedamp(
     )
 
 
-def own_cloud(given: Server, view: View) -> Tensor:
-    """Return the client's cloud model, [..., D]."""
-    return view["cloud"]
-
-
 def attention(w: Tensor, alpha: float, sigma: float) -> Tensor:
     """Return the weights xi [C, C] of C clients' models `w` [C, D] in their cloud models.
 
@@ -127,6 +106,6 @@ def attention(w: Tensor, alpha: float, sigma: float) -> Tensor:
     if bool((own < 0).any()):
         raise ValueError(
             f"alpha={alpha:g} gives a client's own model the weight {float(own.min()):.3g}; take "
-            f"alpha at most sigma / {len(w)}, or a smaller sigma"
+            f"alpha at most sigma / {len(w)}"
         )
     return weights + torch.diag(own)

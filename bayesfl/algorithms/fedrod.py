@@ -23,24 +23,15 @@ classification", ICLR 2022, equations 6 to 8; the authors' code is not public.
 >>> result = bf.simulate(bf.algorithms.fedrod(model), clients, rounds=1)
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayesfl.base.protocols import Batch, Server, View
-from bayesfl.composition import (
-    Algorithm,
-    Block,
-    Descend,
-    Energy,
-    Once,
-    Penalty,
-    Repeat,
-    options,
-    standard_normal,
-)
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Repeat, options
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
 
@@ -69,15 +60,12 @@ def fedrod(
     Raises:
         ValueError: The head is not one `nn.Linear`, or the likelihood another.
     """
-    if not isinstance(model.head, nn.Linear):
+    fits = isinstance(likelihood, Categorical) and not likelihood.smoothing
+    if not isinstance(model.head, nn.Linear) or not fits:
         raise ValueError(
-            f"model must have a head that is one nn.Linear, got {type(model.head).__name__}; the "
-            "sum of two heads' logits would be no head's"
-        )
-    if not isinstance(likelihood, Categorical) or likelihood.smoothing:
-        raise ValueError(
-            f"likelihood must be Categorical() without smoothing, got {likelihood!r}: the balanced "
-            "softmax counts the examples of each class"
+            "Fed-RoD adds the logits of two linear heads and counts examples by class: it needs a "
+            "head that is one nn.Linear, and Categorical() without smoothing, got "
+            f"{type(model.head).__name__} and {likelihood!r}"
         )
     classes = model.head.out_features
 
@@ -85,60 +73,30 @@ def fedrod(
         of_class = F.one_hot(data["y"], classes).to(data["weight"])
         return view | {"counts": data["weight"] @ of_class}
 
-    generic = Energy(GENERIC, GENERIC, likelihood="mean", penalty=shifted(likelihood, by_counts))
+    def moved(z: Any, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: View) -> Any:
+        """Replace the mean loss by that at logits moved by the generic head's, or by log n."""
+        by = batch["at"]["generic"].outputs if "at" in batch else view["counts"].log()[..., None, :]
+        more = likelihood.nll(outputs + by, batch["y"]) - losses
+        return (more * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
+
+    generic = Energy(GENERIC, GENERIC, likelihood="mean", penalty=moved)
     personal = Energy(
-        "phi",
-        ("body", "phi"),
-        likelihood="mean",
-        penalty=shifted(likelihood, by_generic),
-        at={"generic": generic_model},
+        "phi", ("body", "phi"), likelihood="mean", penalty=moved, at={"generic": generic_model}
     )
     own, common = (Descend(energy, optimiser=optimiser) for energy in (personal, generic))
     train = Repeat((own, common), epochs=epochs, batch_size=batch_size)
     later = replace(own, epochs=adapt_epochs, batch_size=batch_size)
+    alone = Block("head.*", pool=None, keep=True)
+    phi = replace(alone, start=lambda rng, size: torch.zeros(size))
     return Algorithm(
         model,
-        {
-            "body": Block("body.*"),
-            "head": Block("head.*"),
-            "phi": Block("head.*", pool=None, keep=True, start=standard_normal(0.0)),
-            "personal": Block("head.*", pool=None, keep=True),
-        },
+        {"body": Block("body.*"), "head": Block("head.*"), "phi": phi, "personal": alone},
         (Once(count, data=True), train, Once(add)),
         parts=("body", "personal"),
         likelihood=likelihood,
         finetune=(Once(add),),
         adapt=(later, Once(add)),
     )
-
-
-def shifted(likelihood: Categorical, shift: Callable[[Batch, View], Tensor]) -> Penalty:
-    """Return the penalty that puts the mean loss at logits moved by `shift`, which broadcasts
-    against [..., B, O], in the place of the loss at the logits.
-    """
-
-    def penalty(
-        features: Tensor | None,
-        outputs: Tensor,
-        losses: Tensor,
-        batch: Batch,
-        given: Server,
-        view: View,
-    ) -> Tensor:
-        moved = likelihood.nll(outputs + shift(batch, view), batch["y"])
-        return ((moved - losses) * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
-
-    return penalty
-
-
-def by_counts(batch: Batch, view: View) -> Tensor:
-    """Return the logarithms of the client's class counts, [..., 1, O]."""
-    return view["counts"].log().unsqueeze(-2)
-
-
-def by_generic(batch: Batch, view: View) -> Tensor:
-    """Return the generic head's logits, [..., B, O]."""
-    return batch["at"]["generic"].outputs
 
 
 def generic_model(algorithm: Algorithm, given: Server, view: View) -> dict[str, Tensor]:

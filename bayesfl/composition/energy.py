@@ -153,14 +153,14 @@ class Energy:
         if self.penalty is not None:
             features, outputs = algorithm.features(algorithm.leaves(self.parts, now), batch["x"])
             losses = algorithm.likelihood.nll(outputs, batch["y"])
-            batch = batch | {
-                "at": {
+            if self.at:
+                seen = {
                     name: Elsewhere(
                         *algorithm.features(weights(algorithm, given, view), batch["x"])
                     )
                     for name, weights in self.at.items()
                 }
-            }
+                batch = batch | {"at": seen}
             nll = (losses * shares).sum()
             return nll + self.penalty(features, outputs, losses, batch, given, view), nll
         draws = (
