@@ -12,7 +12,8 @@ psi(z). Heads are linear, so that the sum of their logits is the head of weights
 is the block `personal`. phi starts at 0.
 
 A class that a client has not, with n_k = 0, gets no gradient from it. The two steps of a batch do
-not read each other's results. Fed-RoD (hyper), where a network makes phi from n_k, is not here.
+not read each other's results; norms that follow their batches follow in both. Fed-RoD (hyper),
+where a network makes phi from n_k, is not here.
 
 Source: Chen, Chao, "On bridging generic and personalized federated learning for image
 classification", ICLR 2022, equations 6 to 8; the authors' code is not public.

@@ -30,14 +30,8 @@ from bayesfl.federation.rounds.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.rounds.replies import OpenRun
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
-from bayesfl.federation.run.callbacks import (
-    Callback,
-    EarlyStopping,
-    check_callbacks,
-    ended,
-    finished,
-    over,
-)
+from bayesfl.federation.run.callbacks import Callback, EarlyStopping
+from bayesfl.federation.run.calling import check_callbacks, ended, finished, over
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round

@@ -19,12 +19,11 @@ of that kind will do:
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.options import Count, declared
@@ -38,26 +37,6 @@ from bayesfl.federation.store.files import checkpoints, newest
 Callback: TypeAlias = Callable[[Any], Any]
 """Function from the run so far; True ends the run."""
 
-RELEASED = ("round", "releases", "epsilon", "epsilon_own")
-"""Columns of the history that callbacks see under `ClientPrivacy`: by others the clients' data
-would decide when a run ends, which no epsilon covers.
-"""
-
-
-def check_callbacks(name: str, on_round: object) -> None:
-    """Check that callbacks are a list of functions.
-
-    Raises:
-        TypeError: They are no list, or one of them is no function.
-    """
-    if not isinstance(on_round, Sequence) or isinstance(on_round, str):
-        raise TypeError(f"{name} must be a list of callbacks, as [it], got {on_round!r}")
-    for callback in on_round:
-        if not callable(callback) or isinstance(callback, type):  # else after the first round
-            raise TypeError(
-                f"{name} must hold functions, or objects as CSV(path), got {callback!r}"
-            )
-
 
 def snapshot(result: Any) -> Any:
     """Return a copy of the run so far that further rounds do not change; what a callback is given
@@ -69,43 +48,6 @@ def snapshot(result: Any) -> Any:
         else {}
     )
     return replace(result, history=result.history.copy(), **own)
-
-
-def ended(callbacks: Sequence[Callback], result: Any) -> bool:
-    """Call every callback with the run so far, and say whether one ends it; an error of a callback
-    carries the run as its `result`.
-    """
-    said, told = [], result
-    if result.settings.sampling == "poisson":
-        rows = [{key: row[key] for key in RELEASED if key in row} for row in result.history]
-        told = replace(result, history=History(rows))
-    for callback in callbacks:
-        try:
-            answer = callback(told)
-            said.append(isinstance(answer, bool | np.bool_ | Tensor) and bool(answer))
-        except Exception as error:  # a user's function may raise anything; it is passed on
-            error.add_note(
-                f"raised by a callback after round {result.round}; the run so far is this error's "
-                "attribute `result`"
-            )
-            error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
-            raise
-    return any(said)
-
-
-def over(callbacks: Sequence[Callback], result: Any) -> bool:
-    """Say whether a run that goes on is ended already; its callbacks are asked before any further
-    round.
-    """
-    return bool(result.round) and ended(callbacks, result)
-
-
-def finished(callbacks: Sequence[Any], result: Any) -> Any:
-    """Return the state that a run returns, as the callbacks with a `finish` choose."""
-    for callback in callbacks:
-        if hasattr(callback, "finish"):
-            result = callback.finish(result)
-    return result
 
 
 class EarlyStopping:

@@ -34,7 +34,8 @@ from bayesfl.federation.rounds.one_machine import OneMachine
 from bayesfl.federation.rounds.replies import Aggregation, OpenAggregation
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
-from bayesfl.federation.run.callbacks import Callback, check_callbacks, ended, finished, over
+from bayesfl.federation.run.callbacks import Callback
+from bayesfl.federation.run.calling import check_callbacks, ended, finished, over
 from bayesfl.federation.run.loading import resumed, started
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import (
