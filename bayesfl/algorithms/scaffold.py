@@ -11,8 +11,8 @@ the server makes x <- x + server_lr mean_S (y - x) and c <- c + sum_S (c_i+ - c_
 the mean of all clients' c_i.
 
 The correction is linear in the weights, the prior `Tilt`. A weight decay is part of g. Let only the
-cohort train, as by default: under `train="all"` the c_i of the others change, and c does not. Option
-I of the paper, c_i+ = the gradient of all of a client's data at x, is not here.
+cohort train, as by default: under `train="all"` the c_i of the others change, and c does not.
+Option I of the paper, c_i+ = the gradient of all of a client's data at x, is not here.
 
 Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: stochastic controlled averaging
 for federated learning", ICML 2020, algorithm 1 and equations 3 to 5. The paper's server step is 1;
