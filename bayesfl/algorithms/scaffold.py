@@ -102,5 +102,5 @@ def correction(given: Server, view: View) -> Tensor:
 
 def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
     """Move c by the changes of the cohort's control variates, a share of all clients' mean."""
-    change = uplink["change"].double().sum(0) / uplink["clients"]
+    change = uplink["change"].sum(0, dtype=torch.float64) / uplink["clients"]
     return {"c": server["c"] + change.to(server["c"])}

@@ -209,6 +209,11 @@ class Engine:
             plan.examples,
             train=descends,
         )
+        elsewhere = any(by_algebra(p) and p.energy.at for p in getattr(phase, "phases", (phase,)))
+        if self.kernel == "auto" and kernel == "layers" and elsewhere:
+            # At other weights the network runs in evaluation mode, which may not be recordable.
+            can = layers.supported(algorithm.module(like), plan.examples)
+            kernel = "layers" if can else "live"
         if lively(algorithm.model) and self._trains(algorithm.model, phase):
             kernel = "layers" if kernel == "layers" else "live"
         elif (

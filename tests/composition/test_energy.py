@@ -518,3 +518,24 @@ def test_other_weights_run_in_evaluation_mode(clients: FederatedData):
     network = before.model().double().eval()
     x, outputs = seen[0]
     assert_close(outputs[0], network(x[0]), atol=1e-10, rtol=0)
+
+
+class Asking(nn.Module):
+    """Asks its rows something in evaluation mode, which no recording can repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        return z if self.training or float(z.sum()) < 0 else z + 0.0
+
+
+def test_a_network_that_cannot_be_recorded_in_evaluation_mode(clients: FederatedData):
+    """It runs client by client then, as the reference does."""
+    algorithm = learner(bf.models.SplitModel(Asking(), nn.Linear(8, 3)), epochs=2)
+    found, wanted = (
+        run(algorithm, clients, kernel=kernel).server["w"]["loc"] for kernel in ("auto", "live")
+    )
+    assert_close(found, wanted, atol=1e-10, rtol=0)
