@@ -61,14 +61,15 @@ def fedrod(
     Raises:
         ValueError: The head is not one `nn.Linear`, or the likelihood another.
     """
+    head = model.get_submodule("head")
     fits = isinstance(likelihood, Categorical) and not likelihood.smoothing
-    if not isinstance(model.head, nn.Linear) or not fits:
+    if not isinstance(head, nn.Linear) or not fits:
         raise ValueError(
             "Fed-RoD adds the logits of two linear heads and counts examples by class: it needs a "
             "head that is one nn.Linear, and Categorical() without smoothing, got "
-            f"{type(model.head).__name__} and {likelihood!r}"
+            f"{type(head).__name__} and {likelihood!r}"
         )
-    classes = model.head.out_features
+    classes = head.out_features
 
     def count(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         of_class = F.one_hot(data["y"], classes).to(data["weight"])

@@ -27,7 +27,7 @@ from bayesfl.composition.algorithm import Algorithm, Made
 from bayesfl.composition.invariance import Estimator
 from bayesfl.composition.phases import ClientEpochs
 from bayesfl.models.altered import cut
-from bayesfl.models.cutting import SplitModel, has_body
+from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, check_optimiser
 from bayesfl.optim import Optimiser as AnyOptimiser
 
@@ -90,7 +90,7 @@ BodyAndHead: TypeAlias = Annotated[
     "A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.",
 ]
 Split: TypeAlias = Annotated[
-    SplitModel,
+    nn.Module,
     check_split,
     "A `bf.models.SplitModel`; its features are the inputs of its head.",
 ]

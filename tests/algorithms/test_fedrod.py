@@ -21,7 +21,7 @@ OPTIONS = {"epochs": 3, "batch_size": None, "optimiser": SGD(0.3, momentum=0.5, 
 
 def reference(
     network: SplitModel, clients: FederatedData, cohorts: list[list[int]]
-) -> tuple[nn.Module, list[nn.Module]]:
+) -> tuple[SplitModel, list[nn.Module]]:
     """The method as a plain loop with torch's own SGD: the generic model and the clients' phi."""
     common = copy.deepcopy(network).double()
     phis = [copy.deepcopy(common.head) for _ in range(clients.clients)]
@@ -33,7 +33,7 @@ def reference(
         for j in cohort:
             x, y = clients.train.client(j)
             net = copy.deepcopy(common)
-            counts = torch.bincount(y, minlength=network.head.out_features).double()
+            counts = torch.bincount(y, minlength=4).double()
             one, other = (
                 torch.optim.SGD(part.parameters(), lr=0.3, momentum=0.5, weight_decay=0.01)
                 for part in (net, phis[j])

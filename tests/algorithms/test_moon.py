@@ -76,4 +76,4 @@ def test_without_its_term_it_is_fedavg(model: nn.Module, clients: FederatedData)
 def test_a_model_without_a_head_is_refused(clients: FederatedData):
     """It has no features."""
     with pytest.raises(ValueError, match=r"model must be a bf\.models\.SplitModel"):
-        bf.algorithms.moon(nn.Sequential(nn.Linear(8, 3)))  # type: ignore[arg-type]
+        bf.algorithms.moon(nn.Sequential(nn.Linear(8, 3)))

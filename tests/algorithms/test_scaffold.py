@@ -107,4 +107,4 @@ def test_momentum_is_refused(model: nn.Module):
     with pytest.raises(ValueError, match=r"optimiser must have no momentum, got 0\.9"):
         bf.algorithms.scaffold(model, optimiser=SGD(0.1, momentum=0.9))
     with pytest.raises(TypeError, match="optimiser must be"):
-        bf.algorithms.scaffold(model, optimiser=bf.optim.Adam(0.1))
+        bf.algorithms.scaffold(model, optimiser=bf.optim.Adam(0.1))  # pyright: ignore[reportArgumentType]
