@@ -34,10 +34,11 @@ from bayesfl.federation.private.secure import SecureSum
 from bayesfl.federation.rounds import faults
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.run import callbacks
-from bayesfl.federation.run.comparison import compare
 from bayesfl.federation.run.loading import load
 from bayesfl.federation.run.simulation import simulate
 from bayesfl.posteriors import selection
+from bayesfl.study.study import Study
+from bayesfl.study.table import table
 
 if TYPE_CHECKING:
     from bayesfl import algorithms, flower
@@ -56,10 +57,10 @@ __all__ = [
     "Once",
     "Repeat",
     "SecureSum",
+    "Study",
     "algorithms",
     "calibration",
     "callbacks",
-    "compare",
     "curvature",
     "data",
     "detection",
@@ -80,6 +81,7 @@ __all__ = [
     "priors",
     "selection",
     "simulate",
+    "table",
     "topology",
     "with_personal",
     "with_server_optimiser",

@@ -34,6 +34,8 @@ GIVEN = (
     ("bayesfl.federation.run.result", "Result"),
     ("bayesfl.evaluation.history", "History"),
     ("bayesfl.evaluation.predictions", "Predictions"),
+    ("bayesfl.study.table", "Table"),
+    ("bayesfl.study.table", "Summary"),
     ("bayesfl.posteriors.nuts", "Samples"),
     ("bayesfl.federation.errors", "BadClients"),
     ("bayesfl.federation.errors", "FailedRound"),

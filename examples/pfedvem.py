@@ -27,8 +27,8 @@ import torch
 import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.evaluation import report
-from bayesfl.federation.run.comparison import passes
 from bayesfl.optim import SGD
+from bayesfl.study.budget import epochs
 
 sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
 from command_line import one_experiment, refuse_repeats
@@ -320,8 +320,9 @@ def compare(options: argparse.Namespace) -> None:
                 }
             # Of a client, mean over clients; the cohort are those that train.
             turns = float(result.history["cohort"].sum()) / clients.clients
+            passed = epochs(result.algorithm, clients.train.counts)
             for key, predictions in entries.items():
-                measures = predictions.summary(clients.test) | {"passes": passes(result) * turns}
+                measures = predictions.summary(clients.test) | {"passes": passed * turns}
                 if name != "local" and options.participation == 1 and not key.endswith("draws"):
                     # Of all clients, which predict at the mean before pooling.
                     measures["before_accuracy"] = float(result.history["before_pool_accuracy"][-1])

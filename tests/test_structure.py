@@ -28,7 +28,7 @@ ORDER = (
     {"algorithms"},
     {"preflight"},
     {"federation"},
-    {"flower"},
+    {"flower", "study"},
 )
 """A folder or file imports only from lines above its own."""
 
@@ -185,6 +185,7 @@ def test_importing_is_light():
         "arviz",
         "torchvision",
         "flwr",
+        "joblib",
     )
     code = (
         f"import sys, torch; b = set(sys.modules); import bayesfl; print([m for m in {heavy!r} if "

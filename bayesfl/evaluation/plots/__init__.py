@@ -13,6 +13,7 @@ from bayesfl.evaluation.plots.diagrams import reliability, reliability_compare
 from bayesfl.evaluation.plots.look import OKABE_ITO
 from bayesfl.evaluation.plots.numbers import interval_reliability
 from bayesfl.evaluation.plots.promises import coverage, evidence
+from bayesfl.evaluation.plots.studies import paired, study
 
 __all__ = [
     "OKABE_ITO",
@@ -22,7 +23,9 @@ __all__ = [
     "evidence",
     "interval_reliability",
     "learning_curves",
+    "paired",
     "reliability",
     "reliability_compare",
     "risk_coverage",
+    "study",
 ]

@@ -1,0 +1,117 @@
+"""Diagrams of a study's table: methods with the errors of their means, and two methods client by
+client.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bayesfl.evaluation.history import HEADLINES
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
+from bayesfl.evaluation.report import better, in_prose
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def study(
+    table: Any, *, metric: str | None = None, ax: "Axes | None" = None, title: str | None = None
+) -> "Axes":
+    """Draw a measure of every method of a study: a dot for each seed, the mean, and a bar of one
+    standard error to each side.
+
+    Args:
+        table: The table of a study, or of `bf.table`; where it has several options of a method,
+            those that `Table.chosen` takes.
+        metric: A column of the history; None for the personal accuracy, of regressions the personal
+            RMSE.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    Raises:
+        ValueError: No run has such a measure, or as by `Table.chosen`.
+    """
+    summary = table.summary(None if metric is None else [metric])
+    there = list(dict.fromkeys(name for values in summary.runs.values() for name in values))
+    shown = next((name for name in HEADLINES if name in there), there[0])
+    found = {name: values[shown] for name, values in summary.runs.items() if values.get(shown)}
+    height = 0.9 + 0.34 * len(found)
+    ax = new_figure((5.6, height)).add_subplot() if ax is None else ax
+    for place, (name, values) in enumerate(found.items()):
+        mean, error, _ = summary[name][shown]
+        ax.plot(values, [place] * len(values), "o", color=GREY, markersize=3.5, alpha=0.7)
+        ax.errorbar(
+            mean, place, xerr=np.nan_to_num(error), fmt="D", color=BLUE, markersize=5, capsize=3
+        )
+    ax.set_yticks(range(len(found)), list(found))
+    ax.set_ylim(len(found) - 0.5, -0.5)  # the first method on top
+    ax.set(xlabel=in_prose(shown), title=title or "")
+    ax.grid(True, axis="x", color="0.9", linewidth=0.8)
+    clean(ax)
+    return ax
+
+
+def paired(
+    table: Any,
+    one: str,
+    other: str,
+    *,
+    metric: str | None = None,
+    ax: "Axes | None" = None,
+    title: str | None = None,
+) -> "Axes":
+    """Draw two methods client by client: a dot for each client and seed, at its measure of test
+    data after the last round under the one method and under the other.
+
+    A dot's area grows with the client's number of test examples. The legend says of how many
+    clients the other method's measure is better.
+
+    Args:
+        table: As of `study`.
+        one: The method whose measure is across.
+        other: The method whose measure is up.
+        metric: A measure by client, as `nll`; None for the accuracy, of regressions the RMSE.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    Raises:
+        KeyError: The clients have no such measure.
+        ValueError: The methods have no seed on the same data, there are no test data, or as by
+            `Table.chosen`.
+    """
+    columns = [[row.clients() for row in pair] for pair in table.pairs(one, other)]
+    if None in [of for pair in columns for of in pair]:
+        raise ValueError("clients were not measured, as the data have no test split")
+    usual = [name.removeprefix("personal_") for name in HEADLINES]
+    shown = metric or next(name for name in usual if name in columns[0][0])
+
+    def of_all(place: int, measure: str) -> np.ndarray:
+        return np.concatenate([np.array(pair[place][measure], np.float64) for pair in columns])
+
+    x, y, n = of_all(0, shown), of_all(1, shown), of_all(0, "examples")
+    known = np.isfinite(x) & np.isfinite(y)  # clients without test data have no measure
+    x, y, n = x[known], y[known], n[known]
+    ax = new_figure((4.2, 4.2)).add_subplot() if ax is None else ax
+    ends = [min(x.min(), y.min()), max(x.max(), y.max())]
+    wins = {"higher": y > x, "lower": y < x}.get(better(shown) or "")
+    label = None if wins is None else f"{other} better: {int(wins.sum())} of {len(x)}"
+    ax.plot(ends, ends, color=INK, linewidth=1, linestyle="--")
+    ax.scatter(
+        x, y, s=10 + 50 * n / n.max(), color=BLUE, alpha=0.55, edgecolors="white", label=label
+    )
+    ax.set(
+        xlabel=f"{in_prose(shown)}, {one}",
+        ylabel=f"{in_prose(shown)}, {other}",
+        title=title or "",
+    )
+    ax.set_aspect("equal", adjustable="datalim")
+    clean(ax, grid="both")
+    if label is not None:
+        ax.legend(frameon=False, fontsize="small", loc="best")
+    return ax

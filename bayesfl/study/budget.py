@@ -1,0 +1,126 @@
+"""The budget of a method in a round: gradient steps and passes over the data of a client; and one
+number of steps for methods whose phases take others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.phases import (
+    Descend,
+    Once,
+    Phase,
+    Repeat,
+    phase_in_words,
+    unrolled,
+)
+
+
+def gradient_steps(algorithm: Algorithm, counts: Sequence[int]) -> float:
+    """Return the number of gradient steps of a client in a round, mean over clients that have data.
+
+    The steps of every phase count, those on a batch of a `Repeat` each, and those of each copy of a
+    block.
+
+    Args:
+        algorithm: The method.
+        counts: Number of training examples of each client, [J].
+    """
+    return float(sum(_phase_steps(algorithm, phase, counts) for phase in algorithm.phases))
+
+
+def epochs(algorithm: Algorithm, counts: Sequence[int]) -> float:
+    """Return how often a client goes over its training data in a round by gradient steps, mean over
+    clients that have data; counted as `gradient_steps`.
+
+    Args:
+        algorithm: The method.
+        counts: Number of training examples of each client, [J].
+    """
+    sizes = _sizes(counts)
+    total = 0.0
+    for phase in algorithm.phases:
+        if not phase.steps:
+            passes = float(phase.epochs)
+        elif phase.batch_size is None:
+            passes = float(phase.steps)
+        else:
+            passes = phase.steps * float(np.minimum(1, phase.batch_size / sizes).mean())
+        total += passes * _gradients(algorithm, phase)
+    return total
+
+
+def with_steps(algorithm: Algorithm, steps: int, counts: Sequence[int]) -> tuple[Algorithm, str]:
+    """Return the method with about `steps` gradient steps of every client in a round, and in words
+    how its phases were scaled.
+
+    The phases share the steps as they share them in the method, and each takes one batch at least.
+    A `Repeat` changes its number of batches, not its steps on a batch. A method with another kind
+    of phase is returned as it is.
+
+    Args:
+        algorithm: The method.
+        steps: Number of gradient steps, counted as by `gradient_steps`.
+        counts: Number of training examples of each client, [J].
+    """
+    if strange := [
+        phase for phase in algorithm.phases if not isinstance(phase, Descend | Repeat | Once)
+    ]:
+        return algorithm, f"not scaled, as {type(strange[0]).__name__} is no Descend or Repeat"
+    each = np.array([_gradients(algorithm, phase) for phase in algorithm.phases])
+    trains = np.flatnonzero(each)
+    if not len(trains):
+        return algorithm, "not scaled, as it takes no gradient steps"
+    each = each[trains]
+    before = np.array([_phase_steps(algorithm, algorithm.phases[i], counts) for i in trains])
+    wanted = steps * before / before.sum() / each
+    batches = np.maximum(1, wanted.astype(int))
+    left = steps - int(batches @ each)
+    for place in np.argsort(batches - wanted, kind="stable"):  # largest remainders first
+        if each[place] <= left:
+            batches[place] += 1
+            left -= each[place]
+    phases, told = list(algorithm.phases), []
+    for i, number in zip(trains, batches.tolist(), strict=True):
+        phase = phases[i]
+        phases[i] = (
+            replace(phase, times=number)
+            if isinstance(phase, Repeat)
+            else replace(phase, steps=number)
+        )
+        told.append(f"{phase_in_words(phase)}: {length(phases[i])} instead of {length(phase)}")
+    return replace(algorithm, phases=tuple(phases)), "; ".join(told)
+
+
+def length(phase: Phase | Repeat) -> str:
+    """Return how long a phase is, in words, as `5 epochs`."""
+    unit = "batch" if isinstance(phase, Repeat) else "step"
+    number, unit = (phase.steps, unit) if phase.steps else (phase.epochs, "epoch")
+    plural = "es" if unit == "batch" else "s"
+    return f"{number} {unit}{plural * (number > 1)}"
+
+
+def _sizes(counts: Sequence[int]) -> np.ndarray:
+    """Return the numbers of examples of clients that have some."""
+    sizes = np.asarray(counts)
+    return sizes[sizes > 0]
+
+
+def _phase_steps(algorithm: Algorithm, phase: Phase | Repeat, counts: Sequence[int]) -> float:
+    """Return a phase's gradient steps, mean over clients that have data."""
+    sizes = _sizes(counts)
+    batches = 1 if phase.batch_size is None else -(-sizes // phase.batch_size)
+    number = phase.steps or phase.epochs * float(np.mean(batches))
+    return number * _gradients(algorithm, phase)
+
+
+def _gradients(algorithm: Algorithm, phase: Phase | Repeat) -> int:
+    """Return how many gradients a phase takes on each of its batches."""
+    return sum(
+        max(algorithm.blocks[name].copies or 1 for name in one.blocks)
+        * ((one.steps or one.epochs) if isinstance(phase, Repeat) else 1)
+        for one in unrolled(phase)
+        if isinstance(one, Descend)
+    )

@@ -1,0 +1,108 @@
+"""The grid of options that a study chooses among: which method has which, all combinations, and
+where one lies on the edge.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias
+
+from bayesfl.base.options import nearest
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.optim import rate_at
+
+Make: TypeAlias = Callable[..., Algorithm]
+"""(model, options by name) -> algorithm: a function of `bf.algorithms`, a partial of one, or a
+function of one's own."""
+Grid: TypeAlias = Mapping[str, Sequence[Any]]
+"""{option: the values among which it is chosen}."""
+
+EVERY = "*"
+"""The name under which options stand that go to every method that has them."""
+
+
+def grids(
+    methods: Mapping[str, Make], options: Mapping[str, Grid]
+) -> tuple[dict[str, Grid], tuple[str, ...]]:
+    """Return the grid of each method, and in words which methods lack an option of all.
+
+    Args:
+        methods: {name: what makes the method}.
+        options: {name of a method: its grid}; the grid under `*` goes to the methods that have the
+            option, and a method's own entry comes before it.
+
+    Raises:
+        ValueError: Options are named for a method that is not there, or one that no method has.
+    """
+    if strangers := sorted(options.keys() - methods.keys() - {EVERY}):
+        raise ValueError(
+            f"options name the method {strangers[0]!r}, which is not among the methods; the "
+            f"nearest are {nearest(strangers[0], list(methods), 3)}"
+        )
+    found: dict[str, Grid] = {}
+    for name, make in methods.items():
+        own = options.get(name, {})
+        for option in own:
+            if not _has(make, option):
+                _refuse(option, f"{name} has not", [make])
+        shared = {
+            option: values
+            for option, values in options.get(EVERY, {}).items()
+            if _has(make, option)
+        }
+        found[name] = {**shared, **own}
+    notes = []
+    for option in options.get(EVERY, {}):
+        without = [name for name, make in methods.items() if not _has(make, option)]
+        if len(without) == len(methods):
+            _refuse(option, "no method has", list(methods.values()))
+        if without := [name for name in without if option not in found[name]]:
+            notes.append(f"{option} is no option of {', '.join(without)}")
+    return found, tuple(notes)
+
+
+def combinations(grid: Grid) -> list[dict[str, Any]]:
+    """Return all combinations of the values of a grid; one without options for an empty grid."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def edges(grid: Grid, chosen: Mapping[str, Any], rounds: int) -> dict[str, str]:
+    """Return the options whose chosen value is the `smallest` or the `largest` of its grid; numbers
+    have an order, and optimisers that of their rates.
+
+    Args:
+        grid: The grid of a method.
+        chosen: The values of its options.
+        rounds: Number of rounds, on which schedules depend.
+    """
+    found = {}
+    for option, values in grid.items():
+        sizes = [_size(value, rounds) for value in values]
+        known = [size for size in sizes if size is not None]
+        size = _size(chosen[option], rounds)
+        if size is None or len(known) < len(sizes) or len(set(known)) < 2:
+            continue
+        if size in (min(known), max(known)):
+            found[option] = "smallest" if size == min(known) else "largest"
+    return found
+
+
+def _has(make: Make, option: str) -> bool:
+    parameters = inspect.signature(make).parameters
+    return option in parameters or any(
+        one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
+    )
+
+
+def _refuse(option: str, who: str, makers: Sequence[Make]) -> None:
+    known = dict.fromkeys(name for make in makers for name in inspect.signature(make).parameters)
+    near = nearest(option, list(known), 3)
+    raise ValueError(f"{who} an option {option!r}; the nearest are {near}")
+
+
+def _size(value: Any, rounds: int) -> float | None:
+    """Return a number, or an optimiser's first rate; None for what has no order."""
+    if hasattr(value, "rate"):
+        return rate_at(value.rate, 0, rounds)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None

@@ -1,0 +1,251 @@
+"""Studies: several methods, each with a grid of options, over several seeds, in one call.
+
+A study is a value; its runs are cells, which are independent of each other. An engine of others
+runs them: joblib, on this machine or on a cluster that is chosen by `joblib.parallel_config`, or
+any `concurrent.futures.Executor`. What is finished is on disk and is read, so that a study that was
+interrupted, or has got another method, goes on.
+"""
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+from bayesfl.base import files
+from bayesfl.base.options import Count, declared
+from bayesfl.data import FederatedData
+from bayesfl.federation.run.simulation import simulate
+from bayesfl.study.cells import Cell, Record, failed, finished
+from bayesfl.study.grid import Grid, Make, combinations, grids
+from bayesfl.study.settings import value_in_words
+from bayesfl.study.table import Row, Table
+
+
+class Executor(Protocol):
+    """What a study needs of a `concurrent.futures.Executor`, or of submitit's for Slurm."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
+        """Return a future, whose `result()` waits."""
+        ...
+
+
+class Study:
+    """A grid of runs: methods x options x seeds, on data and models that are made for each seed.
+
+    Every cell makes its own data, model and method, and trains it by `bf.simulate`. With functions
+    at the top level of a script, or lambdas, the study travels to other processes.
+
+    Args:
+        data: Function that makes the data, called as data(seed=s); a `partial` of a recipe of
+            `bf.data`.
+        model: Function that makes the network of the data. Weights that it draws of torch's own
+            generator depend on the seed alone; those of `bf.models` on their own `seed`, 0.
+        methods: {name: function (model, options) -> algorithm}, of `bf.algorithms`, partials of
+            these, or your own.
+        options: {name of a method: {option: list of values to choose among}}. Options under `"*"`
+            go to every method that has them; a value of the grid replaces one that a partial
+            holds.
+        seeds: Seeds of data and training; methods are compared seed by seed.
+        rounds: Number of rounds.
+        steps: Number of gradient steps of every client in a round, for all methods whose phases are
+            `Descend` or `Repeat`; they share it among their phases as before. The same number is
+            taken by large and small clients. None for each method's own.
+        **settings: Further arguments of `bf.simulate`, as `participation=0.1`.
+
+    Raises:
+        TypeError: `bf.simulate` has no such argument.
+        ValueError: Options are named for a method that is not there, or one that no method has.
+
+    Example:
+        >>> from functools import partial
+        >>> from tempfile import mkdtemp
+        >>> import bayesfl as bf
+        >>> from bayesfl.optim import SGD
+        >>> study = bf.Study(
+        ...     data=partial(bf.data.iid, "digits", clients=4, validation=0.2),
+        ...     model=lambda clients: bf.models.mlp(clients.inputs, hidden=8, outputs=10),
+        ...     methods={"FedAvg": bf.algorithms.fedavg, "Ditto": bf.algorithms.ditto},
+        ...     options={"*": {"optimiser": [SGD(0.01), SGD(0.1)]}},
+        ...     seeds=range(2),
+        ...     rounds=1,
+        ... )
+        >>> table = study.run(mkdtemp(), progress=False)
+        >>> best = table.chosen("validation_nll")
+        >>> best.options["Ditto"]["optimiser"].rate
+        0.1
+    """
+
+    @declared
+    def __init__(
+        self,
+        *,
+        data: Callable[..., FederatedData],
+        model: Callable[[FederatedData], nn.Module],
+        methods: Mapping[str, Make],
+        options: Mapping[str, Grid] = {},
+        seeds: Iterable[int] = (0,),
+        rounds: Count,
+        steps: Count | None = None,
+        **settings: Any,
+    ) -> None:
+        settings = {"rounds": rounds, **settings}
+        # Here, and not in every cell.
+        inspect.signature(simulate).bind(None, None, seed=0, progress=False, **settings)
+        self.rounds, self.steps = rounds, steps
+        self.grid, self.notes = grids(methods, options)
+        seeds = tuple(seeds)
+        self.cells = tuple(
+            Cell(name, make, chosen, seed, data, model, settings, steps)
+            for name, make in methods.items()
+            for chosen in combinations(self.grid[name])
+            for seed in seeds
+        )
+
+    def __repr__(self) -> str:
+        return f"Study({len(self.cells)} cells of {', '.join(self.grid)})"
+
+    def run(
+        self,
+        folder: str | PathLike[str],
+        *,
+        n_jobs: int | None = None,
+        executor: Executor | None = None,
+        keep: Literal["result"] | None = None,
+        progress: bool | None = None,
+    ) -> Table:
+        """Run what is not finished, and return the table of all cells.
+
+        A cell's record is written when it is done, under a temporary name first. A cell that raises
+        an error keeps it in its record, and the others go on; the next call tries it again, unless
+        it diverged, as it would do so again. Two processes may work on one folder; a cell that both
+        begin is run twice, with the same numbers.
+
+        Each cell uses one thread of torch, and one worker where several cells run at a time, unless
+        the study has an `engine`; neither changes its numbers.
+
+        Args:
+            folder: The folder of the records, which every process must see.
+            n_jobs: Number of cells at a time, as of `joblib.Parallel`; None for one, or for as many
+                as `joblib.parallel_config` says, by which also its backend is chosen.
+            executor: An executor that runs the cells instead, such as
+                `concurrent.futures.ProcessPoolExecutor`, Dask's `client.get_executor()`, or those
+                of mpi4py and submitit.
+            keep: `result` to save every run beside its record, from which `Table.result` loads it.
+            progress: Whether to show a progress bar, with the time left; None shows one if standard
+                error is a terminal.
+        """
+        import joblib
+        from tqdm import tqdm
+
+        inside, kept = files.folder("folder", folder), keep == "result"
+        places = self._places()
+        todo = [
+            (cell, place)
+            for cell, place in zip(self.cells, places, strict=True)
+            if isinstance(place, str) and not finished(_file(inside, place), keep=kept)
+        ]
+        alone = executor is None and joblib.effective_n_jobs(n_jobs) == 1  # type: ignore[arg-type]
+        calls = [
+            partial(cell.run, inside, place, keep=kept, workers=None if alone else 1)
+            for cell, place in todo
+        ]
+        done = _with_joblib(calls, n_jobs) if executor is None else _with_executor(calls, executor)
+        hidden = None if progress is None else not progress
+        with tqdm(
+            done, total=len(places), initial=len(places) - len(calls), unit="cell", disable=hidden
+        ) as bar:
+            for _ in bar:
+                pass
+        return self._table(inside, places)
+
+    def main(self, folder: str | PathLike[str], *, keep: Literal["result"] | None = None) -> None:
+        """Run the study as the script that ends in this line, by the arguments of its command.
+
+        Without arguments all cells are run and the table is printed; `--jobs N` runs N at a time.
+        `--list` prints the cells with their numbers, from 0, and which of them are finished;
+        `--cell INDEX` runs one, for the array jobs of a cluster.
+
+        Args:
+            folder: As of `run`.
+            keep: As of `run`.
+        """
+        parser = argparse.ArgumentParser(description=f"Run {self!r} in {str(folder)!r}.")
+        what = parser.add_mutually_exclusive_group()
+        what.add_argument(
+            "--cell",
+            type=int,
+            choices=range(len(self.cells)),
+            metavar="INDEX",
+            help="run this cell alone",
+        )
+        what.add_argument("--list", action="store_true", help="list all cells")
+        what.add_argument("--jobs", type=int, metavar="N", help="run so many cells at a time")
+        given = parser.parse_args()
+        inside, kept = files.folder("folder", folder), keep == "result"
+        if given.cell is not None:
+            cell = self.cells[given.cell]
+            cell.run(inside, cell.address(*cell.federation()), keep=kept, workers=None)
+        elif given.list:
+            for number, (cell, place) in enumerate(zip(self.cells, self._places(), strict=True)):
+                there = isinstance(place, str) and finished(_file(inside, place), keep=kept)
+                chosen = [
+                    f"{option}={value_in_words(value, self.rounds)}"
+                    for option, value in cell.options.items()
+                ]
+                words = [cell.method, *chosen, f"seed={cell.seed}"]
+                print(f"{number:4d}  {'finished' if there else 'open':8s}  {', '.join(words)}")
+        else:
+            print(self.run(folder, n_jobs=given.jobs, keep=keep))
+
+    def _places(self) -> list[str | Record]:
+        """Return the address of every cell; the record of its error where the method cannot be
+        made. Data and model are made once for each seed.
+        """
+        found: dict[int, str | Record] = {}
+        numbers = range(len(self.cells))
+        for seed in dict.fromkeys(cell.seed for cell in self.cells):
+            mine = [number for number in numbers if self.cells[number].seed == seed]
+            clients, model = self.cells[mine[0]].federation()
+            for number in mine:
+                try:
+                    found[number] = self.cells[number].address(clients, model)
+                except Exception as error:  # of this combination of options
+                    found[number] = failed(error)
+        return [found[number] for number in numbers]
+
+    def _table(self, inside: Path, places: list[str | Record]) -> Table:
+        rows = []
+        for cell, place in zip(self.cells, places, strict=True):
+            saved = None
+            if isinstance(place, Record):
+                record = place
+            else:
+                record = Record.read(_file(inside, place))
+                saved = partial(cell.result, inside / place) if record.kept else None
+            rows.append(Row(cell.method, cell.options, cell.seed, record, saved))
+        return Table(tuple(rows), self.grid, self.rounds, self.notes)
+
+
+def _file(inside: Path, address: str) -> Path:
+    return inside / f"{address}.json"
+
+
+def _with_joblib(calls: list[Callable[[], None]], n_jobs: int | None) -> Iterator[None]:
+    from joblib import Parallel, delayed
+
+    parallel = Parallel(n_jobs=n_jobs, return_as="generator_unordered", batch_size=1)  # type: ignore[arg-type]
+    yield from parallel(delayed(call)() for call in calls)
+
+
+def _with_executor(calls: list[Callable[[], None]], executor: Executor) -> Iterator[None]:
+    from joblib import wrap_non_picklable_objects
+
+    # Executors pickle, and functions without a name travel by cloudpickle alone.
+    futures = [executor.submit(wrap_non_picklable_objects(call)) for call in calls]
+    for future in futures:
+        yield future.result()

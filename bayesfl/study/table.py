@@ -1,0 +1,495 @@
+"""The table of a study: options chosen by validation data, means over seeds with their errors,
+paired differences, and what of the methods' training differs.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from bayesfl.base.options import nearest
+from bayesfl.base.warning import warn
+from bayesfl.evaluation import report
+from bayesfl.federation.run.result import Result
+from bayesfl.study.cells import Record, by_client, recorded
+from bayesfl.study.grid import Grid, edges
+from bayesfl.study.settings import value_in_words
+
+if TYPE_CHECKING:
+    import pandas
+
+SHOWN = ("accuracy", "rmse", "nll", "pinball", "ece", "pooled_ece", "brier")
+"""Measures that a table shows where its cells have them."""
+LOSSES = ("validation_nll", "validation_pinball")
+"""Measures by which options are chosen by default: the first that the cells have."""
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds.
+
+    Args:
+        mean: The mean.
+        error: Its standard error, std(ddof=1) / sqrt(seeds); NaN for one seed.
+        seeds: Number of seeds.
+    """
+
+    mean: float
+    error: float
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Summary(Mapping[str, Mapping[str, Estimate]]):
+    """Means over seeds, by method and measure; `print` shows them as a table.
+
+    Args:
+        runs: {method: {measure: one value a seed}}.
+    """
+
+    runs: Mapping[str, Mapping[str, Sequence[float]]]
+
+    def __getitem__(self, method: str) -> dict[str, Estimate]:
+        return {
+            measure: Estimate(*report.mean_and_error(values), len(values))
+            for measure, values in self.runs[method].items()
+        }
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.runs)
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __str__(self) -> str:
+        return report.table(self.runs)
+
+    def to_markdown(self) -> str:
+        """Return the table in Markdown."""
+        return report.table(self.runs, style="markdown")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run in a table.
+
+    Args:
+        method: The method's name.
+        options: The options that the study set.
+        seed: The seed.
+        record: What is kept of the run.
+        load: Function that returns the whole result; None where it was not kept.
+    """
+
+    method: str
+    options: Mapping[str, Any]
+    seed: int
+    record: Record
+    load: Callable[[], Result] | None
+
+    def measures(self, at: Literal["last", "best"], by: str | None) -> dict[str, Any]:
+        """Return the row of the history that counts: the last that was evaluated, or that in which
+        the column `by` is best; empty where none was.
+        """
+        history = self.record.history
+        rows = [row for row in history if any(key.startswith("personal_") for key in row)]
+        if not rows:
+            return {}
+        return history.best(by) if at == "best" and by is not None else rows[-1]
+
+    def clients(self) -> Mapping[str, list[Any]] | None:
+        """Return every measure of test data by client, {measure: [J]}, after the last round."""
+        if self.record.clients is None and self.load is not None:
+            return by_client(self.load())
+        return self.record.clients
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """The runs of a study, or of results that are compared.
+
+    Where a method has several options, its measures are those of the options that `chosen` takes.
+
+    Args:
+        rows: The runs.
+        grid: The options that each method was tried with.
+        rounds: Number of rounds.
+        notes: What a reader has to know, one sentence each.
+        at: The round that counts, see `chosen`.
+        by: The measure by which options, and the best round, were chosen; None where none were.
+    """
+
+    rows: tuple[Row, ...]
+    grid: Mapping[str, Grid] = field(default_factory=dict)
+    rounds: int = 1
+    notes: tuple[str, ...] = ()
+    at: Literal["last", "best"] = "last"
+    by: str | None = None
+
+    def __repr__(self) -> str:
+        failed = sum(row.record.error is not None for row in self.rows)
+        told = f"Table({len(self.rows)} runs of {', '.join(self.methods)}"
+        lines = [told + (f"; {failed} failed" if failed else "") + ")"]
+        return "\n".join(lines + (self._choices() if self.by else []))
+
+    def __str__(self) -> str:
+        return self._told("text")
+
+    def to_markdown(self) -> str:
+        """Return the table in Markdown: measures, budgets and settings that differ, and notes.
+
+        Raises:
+            ValueError: As by `chosen`.
+        """
+        return self._told("markdown")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Return the names of the methods."""
+        return tuple(dict.fromkeys(row.method for row in self.rows))
+
+    @property
+    def options(self) -> dict[str, Mapping[str, Any]]:
+        """Return the options of each method.
+
+        Raises:
+            ValueError: As by `chosen`.
+        """
+        return {row.method: row.options for row in self._settled().rows}
+
+    def chosen(
+        self, measure: str | None = None, *, at: Literal["last", "best"] = "last"
+    ) -> "Table":
+        """Return the table with one choice of options for each method: that with the best mean of a
+        validation measure over all seeds.
+
+        Options with a run that failed are not chosen. A method of whose options none went through
+        has no rows. It is never chosen on test data.
+
+        Args:
+            measure: A column of the history that begins with `validation_`; None for
+                `validation_nll`, of intervals `validation_pinball`.
+            at: The round that counts, for the choice and for all measures: the `last`, or for each
+                run the `best` by the validation measure.
+
+        Raises:
+            ValueError: The data have no validation split, or `measure` is of other data or of a
+                kind of which the best is not known.
+        """
+        by = self._judge(measure)
+        kept: list[Row] = []
+        for method in self.methods:
+            tried = self._tried(method)
+            if len(tried) == 1:
+                kept += tried[0]
+                continue
+            values = np.array(
+                [
+                    np.mean([row.measures(at, by).get(by, math.nan) for row in rows])
+                    if all(row.record.error is None for row in rows)
+                    else math.nan
+                    for rows in tried
+                ]
+            )
+            if np.isfinite(values).any():
+                lowest = report.better(by) == "lower"
+                kept += tried[int(np.nanargmin(values) if lowest else np.nanargmax(values))]
+        return replace(self, rows=tuple(kept), notes=self._all_notes(), at=at, by=by)
+
+    def summary(self, columns: Sequence[str] | None = None) -> Summary:
+        """Return mean and standard error over seeds of the methods' measures.
+
+        Args:
+            columns: Columns of the history, as `personal_nll`; None for the usual ones of test
+                data.
+
+        Raises:
+            ValueError: No run has such a column; or as by `chosen`.
+        """
+        table = self._settled()
+        wanted = table._columns(columns)
+        values: dict[str, dict[str, list[float]]] = {}
+        for method in table.methods:
+            found = [row.measures(table.at, table.by) for row in table.rows if row.method == method]
+            values[method] = {
+                column: [row[column] for row in found if column in row]
+                for column in wanted
+                if any(column in row for row in found)
+            }
+        return Summary(values)
+
+    def differences(self, reference: str, columns: Sequence[str] | None = None) -> Summary:
+        """Return how far the other methods are above one, paired: mean and standard error of the
+        differences seed by seed, on the same data.
+
+        Args:
+            reference: The method from which the others differ.
+            columns: As of `summary`.
+
+        Raises:
+            ValueError: There is no such method, or it has no seed on the same data as another; or
+                as by `summary`.
+        """
+        table = self._settled()
+        table._known(reference)
+        wanted = table._columns(columns)
+        values: dict[str, dict[str, list[float]]] = {}
+        for method in table.methods:
+            if method == reference:
+                continue
+            pairs = [
+                (one.measures(table.at, table.by), other.measures(table.at, table.by))
+                for one, other in table.pairs(reference, method)
+            ]
+            values[method] = {
+                column: [other[column] - one[column] for one, other in pairs]
+                for column in wanted
+                if all(column in row for pair in pairs for row in pair)
+            }
+        return Summary(values)
+
+    def pairs(self, one: str, other: str) -> list[tuple[Row, Row]]:
+        """Return the runs of two methods seed by seed, on the same data.
+
+        Raises:
+            ValueError: There is no such method, or they have no seed on the same data; or as by
+                `chosen`.
+        """
+        table = self._settled()
+        found = []
+        for name in (one, other):
+            table._known(name)
+            found.append(
+                {
+                    (row.seed, row.record.data): row
+                    for row in table.rows
+                    if row.method == name and row.record.error is None
+                }
+            )
+        shared = [key for key in found[0] if key in found[1]]
+        if not shared:
+            raise ValueError(
+                f"{one} and {other} have no seed on the same data, so they cannot be paired; train "
+                "both on the same clients"
+            )
+        return [(found[0][key], found[1][key]) for key in shared]
+
+    def result(self, method: str, seed: int) -> Result:
+        """Return the whole result of a method, at its chosen options.
+
+        Raises:
+            ValueError: There is no such run, or it was not kept; or as by `chosen`.
+        """
+        table = self._settled()
+        table._known(method)
+        found = [row for row in table.rows if (row.method, row.seed) == (method, seed)]
+        if not found:
+            seeds = sorted({row.seed for row in table.rows if row.method == method})
+            raise ValueError(f"{method} has no seed {seed}; its seeds are {seeds}")
+        if found[0].load is None:
+            raise ValueError(
+                f"the run of {method} with seed {seed} was not kept; run the study with "
+                "keep='result'"
+            )
+        return found[0].load()
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a data frame with a row for each run, of all options that were tried: what was
+        set, the measures of the round that counts, budget, time and error.
+        """
+        import pandas
+
+        lines = []
+        for row in self.rows:
+            record = row.record
+            set_ = {
+                f"option_{name}": value
+                if isinstance(value, int | float | str | None)
+                else value_in_words(value, self.rounds)
+                for name, value in row.options.items()
+            }
+            lines.append(
+                {"method": row.method, **set_, "seed": row.seed}
+                | row.measures(self.at, self.by)
+                | dict(record.budget)
+                | {
+                    "seconds": record.seconds,
+                    "memory": record.memory,
+                    "error": None if record.error is None else record.error["class"],
+                }
+            )
+        return pandas.DataFrame(lines)
+
+    def _settled(self) -> "Table":
+        """Return the table with one choice of options a method, by default where none is made."""
+        several = any(len(self._tried(method)) > 1 for method in self.methods)
+        return self.chosen() if several else self
+
+    def _tried(self, method: str) -> list[list[Row]]:
+        """Return the runs of a method by its options."""
+        found: dict[int, list[Row]] = {}
+        for row in self.rows:
+            if row.method == method:  # runs of one choice share the mapping, whatever it holds
+                found.setdefault(id(row.options), []).append(row)
+        return list(found.values())
+
+    def _judge(self, measure: str | None) -> str:
+        """Return the validation measure by which is chosen."""
+        there = list(dict.fromkeys(c for row in self.rows for c in row.record.history.columns))
+        known = [c for c in there if c.startswith("validation_")]
+        by = next((c for c in LOSSES if c in known), None) if measure is None else measure
+        if by is not None and not by.startswith("validation_"):
+            raise ValueError(
+                f"options are chosen on validation data, never on test data, got {by!r}; take one "
+                f"of {known[:4]}"
+            )
+        if not known:
+            raise ValueError(
+                "there are no measures of validation data, by which options are chosen, and on "
+                "test data they never are; give the data a validation split, as in "
+                "partial(bf.data.dirichlet, 'digits', validation=0.2)"
+            )
+        if by not in known or report.better(by) is None:
+            raise ValueError(
+                f"{by!r} is no validation measure of these runs of which the best is known; the "
+                f"nearest are {nearest(str(by), [c for c in known if report.better(c)], 4)}"
+            )
+        return by
+
+    def _known(self, method: str) -> None:
+        if method not in self.methods:
+            raise ValueError(f"there is no method {method!r}; the methods are {self.methods}")
+
+    def _columns(self, columns: Sequence[str] | None) -> list[str]:
+        found = [row.measures(self.at, self.by) for row in self.rows]
+        there = list(dict.fromkeys(key for row in found for key in row))
+        if columns is None:
+            usual = [f"personal_{name}" for name in SHOWN if f"personal_{name}" in there]
+            if not usual:
+                raise ValueError("no run was evaluated; evaluate them, with evaluate_every=1")
+            return usual
+        if strangers := [column for column in columns if column not in there]:
+            raise ValueError(
+                f"no run has the measure {strangers[0]!r}; the nearest are "
+                f"{nearest(strangers[0], there, 4)}"
+            )
+        return list(columns)
+
+    def _told(self, style: Literal["text", "markdown"]) -> str:
+        table = self._settled()
+        parts = [
+            report.table(table.summary().runs, style=style),
+            table._budgets(style),
+            "\n".join([*table._choices(), *table._all_notes()]),
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    def _budgets(self, style: Literal["text", "markdown"]) -> str:
+        """Return the table of what a client does and sends in a round, and of the settings in which
+        methods differ.
+        """
+        done = {
+            method: [r.record for r in self.rows if r.method == method and r.record.error is None]
+            for method in self.methods
+        }
+        told: dict[str, dict[str, str]] = {}
+        for method, records in done.items():
+            if not records:
+                continue
+            budgets = {key: [r.budget[key] for r in records] for key in records[0].budget}
+            told[method] = {key: f"{np.mean(values):.4g}" for key, values in budgets.items()} | {
+                key: ", ".join(dict.fromkeys(r.settings[key] for r in records))
+                for key in records[0].settings
+            }
+        budget = ("steps", "epochs", "bytes_up", "bytes_down")
+        shown = [
+            key
+            for key in dict.fromkeys(key for row in told.values() for key in row)
+            if key in budget or len({row.get(key) for row in told.values()}) > 1
+        ]
+        heads = [report.in_prose(key) for key in shown]
+        lines = [["a client and round", *heads]]
+        lines += [[name, *(row.get(key, "-") for key in shown)] for name, row in told.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        if style == "markdown":
+            return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
+
+    def _choices(self) -> list[str]:
+        """Say which options were chosen, and where one lies on the edge of its grid."""
+        lines = []
+        for row in {row.method: row for row in self.rows}.values():
+            grid = self.grid.get(row.method, {})
+            ends = edges(grid, row.options, self.rounds)
+            words = [
+                f"{option} {value_in_words(value, self.rounds)}"
+                + (f" (the {ends[option]} of its grid)" if option in ends else "")
+                for option, value in row.options.items()
+            ]
+            if words:
+                lines.append(f"{row.method}: {', '.join(words)}")
+        rounds = ", each run at its best round by it" if self.at == "best" else ""
+        return [f"Options chosen by {self.by}{rounds}:", *lines] if self.by and lines else lines
+
+    def _all_notes(self) -> tuple[str, ...]:
+        """Return the notes, with how phases were scaled and which runs failed."""
+        scaled = dict.fromkeys(
+            f"{row.method}: {row.record.scaled}" for row in self.rows if row.record.scaled
+        )
+        errors: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.record.error is not None:
+                errors.setdefault(row.method, []).append(row.record.error["class"])
+        failed = [
+            f"{method}: {len(kinds)} of {sum(row.method == method for row in self.rows)} runs "
+            f"failed ({', '.join(sorted(set(kinds)))})"
+            for method, kinds in errors.items()
+        ]
+        return tuple(dict.fromkeys([*self.notes, *scaled, *failed]))
+
+
+def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
+    """Return the table of finished runs: means over seeds, paired differences, and the budgets and
+    settings in which they differ.
+
+    Nothing is marked as the best: the measures are of test data, on which no method is chosen.
+    Defaults are those of each method's paper, so two methods may differ in steps, batches, rates
+    and momentum as well as in themselves.
+
+    Args:
+        results: {method: a result, or a list of results, one a seed}.
+
+    Example:
+        >>> import bayesfl as bf
+        >>> clients = bf.data.iid("digits", clients=4)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+        >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
+        >>> runs = {name: bf.simulate(one, clients, rounds=1) for name, one in made.items()}
+        >>> list(bf.table(runs).differences("Local", ["personal_nll"]))
+        ['FedAvg']
+    """
+    runs = {
+        name: list(found) if isinstance(found, Sequence) else [found]
+        for name, found in results.items()
+    }
+    if calibrated := [name for name, found in runs.items() if any(run.steps for run in found)]:
+        warn(
+            f"{', '.join(calibrated)}: the table has measures of training, before the steps of "
+            "calibration; those after them are in result.predict().summary(clients.test)"
+        )
+    rows = []
+    for name, found in runs.items():
+        options: dict[str, Any] = {}
+        for run in found:
+            rows.append(Row(name, options, run.settings.seed, recorded(run), partial(_same, run)))
+    return Table(tuple(rows))
+
+
+def _same(run: Result) -> Result:
+    return run

@@ -1,0 +1,97 @@
+"""Gradient steps and passes of a round, counted client by client; and methods that take a given
+number of steps.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.study.budget import epochs, gradient_steps, with_steps
+from tests.cases import run
+
+
+def test_every_model_counts(model: nn.Module, clients: FederatedData):
+    """Second models, heads, components, and the steps of a `Repeat` on each batch."""
+    algorithms, n = bf.algorithms, clients.train.counts
+    tens = np.ceil(n / 10).mean()
+    for method, passes, steps in (
+        (algorithms.fedavg(model, epochs=3, batch_size=10), 3, 3 * tens),
+        (algorithms.fedavg(model, epochs=3, batch_size=None), 3, 3),
+        (algorithms.ditto(model, epochs=3, batch_size=10), 6, 6 * tens),
+        (algorithms.fedrep(model, head_epochs=2, body_epochs=1, batch_size=10), 3, 3 * tens),
+        (algorithms.fedem(model, components=3, epochs=2, batch_size=10), 6, 6 * tens),
+        (
+            algorithms.pfedme(model, batches=4, batch_size=5, inner_steps=3),
+            3 * 4 * np.minimum(1, 5 / n).mean(),
+            12,
+        ),
+    ):
+        assert epochs(method, n) == pytest.approx(passes)
+        assert gradient_steps(method, n) == pytest.approx(steps)
+        assert gradient_steps(method, [*n, 0]) == pytest.approx(
+            steps
+        )  # who has no data, trains not
+
+
+def test_one_number_of_steps(model: nn.Module, clients: FederatedData):
+    """Phases share it as they shared their own steps, to the last step; copies and steps on a batch
+    count.
+    """
+    algorithms, n = bf.algorithms, clients.train.counts
+
+    def lengths(method: bf.Algorithm, steps: int) -> list[int]:
+        found, _ = with_steps(method, steps, n)
+        assert gradient_steps(found, n) == steps
+        return [phase.steps for phase in found.phases if not isinstance(phase, bf.Once)]
+
+    assert lengths(algorithms.fedavg(model, epochs=3, batch_size=10), 7) == [7]
+    assert lengths(algorithms.ditto(model, epochs=3), 7) == [4, 3]
+    rep = algorithms.fedrep(model, head_epochs=2, body_epochs=1, batch_size=10)
+    assert lengths(rep, 12) == [8, 4]
+    assert lengths(algorithms.fedem(model, components=3, batch_size=10), 12) == [4]
+    me = algorithms.pfedme(model, batches=4, inner_steps=3)
+    assert lengths(me, 12) == lengths(me, 12) == [4]
+    found, told = with_steps(me, 13, n)  # no whole number of batches has 13
+    assert gradient_steps(found, n) == 12
+    assert "4 batches instead of 4 batches" in told
+    _, told = with_steps(algorithms.ditto(model, epochs=3), 7, n)
+    assert told == (
+        "Descend on w: 4 steps instead of 3 epochs; Descend on v: 3 steps instead of 3 epochs"
+    )
+
+
+def test_what_takes_no_such_number_is_named(model: nn.Module, clients: FederatedData):
+    @dataclass(frozen=True)
+    class Other(bf.Once):
+        pass
+
+    class Strange:
+        epochs, steps, batch_size, phases, batched = 1, None, None, (), True
+
+        def check(self, algorithm: Any) -> None: ...
+
+    plain = bf.algorithms.fedavg(model)
+    still = bf.Algorithm(
+        model, plain.blocks, (bf.Once(lambda algorithm, given, view, batch: view),), parts=("w",)
+    )
+    strange = bf.Algorithm(model, plain.blocks, (*plain.phases, Strange()), parts=("w",))
+    for method, words in ((still, "takes no gradient steps"), (strange, "Strange is no Descend")):
+        same, told = with_steps(method, 10, clients.train.counts)
+        assert same is method
+        assert words in told
+
+
+def test_a_scaled_method_runs(model: nn.Module, clients: FederatedData):
+    """As the same method with that number of steps, written by hand."""
+    from dataclasses import replace
+
+    plain = bf.algorithms.fedavg(model, batch_size=10)
+    by_hand = replace(plain, phases=(replace(plain.phases[0], steps=4),))
+    found, _ = with_steps(plain, 4, clients.train.counts)
+    one, other = (run(method, clients) for method in (found, by_hand))
+    assert (one.server["w"]["loc"] == other.server["w"]["loc"]).all()
