@@ -44,8 +44,8 @@ class Record:
         history: The measures of every evaluated round.
         clients: Every measure of test data by client, {measure: [J]}, after the last round; None
             where it was not computed.
-        budget: `steps`, `epochs`, `bytes_up` and `bytes_down` of a client in a round, means over
-            clients and rounds.
+        budget: `steps`, `epochs`, `bytes_up` and `bytes_down` of a client in a round in which it
+            trains, means over clients and rounds.
         settings: The settings of the run, in words.
         scaled: How its phases were scaled to a study's `steps`, in words.
         seconds: Seconds that the run took.
@@ -206,15 +206,20 @@ def failed(error: Exception) -> Record:
 def recorded(result: Result) -> Record:
     """Return what a finished run itself tells."""
     outline, history = result.known.outline, result.history
-    taught = max(1.0, float(history["cohort"].sum())) if len(history) else 1.0
-    moved = [name for name in ("bytes_up", "bytes_down") if name in history.columns]
+    gathered = sum(row["cohort"] for row in history)
+    trained = len(history) * outline.clients if result.settings.train == "all" else gathered
+    shares = {"bytes_up": gathered, "bytes_down": trained}
     return Record(
         data=outline.hash,
         history=history,
         budget={
             "steps": gradient_steps(result.algorithm, outline.counts),
             "epochs": epochs(result.algorithm, outline.counts),
-            **{name: float(history[name].sum()) / taught for name in moved},
+            **{
+                name: float(history[name].sum()) / max(1, number)
+                for name, number in shares.items()
+                if name in history.columns
+            },
         },
         settings=in_words(result),
     )

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SHOWN = ("accuracy", "rmse", "nll", "pinball", "ece", "pooled_ece", "brier")
 """Measures that a table shows where its cells have them."""
+BUDGET = {"steps": 1, "epochs": 2, "bytes_up": 0, "bytes_down": 0}
+"""What a client computes and sends in a round, as it is recorded, and decimals to show."""
 LOSSES = ("validation_nll", "validation_pinball")
 """Measures by which options are chosen by default: the first that the cells have."""
 
@@ -132,7 +134,7 @@ class Table:
         failed = sum(row.record.error is not None for row in self.rows)
         told = f"Table({len(self.rows)} runs of {', '.join(self.methods)}"
         lines = [told + (f"; {failed} failed" if failed else "") + ")"]
-        return "\n".join(lines + (self._choices() if self.by else []))
+        return "\n".join(lines + (self._choices("text") if self.by else []))
 
     def __str__(self) -> str:
         return self._told("text")
@@ -175,8 +177,8 @@ class Table:
                 run the `best` by the validation measure.
 
         Raises:
-            ValueError: The data have no validation split, or `measure` is of other data or of a
-                kind of which the best is not known.
+            ValueError: The data have no validation split, no run went through, or `measure` is of
+                other data or of a kind of which the best is not known.
         """
         by = self._judge(measure)
         kept: list[Row] = []
@@ -196,7 +198,7 @@ class Table:
             if np.isfinite(values).any():
                 lowest = report.better(by) == "lower"
                 kept += tried[int(np.nanargmin(values) if lowest else np.nanargmax(values))]
-        return replace(self, rows=tuple(kept), notes=self._all_notes(), at=at, by=by)
+        return replace(self, rows=tuple(kept), notes=(*self.notes, *self._failures()), at=at, by=by)
 
     def summary(self, columns: Sequence[str] | None = None) -> Summary:
         """Return mean and standard error over seeds of the methods' measures.
@@ -337,6 +339,7 @@ class Table:
 
     def _judge(self, measure: str | None) -> str:
         """Return the validation measure by which is chosen."""
+        self._refuse_failed()
         there = list(dict.fromkeys(c for row in self.rows for c in row.record.history.columns))
         known = [c for c in there if c.startswith("validation_")]
         by = next((c for c in LOSSES if c in known), None) if measure is None else measure
@@ -363,6 +366,7 @@ class Table:
             raise ValueError(f"there is no method {method!r}; the methods are {self.methods}")
 
     def _columns(self, columns: Sequence[str] | None) -> list[str]:
+        self._refuse_failed()
         found = [row.measures(self.at, self.by) for row in self.rows]
         there = list(dict.fromkeys(key for row in found for key in row))
         if columns is None:
@@ -382,7 +386,7 @@ class Table:
         parts = [
             report.table(table.summary().runs, style=style),
             table._budgets(style),
-            "\n".join([*table._choices(), *table._all_notes()]),
+            "\n".join([*table._choices(style), *table._remarks(style)]),
         ]
         return "\n\n".join(part for part in parts if part)
 
@@ -398,19 +402,22 @@ class Table:
         for method, records in done.items():
             if not records:
                 continue
-            budgets = {key: [r.budget[key] for r in records] for key in records[0].budget}
-            told[method] = {key: f"{np.mean(values):.4g}" for key, values in budgets.items()} | {
+            told[method] = {
+                key: f"{np.mean([r.budget[key] for r in records]):,.{digits}f}"
+                for key, digits in BUDGET.items()
+                if key in records[0].budget
+            }
+            told[method] |= {
                 key: ", ".join(dict.fromkeys(r.settings[key] for r in records))
                 for key in records[0].settings
             }
-        budget = ("steps", "epochs", "bytes_up", "bytes_down")
         shown = [
             key
             for key in dict.fromkeys(key for row in told.values() for key in row)
-            if key in budget or len({row.get(key) for row in told.values()}) > 1
+            if key in BUDGET or len({row.get(key) for row in told.values()}) > 1
         ]
         heads = [report.in_prose(key) for key in shown]
-        lines = [["a client and round", *heads]]
+        lines = [["per client and round", *heads]]
         lines += [[name, *(row.get(key, "-") for key in shown)] for name, row in told.items()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
@@ -421,9 +428,9 @@ class Table:
             for line in lines
         )
 
-    def _choices(self) -> list[str]:
+    def _choices(self, style: Literal["text", "markdown"]) -> list[str]:
         """Say which options were chosen, and where one lies on the edge of its grid."""
-        lines = []
+        lines, mark = [], "- " * (style == "markdown")
         for row in {row.method: row for row in self.rows}.values():
             grid = self.grid.get(row.method, {})
             ends = edges(grid, row.options, self.rounds)
@@ -433,25 +440,40 @@ class Table:
                 for option, value in row.options.items()
             ]
             if words:
-                lines.append(f"{row.method}: {', '.join(words)}")
+                lines.append(f"{mark}{row.method}: {', '.join(words)}")
         rounds = ", each run at its best round by it" if self.at == "best" else ""
-        return [f"Options chosen by {self.by}{rounds}:", *lines] if self.by and lines else lines
+        heads = [f"Options chosen by {self.by}{rounds}:", *([""] if mark else [])]
+        return [*heads, *lines] if self.by and lines else lines
 
-    def _all_notes(self) -> tuple[str, ...]:
+    def _remarks(self, style: Literal["text", "markdown"]) -> list[str]:
         """Return the notes, with how phases were scaled and which runs failed."""
-        scaled = dict.fromkeys(
-            f"{row.method}: {row.record.scaled}" for row in self.rows if row.record.scaled
-        )
-        errors: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.record.error is not None:
-                errors.setdefault(row.method, []).append(row.record.error["class"])
-        failed = [
-            f"{method}: {len(kinds)} of {sum(row.method == method for row in self.rows)} runs "
-            f"failed ({', '.join(sorted(set(kinds)))})"
-            for method, kinds in errors.items()
-        ]
-        return tuple(dict.fromkeys([*self.notes, *scaled, *failed]))
+        scaled = [f"{row.method}: {row.record.scaled}" for row in self.rows if row.record.scaled]
+        told = dict.fromkeys([*self.notes, *scaled, *self._failures()])
+        return [f"- {note}" if style == "markdown" else note for note in told]
+
+    def _failures(self) -> list[str]:
+        """Say how many runs of each method failed, with the first error of each kind."""
+        told = []
+        for method in self.methods:
+            mine = [row.record.error for row in self.rows if row.method == method]
+            errors = {error["class"]: error for error in reversed(mine) if error is not None}
+            if errors:
+                number = sum(error is not None for error in mine)
+                kinds = "; ".join(map(_error, errors.values()))
+                told.append(f"{method}: {number} of {len(mine)} runs failed: {kinds}")
+        return told
+
+    def _refuse_failed(self) -> None:
+        if self.rows and all(row.record.error is not None for row in self.rows):
+            raise ValueError(
+                f"no run went through: {'; '.join(self._failures())}. The tracebacks are in "
+                "table.rows[0].record.error['traceback'] and those of the other rows"
+            )
+
+
+def _error(error: Mapping[str, str]) -> str:
+    """Return an error's class and the first line of its text."""
+    return f"{error['class']}: {error['text'].strip().partition(chr(10))[0]}"
 
 
 def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:

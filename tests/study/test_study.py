@@ -147,7 +147,11 @@ def test_an_error_is_kept_and_the_others_go_on(tmp_path: Path, monkeypatch: pyte
             seeds=[0],
         )
 
-    (row,) = cells([0.1]).run(tmp_path / "a", progress=False).rows
+    nothing = cells([0.1]).run(tmp_path / "a", progress=False)
+    for ask in (nothing.summary, nothing.chosen):
+        with pytest.raises(ValueError, match=r"no run went through.*OSError: no such file"):
+            ask()
+    (row,) = nothing.rows
     assert row.record.error["class"] == "OSError"
     assert "no such file" in row.record.error["text"]
     assert "burst" in row.record.error["traceback"]
@@ -158,7 +162,7 @@ def test_an_error_is_kept_and_the_others_go_on(tmp_path: Path, monkeypatch: pyte
     assert (good.record.error, diverged.record.error["class"]) == (None, "DivergenceError")
     cells([0.1, 1e30]).run(tmp_path / "a", progress=False)
     assert len(ran) == 2
-    assert "1 of 2 runs failed (DivergenceError)" in "\n".join(table.chosen().notes)
+    assert "FedAvg: 1 of 2 runs failed: DivergenceError: " in str(table.chosen())
     wrong = one(options={"FedAvg": {"epochs": [0, 1]}}, seeds=[0]).run(
         tmp_path / "a", progress=False
     )
@@ -223,6 +227,47 @@ def test_one_cell_by_its_number(
     assert len(ran) == 4
     with pytest.raises(SystemExit):
         called("--cell", "4")
+
+
+SCRIPT = """
+from functools import partial
+import bayesfl as bf
+
+def own(model, rate):
+    step = bf.Descend(bf.Energy("w", ("w",), likelihood="mean"), optimiser=bf.optim.SGD(rate))
+    stay = bf.Once(lambda algorithm, given, view, batch: view)
+    return bf.Algorithm(model, {"w": bf.Block()}, (step, stay), parts=("w",))
+
+study = bf.Study(
+    data=partial(bf.data.iid, "digits", clients=2, max_size=40, validation=0.2),
+    model=lambda clients: bf.models.mlp(clients.inputs, hidden=4, outputs=10),
+    methods={"own": own},
+    options={"own": {"rate": [0.1, 0.2]}},
+    rounds=1,
+)
+if __name__ == "__main__":
+    study.main("runs")
+"""
+
+
+@pytest.mark.slow
+def test_functions_of_a_script_are_known_again(tmp_path: Path):
+    """Its methods and networks have no module to be imported from; other processes that run them,
+    and the script itself when it is started again, give the cells the same addresses.
+    """
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def called(*arguments: str) -> str:
+        command = [sys.executable, "script.py", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    called("--cell", "1")
+    assert [line.split()[1] for line in called("--list").splitlines()] == ["open", "finished"]
+    called("--jobs", "2")
+    assert [line.split()[1] for line in called("--list").splitlines()] == ["finished"] * 2
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 @pytest.mark.slow

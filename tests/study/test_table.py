@@ -120,7 +120,7 @@ def test_budgets_stand_in_the_table(table: Table):
     _, second, *_ = table.to_markdown().split("\n\n")
     head, _, *lines = second.splitlines()
     assert [cell.strip() for cell in head.split("|")[1:6]] == [
-        "a client and round",
+        "per client and round",
         "steps",
         "epochs",
         "bytes up",
@@ -129,7 +129,7 @@ def test_budgets_stand_in_the_table(table: Table):
     assert "dtype" not in head
     assert "length" in head
     epochs = [line.split("|")[3].strip() for line in lines]
-    assert epochs == ["1", "2", "3"]
+    assert epochs == ["1.00", "2.00", "3.00"]
 
 
 def test_one_budget_of_steps(tmp_path: Path):

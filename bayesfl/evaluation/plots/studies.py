@@ -66,8 +66,7 @@ def paired(
     """Draw two methods client by client: a dot for each client and seed, at its measure of test
     data after the last round under the one method and under the other.
 
-    A dot's area grows with the client's number of test examples. The legend says of how many
-    clients the other method's measure is better.
+    A dot's area grows with the client's number of test examples.
 
     Args:
         table: As of `study`.
@@ -75,7 +74,7 @@ def paired(
         other: The method whose measure is up.
         metric: A measure by client, as `nll`; None for the accuracy, of regressions the RMSE.
         ax: Where to draw; by default a new figure.
-        title: Of the axes.
+        title: Of the axes; by default, for how many clients the other method's measure is better.
 
     Returns:
         The matplotlib Axes. `axes.figure` is the figure.
@@ -100,18 +99,14 @@ def paired(
     ax = new_figure((4.2, 4.2)).add_subplot() if ax is None else ax
     ends = [min(x.min(), y.min()), max(x.max(), y.max())]
     wins = {"higher": y > x, "lower": y < x}.get(better(shown) or "")
-    label = None if wins is None else f"{other} better: {int(wins.sum())} of {len(x)}"
+    counted = "" if wins is None else f"{other} better: {int(wins.sum())} of {len(x)}"
     ax.plot(ends, ends, color=INK, linewidth=1, linestyle="--")
-    ax.scatter(
-        x, y, s=10 + 50 * n / n.max(), color=BLUE, alpha=0.55, edgecolors="white", label=label
-    )
+    ax.scatter(x, y, s=10 + 50 * n / n.max(), color=BLUE, alpha=0.55, edgecolors="white")
     ax.set(
         xlabel=f"{in_prose(shown)}, {one}",
         ylabel=f"{in_prose(shown)}, {other}",
-        title=title or "",
+        title=counted if title is None else title,
     )
     ax.set_aspect("equal", adjustable="datalim")
     clean(ax, grid="both")
-    if label is not None:
-        ax.legend(frameon=False, fontsize="small", loc="best")
     return ax

@@ -41,7 +41,7 @@ def test_every_method_has_its_mean_and_its_seeds(results: dict[str, Any]):
 
 
 def test_two_methods_client_by_client(results: dict[str, Any], clients: FederatedData):
-    """Each client of each seed is a dot at its two losses; the legend counts."""
+    """Each client of each seed is a dot at its two losses; the title counts."""
     ax = bf.plots.paired(bf.table(results), "FedAvg", "Ditto", metric="nll")
     wanted = np.array(
         [[run.predict().table(clients.test)["nll"] for run in runs] for runs in results.values()]
@@ -49,7 +49,6 @@ def test_two_methods_client_by_client(results: dict[str, Any], clients: Federate
     (dots,) = ax.collections
     np.testing.assert_allclose(np.asarray(dots.get_offsets()).T, wanted)
     better = int((wanted[1] < wanted[0]).sum())
-    (legend,) = ax.get_legend().get_texts()
-    assert legend.get_text() == f"Ditto better: {better} of 14"
+    assert ax.get_title() == f"Ditto better: {better} of 14"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("NLL, FedAvg", "NLL, Ditto")
     ax.figure.canvas.draw()
