@@ -21,8 +21,8 @@ from bayesfl.composition.phases import (
 def gradient_steps(algorithm: Algorithm, counts: Sequence[int]) -> float:
     """Return the number of gradient steps of a client in a round, mean over clients that have data.
 
-    The steps of every phase count, those on a batch of a `Repeat` each, and those of each copy of a
-    block.
+    The steps of every phase of a round count, those on a batch of a `Repeat` each, and those of
+    each copy of a block; fine-tuning before predictions does not.
 
     Args:
         algorithm: The method.

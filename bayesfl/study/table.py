@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from bayesfl.federation.run.result import Result
 from bayesfl.study.cells import Record, by_client, recorded
 from bayesfl.study.grid import Grid, edges
 from bayesfl.study.settings import value_in_words
-
-if TYPE_CHECKING:
-    import pandas
 
 SHOWN = ("accuracy", "rmse", "nll", "pinball", "ece", "pooled_ece", "brier")
 """Measures that a table shows where its cells have them."""
@@ -297,7 +294,7 @@ class Table:
             )
         return found[0].load()
 
-    def to_pandas(self) -> "pandas.DataFrame":
+    def to_pandas(self) -> Any:
         """Return a data frame with a row for each run, of all options that were tried: what was
         set, the measures of the round that counts, budget, time and error.
         """
