@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bayesfl.base.described import digest_of
+from bayesfl.base.described import described, digest_of
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.engine import Engine
@@ -30,6 +30,7 @@ from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.run.loading import load
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.run.simulation import simulate
+from bayesfl.federation.store.files import refuse_nameless
 from bayesfl.federation.store.identity import identity
 from bayesfl.study.budget import epochs, gradient_steps, with_steps
 from bayesfl.study.settings import in_words
@@ -129,7 +130,12 @@ class Cell:
         return with_steps(made, self.steps, clients.outline.counts)
 
     def address(self, clients: FederatedData, model: nn.Module) -> str:
-        """Return the address of the cell, hexadecimal."""
+        """Return the address of the cell, hexadecimal.
+
+        Raises:
+            ValueError: A function of the method, of the data or of the settings has neither a name
+                nor source text.
+        """
         algorithm, _ = self.algorithm(clients, model)
         usual = inspect.signature(simulate).parameters
         settings = {
@@ -137,7 +143,10 @@ class Cell:
             for name, value in self.settings.items()
             if name != "engine" and value != usual[name].default
         }
-        parts = [identity(algorithm), dict(model.state_dict()), clients.hash, self.seed, settings]
+        parts = described(
+            [identity(algorithm), dict(model.state_dict()), clients.hash, self.seed, settings]
+        )
+        refuse_nameless(parts, described(clients.outline))
         return digest_of(parts)[:40]
 
     def run(self, folder: Path, address: str, *, keep: bool, workers: int | None) -> None:

@@ -172,6 +172,13 @@ def test_an_error_is_kept_and_the_others_go_on(tmp_path: Path, monkeypatch: pyte
     assert wrong.rows[1].record.error is None
 
 
+def test_a_function_that_another_would_pass_for_is_refused(tmp_path: Path):
+    """As its cell would be read for that of the other."""
+    measures = {"right": eval("lambda predictions, labels: 1.0")}
+    with pytest.raises(ValueError, match="neither a name nor source text"):
+        one(measures=measures).run(tmp_path, progress=False).summary()
+
+
 def test_a_record_says_what_a_run_took(tmp_path: Path):
     (row, _) = one().run(tmp_path, progress=False).rows
     record = row.record
