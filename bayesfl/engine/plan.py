@@ -29,6 +29,26 @@ DRAWS = 2**33
 """Number of draws that are kept for one call of a model, the first half for its body."""
 
 
+def passes(phase: Phase | Repeat, ids: np.ndarray, *, seed: int, round: int) -> np.ndarray:
+    """Return the number of passes of each client in a round, [C].
+
+    Args:
+        phase: The phase.
+        ids: Clients [C].
+        seed: The experiment's seed.
+        round: Round of the federation, from 0.
+
+    Raises:
+        ValueError: The phase's function returns no whole number of at least 1.
+    """
+    epochs = phase.epochs
+    if not callable(epochs):
+        return np.full(len(ids), epochs)
+    rngs = generators(seed, Purpose.EPOCHS, clients=ids, indices=np.zeros_like(ids), round=round)
+    found = [epochs(int(client), rng) for client, rng in zip(ids, rngs, strict=True)]
+    return np.array([whole("epochs", number, least=1) for number in found])
+
+
 class PhasePlan:
     """The batches and the noise of one phase for a chunk of C clients.
 
@@ -65,32 +85,17 @@ class PhasePlan:
         self._seed, self._address = seed, {"round": round, "stage": int(stage), "phase": position}
         counts, size = split.counts[ids], phase.batch_size
         per_epoch = np.ones_like(counts) if size is None else -(-counts // size)
-        steps = np.full(len(ids), phase.steps) if phase.steps else self._epochs(ids) * per_epoch
+        steps = (
+            np.full(len(ids), phase.steps)
+            if phase.steps
+            else (passes(phase, ids, seed=seed, round=round) * per_epoch)
+        )
         order = np.argsort(-steps, kind="stable")
         self.order = None if (np.diff(order) == 1).all() else order
         self.ids, self._counts = ids[order], counts[order]
         self._per_epoch, self.steps = per_epoch[order], steps[order]
         self.seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
         self._forwards = 0
-
-    def _epochs(self, ids: np.ndarray) -> np.ndarray:
-        """Return the number of passes of each client, [C].
-
-        Raises:
-            ValueError: The phase's function returns no whole number of at least 1.
-        """
-        epochs = self._phase.epochs
-        if not callable(epochs):
-            return np.full(len(ids), epochs)
-        rngs = generators(
-            self._seed,
-            Purpose.EPOCHS,
-            clients=ids,
-            indices=np.zeros_like(ids),
-            round=self._address["round"],
-        )
-        passes = [epochs(int(client), rng) for client, rng in zip(ids, rngs, strict=True)]
-        return np.array([whole("epochs", number, least=1) for number in passes])
 
     @property
     def still(self) -> bool:

@@ -14,45 +14,51 @@ from bayesfl.composition.phases import (
     Phase,
     Repeat,
     phase_in_words,
+    steps_on_batch,
     unrolled,
 )
+from bayesfl.engine.plan import passes
 
 
-def gradient_steps(algorithm: Algorithm, counts: Sequence[int]) -> float:
+def gradient_steps(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0) -> float:
     """Return the number of gradient steps of a client in a round, mean over clients that have data.
 
     The steps of every phase of a round count, those on a batch of a `Repeat` each, and those of
-    each copy of a block; fine-tuning before predictions does not.
+    each copy of a block; fine-tuning before predictions does not. Where the epochs are a function
+    of the client, those of the first round count.
 
     Args:
         algorithm: The method.
         counts: Number of training examples of each client, [J].
+        seed: The run's seed, on which epochs of clients may depend.
     """
-    return float(sum(_phase_steps(algorithm, phase, counts) for phase in algorithm.phases))
+    return float(sum(_phase_steps(algorithm, phase, counts, seed) for phase in algorithm.phases))
 
 
-def epochs(algorithm: Algorithm, counts: Sequence[int]) -> float:
+def epochs(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0) -> float:
     """Return how often a client goes over its training data in a round by gradient steps, mean over
     clients that have data; counted as `gradient_steps`.
 
     Args:
         algorithm: The method.
         counts: Number of training examples of each client, [J].
+        seed: As of `gradient_steps`.
     """
-    sizes = _sizes(counts)
+    clients, sizes = _with_data(counts)
     total = 0.0
     for phase in algorithm.phases:
-        if not phase.steps:
-            passes = float(phase.epochs)
-        elif phase.batch_size is None:
-            passes = float(phase.steps)
+        if phase.steps:
+            share = 1 if phase.batch_size is None else np.minimum(1, phase.batch_size / sizes)
+            gone = phase.steps * np.mean(share)
         else:
-            passes = phase.steps * float(np.minimum(1, phase.batch_size / sizes).mean())
-        total += passes * _gradients(algorithm, phase)
+            gone = passes(phase, clients, seed=seed, round=0).mean()
+        total += float(gone) * _gradients(algorithm, phase)
     return total
 
 
-def with_steps(algorithm: Algorithm, steps: int, counts: Sequence[int]) -> tuple[Algorithm, str]:
+def with_steps(
+    algorithm: Algorithm, steps: int, counts: Sequence[int], *, seed: int = 0
+) -> tuple[Algorithm, str]:
     """Return the method with about `steps` gradient steps of every client in a round, and in words
     how its phases were scaled.
 
@@ -64,6 +70,7 @@ def with_steps(algorithm: Algorithm, steps: int, counts: Sequence[int]) -> tuple
         algorithm: The method.
         steps: Number of gradient steps, counted as by `gradient_steps`.
         counts: Number of training examples of each client, [J].
+        seed: As of `gradient_steps`.
     """
     if strange := [
         phase for phase in algorithm.phases if not isinstance(phase, Descend | Repeat | Once)
@@ -74,7 +81,7 @@ def with_steps(algorithm: Algorithm, steps: int, counts: Sequence[int]) -> tuple
     if not len(trains):
         return algorithm, "not scaled, as it takes no gradient steps"
     each = each[trains]
-    before = np.array([_phase_steps(algorithm, algorithm.phases[i], counts) for i in trains])
+    before = np.array([_phase_steps(algorithm, algorithm.phases[i], counts, seed) for i in trains])
     wanted = steps * before / before.sum() / each
     batches = np.maximum(1, wanted.astype(int))
     left = steps - int(batches @ each)
@@ -96,23 +103,27 @@ def with_steps(algorithm: Algorithm, steps: int, counts: Sequence[int]) -> tuple
 
 def length(phase: Phase | Repeat) -> str:
     """Return how long a phase is, in words, as `5 epochs`."""
-    unit = "batch" if isinstance(phase, Repeat) else "step"
-    number, unit = (phase.steps, unit) if phase.steps else (phase.epochs, "epoch")
+    number = phase.steps or phase.epochs
+    if callable(number):
+        return "epochs by client"
+    unit = "epoch" if not phase.steps else "batch" if isinstance(phase, Repeat) else "step"
     plural = "es" if unit == "batch" else "s"
     return f"{number} {unit}{plural * (number > 1)}"
 
 
-def _sizes(counts: Sequence[int]) -> np.ndarray:
-    """Return the numbers of examples of clients that have some."""
+def _with_data(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the clients that have examples, [C], and how many they have, [C]."""
     sizes = np.asarray(counts)
-    return sizes[sizes > 0]
+    return np.flatnonzero(sizes), sizes[sizes > 0]
 
 
-def _phase_steps(algorithm: Algorithm, phase: Phase | Repeat, counts: Sequence[int]) -> float:
+def _phase_steps(
+    algorithm: Algorithm, phase: Phase | Repeat, counts: Sequence[int], seed: int
+) -> float:
     """Return a phase's gradient steps, mean over clients that have data."""
-    sizes = _sizes(counts)
+    clients, sizes = _with_data(counts)
     batches = 1 if phase.batch_size is None else -(-sizes // phase.batch_size)
-    number = phase.steps or phase.epochs * float(np.mean(batches))
+    number = phase.steps or float(np.mean(passes(phase, clients, seed=seed, round=0) * batches))
     return number * _gradients(algorithm, phase)
 
 
@@ -120,7 +131,7 @@ def _gradients(algorithm: Algorithm, phase: Phase | Repeat) -> int:
     """Return how many gradients a phase takes on each of its batches."""
     return sum(
         max(algorithm.blocks[name].copies or 1 for name in one.blocks)
-        * ((one.steps or one.epochs) if isinstance(phase, Repeat) else 1)
+        * (steps_on_batch(one) if isinstance(phase, Repeat) else 1)
         for one in unrolled(phase)
         if isinstance(one, Descend)
     )

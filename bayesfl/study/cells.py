@@ -127,7 +127,7 @@ class Cell:
         made = self.make(model, **self.options)
         if self.steps is None:
             return made, ""
-        return with_steps(made, self.steps, clients.outline.counts)
+        return with_steps(made, self.steps, clients.outline.counts, seed=self.seed)
 
     def address(self, clients: FederatedData, model: nn.Module) -> str:
         """Return the address of the cell, hexadecimal.
@@ -214,7 +214,7 @@ def failed(error: Exception) -> Record:
 
 def recorded(result: Result) -> Record:
     """Return what a finished run itself tells."""
-    outline, history = result.known.outline, result.history
+    outline, history, seed = result.known.outline, result.history, result.settings.seed
     gathered = sum(row["cohort"] for row in history)
     trained = len(history) * outline.clients if result.settings.train == "all" else gathered
     shares = {"bytes_up": gathered, "bytes_down": trained}
@@ -222,8 +222,8 @@ def recorded(result: Result) -> Record:
         data=outline.hash,
         history=history,
         budget={
-            "steps": gradient_steps(result.algorithm, outline.counts),
-            "epochs": epochs(result.algorithm, outline.counts),
+            "steps": gradient_steps(result.algorithm, outline.counts, seed=seed),
+            "epochs": epochs(result.algorithm, outline.counts, seed=seed),
             **{
                 name: float(history[name].sum()) / max(1, number)
                 for name, number in shares.items()
@@ -238,11 +238,10 @@ def by_client(result: Result) -> dict[str, list[Any]] | None:
     """Return every measure of test data by client, [J] each, before any step of calibration; None
     without a test split.
     """
-    clients = result.data
-    if "test" not in clients.splits:
+    if "test" not in result.data.splits:
         return None
-    table = replace(result, steps=()).predict().table(clients.test)
-    return {name: column.tolist() for name, column in table.items()}
+    table = replace(result, steps=()).table()
+    return {name: column.tolist() for name, column in table.reset_index().items()}
 
 
 def _memory() -> float | None:

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from bayesfl.base.described import ADDRESS
-from bayesfl.composition.phases import Descend, Repeat, unrolled
+from bayesfl.composition.phases import Descend, Repeat, steps_on_batch, unrolled
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import dtype_name
 from bayesfl.optim import Clip, Rate, rate_at
@@ -31,7 +31,8 @@ def in_words(run: Result) -> dict[str, str]:
 
     def long(phase: Descend) -> str:
         if phase in inner and not phase.steps:  # its epochs are steps on the batch of the Repeat
-            return f"{phase.epochs} step{'s' * (phase.epochs > 1)}"
+            number = steps_on_batch(phase)
+            return f"{number} step{'s' * (number > 1)}"
         return length(phase)
 
     sizes = {getattr(phase, "batch_size", None) for phase in algorithm.phases}

@@ -11,6 +11,7 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.engine.plan import passes
 from bayesfl.study.budget import epochs, gradient_steps, with_steps
 from tests.cases import run
 
@@ -19,7 +20,7 @@ def test_every_model_counts(model: nn.Module, clients: FederatedData):
     """Second models, heads, components, and the steps of a `Repeat` on each batch."""
     algorithms, n = bf.algorithms, clients.train.counts
     tens = np.ceil(n / 10).mean()
-    for method, passes, steps in (
+    for method, gone, steps in (
         (algorithms.fedavg(model, epochs=3, batch_size=10), 3, 3 * tens),
         (algorithms.fedavg(model, epochs=3, batch_size=None), 3, 3),
         (algorithms.ditto(model, epochs=3, batch_size=10), 6, 6 * tens),
@@ -31,11 +32,25 @@ def test_every_model_counts(model: nn.Module, clients: FederatedData):
             12,
         ),
     ):
-        assert epochs(method, n) == pytest.approx(passes)
+        assert epochs(method, n) == pytest.approx(gone)
         assert gradient_steps(method, n) == pytest.approx(steps)
         assert gradient_steps(method, [*n, 0]) == pytest.approx(
             steps
         )  # who has no data, trains not
+
+
+def test_epochs_by_client_are_those_of_the_first_round(model: nn.Module, clients: FederatedData):
+    def drawn(client: int, rng: np.random.Generator) -> int:
+        return 1 + client + int(rng.integers(3))
+
+    method, n = bf.algorithms.fedavg(model, epochs=drawn, batch_size=10), clients.train.counts
+    ids = np.arange(len(n))
+    each = passes(method.phases[0], ids, seed=5, round=0)
+    assert epochs(method, n, seed=5) == each.mean()
+    assert gradient_steps(method, n, seed=5) == (each * np.ceil(n / 10)).mean()
+    scaled, told = with_steps(method, 7, n)
+    assert gradient_steps(scaled, n) == 7
+    assert told.endswith("7 steps instead of epochs by client")
 
 
 def test_one_number_of_steps(model: nn.Module, clients: FederatedData):

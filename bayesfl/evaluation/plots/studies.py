@@ -93,7 +93,7 @@ def paired(
     def of_all(place: int, measure: str) -> np.ndarray:
         return np.concatenate([np.array(pair[place][measure], np.float64) for pair in columns])
 
-    x, y, n = of_all(0, shown), of_all(1, shown), of_all(0, "examples")
+    x, y, n = of_all(0, shown), of_all(1, shown), of_all(0, "test_rows")
     known = np.isfinite(x) & np.isfinite(y)  # clients without test data have no measure
     x, y, n = x[known], y[known], n[known]
     ax = new_figure((4.2, 4.2)).add_subplot() if ax is None else ax

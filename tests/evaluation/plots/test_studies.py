@@ -40,11 +40,11 @@ def test_every_method_has_its_mean_and_its_seeds(results: dict[str, Any]):
     ax.figure.canvas.draw()
 
 
-def test_two_methods_client_by_client(results: dict[str, Any], clients: FederatedData):
+def test_two_methods_client_by_client(results: dict[str, Any]):
     """Each client of each seed is a dot at its two losses; the title counts."""
     ax = bf.plots.paired(bf.table(results), "FedAvg", "Ditto", metric="nll")
     wanted = np.array(
-        [[run.predict().table(clients.test)["nll"] for run in runs] for runs in results.values()]
+        [[run.table()["nll"] for run in runs] for runs in results.values()]
     ).reshape(2, -1)
     (dots,) = ax.collections
     np.testing.assert_allclose(np.asarray(dots.get_offsets()).T, wanted)
