@@ -101,7 +101,7 @@ class Cell:
         options: The options that this cell sets.
         seed: Seed of the data, of the model's start where the model draws it, and of the run.
         data: (seed=) -> the federation's data.
-        model: (data) -> the network.
+        model: (data) -> the network, or (data, seed=) -> the network.
         settings: Arguments of `bf.simulate`, `rounds` among them.
         steps: Number of gradient steps of a client in a round; None for the method's own.
     """
@@ -111,16 +111,17 @@ class Cell:
     options: Mapping[str, Any]
     seed: int
     data: Callable[..., FederatedData]
-    model: Callable[[FederatedData], nn.Module]
+    model: Callable[..., nn.Module]
     settings: Mapping[str, Any]
     steps: int | None = None
 
     def federation(self) -> tuple[FederatedData, nn.Module]:
         """Return the data, and the network with weights that depend on the seed alone."""
         clients = self.data(seed=self.seed)
+        seeded = "seed" in inspect.signature(self.model).parameters
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
-            return clients, self.model(clients)
+            return clients, self.model(clients, **({"seed": self.seed} if seeded else {}))
 
     def algorithm(self, clients: FederatedData, model: nn.Module) -> tuple[Algorithm, str]:
         """Return the method, and in words how its phases were scaled."""

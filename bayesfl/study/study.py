@@ -43,8 +43,9 @@ class Study:
     Args:
         data: Function that makes the data, called as data(seed=s); a `partial` of a recipe of
             `bf.data`.
-        model: Function that makes the network of the data. Weights that it draws of torch's own
-            generator depend on the seed alone; those of `bf.models` on their own `seed`, 0.
+        model: Function that makes the network, called as model(clients), or model(clients, seed=s)
+            where it has an argument `seed`, as those of `bf.models` want it for a start of each
+            seed's own. Weights that are drawn of torch's own generator depend on the seed alone.
         methods: {name: function (model, options) -> algorithm}, of `bf.algorithms`, partials of
             these, or your own.
         options: {name of a method: {option: list of values to choose among}}. Options under `"*"`
@@ -85,7 +86,7 @@ class Study:
         self,
         *,
         data: Callable[..., FederatedData],
-        model: Callable[[FederatedData], nn.Module],
+        model: Callable[..., nn.Module],
         methods: Mapping[str, Make],
         options: Mapping[str, Grid] = {},
         seeds: Iterable[int] = (0,),

@@ -110,15 +110,17 @@ def test_what_is_finished_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert ran == [("FedAvg", 0)], changes
 
 
-def test_weights_of_torchs_generator_depend_on_the_seed(tmp_path: Path):
-    def drawn(clients: FederatedData) -> nn.Module:
-        return (
-            nn.Linear(64, 10)
-            if clients.inputs == (64,)
-            else nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        )
+def drawn(clients: FederatedData) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
-    cell, other = one(model=drawn).cells
+
+def seeded(clients: FederatedData, seed: int) -> nn.Module:
+    return bf.models.mlp(clients.inputs, hidden=8, outputs=10, seed=seed)
+
+
+@pytest.mark.parametrize("model", [drawn, seeded])
+def test_the_start_depends_on_the_seed(model: Any):
+    cell, other = one(model=model).cells
     starts = [made.federation()[1].state_dict() for made in (cell, cell, other)]
     first, again, apart = (next(iter(start.values())) for start in starts)
     assert (first == again).all()
