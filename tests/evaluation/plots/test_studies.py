@@ -43,9 +43,9 @@ def test_every_method_has_its_mean_and_its_seeds(results: dict[str, Any]):
 def test_two_methods_client_by_client(results: dict[str, Any]):
     """Each client of each seed is a dot at its two losses; the title counts."""
     ax = bf.plots.paired(bf.table(results), "FedAvg", "Ditto", metric="nll")
-    wanted = np.array(
-        [[run.table()["nll"] for run in runs] for runs in results.values()]
-    ).reshape(2, -1)
+    wanted = np.array([[run.table()["nll"] for run in runs] for runs in results.values()]).reshape(
+        2, -1
+    )
     (dots,) = ax.collections
     np.testing.assert_allclose(np.asarray(dots.get_offsets()).T, wanted)
     better = int((wanted[1] < wanted[0]).sum())
