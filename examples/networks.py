@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_write
+from bayesfl.base.torchvision import torchvision
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
@@ -155,7 +156,7 @@ def resnet(size: Size, seed: int, root: Path | None) -> Part:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        network = bf.models.torchvision().models.resnet18(weights=None, num_classes=clients.outputs)
+        network = torchvision().models.resnet18(weights=None, num_classes=clients.outputs)
     model = bf.models.split(network, head="fc")
     # Averages of statistics would leave a personal head with other features than it learned on.
     converted = bf.models.group_norm(model)

@@ -4,7 +4,6 @@ Every network here has parameters named `body.*` and `head.*`, draws its start f
 does not use torch's global generator. `split` gives any other module the same two names.
 """
 
-from bayesfl.base.torchvision import torchvision
 from bayesfl.models.converting import group_norm
 from bayesfl.models.cutting import SplitModel, split
 from bayesfl.models.hugging_face import logits
@@ -24,6 +23,5 @@ __all__ = [
     "mlp",
     "resnet18",
     "split",
-    "torchvision",
     "transformer",
 ]

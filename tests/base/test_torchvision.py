@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-import bayesfl as bf
 from bayesfl.base import torchvision as loader
 
 needs_torchvision = pytest.mark.skipif(
@@ -17,7 +16,6 @@ needs_torchvision = pytest.mark.skipif(
 
 @needs_torchvision
 def test_torchvision_imports_beside_any_torch(monkeypatch):
-    assert bf.models.torchvision is loader.torchvision
     assert loader.torchvision().__name__ == "torchvision"
     assert loader.torchvision() is importlib.import_module("torchvision")
 
@@ -31,20 +29,21 @@ def test_torchvision_imports_beside_any_torch(monkeypatch):
 
 @needs_torchvision
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["bf.models.torchvision()", "tried()"])
+@pytest.mark.parametrize("first", ["loader.torchvision()", "tried()"])
 def test_one_call_is_enough(first):
     """Before `import torchvision`, or after one that failed: networks and transforms work, with the
     operators' own message if they lack.
     """
     code = f"""
-import bayesfl as bf, torch
+import torch
+from bayesfl.base import torchvision as loader
 
 def tried():
     try:
         import torchvision
     except RuntimeError:
         pass
-    assert bf.models.torchvision() is bf.models.torchvision()
+    assert loader.torchvision() is loader.torchvision()
 
 {first}
 import torchvision

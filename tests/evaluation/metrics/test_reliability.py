@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import bayesfl as bf
+from bayesfl.base.torchvision import torchvision
 from bayesfl.evaluation import metrics
 from tests.evaluation.metrics.made import each, federation, one
 
@@ -43,7 +43,7 @@ def test_bins_are_closed_on_the_right():
 def calibration_error():
     """torchmetrics' function, which imports torchvision where that is installed."""
     with contextlib.suppress(ImportError):
-        bf.models.torchvision()
+        torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = pytest.importorskip("torchmetrics.functional.classification")
