@@ -104,7 +104,7 @@ def classes(count: int, quick: bool) -> Problem:
 
 def _laplace(p: Problem, backend: str, structure: str, **options: object):
     """A laplace-torch object, fitted on all samples in one batch."""
-    from bayesfl.base.torchvision import torchvision
+    from bayesfl.data.recipes.torchvision import torchvision
 
     torchvision()
     from laplace import Laplace

@@ -40,8 +40,8 @@ import torch
 import torch.nn.functional as F
 
 import bayesfl as bf
-from bayesfl.base.torchvision import torchvision
 from bayesfl.data import ClientData, FederatedData, SourceInfo
+from bayesfl.data.recipes.torchvision import torchvision
 from bayesfl.engine import stability
 from bayesfl.evaluation import report
 from bayesfl.likelihoods import Bernoulli, Categorical

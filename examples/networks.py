@@ -37,9 +37,9 @@ from torch import Tensor, nn
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_write
-from bayesfl.base.torchvision import torchvision
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
+from bayesfl.data.recipes.torchvision import torchvision
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD, Adam

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import NotNegative, conduct, together
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.tables.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.metrics.reliability import bin_of, error_in_bins
 from bayesfl.evaluation.predictions import per_place
-from bayesfl.evaluation.surveys import LocalPredictions, NotNegative, Outputs, conduct, together
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""

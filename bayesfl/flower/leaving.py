@@ -8,10 +8,11 @@ from typing import cast
 import torch
 
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import conduct
 from bayesfl.base.targets import Task
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Step
-from bayesfl.evaluation.surveys import Outputs, conduct
+from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.tuning import Tuning
 from bayesfl.flower import records
 

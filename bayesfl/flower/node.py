@@ -18,6 +18,7 @@ from bayesfl.base.inputs import words
 from bayesfl.base.options import instance
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Stage, hashed, mixed
+from bayesfl.base.surveys import answers
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
@@ -26,7 +27,7 @@ from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, means, measured
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, answers
+from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import surveying
 from bayesfl.federation.clients.client_model import client_model
 from bayesfl.federation.clients.local import Done, Local, Received, kept_phases

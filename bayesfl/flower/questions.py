@@ -12,7 +12,8 @@ import torch
 from flwr.app import RecordDict
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.surveys import Outputs, Survey, checked, conduct, summed
+from bayesfl.base.surveys import Survey, checked, conduct, summed
+from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.errors import BadClients, FailedSurvey
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.flower import records
@@ -59,7 +60,7 @@ class Questions:
             before: The last states of the surveys before it, by their names.
 
         Raises:
-            ValueError: As by `bayesfl.evaluation.surveys.conduct`.
+            ValueError: As by `bayesfl.base.surveys.conduct`.
             BadClients: A client does not answer, or wrongly, and bad clients stop the run.
             FailedSurvey: Clients were lost each of the times that it began.
         """

@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl import Algorithm, Block, Descend, Energy
-from bayesfl.base.torchvision import torchvision
 from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.data import FederatedData
+from bayesfl.data.recipes.torchvision import torchvision
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
 from tests.federation.made import run, state

@@ -61,7 +61,7 @@ def labels(task: str, count: int) -> Tensor:
 @pytest.fixture(scope="module")
 def theirs():
     """laplace-torch's Laplace, fitted in float64 with prior precision 0.7."""
-    from bayesfl.base.torchvision import torchvision
+    from bayesfl.data.recipes.torchvision import torchvision
 
     torchvision()
     laplace = pytest.importorskip("laplace")

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from bayesfl.base.surveys import conduct, together
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.audit import BINS, Audit, Counting, audit, grouped
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.metrics import ece
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs, conduct, together
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.likelihoods import Quantiles
 
 MASK = torch.arange(30) < torch.tensor([30, 12, 25])[:, None]

@@ -8,16 +8,9 @@ import pytest
 import torch
 from scipy.stats import kstest
 
+from bayesfl.base.surveys import answers, checked, conduct, named_split, together, uplink_bytes
 from bayesfl.evaluation.calibration import Temperature
-from bayesfl.evaluation.surveys import (
-    LocalPredictions,
-    answers,
-    checked,
-    conduct,
-    named_split,
-    together,
-    uplink_bytes,
-)
+from bayesfl.evaluation.surveys import LocalPredictions
 from tests.evaluation.calibration.made import CLASSES, local
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.base.torchvision import torchvision
+from bayesfl.data.recipes.torchvision import torchvision
 
 torchvision()  # transformers imports it
 from transformers import (  # noqa: E402

@@ -76,7 +76,7 @@ def test_a_subnetwork_is_the_conditional():
 @pytest.fixture(scope="module")
 def theirs():
     """laplace-torch's Laplace; its import needs torchvision's."""
-    from bayesfl.base.torchvision import torchvision
+    from bayesfl.data.recipes.torchvision import torchvision
 
     torchvision()
     return pytest.importorskip("laplace").Laplace

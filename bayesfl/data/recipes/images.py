@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.torchvision import torchvision
+from bayesfl.data.recipes.torchvision import torchvision
 from bayesfl.data.sources import INFO, Source
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, Range, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import NotNegative
 from bayesfl.base.warning import warn
 from bayesfl.evaluation.calibration.scores import (
     Score,
@@ -22,7 +23,7 @@ from bayesfl.evaluation.calibration.scores import (
 )
 from bayesfl.evaluation.calibration.steps import refuse_empty
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, NotNegative, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 By: TypeAlias = Literal["client", "label"]
 SHRINKS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, math.inf)

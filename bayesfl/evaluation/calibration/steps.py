@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import Ask, Survey, conduct, together
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Ask, LocalPredictions, Outputs, Survey, conduct, together
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 
 @runtime_checkable

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from bayesfl.base.options import Range, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import NotNegative
 from bayesfl.base.warning import warn
 from bayesfl.evaluation.calibration.steps import changed, refuse_empty, refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, NotNegative, Outputs
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 
 COLDEST, HOTTEST = 0.05, 20.0
 """Smallest and largest temperature considered. If every prediction is right, the likelihood alone

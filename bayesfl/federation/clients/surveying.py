@@ -12,6 +12,7 @@ import torch
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
+from bayesfl.base.surveys import Ask, Survey, answers, named_split, together
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
@@ -28,15 +29,7 @@ from bayesfl.evaluation.calibration import (
 )
 from bayesfl.evaluation.calibration.steps import any_draws, compares
 from bayesfl.evaluation.predictions import Predictions, per_place
-from bayesfl.evaluation.surveys import (
-    Ask,
-    LocalPredictions,
-    Outputs,
-    Survey,
-    answers,
-    named_split,
-    together,
-)
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.clients import predict
 from bayesfl.federation.clients.local import Local
 from bayesfl.federation.settings import Settings

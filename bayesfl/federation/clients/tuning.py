@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Predictor, Tensors
+from bayesfl.base.surveys import answers, conduct, summed
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.surveys import Outputs, answers, conduct, summed
+from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.local import Done, Local, State
 from bayesfl.federation.clients.predict import address_of, fitted_of, of_fitted, rows_of
 from bayesfl.posteriors.linearised import nll_of_predictive

@@ -16,6 +16,7 @@ from bayesfl.base.files import folder
 from bayesfl.base.options import PROBABILITY, declared, instance, whole
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
+from bayesfl.base.surveys import Survey, conduct
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, unrolled
@@ -28,7 +29,7 @@ from bayesfl.evaluation.audit import Audit, Counting, Groups, units
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions, by_client
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs, Survey, conduct
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.clients import predict, surveying, tuning
 from bayesfl.federation.clients.client_model import (
     ClientModel,
@@ -324,7 +325,7 @@ class Result:
         the survey tells at last.
 
         Args:
-            survey: The question, see `bayesfl.evaluation.surveys.Survey`.
+            survey: The question, see `bayesfl.base.surveys.Survey`.
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
                 openly.
 

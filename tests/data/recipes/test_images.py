@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bayesfl.base import torchvision as loader
 from bayesfl.data import load
+from bayesfl.data.recipes import torchvision as loader
 from bayesfl.data.recipes.images import FINE_TO_COARSE, read_idx
 from tests.data.made import images, write_idx, write_mnist
 from tests.files import where_present

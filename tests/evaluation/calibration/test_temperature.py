@@ -11,9 +11,10 @@ from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 from torch.testing import assert_close
 
+from bayesfl.base.surveys import together
 from bayesfl.evaluation.calibration import Temperature, fit
 from bayesfl.evaluation.calibration.temperature import COLDEST, HOTTEST
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs, together
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from tests.evaluation.calibration.made import CLASSES, alone, local, part
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bayesfl.base.torchvision import torchvision
+from bayesfl.data.recipes.torchvision import torchvision
 from bayesfl.evaluation import metrics
 from tests.evaluation.metrics.made import each, federation, one
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bayesfl.base import torchvision as loader
+from bayesfl.data.recipes import torchvision as loader
 
 needs_torchvision = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
@@ -36,7 +36,7 @@ def test_one_call_is_enough(first):
     """
     code = f"""
 import torch
-from bayesfl.base import torchvision as loader
+from bayesfl.data.recipes import torchvision as loader
 
 def tried():
     try:
