@@ -41,7 +41,7 @@ from bayesfl.study.study import Study
 from bayesfl.study.table import table
 
 if TYPE_CHECKING:
-    from bayesfl import algorithms, flower
+    from bayesfl import algorithms, flower, stats
 
 __version__ = "0.4.0.dev0"
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "priors",
     "selection",
     "simulate",
+    "stats",
     "table",
     "topology",
     "with_personal",
@@ -111,7 +112,7 @@ for _place in (
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("algorithms", "flower"):  # imported when they are first used
+    if name in ("algorithms", "flower", "stats"):  # imported when they are first used
         return importlib.import_module(f"bayesfl.{name}")
     raise AttributeError(f"module 'bayesfl' has no attribute {name!r}")
 

@@ -28,7 +28,8 @@ ORDER = (
     {"algorithms"},
     {"preflight"},
     {"federation"},
-    {"flower", "study"},
+    {"stats", "study"},
+    {"flower"},
 )
 """A folder or file imports only from lines above its own."""
 

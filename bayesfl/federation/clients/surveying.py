@@ -53,7 +53,7 @@ class Adder(Protocol):
         ...
 
 
-def ask_here(survey: Survey, local: LocalPredictions, aggregation: Adder | None) -> Ask:
+def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
     """Return how a survey's questions are put to clients on this machine.
 
     Raises:

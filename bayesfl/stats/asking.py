@@ -1,0 +1,213 @@
+"""Questions to sites, and the sheet of what left them.
+
+Every fit is made of surveys (`bayesfl.base.surveys`) whose answers are sums over sites. `Sites` is
+what a fit needs to know of them, wherever they are.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import Ask, Survey, conduct, uplink_bytes
+from bayesfl.federation.clients.surveying import Adder
+from bayesfl.stats.families import FAMILIES
+from bayesfl.stats.tables import Site, Tables
+
+
+class SiteSurvey:
+    """A question of which each site answers a share, of its own rows alone.
+
+    A subclass is a frozen dataclass of plain values, by which a site on another machine makes the
+    same question.
+    """
+
+    split = "train"
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the state at first: nothing."""
+        return {}
+
+    def answer(self, state: Tensors, local: Tables) -> Tensors:
+        """Return the answers of all sites of `local`, [J, ...]."""
+        found = [
+            self.of_site(state, site, int(place))
+            for site, place in zip(local.sites, local.ids, strict=True)
+        ]
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's answer.
+
+        Args:
+            state: The survey's state.
+            site: The site.
+            place: Its number among all sites.
+        """
+        raise NotImplementedError
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the sums: there is one question."""
+        return total, True
+
+
+@dataclass(frozen=True)
+class Released:
+    """What left each site.
+
+    Args:
+        questions: For each question in turn its name and the shapes of a site's answer.
+        hidden: How the answers were added where nobody saw a single one; None where they were open.
+    """
+
+    questions: tuple[tuple[str, Mapping[str, tuple[int, ...]]], ...] = ()
+    hidden: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Return how many bytes a site sent in all, eight a number."""
+        return sum(uplink_bytes(shapes) for _, shapes in self.questions)
+
+    def __str__(self) -> str:
+        counted: dict[tuple[str, str], int] = {}
+        for name, shapes in self.questions:
+            told = ", ".join(
+                f"{key} {list(shape) if shape else 'a number'}" for key, shape in shapes.items()
+            )
+            counted[name, told] = counted.get((name, told), 0) + 1
+        lines = [f"  {name}, {times} x: {told}" for (name, told), times in counted.items()]
+        seen = f"added by {self.hidden}" if self.hidden else "each site's answers were seen"
+        return "\n".join([f"Each site sent {self.bytes:,} bytes; {seen}:", *lines])
+
+    def to_json(self) -> str:
+        """Return the sheet as JSON."""
+        rows = [
+            {"question": name, "answer": {key: list(shape) for key, shape in shapes.items()}}
+            for name, shapes in self.questions
+        ]
+        return json.dumps({"bytes": self.bytes, "hidden": self.hidden, "questions": rows})
+
+
+class Sites(Protocol):
+    """What a fit needs of sites, here or on other machines, as `Tables` has it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the sites."""
+        ...
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the columns of the design."""
+        ...
+
+    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
+        """Return how a question is put to all sites."""
+        ...
+
+    def only(self, names: Any) -> "Sites":
+        """Return some of the sites."""
+        ...
+
+
+class Questions:
+    """The questions of one fit, of which it keeps the sheet.
+
+    Args:
+        sites: The sites.
+        aggregation: What adds the answers; None adds them openly.
+    """
+
+    def __init__(self, sites: Sites, aggregation: Adder | None = None) -> None:
+        self.sites, self._aggregation = sites, aggregation
+        self._asked: list[tuple[str, Mapping[str, tuple[int, ...]]]] = []
+
+    def conduct(self, survey: Survey[Any]) -> Tensors:
+        """Put a survey's questions and return its last state.
+
+        Raises:
+            ValueError: As by `bayesfl.base.surveys.conduct`.
+        """
+        put = self.sites.ask(survey, self._aggregation)
+
+        def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+            self._asked.append((type(survey).__name__, dict(shapes)))
+            return put(state, shapes)
+
+        return conduct(survey, ask, None)
+
+    @property
+    def released(self) -> Released:
+        """Return what left each site so far."""
+        hidden = None if self._aggregation is None else repr(self._aggregation)
+        return Released(tuple(self._asked), hidden)
+
+
+def slot(value: Tensor | float, place: int, sites: int) -> Tensor:
+    """Return a site's number at its own place among those of all sites, [J]: 0 elsewhere, so that
+    the sum has each site's.
+    """
+    found = torch.zeros(sites, dtype=torch.float64)
+    found[place] = value
+    return found
+
+
+@dataclass(frozen=True)
+class Sums(SiteSurvey):
+    """Ask for the number of rows and the sum of the outcome of each site, and for the sums of the
+    columns and of their squares.
+
+    Args:
+        sites: Number of sites J.
+        columns: Number of columns p.
+        family: Name of the outcome's family; None where there is none.
+    """
+
+    sites: int
+    columns: int
+    family: str | None = None
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        p, j = (self.columns,), (self.sites,)
+        return {"n_rows": j, "outcome": j, "n_dropped": j, "weight": (), "sum": p, "square": p}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's sums; see `SiteSurvey`."""
+        w, outcome = site.weights, 0.0
+        if self.family is not None:
+            if site.y is None:
+                raise ValueError("these tables have no outcome; name it, tables(outcome=...)")
+            FAMILIES[self.family].check(site.y, site.name)
+            outcome = float(w @ site.y)
+        return {
+            "n_rows": slot(len(w), place, self.sites),
+            "outcome": slot(outcome, place, self.sites),
+            "n_dropped": slot(site.dropped, place, self.sites),
+            "weight": w.sum(),
+            "sum": w @ site.x,
+            "square": w @ site.x.square(),
+        }
+
+
+def standard(sums: Tensors, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """Return means and standard deviations [p] of the columns of all sites, by which a fit
+    standardises them.
+
+    Raises:
+        ValueError: A column is constant.
+    """
+    centre = sums["sum"] / sums["weight"]
+    square = sums["square"] / sums["weight"]
+    variance = square - centre**2
+    if constant := [names[i] for i in np.flatnonzero((variance <= 1e-10 * square).numpy())]:
+        raise ValueError(
+            f"the columns {constant} are constant over all sites, so nothing can be learnt of "
+            "them: leave these terms out"
+        )
+    return centre, variance.sqrt()

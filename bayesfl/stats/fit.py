@@ -1,0 +1,284 @@
+"""Fits over sites: estimates with their errors, and what they rest on."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from bayesfl.base.random import Purpose, generator
+from bayesfl.stats.asking import Released
+
+
+@dataclass(frozen=True, repr=False)
+class Fit:
+    """A fit to the rows of all sites; `print` shows its table.
+
+    Args:
+        model: What was fitted, in words.
+        names: Names of the q parameters.
+        estimate: Their estimates, [q].
+        covariance: The covariance of their errors, [q, q].
+        errors: How the errors were found, in words.
+        ratio: What the exponential of a coefficient is called; None where it says nothing.
+        rows: {site: its number of rows}.
+        events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
+        dropped: {site: rows left out as a value is missing}.
+        left_out: {site: why it has no part}.
+        log_likelihood: Log likelihood at the estimate, without a prior, in nats.
+        parameters: Number of parameters, own intercepts included.
+        degrees: Degrees of freedom of the errors, for intervals by Student's t; None for the normal
+            distribution.
+        scale: Residual variance of a Gaussian outcome; 1 elsewhere.
+        evidence: Laplace's log marginal likelihood, in nats; None without a prior.
+        questions: How many questions were asked.
+        released: What left each site.
+        link: Function from linear predictors to means.
+        own_intercepts: {site: its own intercept}, of sites that are on this machine.
+        refit: Function (names of sites) -> the same fit to these alone.
+        design: Function (data frame) -> the columns of its rows.
+    """
+
+    model: str
+    names: tuple[str, ...]
+    estimate: Tensor
+    covariance: Tensor
+    errors: str
+    ratio: str | None
+    rows: Mapping[str, int]
+    events: Mapping[str, float]
+    dropped: Mapping[str, int]
+    left_out: Mapping[str, str]
+    log_likelihood: float
+    parameters: int
+    questions: int
+    released: Released
+    degrees: float | None = None
+    scale: float = 1.0
+    evidence: float | None = None
+    own_intercepts: Mapping[str, float] = field(default_factory=dict)
+    link: Callable[[Tensor], Tensor] | None = None
+    design: Callable[[Any], Tensor] | None = None
+    refit: "Callable[[Sequence[str]], Fit] | None" = None
+
+    @property
+    def coefficients(self) -> Any:
+        """Return the estimates as a series of pandas, by name."""
+        import pandas
+
+        return pandas.Series(self.estimate.numpy(), index=list(self.names))
+
+    @property
+    def n(self) -> int:
+        """Return the number of rows of all sites."""
+        return sum(self.rows.values())
+
+    @property
+    def aic(self) -> float:
+        """Return Akaike's criterion, 2 k - 2 log likelihood."""
+        return 2 * self.parameters - 2 * self.log_likelihood
+
+    @property
+    def bic(self) -> float:
+        """Return Schwarz's criterion, k log n - 2 log likelihood."""
+        return self.parameters * math.log(self.n) - 2 * self.log_likelihood
+
+    def table(self, level: float = 0.95) -> Any:
+        """Return estimates, errors, statistics, p values and intervals as a data frame of pandas.
+
+        Args:
+            level: Probability of the intervals.
+        """
+        import pandas
+
+        estimate, error = self.estimate.numpy(), self.covariance.diagonal().sqrt().numpy()
+        z = estimate / error
+        law = stats.norm if self.degrees is None else stats.t(self.degrees)
+        reach = law.ppf((1 + level) / 2) * error
+        letter = "z" if self.degrees is None else "t"
+        low, high = ((1 - level) / 2, (1 + level) / 2)
+        columns = {
+            "coef": estimate,
+            "se": error,
+            letter: z,
+            "p": 2 * law.sf(np.abs(z)),
+            f"{100 * low:g} %": estimate - reach,
+            f"{100 * high:g} %": estimate + reach,
+        }
+        if self.ratio is not None:
+            columns["exp(coef)"] = np.exp(estimate)
+        return pandas.DataFrame(columns, index=list(self.names))
+
+    def __str__(self) -> str:
+        with_events = [
+            f"{site} {count}"
+            + (f" ({self.events[site]:g} events)" if site in self.events else "")
+            + (f", {self.dropped[site]} rows left out" if self.dropped.get(site) else "")
+            for site, count in self.rows.items()
+        ]
+        lines = [
+            self.model,
+            self.table().to_string(float_format=lambda value: f"{value:.4g}"),
+            f"{len(self.rows)} sites, {self.n} rows: {'; '.join(with_events)}",
+            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
+            f"errors by {self.errors}; {self.questions} questions; log likelihood "
+            f"{self.log_likelihood:.4f}, AIC {self.aic:.2f}"
+            + (f", log evidence {self.evidence:.4f}" if self.evidence is not None else ""),
+            str(self.released),
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def compare(self, other: "Fit") -> str:
+        """Return in words how two fits to the same rows compare: likelihood ratio, AIC, evidence.
+
+        Args:
+            other: The other fit, of which one is a special case of the other for the ratio's p.
+
+        Raises:
+            ValueError: They are of other rows.
+        """
+        if dict(self.rows) != dict(other.rows):
+            raise ValueError(
+                f"the fits are of other rows, {dict(self.rows)} and {dict(other.rows)}; fit both "
+                "to the same sites"
+            )
+        large, small = sorted((self, other), key=lambda fit: -fit.parameters)
+        more = large.parameters - small.parameters
+        ratio = 2 * (large.log_likelihood - small.log_likelihood)
+        lines = [f"A: {large.model}", f"B: {small.model}"]
+        if more:
+            p = stats.chi2.sf(max(ratio, 0.0), more)
+            lines.append(
+                f"likelihood ratio {ratio:.4f} on {more} degrees of freedom, p {p:.4g}, if B is a "
+                "special case of A"
+            )
+        lines.append(f"AIC {large.aic:.2f} and {small.aic:.2f}")
+        if large.evidence is not None and small.evidence is not None:
+            lines.append(f"log Bayes factor of A over B {large.evidence - small.evidence:.4f} nats")
+        return "\n".join(lines)
+
+    def predict(self, frame: Any, *, site: str | None = None) -> Tensor:
+        """Return the outcome's means for rows of a data frame, [n].
+
+        Args:
+            frame: The rows, with the columns of the design.
+            site: The site whose own intercept is taken, where sites have one.
+
+        Raises:
+            ValueError: The fit makes no means, a site must be named, or its intercept is not here.
+        """
+        if self.link is None or self.design is None:
+            raise ValueError("this fit has no means of an outcome to predict")
+        values = dict(zip(self.names, self.estimate.tolist(), strict=True))
+        x = self.design(frame)
+        slopes = self.estimate[[name in self._columns for name in self.names]]
+        if "(intercept)" in values:
+            start = values["(intercept)"]
+        elif site is not None and site in self.own_intercepts:
+            start = self.own_intercepts[site]
+        else:
+            raise ValueError(
+                f"each site has an intercept of its own: name one of {sorted(self.own_intercepts)}"
+            )
+        return self.link(x @ slopes + start)
+
+    @property
+    def _columns(self) -> set[str]:
+        return {name for name in self.names if name not in ("(intercept)", "log alpha")}
+
+    def to_arviz(self, *, draws: int = 4000, seed: int = 0) -> Any:
+        """Return draws of the normal approximation around the estimate as ArviZ's InferenceData,
+        the parameters by name.
+
+        Args:
+            draws: Number of draws.
+            seed: Seed of the draws.
+        """
+        import arviz
+
+        rng = generator(seed, Purpose.POSTERIOR)
+        found = rng.multivariate_normal(self.estimate.numpy(), self.covariance.numpy(), draws)
+        return arviz.from_dict(
+            {"coefficient": found[None]},
+            coords={"term": list(self.names)},
+            dims={"coefficient": ["term"]},
+        )
+
+    def without(self, *sites: str) -> "Fit":
+        """Return the same fit to the other sites, which are asked anew.
+
+        Raises:
+            ValueError: There is no such site, or the fit cannot ask again.
+        """
+        if self.refit is None:
+            raise ValueError("this fit was not made of sites that can be asked again")
+        names = [*self.rows, *self.left_out]
+        if strangers := [site for site in sites if site not in names]:
+            raise ValueError(f"there is no site {strangers[0]!r}; the sites are {names}")
+        return self.refit([name for name in names if name not in sites])
+
+    def leave_one_out(self) -> Any:
+        """Return the coefficients with each site left out in turn, as a data frame of pandas with a
+        row for each site, after one of all sites.
+        """
+        import pandas
+
+        found = {"all sites": self.coefficients} | {
+            f"without {site}": self.without(site).coefficients for site in self.rows
+        }
+        return pandas.DataFrame(found).T
+
+
+def scaled_back(
+    theta: Tensor, covariance: Tensor, centre: Tensor, scale: Tensor, *, intercept: bool
+) -> tuple[Tensor, Tensor]:
+    """Return parameters and their covariance for columns as they are, by those of standardised
+    columns.
+
+    Args:
+        theta: An intercept, where there is one, the coefficients, and others, [q].
+        covariance: Their covariance, [q, q].
+        centre: Means of the p columns.
+        scale: Their standard deviations.
+        intercept: Whether there is an intercept.
+    """
+    first, p = int(intercept), len(centre)
+    change = torch.eye(len(theta), dtype=torch.float64)
+    place = torch.arange(first, first + p)
+    change[place, place] = 1 / scale
+    if intercept:
+        change[0, place] = -centre / scale
+    return change @ theta, change @ covariance @ change.T
+
+
+def inverse(hessian: Tensor, theta: Tensor, names: Sequence[str], n: float) -> Tensor:
+    """Return the inverse of an information matrix [q, q] of standardised columns.
+
+    Args:
+        hessian: The information.
+        theta: The parameters, [q].
+        names: Their names.
+        n: Number of rows.
+
+    Raises:
+        ValueError: It is singular to a part in 1e-10 of the number of rows: the outcome is
+            separated by some columns, or these are linearly dependent.
+    """
+    values, vectors = torch.linalg.eigh(hessian)
+    if not len(values) or float(values[0]) >= 1e-10 * n:
+        return (vectors / values) @ vectors.T
+    separated = float(theta.abs().max()) > 10  # standard deviations
+    weights = theta.abs() if separated else vectors[:, 0].abs()
+    involved = [names[i] for i in (weights > 0.1 * weights.max()).nonzero().flatten().tolist()]
+    raise ValueError(
+        f"{involved} separate the outcome, so that coefficients grow without end: leave one out, "
+        "or give a weak prior, prior=2.5"
+        if separated
+        else f"{involved} are linearly dependent: leave one out"
+    )

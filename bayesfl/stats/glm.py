@@ -1,0 +1,414 @@
+"""Generalised linear models over sites, whose table is that of all rows together.
+
+The log likelihood of all rows is a sum over sites, and so are its gradient and its Hessian, of
+which Newton's steps are made. An intercept of each site's own is found inside the site and
+eliminated there: with H the Hessian by (shared parameters, own intercept), a site answers the slope
+at its best intercept and the Schur complement
+
+    H_bb - H_ba H_ab / H_aa,
+
+whose sums are slope and Hessian of the profile likelihood. No own intercept leaves its site.
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.options import Positive, declared
+from bayesfl.base.protocols import Tensors
+from bayesfl.federation.clients.surveying import Adder
+from bayesfl.stats import newton
+from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, standard
+from bayesfl.stats.families import FAMILIES
+from bayesfl.stats.fit import Fit, inverse, scaled_back
+from bayesfl.stats.tables import Site, Tables
+
+INTERCEPT_SD = 10.0
+"""Standard deviation of the intercepts' prior, where the coefficients have one."""
+
+
+@dataclass(frozen=True)
+class Likelihood(SiteSurvey):
+    """Ask for the negative log likelihood, its slope and its information at the parameters, and
+    make Newton's step; columns are standardised.
+
+    Args:
+        family: Name of the family, of `FAMILIES`.
+        columns: Number p of columns.
+        per_site: Whether each site has an intercept of its own.
+        prior: Standard deviation of the coefficients' prior; None without one.
+        centre: Means of the columns.
+        scale: Their standard deviations.
+        intercept: Where Newton's steps start, with coefficients of 0.
+    """
+
+    family: str
+    columns: int
+    per_site: bool
+    prior: float | None = None
+    centre: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+    intercept: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Return the number q of parameters that sites share: an intercept, the coefficients, and
+        the family's own.
+        """
+        return (not self.per_site) + self.columns + len(FAMILIES[self.family].own)
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return Newton's start."""
+        theta = torch.zeros(self.size, dtype=torch.float64)
+        if not self.per_site:
+            theta[0] = self.intercept
+        return newton.begin(theta) | {
+            "centre": torch.tensor(self.centre, dtype=torch.float64),
+            "scale": torch.tensor(self.scale, dtype=torch.float64),
+        }
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        q = self.size
+        found: dict[str, tuple[int, ...]] = {"loss": (), "slope": (q,), "hessian": (q, q)}
+        return found | {"n_outside": ()} | ({"volume": (), "penalty": ()} if self.per_site else {})
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        at, _ = self.at(state, site)
+        inside = at.loss.isfinite()
+        answer = {
+            "loss": torch.where(inside, at.loss, 0.0).sum() + at.penalty,
+            "slope": at.scores,
+            "hessian": at.hessian,
+            "n_outside": (~inside).sum(),
+        }
+        if at.own is None:
+            return answer
+        return answer | {"volume": at.own.log() / 2, "penalty": at.penalty}
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Make Newton's step; see `newton.step`."""
+        loss = torch.where(total["n_outside"] > 0, torch.inf, total["loss"])
+        strength, theta = self.strength(), state["theta"]
+        after, done = newton.step(
+            state,
+            loss + (strength * theta**2).sum() / 2,
+            total["slope"] + strength * theta,
+            total["hessian"] + torch.diag(strength),
+        )
+        own = {name: total[name] for name in ("volume", "penalty") if name in total}
+        return state | after | own, done
+
+    def strength(self) -> Tensor:
+        """Return the prior's precision of each shared parameter, [q]; 0 without a prior."""
+        found = torch.zeros(self.size, dtype=torch.float64)
+        if self.prior is not None:
+            first = self.size - self.columns - len(FAMILIES[self.family].own)
+            found[:first] = INTERCEPT_SD**-2
+            found[first : first + self.columns] = self.prior**-2
+        return found
+
+    def at(self, state: Tensors, site: Site) -> "tuple[At, Tensor]":
+        """Return what a site's rows say at the parameters, its own intercept at its best, and that
+        intercept, 0 where there is none.
+        """
+        family, theta = FAMILIES[self.family], state["theta"]
+        assert site.y is not None
+        first = int(not self.per_site)
+        design = torch.ones(len(site.y), first + self.columns, dtype=torch.float64)
+        torch.sub(site.x, state["centre"], out=design[:, first:])
+        design[:, first:] /= state["scale"]
+        slopes, own = theta[: design.shape[1]], theta[design.shape[1] :]
+        eta = design @ slopes + site.offset
+        alpha = torch.zeros((), dtype=torch.float64)
+        strength = 0.0 if self.prior is None else INTERCEPT_SD**-2
+        if self.per_site:
+            alpha = best_intercept(self.family, eta, site, own, strength)
+        pieces = family.pieces(eta + alpha, site.y, own)
+        information = site.weights[:, None, None] * pieces.information
+        at = At(
+            design=design,
+            loss=site.weights * pieces.loss,
+            slope=site.weights[:, None] * pieces.slope,
+            information=information,
+            own=information[:, 0, 0].sum() + strength if self.per_site else None,
+            penalty=strength * alpha**2 / 2,
+        )
+        return at, alpha
+
+
+@dataclass(frozen=True)
+class At:
+    """Hold what a site's n rows say at some parameters.
+
+    Args:
+        design: Their columns in the linear predictor, [n, d].
+        loss: Their negative log likelihoods, weighted, [n].
+        slope: Slopes by the linear predictor and the family's own parameters, weighted, [n, m].
+        information: Their information, weighted, [n, m, m].
+        own: The information of the site's own intercept, its prior's included; None where it has
+            none.
+        penalty: Half its square times its prior's precision.
+    """
+
+    design: Tensor
+    loss: Tensor
+    slope: Tensor
+    information: Tensor
+    own: Tensor | None
+    penalty: Tensor
+
+    @property
+    def scores(self) -> Tensor:
+        """Return the slopes of all shared parameters: [q], sums over rows."""
+        return torch.cat([self.design.T @ self.slope[:, 0], self.slope[:, 1:].sum(0)])
+
+    @cached_property
+    def cross(self) -> Tensor:
+        """Return the information between shared parameters and the own intercept, [q]."""
+        first = self.information[:, 0]
+        return torch.cat([self.design.T @ first[:, 0], first[:, 1:].sum(0)])
+
+    @property
+    def hessian(self) -> Tensor:
+        """Return the information of the shared parameters, [q, q], the own intercept eliminated."""
+        among = self.design.T @ (self.design * self.information[:, :1, 0])
+        across = self.design.T @ self.information[:, 0, 1:]
+        rest = self.information[:, 1:, 1:].sum(0)
+        found = torch.cat([torch.cat([among, across], 1), torch.cat([across.T, rest], 1)])
+        if self.own is not None:
+            found = found - torch.outer(self.cross, self.cross) / self.own
+        return found
+
+    @property
+    def row_scores(self) -> Tensor:
+        """Return the slopes of each row, [n, q], what it says of the own intercept taken off."""
+        found = torch.cat([self.design * self.slope[:, :1], self.slope[:, 1:]], 1)
+        if self.own is not None:
+            found = found - torch.outer(self.slope[:, 0], self.cross / self.own)
+        return found
+
+
+def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: float) -> Tensor:
+    """Return the intercept of a site's own that minimises its loss, by Newton's steps, halved
+    where the loss rose.
+
+    Args:
+        family: Name of the family.
+        eta: The linear predictors without it, [n].
+        site: The site.
+        own: The family's own parameters.
+        strength: Precision of its prior; 0 without one.
+    """
+    rule, y = FAMILIES[family], site.y
+    assert y is not None
+    best = start = torch.zeros((), dtype=torch.float64)
+    if family == "log_binomial":  # within the range
+        start = -eta.max() - 1
+    alpha, lowest, move = start, torch.inf, start
+    for _ in range(200):
+        pieces = rule.pieces(eta + alpha, y, own)
+        loss = float(site.weights @ pieces.loss + strength * alpha**2 / 2)
+        if not loss <= lowest + 1e-12 * abs(lowest if lowest < torch.inf else 0.0):
+            alpha = (alpha + best) / 2
+            continue
+        best, lowest = alpha, loss
+        slope = site.weights @ pieces.slope[:, 0] + strength * alpha
+        information = site.weights @ pieces.information[:, 0, 0] + strength
+        move = -slope / information.abs().clamp_min(1e-300)
+        if abs(float(slope * move)) < 1e-22 * max(1.0, abs(lowest)):
+            return alpha + move
+        alpha = alpha + move.clamp(-20.0, 20.0)
+    return best
+
+
+@dataclass(frozen=True)
+class Meat(SiteSurvey):
+    """Ask for the outer products of scores, of rows or of sites, by which errors are robust.
+
+    Args:
+        likelihood: The likelihood.
+        by: `row`, or `site` for the sums of a site's scores.
+    """
+
+    likelihood: Likelihood
+    by: Literal["row", "site"]
+    theta: tuple[float, ...] = field(default=())
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return where the scores are taken."""
+        theta = torch.tensor(self.theta, dtype=torch.float64)
+        return self.likelihood.start(about) | {"theta": theta}
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shape of an answer."""
+        return {"meat": (self.likelihood.size, self.likelihood.size)}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        scores = self.likelihood.at(state, site)[0].row_scores
+        if self.by == "site":
+            scores = scores.sum(0, keepdim=True)
+        return {"meat": scores.T @ scores}
+
+
+@declared
+def glm(
+    sites: Sites,
+    *,
+    family: Literal["gaussian", "binomial", "log_binomial", "poisson", "negative_binomial"],
+    intercept: Literal["shared", "per_site"] = "shared",
+    errors: Literal["model", "sandwich", "site"] = "model",
+    prior: Positive | None = None,
+    aggregation: Adder | None = None,
+) -> Fit:
+    """Fit a generalised linear model to the rows of all sites, by sums over sites.
+
+    Args:
+        sites: The sites, of `tables`.
+        family: Of the outcome: `gaussian` at the identity link, `binomial` at the logit,
+            `log_binomial` at the log, `poisson` and `negative_binomial` (NB2) at the log.
+        intercept: One for all sites, or one of each site's own, which stays there; then a site with
+            one level of the outcome alone says nothing and is left out.
+        errors: Standard errors by the `model`; by the `sandwich` of rows' scores (HC0), which holds
+            where rows of a site are independent but the model is not true; or by `site`, of the
+            sites' sums of scores, times J / (J - 1) (n - 1) / (n - k), which wants many sites.
+        prior: Standard deviation of a normal prior of the coefficients of standardised columns,
+            as 2.5, which keeps them finite where an outcome is separated; the prior of intercepts
+            has 10. With it the fit has an `evidence`. Not for `gaussian`.
+        aggregation: How the sites' answers are added, as `SecureSum()`; None adds them openly.
+
+    Raises:
+        ValueError: An outcome is outside the family's range, a column is constant, columns are
+            linearly dependent, or the outcome is separated by some.
+
+    Example:
+        >>> import pandas as pd
+        >>> import bayesfl as bf
+        >>> frames = {
+        ...     "north": pd.DataFrame({"dose": [0.0, 1, 2, 3], "ill": [0, 1, 0, 1]}),
+        ...     "south": pd.DataFrame({"dose": [0.0, 2, 3, 4], "ill": [0, 0, 1, 1]}),
+        ... }
+        >>> sites = bf.stats.tables(frames, outcome="ill", terms=["dose"])
+        >>> fit = bf.stats.glm(sites, family="binomial")
+        >>> round(float(fit.coefficients["dose"]), 3)
+        1.164
+    """
+    if family == "gaussian" and prior is not None:
+        raise ValueError("prior= is for families without a scale of their own; leave it out")
+    per_site = intercept == "per_site"
+    asked = Questions(sites, aggregation)
+    sums = asked.conduct(Sums(len(sites.names), len(sites.columns), family))
+    centre, scale = standard(sums, sites.columns)
+    left = _silent(family, sums, sites.names) if per_site and prior is None else {}
+    if left:
+        asked.sites = sites.only([name for name in sites.names if name not in left])
+    rule, kept = FAMILIES[family], asked.sites.names
+    survey = Likelihood(
+        family=family,
+        columns=len(sites.columns),
+        per_site=per_site,
+        prior=prior,
+        centre=tuple(centre.tolist()),
+        scale=tuple(scale.tolist()),
+        intercept=rule.link(float((sums["outcome"].sum() + 0.5) / (sums["weight"] + 1))),
+    )
+    state = asked.conduct(survey)
+    found = newton.minimum(state)
+    names = (() if per_site else ("(intercept)",)) + sites.columns + rule.own
+    places = [place for place, name in enumerate(sites.names) if name not in left]
+    n = float(sums["n_rows"][places].sum())
+    parameters = len(names) + per_site * len(kept) + (family == "gaussian")
+    covariance = inverse(found.hessian, found.theta, names, n)
+    degrees, variance = None, 1.0
+    if family == "gaussian":
+        degrees = n - len(names) - per_site * len(kept)
+        variance = 2 * found.loss / degrees
+        covariance = covariance * variance
+    if errors != "model":
+        meat = asked.conduct(
+            Meat(survey, "row" if errors == "sandwich" else "site", tuple(found.theta.tolist()))
+        )["meat"]
+        bread = inverse(found.hessian, found.theta, names, n)
+        covariance, degrees = bread @ meat @ bread, None
+        if errors == "site":
+            j, k = len(kept), parameters - (family == "gaussian")
+            covariance = covariance * j / (j - 1) * (n - 1) / (n - k)
+    estimate, covariance = scaled_back(
+        found.theta, covariance, centre, scale, intercept=not per_site
+    )
+    penalty = (survey.strength() * found.theta**2).sum() / 2 + state.get("penalty", 0.0)
+    loss = found.loss - float(penalty)
+    if family == "gaussian":
+        loss = n / 2 * (math.log(2 * math.pi * 2 * found.loss / n) + 1)
+    own = {}
+    if per_site and isinstance(asked.sites, Tables):
+        shift = float((found.theta[: len(centre)] * centre / scale).sum())
+        own = {site.name: float(survey.at(state, site)[1]) - shift for site in asked.sites.sites}
+    events = dict(zip(sites.names, sums["outcome"].tolist(), strict=True))
+    return Fit(
+        model=f"{rule.name}, {'an intercept for each site' if per_site else 'one intercept'}"
+        + (f", prior {prior:g}" if prior is not None else ""),
+        names=names,
+        estimate=estimate,
+        covariance=covariance,
+        errors={"model": "the model", "sandwich": "the sandwich, by rows"}.get(
+            errors, "the sandwich, by sites"
+        ),
+        ratio=rule.ratio,
+        rows={sites.names[place]: int(sums["n_rows"][place]) for place in places},
+        events={name: events[name] for name in kept if family != "gaussian"},
+        dropped={sites.names[place]: int(sums["n_dropped"][place]) for place in places},
+        left_out=left,
+        log_likelihood=-loss,
+        parameters=parameters,
+        questions=len(asked.released.questions),
+        released=asked.released,
+        degrees=degrees,
+        scale=variance,
+        evidence=None if prior is None else _evidence(survey, state, found, len(kept)),
+        own_intercepts=own,
+        link=rule.mean,
+        design=getattr(sites, "design", None),
+        refit=lambda chosen: glm(
+            sites.only(chosen),
+            family=family,
+            intercept=intercept,
+            errors=errors,
+            prior=prior,
+            aggregation=aggregation,
+        ),
+    )
+
+
+def _silent(family: str, sums: Tensors, names: tuple[str, ...]) -> dict[str, str]:
+    """Return the sites whose outcome has one level only, of which an own intercept makes all that
+    they say, and why.
+    """
+    found = {}
+    for name, n, outcome in zip(
+        names, sums["n_rows"].tolist(), sums["outcome"].tolist(), strict=True
+    ):
+        if family != "gaussian" and outcome == 0:
+            found[name] = f"none of its {n:g} rows has an event"
+        elif family in ("binomial", "log_binomial") and outcome == n:
+            found[name] = f"all of its {n:g} rows have an event"
+    return found
+
+
+def _evidence(survey: Likelihood, state: Tensors, found: newton.Minimum, sites: int) -> float:
+    """Return Laplace's log marginal likelihood under the prior, in nats: of the parameters of the
+    family's own, which have none, under a density of 1.
+    """
+    strength = survey.strength()
+    density = strength[strength > 0].log().sum() / 2
+    if survey.per_site:
+        density = density - sites * math.log(INTERCEPT_SD) - state["volume"]
+    flat = int((strength == 0).sum())
+    around = flat / 2 * math.log(2 * math.pi) - torch.linalg.slogdet(found.hessian).logabsdet / 2
+    return -found.loss + float(density + around)

@@ -1,0 +1,98 @@
+"""Newton's method on sums over sites: a step for each question, halved where the sum rose."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.protocols import Tensors
+
+ENOUGH = 1e-10
+"""A minimum is found where a step promises less than so many nats; it is taken, and one question
+more is asked, for the Hessian there."""
+ROUNDING = 1e-11
+"""A rise of this share of the sum is rounding."""
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """A minimum of a sum over sites.
+
+    Args:
+        theta: Where it is, [q], a step after the last question.
+        loss: The sum, in nats, and
+        hessian: its Hessian [q, q], at the last question.
+        questions: How many questions it took.
+    """
+
+    theta: Tensor
+    loss: float
+    hessian: Tensor
+    questions: int
+
+
+def begin(start: Tensor) -> Tensors:
+    """Return the state before the first question, at the parameters `start` [q]."""
+    size = len(start)
+    return {
+        "theta": start,
+        "best": torch.zeros(size, dtype=torch.float64),
+        "loss": torch.tensor(torch.inf, dtype=torch.float64),
+        "hessian": torch.zeros(size, size, dtype=torch.float64),
+        "n_asked": torch.tensor(0),
+        "n_halved": torch.tensor(0),
+        "n_close": torch.tensor(0),
+    }
+
+
+def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[Tensors, bool]:
+    """Return the next state by what the sites' sums are at `theta`, and whether it is the minimum.
+
+    Where the Hessian is not positive definite, the moduli of its eigenvalues take the place of
+    these.
+
+    Args:
+        state: The state, of `begin` or of the step before.
+        loss: The sum, in nats; infinite where theta is outside the model's range.
+        slope: Its gradient, [q].
+        hessian: Its Hessian, [q, q].
+
+    Raises:
+        ValueError: Thirty halvings in a row do not lower the sum.
+    """
+    asked = state["n_asked"] + 1
+    close = bool(state["n_close"])
+    if not close and not loss <= state["loss"] + ROUNDING * state["loss"].abs().nan_to_num(
+        posinf=0.0
+    ):
+        if state["n_halved"] >= 30:
+            raise ValueError(
+                "the sum over sites does not fall along Newton's step; look at columns of very "
+                "different size, or leave out terms"
+            )
+        between = (state["theta"] + state["best"]) / 2
+        return state | {
+            "theta": between,
+            "n_asked": asked,
+            "n_halved": state["n_halved"] + 1,
+        }, False
+    values, vectors = torch.linalg.eigh((hessian + hessian.T) / 2)
+    largest = float(values.abs().max()) if len(values) else 1.0
+    moduli = values.abs().clamp_min(1e-14 * max(largest, 1e-300))
+    move = -vectors @ ((vectors.T @ slope) / moduli)
+    here = state["theta"]
+    near = bool(-slope @ move / 2 < ENOUGH)
+    return {
+        "theta": here + move,
+        "best": here,
+        "loss": loss,
+        "hessian": hessian,
+        "n_asked": asked,
+        "n_halved": torch.zeros_like(state["n_halved"]),
+        "n_close": torch.tensor(int(near)),
+    }, close or not len(here)
+
+
+def minimum(state: Tensors) -> Minimum:
+    """Return the minimum that the last state holds."""
+    return Minimum(state["theta"], float(state["loss"]), state["hessian"], int(state["n_asked"]))

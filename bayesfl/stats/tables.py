@@ -1,0 +1,395 @@
+"""Tables of several sites, and what of their columns a regression reads.
+
+A site's rows stay where they are; what a fit learns of them are sums over sites. All sites must
+have the same columns in the design, so categories are declared with their levels.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.options import declared
+from bayesfl.base.surveys import Ask, Survey
+from bayesfl.base.warning import warn
+from bayesfl.federation.clients.surveying import Adder, ask_here
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A category, with a column 0 or 1 for each level but the first, the reference; see `levels`.
+
+    Args:
+        column: Name of the column.
+        levels: The levels, the reference first.
+    """
+
+    column: str
+    levels: tuple[Any, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the columns that the category has in the design."""
+        return tuple(f"{self.column}[{level}]" for level in self.levels[1:])
+
+    def values(self, frame: Any, site: str) -> np.ndarray:
+        """Return the columns of a frame's rows, [n, levels - 1]; NaN where the value is missing.
+
+        Raises:
+            ValueError: A row has another level.
+        """
+        given = _column(frame, self.column, site)
+        missing = given.isna().to_numpy()
+        if others := sorted({*given[~missing]} - {*self.levels}, key=str):
+            raise ValueError(
+                f"site {site!r} has the values {others[:5]} in {self.column!r}, which are none of "
+                f"its levels {list(self.levels)}; list them in levels(), or leave these rows out"
+            )
+        found = np.stack([(given == level).to_numpy() for level in self.levels[1:]], 1)
+        return np.where(missing[:, None], np.nan, found)
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """Products of terms; see `interaction`.
+
+    Args:
+        terms: The terms.
+    """
+
+    terms: tuple["Number | Levels", ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the products, as `age:sex[1]`."""
+        names = [""]
+        for term in self.terms:
+            names = [f"{one}:{more}".lstrip(":") for one in names for more in term.columns]
+        return tuple(names)
+
+    def values(self, frame: Any, site: str) -> np.ndarray:
+        """Return the products of a frame's rows, [n, products]."""
+        found = np.ones((len(frame), 1))
+        for term in self.terms:
+            more = term.values(frame, site)
+            found = (found[:, :, None] * more[:, None]).reshape(len(frame), -1)
+        return found
+
+
+@dataclass(frozen=True)
+class Number:
+    """A column of numbers or truth values.
+
+    Args:
+        column: Name of the column.
+    """
+
+    column: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the name of the column."""
+        return (self.column,)
+
+    def values(self, frame: Any, site: str) -> np.ndarray:
+        """Return the column of a frame's rows, [n, 1].
+
+        Raises:
+            ValueError: It holds something else than numbers, or an infinite one.
+        """
+        return numbers(frame, self.column, site)[:, None]
+
+
+Term: TypeAlias = str | Levels | Interaction
+
+
+def levels(column: str, values: Sequence[Any]) -> Levels:
+    """Declare a category with all its levels, the reference first.
+
+    Args:
+        column: Name of the column.
+        values: The levels as they stand in the column, two at least; each but the first has a
+            column 0 or 1 in the design, called `column[level]`.
+
+    Raises:
+        ValueError: There are fewer than two levels, or one is named twice.
+
+    Example:
+        >>> levels("cp", [1, 2, 3]).columns
+        ('cp[2]', 'cp[3]')
+    """
+    found = tuple(values)
+    if len(found) < 2 or len({*found}) < len(found):
+        raise ValueError(f"levels of {column!r} must be two or more, each once, got {list(found)}")
+    return Levels(column, found)
+
+
+def interaction(*terms: str | Levels) -> Interaction:
+    """Declare the products of the columns of several terms, beside which the terms themselves are
+    to be named, too.
+
+    Args:
+        *terms: Names of columns of numbers, or `levels`.
+
+    Example:
+        >>> interaction("age", levels("sex", ["f", "m"])).columns
+        ('age:sex[m]',)
+    """
+    return Interaction(tuple(Number(t) if isinstance(t, str) else t for t in terms))
+
+
+@dataclass(frozen=True)
+class Site:
+    """The rows of one site that a fit reads.
+
+    Args:
+        name: Its name.
+        frame: Its complete rows, as a data frame of pandas.
+        x: The design without an intercept, [n, p] in float64.
+        y: The outcome [n] in float64; None where the tables have none.
+        offset: What is added to the linear predictor, [n].
+        weights: How often each row counts, [n].
+        dropped: Number of rows that were left out as a value is missing.
+    """
+
+    name: str
+    frame: Any
+    x: Tensor
+    y: Tensor | None
+    offset: Tensor
+    weights: Tensor
+    dropped: int = 0
+
+    def column(self, name: str) -> Tensor:
+        """Return a column of numbers that is not in the design, as a time, [n] in float64.
+
+        Raises:
+            ValueError: The site has no such column, or a value is missing or no number.
+        """
+        found = numbers(self.frame, name, self.name)
+        if np.isnan(found).any():
+            raise ValueError(
+                f"site {self.name!r} has {int(np.isnan(found).sum())} rows without {name!r}; name "
+                "it in tables(also=...), which looks at missing values, or leave these rows out"
+            )
+        return torch.from_numpy(found)
+
+
+@dataclass(frozen=True, repr=False)
+class Tables:
+    """The rows of several sites, which questions of `bf.stats` are about; see `tables`.
+
+    Args:
+        sites: The sites, by name.
+        terms: The terms of the design.
+        columns: Names of the p columns of the design.
+        outcome: Name of the outcome; None where there is none.
+        ids: The sites' numbers among all sites, [J].
+    """
+
+    sites: tuple[Site, ...]
+    terms: tuple[Number | Levels | Interaction, ...]
+    columns: tuple[str, ...]
+    outcome: str | None
+    ids: np.ndarray
+
+    def __repr__(self) -> str:
+        told = ", ".join(
+            f"{site.name} {len(site.x)}" + (f" (-{site.dropped})" if site.dropped else "")
+            for site in self.sites
+        )
+        return f"Tables({told}; {len(self.columns)} columns, outcome {self.outcome})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the sites."""
+        return tuple(site.name for site in self.sites)
+
+    def only(self, names: Sequence[str]) -> "Tables":
+        """Return the tables of some sites.
+
+        Raises:
+            ValueError: There is no such site.
+        """
+        if strangers := [name for name in names if name not in self.names]:
+            raise ValueError(f"there is no site {strangers[0]!r}; the sites are {self.names}")
+        kept = tuple(site for site in self.sites if site.name in names)
+        return Tables(kept, self.terms, self.columns, self.outcome, np.arange(len(kept)))
+
+    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
+        """Return how a question is put to all sites here."""
+        return ask_here(survey, self, aggregation)
+
+    def design(self, frame: Any) -> Tensor:
+        """Return the design of other rows, [n, p] in float64, NaN where a value is missing.
+
+        Raises:
+            ValueError: A column is absent, or holds what no row of a fit may hold.
+        """
+        return torch.from_numpy(_design(frame, self.terms, "the frame"))
+
+
+@declared
+def tables(
+    frames: Mapping[str, Any],
+    *,
+    outcome: str | None = None,
+    terms: Sequence[Term] = (),
+    offset: str | None = None,
+    weights: str | None = None,
+    also: Sequence[str] = (),
+    missing: Literal["refuse", "complete"] = "refuse",
+) -> Tables:
+    """Make the tables of several sites, a row for each person, of data frames.
+
+    Nothing is split, imputed or standardised. On a machine of one site, pass its frame alone.
+
+    Args:
+        frames: {site: its data frame of pandas}.
+        outcome: Column of the outcome: numbers, or 0 and 1; None where only `cox` and
+            `kaplan_meier` follow, which name theirs.
+        terms: What stands in the design: names of columns of numbers or truth values, `levels` and
+            `interaction`.
+        offset: Column of what is added to the linear predictor, as a logarithm of exposure.
+        weights: Column of how often each row counts, > 0.
+        also: Further columns whose values may not be missing, as times, events and groups.
+        missing: What becomes of rows in which a value is missing: `refuse` raises, `complete`
+            leaves them out, and fits say how many at which site.
+
+    Raises:
+        ValueError: A site lacks a column or has no row, a value is missing and none may be, or is
+            none that its column may hold.
+
+    Warns:
+        UserWarning: A column is constant at a site, or a level is at one site only.
+
+    Example:
+        >>> import pandas as pd
+        >>> frames = {
+        ...     "north": pd.DataFrame({"age": [40, 60], "sex": ["f", "m"], "ill": [0, 1]}),
+        ...     "south": pd.DataFrame({"age": [50, 70], "sex": ["m", "f"], "ill": [1, 0]}),
+        ... }
+        >>> tables(frames, outcome="ill", terms=["age", levels("sex", ["f", "m"])])
+        Tables(north 2, south 2; 2 columns, outcome ill)
+    """
+    parts = tuple(Number(term) if isinstance(term, str) else term for term in terms)
+    columns = tuple(name for part in parts for name in part.columns)
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise ValueError(f"the column {twice[0]!r} stands twice in the terms; name it once")
+    if not frames:
+        raise ValueError("frames must name one site at least")
+    wanted = dict.fromkeys(name for name in (outcome, offset, weights, *also) if name is not None)
+    sites, gaps = [], {}
+    for name in sorted(frames):  # so that sums do not depend on the order given
+        frame = frames[name]
+        x = _design(frame, parts, name)
+        beside = {
+            column: numbers(frame, column, name)
+            for column in wanted
+            if column in (outcome, offset, weights)
+        }
+        absent = np.asarray(np.isnan(x).any(1))
+        for column in wanted:
+            absent |= _column(frame, column, name).isna().to_numpy()
+        if absent.any():
+            gaps[name] = _gaps(frame, parts, wanted, absent)
+        kept = ~absent
+        if not kept.any():
+            raise ValueError(f"site {name!r} has no row without a missing value; leave it out")
+        found = {column: torch.from_numpy(values[kept]) for column, values in beside.items()}
+        if weights is not None and bool((found[weights] <= 0).any()):
+            raise ValueError(f"site {name!r} has weights <= 0 in {weights!r}; leave these rows out")
+        n = int(kept.sum())
+        sites.append(
+            Site(
+                name=name,
+                frame=frame[kept].reset_index(drop=True),
+                x=torch.from_numpy(x[kept]),
+                y=None if outcome is None else found[outcome],
+                offset=found[offset] if offset else torch.zeros(n, dtype=torch.float64),
+                weights=found[weights] if weights else torch.ones(n, dtype=torch.float64),
+                dropped=int(absent.sum()),
+            )
+        )
+    if gaps and missing == "refuse":
+        told = "; ".join(f"{site}: {counts}" for site, counts in gaps.items())
+        raise ValueError(
+            f"values are missing ({told}); pass missing='complete' to leave such rows out, or fill "
+            "them before"
+        )
+    made = Tables(tuple(sites), parts, columns, outcome, np.arange(len(sites)))
+    _warn_of_columns(made)
+    return made
+
+
+def numbers(frame: Any, column: str, site: str) -> np.ndarray:
+    """Return a column of numbers, [n] in float64, NaN where a value is missing.
+
+    Raises:
+        ValueError: It is absent, or holds something else than numbers, or an infinite one.
+    """
+    given = _column(frame, column, site)
+    if given.dtype.kind not in "iufb" and str(given.dtype).lower() not in ("boolean",):
+        try:
+            given = given.astype("Float64")
+        except (TypeError, ValueError):
+            some = sorted({str(value) for value in given.dropna()})[:5]
+            raise ValueError(
+                f"site {site!r} has no numbers in {column!r}, but {some}; take "
+                f"levels({column!r}, [...]) for a category, or make numbers of it"
+            ) from None
+    found = given.to_numpy(dtype=np.float64, na_value=np.nan)
+    if np.isinf(found).any():
+        raise ValueError(f"site {site!r} has infinite numbers in {column!r}; leave them out")
+    return found
+
+
+def _column(frame: Any, column: str, site: str) -> Any:
+    if column not in frame.columns:
+        raise ValueError(
+            f"site {site!r} has no column {column!r}; its columns are {list(frame.columns)}: "
+            "rename one, or leave out the term or the site"
+        )
+    return frame[column]
+
+
+def _design(frame: Any, terms: Sequence[Number | Levels | Interaction], site: str) -> np.ndarray:
+    parts = [term.values(frame, site).astype(np.float64) for term in terms]
+    return np.concatenate([np.zeros((len(frame), 0)), *parts], 1)
+
+
+def _gaps(frame: Any, terms: Sequence[Any], wanted: Mapping[str, None], absent: np.ndarray) -> str:
+    """Say which columns lack values, and in how many rows one at least does."""
+    inner = [one for term in terms for one in getattr(term, "terms", (term,))]
+    names = dict.fromkeys([*(one.column for one in inner), *wanted])
+    counts = {name: int(frame[name].isna().sum()) for name in names}
+    told = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    return f"{int(absent.sum())} of {len(frame)} rows, {told}"
+
+
+def _warn_of_columns(found: Tables) -> None:
+    constant = [
+        f"{column} at {site.name}"
+        for place, column in enumerate(found.columns)
+        for site in found.sites
+        if len(site.x) > 1 and bool((site.x[:, place] == site.x[0, place]).all())
+    ]
+    alone = []
+    for term in found.terms:
+        if isinstance(term, Levels) and len(found.sites) > 1:
+            for level in term.levels:
+                have = [s.name for s in found.sites if (s.frame[term.column] == level).any()]
+                if len(have) == 1:
+                    alone.append(f"{term.column}={level} at {have[0]} only")
+    if constant or alone:
+        warn(
+            "; ".join(
+                ([f"constant: {', '.join(constant)}"] if constant else [])
+                + ([f"levels at one site: {', '.join(alone)}"] if alone else [])
+            )
+            + ". Coefficients then rest on the other sites, or on that one alone, and under "
+            "intercept='per_site' such a level says nothing"
+        )

@@ -1,0 +1,237 @@
+"""Generalised linear models over sites beside statsmodels' on one table of all rows."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import bayesfl as bf
+from bayesfl.stats.families import FAMILIES
+from tests.stats.made import OUTCOMES, SIZES, TERMS, frames, pooled, sites
+
+sm = pytest.importorskip("statsmodels.api", reason="statsmodels is not installed")
+KINDS = {
+    "binomial": sm.families.Binomial(),
+    "log_binomial": sm.families.Binomial(sm.families.links.Log()),
+    "poisson": sm.families.Poisson(),
+    "gaussian": sm.families.Gaussian(),
+}
+close = np.testing.assert_allclose
+
+
+def design(family: str, intercept: str) -> tuple[np.ndarray, np.ndarray]:
+    """Columns of all rows, the intercept first or one of each site last, and outcomes."""
+    rows = pooled()
+    x = sites(family).design(rows).numpy()
+    own = pd.get_dummies(rows["site"]).to_numpy(float)
+    columns = [np.ones((len(rows), 1)), x] if intercept == "shared" else [x, own]
+    return np.concatenate(columns, 1), rows[OUTCOMES[family]].to_numpy(float)
+
+
+def anchor(family: str, intercept: str, **options: Any) -> Any:
+    x, y = design(family, intercept)
+    if family == "negative_binomial":
+        return sm.NegativeBinomial(y, x, **options).fit(disp=0, method="newton", maxiter=500)
+    return sm.GLM(y, x, KINDS[family], **options).fit(tol=1e-14, maxiter=500)
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # statsmodels' of the log link
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+@pytest.mark.parametrize("family", list(OUTCOMES))
+def test_the_pooled_table(family: Any, intercept: Any):
+    """Coefficients, errors, likelihood, and own intercepts."""
+    fit, wanted = (
+        bf.stats.glm(sites(family), family=family, intercept=intercept),
+        anchor(family, intercept),
+    )
+    q, own = len(fit.names) - (family == "negative_binomial"), len(fit.own_intercepts)
+    params, errors = np.asarray(wanted.params), np.asarray(wanted.bse)
+    if family == "gaussian":
+        errors = sm.OLS(*design(family, intercept)[::-1]).fit().bse
+    close(fit.estimate[:q], params[:q], rtol=0, atol=1e-8)
+    close(fit.covariance.diagonal().sqrt()[:q], errors[:q], rtol=0, atol=1e-7)
+    close(fit.log_likelihood, wanted.llf, rtol=0, atol=1e-9)
+    assert own == (0 if intercept == "shared" else len(SIZES))
+    close(list(fit.own_intercepts.values()), params[q : q + own], rtol=0, atol=1e-7)
+    if family == "negative_binomial":
+        alpha = float(fit.estimate[-1].exp())
+        close(alpha, params[-1], rtol=1e-7)
+        close(alpha * float(fit.covariance[-1, -1].sqrt()), errors[-1], rtol=1e-5)
+    k = len(params) + (family == "gaussian")
+    assert (fit.parameters, fit.n) == (k, sum(SIZES.values()))
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+@pytest.mark.parametrize("errors", ["sandwich", "site"])
+@pytest.mark.parametrize("family", ["binomial", "gaussian", "poisson"])
+def test_robust_errors(family: Any, errors: Any, intercept: Any):
+    fit = bf.stats.glm(sites(family), family=family, intercept=intercept, errors=errors)
+    x, y = design(family, intercept)
+    kind = {"cov_type": "HC0"}
+    if errors == "site":
+        groups = {"groups": pd.factorize(pooled()["site"])[0]}
+        kind = {"cov_type": "cluster", "cov_kwds": groups}
+    wanted = sm.GLM(y, x, KINDS[family]).fit(tol=1e-14, maxiter=500, **kind)
+    q = len(fit.names)
+    close(fit.covariance.diagonal().sqrt(), wanted.bse[:q], rtol=0, atol=1e-7)
+
+
+def test_offsets_and_weights():
+    rows = {
+        site: frame.assign(log_exposure=np.log(frame["exposure"]))
+        for site, frame in frames().items()
+    }
+    given = bf.stats.tables(
+        rows, outcome="visits", terms=TERMS, offset="log_exposure", weights="count"
+    )
+    fit = bf.stats.glm(given, family="poisson", intercept="per_site")
+    all_rows = pooled()
+    wanted = anchor(
+        "poisson",
+        "per_site",
+        offset=np.log(all_rows["exposure"].to_numpy()),
+        freq_weights=all_rows["count"].to_numpy(),
+    )
+    close(fit.estimate, wanted.params[:3], rtol=0, atol=1e-9)
+    close(fit.covariance.diagonal().sqrt(), wanted.bse[:3], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+def test_one_table_and_any_order_of_sites_are_the_same(intercept: Any):
+    """To the bit by order, to 1e-10 for the split."""
+    fit = bf.stats.glm(sites("binomial"), family="binomial", intercept=intercept)
+    turned = bf.stats.tables(
+        {site: frames()[site] for site in reversed(SIZES)}, outcome="ill", terms=TERMS
+    )
+    again = bf.stats.glm(turned, family="binomial", intercept=intercept)
+    assert torch.equal(fit.estimate, again.estimate)
+    assert torch.equal(fit.covariance, again.covariance)
+    if intercept == "shared":
+        whole = bf.stats.tables({"all": pooled()}, outcome="ill", terms=TERMS)
+        one = bf.stats.glm(whole, family="binomial")
+        close(fit.estimate, one.estimate, rtol=0, atol=1e-10)
+        close(fit.covariance, one.covariance, rtol=0, atol=1e-10)
+
+
+def test_secure_sums_are_the_same():
+    plain = bf.stats.glm(sites("binomial"), family="binomial", intercept="per_site")
+    hidden = bf.stats.glm(
+        sites("binomial"),
+        family="binomial",
+        intercept="per_site",
+        aggregation=bf.SecureSum(range=2.0**20),
+    )
+    close(hidden.estimate, plain.estimate, rtol=0, atol=1e-6)
+    close(hidden.covariance, plain.covariance, rtol=0, atol=1e-6)
+    assert "SecureSum" in str(hidden.released)
+
+
+@pytest.mark.parametrize("family", list(OUTCOMES))
+def test_slopes_and_information_are_derivatives(family: str):
+    """Of the loss, by autograd; the information of the log link is its mean over outcomes."""
+    rule = FAMILIES[family]
+    rng = torch.Generator().manual_seed(0)
+    eta = -1.5 + 0.3 * torch.randn(7, generator=rng, dtype=torch.float64)
+    own = torch.full((len(rule.own),), -0.4, dtype=torch.float64)
+    at = torch.cat([eta, own])
+
+    def losses(where: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return rule.pieces(where[:7], y, where[7:]).loss
+
+    def second(y: torch.Tensor) -> Any:
+        return torch.autograd.functional.hessian(lambda where: losses(where, y).sum(), at)
+
+    y = torch.tensor([0.0, 1, 0, 1, 1, 0, 0], dtype=torch.float64)
+    found = rule.pieces(eta, y, own)
+    first = torch.autograd.functional.jacobian(lambda where: losses(where, y).sum(), at)
+    close(found.slope[:, 0], first[:7], atol=1e-12)
+    close(found.slope[:, 1:].sum(0), first[7:], atol=1e-12)
+    if family == "log_binomial":
+        p = rule.mean(eta)
+        wanted = (
+            p * second(torch.ones_like(y)).diagonal()
+            + (1 - p) * second(torch.zeros_like(y)).diagonal()
+        )
+        close(found.information[:, 0, 0], wanted, atol=1e-12)
+        return
+    wanted = second(y)
+    close(found.information[:, 0, 0], wanted.diagonal()[:7], atol=1e-12)
+    close(found.information[:, 0, 1:].T, wanted[7:, :7], atol=1e-12)
+    close(found.information[:, 1:, 1:].sum(0), wanted[7:, 7:], atol=1e-12)
+
+
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+def test_evidence_is_laplaces(intercept: Any):
+    """Beside its definition on one table: the mode, and a Hessian by autograd, of all parameters
+    together.
+    """
+    fit = bf.stats.glm(sites("binomial"), family="binomial", intercept=intercept, prior=1.5)
+    x, y = (torch.from_numpy(t) for t in design("binomial", intercept))
+    p = len(sites("binomial").columns)
+    columns = slice(1, None) if intercept == "shared" else slice(0, p)
+    x[:, columns] = (x[:, columns] - x[:, columns].mean(0)) / x[:, columns].std(0, correction=0)
+    spread = torch.full((x.shape[1],), 10.0, dtype=torch.float64)
+    spread[columns] = 1.5
+    normal = torch.distributions.Normal(torch.zeros_like(spread), spread)
+
+    def energy(w: torch.Tensor) -> torch.Tensor:
+        eta = x @ w
+        return (torch.nn.functional.softplus(eta) - y * eta).sum() - normal.log_prob(w).sum()
+
+    w = torch.zeros_like(spread)
+    for _ in range(50):
+        slope = torch.autograd.functional.jacobian(energy, w)
+        curvature = torch.autograd.functional.hessian(energy, w)
+        w = w - torch.linalg.solve(curvature, slope)
+    curvature: Any = torch.autograd.functional.hessian(energy, w)
+    volume = torch.linalg.slogdet(curvature / (2 * np.pi)).logabsdet / 2
+    assert fit.evidence is not None
+    close(fit.evidence, float(-energy(w) - volume), rtol=0, atol=1e-8)
+    close(fit.log_likelihood, float(-energy(w) - normal.log_prob(w).sum()), rtol=0, atol=1e-7)
+
+
+def test_what_separates_is_named():
+    rng = np.random.default_rng(0)
+    rows = {
+        site: pd.DataFrame({"x": rng.normal(size=40), "z": rng.normal(size=40)}) for site in "ab"
+    }
+    for frame in rows.values():
+        frame["y"] = frame["x"] > 0
+    given = bf.stats.tables(rows, outcome="y", terms=["x", "z"])
+    with pytest.raises(ValueError, match=r"\['x'\] separate.*prior=2.5"):
+        bf.stats.glm(given, family="binomial")
+    assert bf.stats.glm(given, family="binomial", prior=2.5).estimate.isfinite().all()
+    twice = {site: frame.assign(w=2 * frame["z"]) for site, frame in rows.items()}
+    given = bf.stats.tables(twice, outcome="x", terms=["z", "w"])
+    with pytest.raises(ValueError, match=r"\['z', 'w'\] are linearly"):
+        bf.stats.glm(given, family="gaussian")
+    level = {site: frame.assign(one=1) for site, frame in rows.items()}
+    with pytest.warns(UserWarning, match="constant: one at a, one at b"):
+        given = bf.stats.tables(level, outcome="y", terms=["one"])
+    with pytest.raises(ValueError, match=r"\['one'\] are constant"):
+        bf.stats.glm(given, family="binomial")
+
+
+def test_a_site_of_one_level_is_left_out_by_name():
+    rows = {**frames(), "silent": frames()["west"].assign(ill=False)}
+    given = bf.stats.tables(rows, outcome="ill", terms=TERMS)
+    fit = bf.stats.glm(given, family="binomial", intercept="per_site")
+    alone = bf.stats.glm(sites("binomial"), family="binomial", intercept="per_site")
+    close(fit.estimate, alone.estimate, rtol=0, atol=1e-9)
+    assert fit.left_out == {"silent": "none of its 90 rows has an event"}
+    assert "left out: silent" in str(fit)
+    shared = bf.stats.glm(given, family="binomial")  # where it says as much as any
+    assert not shared.left_out
+
+
+def test_outcomes_outside_a_family_are_refused():
+    refused: list[tuple[Any, str]] = [("binomial", "visits"), ("poisson", "score")]
+    for family, outcome in refused:
+        given = bf.stats.tables(frames(), outcome=outcome, terms=TERMS)
+        with pytest.raises(ValueError, match="outcomes of this family are"):
+            bf.stats.glm(given, family=family)
+    with pytest.raises(ValueError, match="prior= is for families"):
+        bf.stats.glm(sites("gaussian"), family="gaussian", prior=1.0)
