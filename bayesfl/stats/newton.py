@@ -62,9 +62,8 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
     """
     asked = state["n_asked"] + 1
     close = bool(state["n_close"])
-    if not close and not loss <= state["loss"] + ROUNDING * state["loss"].abs().nan_to_num(
-        posinf=0.0
-    ):
+    most = state["loss"] + ROUNDING * state["loss"].abs().nan_to_num(posinf=0.0)
+    if not close and not loss <= most:
         if state["n_halved"] >= 30:
             raise ValueError(
                 "the sum over sites does not fall along Newton's step; look at columns of very "
