@@ -5,6 +5,7 @@ Every fit is a few questions, each answered by sums over a site's rows.
 
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import glm
+from bayesfl.stats.mixed import Mixed, mixed
 from bayesfl.stats.tables import Tables, interaction, levels, tables
 
-__all__ = ["Fit", "Tables", "glm", "interaction", "levels", "tables"]
+__all__ = ["Fit", "Mixed", "Tables", "glm", "interaction", "levels", "mixed", "tables"]

@@ -175,20 +175,29 @@ class Sums(SiteSurvey):
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         p, j = (self.columns,), (self.sites,)
-        return {"n_rows": j, "outcome": j, "n_dropped": j, "weight": (), "sum": p, "square": p}
+        return {
+            "n_rows": j,
+            "n_dropped": j,
+            "outcome": j,
+            "outcome_square": (),
+            "weight": (),
+            "sum": p,
+            "square": p,
+        }
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""
-        w, outcome = site.weights, 0.0
+        w, outcome, square = site.weights, 0.0, 0.0
         if self.family is not None:
             if site.y is None:
                 raise ValueError("these tables have no outcome; name it, tables(outcome=...)")
             FAMILIES[self.family].check(site.y, site.name)
-            outcome = float(w @ site.y)
+            outcome, square = float(w @ site.y), float(w @ site.y.square())
         return {
             "n_rows": slot(len(w), place, self.sites),
-            "outcome": slot(outcome, place, self.sites),
             "n_dropped": slot(site.dropped, place, self.sites),
+            "outcome": slot(outcome, place, self.sites),
+            "outcome_square": torch.tensor(square, dtype=torch.float64),
             "weight": w.sum(),
             "sum": w @ site.x,
             "square": w @ site.x.square(),

@@ -60,12 +60,6 @@ class Family(Protocol):
         """Return the linear predictor by the outcome's mean."""
         ...
 
-    def saturated(self, y: Tensor, own: Tensor) -> Tensor:
-        """Return the negative log likelihood of rows that are predicted as they are, [n], from
-        which a deviance is counted.
-        """
-        ...
-
 
 def _pieces(loss: Tensor, slope: Tensor, information: Tensor) -> Pieces:
     """Return pieces of a family without parameters of its own."""
@@ -97,9 +91,34 @@ class Gaussian:
         """Return the mean."""
         return mean
 
-    def saturated(self, y: Tensor, own: Tensor) -> Tensor:
-        """Return 0."""
-        return torch.zeros_like(y)
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal outcomes at the identity link with their own standard deviation, for hierarchies; its
+    parameter is log sigma.
+    """
+
+    name: str = "gaussian"
+    own: tuple[str, ...] = ("log sigma",)
+    ratio: str | None = None
+
+    def check(self, y: Tensor, site: str) -> None:
+        """Take any numbers."""
+
+    def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
+        """Return losses with slope and information by the linear predictor alone; see `Family`."""
+        precision = torch.exp(-2 * own[0])
+        residual = eta - y
+        loss = precision * residual**2 / 2 + own[0] + math.log(2 * math.pi) / 2
+        return _pieces(loss, precision * residual, precision * torch.ones_like(eta))
+
+    def mean(self, eta: Tensor) -> Tensor:
+        """Return the linear predictor."""
+        return eta
+
+    def link(self, mean: float) -> float:
+        """Return the mean."""
+        return mean
 
 
 @dataclass(frozen=True)
@@ -126,10 +145,6 @@ class Binomial:
     def link(self, mean: float) -> float:
         """Return the log odds."""
         return math.log(mean / (1 - mean))
-
-    def saturated(self, y: Tensor, own: Tensor) -> Tensor:
-        """Return 0."""
-        return torch.zeros_like(y)
 
 
 @dataclass(frozen=True)
@@ -163,10 +178,6 @@ class LogBinomial:
         """Return the logarithm."""
         return math.log(mean)
 
-    def saturated(self, y: Tensor, own: Tensor) -> Tensor:
-        """Return 0."""
-        return torch.zeros_like(y)
-
 
 @dataclass(frozen=True)
 class Poisson:
@@ -192,10 +203,6 @@ class Poisson:
     def link(self, mean: float) -> float:
         """Return the logarithm."""
         return math.log(mean)
-
-    def saturated(self, y: Tensor, own: Tensor) -> Tensor:
-        """Return the loss at a mean of y."""
-        return y - torch.xlogy(y, y) + torch.lgamma(y + 1)
 
 
 @dataclass(frozen=True)
@@ -250,12 +257,6 @@ class NegativeBinomial:
     def link(self, mean: float) -> float:
         """Return the logarithm."""
         return math.log(mean)
-
-    def saturated(self, y: Tensor, own: Tensor) -> Tensor:
-        """Return the loss at a mean of y."""
-        at = torch.where(y > 0, y, 1.0).log()
-        found = self.pieces(at, y, own).loss
-        return torch.where(y > 0, found, 0.0)
 
 
 FAMILIES: dict[str, Family] = {

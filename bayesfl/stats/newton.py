@@ -66,8 +66,8 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
     if not close and not loss <= most:
         if state["n_halved"] >= 30:
             raise ValueError(
-                "the sum over sites does not fall along Newton's step; look at columns of very "
-                "different size, or leave out terms"
+                "the sum over sites does not fall along Newton's step: leave out terms; or, if the "
+                "family is negative_binomial and counts vary no more than Poisson's, take poisson"
             )
         between = (state["theta"] + state["best"]) / 2
         return state | {

@@ -1,0 +1,196 @@
+"""Mixed models over sites: the mode beside statsmodels', the posterior beside a grid, and what
+sites keep to themselves.
+"""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import bayesfl as bf
+from bayesfl.stats import newton
+from bayesfl.stats.asking import Questions
+from bayesfl.stats.fit import Fit
+from bayesfl.stats.mixed import Draws, Mixed, Mode, log_prior
+from bayesfl.stats.tables import Tables
+from tests.stats.made import SIZES, TERMS, frames, pooled, sites
+
+close = np.testing.assert_allclose
+
+
+def test_the_mode_is_the_maximum_of_the_likelihood():
+    """Without a prior, beside statsmodels on all rows: a random intercept."""
+    smf = pytest.importorskip("statsmodels.formula.api", reason="statsmodels is not installed")
+    rows = pooled()
+    wanted = smf.mixedlm("score ~ age + C(kind)", rows, groups=rows["site"]).fit(
+        reml=False, method=["bfgs", "lbfgs"], gtol=1e-10
+    )
+    given = sites("gaussian")
+    x = torch.cat([site.x for site in given.sites])
+    centre, scale = x.mean(0), x.std(0, correction=0)
+    survey = Mode(
+        family="gaussian",
+        columns=3,
+        effects=(0,),
+        group=None,
+        centre=tuple(centre.tolist()),
+        scale=tuple(scale.tolist()),
+        at=(0.0, 0, 0, 0, -1, 0),
+    )
+    found = newton.minimum(Questions(given).conduct(survey))
+    slopes = found.theta[1:4] / scale
+    order = ["age", "C(kind)[T.b]", "C(kind)[T.c]"]
+    close(slopes, wanted.params[order], rtol=0, atol=1e-6)
+    close(float(found.theta[4].exp()) ** 2, float(wanted.cov_re.iloc[0, 0]), rtol=1e-4)
+    close(float(found.theta[5].exp()) ** 2, wanted.scale, rtol=1e-5)
+    close(-found.loss, wanted.llf, rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Tables:
+    """Normal outcomes of seven small sites without a column."""
+    rng = np.random.default_rng(5)
+    rows = {
+        f"s{j}": pd.DataFrame({"y": rng.normal(shift, 1, 6)})
+        for j, shift in enumerate(rng.normal(1, 0.7, 7))
+    }
+    return bf.stats.tables(rows, outcome="y")
+
+
+def test_the_posterior(plain: Tables):
+    """Means and standard deviations beside a grid over (beta, log tau, log sigma), and of a site's
+    own intercept, which is normal at each point of it.
+    """
+    fit = bf.stats.mixed(plain, family="gaussian", tau_scale=1.0, draws=6000)
+    y = np.stack([site.y.numpy() for site in plain.sites if site.y is not None])
+    unit = y.std()
+    beta = np.linspace(-1, 3, 81)[:, None, None]
+    tau = np.exp(np.linspace(-6, 2.5, 171))[None, :, None]
+    sigma = np.exp(np.linspace(-0.8, 0.8, 81))[None, None]
+    mean, within = y.mean(1), ((y - y.mean(1, keepdims=True)) ** 2).sum()
+    wide = sigma**2 / 6 + tau**2
+    logs = -0.5 * ((mean[:, None, None, None] - beta) ** 2 / wide + np.log(wide)).sum(0)
+    logs = logs - within / (2 * sigma**2) - 7 * 5 * np.log(sigma)
+    logs = logs + np.log(tau) - (tau / unit) ** 2 / 2
+    mass = np.exp(logs - logs.max())
+    mass /= mass.sum()
+
+    def moments(values: np.ndarray) -> tuple[float, float]:
+        first = float((mass * values).sum())
+        return first, float((mass * values**2).sum() - first**2) ** 0.5
+
+    own = (tau**2 * mean[0] + sigma**2 / 6 * beta) / wide
+    spread = tau**2 * sigma**2 / 6 / wide
+    own_mean, own_sd = moments(own)
+    own_sd = (own_sd**2 + float((mass * spread).sum())) ** 0.5
+    table, at_sites = fit.table(), fit.sites()
+    for (exact, sd), row in (
+        (moments(beta), table.loc["(intercept)"]),
+        (moments(tau), table.loc["tau (intercept)"]),
+        (moments(sigma), table.loc["sigma"]),
+        ((own_mean, own_sd), at_sites.iloc[0]),
+    ):
+        close(row["mean"], exact, rtol=0, atol=0.1 * sd)
+        close(row["sd"], sd, rtol=0.1)
+    assert fit.k_hat < 0.7 < fit.effective
+
+
+def test_weights_are_the_ratio_of_posterior_and_proposal(plain: Tables):
+    """The evidence is the mean weight: beside the integral over a fine grid."""
+    fit = bf.stats.mixed(plain, family="gaussian", tau_scale=1.0, draws=6000)
+    y = np.stack([site.y.numpy() for site in plain.sites if site.y is not None])
+    unit = float(y.std())
+    axes = [torch.linspace(*ends, steps) for ends, steps in (((-1, 3), 41), ((-6, 2), 81))]
+    axes = [*axes, torch.linspace(-0.8, 0.8, 41)]
+    grid = torch.cartesian_prod(*axes).double()
+    model: dict[str, Any] = {"columns": 0, "effects": (0,), "group": None, "centre": ()}
+    survey = Draws("gaussian", **model, scale=(), at=tuple(map(tuple, grid.tolist())))
+    logs = Questions(plain).conduct(survey)["log_likelihood"] + log_prior(grid[:, 1:2], unit)
+    cell = np.prod([float(axis[1] - axis[0]) for axis in axes])
+    close(fit.evidence, float(logs.logsumexp(0)) + np.log(cell), rtol=0, atol=0.05)
+
+
+@pytest.fixture(scope="module")
+def fit() -> Mixed:
+    return bf.stats.mixed(sites("binomial"), family="binomial", random=["1", "age"])
+
+
+def test_a_fit_says_what_it_rests_on(fit: Mixed):
+    assert list(fit.table().index) == [
+        "(intercept)",
+        "age",
+        "kind[b]",
+        "kind[c]",
+        "tau (intercept)",
+        "tau age",
+    ]
+    assert fit.rows == dict(sorted(SIZES.items()))
+    for words in ("own effects of each site", "k-hat", "effective draws", "Draws, 1 x"):
+        assert words in str(fit)
+    assert fit.released.bytes == 8 * sum(
+        int(np.prod(shape)) for _, shapes in fit.released.questions for shape in shapes.values()
+    )
+
+
+def test_own_coefficients_lie_between_own_fits_and_the_federations(fit: Mixed):
+    """For the intercept at the columns' means, whose posteriors are normal enough."""
+    at_sites = fit.sites()
+    assert list(at_sites.index.levels[0]) == sorted(SIZES)
+    assert at_sites.index.levels[1].tolist() == ["(intercept)", "age"]
+    alone = bf.stats.glm(sites("binomial"), family="binomial", intercept="per_site")
+    assert isinstance(alone, Fit)
+    shrunk = at_sites["mean"].xs("age", level=1).std()
+    own = [
+        float(bf.stats.glm(sites("binomial").only([site]), family="binomial").coefficients["age"])
+        for site in sorted(SIZES)
+    ]
+    assert shrunk < np.std(own)
+
+
+def test_arviz_and_predictions(fit: Mixed):
+    posterior = fit.to_arviz().posterior
+    assert posterior["own"].dims == ("chain", "draw", "site", "term")
+    own = posterior["own"].sel(site="west")
+    at_mean = posterior["own"] - posterior["beta"]
+    assert float(abs(at_mean.sel(term="kind[b]")).max()) < 1e-12  # is no own effect
+    rows = frames()["west"].head(5)
+    x = torch.cat([torch.ones(5, 1).double(), sites("binomial").design(rows)], 1).numpy()
+    wanted = 1 / (1 + np.exp(-own.values[0] @ x.T))
+    close(fit.predict(rows, site="west"), wanted, rtol=0, atol=1e-12)
+    new = fit.predict(rows)
+    assert (new.std(0) > fit.predict(rows, site="west").std(0)).all()
+    with pytest.raises(ValueError, match="no site of one group"):
+        fit.predict(rows, site="moon")
+
+
+def test_secure_sums_and_any_order_are_the_same(fit: Mixed):
+    options: dict[str, Any] = {"family": "binomial", "random": ["1", "age"]}
+    hidden = bf.stats.mixed(
+        sites("binomial"), **options, aggregation=bf.SecureSum(range=2.0**20, step=2.0**-30)
+    )
+    close(hidden.table(), fit.table(), rtol=0, atol=1e-3)
+    turned = {site: frames()[site] for site in reversed(SIZES)}
+    turned = bf.stats.tables(turned, outcome="ill", terms=TERMS)
+    again = bf.stats.mixed(turned, **options)
+    assert torch.equal(again.shared, fit.shared)
+    assert all(torch.equal(again.own[site], fit.own[site]) for site in SIZES)
+
+
+def test_groups_within_sites():
+    """Each group has effects; one group a site is the site."""
+    rows = {site: frame.assign(ward=np.arange(len(frame)) % 3) for site, frame in frames().items()}
+    given = bf.stats.tables(rows, outcome="score", terms=["age"], also=["ward"])
+    fit = bf.stats.mixed(given, family="gaussian", group="ward")
+    assert {t.shape[1] for t in fit.own.values()} == {3}
+    assert fit.sites().index.nlevels == 3
+    one = {site: frame.assign(ward="all") for site, frame in rows.items()}
+    given = bf.stats.tables(one, outcome="score", terms=["age"], also=["ward"])
+    single = bf.stats.mixed(given, family="gaussian", group="ward")
+    close(single.table(), bf.stats.mixed(given, family="gaussian").table(), rtol=0, atol=1e-9)
+
+
+def test_a_term_that_is_no_column_is_refused():
+    with pytest.raises(ValueError, match=r"random= names 'weight'.*'age'"):
+        bf.stats.mixed(sites("binomial"), family="binomial", random=["weight"])
