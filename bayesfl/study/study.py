@@ -99,7 +99,7 @@ class Study:
         inspect.signature(simulate).bind(None, None, seed=0, progress=False, **settings)
         self.rounds, self.steps = rounds, steps
         self.grid, self.notes = grids(methods, options)
-        seeds = tuple(seeds)
+        seeds = tuple(dict.fromkeys(seeds))  # a seed given twice is no second run
         self.cells = tuple(
             Cell(name, make, chosen, seed, data, model, settings, steps)
             for name, make in methods.items()

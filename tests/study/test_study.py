@@ -110,6 +110,10 @@ def test_what_is_finished_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert ran == [("FedAvg", 0)], changes
 
 
+def test_a_seed_counts_once():
+    assert [cell.seed for cell in one(seeds=[1, 0, 1]).cells] == [1, 0]
+
+
 def drawn(clients: FederatedData) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
