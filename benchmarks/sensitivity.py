@@ -8,31 +8,29 @@ In every setting all methods have the same rule of who trains.
 Results: benchmarks/results/sensitivity.json.
 """
 
-import argparse
 import json
-import math
-import runpy
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
+import script
 
 import bayesfl as bf
 from bayesfl.evaluation import report
+from bayesfl.optim import SGD
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "sensitivity.json"
-example = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "pfedvem.py")))
+RESULTS = script.RESULTS / "sensitivity.json"
+example = script.names_of("examples/pfedvem.py")
 DEMO = example.PRESETS["digits"]
-ROUNDS = example.arguments([]).rounds
 GRID = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+DATA = partial(bf.data.concept_drift, "digits", clients=20)
 
 
 def scaled(factor: float) -> Any:
-    """The demo's preset with every learning rate times the factor."""
+    """Return the demo's preset with every learning rate times the factor."""
     rates = {name: factor * rate for name, rate in DEMO.rates.items()}
     return replace(DEMO, rates=rates, head_rate=factor * DEMO.head_rate)
 
@@ -43,7 +41,7 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "five epochs for every body": (replace(DEMO, epochs=DEMO.body_epochs), {}),
     "five times the rounds": (
         replace(DEMO, head_epochs=4, body_epochs=1, epochs=5),
-        {"rounds": 5 * ROUNDS},
+        {"rounds": 5 * example.ROUNDS},
     ),
     "a cohort of two": (DEMO, {"participation": 0.1}),
 }
@@ -57,81 +55,66 @@ COLUMNS = [
 ]
 
 
-def last(name: str, preset: Any, seed: int, validation: float, **options: Any) -> dict[str, Any]:
-    """What was measured after the last round of a run; nothing if it diverged."""
-    clients = bf.data.concept_drift("digits", clients=20, seed=seed, validation=validation)
-    model = preset.model(clients.inputs, clients.classes, seed)
-    rounds = options.pop("rounds", ROUNDS)
-    try:
-        result = bf.simulate(
-            example.composed(name, model, preset),
-            clients,
-            rounds=rounds,
-            sampling="fixed",
-            train="cohort",
-            seed=seed,
-            evaluate_every=rounds,
-            progress=False,
-            **options,
-        )
-    except bf.DivergenceError:
-        return {}
-    return result.history[-1]
-
-
-def chosen(quick: bool) -> dict[str, Any]:
-    """NLL on validation data by method, rate and seed, and each method's best rate."""
-    options = {"rounds": 2} if quick else {}
-    rates, seeds = (GRID[:2], (10,)) if quick else (GRID, (10, 11, 12))
-    nll: dict[str, dict[str, list[float]]] = {}
+def chosen(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+    """Return NLL on validation data by method, rate and seed, null where a run failed, and each
+    method's best rate.
+    """
+    rates = [SGD(rate, momentum=0.9) for rate in (GRID[:2] if quick else GRID)]
+    option = {
+        name: "optimiser" if name in example.WHOLE else "body_optimiser" for name in example.METHODS
+    }
+    rounds = 2 if quick else example.ROUNDS
+    table = example.comparison(
+        DEMO,
+        data=partial(DATA, validation=0.2),
+        options={example.TITLES[name]: {of: rates} for name, of in option.items()},
+        seeds=(10,) if quick else (10, 11, 12),
+        rounds=rounds,
+        evaluate_every=rounds,
+    ).run(folder, n_jobs=jobs)
+    best = table.chosen("validation_nll")
+    print(best)
+    frame = table.to_pandas()
+    nll: dict[str, Any] = {}
     for name in example.METHODS:
-        nll[name] = {}
-        for rate in rates:
-            preset = replace(DEMO, rates={name: rate})
-            rows = [last(name, preset, seed, 0.2, **options) for seed in seeds]
-            nll[name][str(rate)] = [row.get("validation_nll", math.inf) for row in rows]
-        means = {rate: f"{sum(of) / len(of):.4f}" for rate, of in nll[name].items()}
-        print(f"{name}: {means}", flush=True)
-    best = {name: float(min(of, key=lambda rate: sum(of[rate]))) for name, of in nll.items()}
-    return {"nll": nll, "chosen": best}
+        runs = frame[frame.method == example.TITLES[name]]["validation_nll"].tolist()
+        each = len(runs) // len(rates)
+        nll[name] = {
+            str(rate.rate): runs[each * place : each * (place + 1)]
+            for place, rate in enumerate(rates)
+        }
+    found = {name: best.options[example.TITLES[name]][of].rate for name, of in option.items()}
+    return {"nll": nll, "chosen": found}
 
 
-def elsewhere(quick: bool) -> dict[str, Any]:
-    """The demo's measures by setting, method and seed; of a diverged run none."""
+def elsewhere(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+    """Return the demo's measures by setting, method and seed, null where a run failed."""
     tables: dict[str, Any] = {}
+    seeds: Iterable[int] = range(1 if quick else 5)
     for setting, (preset, options) in SETTINGS.items():
-        options = options | {"rounds": 2} if quick else options
-        rows: dict[str, dict[str, list[float]]] = {}
-        for name in example.METHODS:
-            found = [last(name, preset, seed, 0.0, **options) for seed in range(1 if quick else 5)]
-            rows[example.TITLES[name]] = {
-                column.key: [row.get(f"personal_{column.key}", math.nan) for row in found]
-                for column in COLUMNS
-            }
-        tables[setting] = rows
-        print(f"{setting}\n{report.table(rows, columns=COLUMNS)}\n", flush=True)
+        rounds = 2 if quick else options.get("rounds", example.ROUNDS)
+        settings = {**options, "rounds": rounds, "evaluate_every": rounds}
+        table = example.comparison(preset, data=DATA, seeds=seeds, **settings)
+        frame = table.run(folder, n_jobs=jobs).to_pandas()
+        tables[setting] = {
+            title: {column.key: runs[f"personal_{column.key}"].tolist() for column in COLUMNS}
+            for title, runs in frame.groupby("method", sort=False)
+        }
+        print(f"{setting}\n{report.table(tables[setting], columns=COLUMNS)}\n", flush=True)
     return {"rows": tables}
 
 
 def main() -> None:
-    """Runs, prints and writes one of the two."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rates", action="store_true", help="choose the demo's learning rates")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="two rounds, one seed: shows that it runs; nothing is written",
-    )
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    """Run, print and write one of the two."""
+    rates: dict[str, Any] = {"action": "store_true", "help": "choose the demo's learning rates"}
+    given = script.arguments(__doc__, rates=rates, jobs=script.JOBS)
     environment = report.environment()
-    found = chosen(options.quick) if options.rates else elsewhere(options.quick)
-    if not options.quick:
+    with script.runs("sensitivity", quick=given.quick) as folder:
+        found = (chosen if given.rates else elsewhere)(folder, quick=given.quick, jobs=given.jobs)
+    if not given.quick:
         saved = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         command = " ".join(["python", *sys.argv])
-        part = "rates" if options.rates else "settings"
+        part = "rates" if given.rates else "settings"
         saved[part] = {"command": command, "environment": environment, **found}
         report.write_json(RESULTS, saved)
 
