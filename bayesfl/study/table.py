@@ -279,7 +279,7 @@ class Table:
         """Return the whole result of a method, at its chosen options.
 
         Raises:
-            ValueError: There is no such run, or it was not kept; or as by `chosen`.
+            ValueError: There is no such run, it failed, or it was not kept; or as by `chosen`.
         """
         table = self._settled()
         table._known(method)
@@ -287,6 +287,8 @@ class Table:
         if not found:
             seeds = sorted({row.seed for row in table.rows if row.method == method})
             raise ValueError(f"{method} has no seed {seed}; its seeds are {seeds}")
+        if (error := found[0].record.error) is not None:
+            raise ValueError(f"the run of {method} with seed {seed} failed: {_error(error)}")
         if found[0].load is None:
             raise ValueError(
                 f"the run of {method} with seed {seed} was not kept; run the study with "

@@ -211,6 +211,9 @@ def test_whole_results_are_kept(tmp_path: Path):
     assert same(table.result("FedAvg", 1), plain)
     with pytest.raises(ValueError, match=r"FedAvg has no seed 7.*\[0, 1\]"):
         table.result("FedAvg", 7)
+    methods = {"FedAvg": partial(bf.algorithms.fedavg, optimiser=SGD(1e30))}
+    with pytest.raises(ValueError, match=r"seed 0 failed: DivergenceError: "):
+        one(methods=methods).run(tmp_path, progress=False, keep="result").result("FedAvg", 0)
 
 
 @pytest.mark.parametrize("thing", [bf.Study, bf.table])
