@@ -2,34 +2,34 @@
 pFedVEM, with and without a temperature.
 
     python examples/fedsi.py  # handwritten digits, under two minutes on one core
-    # the paper's small MNIST:
-    python examples/fedsi.py --dataset mnist --train 50 --test 950 --rounds 800
+    python examples/fedsi.py --dataset mnist --rounds 800  # the paper's small MNIST
 
 There are ten clients with five classes each. A tenth of a client's training data chooses the
 predictive precision (one for all clients). Two further tenths are held back: one for temperatures,
 one for conformal thresholds. The script prints:
 
 - accuracy and calibration of every method, and the same with one temperature for all clients and
-with one for each, as baselines;
+  with one for each, as baselines;
 - how well a method's uncertainty distinguishes a client's own images from images of labels that the
   client never saw, and from images with permuted pixels;
 - the gain from declining to predict the most uncertain examples;
 - how often conformal sets contain the label.
 
-Tables and figures are written into a run folder.
+Tables, figures and runs are written into a folder; runs that are finished there are read.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
@@ -41,12 +41,10 @@ from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.optim import SGD
 
-sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
-from command_line import one_experiment, refuse_repeats
-
 DRAWS = 100
 BINS = 10  # the paper's
 ALPHA = 0.1
+STEPS, RATE = 20, 0.1  # of the body in a round, in mini-batches; the rate is that of their code
 PERMUTATIONS = 3
 # at most so many of a client's test examples, and as many of what it was not trained for, tell the
 # two apart
@@ -58,9 +56,7 @@ class Preset:
     """The options with which a data set is run.
 
     Args:
-        steps: Mini-batches on the body each round.
-        batch_size: Examples of each.
-        lr: SGD's learning rate on the body; the authors' code takes 0.1.
+        batch_size: Examples of a step.
         train: Training examples of each class and client, those held back included.
         test: Test examples.
         rounds: Rounds.
@@ -69,44 +65,24 @@ class Preset:
             reach from -1 to 1.
     """
 
-    steps: int
-    batch_size: int
-    lr: float
-    train: int
-    test: int
-    rounds: int
+    batch_size: int = 50
+    train: int = 50
+    test: int = 950
+    rounds: int = 100
     init_scale: float = 0.1
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return the options of the body's steps."""
+        return {"steps": STEPS, "batch_size": self.batch_size, "optimiser": SGD(RATE)}
 
 
 PRESETS = {
-    "digits": Preset(steps=20, batch_size=10, lr=0.1, train=24, test=10, rounds=30, init_scale=1.0),
-    "mnist": Preset(steps=20, batch_size=50, lr=0.1, train=50, test=950, rounds=100),
-    "fashion-mnist": Preset(steps=20, batch_size=50, lr=0.1, train=50, test=950, rounds=100),
+    "digits": Preset(batch_size=10, train=24, test=10, rounds=30, init_scale=1.0),
+    "mnist": Preset(),
+    "fashion-mnist": Preset(),
 }
-EXPERIMENT = ("dataset", "methods", "seeds", "rounds", "train", "test")
 OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
-METHODS: dict[str, Callable[..., bf.Algorithm]] = {
-    "fedsi": lambda model, preset, **rule: bf.algorithms.fedsi(model, **_body(preset), **rule),
-    "fedsi_predictive": lambda model, preset, **rule: bf.algorithms.fedsi(
-        model, selection="predictive_variance", **_body(preset), **rule
-    ),
-    "fedsi_fac": lambda model, preset, **rule: bf.algorithms.fedsi_fac(
-        model, **_body(preset), **rule
-    ),
-    "fedsi_full": lambda model, preset, **rule: bf.algorithms.fedsi_full(
-        model, **_body(preset), **rule
-    ),
-    "fedbabu": lambda model, preset: replace(
-        _plain(bf.algorithms.fedbabu(model), preset), finetune=_head(model, preset)
-    ),
-    "fedavg_ft": lambda model, preset: replace(
-        fedavg(model, preset), finetune=_head(model, preset)
-    ),
-    "pfedvem": lambda model, preset: bf.algorithms.pfedvem(
-        model, init_scale=preset.init_scale, **_both(preset)
-    ),
-    "pfedvem_held": lambda model, preset: bf.algorithms.pfedvem_held(model, **_both(preset)),
-}
 TITLES = {
     "fedsi": "FedSI",
     "fedsi_predictive": "FedSI, by predictive variance",
@@ -156,70 +132,81 @@ POSTERIOR = (
 )
 
 
-def _body(preset: Preset) -> dict[str, Any]:
-    return {"steps": preset.steps, "batch_size": preset.batch_size, "optimiser": SGD(preset.lr)}
-
-
-def _both(preset: Preset) -> dict[str, Any]:
-    return {"body_epochs": max(1, preset.steps // 5), "batch_size": preset.batch_size}
-
-
-def _head(model: torch.nn.Module, preset: Preset) -> tuple[Any, ...]:
-    """FedSI's fine-tuning, the same for every method that fine-tunes."""
-    return bf.algorithms.fedsi(model, **_body(preset)).finetune
-
-
-def _plain(algorithm: bf.Algorithm, preset: Preset) -> bf.Algorithm:
-    """The method with the same steps as FedSI's."""
-    (step,) = algorithm.phases
-    return replace(
-        algorithm,
-        phases=(
-            replace(
-                step, steps=preset.steps, batch_size=preset.batch_size, optimiser=SGD(preset.lr)
-            ),
+def methods(preset: Preset) -> dict[str, Callable[..., bf.Algorithm]]:
+    """Return the methods, {name: (model, rule of its predictions) -> algorithm}."""
+    fedsi = partial(bf.algorithms.fedsi, **preset.body)
+    both: dict[str, Any] = {"body_epochs": STEPS // 5, "batch_size": preset.batch_size}
+    return {
+        "fedsi": fedsi,
+        "fedsi_predictive": partial(fedsi, selection="predictive_variance"),
+        "fedsi_fac": partial(bf.algorithms.fedsi_fac, **preset.body),
+        "fedsi_full": partial(bf.algorithms.fedsi_full, **preset.body),
+        "fedbabu": lambda model: replace(
+            plain(bf.algorithms.fedbabu(model), preset), finetune=fedsi(model).finetune
         ),
-    )
+        "fedavg_ft": lambda model: replace(fedavg(model, preset), finetune=fedsi(model).finetune),
+        "pfedvem": partial(bf.algorithms.pfedvem, init_scale=preset.init_scale, **both),
+        "pfedvem_held": partial(bf.algorithms.pfedvem_held, **both),
+    }
 
 
-def fedavg(model: torch.nn.Module, preset: Preset) -> bf.Algorithm:
-    """FedAvg, told apart as body and head, so that the head alone can be fine-tuned."""
+def plain(algorithm: bf.Algorithm, preset: Preset) -> bf.Algorithm:
+    """Return the method with the same steps as FedSI's."""
+    (step,) = algorithm.phases
+    return replace(algorithm, phases=(replace(step, **preset.body),))
+
+
+def fedavg(model: nn.Module, preset: Preset) -> bf.Algorithm:
+    """Return FedAvg, told apart as body and head, so that the head alone can be fine-tuned."""
     blocks = {name: bf.Block(f"{name}.*") for name in ("body", "head")}
-    return replace(_plain(bf.algorithms.fedper(model), preset), blocks=blocks, adapt=())
+    return replace(plain(bf.algorithms.fedper(model), preset), blocks=blocks, adapt=())
 
 
-def halves(split: ClientData) -> tuple[ClientData, ClientData]:
-    """Two disjoint parts of every client's examples."""
-    parts = []
-    for start in (0, 1):
-        rows = [split.rows(j)[start::2] for j in range(split.clients)]
-        parts.append(replace(split, index=torch.cat(rows), counts=np.array([len(r) for r in rows])))
-    return parts[0], parts[1]
+def federation(dataset: str, preset: Preset) -> Callable[..., FederatedData]:
+    """Return the clients' data, (seed=) -> data."""
+    sizes: dict[str, Any] = {"train": preset.train, "test": preset.test}
+    return partial(bf.data.label_groups, dataset, **sizes, validation=0.1, calibration=0.2)
+
+
+def network(clients: FederatedData, seed: int) -> nn.Module:
+    """Return the paper's network."""
+    return bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
+
+
+def comparison(
+    dataset: str,
+    preset: Preset,
+    methods: Mapping[str, Callable[..., bf.Algorithm]],
+    **settings: Any,
+) -> bf.Study:
+    """Return the study of these methods; settings are those of `bf.Study`. All clients train."""
+    options = {"data": federation(dataset, preset), "model": network, "methods": methods}
+    return bf.Study(**{"evaluate_every": None, "sampling": "fixed", **options, **settings})
+
+
+def part(split: ClientData, which: slice) -> ClientData:
+    """Return some of every client's examples."""
+    rows = [split.rows(j)[which] for j in range(split.clients)]
+    return replace(split, index=torch.cat(rows), counts=np.array([len(r) for r in rows]))
 
 
 def shown(split: ClientData, images: Callable[[int], Tensor]) -> ClientData:
-    """The clients of `split`, each shown other images [n_j, ...]."""
+    """Return the clients of `split`, each shown other images [n_j, ...]."""
     x = split.x.clone()
     for j in range(split.clients):
         x[split.rows(j)] = images(j)[: len(split.rows(j))].to(x)
     return replace(split, x=x)
 
 
-def first(split: ClientData, count: int) -> ClientData:
-    """The first `count` examples of every client."""
-    rows = [split.rows(j)[:count] for j in range(split.clients)]
-    return replace(split, index=torch.cat(rows), counts=np.array([len(r) for r in rows]))
-
-
 def strangers(
     clients: FederatedData, seed: int, elsewhere: FederatedData | None = None
 ) -> dict[str, list[ClientData]]:
-    """Some of each client's own test examples, and what it was not trained for.
+    """Return some of each client's own test examples, and what it was not trained for.
 
     That is labels it never saw (another client's images), its own images with permuted pixels,
     those of another data set if there is one.
     """
-    own = first(clients.test, LOOKED_AT)
+    own = part(clients.test, slice(LOOKED_AT))
     seen = [set(clients.train.client(j)[1].tolist()) for j in range(clients.clients)]
     count = clients.clients
     other = [
@@ -238,80 +225,64 @@ def strangers(
     return found
 
 
-def probs_of(found: Any) -> Tensor:
-    """Class probabilities [J, N, O]."""
-    assert found.probs is not None
-    return found.probs
-
-
 def measure(
     result: Any, outside: dict[str, list[ClientData]], draws: int | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Everything that is measured of a method's predictions, and what the figures need.
+    """Return everything that is measured of a method's predictions, and what the figures need.
 
     Args:
         result: What the federation has learnt.
         outside: What `strangers` gives.
         draws: Of its predictions, as in `Result.predict`.
     """
-    data = result.data
+    data, outputs = result.data, Outputs(result.data.task, result.data.outputs)
     labels, mask = data.test.padded_labels()
-    own = result.predict(draws=draws)
-
-    def quality(probs: Tensor, *names: str) -> dict[str, float]:
-        summary = classification_summary(probs, labels, mask, bins=BINS)
-        return {name: summary[name] for name in names}
-
-    splits = (*halves(data.calibration), data.test)
-    outputs, (seen, held, test) = (
-        Outputs(data.task, data.outputs),
-        result.local_predictions(*splits, draws=draws),
-    )
+    own = result.predict(draws=draws).probs
+    held_back = [part(data.calibration, slice(start, None, 2)) for start in (0, 1)]
+    seen, held, test = result.local_predictions(*held_back, data.test, draws=draws)
     pooled = fit(Temperature(strength=math.inf), seen, outputs)
-    row = quality(probs_of(own), "accuracy", "nll", "ece", "mce", "brier")
-    for name, one in (("pooled", pooled), ("client", fit(Temperature(), seen, outputs))):
-        tempered = quality(probs_of(one.apply(test).predictions), "nll", "ece", "mce", "brier")
-        row |= {f"{key}_{name}": value for key, value in tempered.items()}
-    covered = audit(
-        fit(Conformal(level=1 - ALPHA), held, outputs).apply(test), outputs, names=data.client_names
-    )
+    each = fit(Temperature(), seen, outputs)
+
+    row = classification_summary(own, labels, mask, bins=BINS)
+    row = {name: row[name] for name in ("accuracy", "nll", "ece", "mce", "brier")}
+    for name, one in (("pooled", pooled), ("client", each)):
+        tempered = classification_summary(
+            one.apply(test).predictions.probs, labels, mask, bins=BINS
+        )
+        row |= {f"{key}_{name}": tempered[key] for key in ("nll", "ece", "mce", "brier")}
+    sets = fit(Conformal(level=1 - ALPHA), held, outputs).apply(test)
+    covered = audit(sets, outputs, names=data.client_names)
     row |= {
         "set_coverage": float(covered.coverage.mean()),
         "set_lowest": float(covered.coverage.min()),
         "set_size": float(covered.size.mean()),
     }
-    selective = detection.selective_summary(probs_of(own), labels, mask)
+    selective = detection.selective_summary(own, labels, mask)
     row |= {key: selective[key] for key in ("pooled_aurc", "accuracy_at_80")}
 
     def uncertainty(found: Any) -> dict[str, Tensor]:
-        scores = {
-            name: score
-            for name, score in detection.scores(found).items()
-            if name in ("entropy", "epistemic")
-        }
-        return scores | {
-            "tempered": detection.entropy(
-                probs_of(pooled.apply(replace(test, predictions=found)).predictions)
-            )
-        }
+        scores = detection.scores(found)
+        tempered = pooled.apply(replace(test, predictions=found)).predictions.probs
+        assert tempered is not None
+        kept = {name: scores[name] for name in ("entropy", "epistemic") if name in scores}
+        return kept | {"tempered": detection.entropy(tempered)}
 
     here = result.predict(outside["own"][0], draws=draws)
+    inside = uncertainty(here)
     for name in [key for key in outside if key != "own"]:
         told = []
         for split in outside[name]:
             there = result.predict(split, draws=draws)
             told.append(
-                detection.detection_summary(
-                    uncertainty(here), uncertainty(there), here.mask, there.mask
-                )
+                detection.detection_summary(inside, uncertainty(there), here.mask, there.mask)
             )
         row |= {f"{name}_{key}": float(np.mean([t[key] for t in told])) for key in told[0]}
-    return row, {"diagram": (probs_of(own), labels, mask), "coverage": covered}
+    return row, {"diagram": (own, labels, mask), "coverage": covered}
 
 
 def readings(name: str) -> dict[str, tuple[dict[str, Any], int | None]]:
-    """Rows of the tables that a method makes: {title: options of its predictions, number of
-    draws}.
+    """Return the rows of the tables that a method makes: {title: options of its predictions, number
+    of draws}.
     """
     title = TITLES[name]
     if name.startswith("pfedvem"):
@@ -325,187 +296,82 @@ def readings(name: str) -> dict[str, tuple[dict[str, Any], int | None]]:
     return {title: ({}, 0)}
 
 
-def read(
-    result: Any, name: str, model: torch.nn.Module, preset: Preset, rule: dict[str, Any]
-) -> Any:
-    """What the method has learnt, predicting by other options."""
-    return replace(result, algorithm=METHODS[name](model, preset, **rule)) if rule else result
-
-
-def federation(
-    dataset: str, preset: Preset, seed: int, root: Path | None, download: bool = False
-) -> FederatedData:
-    """The clients."""
-    return bf.data.label_groups(
-        dataset,
-        train=preset.train,
-        test=preset.test,
-        seed=seed,
-        validation=0.1,
-        calibration=0.2,
-        root=root,
-        download=download,
-    )
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--dataset",
-        choices=list(PRESETS),
-        default="digits",
-        help="data set (default: %(default)s, which needs no file)",
-    )
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=list(METHODS),
-        default=list(METHODS),
-        help="methods to run (default: all)",
-    )
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[0, 1, 2],
-        help="seeds, one run for each (default: 0 1 2)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, help="rounds of the federation (default: 30 for digits, else 100)"
-    )
-    parser.add_argument(
-        "--train",
-        type=int,
-        help="training examples of each class and client (default: 24 for digits, else 50)",
-    )
-    parser.add_argument(
-        "--test",
-        type=int,
-        help="test examples of each class and client (default: 10 for digits, else 950)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=None,
-        help="threads that run clients (default: the number of cores)",
-    )
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        default=None,
-        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
-    )
-    parser.add_argument(
-        "--download", action="store_true", help="let torchvision download missing images"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/fedsi"),
-        help="folder of the tables and figures (default: %(default)s)",
-    )
-    return parser.parse_args(argv)
+def read(result: Any, make: Callable[..., bf.Algorithm], rule: dict[str, Any]) -> Any:
+    """Return what a method has learnt, predicting by other options."""
+    return replace(result, algorithm=make(result.algorithm.model, **rule)) if rule else result
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Runs every method with every seed, prints and writes the tables.
+    """Run every method with every seed, print and write the tables.
 
     Raises:
-        ValueError: Arguments that don't work out.
+        ValueError: Arguments that don't work out, or a run that failed.
         FileNotFoundError: The data are not there.
-        DivergenceError: Training left the finite numbers.
     """
-    refuse_repeats({name: getattr(options, name) for name in ("methods", "seeds")})
-    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
-    given = {
-        name: getattr(options, name)
-        for name in ("rounds", "train", "test")
-        if getattr(options, name) is not None
-    }
-    preset = replace(PRESETS[options.dataset], **given)
+    preset, other = PRESETS[options.dataset], OTHER.get(options.dataset)
+    made, rounds = methods(preset), options.rounds or preset.rounds
+    study = comparison(options.dataset, preset, made, seeds=options.seeds, rounds=rounds)
+    table = study.run(options.out / "runs", n_jobs=options.jobs, keep="result")
     rows: dict[str, dict[str, list[float]]] = {}
-    shown_first: dict[str, dict[str, Any]] = {}
-    for seed in options.seeds:
-        clients = federation(options.dataset, preset, seed, options.data_root, options.download)
-        other = OTHER.get(options.dataset)
-        elsewhere = (
-            None
-            if other is None
-            else federation(other, preset, seed, options.data_root, options.download)
-        )
-        outside = strangers(clients, seed, elsewhere)
-        print(f"seed {seed}: {clients}, partition {clients.hash[:12]}", flush=True)
-        model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
-        for name in options.methods:
-            result = bf.simulate(
-                METHODS[name](model, preset),
-                clients,
-                rounds=preset.rounds,
-                train="cohort",
-                sampling="fixed",
-                seed=seed,
-                evaluate_every=None,
-                engine=bf.Engine(workers=options.workers),
-            )
-            posterior = {"seconds": float(np.median(result.history["seconds"]))}
-            if "uncurved_share" in result.server:
-                posterior["uncurved"] = float(result.server["uncurved_share"])
-            for title, (rule, draws) in readings(name).items():
-                reading = read(result, name, model, preset, rule)
-                row, figures = measure(reading, outside, draws)
-                if draws is None:
-                    row["log10_precision"] = math.log10(reading.tuned)
-                for key, value in (row | posterior).items():
-                    rows.setdefault(title, {}).setdefault(key, []).append(value)
-                shown_first.setdefault(title, figures)
-            record = {
-                "arguments": vars(options),
-                "preset": vars(preset),
-                "environment": report.environment(),
-                "rows": rows,
-            }
-            report.write_json(options.out / "table.json", record)
+    figures: dict[str, dict[str, Any]] = {}
+    for run in table.rows:
+        result = table.result(run.method, run.seed)
+        elsewhere = federation(other, preset)(seed=run.seed) if other else None
+        outside = strangers(result.data, run.seed, elsewhere)
+        posterior = {"seconds": float(np.median(result.history["seconds"]))}
+        if "uncurved_share" in result.server:
+            posterior["uncurved"] = float(result.server["uncurved_share"])
+        for title, (rule, draws) in readings(run.method).items():
+            reading = read(result, made[run.method], rule)
+            row, shown_there = measure(reading, outside, draws)
+            if draws is None:
+                row["log10_precision"] = math.log10(reading.tuned)
+            for key, value in (row | posterior).items():
+                rows.setdefault(title, {}).setdefault(key, []).append(value)
+            figures.setdefault(title, shown_there)
     there = {key for row in rows.values() for key in row}
-    tables = [
-        [column for column in columns if column.key in there]
+    text = "\n\n".join(
+        report.table(rows, columns=[column for column in columns if column.key in there])
         for columns in (QUALITY, DOUBT, DECISIONS, POSTERIOR)
-    ]
-    text = "\n\n".join(report.table(rows, columns=columns) for columns in tables)
-    print(
-        f"\n{options.dataset}, {preset.rounds} rounds; mean over clients, then mean ± standard "
-        f"error of {len(options.seeds)} seeds; * best"
     )
-    print(f"\n{text}")
+    print(
+        f"{options.dataset}, {rounds} rounds; mean over clients, then mean ± standard error of "
+        f"{len(options.seeds)} seeds; * best\n\n{text}"
+    )
+    saved = {"arguments": vars(options), "environment": report.environment(), "rows": rows}
+    report.write_json(options.out / "table.json", saved)
     atomic_write(options.out / "tables.txt", text + "\n")
-    diagrams = {title: figures["diagram"] for title, figures in shown_first.items()}
-    covered = {title: figures["coverage"] for title, figures in shown_first.items()}
+    diagrams = {title: figure["diagram"] for title, figure in figures.items()}
     pictures = {
         "reliability.png": bf.plots.reliability_compare(diagrams, bins=BINS, columns=3),
         "risk_coverage.png": bf.plots.risk_coverage(diagrams).figure,
-        "coverage.png": bf.plots.coverage(
-            {title: found for title, found in covered.items() if title in COVERED} or covered
-        ),
+        "coverage.png": bf.plots.coverage({title: figures[title]["coverage"] for title in COVERED}),
     }
     for name, figure in pictures.items():
         with atomic_path(options.out / name) as temporary:
             figure.savefig(temporary, dpi=120, bbox_inches="tight")
-    print(f"\ntables and figures are in {options.out}")
+    print(f"\ntables, figures and runs are in {options.out}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, or 1 where training diverged, or 2 where the arguments don't work out."""
-    options = arguments(argv)
+def main() -> None:
+    """Read the command line, and run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="BAYESFL_DATA names the folder of the images; digits need no file.",
+    )
+    add = parser.add_argument
+    add("--dataset", choices=PRESETS, default="digits")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--rounds", type=int, help="default: 30 for digits, else 100")
+    add("--jobs", type=int, default=1, help="number of runs at a time")
+    add("--out", type=Path, default=Path("runs/fedsi"), help="folder of the results")
     torch.set_num_threads(1)
     try:
-        compare(options)
-    except (bf.DivergenceError, ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, bf.DivergenceError) else 2
-    return 0
+        compare(parser.parse_args())
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

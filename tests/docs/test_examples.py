@@ -106,22 +106,6 @@ def test_what_is_finished_is_on_disk(example, tmp_path):
     ("name", "arguments", "option"),
     [
         (
-            "fedsi",
-            [
-                "--methods",
-                "fedbabu",
-                "--seeds",
-                "0",
-                "--rounds",
-                "1",
-                "--train",
-                "6",
-                "--test",
-                "4",
-            ],
-            "methods",
-        ),
-        (
             "fedem",
             [
                 "--methods",
@@ -171,7 +155,7 @@ def test_no_example_overwrites_another_experiment(name, arguments, option, tmp_p
     assert example.main([*arguments, "--out", str(out)]) == 0
     before = files(out)
     capsys.readouterr()
-    other = {"methods": "fedavg_ft", "rates": "0.2"}[option]
+    other = {"rates": "0.2"}[option]
     assert example.main([*arguments, f"--{option}", other, "--out", str(out)]) == 2
     assert capsys.readouterr().err.startswith(f"error: --out {out} holds a run with --{option} ")
     assert files(out) == before
