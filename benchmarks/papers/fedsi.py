@@ -1,40 +1,32 @@
 """FedSI's Tables I and II: MNIST and Fashion-MNIST, small, in the reading of 20 mini-batches a
 round, each predicted under every rule.
 
-    python benchmarks/papers/fedsi.py [--quick] [--datasets ...] [--methods ...] [--seeds ...]
-    [--workers N] [--work FOLDER]
+    python benchmarks/papers/fedsi.py [--quick] [--jobs N]
 
 Ten clients of five classes, 50 training and 950 test examples each; a tenth of the training data
 chooses the predictive precision, two tenths are held back for temperatures and conformal sets, for
-every method alike. Federation, methods and measures are those of examples/fedsi.py. A cell is
-trained once and predicted under each of its rules. Resumable: finished cells are in the results and
-are passed over, a cell cut short goes on from its last milestone in the work folder, and several
-commands may share results and folder if their cells differ. Results:
+every method alike. Federation, methods and measures are those of examples/fedsi.py. A run is
+trained once and predicted under each of its rules; runs that are finished are read. Results:
 benchmarks/results/papers/fedsi.json; `python docs/tables.py` writes the page from them.
 """
 
-import argparse
-import itertools
-import json
-import runpy
-import tempfile
+import sys
 import time
 import warnings
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
+from torch import nn
 
 import bayesfl as bf
 from bayesfl.evaluation import report
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "papers" / "fedsi.json"
-ROUNDS = 800
-MILESTONES = (100, 400, ROUNDS)
+sys.path.append(str(Path(__file__).parents[1]))  # wherever this file is run from
+import script
+
+MILESTONES = (100, 400, 800)
 # Table I (accuracy in %) and Table II (ECE, MCE, Brier score); a dash is what the paper does not
 # give.
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
@@ -55,27 +47,33 @@ PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
         "FedSI": {"accuracy": 88.41, "ece": 0.057, "mce": 0.232, "brier": 0.182},
     },
 }
-example = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "fedsi.py")))
+example = script.names_of("examples/fedsi.py")
 
 
-def local(model: torch.nn.Module, preset: Any) -> bf.Algorithm:
-    """Each client alone, by the same steps."""
-    algorithm = bf.algorithms.local(model)
-    (step,) = algorithm.phases
-    changed = replace(
-        step, steps=preset.steps, batch_size=preset.batch_size, optimiser=example.SGD(preset.lr)
-    )
-    return replace(algorithm, phases=(changed,))
+def local(model: nn.Module, preset: Any) -> bf.Algorithm:
+    """Return each client alone, by the same steps."""
+    return example.plain(bf.algorithms.local(model), preset)
 
 
-METHODS = {name: made for name, made in example.METHODS.items() if name != "fedsi_predictive"} | {
-    "fedavg": lambda model, preset: replace(example.fedavg(model, preset), finetune=()),
-    "local": local,
-    # The text of the paper: alpha = 1e-4 is a variance, and predictions have the server's prior.
-    "fedsi_literal": lambda model, preset: bf.algorithms.fedsi(
-        model, prior_precision=1e4, prior="global", centre=False, **example._body(preset)
-    ),
-}
+def methods(preset: Any) -> dict[str, Any]:
+    """Return the methods of the example and of the paper's tables."""
+    found = {
+        **example.methods(preset),
+        "fedavg": partial(example.fedavg, preset=preset),
+        "local": partial(local, preset=preset),
+        # The text of the paper: alpha = 1e-4 is a variance; predictions have the server's prior.
+        "fedsi_literal": partial(
+            bf.algorithms.fedsi,
+            prior_precision=1e4,
+            prior="global",
+            centre=False,
+            **preset.body,
+        ),
+    }
+    del found["fedsi_predictive"]
+    return found
+
+
 TITLES = example.TITLES | {
     "fedavg": "FedAvg",
     "local": "Local",
@@ -84,11 +82,11 @@ TITLES = example.TITLES | {
 
 
 def readings(name: str) -> dict[str, tuple[dict[str, Any], int | None]]:
-    """Rows that a cell makes: {title: options of its predictions, number of draws}."""
+    """Return the rows that a run makes: {title: options of its predictions, number of draws}."""
     title = TITLES[name]
     if name == "fedsi_literal":
         return {title: ({}, None), f"{title}, its MAP": ({}, 0)}
-    if name not in example.METHODS:
+    if name not in example.TITLES:
         return {title: ({}, 0)}
     rows = example.readings(name)
     if name.startswith("fedsi"):
@@ -101,146 +99,86 @@ def readings(name: str) -> dict[str, tuple[dict[str, Any], int | None]]:
     return rows
 
 
-def run(dataset: str, method: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One cell: {"rows": {title: measures}, and how it came about}."""
-    preset = example.PRESETS[dataset]
-    rounds = (1, 2) if arguments.quick else MILESTONES
-    clients = example.federation(dataset, preset, seed, arguments.data_root)
-    model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
-    algorithm = METHODS[method](model, preset)
-    options = {
-        "train": "cohort",
-        "sampling": "fixed",
-        "seed": seed,
-        "progress": False,
-        "engine": bf.Engine(workers=arguments.workers),
-    }
-    result, curve, before, start = None, {}, {}, time.perf_counter()
-    for milestone in rounds:
-        folder = arguments.work / dataset / f"{method}-{seed}-{milestone}"
-        if folder.exists():
-            result = bf.load(folder, algorithm, clients)
-        else:
-            # What is looked at before pooling is measured in training alone, at the round of the
-            # milestone.
-            every = milestone if method.startswith("pfedvem") else None
-            result = bf.simulate(
-                algorithm, clients, rounds=milestone, resume=result, evaluate_every=every, **options
-            )
-            result.save(folder)
-        curve[milestone] = 100 * result.predict(draws=0).summary(clients.test)["accuracy"]
-        before[milestone] = 100 * result.history[-1].get("before_pool_accuracy", float("nan"))
-    assert result is not None
-    trained = time.perf_counter() - start
-    other = example.OTHER.get(dataset)
-    elsewhere = (
-        None if other is None else example.federation(other, preset, seed, arguments.data_root)
-    )
-    outside = example.strangers(clients, seed, elsewhere)
+def note(result: Any, milestones: tuple[int, ...]) -> None:
+    """Add the accuracy at the mean to the history's row of a milestone, in per cent."""
+    if result.round in milestones:
+        found = result.predict(draws=0).summary(result.data.test)
+        result.history[-1]["map_accuracy"] = 100 * found["accuracy"]
+
+
+def measured(run: Any, make: Any, elsewhere: Any) -> dict[str, Any]:
+    """Return a run's cell of the results: its rows, and how it came about.
+
+    Args:
+        run: The run, as a row of the study's table.
+        make: Its method.
+        elsewhere: Clients of another data set, with whose images it is confronted; None for none.
+    """
+    result, start = run.load(), time.perf_counter()
+    last = result.history[-1]
+    outside = example.strangers(result.data, run.seed, elsewhere)
     rows = {}
-    for title, (rule, draws) in readings(method).items():
-        reading = example.read(result, method, model, preset, rule)
+    for title, (rule, draws) in readings(run.method).items():
+        reading = example.read(result, make, rule)
         rows[title] = example.measure(reading, outside, draws)[0]
         if draws is None and reading.tuned is not None:
             rows[title]["precision"] = reading.tuned
-        if np.isfinite(before[rounds[-1]]):
-            rows[title]["before_accuracy"] = before[rounds[-1]] / 100
+        if run.method.startswith("pfedvem"):
+            rows[title]["before_accuracy"] = last["before_pool_accuracy"]
     cell: dict[str, Any] = {
         "rows": rows,
-        "map_accuracy": curve,
+        "map_accuracy": {
+            row["round"]: row["map_accuracy"] for row in result.history if "map_accuracy" in row
+        },
         "round_seconds": float(np.median(result.history["seconds"])),
-        "seconds": {"training": trained, "measuring": time.perf_counter() - start - trained},
-        "hash": clients.hash,
-        "environment": report.environment(),
+        "seconds": {"training": run.record.seconds, "measuring": time.perf_counter() - start},
+        "hash": result.data.hash,
+        "environment": run.record.environment,
     }
     if "uncurved_share" in result.server:
         cell["uncurved_share"] = float(result.server["uncurved_share"])
+    for title, row in rows.items():
+        shown = (f"{name} {row[name]:.4f}" for name in ("accuracy", "nll", "ece", "brier"))
+        print(f"{result.data.source.name}/{run.method}/{run.seed}: {title}: {', '.join(shown)}")
     return cell
 
 
+def cells(dataset: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+    """Return the cells of one data set, trained and measured, by `data set/method/seed`."""
+    preset, other = example.PRESETS[dataset], example.OTHER.get(dataset)
+    milestones, made = (1, 2) if quick else MILESTONES, methods(preset)
+    rounds = milestones[-1]
+    table = example.comparison(
+        dataset,
+        preset,
+        made,
+        seeds=(0,) if quick else (0, 1, 2),
+        rounds=rounds,
+        evaluate_every=rounds,
+        on_round=[partial(note, milestones=milestones)],
+    ).run(folder, n_jobs=jobs, keep="result")
+    elsewhere = {
+        seed: example.federation(other, preset)(seed=seed) if other else None
+        for seed in dict.fromkeys(run.seed for run in table.rows)
+    }
+    return {
+        f"{dataset}/{run.method}/{run.seed}": measured(run, made[run.method], elsewhere[run.seed])
+        for run in sorted(table.rows, key=lambda run: run.seed)
+    }
+
+
 def main() -> None:
-    """Runs the cells that are missing, writing each as it is done."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="two rounds on digits: shows that it runs; nothing is written",
-    )
-    parser.add_argument(
-        "--datasets", nargs="+", choices=list(example.PRESETS), default=list(PUBLISHED)
-    )
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument(
-        "--workers", type=int, default=None, help="threads that run clients (default: the cores)"
-    )
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        default=None,
-        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
-    )
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("runs/papers/fedsi"),
-        help="folder of the milestones (default: %(default)s)",
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    """Run, and write the results."""
+    given = script.arguments(__doc__, jobs=script.JOBS)
     # The share is in the results.
     warnings.filterwarnings("ignore", message="most of the selected weights")
-    if arguments.quick:
-        with tempfile.TemporaryDirectory() as folder:
-            for method in arguments.methods:
-                show(
-                    f"digits/{method}",
-                    run(
-                        "digits",
-                        method,
-                        0,
-                        argparse.Namespace(**vars(arguments) | {"work": Path(folder)}),
-                    ),
-                )
-        return
-    for seed, dataset, method in itertools.product(
-        arguments.seeds, arguments.datasets, arguments.methods
-    ):
-        key = f"{dataset}/{method}/{seed}"
-        if key in finished():
-            continue
-        cell = run(dataset, method, seed, arguments)
-        show(key, cell)
+    found: dict[str, Any] = {}
+    with script.runs("papers/fedsi", quick=given.quick) as folder:
+        for dataset in ("digits",) if given.quick else PUBLISHED:
+            found |= cells(dataset, folder, quick=given.quick, jobs=given.jobs)
+    if not given.quick:
         saved = {"command": "python benchmarks/papers/fedsi.py", "published": PUBLISHED}
-        cells = finished() | {key: cell}
-        report.write_json(
-            RESULTS, saved | {"cells": {key: cells[key] for key in sorted(cells, key=place)}}
-        )
-
-
-def place(key: str) -> tuple[int, int, int]:
-    """A cell's place in the results, and so its rows' place in the tables: by data set, seed and
-    method.
-    """
-    dataset, method, seed = key.split("/")
-    return list(PUBLISHED).index(dataset), int(seed), list(METHODS).index(method)
-
-
-def finished() -> dict[str, Any]:
-    """The cells that are in the results now."""
-    return json.loads(RESULTS.read_text())["cells"] if RESULTS.exists() else {}
-
-
-def show(key: str, cell: dict[str, Any]) -> None:
-    """One line for each row of a finished cell."""
-    for title, row in cell["rows"].items():
-        print(
-            f"{key}: {title}: "
-            + ", ".join(f"{name} {row[name]:.4f}" for name in ("accuracy", "nll", "ece", "brier")),
-            flush=True,
-        )
+        report.write_json(script.RESULTS / "papers" / "fedsi.json", saved | {"cells": found})
 
 
 if __name__ == "__main__":
