@@ -59,7 +59,7 @@ smoke: $(VENV)/.plain
 	$(BIN)/python benchmarks/fedsi.py --quick
 	$(BIN)/python benchmarks/curvature_every.py --quick
 	$(BIN)/python benchmarks/selection.py --quick
-	$(BIN)/python benchmarks/pfedvem.py --quick --seeds 0
+	$(BIN)/python benchmarks/pfedvem.py --quick
 	$(BIN)/python benchmarks/links.py --quick
 	$(BIN)/python benchmarks/promises.py --quick
 	$(BIN)/python benchmarks/simplex.py --quick

@@ -1,8 +1,7 @@
 """Does pFedVEM fall when it trains for long, and do held scales mend it? Ten clients of five
 classes, 800 rounds.
 
-    python benchmarks/pfedvem.py [--quick] [--part {chosen,cells}] [--datasets ...] [--seeds ...]
-    [--figure]
+    python benchmarks/pfedvem.py [--quick] [--part {cells,chosen}] [--figure] [--jobs N]
 
 The partition is that of FedSI's small tables: 50 training and 950 test images of each of a client's
 classes. Everybody trains and is gathered. At each milestone the table has a client's accuracy
@@ -11,17 +10,18 @@ on the averaged body), the negative log likelihood at the mean and by 20 draws, 
 clients of rho, of the beliefs' widths and of the heads' distance to the centre, each for one
 weight. Beside the methods that the figure draws are pFedVEM with its own start, and two ties as
 strong as pFedVEM's own become, which are not learned. The part `chosen` compares widths on a fifth
-of the training images, with other seeds than those of the table. Results:
-benchmarks/results/pfedvem.json, where finished cells are passed over, and docs/images/pfedvem.png
-(--figure draws it from the results that are there).
+of MNIST's training images, with other seeds than those of the table. Runs that are finished are
+read. Results: benchmarks/results/pfedvem.json, and docs/images/pfedvem.png (--figure draws it from
+the results that are there).
 """
 
-import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import script
+from torch import nn
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_path
@@ -30,63 +30,49 @@ from bayesfl.evaluation import report
 from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.optim import SGD
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "pfedvem.json"
-FIGURE = ROOT / "docs" / "images" / "pfedvem.png"
+RESULTS = script.RESULTS / "pfedvem.json"
+FIGURE = script.ROOT / "docs" / "images" / "pfedvem.png"
+DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 MILESTONES = (20, 100, 200, 400, 800)
 DRAWS = 20
+OTHERS: dict[str, Any] = {"batch_size": 50, "optimiser": SGD(0.01, momentum=0.9)}
 METHODS: dict[str, Any] = {
-    "pFedVEM": lambda model: bf.algorithms.pfedvem(model, init_scale=0.1),
+    "pFedVEM": partial(bf.algorithms.pfedvem, init_scale=0.1),
     "pFedVEM, scales held": bf.algorithms.pfedvem_held,
     "pFedMAP": bf.algorithms.pfedmap,
-    "FedRep": lambda model: bf.algorithms.fedrep(
-        model, head_epochs=5, body_epochs=5, batch_size=50, optimiser=SGD(0.01, momentum=0.9)
-    ),
-    "Local": lambda model: bf.algorithms.local(
-        model, epochs=5, batch_size=50, optimiser=SGD(0.01, momentum=0.9)
-    ),
+    "FedRep": partial(bf.algorithms.fedrep, head_epochs=5, body_epochs=5, **OTHERS),
+    "Local": partial(bf.algorithms.local, epochs=5, **OTHERS),
     "pFedVEM, start 1": bf.algorithms.pfedvem,
-    "pFedVEM, scales held, prior scale 0.1": lambda model: bf.algorithms.pfedvem_held(
-        model, prior_scale=0.1
-    ),
-    "pFedMAP, precision 100": lambda model: bf.algorithms.pfedmap(model, precision=100.0),
+    "pFedVEM, scales held, prior scale 0.1": partial(bf.algorithms.pfedvem_held, prior_scale=0.1),
+    "pFedMAP, precision 100": partial(bf.algorithms.pfedmap, precision=100.0),
 }
 DRAWN = list(METHODS)[:5]
 WIDTHS = (0.05, 0.1, 0.2, 0.3, 0.5)
+NOTED = "noted_"
+"""Prefix of a milestone's measures in the history."""
 
 
-def milestones(
-    algorithm: bf.Algorithm, clients: FederatedData, split: str, rounds: tuple[int, ...], seed: int
-) -> dict[str, Any]:
-    """Train to each milestone, and measure there on a split, {round: measures}."""
-    found, result = {}, None
-    data = getattr(clients, split)
-    for milestone in rounds:
-        options: dict[str, Any] = {
-            "evaluate_every": milestone if split == "test" else None,
-            "seed": seed,
-            "sampling": "fixed",
-        }
-        result = bf.simulate(
-            algorithm, clients, rounds=milestone, resume=result, progress=False, **options
-        )
-        row = result.history[-1]
-        at_mean, drawn = (result.predict(data, draws=count).summary(data) for count in (0, DRAWS))
-        found[str(milestone)] = {
-            **(
-                {"before_accuracy": row.get("before_pool_accuracy", row["personal_accuracy"])}
-                if split == "test"
-                else {}
-            ),
-            "accuracy": at_mean["accuracy"],
-            "nll": at_mean["nll"],
-            "nll_drawn": drawn["nll"],
-            **_scales(result),
-        }
-    return found
+def network(clients: FederatedData, seed: int) -> nn.Module:
+    """Return the paper's network."""
+    return bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
 
 
-def _scales(result: Any) -> dict[str, float]:
+def note(result: Any, milestones: tuple[int, ...]) -> None:
+    """Add the measures to the history's row of a milestone: of validation data where there are
+    some, else of test data.
+    """
+    if result.round not in milestones:
+        return
+    row, splits = result.history[-1], result.data.splits
+    data = splits.get("validation", splits["test"])
+    at_mean, drawn = (result.predict(data, draws=count).summary(data) for count in (0, DRAWS))
+    found = {"accuracy": at_mean["accuracy"], "nll": at_mean["nll"], "nll_drawn": drawn["nll"]}
+    if "personal_accuracy" in row:
+        found["before_accuracy"] = row.get("before_pool_accuracy", row["personal_accuracy"])
+    row.update({f"{NOTED}{name}": value for name, value in (found | scales(result)).items()})
+
+
+def scales(result: Any) -> dict[str, float]:
     """Return the means over clients of rho, of the beliefs' widths and of the root mean squared
     distance of heads to the centre.
     """
@@ -101,12 +87,39 @@ def _scales(result: Any) -> dict[str, float]:
     )
 
 
-def federation(dataset: str, seed: int, *, validation: float, quick: bool) -> FederatedData:
-    """Return the clients."""
-    size: dict[str, Any] = {"train": 24, "test": 10} if quick else {"train": 50, "test": 950}
-    return bf.data.label_groups(
-        "digits" if quick else dataset, seed=seed, validation=validation, **size
-    )
+def cells(part: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+    """Return the measures at each milestone, by data set, method or width, and seed."""
+    chosen = part == "chosen"
+    milestones = (2, 4) if quick else (100, 200) if chosen else MILESTONES
+    sizes: dict[str, Any] = {"train": 24, "test": 10} if quick else {"train": 50, "test": 950}
+    seeds = (10, 11, 12) if chosen else (0, 1, 2)
+    widths = {str(w): partial(bf.algorithms.pfedvem_held, init_scale=w) for w in WIDTHS}
+    found = {}
+    for dataset in ("digits",) if quick else ("mnist",) if chosen else DATASETS:
+        table = bf.Study(
+            data=partial(bf.data.label_groups, dataset, validation=0.2 if chosen else 0.0, **sizes),
+            model=network,
+            methods=widths if chosen else METHODS,
+            seeds=seeds[:1] if quick else seeds,
+            rounds=milestones[-1],
+            sampling="fixed",
+            evaluate_every=None if chosen else milestones[0],
+            on_round=[partial(note, milestones=milestones)],
+        ).run(folder, n_jobs=jobs)
+        for run in table.rows:
+            rows = {
+                row["round"]: {
+                    name.removeprefix(NOTED): value
+                    for name, value in row.items()
+                    if name.startswith(NOTED)
+                }
+                for row in run.record.history
+            }
+            found[f"{dataset}/{run.method}/{run.seed}"] = {
+                "milestones": {str(round): row for round, row in rows.items() if row},
+                "environment": run.record.environment,
+            }
+    return found
 
 
 def draw(saved: dict[str, Any]) -> None:
@@ -125,10 +138,9 @@ def draw(saved: dict[str, Any]) -> None:
             for cell in cells
         ]
 
-    datasets = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
-    figure = new_figure((9, 3.6 * len(datasets)))
+    figure = new_figure((9, 3.6 * len(DATASETS)))
     for (left, right), (dataset, title) in zip(
-        figure.subplots(len(datasets), 2, squeeze=False), datasets.items(), strict=True
+        figure.subplots(len(DATASETS), 2, squeeze=False), DATASETS.items(), strict=True
     ):
         accuracies = {method: curves(dataset, method, "accuracy") for method in DRAWN}
         accuracies["pFedVEM, before pooling"] = curves(dataset, "pFedVEM", "before_accuracy")
@@ -154,81 +166,21 @@ def draw(saved: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Runs the cells that are missing, writing each as it is done."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a few rounds on digits: shows that it runs; nothing is written",
-    )
-    parser.add_argument(
-        "--figure",
-        action="store_true",
-        help="draw the figure from the results that are there, and measure nothing",
-    )
-    parser.add_argument("--part", choices=["chosen", "cells"], default="cells")
-    parser.add_argument(
-        "--datasets",
-        nargs="+",
-        choices=["mnist", "fashion-mnist"],
-        default=["mnist", "fashion-mnist"],
-    )
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=None,
-        help="default: 0 1 2 for the table, 10 11 12 for the choice",
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    # Before anything is written, which would count as an uncommitted change.
-    environment = report.environment()
-    saved: dict[str, Any] = (
-        json.loads(RESULTS.read_text())
-        if RESULTS.exists() and not arguments.quick
-        else {"chosen": {}, "cells": {}}
-    )
-    if arguments.figure:
+    """Run, and write the results of a part; or draw."""
+    part = {"choices": ["cells", "chosen"], "default": "cells"}
+    given = script.arguments(__doc__, part=part, figure=script.FIGURE, jobs=script.JOBS)
+    saved: dict[str, Any] = json.loads(RESULTS.read_text())
+    if given.figure:
         draw(saved)
         return
-    chosen = arguments.part == "chosen"
-    rounds = (2, 4) if arguments.quick else (100, 200) if chosen else MILESTONES
-    entries = (
-        {str(width): width for width in WIDTHS}
-        if chosen
-        else {name: None for name in arguments.methods}
-    )
-    for seed in arguments.seeds or ([10, 11, 12] if chosen else [0, 1, 2]):
-        for dataset in arguments.datasets[: 1 if arguments.quick else None]:
-            clients = federation(
-                dataset, seed, validation=0.2 if chosen else 0.0, quick=arguments.quick
-            )
-            model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
-            for name, width in entries.items():
-                key = f"{dataset}/{name}/{seed}"
-                if key in saved[arguments.part]:
-                    continue
-                algorithm = (
-                    METHODS[name](model)
-                    if width is None
-                    else bf.algorithms.pfedvem_held(model, init_scale=width)
-                )
-                found = milestones(
-                    algorithm, clients, "validation" if chosen else "test", rounds, seed
-                )
-                last = found[str(rounds[-1])]
-                print(
-                    f"{key}: "
-                    + ", ".join(f"{measure} {value:.4f}" for measure, value in last.items()),
-                    flush=True,
-                )
-                saved[arguments.part][key] = {"milestones": found, "environment": environment}
-                if not arguments.quick:
-                    report.write_json(RESULTS, saved | {"command": "python benchmarks/pfedvem.py"})
+    with script.runs("pfedvem", quick=given.quick) as folder:
+        found = cells(given.part, folder, quick=given.quick, jobs=given.jobs)
+    for key, cell in found.items():
+        last = list(cell["milestones"].values())[-1]
+        print(f"{key}: {', '.join(f'{name} {value:.4f}' for name, value in last.items())}")
+    if not given.quick:
+        command = {"command": "python benchmarks/pfedvem.py"}
+        report.write_json(RESULTS, {**saved, given.part: found, **command})
 
 
 if __name__ == "__main__":
