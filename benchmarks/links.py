@@ -1,28 +1,26 @@
 """What links and precisions of a Laplace approximation cost and give: FedSI over the whole body,
 trained once, predicted in four ways.
 
-    python benchmarks/links.py [--quick] [--datasets ...] [--seeds ...] [--figure]
+    python benchmarks/links.py [--quick] [--figure] [--jobs N]
 
 Ten clients of five classes, 50 training images each, of which a tenth chooses the precision, by the
 paired rule under the link that predicts, and two tenths fit one temperature for all clients; 950
 test images of each class; 100 rounds. AUROC: a client's own test images against those of classes
 that it never saw. Accuracy and NLL under fixed precisions are of the first 200 test images of each
-client. Results: benchmarks/results/links.json, where finished cells are passed over, and
-docs/images/links.png (--figure draws it from the results that are there).
+client. Results: benchmarks/results/links.json, and docs/images/links.png (--figure draws it from
+the results that are there).
 """
 
-import argparse
 import json
 import math
-import runpy
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
+import script
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_path
@@ -31,12 +29,11 @@ from bayesfl.evaluation import calibration, detection, report
 from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.evaluation.surveys import Outputs
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "links.json"
-FIGURE = ROOT / "docs" / "images" / "links.png"
+RESULTS = script.RESULTS / "links.json"
+FIGURE = script.ROOT / "docs" / "images" / "links.png"
 LINKS = {"MAP": None, "class by class": "per_class", "contrasts": "contrasts", "100 draws": "draws"}
-TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
-example = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "fedsi.py")))
+TITLES = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
+example = script.names_of("examples/fedsi.py")
 
 
 def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[str, float]:
@@ -67,66 +64,60 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
 
 def accuracy_and_nll(result: Any, split: Any, draws: int | None) -> dict[str, float]:
     """Return accuracy and NLL on a part of the test images."""
-    found = result.predict(split, draws=draws).summary(split)
-    return {name: found[name] for name in ("accuracy", "nll")}
-
-
-def under_precision(
-    model: torch.nn.Module,
-    result: Any,
-    link: str,
-    precision: float,
-    body: dict[str, Any],
-    split: Any,
-) -> dict[str, float]:
-    """Return accuracy and NLL under a given precision."""
-    algorithm = bf.algorithms.fedsi_full(model, link=link, predictive_precision=precision, **body)
     with warnings.catch_warnings():
         # Which the figure is to show.
         warnings.filterwarnings("ignore", message=".*leaves the predictions to the prior.*")
-        return accuracy_and_nll(replace(result, algorithm=algorithm), split, None)
+        found = result.predict(split, draws=draws).summary(split)
+    return {name: found[name] for name in ("accuracy", "nll")}
 
 
-def run(dataset: str, seed: int, root: Path | None, *, quick: bool) -> dict[str, Any]:
-    """One cell: measures under each link, and the precisions that were chosen."""
-    preset = example.PRESETS[dataset]
-    clients = example.federation(dataset, preset, seed, root)
-    model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
-    body = example._body(preset)
-    result = bf.simulate(
-        bf.algorithms.fedsi_full(model, **body),
-        clients,
-        rounds=2 if quick else 100,
-        seed=seed,
-        evaluate_every=None,
-        progress=False,
-    )
-    outside, rows, tuned, fixed = example.strangers(clients, seed), {}, {}, {}
+def cell(result: Any, method: Any) -> dict[str, Any]:
+    """Return the measures of a run under each link, and the precisions that were chosen.
+
+    Args:
+        result: The run.
+        method: (model, options of its predictions) -> the method.
+    """
+    outside = example.strangers(result.data, result.settings.seed)
+    few, rows, tuned, fixed = outside["own"][0], {}, {}, {}
+
+    def by(**rule: Any) -> Any:
+        return replace(result, algorithm=method(result.algorithm.model, **rule))
+
     for name, link in LINKS.items():
-        by = (
-            result
-            if link is None
-            else replace(result, algorithm=bf.algorithms.fedsi_full(model, link=link, **body))
-        )
-        rows[name] = measured(by, outside, 0 if link is None else None)
-        if link is not None:
-            tuned[name] = by.tuned
-            fixed[name] = {
-                f"{precision:g}": under_precision(
-                    model, result, link, precision, body, outside["own"][0]
-                )
-                for precision in PRECISIONS
-            }
-        print(
-            f"{dataset}/{seed}: {name}: "
-            + ", ".join(f"{key} {value:.4f}" for key, value in rows[name].items()),
-            tuned.get(name),
-            flush=True,
-        )
-    fixed["MAP"] = dict.fromkeys(
-        next(iter(fixed.values())), accuracy_and_nll(result, outside["own"][0], 0)
-    )
-    return {"rows": rows, "precision": tuned, "fixed": fixed, "environment": report.environment()}
+        if link is None:
+            rows[name] = measured(result, outside, 0)
+            continue
+        read = by(link=link)
+        rows[name] = measured(read, outside, None)
+        tuned[name] = read.tuned
+        fixed[name] = {
+            f"{at:g}": accuracy_and_nll(by(link=link, predictive_precision=at), few, None)
+            for at in PRECISIONS
+        }
+    at_mean = accuracy_and_nll(result, few, 0)
+    fixed["MAP"] = {f"{at:g}": at_mean for at in PRECISIONS}
+    return {"rows": rows, "precision": tuned, "fixed": fixed}
+
+
+def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+    """Return the measures of every run, by data set and seed."""
+    found = {}
+    for dataset in ("digits",) if quick else TITLES:
+        preset = example.PRESETS[dataset]
+        method = partial(bf.algorithms.fedsi_full, **preset.body)
+        table = example.comparison(
+            dataset,
+            preset,
+            {"FedSI": method},
+            seeds=(0,) if quick else (0, 1, 2),
+            rounds=2 if quick else 100,
+        ).run(folder, n_jobs=jobs, keep="result")
+        for run in table.rows:
+            made = cell(table.result(run.method, run.seed), method)
+            found[f"{dataset}/{run.seed}"] = made | {"environment": run.record.environment}
+            print(f"{dataset}/{run.seed}\n{report.table(made['rows'])}", flush=True)
+    return found
 
 
 def draw(saved: dict[str, Any]) -> None:
@@ -170,49 +161,15 @@ def draw(saved: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Runs the cells that are missing, writing each as it is done."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="two rounds on digits: shows that it runs; nothing is written",
-    )
-    parser.add_argument(
-        "--figure",
-        action="store_true",
-        help="draw the figure from the results that are there, and measure nothing",
-    )
-    parser.add_argument(
-        "--datasets",
-        nargs="+",
-        choices=["mnist", "fashion-mnist"],
-        default=["fashion-mnist", "mnist"],
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        default=None,
-        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.quick:
-        run("digits", 0, None, quick=True)
+    """Run, and write the results; or draw."""
+    given = script.arguments(__doc__, figure=script.FIGURE, jobs=script.JOBS)
+    if given.figure:
+        draw(json.loads(RESULTS.read_text()))
         return
-    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
-    if arguments.figure:
-        draw(saved)
-        return
-    for seed in arguments.seeds:
-        for dataset in arguments.datasets:
-            if f"{dataset}/{seed}" not in saved["cells"]:
-                saved["cells"][f"{dataset}/{seed}"] = run(
-                    dataset, seed, arguments.data_root, quick=False
-                )
-                report.write_json(RESULTS, saved | {"command": "python benchmarks/links.py"})
+    with script.runs("links", quick=given.quick) as folder:
+        found = cells(folder, quick=given.quick, jobs=given.jobs)
+    if not given.quick:
+        report.write_json(RESULTS, {"cells": found, "command": "python benchmarks/links.py"})
 
 
 if __name__ == "__main__":

@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import script
-from torch import nn
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_path
-from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
 from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.optim import SGD
 
 RESULTS = script.RESULTS / "pfedvem.json"
 FIGURE = script.ROOT / "docs" / "images" / "pfedvem.png"
+example = script.names_of("examples/fedsi.py")
 DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 MILESTONES = (20, 100, 200, 400, 800)
 DRAWS = 20
@@ -50,11 +49,6 @@ DRAWN = list(METHODS)[:5]
 WIDTHS = (0.05, 0.1, 0.2, 0.3, 0.5)
 NOTED = "noted_"
 """Prefix of a milestone's measures in the history."""
-
-
-def network(clients: FederatedData, seed: int) -> nn.Module:
-    """Return the paper's network."""
-    return bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
 
 
 def note(result: Any, milestones: tuple[int, ...]) -> None:
@@ -91,14 +85,19 @@ def cells(part: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """Return the measures at each milestone, by data set, method or width, and seed."""
     chosen = part == "chosen"
     milestones = (2, 4) if quick else (100, 200) if chosen else MILESTONES
-    sizes: dict[str, Any] = {"train": 24, "test": 10} if quick else {"train": 50, "test": 950}
     seeds = (10, 11, 12) if chosen else (0, 1, 2)
     widths = {str(w): partial(bf.algorithms.pfedvem_held, init_scale=w) for w in WIDTHS}
     found = {}
     for dataset in ("digits",) if quick else ("mnist",) if chosen else DATASETS:
         table = bf.Study(
-            data=partial(bf.data.label_groups, dataset, validation=0.2 if chosen else 0.0, **sizes),
-            model=network,
+            data=partial(
+                bf.data.label_groups,
+                dataset,
+                validation=0.2 if chosen else 0.0,
+                train=example.PRESETS[dataset].train,
+                test=example.PRESETS[dataset].test,
+            ),
+            model=example.network,
             methods=widths if chosen else METHODS,
             seeds=seeds[:1] if quick else seeds,
             rounds=milestones[-1],
