@@ -1,7 +1,7 @@
 """Compare rules for the weights that a subnetwork keeps uncertain: is it worth it? The rules of
 bayesfl.selection on one client's images.
 
-    python benchmarks/selection.py [--quick] [--parts PART ...] [--figure] [--data-root DIR]
+    python benchmarks/selection.py [--quick] [--parts PART ...] [--figure]
 
 One MLP 784-100-10 for each data set, scaling of the inputs ([0, 1] or the FedSI paper's [-1, 1])
 and seed, trained on 250 images of five classes. Around its body stand Laplace approximations: of
@@ -18,13 +18,12 @@ Results: benchmarks/results/selection.json and docs/images/selection.png (--figu
 results that are there); `python docs/tables.py` writes docs/selection.md's tables from them.
 """
 
-import argparse
 import json
 import math
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -45,10 +44,11 @@ from bayesfl.posteriors import Laplace, selection
 from bayesfl.posteriors.linearised import predictive
 from bayesfl.posteriors.prior_precision import predictive_nll
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "selection.json"
-FIGURE = ROOT / "docs" / "images" / "selection.png"
-PARTS = ("alone", "pooled", "control")
+sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
+import script
+
+RESULTS = script.RESULTS / "selection.json"
+FIGURE = script.ROOT / "docs" / "images" / "selection.png"
 SCALINGS = {"[0, 1]": (0.0, 1.0), "[-1, 1]": (-1.0, 1.0)}
 OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
 GRID = tuple(10.0**k for k in range(-4, 7))
@@ -59,6 +59,7 @@ curvature, not the order of weights.
 """
 FIXED = (1e-2, 1.0, 1e2)
 """Precisions at which some posteriors are measured without choosing."""
+AT_FIXED = ("5 %: wasserstein", "5 %: curved_wasserstein", "5 %: random", "whole body")
 TOGETHER = (
     "every weight on its own",
     "last layer",
@@ -67,8 +68,7 @@ TOGETHER = (
     "5 %: random",
 )
 """Posteriors that are also measured at one precision for all networks of a cell."""
-BINS = 10
-DRAWS = 100
+BINS, DRAWS = 10, 100
 SHOWN = (
     "accuracy",
     "nll",
@@ -81,6 +81,8 @@ SHOWN = (
 PATCH = 9  # pixels that are lit
 Predict = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """Inputs to class probabilities [N, O], and their epistemic part [N] where there is one."""
+Row = dict[str, float]
+"""What is measured of predictions, by name."""
 
 
 @dataclass(frozen=True)
@@ -109,20 +111,13 @@ QUICK = Sizes(train=12, test=30, validation=50, outside=60, steps=100, grid=(1.0
 
 @dataclass(frozen=True)
 class Images:
-    """The images that one network is trained and measured on.
+    """The images that one network is trained (`x`), chosen for (`held`) and measured on.
 
     Args:
-        x: Training images.
-        y: Their labels.
-        held: Validation images.
-        held_y: Their labels.
-        test: Test images.
-        test_y: Their labels.
         outside: Images of elsewhere: of unseen classes (`near`), of another data set (`other`),
             with permuted pixels (`permuted`).
         lit: The first test images with the lit corner.
         constant: Which pixels are the same in all training images, [784] bool.
-        about: What is worth knowing of them.
     """
 
     x: Tensor
@@ -134,7 +129,6 @@ class Images:
     outside: dict[str, Tensor]
     lit: Tensor
     constant: Tensor
-    about: dict[str, float]
 
     def changed(self, x: Tensor) -> Tensor:
         """Count how many of the pixels that are constant in training are not so in each of `x`,
@@ -143,28 +137,23 @@ class Images:
         return (x.flatten(1) != self.x[0].flatten())[:, self.constant].sum(1).double()
 
 
-def images(dataset: str, scaling: str, seed: int, sizes: Sizes, root: Path | None) -> Images:
-    """Client 0's images, and those of elsewhere; every scaling shows the same ones."""
+def images(dataset: str, scaling: str, seed: int, sizes: Sizes) -> Images:
+    """Return client 0's images, and those of elsewhere; every scaling shows the same ones."""
     low, high = SCALINGS[scaling]
 
     def scaled(x: Tensor) -> Tensor:
         # label_groups gives [-1, 1], here exact at both ends.
         return ((x + 1) * 127.5).round() / 255 * (high - low) + low
 
-    options: dict[str, Any] = {
-        "clients": 2,
-        "train": sizes.train,
-        "test": sizes.test,
-        "seed": seed,
-        "root": root,
-    }
-    clients = bf.data.label_groups(dataset, **options)
+    options: dict[str, Any] = {"train": sizes.train, "test": sizes.test, "seed": seed}
+    clients = bf.data.label_groups(dataset, clients=2, **options)
     rng = torch.Generator().manual_seed(seed)
     x, y = clients.train.client(0)
     own, own_y = clients.test.client(0)
     order = torch.randperm(len(own), generator=rng)
     own, own_y = scaled(own[order]), own_y[order]
-    test, count = own[sizes.validation :], sizes.outside
+    held, count = sizes.validation, sizes.outside
+    test = own[held:]
 
     def some(split: Any, client: int, count: int) -> Tensor:
         found = scaled(split.client(client)[0])
@@ -176,7 +165,7 @@ def images(dataset: str, scaling: str, seed: int, sizes: Sizes, root: Path | Non
         "permuted": test[:count].flatten(1)[:, pixels].view_as(test[:count]),
     }
     if dataset in OTHER:
-        strangers = bf.data.label_groups(OTHER[dataset], **options).test
+        strangers = bf.data.label_groups(OTHER[dataset], clients=2, **options).test
         outside["other"] = torch.cat([some(strangers, j, count // 2) for j in (0, 1)])
     x = scaled(x)
     constant = (x == x[0]).all(0).flatten()
@@ -186,119 +175,84 @@ def images(dataset: str, scaling: str, seed: int, sizes: Sizes, root: Path | Non
     corner = torch.where(constant, distance, 10 * side**2).argsort(stable=True)[:PATCH]
     lit = test[:count].flatten(1).clone()
     lit[:, corner] = high
-    data = Images(
-        x=x,
-        y=y,
-        held=own[: sizes.validation],
-        held_y=own_y[: sizes.validation],
-        test=test,
-        test_y=own_y[sizes.validation :],
-        outside=outside,
-        lit=lit.view_as(test[:count]),
-        constant=constant,
-        about={},
-    )
-    about = {
-        "constant_pixels": float(constant.double().mean()),
-        "changed_by_themselves": float((data.changed(test) > 0).double().mean()),
-    }
-    return replace(data, about=about)
+    lit = lit.view_as(test[:count])
+    return Images(x, y, own[:held], own_y[:held], test, own_y[held:], outside, lit, constant)
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, seed: int, steps: int) -> nn.Module:
-    """SGD of rate 0.1 on mini-batches of 50, as the authors of FedSI train a client; no prior."""
+def trained(data: Images, seed: int, steps: int) -> nn.Module:
+    """Return a network after SGD of rate 0.1 on mini-batches of 50, as the authors of FedSI train a
+    client; no prior.
+    """
+    model = bf.models.mlp(tuple(data.x.shape[1:]), hidden=100, outputs=10, seed=seed)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     rng = torch.Generator().manual_seed(seed)
     done = 0
     while done < steps:
-        for rows in torch.randperm(len(x), generator=rng).split(50):
+        for rows in torch.randperm(len(data.x), generator=rng).split(50):
             optimiser.zero_grad()
-            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            nn.functional.cross_entropy(model(data.x[rows]), data.y[rows]).backward()
             optimiser.step()
             done += 1
     return model
 
 
 def told_apart(near: Tensor, far: Tensor) -> float:
-    """AUROC of scores [N] of test images against [M] of others."""
-    near, far = near[None], far[None]
-    return float(
-        auroc(
-            near,
-            far,
-            torch.ones_like(near, dtype=torch.bool),
-            torch.ones_like(far, dtype=torch.bool),
-        )[0]
-    )
+    """Return the AUROC of scores [N] of test images against [M] of others."""
+    masks = (torch.ones(1, len(of), dtype=torch.bool) for of in (near, far))
+    return float(auroc(near[None], far[None], *masks)[0])
 
 
-def quality(probs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy, NLL and ECE of probabilities [N, O]."""
-    summary = classification_summary(
-        probs[None], labels[None], torch.ones(1, len(labels), dtype=torch.bool), bins=BINS
-    )
+def quality(probs: Tensor, labels: Tensor) -> Row:
+    """Return accuracy, NLL and ECE of probabilities [N, O]."""
+    everyone = torch.ones(1, len(labels), dtype=torch.bool)
+    summary = classification_summary(probs[None], labels[None], everyone, bins=BINS)
     return {name: summary[name] for name in ("accuracy", "nll", "ece")}
 
 
-def temperature(probs: Tensor, labels: Tensor) -> float:
-    """The one temperature that serves labels [N] best."""
-    return float(1 / fitted_temperature(probs[None], labels[None]).state["beta"])
+def predictions(probs: Tensor, labels: Tensor) -> LocalPredictions:
+    """Return probabilities [J, N, O] and labels [J, N] as predictions of as many clients."""
+    mask = torch.ones(labels.shape, dtype=torch.bool)
+    unknown = torch.full(labels.shape, torch.nan)
+    found = Predictions(mask=mask, epistemic=unknown, probs=probs, labels=labels)
+    return LocalPredictions(found, np.arange(len(probs)))
 
 
-def fitted_temperature(probs: Tensor, labels: Tensor) -> calibration.Fitted:
-    """One temperature of several networks' probabilities [J, N, O] for labels [J, N]."""
-    step = calibration.Temperature(strength=math.inf)
-    return calibration.fit(step, mine(probs, labels), Outputs("classification", probs.shape[-1]))
-
-
-def mine(probs: Tensor, labels: Tensor) -> LocalPredictions:
-    """Probabilities [J, N, O] and labels [J, N] as predictions of as many clients."""
-    everyone = torch.ones(labels.shape, dtype=torch.bool)
-    return LocalPredictions(
-        Predictions(
-            mask=everyone, epistemic=torch.full(labels.shape, torch.nan), probs=probs, labels=labels
-        ),
-        np.arange(len(probs)),
-    )
-
-
-def on_lit(predict: Predict, data: Images, probs: Tensor) -> dict[str, float]:
-    """NLL on test images with the lit corner, and by how much that is more than on the same images
-    without, given as `probs` [N, O].
+def temperature(probs: Tensor, labels: Tensor) -> tuple[float, calibration.Fitted]:
+    """Return the one temperature that serves several networks' probabilities [J, N, O] for labels
+    [J, N] best, and the step that applies it.
     """
-    count = len(data.lit)
-    before, after = (
-        quality(found, data.test_y[:count])["nll"]
-        for found in (probs[:count], predict(data.lit)[0])
-    )
-    return {"lit_nll": after, "lit_change": after - before}
+    step, outputs = calibration.Temperature(strength=math.inf), Outputs("classification", 10)
+    fitted = calibration.fit(step, predictions(probs, labels), outputs)
+    return float(1 / fitted.state["beta"]), fitted
 
 
-def measure(predict: Predict, data: Images, *, everything: bool = True) -> dict[str, float]:
-    """Compute what is measured of predictions: everything, or of images from elsewhere and lit ones
-    those of unseen classes alone.
+def measure(predict: Predict, data: Images, *, everything: bool = True) -> Row:
+    """Compute what is measured of predictions: everything, or of images from elsewhere those of
+    unseen classes, and none that are lit.
     """
     start = time.process_time()
     probs, epistemic = predict(data.test)
-    row = quality(probs, data.test_y) | {
-        "predict_seconds": (time.process_time() - start) / len(data.test) * 1000
-    }
-    best = fitted_temperature(predict(data.held)[0][None], data.held_y[None])
-    tempered = best.apply(mine(probs[None], data.test_y[None])).predictions.probs
-    row |= {
-        "temperature": float(1 / best.state["beta"]),
-        "nll_tempered": quality(tempered[0], data.test_y)["nll"],
-    }
+    row = quality(probs, data.test_y)
+    row["predict_seconds"] = (time.process_time() - start) / len(data.test) * 1000
+    row["temperature"], best = temperature(predict(data.held)[0][None], data.held_y[None])
+    tempered = best.apply(predictions(probs[None], data.test_y[None])).predictions.probs
+    assert tempered is not None
+    row["nll_tempered"] = quality(tempered[0], data.test_y)["nll"]
     for name in data.outside if everything else ("near",):
         there, doubt = predict(data.outside[name])
         row[f"{name}_entropy"] = told_apart(entropy(probs), entropy(there))
         if epistemic is not None and doubt is not None:
             row[f"{name}_epistemic"] = told_apart(epistemic, doubt)
-    return row | on_lit(predict, data, probs) if everything else row
+    if everything:
+        count = len(data.lit)
+        unlit = quality(probs[:count], data.test_y[:count])["nll"]
+        row["lit_nll"] = quality(predict(data.lit)[0], data.test_y[:count])["nll"]
+        row["lit_change"] = row["lit_nll"] - unlit
+    return row
 
 
 def at_point(model: nn.Module, temperature: float = 1.0) -> Predict:
-    """Predictions of the weights as they are."""
+    """Return predictions of the weights as they are."""
 
     def predict(x: Tensor) -> tuple[Tensor, None]:
         with torch.no_grad():
@@ -307,10 +261,12 @@ def at_point(model: nn.Module, temperature: float = 1.0) -> Predict:
     return predict
 
 
-def of_posterior(fitted: Laplace, noise: Tensor) -> Predict:
-    """Predictions in closed form; the epistemic part from draws of the outputs by standard normals
-    [S, N, O].
+def of_posterior(fitted: Laplace, examples: int, seed: int) -> Predict:
+    """Return predictions in closed form for up to so many examples; the epistemic part from draws
+    of the outputs by standard normals [S, N, O].
     """
+    rng = torch.Generator().manual_seed(seed)
+    noise = torch.randn(DRAWS, examples, 10, generator=rng, dtype=torch.float64)
 
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
         moments = fitted.linearised(x)
@@ -323,26 +279,16 @@ def of_posterior(fitted: Laplace, noise: Tensor) -> Predict:
 
 def dead(model: nn.Module, x: Tensor) -> Tensor:
     """Find which hidden units no example [N, ...] activates, [H] bool."""
-    body = model.get_submodule("body")
     with torch.no_grad():
-        return (body(x) == 0).all(0)
+        return (model.get_submodule("body")(x) == 0).all(0)
 
 
-@dataclass(frozen=True)
-class Posterior:
-    """An approximation to be made, and what is known of it beforehand.
-
-    Args:
-        options: Of `Laplace.fit`.
-        about: What goes into its row.
-    """
-
-    options: dict[str, Any]
-    about: dict[str, float]
+Posterior = tuple[dict[str, Any], Row]
+"""An approximation to be made: options of `Laplace.fit`, and what goes into its row."""
 
 
 def posteriors(model: nn.Module, data: Images, seed: int, *, few: bool) -> dict[str, Posterior]:
-    """{row: the approximation}, subnetworks chosen."""
+    """Return the approximations by row, subnetworks chosen."""
     body: dict[str, Any] = {"pattern": "body.*"}
     diagonal = Laplace.fit(model, data.x, structure="diagonal", **body)
     evidence = selection.Evidence(
@@ -354,7 +300,7 @@ def posteriors(model: nn.Module, data: Images, seed: int, *, few: bool) -> dict[
     # Weights [units, inputs], then biases.
     unit = torch.where(place < units * inputs, place // inputs, place - units * inputs)
 
-    def about(indices: Tensor) -> dict[str, float]:
+    def about(indices: Tensor) -> Row:
         return {
             "uncurved": selection.uncurved_share(evidence, indices),
             "in_dead_units": float(silent[unit[indices]].double().mean()),
@@ -363,65 +309,61 @@ def posteriors(model: nn.Module, data: Images, seed: int, *, few: bool) -> dict[
         }
 
     everything = about(place)
-    found = {
-        "every weight on its own": Posterior(body | {"structure": "diagonal"}, everything),
-        "last layer": Posterior({"pattern": "head.*"}, {}),
-        "whole body": Posterior(body | {"structure": "full"}, everything),
+    found: dict[str, Posterior] = {
+        "every weight on its own": (body | {"structure": "diagonal"}, everything),
+        "last layer": ({"pattern": "head.*"}, {}),
+        "whole body": (body | {"structure": "full"}, everything),
     }
-    shares = {"wasserstein": (0.01, 0.05, 0.2), "random": (0.01, 0.05, 0.2)}
     for name in selection.RULES:
-        for share in (0.05,) if few else shares.get(name, (0.05,)):
+        several = name in ("wasserstein", "random") and not few
+        for share in (0.01, 0.05, 0.2) if several else (0.05,):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what it warns of is in the results
                 chosen = selection.select(name, evidence, round(share * size))
-            found[f"{100 * share:.0f} %: {name}"] = Posterior(
-                body | {"structure": "subnetwork", "indices": chosen}, about(chosen)
-            )
+            options = body | {"structure": "subnetwork", "indices": chosen}
+            found[f"{100 * share:.0f} %: {name}"] = options, about(chosen)
     return found
 
 
-def cell(
-    dataset: str, scaling: str, seed: int, sizes: Sizes, root: Path | None, *, few: bool
-) -> dict[str, Any]:
-    """One network: {"network": about it, "rows": {row: measures}, "fixed": {row: measures at a
-    precision that nobody chose}}.
+def cell(dataset: str, scaling: str, seed: int, sizes: Sizes, *, few: bool) -> dict[str, Any]:
+    """Return what one network gives: {"network": about it, "rows": {row: measures}, "fixed": {row:
+    measures at a precision that nobody chose}}.
     """
-    data = images(dataset, scaling, seed, sizes, root)
-    model = bf.models.mlp(tuple(data.x.shape[1:]), hidden=100, outputs=10, seed=seed)
-    train(model, data.x, data.y, seed, sizes.steps)
-    plain = at_point(model)
-    best = temperature(plain(data.held)[0], data.held_y)
+    data = images(dataset, scaling, seed, sizes)
+    model = trained(data, seed, sizes.steps)
+    plain, planned = at_point(model), posteriors(model, data, seed, few=few)
+
+    def fit(name: str, **precision: float) -> Laplace:
+        return Laplace.fit(model, data.x, **precision, **planned[name][0])
+
+    examples = len(data.test)
+
+    def measured(fitted: Laplace, on: Images = data, **how: bool) -> Row:
+        return measure(of_posterior(fitted, examples, seed), on, **how)
+
+    best, _ = temperature(plain(data.held)[0][None], data.held_y[None])
     rows = {
         "MAP": measure(plain, data),
         "MAP, one temperature": measure(at_point(model, best), data) | {"temperature": best},
     }
-    planned = posteriors(model, data, seed, few=few)
-    noise = torch.randn(
-        DRAWS,
-        len(data.test),
-        10,
-        generator=torch.Generator().manual_seed(seed),
-        dtype=torch.float64,
-    )
-    chosen: dict[str, float] = {}
-    for name, posterior in planned.items():
-        chosen[name] = chosen_together(
-            [Laplace.fit(model, data.x, **posterior.options)], [data], sizes.grid
-        )
+    chosen: Row = {}
+    for name, (_, about) in planned.items():
+        chosen[name] = chosen_together([fit(name)], [data], sizes.grid)
         start = time.process_time()
-        fitted = Laplace.fit(model, data.x, precision=chosen[name], **posterior.options)
+        fitted = fit(name, precision=chosen[name])
         seconds = time.process_time() - start
-        rows[name] = measure(of_posterior(fitted, noise), data) | posterior.about
-        rows[name] |= {
+        rows[name] = {
+            **measured(fitted),
+            **about,
             "log10_precision": math.log10(chosen[name]),
             "at_edge": float(chosen[name] in (sizes.grid[0], sizes.grid[-1])),
             "order": float(fitted.inverse.order),
             "seconds": seconds,
         }
     for name in [name for name in planned if name.startswith("5 %")]:
-        precision = chosen["whole body"] * planned[name].about["share"]
-        fitted = Laplace.fit(model, data.x, precision=precision, **planned[name].options)
-        row = measure(of_posterior(fitted, noise), data, everything=False) | planned[name].about
+        about = planned[name][1]
+        precision = chosen["whole body"] * about["share"]
+        row = measured(fit(name, precision=precision), everything=False) | about
         rows[f"{name}, scaled precision"] = row | {"log10_precision": math.log10(precision)}
     first = replace(
         data,
@@ -429,131 +371,99 @@ def cell(
         test_y=data.test_y[: sizes.outside],
         outside={"near": data.outside["near"]},
     )
-    fixed = {"MAP": measure(plain, first)}
-    for name in ("5 %: wasserstein", "5 %: curved_wasserstein", "5 %: random", "whole body"):
-        for precision in FIXED:
-            fitted = Laplace.fit(model, data.x, precision=precision, **planned[name].options)
-            fixed[f"{name}, precision {precision:g}"] = measure(of_posterior(fitted, noise), first)
-    network = data.about | {
+    fixed = {"MAP": measure(plain, first)} | {
+        f"{name}, precision {precision:g}": measured(fit(name, precision=precision), first)
+        for name in AT_FIXED
+        for precision in FIXED
+    }
+    network = {
+        "constant_pixels": float(data.constant.double().mean()),
+        "changed_by_themselves": float((data.changed(data.test) > 0).double().mean()),
         "train_nll": quality(plain(data.x)[0], data.y)["nll"],
         "dead_units": float(dead(model, data.x).double().mean()),
-        "uncurved": planned["whole body"].about["uncurved"],
+        "uncurved": planned["whole body"][1]["uncurved"],
     }
     return {"network": network, "rows": rows, "fixed": fixed}
 
 
 def chosen_together(fits: list[Laplace], all_data: list[Images], grid: tuple[float, ...]) -> float:
-    """The precision of least NLL on the validation images of all networks, by decades and then by
-    half a decade, within the grid.
+    """Return the precision of least NLL on the validation images of all networks, by decades and
+    then by half a decade, within the grid.
     """
 
     @cache
     def score(precision: float) -> float:
         total = 0.0
         for fitted, data in zip(fits, all_data, strict=True):
-            total += predictive_nll(
-                fitted.with_precision(data.x, precision), data.held, data.held_y, link="per_class"
-            )
+            there = fitted.with_precision(data.x, precision)
+            total += predictive_nll(there, data.held, data.held_y, link="per_class")
         return total
 
     best = min(grid, key=score)
-    return min(
-        (
-            best,
-            *(
-                best * factor
-                for factor in (10**-0.5, 10**0.5)
-                if grid[0] <= best * factor <= grid[-1]
-            ),
-        ),
-        key=score,
-    )
+    near = [best * factor for factor in (10**-0.5, 10**0.5)]
+    return min((best, *(one for one in near if grid[0] <= one <= grid[-1])), key=score)
 
 
-def pooled(
-    dataset: str, scaling: str, seeds: tuple[int, ...], sizes: Sizes, root: Path | None
-) -> dict[str, dict[str, list[float]]]:
-    """{row: measures of each network} where all networks of a cell have one precision or
-    temperature.
-    """
-    all_data = [images(dataset, scaling, seed, sizes, root) for seed in seeds]
-    models = [
-        bf.models.mlp(tuple(data.x.shape[1:]), hidden=100, outputs=10, seed=seed)
-        for data, seed in zip(all_data, seeds, strict=True)
-    ]
-    networks = list(
-        zip(
-            [
-                train(m, d.x, d.y, s, sizes.steps)
-                for m, d, s in zip(models, all_data, seeds, strict=True)
-            ],
-            all_data,
-            strict=True,
-        )
-    )
-    held = torch.stack([at_point(m)(d.held)[0] for m, d in networks])
-    labels = torch.stack([d.held_y for d in all_data])
-    best = float(1 / fitted_temperature(held, labels).state["beta"])
-    found = {"MAP": [measure(at_point(m), d, everything=False) for m, d in networks]}
-    found["MAP, one temperature"] = [
-        measure(at_point(m, best), d, everything=False) | {"temperature": best} for m, d in networks
-    ]
+def listed(found: Sequence[dict[str, Row]]) -> dict[str, dict[str, list[float]]]:
+    """Return the measures of several networks as one: every number becomes a list."""
+    return {
+        name: {key: [rows[name][key] for rows in found] for key in row}
+        for name, row in found[0].items()
+    }
+
+
+def alone(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> dict[str, Any]:
+    """Return the cells of several seeds as one."""
+    cells = [cell(dataset, scaling, seed, sizes, few=sizes is QUICK) for seed in seeds]
+    network = listed([{"": found["network"]} for found in cells])[""]
+    parts = {part: listed([found[part] for found in cells]) for part in ("rows", "fixed")}
+    return {"network": network, **parts}
+
+
+def pooled(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> dict[str, Any]:
+    """Return the measures where all networks of a cell have one precision or temperature."""
+    data = [images(dataset, scaling, seed, sizes) for seed in seeds]
+    models = [trained(d, seed, sizes.steps) for d, seed in zip(data, seeds, strict=True)]
     planned = [
-        posteriors(m, d, seed, few=True) for (m, d), seed in zip(networks, seeds, strict=True)
+        posteriors(m, d, seed, few=True) for m, d, seed in zip(models, data, seeds, strict=True)
     ]
-    noise = torch.randn(
-        DRAWS,
-        len(all_data[0].test),
-        10,
-        generator=torch.Generator().manual_seed(0),
-        dtype=torch.float64,
-    )
+    held = torch.stack([at_point(m)(d.held)[0] for m, d in zip(models, data, strict=True)])
+    best, _ = temperature(held, torch.stack([d.held_y for d in data]))
+    chosen: dict[str, tuple[float, list[Laplace]]] = {}
     for name in TOGETHER:
         fits = [
-            Laplace.fit(m, d.x, **of[name].options)
-            for (m, d), of in zip(networks, planned, strict=True)
+            Laplace.fit(m, d.x, **of[name][0])
+            for m, d, of in zip(models, data, planned, strict=True)
         ]
-        precision = chosen_together(fits, all_data, sizes.grid)
-        found[name] = []
-        for fitted, data in zip(fits, all_data, strict=True):
-            row = measure(
-                of_posterior(fitted.with_precision(data.x, precision), noise),
-                data,
-                everything=False,
-            )
-            found[name].append(row | {"log10_precision": math.log10(precision)})
-    return {
-        name: {key: [row[key] for row in rows] for key in rows[0]} for name, rows in found.items()
-    }
+        chosen[name] = chosen_together(fits, data, sizes.grid), fits
+    found = []
+    for place, (model, d) in enumerate(zip(models, data, strict=True)):
+        tempered = measure(at_point(model, best), d, everything=False)
+        rows = {
+            "MAP": measure(at_point(model), d, everything=False),
+            "MAP, one temperature": tempered | {"temperature": best},
+        }
+        for name, (precision, fits) in chosen.items():
+            predict = of_posterior(fits[place].with_precision(d.x, precision), len(d.test), 0)
+            row = measure(predict, d, everything=False)
+            rows[name] = row | {"log10_precision": math.log10(precision)}
+        found.append(rows)
+    return {"rows": listed(found)}
 
 
-def control(
-    dataset: str, scaling: str, seeds: tuple[int, ...], sizes: Sizes, root: Path | None
-) -> dict[str, dict[str, list[float]]]:
-    """{row: AUROCs} of the number of pixels that an image changes though they were constant in
+def control(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> dict[str, Any]:
+    """Return the AUROCs of the number of pixels that an image changes though they were constant in
     training; no network at all.
     """
-    all_data = [images(dataset, scaling, seed, sizes, root) for seed in seeds]
-    found = {
-        name: [told_apart(d.changed(d.test), d.changed(d.outside[name])) for d in all_data]
-        for name in all_data[0].outside
-    }
-    return {"changed constant pixels": {f"{name}_count": values for name, values in found.items()}}
+    found = []
+    for d in [images(dataset, scaling, seed, sizes) for seed in seeds]:
+        own = d.changed(d.test)
+        row = {f"{name}_count": told_apart(own, d.changed(x)) for name, x in d.outside.items()}
+        found.append({"changed constant pixels": row})
+    return {"rows": listed(found)}
 
 
-def collected(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Cells of several seeds as one: every number becomes a list."""
-    together: dict[str, Any] = {
-        "network": {key: [c["network"][key] for c in cells] for key in cells[0]["network"]}
-    }
-    for part in ("rows", "fixed"):
-        together[part] = {
-            name: {key: [c[part][name][key] for c in cells] for key in row}
-            for name, row in cells[0][part].items()
-        }
-    return together
-
-
+PARTS = {"alone": alone, "pooled": pooled, "control": control}
 WORDS = {
     "wasserstein": "by Wasserstein distance",
     "curved_wasserstein": "by Wasserstein distance among weights with curvature",
@@ -570,158 +480,88 @@ def in_words(name: str) -> str:
     """
     share, _, rule = name.partition(" %: ")
     rule, comma, rest = rule.partition(", ")
-    return (
-        f"{int(share) / 100:g} of weights {WORDS[rule]}{comma}{rest}"
-        if rule
-        else name[0].upper() + name[1:]
-    )
+    if not rule:
+        return name[0].upper() + name[1:]
+    return f"{int(share) / 100:g} of weights {WORDS[rule]}{comma}{rest}"
+
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8F94"
+UNSEEN = {"near_entropy": (BLUE, "o"), "near_epistemic": (ORANGE, "s")}
+SIDES: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
+    ("nll", "NLL on test images (nats)\nlower is better", {"nll": (BLUE, "o")}),
+    ("near_entropy", "AUROC of unseen classes\nhigher is better", UNSEEN),
+)
+LEGEND: dict[str, dict[str, str]] = {
+    "NLL (left), AUROC by entropy (right); bars: standard error": {"color": BLUE, "marker": "o"},
+    "AUROC by epistemic uncertainty": {"color": ORANGE, "marker": "s"},
+    "MAP with one temperature": {"color": GREY, "linestyle": "--"},
+    "number of changed constant pixels, without a network": {"color": GREEN, "linestyle": ":"},
+}
 
 
 def draw(saved: dict[str, Any]) -> None:
-    """The figure: a row of panels for each cell, NLL on the left, AUROC of unseen classes on the
-    right; a line for each method.
+    """Draw a row of panels for each cell, NLL on the left, AUROC of unseen classes on the right; a
+    line for each method.
     """
     from matplotlib.figure import Figure
 
-    blue, orange, green, grey = "#0072B2", "#D55E00", "#009E73", "#8A8F94"
     panels = [
-        (dataset, scaling, found)
+        (dataset, scaling, found["rows"])
         for dataset, by in saved["alone"]["results"].items()
         for scaling, found in by.items()
     ]
-    names = [name for name in panels[0][2]["rows"] if "scaled" not in name]
-    unseen = {"near_entropy": (blue, "o"), "near_epistemic": (orange, "s")}
-    marks = (
-        ("nll", "NLL on test images (nats)\nlower is better", {"nll": (blue, "o")}),
-        ("near_entropy", "AUROC of unseen classes\nhigher is better", unseen),
-    )
+    names = [name for name in reversed(panels[0][2]) if "scaled" not in name]
+    labels = [in_words(name).replace(" among", "\namong") for name in names]
     figure = Figure(figsize=(9, 4.6 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 2, sharey=True, squeeze=False)
-    for line, (dataset, scaling, found) in enumerate(panels):
-        for ax, (base, title, kinds) in zip(axes[line], marks, strict=True):
-            for height, name in enumerate(reversed(names)):
-                for place, (key, (colour, marker)) in enumerate(kinds.items()):
-                    if key in found["rows"][name]:
-                        mean, error = report.mean_and_error(found["rows"][name][key])
+    for (left, right), (dataset, scaling, rows) in zip(axes, panels, strict=True):
+        for ax, (base, title, kinds) in zip((left, right), SIDES, strict=True):
+            for place, (key, (colour, marker)) in enumerate(kinds.items()):
+                shift = (0.15 - 0.3 * place) * (len(kinds) > 1)
+                for height, name in enumerate(names):
+                    if key in rows[name]:
+                        mean, error = report.mean_and_error(rows[name][key])
+                        look: dict[str, Any] = {"color": colour, "marker": marker}
                         ax.errorbar(
-                            mean,
-                            height + (0.15 - 0.3 * place) * (len(kinds) > 1),
-                            xerr=error,
-                            color=colour,
-                            marker=marker,
-                            markersize=5,
-                            capsize=2,
+                            mean, height + shift, xerr=error, markersize=5, capsize=2, **look
                         )
-            ax.axvline(
-                report.mean_and_error(found["rows"]["MAP, one temperature"][base])[0],
-                color=grey,
-                linewidth=1,
-                linestyle="--",
-            )
-            ax.set_yticks(
-                range(len(names)),
-                [in_words(name).replace(" among", "\namong") for name in reversed(names)],
-                linespacing=0.9,
-            )
+            level = report.mean_and_error(rows["MAP, one temperature"][base])[0]
+            ax.axvline(level, color=GREY, linewidth=1, linestyle="--")
+            ax.set_yticks(range(len(names)), labels, linespacing=0.9)
             ax.set_xlabel(title)
             ax.grid(axis="x", alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)
-        counted = saved["control"]["results"][dataset][scaling]["rows"]["changed constant pixels"][
-            "near_count"
-        ]
-        axes[line][1].axvline(
-            report.mean_and_error(counted)[0], color=green, linewidth=1.5, linestyle=":"
-        )
-        axes[line][0].set_title(
-            f"{DATASETS[dataset]}, pixels in {scaling}", loc="left", fontweight="bold"
-        )
-    legend = axes[0][1]
-    legend.errorbar(
-        [],
-        [],
-        color=blue,
-        marker="o",
-        label="NLL (left), AUROC by entropy (right); bars: standard error",
-    )
-    legend.errorbar([], [], color=orange, marker="s", label="AUROC by epistemic uncertainty")
-    legend.plot([], [], color=grey, linestyle="--", label="MAP with one temperature")
-    legend.plot(
-        [],
-        [],
-        color=green,
-        linestyle=":",
-        label="number of changed constant pixels, without a network",
-    )
-    figure.legend(
-        *legend.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False
-    )
+        counts = saved["control"]["results"][dataset][scaling]["rows"]["changed constant pixels"]
+        counted = report.mean_and_error(counts["near_count"])[0]
+        right.axvline(counted, color=GREEN, linewidth=1.5, linestyle=":")
+        title = f"{DATASETS[dataset]}, pixels in {scaling}"
+        left.set_title(title, loc="left", fontweight="bold")
+    for label, look in LEGEND.items():
+        draws = axes[0][1].errorbar if "marker" in look else axes[0][1].plot
+        draws([], [], label=label, **look)
+    handles = axes[0][1].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)
     with atomic_path(FIGURE) as path:
         figure.savefig(path, dpi=110, format="png")
 
 
 def main() -> None:
-    """Runs all cells, prints their tables, writes results and figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="digits, one seed, little training: shows that it runs; nothing is written",
-    )
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=PARTS,
-        default=list(PARTS),
-        help="which to run; the others' results stay (default: all)",
-    )
-    parser.add_argument(
-        "--figure", action="store_true", help="draw the figure from the results that are there"
-    )
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        default=None,
-        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
-    )
-    arguments = parser.parse_args()
-    if arguments.figure:
-        return draw(json.loads(RESULTS.read_text()))
-    torch.set_num_threads(1)
-    quick = arguments.quick
-    sizes, seeds = (QUICK, (0,)) if quick else (Sizes(), (0, 1, 2))
-    places = [
-        (dataset, scaling) for dataset in (("digits",) if quick else OTHER) for scaling in SCALINGS
-    ]
-    saved: dict[str, Any] = (
-        json.loads(RESULTS.read_text()) if RESULTS.exists() and not quick else {}
-    )
-    for part in arguments.parts:
+    """Run the parts, print their tables, write results and figure."""
+    parts = {"nargs": "+", "choices": list(PARTS), "default": list(PARTS)}
+    parts["help"] = "which to run; the others' results stay (default: all)"
+    given = script.arguments(__doc__, parts=parts, figure=script.FIGURE)
+    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    sizes, seeds = (QUICK, (0,)) if given.quick else (Sizes(), (0, 1, 2))
+    for part in [] if given.figure else given.parts:
         results: dict[str, dict[str, Any]] = {}
         start = time.process_time()
-        for dataset, scaling in places:
-            found: dict[str, Any]
-            if part == "alone":
-                found = collected(
-                    [
-                        cell(dataset, scaling, seed, sizes, arguments.data_root, few=quick)
-                        for seed in seeds
-                    ]
-                )
-            else:
-                found = {
-                    "rows": (pooled if part == "pooled" else control)(
-                        dataset, scaling, seeds, sizes, arguments.data_root
-                    )
-                }
-            results.setdefault(dataset, {})[scaling] = found
-            shown = None if part == "control" else SHOWN
-            print(
-                f"\n{dataset}, {scaling}, {part}: "
-                f"{found.get('network', '')}\n{report.table(found['rows'], columns=shown)}",
-                flush=True,
-            )
+        for dataset in ("digits",) if given.quick else OTHER:
+            for scaling in SCALINGS:
+                found = PARTS[part](dataset, scaling, seeds, sizes)
+                results.setdefault(dataset, {})[scaling] = found
+                shown = None if part == "control" else SHOWN
+                table = report.table(found["rows"], columns=shown)
+                print(f"\n{dataset}, {scaling}, {part}: {found.get('network', '')}\n{table}")
         saved[part] = {
             "command": " ".join(["python", *sys.argv]),
             "environment": report.environment(),
@@ -730,11 +570,10 @@ def main() -> None:
             "cpu_seconds": time.process_time() - start,
             "results": results,
         }
-        if not quick:
+        if not given.quick:
             report.write_json(RESULTS, saved)
-    if not quick and set(PARTS) <= set(saved):
+    if not given.quick and PARTS.keys() <= saved.keys():
         draw(json.loads(RESULTS.read_text()))
-    return None
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_the_corner_that_is_lit_was_constant_in_training():
     are as light as can be.
     """
     study = runpy.run_path(str(SELECTION))
-    data = study["images"]("digits", "[-1, 1]", 0, study["QUICK"], None)
+    data = study["images"]("digits", "[-1, 1]", 0, study["QUICK"])
     lit, plain, train = (x.flatten(1) for x in (data.lit, data.test[: len(data.lit)], data.x))
     changed = (lit != plain).any(0)
     assert 0 < changed.sum() <= study["PATCH"]
