@@ -38,6 +38,7 @@ from bayesfl.base.files import atomic_path
 from bayesfl.evaluation import calibration, report
 from bayesfl.evaluation.detection import auroc, entropy
 from bayesfl.evaluation.metrics import classification_summary
+from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.posteriors import Laplace, selection
@@ -60,24 +61,10 @@ curvature, not the order of weights.
 FIXED = (1e-2, 1.0, 1e2)
 """Precisions at which some posteriors are measured without choosing."""
 AT_FIXED = ("5 %: wasserstein", "5 %: curved_wasserstein", "5 %: random", "whole body")
-TOGETHER = (
-    "every weight on its own",
-    "last layer",
-    "whole body",
-    "5 %: wasserstein",
-    "5 %: random",
-)
+TOGETHER = "every weight on its own", "last layer", "whole body", "5 %: wasserstein", "5 %: random"
 """Posteriors that are also measured at one precision for all networks of a cell."""
 BINS, DRAWS = 10, 100
-SHOWN = (
-    "accuracy",
-    "nll",
-    "nll_tempered",
-    "ece",
-    "near_entropy",
-    "near_epistemic",
-    "log10_precision",
-)
+SHOWN = "accuracy nll nll_tempered ece near_entropy near_epistemic log10_precision".split()
 PATCH = 9  # pixels that are lit
 Predict = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """Inputs to class probabilities [N, O], and their epistemic part [N] where there is one."""
@@ -87,23 +74,14 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of the study.
+    """The size of the study."""
 
-    Args:
-        train: Training images of each class.
-        test: Test images of each class, those to choose a precision on included.
-        validation: Images to choose a precision on.
-        outside: Images of each kind that no class of training is in, and test images that are lit.
-        steps: Mini-batches of SGD.
-        grid: Precisions.
-    """
-
-    train: int = 50
-    test: int = 420
-    validation: int = 100
-    outside: int = 500
-    steps: int = 2000
-    grid: tuple[float, ...] = GRID
+    train: int = 50  # training images of each class
+    test: int = 420  # test images of each class, those to choose a precision on included
+    validation: int = 100  # images to choose a precision on
+    outside: int = 500  # images of each kind of elsewhere, and test images that are lit
+    steps: int = 2000  # mini-batches of SGD
+    grid: tuple[float, ...] = GRID  # precisions
 
 
 QUICK = Sizes(train=12, test=30, validation=50, outside=60, steps=100, grid=(1.0, 1e2))
@@ -111,14 +89,7 @@ QUICK = Sizes(train=12, test=30, validation=50, outside=60, steps=100, grid=(1.0
 
 @dataclass(frozen=True)
 class Images:
-    """The images that one network is trained (`x`), chosen for (`held`) and measured on.
-
-    Args:
-        outside: Images of elsewhere: of unseen classes (`near`), of another data set (`other`),
-            with permuted pixels (`permuted`).
-        lit: The first test images with the lit corner.
-        constant: Which pixels are the same in all training images, [784] bool.
-    """
+    """The images that one network is trained (`x`), chosen for (`held`) and measured on."""
 
     x: Tensor
     y: Tensor
@@ -126,9 +97,9 @@ class Images:
     held_y: Tensor
     test: Tensor
     test_y: Tensor
-    outside: dict[str, Tensor]
-    lit: Tensor
-    constant: Tensor
+    outside: dict[str, Tensor]  # of unseen classes, of another data set, with permuted pixels
+    lit: Tensor  # the first test images with the lit corner
+    constant: Tensor  # which pixels are the same in all training images, [784] bool
 
     def changed(self, x: Tensor) -> Tensor:
         """Count how many of the pixels that are constant in training are not so in each of `x`,
@@ -287,7 +258,7 @@ Posterior = tuple[dict[str, Any], Row]
 """An approximation to be made: options of `Laplace.fit`, and what goes into its row."""
 
 
-def posteriors(model: nn.Module, data: Images, seed: int, *, few: bool) -> dict[str, Posterior]:
+def posteriors(model: nn.Module, data: Images, seed: int) -> dict[str, Posterior]:
     """Return the approximations by row, subnetworks chosen."""
     body: dict[str, Any] = {"pattern": "body.*"}
     diagonal = Laplace.fit(model, data.x, structure="diagonal", **body)
@@ -315,8 +286,7 @@ def posteriors(model: nn.Module, data: Images, seed: int, *, few: bool) -> dict[
         "whole body": (body | {"structure": "full"}, everything),
     }
     for name in selection.RULES:
-        several = name in ("wasserstein", "random") and not few
-        for share in (0.01, 0.05, 0.2) if several else (0.05,):
+        for share in (0.01, 0.05, 0.2) if name in ("wasserstein", "random") else (0.05,):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what it warns of is in the results
                 chosen = selection.select(name, evidence, round(share * size))
@@ -325,13 +295,13 @@ def posteriors(model: nn.Module, data: Images, seed: int, *, few: bool) -> dict[
     return found
 
 
-def cell(dataset: str, scaling: str, seed: int, sizes: Sizes, *, few: bool) -> dict[str, Any]:
+def cell(dataset: str, scaling: str, seed: int, sizes: Sizes) -> dict[str, Any]:
     """Return what one network gives: {"network": about it, "rows": {row: measures}, "fixed": {row:
     measures at a precision that nobody chose}}.
     """
     data = images(dataset, scaling, seed, sizes)
     model = trained(data, seed, sizes.steps)
-    plain, planned = at_point(model), posteriors(model, data, seed, few=few)
+    plain, planned = at_point(model), posteriors(model, data, seed)
 
     def fit(name: str, **precision: float) -> Laplace:
         return Laplace.fit(model, data.x, **precision, **planned[name][0])
@@ -414,7 +384,7 @@ def listed(found: Sequence[dict[str, Row]]) -> dict[str, dict[str, list[float]]]
 
 def alone(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> dict[str, Any]:
     """Return the cells of several seeds as one."""
-    cells = [cell(dataset, scaling, seed, sizes, few=sizes is QUICK) for seed in seeds]
+    cells = [cell(dataset, scaling, seed, sizes) for seed in seeds]
     network = listed([{"": found["network"]} for found in cells])[""]
     parts = {part: listed([found[part] for found in cells]) for part in ("rows", "fixed")}
     return {"network": network, **parts}
@@ -424,9 +394,7 @@ def pooled(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> di
     """Return the measures where all networks of a cell have one precision or temperature."""
     data = [images(dataset, scaling, seed, sizes) for seed in seeds]
     models = [trained(d, seed, sizes.steps) for d, seed in zip(data, seeds, strict=True)]
-    planned = [
-        posteriors(m, d, seed, few=True) for m, d, seed in zip(models, data, seeds, strict=True)
-    ]
+    planned = [posteriors(m, d, seed) for m, d, seed in zip(models, data, seeds, strict=True)]
     held = torch.stack([at_point(m)(d.held)[0] for m, d in zip(models, data, strict=True)])
     best, _ = temperature(held, torch.stack([d.held_y for d in data]))
     chosen: dict[str, tuple[float, list[Laplace]]] = {}
@@ -486,12 +454,11 @@ def in_words(name: str) -> str:
 
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8F94"
-UNSEEN = {"near_entropy": (BLUE, "o"), "near_epistemic": (ORANGE, "s")}
-SIDES: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
-    ("nll", "NLL on test images (nats)\nlower is better", {"nll": (BLUE, "o")}),
-    ("near_entropy", "AUROC of unseen classes\nhigher is better", UNSEEN),
-)
-LEGEND: dict[str, dict[str, str]] = {
+SIDES = {
+    "NLL on test images (nats)\nlower is better": ("nll",),
+    "AUROC of unseen classes\nhigher is better": ("near_entropy", "near_epistemic"),
+}
+LEGEND: dict[str, dict[str, Any]] = {
     "NLL (left), AUROC by entropy (right); bars: standard error": {"color": BLUE, "marker": "o"},
     "AUROC by epistemic uncertainty": {"color": ORANGE, "marker": "s"},
     "MAP with one temperature": {"color": GREY, "linestyle": "--"},
@@ -503,8 +470,7 @@ def draw(saved: dict[str, Any]) -> None:
     """Draw a row of panels for each cell, NLL on the left, AUROC of unseen classes on the right; a
     line for each method.
     """
-    from matplotlib.figure import Figure
-
+    looks = list(LEGEND.values())
     panels = [
         (dataset, scaling, found["rows"])
         for dataset, by in saved["alone"]["results"].items()
@@ -512,30 +478,25 @@ def draw(saved: dict[str, Any]) -> None:
     ]
     names = [name for name in reversed(panels[0][2]) if "scaled" not in name]
     labels = [in_words(name).replace(" among", "\namong") for name in names]
-    figure = Figure(figsize=(9, 4.6 * len(panels)), layout="constrained")
+    figure = new_figure((9, 4.6 * len(panels)))
     axes = figure.subplots(len(panels), 2, sharey=True, squeeze=False)
     for (left, right), (dataset, scaling, rows) in zip(axes, panels, strict=True):
-        for ax, (base, title, kinds) in zip((left, right), SIDES, strict=True):
-            for place, (key, (colour, marker)) in enumerate(kinds.items()):
-                shift = (0.15 - 0.3 * place) * (len(kinds) > 1)
+        for ax, (title, keys) in zip((left, right), SIDES.items(), strict=True):
+            for key, look, shift in zip(keys, looks, (0.15, -0.15), strict=False):
                 for height, name in enumerate(names):
                     if key in rows[name]:
                         mean, error = report.mean_and_error(rows[name][key])
-                        look: dict[str, Any] = {"color": colour, "marker": marker}
-                        ax.errorbar(
-                            mean, height + shift, xerr=error, markersize=5, capsize=2, **look
-                        )
-            level = report.mean_and_error(rows["MAP, one temperature"][base])[0]
-            ax.axvline(level, color=GREY, linewidth=1, linestyle="--")
+                        y = height + shift * (len(keys) > 1)
+                        ax.errorbar(mean, y, xerr=error, markersize=5, capsize=2, **look)
+            level = report.mean_and_error(rows["MAP, one temperature"][keys[0]])[0]
+            ax.axvline(level, linewidth=1, **looks[2])
             ax.set_yticks(range(len(names)), labels, linespacing=0.9)
             ax.set_xlabel(title)
             ax.grid(axis="x", alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)
         counts = saved["control"]["results"][dataset][scaling]["rows"]["changed constant pixels"]
-        counted = report.mean_and_error(counts["near_count"])[0]
-        right.axvline(counted, color=GREEN, linewidth=1.5, linestyle=":")
-        title = f"{DATASETS[dataset]}, pixels in {scaling}"
-        left.set_title(title, loc="left", fontweight="bold")
+        right.axvline(report.mean_and_error(counts["near_count"])[0], linewidth=1.5, **looks[3])
+        left.set_title(f"{DATASETS[dataset]}, pixels in {scaling}", loc="left", fontweight="bold")
     for label, look in LEGEND.items():
         draws = axes[0][1].errorbar if "marker" in look else axes[0][1].plot
         draws([], [], label=label, **look)
