@@ -33,33 +33,26 @@ RESULTS = script.RESULTS / "links.json"
 FIGURE = script.ROOT / "docs" / "images" / "links.png"
 LINKS = {"MAP": None, "class by class": "per_class", "contrasts": "contrasts", "100 draws": "draws"}
 TITLES = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
+MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)"}
 example = script.names_of("examples/fedsi.py")
 
 
 def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[str, float]:
     """Return the measures of a result's predictions, with the given number of draws."""
     data = result.data
-    own, labels, mask = result.predict(draws=draws), *data.test.padded_labels()
-    found = {
-        key: value
-        for key, value in own.summary(data.test).items()
-        if key in ("accuracy", "nll", "ece", "brier")
-    }
+    plain = result.predict(draws=draws).summary(data.test)
+    found = {key: plain[key] for key in ("accuracy", "nll", "ece", "brier")}
     seen, test = result.local_predictions(data.calibration, data.test, draws=draws)
-    one = calibration.fit(
-        calibration.Temperature(strength=math.inf), seen, Outputs(data.task, data.outputs)
-    )
-    tempered = bf.metrics.classification_summary(one.apply(test).predictions.probs, labels, mask)
+    step = calibration.Temperature(strength=math.inf)
+    fitted = calibration.fit(step, seen, Outputs(data.task, data.outputs))
+    tempered = fitted.apply(test).predictions.summary(data.test)
     found |= {f"{key}_tempered": tempered[key] for key in ("nll", "ece")}
     here, there = (result.predict(outside[name][0], draws=draws) for name in ("own", "near"))
-    for score in ("entropy",) if draws == 0 else ("entropy", "epistemic"):
-        inside_, outside_ = (detection.scores(where).get(score) for where in (here, there))
-        if inside_ is not None and outside_ is not None:
-            told = detection.detection_summary(
-                {score: inside_}, {score: outside_}, here.mask, there.mask
-            )
-            found[f"{score}_auroc"] = told[f"{score}_auroc"]
-    return found
+    told = detection.detection_summary(
+        detection.scores(here), detection.scores(there), here.mask, there.mask
+    )
+    scores = ("entropy_auroc", "epistemic_auroc")
+    return found | {key: told[key] for key in scores if key in told}
 
 
 def accuracy_and_nll(result: Any, split: Any, draws: int | None) -> dict[str, float]:
@@ -121,41 +114,35 @@ def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
 
 
 def draw(saved: dict[str, Any]) -> None:
-    """Draw accuracy and NLL over the precision under each link, a row of panels for each
-    data set.
+    """Draw accuracy and NLL over the precision under each link, a row of panels for each data
+    set.
     """
-    cells: dict[str, list[Any]] = {}
+    fixed: dict[str, list[Any]] = {}
     for key, cell in saved["cells"].items():
-        cells.setdefault(key.split("/")[0], []).append(cell["fixed"])
-    figure = new_figure((9, 3.4 * len(cells)))
-    panels = figure.subplots(len(cells), 2, squeeze=False)
-    for row, (dataset, found) in zip(panels, cells.items(), strict=True):
-        for axes, measure in zip(row, ("accuracy", "nll"), strict=True):
+        fixed.setdefault(key.split("/")[0], []).append(cell["fixed"])
+    figure = new_figure((9, 3.4 * len(fixed)))
+    panels = figure.subplots(len(fixed), 2, squeeze=False)
+    for row, (dataset, seeds) in zip(panels, fixed.items(), strict=True):
+        for axes, (measure, title) in zip(row, MEASURES.items(), strict=True):
             curves = {
                 name: [
                     {
-                        "precision": [*map(float, by[name])],
-                        measure: [at[measure] for at in by[name].values()],
+                        "precision": [*map(float, seed[name])],
+                        measure: [at[measure] for at in seed[name].values()],
                     }
-                    for by in found
+                    for seed in seeds
                 ]
                 for name in LINKS
             }
-            bf.plots.learning_curves(
-                curves, metric=measure, x="precision", ax=axes, title=TITLES[dataset]
-            )
+            options: dict[str, Any] = {"metric": measure, "x": "precision"}
+            bf.plots.learning_curves(curves, ax=axes, title=TITLES[dataset], **options)
             axes.set_xscale("log")
             axes.set_xlabel("prior precision of the weights in predictions")
-            axes.set_ylabel({"accuracy": "accuracy", "nll": "NLL (nats)"}[measure])
-            # Far from it nothing is of use.
-            level = np.mean([by["MAP"]["1"][measure] for by in found])
-            axes.set_ylim(
-                *(
-                    (level - 0.03, level + 0.01)
-                    if measure == "accuracy"
-                    else (0.7 * level, 2 * level)
-                )
-            )
+            axes.set_ylabel(title)
+            # Far from the MAP nothing is of use.
+            level = np.mean([seed["MAP"]["1"][measure] for seed in seeds])
+            near = (level - 0.03, level + 0.01), (0.7 * level, 2 * level)
+            axes.set_ylim(*near[measure == "nll"])
     with atomic_path(FIGURE) as path:
         figure.savefig(path, dpi=110, format="png")
 

@@ -70,15 +70,17 @@ def scales(result: Any) -> dict[str, float]:
     """Return the means over clients of rho, of the beliefs' widths and of the root mean squared
     distance of heads to the centre.
     """
-    if "head" not in result.private or result.algorithm.blocks["head"].pool is None:
+    block, head = result.algorithm.blocks.get("head"), result.private.get("head")
+    if block is None or head is None or block.pool is None:
         return {}
-    posterior = result.algorithm.blocks["head"].posterior
-    loc, variance = posterior.moments(result.private["head"])
-    out = {"width": float(variance.mean(-1).sqrt().mean())}
-    out["distance"] = float((loc - result.server["head"]["loc"]).square().mean(-1).sqrt().mean())
-    return out | (
-        {"rho": float(result.private["rho2"].sqrt().mean())} if "rho2" in result.private else {}
-    )
+    loc, variance = block.posterior.moments(head)
+    found = {
+        "width": variance.mean(-1).sqrt(),
+        "distance": (loc - result.server["head"]["loc"]).square().mean(-1).sqrt(),
+    }
+    if "rho2" in result.private:
+        found["rho"] = result.private["rho2"].sqrt()
+    return {name: float(values.mean()) for name, values in found.items()}
 
 
 def cells(part: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
@@ -126,40 +128,35 @@ def draw(saved: dict[str, Any]) -> None:
     panels for each data set.
     """
 
-    def curves(dataset: str, method: str, measure: str) -> list[dict[str, list[float]]]:
-        cells = [
-            cell["milestones"]
-            for key, cell in saved["cells"].items()
-            if key.rsplit("/", 1)[0] == f"{dataset}/{method}"
-        ]
-        return [
-            {"round": [*map(int, cell)], "value": [found[measure] for found in cell.values()]}
-            for cell in cells
-        ]
+    def panel(axes: Any, title: str, label: str, curves: dict[str, tuple[str, str]]) -> None:
+        found: dict[str, list[Any]] = {}
+        for name, (method, measure) in curves.items():
+            cells = [c for key, c in saved["cells"].items() if key.startswith(f"{method}/")]
+            by = [cell["milestones"] for cell in cells]
+            found[name] = [
+                {"round": [*map(int, rounds)], "value": [row[measure] for row in rounds.values()]}
+                for rounds in by
+            ]
+        bf.plots.learning_curves(found, metric="value", ax=axes, title=title)
+        axes.set_ylabel(label)
+        axes.set_xscale("log")
+        axes.set_xticks(MILESTONES, [str(round) for round in MILESTONES])
+        axes.minorticks_off()
 
     figure = new_figure((9, 3.6 * len(DATASETS)))
-    for (left, right), (dataset, title) in zip(
-        figure.subplots(len(DATASETS), 2, squeeze=False), DATASETS.items(), strict=True
-    ):
-        accuracies = {method: curves(dataset, method, "accuracy") for method in DRAWN}
-        accuracies["pFedVEM, before pooling"] = curves(dataset, "pFedVEM", "before_accuracy")
-        bf.plots.learning_curves(accuracies, metric="value", ax=left, title=title)
-        left.set_ylabel("accuracy, after pooling if not said")
+    panels = figure.subplots(len(DATASETS), 2, squeeze=False)
+    for (left, right), (dataset, title) in zip(panels, DATASETS.items(), strict=True):
+        ours = f"{dataset}/pFedVEM"
+        accuracies = {method: (f"{dataset}/{method}", "accuracy") for method in DRAWN}
+        accuracies["pFedVEM, before pooling"] = ours, "before_accuracy"
+        panel(left, title, "accuracy, after pooling if not said", accuracies)
         lengths = {
-            "prior's scale": "rho",
-            "width of beliefs": "width",
-            "distance to the centre": "distance",
+            "prior's scale": (ours, "rho"),
+            "width of beliefs": (ours, "width"),
+            "distance to the centre": (ours, "distance"),
         }
-        found = {name: curves(dataset, "pFedVEM", measure) for name, measure in lengths.items()}
-        bf.plots.learning_curves(
-            found, metric="value", ax=right, title=f"{title}: the heads of pFedVEM"
-        )
-        right.set_ylabel("for one weight")
         right.set_yscale("log")
-        for axes in (left, right):
-            axes.set_xscale("log")
-            axes.set_xticks(MILESTONES, [str(round) for round in MILESTONES])
-            axes.minorticks_off()
+        panel(right, f"{title}: the heads of pFedVEM", "for one weight", lengths)
     with atomic_path(FIGURE) as path:
         figure.savefig(path, dpi=110, format="png")
 
