@@ -19,7 +19,6 @@ from typing import Any
 import script
 
 import bayesfl as bf
-from bayesfl.evaluation import report
 
 EVERY = {"wasserstein": (1, 2, 5, 10, 20, 50), "curved_wasserstein": (1, 20)}
 """Rounds between approximations, by rule of selection."""
@@ -35,6 +34,7 @@ example = script.names_of("examples/fedsi.py")
 
 def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """Return the measures by data set, rule and seed, for each number of rounds between fits."""
+    warnings.filterwarnings("ignore", message="most of the selected weights")
     dataset = "digits" if quick else "fashion-mnist"
     preset = example.PRESETS[dataset]
     methods = {rule: partial(bf.algorithms.fedsi, selection=rule, **preset.body) for rule in EVERY}
@@ -67,16 +67,5 @@ def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Run, and write the results."""
-    given = script.arguments(__doc__, jobs=script.JOBS)
-    warnings.filterwarnings("ignore", message="most of the selected weights")
-    with script.runs("curvature_every", quick=given.quick) as folder:
-        found = cells(folder, quick=given.quick, jobs=given.jobs)
-    if not given.quick:
-        saved = {"cells": found, "command": "python benchmarks/curvature_every.py"}
-        report.write_json(script.RESULTS / "curvature_every.json", saved)
-
-
 if __name__ == "__main__":
-    main()
+    script.main(__doc__, "curvature_every", cells)

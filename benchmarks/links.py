@@ -11,7 +11,6 @@ client. Results: benchmarks/results/links.json, and docs/images/links.png (--fig
 the results that are there).
 """
 
-import json
 import math
 import warnings
 from dataclasses import replace
@@ -29,7 +28,6 @@ from bayesfl.evaluation import calibration, detection, report
 from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.evaluation.surveys import Outputs
 
-RESULTS = script.RESULTS / "links.json"
 FIGURE = script.ROOT / "docs" / "images" / "links.png"
 LINKS = {"MAP": None, "class by class": "per_class", "contrasts": "contrasts", "100 draws": "draws"}
 TITLES = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
@@ -147,17 +145,5 @@ def draw(saved: dict[str, Any]) -> None:
         figure.savefig(path, dpi=110, format="png")
 
 
-def main() -> None:
-    """Run, and write the results; or draw."""
-    given = script.arguments(__doc__, figure=script.FIGURE, jobs=script.JOBS)
-    if given.figure:
-        draw(json.loads(RESULTS.read_text()))
-        return
-    with script.runs("links", quick=given.quick) as folder:
-        found = cells(folder, quick=given.quick, jobs=given.jobs)
-    if not given.quick:
-        report.write_json(RESULTS, {"cells": found, "command": "python benchmarks/links.py"})
-
-
 if __name__ == "__main__":
-    main()
+    script.main(__doc__, "links", cells, draw=draw)

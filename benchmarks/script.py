@@ -3,15 +3,18 @@ results lie.
 """
 
 import argparse
+import json
 import runpy
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from bayesfl.evaluation import report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -55,3 +58,32 @@ def runs(name: str, *, quick: bool) -> Iterator[Path]:
 def names_of(path: str) -> SimpleNamespace:
     """Return what a script defines, by its path in the repository."""
     return SimpleNamespace(**runpy.run_path(str(ROOT / path)))
+
+
+def main(
+    doc: str | None,
+    name: str,
+    cells: Callable[..., dict[str, Any]],
+    *,
+    draw: Callable[[dict[str, Any]], None] | None = None,
+    **more: Any,
+) -> None:
+    """Run a script's study and write its results; or draw their figure.
+
+    Args:
+        doc: As of `arguments`.
+        name: Of the script and of its results, as `papers/fedsi`.
+        cells: (folder of the runs, quick=, jobs=) -> what is measured, by cell.
+        draw: (results) -> None draws the figure.
+        **more: What else the results hold.
+    """
+    results = RESULTS / f"{name}.json"
+    given = arguments(doc, jobs=JOBS, **({"figure": FIGURE} if draw else {}))
+    if draw and given.figure:
+        draw(json.loads(results.read_text()))
+        return
+    with runs(name, quick=given.quick) as folder:
+        found = cells(folder, quick=given.quick, jobs=given.jobs)
+    if not given.quick:
+        command = f"python benchmarks/{name}.py"
+        report.write_json(results, {"command": command, **more, "cells": found})

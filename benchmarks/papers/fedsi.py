@@ -21,7 +21,6 @@ import numpy as np
 from torch import nn
 
 import bayesfl as bf
-from bayesfl.evaluation import report
 
 sys.path.append(str(Path(__file__).parents[1]))  # wherever this file is run from
 import script
@@ -143,43 +142,29 @@ def measured(run: Any, make: Any, elsewhere: Any) -> dict[str, Any]:
     return cell
 
 
-def cells(dataset: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
-    """Return the cells of one data set, trained and measured, by `data set/method/seed`."""
-    preset, other = example.PRESETS[dataset], example.OTHER.get(dataset)
-    milestones, made = (1, 2) if quick else MILESTONES, methods(preset)
-    rounds = milestones[-1]
-    table = example.comparison(
-        dataset,
-        preset,
-        made,
-        seeds=(0,) if quick else (0, 1, 2),
-        rounds=rounds,
-        evaluate_every=rounds,
-        on_round=[partial(note, milestones=milestones)],
-    ).run(folder, n_jobs=jobs, keep="result")
-    elsewhere = {
-        seed: example.federation(other, preset)(seed=seed) if other else None
-        for seed in dict.fromkeys(run.seed for run in table.rows)
-    }
-    return {
-        f"{dataset}/{run.method}/{run.seed}": measured(run, made[run.method], elsewhere[run.seed])
-        for run in sorted(table.rows, key=lambda run: run.seed)
-    }
-
-
-def main() -> None:
-    """Run, and write the results."""
-    given = script.arguments(__doc__, jobs=script.JOBS)
+def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+    """Return what is measured, by data set, method and seed."""
     # The share is in the results.
     warnings.filterwarnings("ignore", message="most of the selected weights")
-    found: dict[str, Any] = {}
-    with script.runs("papers/fedsi", quick=given.quick) as folder:
-        for dataset in ("digits",) if given.quick else PUBLISHED:
-            found |= cells(dataset, folder, quick=given.quick, jobs=given.jobs)
-    if not given.quick:
-        saved = {"command": "python benchmarks/papers/fedsi.py", "published": PUBLISHED}
-        report.write_json(script.RESULTS / "papers" / "fedsi.json", saved | {"cells": found})
+    milestones, seeds = ((1, 2), (0,)) if quick else (MILESTONES, (0, 1, 2))
+    found = {}
+    for dataset in ("digits",) if quick else PUBLISHED:
+        preset, other = example.PRESETS[dataset], example.OTHER.get(dataset)
+        made = methods(preset)
+        table = example.comparison(
+            dataset,
+            preset,
+            made,
+            seeds=seeds,
+            rounds=milestones[-1],
+            evaluate_every=milestones[-1],
+            on_round=[partial(note, milestones=milestones)],
+        ).run(folder, n_jobs=jobs, keep="result")
+        for run in sorted(table.rows, key=lambda run: run.seed):
+            elsewhere = example.federation(other, preset)(seed=run.seed) if other else None
+            found[f"{dataset}/{run.method}/{run.seed}"] = measured(run, made[run.method], elsewhere)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    script.main(__doc__, "papers/fedsi", cells, published=PUBLISHED)
