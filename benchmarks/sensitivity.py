@@ -9,6 +9,7 @@ Results: benchmarks/results/sensitivity.json.
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -60,31 +61,28 @@ def chosen(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     method's best rate.
     """
     rates = [SGD(rate, momentum=0.9) for rate in (GRID[:2] if quick else GRID)]
-    option = {
-        name: "optimiser" if name in example.WHOLE else "body_optimiser" for name in example.METHODS
-    }
+    names = {example.TITLES[name]: name for name in example.METHODS}
     rounds = 2 if quick else example.ROUNDS
     table = example.comparison(
         DEMO,
         data=partial(DATA, validation=0.2),
-        options={example.TITLES[name]: {of: rates} for name, of in option.items()},
+        options={
+            title: {"optimiser" if name in example.WHOLE else "body_optimiser": rates}
+            for title, name in names.items()
+        },
         seeds=(10,) if quick else (10, 11, 12),
         rounds=rounds,
         evaluate_every=rounds,
     ).run(folder, n_jobs=jobs)
+    nll: dict[str, dict[str, list[float]]] = {name: {} for name in names.values()}
+    for run in table.rows:
+        (optimiser,) = run.options.values()
+        found = run.measures("last", None).get("validation_nll", math.nan)
+        nll[names[run.method]].setdefault(str(optimiser.rate), []).append(found)
     best = table.chosen("validation_nll")
     print(best)
-    frame = table.to_pandas()
-    nll: dict[str, Any] = {}
-    for name in example.METHODS:
-        runs = frame[frame.method == example.TITLES[name]]["validation_nll"].tolist()
-        each = len(runs) // len(rates)
-        nll[name] = {
-            str(rate.rate): runs[each * place : each * (place + 1)]
-            for place, rate in enumerate(rates)
-        }
-    found = {name: best.options[example.TITLES[name]][of].rate for name, of in option.items()}
-    return {"nll": nll, "chosen": found}
+    rate_of = {names[title]: next(iter(of.values())).rate for title, of in best.options.items()}
+    return {"nll": nll, "chosen": rate_of}
 
 
 def elsewhere(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
