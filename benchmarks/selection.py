@@ -205,7 +205,7 @@ def measure(predict: Predict, data: Images, *, everything: bool = True) -> Row:
     probs, epistemic = predict(data.test)
     row = quality(probs, data.test_y)
     row["predict_seconds"] = (time.process_time() - start) / len(data.test) * 1000
-    row["temperature"], best = temperature(predict(data.held)[0][None], data.held_y[None])
+    _, best = temperature(predict(data.held)[0][None], data.held_y[None])
     tempered = best.apply(predictions(probs[None], data.test_y[None])).predictions.probs
     assert tempered is not None
     row["nll_tempered"] = quality(tempered[0], data.test_y)["nll"]
@@ -275,7 +275,6 @@ def posteriors(model: nn.Module, data: Images, seed: int) -> dict[str, Posterior
         return {
             "uncurved": selection.uncurved_share(evidence, indices),
             "in_dead_units": float(silent[unit[indices]].double().mean()),
-            "median_curvature": float(evidence.curvature[indices].median()),
             "share": len(indices) / size,
         }
 
@@ -314,7 +313,7 @@ def cell(dataset: str, scaling: str, seed: int, sizes: Sizes) -> dict[str, Any]:
     best, _ = temperature(plain(data.held)[0][None], data.held_y[None])
     rows = {
         "MAP": measure(plain, data),
-        "MAP, one temperature": measure(at_point(model, best), data) | {"temperature": best},
+        "MAP, one temperature": measure(at_point(model, best), data),
     }
     chosen: Row = {}
     for name, (_, about) in planned.items():
@@ -326,7 +325,6 @@ def cell(dataset: str, scaling: str, seed: int, sizes: Sizes) -> dict[str, Any]:
             **measured(fitted),
             **about,
             "log10_precision": math.log10(chosen[name]),
-            "at_edge": float(chosen[name] in (sizes.grid[0], sizes.grid[-1])),
             "order": float(fitted.inverse.order),
             "seconds": seconds,
         }
@@ -406,10 +404,9 @@ def pooled(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> di
         chosen[name] = chosen_together(fits, data, sizes.grid), fits
     found = []
     for place, (model, d) in enumerate(zip(models, data, strict=True)):
-        tempered = measure(at_point(model, best), d, everything=False)
         rows = {
             "MAP": measure(at_point(model), d, everything=False),
-            "MAP, one temperature": tempered | {"temperature": best},
+            "MAP, one temperature": measure(at_point(model, best), d, everything=False),
         }
         for name, (precision, fits) in chosen.items():
             predict = of_posterior(fits[place].with_precision(d.x, precision), len(d.test), 0)
