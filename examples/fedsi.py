@@ -309,7 +309,8 @@ def compare(options: argparse.Namespace) -> None:
         FileNotFoundError: The data are not there.
     """
     preset, other = PRESETS[options.dataset], OTHER.get(options.dataset)
-    made, rounds = methods(preset), options.rounds or preset.rounds
+    made = methods(preset)
+    rounds = preset.rounds if options.rounds is None else options.rounds
     study = comparison(options.dataset, preset, made, seeds=options.seeds, rounds=rounds)
     table = study.run(options.out / "runs", n_jobs=options.jobs, keep="result")
     rows: dict[str, dict[str, list[float]]] = {}
