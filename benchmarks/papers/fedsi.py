@@ -105,16 +105,16 @@ def note(result: Any, milestones: tuple[int, ...]) -> None:
         result.history[-1]["map_accuracy"] = 100 * found["accuracy"]
 
 
-def measured(run: Any, make: Any, elsewhere: Any) -> dict[str, Any]:
+def measured(run: Any, result: Any, make: Any, elsewhere: Any) -> dict[str, Any]:
     """Return a run's cell of the results: its rows, and how it came about.
 
     Args:
         run: The run, as a row of the study's table.
+        result: Its whole result.
         make: Its method.
         elsewhere: Clients of another data set, with whose images it is confronted; None for none.
     """
-    result, start = run.load(), time.perf_counter()
-    last = result.history[-1]
+    start, last = time.perf_counter(), result.history[-1]
     outside = example.strangers(result.data, run.seed, elsewhere)
     rows = {}
     for title, (rule, draws) in readings(run.method).items():
@@ -162,7 +162,9 @@ def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
         ).run(folder, n_jobs=jobs, keep="result")
         for run in sorted(table.rows, key=lambda run: run.seed):
             elsewhere = example.federation(other, preset)(seed=run.seed) if other else None
-            found[f"{dataset}/{run.method}/{run.seed}"] = measured(run, made[run.method], elsewhere)
+            result = table.result(run.method, run.seed)
+            cell = measured(run, result, made[run.method], elsewhere)
+            found[f"{dataset}/{run.method}/{run.seed}"] = cell
     return found
 
 
