@@ -103,24 +103,30 @@ def test_what_is_finished_is_on_disk(example, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "arguments", "option"),
+    ("name", "arguments", "words"),
     [
         (
             "fedem",
-            [
-                "--methods",
-                "FedAvg",
-                "--clients",
-                "3",
-                "--rounds",
-                "1",
-                "--test",
-                "20",
-                "--rates",
-                "0.1",
-            ],
-            "rates",
+            "--clients 4 --rounds 1 --test 20 --rates 0.1 0.3",
+            ["FedAvg: rate 0.", "L1 of equal weights", "Clustered FL has clusters of"],
         ),
+    ],
+)
+def test_an_example_goes_on_from_its_runs(name, arguments, words, tmp_path, capsys, monkeypatch):
+    """The second time nothing is trained, and the same is printed."""
+    example, given = load(name), [*arguments.split(), "--out", str(tmp_path)]
+    example.main(given)
+    shown = capsys.readouterr().out
+    assert all(one in shown for one in words)
+    monkeypatch.setattr(bf.study.cells.Cell, "_ran", None)
+    example.main(given)
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "option"),
+    [
         (
             "fedpac",
             [
