@@ -143,4 +143,6 @@ def digest_of_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _bytes(t: Tensor) -> memoryview:
-    return t.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    t = t.contiguous()
+    # A single entry counts as contiguous with a stride of 0, too, which `view` refuses.
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -16,8 +16,9 @@ from bayesfl.posteriors import Laplace
 
 
 def test_what_is_written_is_read(tmp_path: Path):
-    """Of any dtype and shape, and plain values in their order."""
+    """Of any dtype, shape and strides, and plain values in their order."""
     tensors = {"b": torch.arange(6).view(2, 3).T, "a": torch.tensor(1.5, dtype=torch.float64)}
+    tensors["expanded"] = torch.tensor(3).expand(1)
     archive.write(tmp_path / "file", "thing", {"z": [1, None], "y": "text"}, tensors)
     kind, said, found = archive.read(tmp_path / "file")
     assert (kind, list(said.items())) == ("thing", [("z", [1, None]), ("y", "text")])
