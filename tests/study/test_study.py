@@ -159,6 +159,8 @@ def test_an_error_is_kept_and_the_others_go_on(tmp_path: Path, monkeypatch: pyte
     for ask in (nothing.summary, nothing.chosen):
         with pytest.raises(ValueError, match=r"no run went through.*OSError: no such file"):
             ask()
+    with pytest.raises(ValueError, match="FedAvg with seed 0 failed: OSError: no such file"):
+        nothing.result("FedAvg", 0)
     (row,) = nothing.rows
     assert row.record.error["class"] == "OSError"
     assert "no such file" in row.record.error["text"]
