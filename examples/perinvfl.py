@@ -29,14 +29,13 @@ recognises the client by the angle can have all g_e near 0 without any invarianc
 is then as confident as the colour of that client's training images justifies.
 
 Personal learning rates and pulls are given by options. If several are given, those with the best
-result on held-back data of the training colours are chosen.
+accuracy on held-back data of the training colours are chosen.
 """
 
-import argparse
-import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,10 @@ from bayesfl.base.files import atomic_write
 from bayesfl.evaluation import report
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import Adam
+from bayesfl.study.grid import Make
 
 sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
-from command_line import one_experiment
+from command_line import arguments
 
 CASES = (0.1, 0.2, 0.3, 0.4, 0.5)
 COLOUR = "(colour alone)"
@@ -64,85 +64,58 @@ SETS: dict[str, dict[str, Any]] = {
     },
     "rc-fmnist": {"source": "fashion-mnist", "test": 10_000},
 }
-STEPS, BATCH, LEARNING_RATE, PERSONAL = 5, 200, 5e-4, 2
-COMMON: dict[str, Any] = {
-    "steps": STEPS,
-    "batch_size": BATCH,
-    "optimiser": Adam(LEARNING_RATE),
-    "likelihood": Bernoulli(),
-}
+BATCH: dict[str, Any] = {"batch_size": 200, "likelihood": Bernoulli()}
+SHARED: dict[str, Any] = {**BATCH, "steps": 5, "optimiser": Adam(5e-4)}
+LONG = 10  # steps of a personal model: two for each step of the shared one
 
 
-def kept(phase: Descend, name: str, rate: float = LEARNING_RATE, steps: int = STEPS) -> Descend:
+def kept(phase: Descend, name: str, optimiser: Adam, steps: int = 5) -> Descend:
     """The same phase by Adam, its state kept across rounds under a name."""
-    return replace(phase, steps=steps, batch_size=BATCH, optimiser=Adam(rate), persist=name)
+    return replace(phase, steps=steps, batch_size=200, optimiser=optimiser, persist=name)
 
 
-def fedavg(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
+def fedavg(model: torch.nn.Module) -> bf.Algorithm:
     """FedAvg by the steps of the others."""
     algorithm = bf.algorithms.fedavg(model, likelihood=Bernoulli())
-    return replace(
-        algorithm, phases=tuple(kept(phase, "w_optimiser") for phase in algorithm.phases)
-    )
+    (phase,) = algorithm.phases
+    return replace(algorithm, phases=(kept(phase, "w_optimiser", SHARED["optimiser"]),))
 
 
-def fedavg_ft(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
+def fedavg_ft(model: torch.nn.Module, personal_optimiser: Adam) -> bf.Algorithm:
     """FedAvg, fine-tuned by Adam before it predicts."""
-    tuned = bf.algorithms.fedavg_ft(model, likelihood=Bernoulli()).finetune
-    steps = {"steps": PERSONAL * STEPS, "batch_size": BATCH, "optimiser": Adam(rate)}
-    return replace(
-        fedavg(model, rate, lam, anneal), finetune=tuple(replace(phase, **steps) for phase in tuned)
-    )
+    (tuned,) = bf.algorithms.fedavg_ft(model, likelihood=Bernoulli()).finetune
+    tuned = replace(tuned, steps=LONG, batch_size=200, optimiser=personal_optimiser)
+    return replace(fedavg(model), finetune=(tuned,))
 
 
-def ditto(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
+def ditto(model: torch.nn.Module, personal_optimiser: Adam, lam: float) -> bf.Algorithm:
     """Ditto, both models by Adam."""
     algorithm = bf.algorithms.ditto(model, lam=lam, likelihood=Bernoulli())
     personal, shared = algorithm.phases
-    return replace(
-        algorithm,
-        phases=(kept(personal, "v_optimiser", rate, PERSONAL * STEPS), kept(shared, "w_optimiser")),
+    phases = (
+        kept(personal, "v_optimiser", personal_optimiser, LONG),
+        kept(shared, "w_optimiser", SHARED["optimiser"]),
     )
+    return replace(algorithm, phases=phases)
 
 
-def pfedme(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
-    """The method with its paper's rates and pull, which are of SGD."""
-    return bf.algorithms.pfedme(model, batches=STEPS, batch_size=BATCH, likelihood=Bernoulli())
-
-
-def invariant(
-    name: str, personal: bool = True, **more: Any
-) -> Callable[[torch.nn.Module, float, float, int], bf.Algorithm]:
-    """One of the invariant methods."""
-
-    def make(model: torch.nn.Module, rate: float, lam: float, anneal: int) -> bf.Algorithm:
-        options = {**COMMON, **more}
-        if name != "group_dro":
-            options["anneal"] = anneal
-        if personal:
-            options |= {"personal_steps": PERSONAL, "personal_optimiser": Adam(rate)}
-        if personal and name != "irm_ft":
-            options["lam"] = lam
-        return getattr(bf.algorithms, name)(model, **options)
-
-    return make
-
-
-LOSSES = {"loss_examples": 1000}
-METHODS: dict[str, Callable[[torch.nn.Module, float, float, int], bf.Algorithm]] = {
+METHODS: dict[str, Make] = {
     "FedAvg": fedavg,
     "Ditto": ditto,
     "FedAvg-FT": fedavg_ft,
-    "pFedMe": pfedme,
-    "GroupDRO": invariant("group_dro", personal=False, **LOSSES),
-    "IRM": invariant("irm", personal=False),
-    "IRM-L2": invariant("irm_l2"),
-    "IRM-FT": invariant("irm_ft"),
-    "PerInvFL-IRM": invariant("perinvfl"),
-    "PerInvFL-DRO": invariant("perinvfl", lower="group_dro", **LOSSES),
+    # With its paper's rates and pull, which are of SGD.
+    "pFedMe": lambda model: bf.algorithms.pfedme(model, batches=5, **BATCH),
+    "GroupDRO": partial(bf.algorithms.group_dro, loss_examples=1000, **SHARED),
+    "IRM": partial(bf.algorithms.irm, **SHARED),
+    "IRM-L2": partial(bf.algorithms.irm_l2, personal_steps=2, **SHARED),
+    "IRM-FT": lambda model, personal_optimiser, anneal: bf.algorithms.irm_ft(
+        model, personal_steps=2, personal_optimiser=personal_optimiser, anneal=anneal, **SHARED
+    ),
+    "PerInvFL-IRM": partial(bf.algorithms.perinvfl, personal_steps=2, **SHARED),
+    "PerInvFL-DRO": partial(
+        bf.algorithms.perinvfl, lower="group_dro", loss_examples=1000, personal_steps=2, **SHARED
+    ),
 }
-PULLED = ("Ditto", "IRM-L2", "PerInvFL-IRM", "PerInvFL-DRO")
-RATED = (*PULLED, "FedAvg-FT", "IRM-FT")
 
 
 def federation(
@@ -166,33 +139,32 @@ def network(clients: bf.data.FederatedData, seed: int) -> torch.nn.Module:
     )
 
 
-def train(
-    name: str, clients: bf.data.FederatedData, options: argparse.Namespace
-) -> tuple[Any, dict[str, float]]:
-    """The run of the personal rate and pull that are best on held-back data of the training
-    colours, and these.
-    """
-    rates = options.rates if name in RATED else options.rates[:1]
-    pulls = options.lams if name in PULLED else options.lams[:1]
-    best: tuple[float, Any, dict[str, float]] | None = None
-    for rate, lam in itertools.product(rates, pulls):
-        result = bf.simulate(
-            METHODS[name](network(clients, options.seed), rate, lam, options.anneal),
-            clients,
-            rounds=options.rounds,
-            train="all",
-            seed=options.seed,
-            evaluate_every=None,
-            engine=bf.Engine(workers=options.workers),
-            device=options.device,
-        )
-        score = result.predict(clients.validation).summary(clients.validation)["accuracy"]
-        if best is None or score > best[0]:
-            best = score, result, {"rate": rate} if name in RATED else {}
-            if name in PULLED:
-                best[2]["lam"] = lam
-    assert best is not None
-    return best[1], best[2]
+def study(
+    name: str, *, upright: bool, root: Path | None, rounds: int, seeds: list[int], **more: Any
+) -> bf.Study:
+    """A study of one of the sets; `more` has its methods and options."""
+    return bf.Study(
+        data=partial(federation, name, upright=upright, root=root),
+        model=network,
+        rounds=rounds,
+        seeds=seeds,
+        train="all",
+        evaluate_every=rounds,
+        **more,
+    )
+
+
+def grid(rates: list[float], lams: list[float], anneal: int) -> dict[str, dict[str, list[Any]]]:
+    """The options among which validation data choose, and the round of the whole penalty."""
+    optimisers = [Adam(rate) for rate in rates]
+    return {"*": {"personal_optimiser": optimisers, "lam": lams, "anneal": [anneal]}}
+
+
+def taken(options: Mapping[str, Any]) -> dict[str, float]:
+    """The personal rate and the pull among chosen options."""
+    optimiser = options.get("personal_optimiser")
+    found = {"rate": None if optimiser is None else optimiser.rate, "lam": options.get("lam")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def summarised(cases: dict[str, float], held_back: float) -> dict[str, float]:
@@ -250,6 +222,11 @@ def score(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
     return summarised(cases, held)
 
 
+def measured(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
+    """The accuracies, slopes and sureness of a run."""
+    return score(result, clients) | slopes(result, clients) | sureness(result, clients)
+
+
 def slopes(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
     """The slope of each client's training loss by the scale of its own model's logits."""
     found = result.predict(clients.train)
@@ -274,14 +251,12 @@ def sureness(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
     )
     algorithm = result.algorithm
     leaves = algorithm.leaves(("w",), result.server)
-    x = upright.to(result.device)
     return {
-        f"turn{k}": float(algorithm.outputs(leaves, x.rot90(k, (-2, -1))).abs().mean())
+        f"turn{k}": float(algorithm.outputs(leaves, upright.rot90(k, (-2, -1))).abs().mean())
         for k in range(4)
     }
 
 
-EXPERIMENT = ("data", "upright", "rounds", "anneal", "methods", "rates", "lams", "seed")
 COLUMNS = [
     *(report.Column(f"p{p}", title=f"p = {p}") for p in CASES),
     report.Column("worst", title="worst"),
@@ -291,128 +266,59 @@ COLUMNS = [
 LOOKS = [
     *(report.Column(f"g{j}", title=f"g, client {j}", digits=4) for j in range(4)),
     *(report.Column(f"turn{k}", title=f"|logit| at {90 * k}", digits=2) for k in range(4)),
+    report.Column("rate", title="personal rate", digits=4),
+    report.Column("lam", title="lambda", digits=2),
 ]
 
 
-def compare(options: argparse.Namespace) -> None:
-    """Runs every method, prints and writes the tables.
-
-    Raises:
-        ValueError: Arguments that don't work out.
-        DivergenceError: Training left the finite numbers.
-    """
-    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
-    clients = federation(
-        options.data, options.seed, upright=options.upright, root=options.data_root
+def main(argv: list[str] | None = None) -> None:
+    """Run every method, print and write the tables."""
+    options = arguments(
+        __doc__,
+        argv,
+        data=("digits", f"set of images, of {', '.join(SETS)}"),
+        upright=(False, "do not rotate the images"),
+        rounds=(100, "rounds of the federation; the paper has 201"),
+        anneal=(12, "round from which the penalty has its full weight"),
+        rates=([1e-3], "learning rates of personal models"),
+        lams=([1.0], "strengths of the pull to the global model"),
+        seed=(0, "seed of data, starts and batches"),
+        jobs=1,
+        data_root=None,
+        out=Path("runs/perinvfl"),
     )
-    rows: dict[str, dict[str, float]] = {}
+    where = {"upright": options.upright, "root": options.data_root}
+    tried = study(
+        options.data,
+        **where,
+        rounds=options.rounds,
+        seeds=[options.seed],
+        methods=METHODS,
+        options=grid(options.rates, options.lams, options.anneal),
+    )
+    table = tried.run(options.out / "runs", n_jobs=options.jobs, keep="result")
+    table = table.chosen("validation_accuracy")
+    clients = federation(options.data, options.seed, **where)
     known = references(clients)
-    written = {"arguments": vars(options), "environment": report.environment(), "references": known}
-    for name in options.methods:
-        result, chosen = train(name, clients, options)
-        rows[name] = (
-            score(result, clients) | slopes(result, clients) | sureness(result, clients) | chosen
-        )
-        report.write_json(options.out / "table.json", {**written, "rows": rows})
-    chosen = [
-        report.Column("rate", title="personal rate", digits=4),
-        report.Column("lam", title="lambda", digits=2),
-    ]
-    there = {key for row in rows.values() for key in row}
+    rows: dict[str, dict[str, float]] = {}
+    for name, chosen in table.options.items():
+        result = table.result(name, options.seed)
+        rows[name] = measured(result, clients) | taken(chosen)
+    looks = [column for column in LOOKS if any(column.key in row for row in rows.values())]
+    kind = "upright" if options.upright else "turned"
     tables = [
+        f"{clients}, {kind}, {options.rounds} rounds, seed {options.seed}; last round, mean over "
+        "clients",
         report.table({**rows, **known}, columns=COLUMNS),
         colour_alone(rows, known[COLOUR]),
-        report.table(rows, columns=[*LOOKS, *(c for c in chosen if c.key in there)]),
+        report.table(rows, columns=looks),
     ]
     text = "\n\n".join(filter(None, tables))
-    kind = "upright" if options.upright else "turned"
-    print(
-        f"\n{clients}, {kind}, {options.rounds} rounds, seed {options.seed}; last round, mean over "
-        "clients\n"
-    )
-    print(text)
+    print(f"{text}\n\ntables are in {options.out}")
     atomic_write(options.out / "table.txt", text + "\n")
-    print(f"\ntables are in {options.out}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, or 1 where training diverged, or 2 where the arguments don't work out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data", choices=list(SETS), default="digits", help="set of images (default: %(default)s)"
-    )
-    parser.add_argument("--upright", action="store_true", help="do not rotate the images")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=100,
-        help="rounds of the federation (default: %(default)s; the paper's 201)",
-    )
-    parser.add_argument(
-        "--anneal",
-        type=int,
-        default=12,
-        help="round from which the penalty has its full weight (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=list(METHODS),
-        default=list(METHODS),
-        help="methods to run (default: all)",
-    )
-    parser.add_argument(
-        "--rates",
-        nargs="+",
-        type=float,
-        default=[1e-3],
-        help="learning rates of personal models (default: 0.001)",
-    )
-    parser.add_argument(
-        "--lams",
-        nargs="+",
-        type=float,
-        default=[1.0],
-        help="strengths of the pull to the global model (default: 1)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of data, starts and batches (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=None,
-        help="threads that run clients (default: the number of cores)",
-    )
-    parser.add_argument(
-        "--device", default="cpu", help="device that computes, cpu or cuda (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        default=None,
-        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/perinvfl"),
-        help="folder of the tables (default: %(default)s)",
-    )
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    try:
-        compare(options)
-    except (bf.DivergenceError, ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, bf.DivergenceError) else 2
-    return 0
+    found = {"arguments": vars(options), "environment": report.environment()}
+    report.write_json(options.out / "table.json", {**found, "references": known, "rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
