@@ -25,9 +25,9 @@ def example(name: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / f"{name}.py")))
 
 
-def cell(row: Row, **found: Any) -> dict[str, Any]:
+def cell(run: Row, /, **found: Any) -> dict[str, Any]:
     """What the results hold of a run: what was found, and where it was made."""
-    return {**found, "environment": row.record.environment}
+    return {**found, "environment": run.record.environment}
 
 
 def record(
