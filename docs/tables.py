@@ -749,7 +749,7 @@ def networks() -> str:
         report.Column("accuracy", better="higher"),
         report.Column("nll", title="NLL (nats)", better="lower"),
         report.Column("pooled_ece", title="ECE, pooled", better="lower"),
-        report.Column("seconds", title="CPU seconds", digits=0),
+        report.Column("seconds", digits=0),
     ]
     parts = []
     for part, rows in tables.items():

@@ -1,8 +1,8 @@
 """Any network in a federation: a ResNet with batch norms, a transformer, adapters on a frozen body,
 a network of two inputs.
 
-    python examples/networks.py --smoke  # seconds, no files needed
-    python examples/networks.py --data-root DIR  # real data, minutes
+    python examples/networks.py --quick  # seconds, no files needed
+    python examples/networks.py  # real data, minutes
 
 Each network is trained by FedAvg, by FedBN where it has norms of its own, and by pFedVEM with
 scales held, and some predict by a Laplace approximation, too:
@@ -18,17 +18,16 @@ int64, with dropout.
 - `two_inputs`: images with missing pixels, a mapping of floats and bools, {"values": ...,
 "missing": ...}.
 
-The smoke size takes scikit-learn's digits, and for the transformer its pages on data sets. The
-script prints a table for each part, and writes them into a run folder.
+The quick size takes scikit-learn's digits, and for the transformer its pages on data sets. The
+script prints a table for each part, and writes them into a folder.
 """
 
-import argparse
 import importlib.resources
 import string
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,19 +40,19 @@ from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.data.recipes.torchvision import torchvision
 from bayesfl.evaluation import report
-from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD, Adam
+from bayesfl.study.grid import Make
+from bayesfl.study.table import Row
 
 sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
-from command_line import one_experiment, refuse_repeats
+from command_line import arguments
 
-EXPERIMENT = ("parts", "seeds", "smoke")
 COLUMNS = (
     report.Column("before_accuracy", title="before pooling", better="higher"),
     report.Column("accuracy", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
     report.Column("pooled_ece", title="ECE, pooled", better="lower"),
-    report.Column("seconds", title="CPU seconds", digits=0),
+    report.Column("seconds", digits=0),
 )
 CAMERAS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x,
@@ -82,7 +81,7 @@ SIZES = {
     "adapters": Size("mnist", clients=6, train=100, test=300, rounds=20),
     "two_inputs": Size("mnist", clients=8, train=200, test=300, rounds=40),
 }
-SMOKE = {
+QUICK = {
     "resnet": Size("digits", clients=3, train=20, test=20, rounds=2),
     "transformer": Size("pages", clients=4, train=60, test=20, rounds=2),
     "adapters": Size("digits", clients=4, train=40, test=40, rounds=2),
@@ -92,12 +91,13 @@ SMOKE = {
 
 @dataclass(frozen=True)
 class Part:
-    """A federation, the methods to train, and other predictors for what they have learnt: {title:
-    (method's title, predictor)}.
+    """What a study has of a network, and other predictors for what methods have learnt: {title:
+    (method, predictor)}.
     """
 
-    clients: FederatedData
-    methods: dict[str, bf.Algorithm]
+    data: Callable[..., FederatedData]
+    model: Callable[..., nn.Module]
+    methods: dict[str, Make]
     laplace: dict[str, tuple[str, LinearisedLaplace]]
 
 
@@ -146,42 +146,32 @@ def shifted(x: Tensor) -> Tensor:
     )
 
 
-def resnet(size: Size, seed: int, root: Path | None) -> Part:
+def resnet(size: Size, root: Path | None) -> Part:
     """ResNet-18 of torchvision's with batch norms, for pFedVEM with group norms; Laplace's
     approximation is over FedBN's own norms.
     """
-    clients = by_camera(size, dealt(size, seed, root)[0], seed)
-    clients = clients.transformed(lambda x: (x.float() / 255).expand(-1, 3, -1, -1)).augmented(
-        shifted
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        network = torchvision().models.resnet18(weights=None, num_classes=clients.outputs)
-    model = bf.models.split(network, head="fc")
-    # Averages of statistics would leave a personal head with other features than it learned on.
-    converted = bf.models.group_norm(model)
+
+    def data(seed: int) -> FederatedData:
+        clients = by_camera(size, dealt(size, seed, root)[0], seed)
+        clients = clients.transformed(lambda x: (x.float() / 255).expand(-1, 3, -1, -1))
+        return clients.augmented(shifted)
+
+    def model(clients: FederatedData) -> nn.Module:
+        build = torchvision().models.resnet18
+        return bf.models.split(build(weights=None, num_classes=clients.outputs), head="fc")
+
     steps = {"epochs": 1, "batch_size": 40, "optimiser": SGD(0.05, momentum=0.9)}
-    methods = {
-        "FedAvg": bf.algorithms.fedavg(model, **steps),
-        "FedBN": bf.algorithms.fedbn(model, **steps),
-        "pFedVEM, scales held, group norms": bf.algorithms.pfedvem_held(
-            converted,
-            body_epochs=1,
-            batch_size=40,
-            head_optimiser=Adam(1e-3),
-            body_optimiser=Adam(1e-3),
+    adam = {"head_optimiser": Adam(1e-3), "body_optimiser": Adam(1e-3)}
+    methods: dict[str, Make] = {
+        "FedAvg": partial(bf.algorithms.fedavg, **steps),
+        "FedBN": partial(bf.algorithms.fedbn, **steps),
+        # Averages of statistics would leave a personal head with other features than it learned on.
+        "pFedVEM, scales held, group norms": lambda model: bf.algorithms.pfedvem_held(
+            bf.models.group_norm(model), body_epochs=1, batch_size=40, **adam
         ),
     }
-    return Part(
-        clients,
-        methods,
-        {
-            "FedBN, Laplace over the norms": (
-                "FedBN",
-                LinearisedLaplace(block="norms", structure="diagonal"),
-            )
-        },
-    )
+    predictor = LinearisedLaplace(block="norms", structure="diagonal")
+    return Part(data, model, methods, {"FedBN, Laplace over the norms": ("FedBN", predictor)})
 
 
 def pages() -> list[str]:
@@ -217,21 +207,22 @@ def texts(size: Size, seed: int, root: Path | None, length: int) -> FederatedDat
     return bf.data.from_arrays(*train, test=test, outputs=len(string.printable), seed=seed)
 
 
-def transformer(size: Size, seed: int, root: Path | None) -> Part:
+def transformer(size: Size, root: Path | None) -> Part:
     """A transformer that reads characters; the norms that FedBN's clients keep are layer norms."""
-    clients = texts(size, seed, root, length=32)
-    model = bf.models.transformer(
-        clients.inputs, outputs=clients.outputs, d=32, layers=2, heads=4, dropout=0.1, seed=seed
-    )
+
+    def model(clients: FederatedData, seed: int) -> nn.Module:
+        shape = {"d": 32, "layers": 2, "heads": 4, "dropout": 0.1}
+        return bf.models.transformer(clients.inputs, outputs=clients.outputs, **shape, seed=seed)
+
     steps = {"epochs": 1, "batch_size": 50, "optimiser": Adam(3e-3)}
-    methods = {
-        "FedAvg": bf.algorithms.fedavg(model, **steps),
-        "FedBN": bf.algorithms.fedbn(model, **steps),
-        "pFedVEM, scales held": bf.algorithms.pfedvem_held(
-            model, body_epochs=1, batch_size=50, body_optimiser=Adam(3e-3)
+    methods: dict[str, Make] = {
+        "FedAvg": partial(bf.algorithms.fedavg, **steps),
+        "FedBN": partial(bf.algorithms.fedbn, **steps),
+        "pFedVEM, scales held": partial(
+            bf.algorithms.pfedvem_held, body_epochs=1, batch_size=50, body_optimiser=Adam(3e-3)
         ),
     }
-    return Part(clients, methods, {})
+    return Part(lambda seed: texts(size, seed, root, length=32), model, methods, {})
 
 
 class Adapted(nn.Module):
@@ -261,43 +252,44 @@ def trained(network: nn.Module, x: Tensor, y: Tensor, *, steps: int = 300) -> nn
     return network
 
 
-def adapters(size: Size, seed: int, root: Path | None) -> Part:
+def adapters(size: Size, root: Path | None) -> Part:
     """Adapters on a frozen body, averaged, or each client's own; batch norm is frozen by eval(),
     while dropout trains.
     """
-    parts, (x, y) = dealt(size, seed, root)
-    clients = by_camera(size, parts, seed).transformed(lambda x: x.float().flatten(1) / 255)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+
+    def data(seed: int) -> FederatedData:
+        clients = by_camera(size, dealt(size, seed, root)[0], seed)
+        return clients.transformed(lambda x: x.float().flatten(1) / 255)
+
+    def model(clients: FederatedData, seed: int) -> nn.Module:
+        _, (x, y) = dealt(size, seed, root)
         first = nn.Linear(x[0].numel(), 128)
         second = nn.Linear(128, 64)
         head = nn.Linear(64, clients.outputs)
         norm = nn.BatchNorm1d(128)
-        trained(
-            nn.Sequential(first, norm, nn.ReLU(), second, nn.ReLU(), head),
-            x[:2000].float().flatten(1) / 255,
-            y[:2000],
-        )
+        whole = nn.Sequential(first, norm, nn.ReLU(), second, nn.ReLU(), head)
+        trained(whole, x[:2000].float().flatten(1) / 255, y[:2000])
         norm.eval().requires_grad_(False)
-        body = nn.Sequential(
-            Adapted(first, 4, 0.1), norm, nn.ReLU(), Adapted(second, 4, 0.1), nn.ReLU()
-        )
-    model = bf.models.SplitModel(body, head)
+        low = [Adapted(layer, 4, 0.1) for layer in (first, second)]
+        body = nn.Sequential(low[0], norm, nn.ReLU(), low[1], nn.ReLU())
+        return bf.models.SplitModel(body, head)
+
     steps, both = {"epochs": 5, "batch_size": 20, "optimiser": Adam(3e-3)}, ("lora", "head")
     own = bf.Descend(bf.Energy(both, both, likelihood="mean"), **steps)
     blocks = {"lora": bf.Block("body.*", pool=None, keep=True), "head": bf.Block("head.*")}
-    methods = {
-        "FedAvg": bf.algorithms.fedavg(model, **steps),
-        "Own adapters, one head": bf.Algorithm(model, blocks, (own,), parts=both, adapt=(own,)),
-        "pFedVEM, scales held": bf.algorithms.pfedvem_held(
-            model, batch_size=20, head_optimiser=Adam(3e-3), body_optimiser=Adam(3e-3)
+    adam = {"head_optimiser": Adam(3e-3), "body_optimiser": Adam(3e-3)}
+    methods: dict[str, Make] = {
+        "FedAvg": partial(bf.algorithms.fedavg, **steps),
+        "Own adapters, one head": lambda model: bf.Algorithm(
+            model, blocks, (own,), parts=both, adapt=(own,)
         ),
+        "pFedVEM, scales held": partial(bf.algorithms.pfedvem_held, batch_size=20, **adam),
     }
     laplace = {
         "FedAvg, Laplace": ("FedAvg", LinearisedLaplace()),
         "Own adapters, Laplace": ("Own adapters, one head", LinearisedLaplace()),
     }
-    return Part(clients, methods, laplace)
+    return Part(data, model, methods, laplace)
 
 
 class WithMissing(nn.Module):
@@ -315,173 +307,98 @@ class WithMissing(nn.Module):
         )
 
 
-def two_inputs(size: Size, seed: int, root: Path | None) -> Part:
+def two_inputs(size: Size, root: Path | None) -> Part:
     """Clients who miss more pixels or fewer, from none to three quarters."""
-    parts, _ = dealt(size, seed, root)
-    rng = torch.Generator().manual_seed(seed)
-    xs, ys = [], [y for _, y in parts]
-    for j, (x, _) in enumerate(parts):
-        values = x.flatten(1).float() / 255
-        missing = torch.rand(values.shape, generator=rng) < 0.75 * j / max(1, size.clients - 1)
-        xs.append({"values": values, "missing": missing})
-    n = size.train
-    train, test = (
-        [{name: t[rows] for name, t in x.items()} for x in xs]
-        for rows in (slice(n), slice(n, None))
-    )
-    clients = bf.data.from_arrays(
-        train,
-        [y[:n] for y in ys],
-        test=(test, [y[n:] for y in ys]),
-        validation=0.2,
-        outputs=10,
-        seed=seed,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = bf.models.SplitModel(
-            WithMissing(xs[0]["values"].shape[1], 64), nn.Linear(64, clients.outputs)
-        )
-    steps = {"epochs": 2, "batch_size": 20}
-    methods = {
-        "FedAvg": bf.algorithms.fedavg(model, optimiser=SGD(0.05, momentum=0.9), **steps),
-        "FedBN": bf.algorithms.fedbn(model, optimiser=SGD(0.05), **steps),
-        "pFedVEM, scales held": bf.algorithms.pfedvem_held(
-            model, body_epochs=2, batch_size=20, body_optimiser=SGD(0.05, momentum=0.9)
+
+    def data(seed: int) -> FederatedData:
+        rng, n = torch.Generator().manual_seed(seed), size.train
+        train, test = ([], []), ([], [])
+        for j, (x, y) in enumerate(dealt(size, seed, root)[0]):
+            values = x.flatten(1).float() / 255
+            missing = torch.rand(values.shape, generator=rng) < 0.75 * j / max(1, size.clients - 1)
+            for (xs, ys), rows in ((train, slice(n)), (test, slice(n, None))):
+                xs.append({"values": values[rows], "missing": missing[rows]})
+                ys.append(y[rows])
+        return bf.data.from_arrays(*train, test=test, validation=0.2, outputs=10, seed=seed)
+
+    def model(clients: FederatedData) -> nn.Module:
+        inputs = clients.train.client(0)[0]["values"].shape[1]
+        return bf.models.SplitModel(WithMissing(inputs, 64), nn.Linear(64, clients.outputs))
+
+    steps, heavy = {"epochs": 2, "batch_size": 20}, SGD(0.05, momentum=0.9)
+    methods: dict[str, Make] = {
+        "FedAvg": partial(bf.algorithms.fedavg, optimiser=heavy, **steps),
+        "FedBN": partial(bf.algorithms.fedbn, optimiser=SGD(0.05), **steps),
+        "pFedVEM, scales held": partial(
+            bf.algorithms.pfedvem_held, body_epochs=2, batch_size=20, body_optimiser=heavy
         ),
     }
-    return Part(
-        clients,
-        methods,
-        {"FedBN, Laplace over the norms": ("FedBN", LinearisedLaplace(block="norms"))},
-    )
+    laplace = {"FedBN, Laplace over the norms": ("FedBN", LinearisedLaplace(block="norms"))}
+    return Part(data, model, methods, laplace)
 
 
-BEFORE = "before_pool_accuracy"
 PARTS = {
     "resnet": resnet,
     "transformer": transformer,
     "adapters": adapters,
     "two_inputs": two_inputs,
 }
+SHOWN = {name: f"personal_{name}" for name in ("accuracy", "nll", "pooled_ece")}
 
 
-def run(
-    name: str, size: Size, seed: int, root: Path | None = None, workers: int | None = None
-) -> dict[str, dict[str, float]]:
-    """{method: what was measured on the clients' test data}, of one part under one seed."""
-    part = PARTS[name](size, seed, root)
-    found, results = {}, {}
-    for title, algorithm in part.methods.items():
-        start = time.process_time()
-        options = {
-            "rounds": size.rounds,
-            "evaluate_every": size.rounds,
-            "seed": seed,
-            "engine": bf.Engine(workers=workers),
-        }
-        results[title] = bf.simulate(algorithm, part.clients, progress=False, **options)
-        found[title] = measured(results[title], part.clients) | {
-            "seconds": time.process_time() - start
-        }
-        row = results[title].history.rows[-1]
-        found[title] |= {"before_accuracy": row[BEFORE]} if BEFORE in row else {}
+def measured(
+    name: str, size: Size, seeds: list[int], *, root: Path | None, folder: Path, jobs: int
+) -> Iterator[tuple[str, Row, dict[str, float]]]:
+    """Each method of a part, its runs, and what was measured on the clients' test data."""
+    part = PARTS[name](size, root)
+    study = bf.Study(
+        data=part.data,
+        model=part.model,
+        methods=part.methods,
+        seeds=seeds,
+        rounds=size.rounds,
+        evaluate_every=size.rounds,
+        engine=bf.Engine(workers=1),
+    )
+    table = study.run(folder, n_jobs=jobs, keep="result")
+    for run in table.rows:
+        last = run.measures("last", None)
+        columns = {**SHOWN, "before_accuracy": "before_pool_accuracy"}
+        row = {key: last[column] for key, column in columns.items() if column in last}
+        yield run.method, run, {**row, "seconds": run.record.seconds}
     for title, (method, predictor) in part.laplace.items():
-        reading = replace(
-            results[method], algorithm=replace(part.methods[method], predictor=predictor)
-        )
-        found[title] = measured(reading, part.clients) | {
-            "log10_precision": torch.tensor(reading.tuned).log10().item()
-        }
-    return found
+        for run in (run for run in table.rows if run.method == method):
+            result = table.result(method, run.seed)
+            result = replace(result, algorithm=replace(result.algorithm, predictor=predictor))
+            found = result.predict().summary(result.data.test)
+            precision = torch.tensor(result.tuned).log10().item()
+            yield title, run, {key: found[key] for key in SHOWN} | {"log10_precision": precision}
 
 
-def measured(result: Result, clients: FederatedData) -> dict[str, float]:
-    """Means over clients on their test data."""
-    summary = result.predict().summary(clients.test)
-    return {name: summary[name] for name in ("accuracy", "nll", "pooled_ece")}
-
-
-def compare(options: argparse.Namespace) -> None:
-    """Runs the parts with every seed, prints the tables and writes them.
-
-    Raises:
-        ValueError: Arguments that don't work out.
-        OSError: The data are not there.
-        DivergenceError: Training left the finite numbers.
-    """
-    refuse_repeats({name: getattr(options, name) for name in ("parts", "seeds")})
-    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
-    sizes = SMOKE if options.smoke else SIZES
-    tables: dict[str, dict[str, dict[str, list[float]]]] = {}
+def main(argv: list[str] | None = None) -> None:
+    """Run the parts with every seed, print the tables and write them."""
+    options = arguments(
+        __doc__,
+        argv,
+        parts=(list(PARTS), "networks to train"),
+        quick=False,
+        seeds=[0],
+        jobs=1,
+        data_root=None,
+        out=Path("runs/networks"),
+    )
     text = []
     for part in options.parts:
-        rows: dict[str, dict[str, list[float]]] = tables.setdefault(part, {})
-        for seed in options.seeds:
-            for title, row in run(
-                part, sizes[part], seed, options.data_root, options.workers
-            ).items():
-                for key, value in row.items():
-                    rows.setdefault(title, {}).setdefault(key, []).append(value)
-        text.append(f"{part}, {sizes[part]}\n{report.table(rows, columns=COLUMNS)}")
+        size = (QUICK if options.quick else SIZES)[part]
+        where = {"root": options.data_root, "folder": options.out / "runs", "jobs": options.jobs}
+        rows: dict[str, dict[str, list[float]]] = {}
+        for title, _, row in measured(part, size, options.seeds, **where):
+            for key, value in row.items():
+                rows.setdefault(title, {}).setdefault(key, []).append(value)
+        text.append(f"{part}, {size}\n{report.table(rows, columns=COLUMNS)}")
         print(f"{text[-1]}\n", flush=True)
-        record = {
-            "arguments": vars(options),
-            "sizes": sizes,
-            "environment": report.environment(),
-            "tables": tables,
-        }
-        report.write_json(options.out / "table.json", record)
-    atomic_write(options.out / "tables.txt", "\n\n".join(text) + "\n")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, or 1 where training diverged, or 2 where the arguments don't work out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=list(PARTS),
-        default=list(PARTS),
-        help="networks to train (default: all)",
-    )
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="a few rounds on data that need no file: shows that it runs",
-    )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0], help="seeds, one run for each (default: 0)"
-    )
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        default=None,
-        help="folder of the data (default: BAYESFL_DATA, else the user's cache)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=None,
-        help="threads that run clients (default: the number of cores)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/networks"),
-        help="folder of the tables (default: %(default)s)",
-    )
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    try:
-        compare(options)
-    except (bf.DivergenceError, ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, bf.DivergenceError) else 2
-    return 0
+        atomic_write(options.out / "tables.txt", "\n\n".join(text) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -31,7 +31,7 @@ from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import SGD, multistep
 
 sys.path.append(str(Path(__file__).parents[1]))
-from common import cell, example, record
+from recording import cell, example, record
 
 RATES = (0.03, 0.1, 0.3, 1.0)
 PLAIN = partial(SGD, weight_decay=5e-4)

@@ -31,7 +31,7 @@ from bayesfl.optim import Adam
 from bayesfl.study.table import Row
 
 sys.path.append(str(Path(__file__).parents[1]))
-from common import cell, example, record
+from recording import cell, example, record
 
 GRID = {"rates": [1e-4, 1e-3], "lams": [0.1, 1.0, 10.0]}
 SETS = {

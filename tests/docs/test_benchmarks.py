@@ -233,12 +233,9 @@ def test_claims_about_the_coloured_sets(tmp_path):
     "ignore:predictive_precision is at the (lower|upper) edge"
 )  # of networks that have hardly been trained
 def test_the_networks_run(quick):
-    """A part at smoke size; cells stand by part and seed."""
-    study, shown = quick(BENCHMARKS / "networks.py", "--parts", "two_inputs")
+    """A part at its quick size."""
+    _, shown = quick(BENCHMARKS / "networks.py", "--parts", "two_inputs")
     assert all(
-        f"two_inputs/{name}/0: accuracy 0." in shown
-        for name in ("FedAvg", "FedBN", "pFedVEM, scales held")
+        f'two_inputs/{name}/0: {{"row": {{"accuracy": 0.' in shown
+        for name in ("FedAvg", "FedBN", "pFedVEM, scales held", "FedBN, Laplace over the norms")
     )
-    cells = [(f"{part}/2", None) for part in ("two_inputs/FedAvg", "resnet/FedBN", "resnet/FedAvg")]
-    later = [("resnet/pFedVEM/10", None)]
-    assert sorted(cells + later, key=study["place"]) == [*cells[1:], *later, cells[0]]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import bayesfl as bf
+from bayesfl.optim import Adam
 
 SENSITIVITY = "benchmarks/results/sensitivity.json"
 SMALL = [
@@ -110,6 +111,16 @@ def test_what_is_finished_is_on_disk(example, tmp_path):
             "--clients 4 --rounds 1 --test 20 --rates 0.1 0.3",
             ["FedAvg: rate 0.", "L1 of equal weights", "Clustered FL has clusters of"],
         ),
+        (
+            "fedpac",
+            "--clients 4 --rounds 1 --train 20 --rates 0.1 --seeds 0",
+            ["label skew\n", "after NLL", "weight on the own group 0."],
+        ),
+        (
+            "perinvfl",
+            "--rounds 1 --anneal 1 --rates 0.1 0.2 --lams 1 2",
+            ["personal rate", "(colour alone)", "PerInvFL-DRO"],
+        ),
     ],
 )
 def test_an_example_goes_on_from_its_runs(name, arguments, words, tmp_path, capsys, monkeypatch):
@@ -122,49 +133,6 @@ def test_an_example_goes_on_from_its_runs(name, arguments, words, tmp_path, caps
     example.main(given)
     assert capsys.readouterr().out == shown
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "arguments", "option"),
-    [
-        (
-            "fedpac",
-            [
-                "--methods",
-                "FedPAC",
-                "--clients",
-                "4",
-                "--rounds",
-                "1",
-                "--train",
-                "20",
-                "--rates",
-                "0.1",
-                "--seeds",
-                "0",
-            ],
-            "rates",
-        ),
-        (
-            "perinvfl",
-            ["--methods", "FedAvg-FT", "--rounds", "1", "--anneal", "1", "--rates", "0.1"],
-            "rates",
-        ),
-    ],
-)
-def test_no_example_overwrites_another_experiment(name, arguments, option, tmp_path, capsys):
-    """The same again is fine; one argument else is refused in a line that names it, and the files
-    stay.
-    """
-    example, out = load(name), tmp_path / "run"
-    assert example.main([*arguments, "--out", str(out)]) == 0
-    assert example.main([*arguments, "--out", str(out)]) == 0
-    before = files(out)
-    capsys.readouterr()
-    other = {"rates": "0.2"}[option]
-    assert example.main([*arguments, f"--{option}", other, "--out", str(out)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --out {out} holds a run with --{option} ")
-    assert files(out) == before
 
 
 @pytest.mark.parametrize(
@@ -205,13 +173,13 @@ def test_divergence_is_one_line_and_the_others_go_on(example, tmp_path, capsys, 
     assert {name: len(row["accuracy"]) for name, row in rows.items()} == {"FedPer": 2}
 
 
+@pytest.mark.slow
 def test_invariance_is_looked_at(tmp_path, capsys):
     """The slopes are those of each client's own model on its training data, sureness that of the
     global model at each angle.
     """
     example = load("perinvfl")
-    arguments = "--rounds 2 --anneal 1 --workers 1 --methods IRM PerInvFL-DRO --out".split()
-    assert example.main([*arguments, str(tmp_path)]) == 0
+    example.main(["--rounds", "2", "--anneal", "1", "--out", str(tmp_path)])
     table = json.loads((tmp_path / "table.json").read_text())
     rows, written = table["rows"], table["references"]
     out = capsys.readouterr().out
@@ -236,7 +204,8 @@ def test_invariance_is_looked_at(tmp_path, capsys):
         ({"B": near | {"p0.3": 0.9}}, ""),
     ):
         assert example.colour_alone(told, written["(colour alone)"]) == sentence
-    algorithm = example.METHODS["PerInvFL-DRO"](example.network(clients, 0), 1e-3, 1.0, 1)
+    options = {"personal_optimiser": Adam(1e-3), "lam": 1.0, "anneal": 1}
+    algorithm = example.METHODS["PerInvFL-DRO"](example.network(clients, 0), **options)
     result = bf.simulate(
         algorithm,
         clients,
@@ -304,7 +273,7 @@ def test_clients_of_networks():
     int64, whose label comes next.
     """
     example = load("networks")
-    images = example.resnet(example.SMOKE["resnet"], 0, None).clients
+    images = example.resnet(example.QUICK["resnet"], None).data(0)
     assert images.train.x.dtype == torch.uint8
     x = images.train.client(0)[0]
     assert (x.dtype, x.shape[1:], float(x.min()), float(x.max())) == (
@@ -314,10 +283,10 @@ def test_clients_of_networks():
         1.0,
     )
     assert images.train.client(1)[0].mean() > 0.5 > x.mean()
-    both = example.two_inputs(example.SMOKE["two_inputs"], 0, None).clients.train
+    both = example.two_inputs(example.QUICK["two_inputs"], None).data(0).train
     shares = [float(both.client(j)[0]["missing"].double().mean()) for j in range(4)]
     assert shares == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.04)
-    texts = example.texts(example.SMOKE["transformer"], 0, None, length=32).train
+    texts = example.texts(example.QUICK["transformer"], 0, None, length=32).train
     assert texts.x.dtype == torch.int64
     x, y = texts.client(2)
     assert torch.equal(x[1, 29 - 3 :][:3], x[0, 29:])
@@ -329,34 +298,15 @@ def test_clients_of_networks():
     "ignore:predictive_precision is at the (lower|upper) edge"
 )  # of networks that have hardly been trained
 def test_networks_run(tmp_path, capsys):
-    """Every network under its methods at smoke size; frozen norms stay, and the run is not mixed
-    with another.
-    """
-    example, out = load("networks"), tmp_path / "run"
-    assert example.main(["--smoke", "--workers", "1", "--out", str(out)]) == 0
-    tables = json.loads((out / "table.json").read_text())["tables"]
-    assert list(tables) == list(example.PARTS)
-    for part, held in (
-        ("resnet", "pFedVEM, scales held, group norms"),
-        ("two_inputs", "pFedVEM, scales held"),
-    ):
-        assert {"FedAvg", "FedBN", held, "FedBN, Laplace over the norms"} == set(tables[part])
-    assert all(
-        0 <= row["accuracy"][0] <= 1 and row["nll"][0] > 0
-        for rows in tables.values()
-        for row in rows.values()
-    )
-    absent, other = (str(tmp_path / name) for name in ("absent", "other"))
-    capsys.readouterr()
-    for arguments, words in (
-        (["--smoke", "--seeds", "1", "--out", str(out)], f"--out {out} holds a run with --seeds "),
-        (
-            ["--data-root", absent, "--parts", "transformer", "--out", other],
-            "the plays are not on disk",
-        ),
-    ):
-        assert example.main(arguments) == 2
-        assert capsys.readouterr().err.startswith(f"error: {words}")
-    algorithm = example.adapters(example.SMOKE["adapters"], 0, None).methods["FedAvg"]
+    """Every network under its methods at its quick size; frozen norms stay."""
+    example = load("networks")
+    example.main(["--quick", "--out", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert all(f"{part}, Size" in shown for part in example.PARTS)
+    for name, size in example.QUICK.items():
+        part = example.PARTS[name](size, None)
+        assert all(f"\n{title} " in shown for title in (*part.methods, *part.laplace))
+    part = example.adapters(example.QUICK["adapters"], None)
+    algorithm = part.methods["FedAvg"](part.model(part.data(0), 0))
     assert list(algorithm.blocks) == ["w"]
     assert all("lora" in name or name.startswith("head.") for name in algorithm.layout("w").names)

@@ -35,6 +35,7 @@ def record(
     doc: str | None,
     make: Callable[[argparse.Namespace, Path], dict[str, Any]],
     seeds: list[int],
+    **more: Any,
 ) -> None:
     """Make a benchmark's results as its command line says, print them and write them.
 
@@ -46,8 +47,9 @@ def record(
         doc: The script's docstring.
         make: (options, folder of runs) -> results, with `cells` by key.
         seeds: The seeds by default; `--quick` takes the first.
+        **more: Further options, as of `arguments`.
     """
-    options = arguments(doc, quick=False, seeds=seeds, jobs=1, data_root=None)
+    options = arguments(doc, quick=False, seeds=seeds, jobs=1, data_root=None, **more)
     options.seeds = options.seeds[:1] if options.quick else options.seeds
     with tempfile.TemporaryDirectory() as scratch:
         results = make(options, Path(scratch) if options.quick else ROOT / "runs" / name)
