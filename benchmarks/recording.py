@@ -39,8 +39,8 @@ def record(
 ) -> None:
     """Make a benchmark's results as its command line says, print them and write them.
 
-    Runs are kept in runs/NAME, from which an interrupted command goes on; where a run's file is
-    deleted, it is made anew. With `--quick` they are thrown away, and nothing is written.
+    Runs are kept in runs/benchmarks/NAME, from which an interrupted command goes on; a run whose
+    file is deleted is made anew. With `--quick` they are thrown away, and nothing is written.
 
     Args:
         name: Name of the results' file in benchmarks/results.
@@ -51,8 +51,9 @@ def record(
     """
     options = arguments(doc, quick=False, seeds=seeds, jobs=1, data_root=None, **more)
     options.seeds = options.seeds[:1] if options.quick else options.seeds
+    folder = ROOT / "runs" / "benchmarks" / name
     with tempfile.TemporaryDirectory() as scratch:
-        results = make(options, Path(scratch) if options.quick else ROOT / "runs" / name)
+        results = make(options, Path(scratch) if options.quick else folder)
     for key, found in results["cells"].items():
         told = {word: value for word, value in found.items() if word != "environment"}
         print(f"{key}: {json.dumps(told)}")
