@@ -39,8 +39,9 @@ types: $(VENV)/.test
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -E -n -W --keep-going docs docs/_build
 
-# Every example and every benchmark at smoke size, but those that the tests run.
+# Every example and every benchmark at smoke size, but those that the tests run; anew, as finished runs are read.
 examples: $(VENV)/.plain
+	rm -rf runs/smoke*
 	$(BIN)/python examples/pfedvem.py --clients 4 --rounds 2 --seeds 0 1 --participation 0.5 --out runs/smoke
 	$(BIN)/python examples/subnetwork_laplace.py --seeds 0 --examples 60 --out runs/smoke-laplace
 	$(BIN)/python examples/fedsi.py --seeds 0 --rounds 3 --out runs/smoke-fedsi

@@ -101,6 +101,38 @@ def test_the_study_of_rules_runs(quick):
     )
 
 
+def test_results_are_written_with_what_made_them(tmp_path, monkeypatch):
+    """Once, from runs in a folder that stays; the first seed alone and nothing written for
+    `--quick`.
+    """
+    module = runpy.run_path(str(BENCHMARKS / "recording.py"))
+    monkeypatch.setitem(module["record"].__globals__, "ROOT", tmp_path)
+    told = []
+
+    def make(options, folder):
+        told.append((options.seeds, folder))
+        study = bf.Study(
+            data=lambda seed: bf.data.iid("digits", clients=2, seed=seed),
+            model=lambda clients: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
+            methods={"FedAvg": bf.algorithms.fedavg},
+            seeds=options.seeds,
+            rounds=1,
+        )
+        rows = study.run(folder, progress=False).rows
+        return {"cells": {f"FedAvg/{row.seed}": module["cell"](row, row={}) for row in rows}}
+
+    for words in (["--quick"], ["--seeds", "0", "1"]):
+        monkeypatch.setattr(sys, "argv", ["x.py", *words])
+        module["record"]("papers/x", None, make, seeds=[3, 4])
+    (first, scratch), (second, kept) = told
+    assert (first, second) == ([3], [0, 1])
+    assert (scratch.exists(), len(list(kept.glob("*.json")))) == (False, 2)
+    saved = json.loads((tmp_path / "benchmarks" / "results" / "papers" / "x.json").read_text())
+    assert saved["command"] == "python x.py --seeds 0 1"
+    assert list(saved["cells"]) == ["FedAvg/0", "FedAvg/1"]
+    assert saved["cells"]["FedAvg/1"]["environment"]["torch"] == torch.__version__
+
+
 @pytest.mark.slow
 def test_the_study_of_fedem_runs(quick):
     """Every method, on few clients."""
