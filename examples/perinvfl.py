@@ -45,6 +45,7 @@ import bayesfl as bf
 from bayesfl import Descend
 from bayesfl.base.files import atomic_write
 from bayesfl.evaluation import report
+from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import Adam
 from bayesfl.study.grid import Make
@@ -119,12 +120,10 @@ METHODS: dict[str, Make] = {
 
 
 def federation(
-    name: str, seed: int, *, upright: bool, validation: float = 0.1, root: Path | None = None
+    name: str, seed: int, *, upright: bool, root: Path | None = None
 ) -> bf.data.FederatedData:
     """Four clients of one of the sets."""
-    return bf.data.coloured(
-        **SETS[name], rotate=not upright, seed=seed, validation=validation, root=root
-    )
+    return bf.data.coloured(**SETS[name], rotate=not upright, seed=seed, validation=0.1, root=root)
 
 
 def network(clients: bf.data.FederatedData, seed: int) -> torch.nn.Module:
@@ -212,23 +211,20 @@ def colour_alone(rows: dict[str, dict[str, float]], colour: dict[str, float]) ->
     )
 
 
-def score(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
-    """Accuracy in the five cases, worst, average and in the training colours."""
-    cases = {}
-    for p in CASES:
-        split = bf.data.recoloured(clients, p)
-        cases[f"p{p}"] = result.predict(split).summary(split)["accuracy"]
-    held = result.predict(clients.validation).summary(clients.validation)["accuracy"]
-    return summarised(cases, held)
-
-
-def measured(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
+def measured(result: Result) -> dict[str, float]:
     """The accuracies, slopes and sureness of a run."""
-    return score(result, clients) | slopes(result, clients) | sureness(result, clients)
+
+    def accuracy(split: Any) -> float:
+        return result.predict(split).summary(split)["accuracy"]
+
+    cases = {f"p{p}": accuracy(bf.data.recoloured(result.data, p)) for p in CASES}
+    found = summarised(cases, accuracy(result.data.validation))
+    return found | slopes(result) | sureness(result)
 
 
-def slopes(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
+def slopes(result: Result) -> dict[str, float]:
     """The slope of each client's training loss by the scale of its own model's logits."""
+    clients = result.data
     found = result.predict(clients.train)
     out = {}
     for j in range(clients.clients):
@@ -238,11 +234,11 @@ def slopes(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
     return out
 
 
-def sureness(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
+def sureness(result: Result) -> dict[str, float]:
     """Mean |logit| of the global model on everyone's training images, turned as each
     client's are.
     """
-    turned = clients.recipe["rotate"]
+    clients, turned = result.data, result.data.recipe["rotate"]
     upright = torch.cat(
         [
             clients.train.client(j)[0].rot90(-j if turned else 0, (-2, -1))
@@ -288,22 +284,21 @@ def main(argv: list[str] | None = None) -> None:
         out=Path("runs/perinvfl"),
     )
     where = {"upright": options.upright, "root": options.data_root}
-    tried = study(
+    table = study(
         options.data,
         **where,
         rounds=options.rounds,
         seeds=[options.seed],
         methods=METHODS,
         options=grid(options.rates, options.lams, options.anneal),
-    )
-    table = tried.run(options.out / "runs", n_jobs=options.jobs, keep="result")
+    ).run(options.out / "runs", n_jobs=options.jobs, keep="result")
     table = table.chosen("validation_accuracy")
     clients = federation(options.data, options.seed, **where)
     known = references(clients)
-    rows: dict[str, dict[str, float]] = {}
-    for name, chosen in table.options.items():
-        result = table.result(name, options.seed)
-        rows[name] = measured(result, clients) | taken(chosen)
+    rows = {
+        name: measured(table.result(name, options.seed)) | taken(chosen)
+        for name, chosen in table.options.items()
+    }
     looks = [column for column in LOOKS if any(column.key in row for row in rows.values())]
     kind = "upright" if options.upright else "turned"
     tables = [

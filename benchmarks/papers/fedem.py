@@ -126,9 +126,9 @@ def best_rule(clients: FederatedData) -> float:
     )
 
 
-def measured(result: Result, clients: FederatedData) -> dict[str, Any]:
+def learned(result: Result) -> dict[str, Any]:
     """Measure what a finished run has learned: distance of the weights, clusters."""
-    true, row = np.array(clients.recipe["weights"]), {}
+    true, row = np.array(result.data.recipe["weights"]), {}
     if "pi" in result.private:
         row["l1"] = l1(result.private["pi"].numpy(), true)
         row["l1_equal_shares"] = l1(np.full_like(true, 1 / true.shape[1]), true)
@@ -171,7 +171,7 @@ def results(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             row,
             **best[row.method],
             **{key: found[f"personal_{key}"] for key in ("accuracy", "accuracy_decile", "nll")},
-            **measured(table.result(row.method, row.seed), clients),
+            **learned(table.result(row.method, row.seed)),
             round_seconds=float(np.median(row.record.history["seconds"])),
         )
     known = {"published": PUBLISHED, "rounds": rounds, "best_single_rule": best_rule(clients)}

@@ -67,19 +67,17 @@ def federated(name: str, options: argparse.Namespace, folder: Path) -> dict[str,
     table = study(seeds=options.seeds, methods=methods)
     table = table.run(folder, n_jobs=options.jobs, keep="result")
     cells = {}
-    for seed in options.seeds:
-        clients = shown.federation(source, seed, **where)
-        for run in (run for run in table.rows if run.seed == seed):
-            # Those of the grid count to the first seed.
-            runs = [one for one in tried.rows if (one.method, one.seed) == (run.method, seed)]
-            cells[f"{name}/{run.method}/{seed}"] = cell(
-                run,
-                row=shown.measured(table.result(run.method, seed), clients),
-                chosen=shown.taken(best[run.method]),
-                round_seconds=float(np.median(run.record.history["seconds"])),
-                seconds=spent(runs or [run]),
-                hash=run.record.data,
-            )
+    for run in table.rows:
+        # Those of the grid count to the first seed.
+        runs = [one for one in tried.rows if (one.method, one.seed) == (run.method, run.seed)]
+        cells[f"{name}/{run.method}/{run.seed}"] = cell(
+            run,
+            row=shown.measured(table.result(run.method, run.seed)),
+            chosen=shown.taken(best[run.method]),
+            round_seconds=float(np.median(run.record.history["seconds"])),
+            seconds=spent(runs or [run]),
+            hash=run.record.data,
+        )
     return cells
 
 
