@@ -47,7 +47,11 @@ def arguments(
             help=f"{words} (default: %(default)s)",
             **shape,
         )
-    return parser.parse_args(argv)
+    found = parser.parse_args(argv)
+    for name, value in vars(found).items():
+        if isinstance(value, list):  # a value that stands twice would count twice in means
+            setattr(found, name, list(dict.fromkeys(value)))
+    return found
 
 
 def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any]) -> None:
