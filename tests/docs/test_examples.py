@@ -134,7 +134,6 @@ def test_an_example_goes_on_from_its_runs(name, arguments, words, tmp_path, caps
     assert capsys.readouterr().out == shown
 
 
-
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
