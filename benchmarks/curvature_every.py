@@ -32,7 +32,7 @@ WAYS: dict[str, tuple[dict[str, Any], int | None]] = {
 example = script.names_of("examples/fedsi.py")
 
 
-def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """Return the measures by data set, rule and seed, for each number of rounds between fits."""
     warnings.filterwarnings("ignore", message="most of the selected weights")
     dataset = "digits" if quick else "fashion-mnist"
@@ -62,10 +62,8 @@ def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
         key, every = f"{dataset}/{run.method}/{run.seed}", str(run.options["curvature_every"])
         cell = found.setdefault(key, {"rows": {}, "environment": run.record.environment})
         cell["rows"][every] = row
-        told = ", ".join(f"{name} {value:.4f}" for name, value in row.items())
-        print(f"{key}: every {every}: {told}", flush=True)
-    return found
+    return {"cells": found}
 
 
 if __name__ == "__main__":
-    script.main(__doc__, "curvature_every", cells)
+    script.main(__doc__, "curvature_every", results)

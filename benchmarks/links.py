@@ -24,7 +24,7 @@ import script
 import bayesfl as bf
 from bayesfl.base.files import atomic_path
 from bayesfl.composition.predictors import PRECISIONS
-from bayesfl.evaluation import calibration, detection, report
+from bayesfl.evaluation import calibration, detection
 from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.evaluation.surveys import Outputs
 
@@ -91,7 +91,7 @@ def cell(result: Any, method: Any) -> dict[str, Any]:
     return {"rows": rows, "precision": tuned, "fixed": fixed}
 
 
-def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """Return the measures of every run, by data set and seed."""
     found = {}
     for dataset in ("digits",) if quick else TITLES:
@@ -107,8 +107,7 @@ def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
         for run in table.rows:
             made = cell(table.result(run.method, run.seed), method)
             found[f"{dataset}/{run.seed}"] = made | {"environment": run.record.environment}
-            print(f"{dataset}/{run.seed}\n{report.table(made['rows'])}", flush=True)
-    return found
+    return {"cells": found}
 
 
 def draw(saved: dict[str, Any]) -> None:
@@ -146,4 +145,4 @@ def draw(saved: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    script.main(__doc__, "links", cells, draw=draw)
+    script.main(__doc__, "links", results, draw=draw)

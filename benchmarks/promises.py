@@ -1,7 +1,7 @@
 """Promises: what temperatures, biases and sets do for seven methods under label skew, and whether
 sets, alarms and answers keep their word.
 
-    python benchmarks/promises.py [--quick] [--seeds ...] [--jobs N] [--data-root DIR]
+    python benchmarks/promises.py [--quick] [--jobs N]
 
 *methods*: twenty clients (Dirichlet 0.3), at most 300 training rows each, of which 15 % are for
 validation and 20 % for calibration; digits has all its rows. Every method is trained once and
@@ -13,7 +13,6 @@ of 100 rows, beside one prediction pass, and looks a second of an alarm.
 Results: benchmarks/results/promises.json; `python docs/tables.py` writes the page from them.
 """
 
-import argparse
 import math
 import sys
 import time
@@ -42,7 +41,7 @@ from bayesfl.optim import SGD
 from bayesfl.study.grid import Make
 
 sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
-from recording import cell, record
+import script
 
 LEVEL = 0.9
 DATASETS = ("digits", "mnist", "fashion-mnist")
@@ -71,7 +70,7 @@ METHODS: dict[str, Make] = {
 }
 
 
-def methods(dataset: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def methods(dataset: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """What the steps do for every method on a data set, seed by seed."""
     table = bf.Study(
         data=partial(
@@ -82,18 +81,17 @@ def methods(dataset: str, options: argparse.Namespace, folder: Path) -> dict[str
             max_size=300,
             validation=0.15,
             calibration=0.2,
-            root=options.data_root,
         ),
         model=lambda clients, seed: bf.models.mlp(
             clients.inputs, hidden=100, outputs=clients.outputs, seed=seed
         ),
         methods=METHODS,
-        seeds=options.seeds,
-        rounds=2 if options.quick else 50,
+        seeds=(0,) if quick else (0, 1, 2),
+        rounds=2 if quick else 50,
         evaluate_every=None,
-    ).run(folder, n_jobs=options.jobs, keep="result")
+    ).run(folder, n_jobs=jobs, keep="result")
     return {
-        f"methods/{dataset}/{run.method}/{run.seed}": cell(
+        f"methods/{dataset}/{run.method}/{run.seed}": script.cell(
             run, row=measured(table.result(run.method, run.seed)), seconds=run.record.seconds
         )
         for run in table.rows
@@ -316,22 +314,22 @@ def median(work: Callable[[], object]) -> float:
     return float(np.median(times))
 
 
-def results(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """What is said above, part by part."""
-    cells, small = {}, options.quick
+    cells: dict[str, Any] = {}
     with warnings.catch_warnings():
         # Said by its number, an end of the range.
         warnings.filterwarnings("ignore", message=".*does not bound")
-        for dataset in DATASETS[:1] if small else DATASETS:
-            cells |= methods(dataset, options, folder)
+        for dataset in DATASETS[:1] if quick else DATASETS:
+            cells |= methods(dataset, folder, quick=quick, jobs=jobs)
     parts = {
-        "sets": partial(on_made_up_scores, 20 if small else 4000),
-        "alarms": partial(false_alarms, *((20, 100) if small else (10_000, 2000))),
-        "answers": partial(broken_answers, 5 if small else 2000),
+        "sets": partial(on_made_up_scores, 20 if quick else 4000),
+        "alarms": partial(false_alarms, *((20, 100) if quick else (10_000, 2000))),
+        "answers": partial(broken_answers, 5 if quick else 2000),
         "speed": speed,
     }
     for name, part in parts.items():
-        if not (small and name == "speed"):
+        if not (quick and name == "speed"):
             start = time.perf_counter()
             cells[name] = {"row": part(), "seconds": time.perf_counter() - start}
             cells[name]["environment"] = report.environment()
@@ -339,4 +337,4 @@ def results(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    record("promises", __doc__, results, seeds=[0, 1, 2])
+    script.main(__doc__, "promises", results)

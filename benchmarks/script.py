@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bayesfl.evaluation import report
+from bayesfl.study.table import Row
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -60,30 +61,35 @@ def names_of(path: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / path)))
 
 
+def cell(run: Row, /, **found: Any) -> dict[str, Any]:
+    """Return what the results hold of a run: what was found, and where it was made."""
+    return {**found, "environment": run.record.environment}
+
+
 def main(
     doc: str | None,
     name: str,
-    cells: Callable[..., dict[str, Any]],
+    results: Callable[..., dict[str, Any]],
     *,
     draw: Callable[[dict[str, Any]], None] | None = None,
-    **more: Any,
 ) -> None:
     """Run a script's study and write its results; or draw their figure.
 
     Args:
         doc: As of `arguments`.
         name: Of the script and of its results, as `papers/fedsi`.
-        cells: (folder of the runs, quick=, jobs=) -> what is measured, by cell.
+        results: (folder of the runs, quick=, jobs=) -> the results, with `cells` by key.
         draw: (results) -> None draws the figure.
-        **more: What else the results hold.
     """
-    results = RESULTS / f"{name}.json"
+    file = RESULTS / f"{name}.json"
     given = arguments(doc, jobs=JOBS, **({"figure": FIGURE} if draw else {}))
     if draw and given.figure:
-        draw(json.loads(results.read_text()))
+        draw(json.loads(file.read_text()))
         return
     with runs(name, quick=given.quick) as folder:
-        found = cells(folder, quick=given.quick, jobs=given.jobs)
+        found = results(folder, quick=given.quick, jobs=given.jobs)
+    for key, made in found["cells"].items():
+        told = {word: value for word, value in made.items() if word != "environment"}
+        print(f"{key}: {json.dumps(told)}")
     if not given.quick:
-        command = f"python benchmarks/{name}.py"
-        report.write_json(results, {"command": command, **more, "cells": found})
+        report.write_json(file, {"command": f"python benchmarks/{name}.py", **found})

@@ -1,6 +1,6 @@
 """The synthetic row of FedEM's table 2: 300 clients, mixtures of three linear rules, 200 rounds.
 
-    python benchmarks/papers/fedem.py [--quick] [--seeds ...] [--jobs N]
+    python benchmarks/papers/fedem.py [--quick] [--jobs N]
 
 Each method's learning rate is the best of the grid on data of the same clients that are used for
 nothing else (the same sizes, mixture weights and rules, other examples, but for the first client's,
@@ -11,7 +11,6 @@ rates fall tenfold at half and at three quarters of the rounds, but for pFedMe's
 benchmarks/results/papers/fedem.json; `python docs/tables.py` writes the page from them.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +30,7 @@ from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import SGD, multistep
 
 sys.path.append(str(Path(__file__).parents[1]))
-from recording import cell, example, record
+import script
 
 RATES = (0.03, 0.1, 0.3, 1.0)
 PLAIN = partial(SGD, weight_decay=5e-4)
@@ -50,7 +49,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
     "FedEM": {"accuracy": 74.7, "accuracy_decile": 66.7},
 }
 Make = Callable[[torch.nn.Module, float], bf.Algorithm]
-shown = example("fedem")
+shown = script.names_of("examples/fedem.py")
 
 
 def kept(algorithm: bf.Algorithm) -> bf.Algorithm:
@@ -138,9 +137,9 @@ def learned(result: Result) -> dict[str, Any]:
     return row
 
 
-def results(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """Choose each method's rate, and train it with every seed."""
-    rounds, many, test = (4, 20, 100) if options.quick else (200, 300, 2000)
+    rounds, many, test = (4, 20, 100) if quick else (200, 300, 2000)
     clients = bf.data.linear_mixture(clients=many, test=test)
     held = bf.data.linear_mixture(clients=many, test=1, validation=0.2)
     study = partial(
@@ -151,15 +150,15 @@ def results(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         sampling="fixed",
         evaluate_every=rounds,
     )
-    grid = {"*": {"rate": RATES[-1:] if options.quick else RATES}}
+    grid = {"*": {"rate": RATES[-1:] if quick else RATES}}
     tried = study(data=lambda seed: held, methods=METHODS, options=grid)
-    tried = tried.run(folder, n_jobs=options.jobs)
+    tried = tried.run(folder, n_jobs=jobs)
     best = tried.chosen("validation_accuracy").options
     methods = {name: partial(make, **best[name]) for name, make in METHODS.items()}
-    table = study(data=lambda seed: clients, methods=methods, seeds=options.seeds)
-    table = table.run(folder, n_jobs=options.jobs, keep="result")
+    table = study(data=lambda seed: clients, methods=methods, seeds=(0,) if quick else (0, 1, 2))
+    table = table.run(folder, n_jobs=jobs, keep="result")
     cells = {
-        f"{row.method}/validation/{row.options['rate']:g}": cell(
+        f"{row.method}/validation/{row.options['rate']:g}": script.cell(
             row, accuracy=row.measures("last", None)["validation_accuracy"]
         )
         for row in tried.rows
@@ -167,7 +166,7 @@ def results(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     for row in table.rows:
         found = row.measures("last", None)
-        cells[f"{row.method}/{row.seed}"] = cell(
+        cells[f"{row.method}/{row.seed}"] = script.cell(
             row,
             **best[row.method],
             **{key: found[f"personal_{key}"] for key in ("accuracy", "accuracy_decile", "nll")},
@@ -179,4 +178,4 @@ def results(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    record("papers/fedem", __doc__, results, seeds=[0, 1, 2])
+    script.main(__doc__, "papers/fedem", results)

@@ -142,7 +142,7 @@ def measured(run: Any, result: Any, make: Any, elsewhere: Any) -> dict[str, Any]
     return cell
 
 
-def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """Return what is measured, by data set, method and seed."""
     # The share is in the results.
     warnings.filterwarnings("ignore", message="most of the selected weights")
@@ -165,8 +165,8 @@ def cells(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
             result = table.result(run.method, run.seed)
             cell = measured(run, result, made[run.method], elsewhere)
             found[f"{dataset}/{run.method}/{run.seed}"] = cell
-    return found
+    return {"published": PUBLISHED, "cells": found}
 
 
 if __name__ == "__main__":
-    script.main(__doc__, "papers/fedsi", cells, published=PUBLISHED)
+    script.main(__doc__, "papers/fedsi", results)

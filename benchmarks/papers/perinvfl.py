@@ -1,7 +1,7 @@
 """PerInvFL's RC-MNIST and RC-FMNIST, ten methods and five cases, the same without rotation, and
 IRM's own coloured MNIST as an anchor.
 
-    python benchmarks/papers/perinvfl.py [--quick] [--seeds ...] [--jobs N] [--data-root DIR]
+    python benchmarks/papers/perinvfl.py [--quick] [--jobs N]
 
 The paper's numbers are lost, and so is part of its recipe. This one: four clients, 201 rounds of 5
 mini-batches of 200, Adam at 5e-4 kept across rounds, the penalty's weight 91257 from round 12 on
@@ -16,7 +16,6 @@ without penalty.
 Results: benchmarks/results/papers/perinvfl.json; `python docs/tables.py` writes the page from them.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -31,7 +30,7 @@ from bayesfl.optim import Adam
 from bayesfl.study.table import Row
 
 sys.path.append(str(Path(__file__).parents[1]))
-from recording import cell, example, record
+import script
 
 GRID = {"rates": [1e-4, 1e-3], "lams": [0.1, 1.0, 10.0]}
 SETS = {
@@ -40,11 +39,12 @@ SETS = {
     "rc-mnist, upright": {"upright": True},
     "rc-fmnist, upright": {"upright": True},
 }
+SEEDS = (0, 1, 2)
 ANCHOR = "coloured mnist, central"
 ANCHORS = {"IRM": 91257.18613115903, "ERM": 0.0}
 # Training and test accuracy (%) of IRM's authors, mean of ten runs.
 PUBLISHED = {"IRM": {"training": 70.8, "test": 66.9}, "ERM": {"training": 87.4, "test": 17.1}}
-shown = example("perinvfl")
+shown = script.names_of("examples/perinvfl.py")
 
 
 def spent(runs: Iterable[Row]) -> float:
@@ -52,25 +52,23 @@ def spent(runs: Iterable[Row]) -> float:
     return sum(run.record.seconds or 0 for run in runs)
 
 
-def federated(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def federated(name: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """One set, each method at the rate and the pull that the first seed's held-back data choose."""
-    where = {"upright": SETS[name]["upright"], "root": options.data_root}
-    source = "digits" if options.quick else name.partition(",")[0]
-    rounds, anneal = (3, 1) if options.quick else (201, 12)
-    rates, lams = (GRID["rates"][-1:], GRID["lams"][:1]) if options.quick else GRID.values()
-    study = partial(shown.study, source, **where, rounds=rounds)
-    first = options.seeds[:1]
-    tried = study(seeds=first, methods=shown.METHODS, options=shown.grid(rates, lams, anneal))
-    tried = tried.run(folder, n_jobs=options.jobs, keep="result")
+    source = "digits" if quick else name.partition(",")[0]
+    rounds, anneal = (3, 1) if quick else (201, 12)
+    rates, lams = (GRID["rates"][-1:], GRID["lams"][:1]) if quick else GRID.values()
+    study = partial(shown.study, source, **SETS[name], root=None, rounds=rounds)
+    tried = study(seeds=SEEDS[:1], methods=shown.METHODS, options=shown.grid(rates, lams, anneal))
+    tried = tried.run(folder, n_jobs=jobs, keep="result")
     best = tried.chosen("validation_accuracy").options
     methods = {name: partial(make, **best[name]) for name, make in shown.METHODS.items()}
-    table = study(seeds=options.seeds, methods=methods)
-    table = table.run(folder, n_jobs=options.jobs, keep="result")
+    table = study(seeds=SEEDS[:1] if quick else SEEDS, methods=methods)
+    table = table.run(folder, n_jobs=jobs, keep="result")
     cells = {}
     for run in table.rows:
         # Those of the grid count to the first seed.
         runs = [one for one in tried.rows if (one.method, one.seed) == (run.method, run.seed)]
-        cells[f"{name}/{run.method}/{run.seed}"] = cell(
+        cells[f"{name}/{run.method}/{run.seed}"] = script.cell(
             run,
             row=shown.measured(table.result(run.method, run.seed)),
             chosen=shown.taken(best[run.method]),
@@ -81,20 +79,19 @@ def federated(name: str, options: argparse.Namespace, folder: Path) -> dict[str,
     return cells
 
 
-def central(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def central(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """IRM's own experiment. Its code takes the mean over the two environments of what is their sum
     here, so gamma is half of its.
 
     Two things differ from that code: till round 190 the penalty has weight 1 on the sum, twice of
     theirs, and then Adam starts anew.
     """
-    more = {} if options.quick else {"source": "mnist", "test": 10_000}
+    more = {} if quick else {"source": "mnist", "test": 10_000}
     table = bf.Study(
         data=partial(
             bf.data.coloured,
             agreement=((0.8, 0.9),),
             rotate=False,
-            root=options.data_root,
             **more,
         ),
         model=lambda clients, seed: bf.models.mlp(
@@ -104,7 +101,7 @@ def central(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             name: partial(
                 bf.algorithms.irm,
                 gamma=gamma / 2,
-                anneal=2 if options.quick else 190,
+                anneal=2 if quick else 190,
                 steps=1,
                 batch_size=None,
                 optimiser=Adam(0.0004898536566546834),
@@ -112,10 +109,10 @@ def central(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             )
             for name, gamma in ANCHORS.items()
         },
-        seeds=options.seeds,
-        rounds=4 if options.quick else 501,
+        seeds=SEEDS[:1] if quick else SEEDS,
+        rounds=4 if quick else 501,
         evaluate_every=None,
-    ).run(folder, n_jobs=options.jobs, keep="result")
+    ).run(folder, n_jobs=jobs, keep="result")
     cells = {}
     for run in table.rows:
         result = table.result(run.method, run.seed)
@@ -123,19 +120,19 @@ def central(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             part: result.predict(split).summary(split)["accuracy"]
             for part, split in (("training", result.data.train), ("test", result.data.test))
         }
-        cells[f"{ANCHOR}/{run.method}/{run.seed}"] = cell(
+        cells[f"{ANCHOR}/{run.method}/{run.seed}"] = script.cell(
             run, row=row, seconds=spent([run]), hash=run.record.data
         )
     return cells
 
 
-def results(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """The anchor, and set by set."""
-    cells = central(options, folder)
-    for name in list(SETS)[:1] if options.quick else SETS:
-        cells |= federated(name, options, folder)
+    cells = central(folder, quick=quick, jobs=jobs)
+    for name in list(SETS)[:1] if quick else SETS:
+        cells |= federated(name, folder, quick=quick, jobs=jobs)
     return {"published": PUBLISHED, "grid": GRID, "cells": cells}
 
 
 if __name__ == "__main__":
-    record("papers/perinvfl", __doc__, results, seeds=[0, 1, 2])
+    script.main(__doc__, "papers/perinvfl", results)

@@ -102,35 +102,32 @@ def test_the_study_of_rules_runs(quick):
 
 
 def test_results_are_written_with_what_made_them(tmp_path, monkeypatch):
-    """Once, from runs in a folder that stays; the first seed alone and nothing written for
-    `--quick`.
-    """
-    module = runpy.run_path(str(BENCHMARKS / "recording.py"))
-    monkeypatch.setitem(module["record"].__globals__, "ROOT", tmp_path)
+    """Once, from runs in a folder that stays; nothing for `--quick`."""
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+    module = runpy.run_path(str(BENCHMARKS / "script.py"))
+    monkeypatch.setitem(module["main"].__globals__, "RESULTS", tmp_path)
+    monkeypatch.setitem(module["runs"].__wrapped__.__globals__, "ROOT", tmp_path)
     told = []
 
-    def make(options, folder):
-        told.append((options.seeds, folder))
+    def results(folder, *, quick, jobs):
+        told.append(folder)
         study = bf.Study(
             data=lambda seed: bf.data.iid("digits", clients=2, seed=seed),
             model=lambda clients: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
             methods={"FedAvg": bf.algorithms.fedavg},
-            seeds=options.seeds,
             rounds=1,
         )
-        rows = study.run(folder, progress=False).rows
+        rows = study.run(folder, n_jobs=jobs, progress=False).rows
         return {"cells": {f"FedAvg/{row.seed}": module["cell"](row, row={}) for row in rows}}
 
-    for words in (["--quick"], ["--seeds", "0", "1"]):
+    for words in (["--quick"], []):
         monkeypatch.setattr(sys, "argv", ["x.py", *words])
-        module["record"]("papers/x", None, make, seeds=[3, 4])
-    (first, scratch), (second, kept) = told
-    assert (first, second) == ([3], [0, 1])
-    assert (scratch.exists(), len(list(kept.glob("*.json")))) == (False, 2)
-    saved = json.loads((tmp_path / "benchmarks" / "results" / "papers" / "x.json").read_text())
-    assert saved["command"] == "python x.py --seeds 0 1"
-    assert list(saved["cells"]) == ["FedAvg/0", "FedAvg/1"]
-    assert saved["cells"]["FedAvg/1"]["environment"]["torch"] == torch.__version__
+        module["main"](None, "papers/x", results)
+    scratch, kept = told
+    assert (scratch.exists(), len(list(kept.glob("*.json")))) == (False, 1)
+    saved = json.loads((tmp_path / "papers" / "x.json").read_text())
+    assert saved["command"] == "python benchmarks/papers/x.py"
+    assert saved["cells"]["FedAvg/0"]["environment"]["torch"] == torch.__version__
 
 
 @pytest.mark.slow
@@ -258,16 +255,3 @@ def test_claims_about_the_coloured_sets(tmp_path):
     for seed in (0, 1):
         cells[f"rc-mnist, upright/PerInvFL-IRM/{seed}"]["row"]["p0.1"] = 0.2
     assert "FedAvg-FT and pFedMe | does not hold |" in shown(cells)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:predictive_precision is at the (lower|upper) edge"
-)  # of networks that have hardly been trained
-def test_the_networks_run(quick):
-    """A part at its quick size."""
-    _, shown = quick(BENCHMARKS / "networks.py", "--parts", "two_inputs")
-    assert all(
-        f'two_inputs/{name}/0: {{"row": {{"accuracy": 0.' in shown
-        for name in ("FedAvg", "FedBN", "pFedVEM, scales held", "FedBN, Laplace over the norms")
-    )
