@@ -38,10 +38,9 @@ from bayesfl.posteriors import Laplace, selection
 from bayesfl.posteriors.prior_precision import by_validation
 
 sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
-from command_line import one_experiment, refuse_repeats
+from command_line import arguments
 
 DRAWS = 200
-EXPERIMENT = ("dataset", "examples", "validation", "share", "precision", "seeds")
 NOTE = (
     "Permuted pixels light some that were constant in training. A subnetwork of weights without "
     "curvature sees these alone: its epistemic AUROC counts changed pixels, and says nothing about "
@@ -100,17 +99,13 @@ def measures(probs: Tensor, labels: Tensor, far: Tensor) -> dict[str, float]:
     }
 
 
-def run(
-    arguments: argparse.Namespace, seed: int
-) -> dict[str, tuple[dict[str, float], Tensor, Tensor]]:
+def run(given: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, float], Tensor, Tensor]]:
     """{method: what was measured, its probabilities on the test data, their labels}."""
-    source = load(arguments.dataset, root=arguments.data_root)
+    source = load(given.dataset, root=given.data_root)
     rng = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(source.x_train), generator=rng)[
-        : arguments.examples + arguments.validation
-    ]
+    order = torch.randperm(len(source.x_train), generator=rng)[: given.examples + given.validation]
     x, y = source.x_train[order], source.y_train[order].long()
-    (x, held), (y, labels) = (t.split([arguments.examples, arguments.validation]) for t in (x, y))
+    (x, held), (y, labels) = (t.split([given.examples, given.validation]) for t in (x, y))
     test, truth = source.x_test[:2000], source.y_test[:2000].long()
     pixels = torch.randperm(test[0].numel(), generator=rng)
     far = test.flatten(1)[:, pixels].view_as(test)
@@ -118,7 +113,7 @@ def run(
         bf.models.mlp(tuple(x.shape[1:]), hidden=100, outputs=10, seed=seed),
         x,
         y,
-        precision=arguments.precision,
+        precision=given.precision,
     )
 
     fits: dict[str, Callable[[], Laplace]] = {
@@ -131,20 +126,18 @@ def run(
     evidence = selection.Evidence(
         diagonal.loc,
         diagonal.diagonal,
-        torch.full_like(diagonal.loc, 1 / arguments.precision),
+        torch.full_like(diagonal.loc, 1 / given.precision),
         seed,
     )
-    count = round(arguments.share * len(diagonal.loc))
+    count = round(given.share * len(diagonal.loc))
     shares = {}
     for name in selection.RULES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the share is in the table
             chosen = selection.select(name, evidence, count)
-        shares[f"{arguments.share:g} of weights: {name}"] = selection.uncurved_share(
-            evidence, chosen
-        )
-        fits[f"{arguments.share:g} of weights: {name}"] = lambda chosen=chosen: (
-            diagonal.with_structure(x, "subnetwork", indices=chosen)
+        shares[f"{given.share:g} of weights: {name}"] = selection.uncurved_share(evidence, chosen)
+        fits[f"{given.share:g} of weights: {name}"] = lambda chosen=chosen: diagonal.with_structure(
+            x, "subnetwork", indices=chosen
         )
 
     with torch.no_grad():
@@ -174,26 +167,7 @@ def run(
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Runs all seeds, prints the table, writes it and the diagrams.
-
-    Raises:
-        ValueError: Arguments that don't work out.
-        OSError: The data are not there.
-    """
-    refuse_repeats({"seeds": options.seeds})
-    if not 0 < options.share <= 1:
-        raise ValueError(f"--share is of the weights and must lie in (0, 1], got {options.share}")
-    if not 0 < options.precision < float("inf"):
-        raise ValueError(f"--precision must be > 0 and finite, got {options.precision}")
-    for name in ("examples", "validation"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if load(options.dataset, root=options.data_root).task != "classification":
-        raise ValueError(
-            f"--dataset must have classes of images, {options.dataset} has not; take digits, mnist "
-            "or fashion-mnist"
-        )
-    one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
+    """Run all seeds, print the table, write it and the diagrams."""
     runs = [run(options, seed) for seed in options.seeds]
     rows = {
         name: {key: [r[name][0][key] for r in runs] for key in runs[0][name][0]} for name in runs[0]
@@ -212,63 +186,24 @@ def compare(options: argparse.Namespace) -> None:
         figure.savefig(path, dpi=120)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, or 2 where the arguments don't work out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--dataset",
-        default="digits",
-        help="data set of small images with classes, such as digits, mnist, fashion-mnist",
-    )
-    parser.add_argument("--data-root", default=None, help="folder of the data; see bf.data")
-    parser.add_argument(
-        "--examples",
-        type=int,
-        default=150,
-        help="number of training examples (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--validation",
-        type=int,
-        default=100,
-        help="number of examples to choose precisions on (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--share",
-        type=float,
-        default=0.05,
-        help="share of the weights in a subnetwork (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--precision",
-        type=float,
-        default=0.01,
-        help="precision of the training prior, for a sum over the data",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        nargs="+",
-        default=[0, 1, 2],
-        help="seeds, one run for each (default: 0 1 2)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/subnetwork_laplace"),
-        help="folder of the table and the diagrams",
-    )
-    options = parser.parse_args(argv)
+def main(argv: list[str] | None = None) -> None:
+    """Read the command line, and compare."""
     torch.set_num_threads(1)
-    try:
-        compare(options)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    compare(
+        arguments(
+            __doc__,
+            argv,
+            dataset=("digits", "small images with classes: digits, mnist, fashion-mnist"),
+            data_root=None,
+            examples=(150, "training examples"),
+            validation=(100, "examples that choose precisions"),
+            share=(0.05, "share of the weights in a subnetwork"),
+            precision=(0.01, "precision of the training prior, for a sum over the data"),
+            seeds=[0, 1, 2],
+            out=Path("runs/subnetwork_laplace"),
+        )
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -140,12 +140,6 @@ def test_an_example_goes_on_from_its_runs(name, arguments, words, tmp_path, caps
         ("pfedvem", ["--clients", "3"], r"error: clients .*multiple of 2"),
         ("pfedvem", ["--rounds", "0"], r"error: rounds .*1.* got 0"),
         ("pfedvem", ["--dataset", "mnist"], r"error: .*'mnist' is not on disk"),
-        ("subnetwork_laplace", ["--share", "0"], r"error: --share .*\(0, 1\], got 0\.0"),
-        ("subnetwork_laplace", ["--precision", "-1"], r"error: --precision .*got -1\.0"),
-        ("subnetwork_laplace", ["--seeds", "0", "0"], r"error: --seeds .*once, got 0 0"),
-        ("subnetwork_laplace", ["--examples", "0"], r"error: --examples .*1.* got 0"),
-        ("subnetwork_laplace", ["--dataset", "diabetes"], r"error: --dataset .*images, diabetes"),
-        ("subnetwork_laplace", ["--dataset", "nothing"], "error: "),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, name, arguments, message):
