@@ -687,6 +687,22 @@ def programs() -> str:
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
+def rivals() -> str:
+    """Rounds of further methods in units of FedAvg's."""
+    saved = json.loads((RESULTS / "rivals.json").read_text())
+    lines = [
+        [
+            bf.algorithms.PAPERS[name][1],
+            f"{row['steps']:g}",
+            f"{row['seconds']:.3f}",
+            f"{row['times_fedavg']:.2f}",
+        ]
+        for name, row in saved["rows"].items()
+    ]
+    heads = ["method", "gradient steps a client", "seconds a round", "times FedAvg's round"]
+    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+
+
 def privacy() -> str:
     """Accuracy against epsilon, and what masks cost."""
     saved = json.loads((RESULTS / "privacy.json").read_text())
@@ -1213,7 +1229,7 @@ PAGES = {
     ROOT / "docs" / "promises.md": (promises,),
     ROOT / "docs" / "howto" / "networks.md": (networks,),
     ROOT / "docs" / "privacy.md": (privacy,),
-    ROOT / "docs" / "speed.md": (engines, curvature, fedsi_round, curvature_every, programs),
+    ROOT / "docs" / "speed.md": (engines, rivals, curvature, fedsi_round, curvature_every, programs),
     ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
     ROOT / "docs" / "papers" / "fedem.md": (fedem,),
     ROOT / "docs" / "papers" / "perinvfl.md": (perinvfl,),
