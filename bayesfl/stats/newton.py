@@ -10,6 +10,10 @@ from bayesfl.base.protocols import Tensors
 ENOUGH = 1e-10
 """A minimum is found where a step promises less than so many nats; it is taken, and one question
 more is asked, for the Hessian there."""
+SURE = 1e-5
+"""A step that promises less than so many nats is within the range where Newton's steps converge; a
+rise after it is rounding, as of secure sums, and is no reason to halve it.
+"""
 ROUNDING = 1e-11
 """A rise of this share of the sum is rounding."""
 
@@ -41,7 +45,7 @@ def begin(start: Tensor) -> Tensors:
         "hessian": torch.zeros(size, size, dtype=torch.float64),
         "n_asked": torch.tensor(0),
         "n_halved": torch.tensor(0),
-        "n_close": torch.tensor(0),
+        "promised": torch.tensor(torch.inf, dtype=torch.float64),
     }
 
 
@@ -61,13 +65,14 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
         ValueError: Thirty halvings in a row do not lower the sum.
     """
     asked = state["n_asked"] + 1
-    close = bool(state["n_close"])
+    promised = float(state["promised"])
     most = state["loss"] + ROUNDING * state["loss"].abs().nan_to_num(posinf=0.0)
-    if not close and not loss <= most:
+    if not loss.isfinite() or (promised >= SURE and loss > most):
         if state["n_halved"] >= 30:
             raise ValueError(
-                "the sum over sites does not fall along Newton's step: leave out terms; or, if the "
-                "family is negative_binomial and counts vary no more than Poisson's, take poisson"
+                "the sum over sites does not fall along Newton's step: leave out terms, or give a "
+                "weak prior, prior=2.5; or, if the family is negative_binomial and counts vary no "
+                "more than Poisson's, take poisson"
             )
         between = (state["theta"] + state["best"]) / 2
         return state | {
@@ -80,7 +85,6 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
     moduli = values.abs().clamp_min(1e-14 * max(largest, 1e-300))
     move = -vectors @ ((vectors.T @ slope) / moduli)
     here = state["theta"]
-    near = bool(-slope @ move / 2 < ENOUGH)
     return {
         "theta": here + move,
         "best": here,
@@ -88,8 +92,8 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
         "hessian": hessian,
         "n_asked": asked,
         "n_halved": torch.zeros_like(state["n_halved"]),
-        "n_close": torch.tensor(int(near)),
-    }, close or not len(here)
+        "promised": -slope @ move / 2,
+    }, promised < ENOUGH or not len(here)
 
 
 def minimum(state: Tensors) -> Minimum:
