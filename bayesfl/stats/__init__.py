@@ -6,6 +6,25 @@ Every fit is a few questions, each answered by sums over a site's rows.
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import glm
 from bayesfl.stats.mixed import Mixed, mixed
+from bayesfl.stats.survival.cox import cox
+from bayesfl.stats.survival.curves import KaplanMeier, kaplan_meier, logrank
+from bayesfl.stats.survival.piecewise import piecewise
+from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.tables import Tables, interaction, levels, tables
 
-__all__ = ["Fit", "Mixed", "Tables", "glm", "interaction", "levels", "mixed", "tables"]
+__all__ = [
+    "Fit",
+    "KaplanMeier",
+    "Mixed",
+    "Tables",
+    "Tested",
+    "cox",
+    "glm",
+    "interaction",
+    "kaplan_meier",
+    "levels",
+    "logrank",
+    "mixed",
+    "piecewise",
+    "tables",
+]

@@ -33,6 +33,10 @@ class SiteSurvey:
         """Return the state at first: nothing."""
         return {}
 
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of a site's answer; see `Survey`."""
+        raise NotImplementedError
+
     def answer(self, state: Tensors, local: Tables) -> Tensors:
         """Return the answers of all sites of `local`, [J, ...]."""
         found = [

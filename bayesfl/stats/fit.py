@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class Fit:
         link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
         refit: Function (names of sites) -> the same fit to these alone.
+        further: Further questions about the fit, by name: `check` and `concordance` of `cox`.
         design: Function (data frame) -> the columns of its rows.
     """
 
@@ -64,6 +65,7 @@ class Fit:
     link: Callable[[Tensor], Tensor] | None = None
     design: Callable[[Any], Tensor] | None = None
     refit: "Callable[[Sequence[str]], Fit] | None" = None
+    further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def coefficients(self) -> Any:
@@ -209,6 +211,39 @@ class Fit:
             coords={"term": list(self.names)},
             dims={"coefficient": ["term"]},
         )
+
+    def check(self, *, scale: Literal["log", "identity", "rank"] = "log") -> Any:
+        """Test whether hazards are proportional, by Schoenfeld's residuals against time, in a
+        question to the sites.
+
+        Args:
+            scale: Whether against the logarithm of time, time itself (`identity`), or the rank of
+                events, which is that within the site where each has its own baseline.
+
+        Returns:
+            A `Tested`: the statistic of all coefficients together, and a table of each.
+
+        Raises:
+            ValueError: The fit is none of `cox`.
+
+        Source: Grambsch and Therneau, "Proportional hazards tests and diagnostics based on weighted
+            residuals", Biometrika 81, 1994, the form with a constant covariance.
+        """
+        return self._asked("check")(scale=scale)
+
+    def concordance(self) -> Any:
+        """Return Harrell's concordance of each site, and of all pairs of rows within sites, as a
+        data frame of pandas, by a question to the sites.
+
+        Raises:
+            ValueError: The fit is none of `cox`.
+        """
+        return self._asked("concordance")()
+
+    def _asked(self, question: str) -> Callable[..., Any]:
+        if question not in self.further:
+            raise ValueError(f"there is no {question} of this fit; cox() has one")
+        return self.further[question]
 
     def without(self, *sites: str) -> "Fit":
         """Return the same fit to the other sites, which are asked anew.

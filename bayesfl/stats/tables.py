@@ -175,7 +175,7 @@ class Site:
                 f"site {self.name!r} has {int(np.isnan(found).sum())} rows without {name!r}; name "
                 "it in tables(also=...), which looks at missing values, or leave these rows out"
             )
-        return torch.from_numpy(found)
+        return torch.tensor(found)  # a copy, as pandas' own may not be written to
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,5 +1,5 @@
 """Reliability diagrams of classes and numbers, learning and risk-coverage curves, promises and what
-is kept of them, and mixing weights.
+is kept of them, mixing weights, and curves of survival.
 
 Matplotlib is imported only when something is drawn, and only its object-oriented interface is used:
 no backend is switched, no figure is registered with pyplot, nothing is shown. Without `ax` a figure
@@ -14,6 +14,7 @@ from bayesfl.evaluation.plots.look import OKABE_ITO
 from bayesfl.evaluation.plots.numbers import interval_reliability
 from bayesfl.evaluation.plots.promises import coverage, evidence
 from bayesfl.evaluation.plots.studies import paired, study
+from bayesfl.evaluation.plots.survival import kaplan_meier
 
 __all__ = [
     "OKABE_ITO",
@@ -22,6 +23,7 @@ __all__ = [
     "coverage",
     "evidence",
     "interval_reliability",
+    "kaplan_meier",
     "learning_curves",
     "paired",
     "reliability",

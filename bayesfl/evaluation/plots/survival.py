@@ -1,0 +1,87 @@
+"""Curves of survival, with intervals and a table of numbers at risk."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bayesfl.evaluation.plots.look import clean, looks, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def kaplan_meier(
+    found: Any,
+    *,
+    level: float | None = 0.95,
+    at_risk: bool = True,
+    ax: "Axes | None" = None,
+    title: str | None = None,
+) -> "Axes":
+    """Draw curves of survival, with bands of their intervals, and below them how many rows are at
+    risk at the first time at or after a tick.
+
+    A curve ends where nobody is at risk.
+
+    Args:
+        found: Curves, of `bf.stats.kaplan_meier`.
+        level: Probability of the intervals; None without bands.
+        at_risk: Whether numbers at risk stand below.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+    """
+    height = 3.6 + 0.22 * len(found.groups) * at_risk
+    ax = new_figure((5.6, height)).add_subplot() if ax is None else ax
+    times, survival = found.times.numpy(), found.survival.numpy()
+    low, high = (t.numpy() for t in found.interval(level or 0.95))
+    colours = []
+    for place, (group, (colour, dash)) in enumerate(zip(found.groups, looks(), strict=False)):
+        there = found.at_risk[place].numpy() > 0
+        x = np.concatenate([[0.0], times[there]])
+        y = np.concatenate([[1.0], survival[place, there]])
+        ax.step(x, y, where="post", color=colour, linestyle=dash, label=group, linewidth=1.5)
+        if level is not None:
+            below, above = (np.concatenate([[1.0], end[place, there]]) for end in (low, high))
+            ax.fill_between(x, below, above, step="post", color=colour, alpha=0.15, linewidth=0)
+        colours.append(colour)
+    ax.set(xlim=(0, None), ylim=(0, 1.02), xlabel="time", ylabel="survival", title=title or "")
+    clean(ax, grid="y")
+    if len(found.groups) > 1:
+        ax.legend(frameon=False)
+    if at_risk:
+        _numbers(ax, found, colours)
+    return ax
+
+
+def _numbers(ax: "Axes", found: Any, colours: list[str]) -> None:
+    """Write below the axes how many rows of each group are at risk at the ticks."""
+    times, counts = found.times.numpy(), found.at_risk.numpy()
+    ticks = [t for t in ax.get_xticks() if 0 <= t <= ax.get_xlim()[1]]
+    for place, (group, colour) in enumerate(zip(found.groups, colours, strict=True)):
+        below = -46 - 13 * place  # points
+        ax.annotate(
+            group if len(found.groups) > 1 else "at risk",
+            xy=(0, 0),
+            xycoords="axes fraction",
+            xytext=(-28, below),
+            textcoords="offset points",
+            ha="right",
+            fontsize="small",
+            color=colour,
+        )
+        for tick in ticks:
+            at = int(np.searchsorted(times, tick * (1 - 1e-9)))
+            number = counts[place, at] if at < len(times) else 0
+            ax.annotate(
+                f"{number:g}",
+                xy=(tick, 0),
+                xycoords=("data", "axes fraction"),
+                xytext=(0, below),
+                textcoords="offset points",
+                ha="center",
+                fontsize="small",
+                color=colour,
+            )

@@ -1,0 +1,1 @@
+"""Survival over sites: regressions of hazards, curves and tests."""

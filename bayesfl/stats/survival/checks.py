@@ -1,0 +1,161 @@
+"""Checks of Cox's regression over sites: proportional hazards, and pairs that are ranked right."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.stats.asking import Questions, slot
+from bayesfl.stats.survival.partial import AfterFit
+from bayesfl.stats.survival.tested import Tested
+from bayesfl.stats.survival.times import followed
+from bayesfl.stats.tables import Site
+
+Scale = Literal["log", "identity", "rank"]
+
+
+@dataclass(frozen=True)
+class Schoenfeld(AfterFit):
+    """Ask for the sums of Schoenfeld's residuals, times a function g of time, over events.
+
+    Args:
+        scale: What g is: the `log` of time, time itself (`identity`), or the `rank` of events.
+        unit: The time that is 1, so that sums are of moderate size.
+        ranks: The share of events up to each time, [T], for `rank` under one baseline.
+    """
+
+    scale: Scale = "log"
+    unit: float = 1.0
+    ranks: tuple[float, ...] = ()
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        p = (self.likelihood.columns,)
+        return {"n_events": (), "g": (), "square": (), "residual": p, "cross": p}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's sums; see `SiteSurvey`."""
+        rows = self.likelihood.rows(state["theta"], site)
+        died = rows.events
+        mean = self.baseline(state, rows)[2]
+        residual = rows.design[died] - mean[rows.last[died]]
+        g = self.function(site, rows.last[died])
+        return {
+            "n_events": died.sum(),
+            "g": g.sum(),
+            "square": g @ g,
+            "residual": residual.sum(0),
+            "cross": g @ residual,
+        }
+
+    def function(self, site: Site, last: Tensor) -> Tensor:
+        """Return g at the events of a site, by the places of their times."""
+        grid = self.likelihood.grid
+        if self.scale == "rank":
+            ranks = torch.tensor(self.ranks, dtype=torch.float64)
+            if grid is None:
+                counts = torch.bincount(last, minlength=int(last.max()) + 1)
+                ranks = shares(counts.double())
+            return ranks[last]
+        if grid is None:
+            times, events = followed(site, self.likelihood.time, self.likelihood.event)
+            times = times[events]
+        else:
+            times = torch.tensor(grid.ends, dtype=torch.float64)[last]
+        return (times / self.unit).log() if self.scale == "log" else times / self.unit
+
+
+def shares(events: Tensor) -> Tensor:
+    """Return the mean rank of the events at each time, by their numbers there [T], over their
+    number in all.
+    """
+    return (events.cumsum(0) - (events - 1) / 2) / events.sum()
+
+
+def proportional(
+    asked: Questions, survey: Schoenfeld, covariance: Tensor, names: tuple[str, ...]
+) -> Tested:
+    """Return the test that coefficients do not change with time, of each and of all together.
+
+    Args:
+        asked: The questions.
+        survey: The question.
+        covariance: Of the errors of coefficients of standardised columns, by the model, [p, p].
+        names: Names of the columns.
+    """
+    import pandas
+
+    sums = asked.conduct(survey)
+    n = float(sums["n_events"])
+    mean = sums["g"] / n
+    spread = sums["square"] - n * mean**2
+    drift = sums["cross"] - mean * sums["residual"]
+    by_column = (covariance @ drift) ** 2 / covariance.diagonal() * n / spread
+    together = float(drift @ covariance @ drift * n / spread)
+    table = pandas.DataFrame(
+        {"chi2": by_column.numpy(), "p": stats.chi2.sf(by_column.numpy(), 1)}, index=list(names)
+    )
+    return Tested(
+        what=f"proportional hazards, against the {survey.scale} of time"
+        if survey.scale != "identity"
+        else "proportional hazards, against time",
+        statistic=together,
+        degrees=len(names),
+        p=float(stats.chi2.sf(together, len(names))),
+        table=table,
+        released=asked.released,
+    )
+
+
+@dataclass(frozen=True)
+class Concordance(AfterFit):
+    """Ask for the numbers of pairs of rows of each site, of whom it is known who had an event
+    first, and of pairs whose linear predictors agree with it, or are equal.
+
+    Args:
+        sites: Number of sites J.
+    """
+
+    sites: int = 1
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        j = (self.sites,)
+        return {"n_pairs": j, "n_concordant": j, "n_tied": j}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's numbers; see `SiteSurvey`."""
+        times, events = followed(site, self.likelihood.time, self.likelihood.event)
+        eta = self.likelihood.rows(state["theta"], site).eta
+        pairs = concordant = tied = 0
+        for first in events.nonzero().flatten():  # a row at a time, as all pairs are many
+            later = (times > times[first]) | ((times == times[first]) & ~events)
+            pairs += int(later.sum())
+            concordant += int((eta[later] < eta[first]).sum())
+            tied += int((eta[later] == eta[first]).sum())
+        counts = {"n_pairs": pairs, "n_concordant": concordant, "n_tied": tied}
+        return {name: slot(count, place, self.sites) for name, count in counts.items()}
+
+
+def concordance(asked: Questions, survey: Concordance) -> Any:
+    """Return Harrell's concordance of each site and of all pairs within sites, as a data frame of
+    pandas.
+
+    Args:
+        asked: The questions.
+        survey: The question.
+    """
+    import pandas
+
+    sums = asked.conduct(survey)
+    columns = {
+        name.removeprefix("n_"): np.append(t.numpy(), float(t.sum())) for name, t in sums.items()
+    }
+    found = pandas.DataFrame(columns, index=[*asked.sites.names, "pairs within sites"]).astype(int)
+    share = (found["concordant"] + found["tied"] / 2) / found["pairs"]
+    found.insert(0, "concordance", share)
+    return found

@@ -1,0 +1,175 @@
+"""The partial likelihood over sites: Newton's question, and those that follow a fit.
+
+With a baseline of each site's own, the partial likelihood is a sum over sites, and sites answer its
+loss, slope and Hessian; no time leaves a site. With one baseline, the sums over risk sets add up
+over sites, time by time, and the partial likelihood is made of these (`efron`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.stats import newton
+from bayesfl.stats.asking import SiteSurvey
+from bayesfl.stats.survival import efron
+from bayesfl.stats.survival.times import Grid, followed
+from bayesfl.stats.tables import Site
+
+LARGEST = 500.0
+"""A linear predictor of this size is outside the range of steps, as its exponential overflows."""
+KEPT = ("at_risk", "of_tied", "mean")
+"""What residuals need of a baseline that sites share, of `efron.Hazards`."""
+
+
+@dataclass(frozen=True)
+class PartialLikelihood(SiteSurvey):
+    """Ask for what the negative log partial likelihood, its slope and its Hessian are made of, and
+    make Newton's step; columns are standardised.
+
+    Args:
+        time: Column of times.
+        event: Column of events.
+        columns: Number p of columns.
+        grid: Times of the baseline that sites share; None where each has its own, at its own times.
+        prior: Standard deviation of the coefficients' prior; None without one.
+        centre: Means of the columns.
+        scale: Their standard deviations.
+    """
+
+    time: str
+    event: str
+    columns: int
+    grid: Grid | None
+    prior: float | None = None
+    centre: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+
+    @property
+    def strength(self) -> float:
+        """Return the prior's precision; 0 without one."""
+        return 0.0 if self.prior is None else self.prior**-2
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return Newton's start."""
+        return newton.begin(torch.zeros(self.columns, dtype=torch.float64))
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        p = self.columns
+        if self.grid is None:
+            return {"loss": (), "slope": (p,), "hessian": (p, p), "n_outside": ()}
+        return {**efron.shapes(len(self.grid.ends), p), "n_outside": ()}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        rows = self.rows(state["theta"], site)
+        outside = rows.eta.abs() > LARGEST
+        rows.eta[outside] = 0.0
+        sums: Tensors = efron.moments(rows)
+        if self.grid is None:
+            own = efron.hazards(sums)
+            sums = {"loss": own.loss, "slope": own.slope, "hessian": own.hessian}
+        return {**sums, "n_outside": outside.sum()}
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Make Newton's step, see `newton.step`, and keep what residuals need of the baseline."""
+        found, kept = total, {}
+        if self.grid is not None:
+            shared = efron.hazards(total)
+            found = {"loss": shared.loss, "slope": shared.slope, "hessian": shared.hessian}
+            kept = {name: getattr(shared, name) for name in KEPT}
+            kept["n_tied"] = total["n_tied"]
+        theta = state["theta"]
+        loss = torch.where(total["n_outside"] > 0, torch.inf, found["loss"])
+        after, done = newton.step(
+            state,
+            loss + self.strength * theta @ theta / 2,
+            found["slope"] + self.strength * theta,
+            found["hessian"] + self.strength * torch.eye(len(theta), dtype=torch.float64),
+        )
+        return {**state, **after, **kept}, done
+
+    def rows(self, theta: Tensor, site: Site) -> efron.Rows:
+        """Return a site's rows as the partial likelihood reads them.
+
+        Raises:
+            ValueError: As by `followed`, or a time is beyond the grid.
+        """
+        times, events = followed(site, self.time, self.event)
+        grid = self.grid or Grid(tuple(torch.unique(times[events]).tolist()), exact=True)
+        centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
+        design = (site.x - centre) / scale
+        return efron.Rows(
+            design=design,
+            eta=design @ theta + site.offset,
+            weights=site.weights,
+            events=events,
+            last=grid.last(times, site.name),
+            times=len(grid.ends),
+        )
+
+
+@dataclass(frozen=True)
+class AfterFit(SiteSurvey):
+    """A question about a fit, of residuals of a site's rows.
+
+    Args:
+        likelihood: The partial likelihood.
+        theta: Where it was asked last, [p].
+        at_risk: As of `efron.Hazards`, of the baseline that sites share, [T, 1 + p]; empty where
+            each has its own.
+        of_tied: As of `efron.Hazards`, [T, 1 + p].
+        mean: As of `efron.Hazards`, [T, p].
+    """
+
+    likelihood: PartialLikelihood
+    theta: tuple[float, ...]
+    at_risk: tuple[tuple[float, ...], ...] = ()
+    of_tied: tuple[tuple[float, ...], ...] = ()
+    mean: tuple[tuple[float, ...], ...] = ()
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the fit."""
+        return {
+            name: torch.tensor(getattr(self, name), dtype=torch.float64)
+            for name in ("theta", *KEPT)
+        }
+
+    def baseline(self, state: Tensors, rows: efron.Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `at_risk`, `of_tied` and `mean` of the baseline of a site's rows."""
+        if self.likelihood.grid is None:
+            own = efron.hazards(efron.moments(rows))
+            return own.at_risk, own.of_tied, own.mean
+        return state["at_risk"], state["of_tied"], state["mean"]
+
+
+def after(likelihood: PartialLikelihood, state: Tensors) -> dict[str, Any]:
+    """Return the first options of an `AfterFit` by the last state of its partial likelihood."""
+    kept = {name: tuple(map(tuple, state[name].tolist())) for name in KEPT if name in state}
+    return {"likelihood": likelihood, "theta": tuple(state["best"].tolist()), **kept}
+
+
+@dataclass(frozen=True)
+class Scores(AfterFit):
+    """Ask for the outer products of score residuals, by which errors are robust.
+
+    Args:
+        by: Of rows (`sandwich`), or of the sums of each site's (`site`).
+    """
+
+    by: Literal["sandwich", "site"] = "sandwich"
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shape of an answer."""
+        return {"meat": (self.likelihood.columns, self.likelihood.columns)}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        rows = self.likelihood.rows(state["theta"], site)
+        scores = efron.score_residuals(rows, *self.baseline(state, rows))
+        if self.by == "site":
+            scores = scores.sum(0, keepdim=True)
+        return {"meat": scores.T @ scores}

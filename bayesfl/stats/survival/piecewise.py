@@ -1,0 +1,232 @@
+"""Piecewise exponential regression over sites: hazards that are constant between cuts, as a Poisson
+regression of rows by interval.
+
+A row that is at risk for a time e of an interval, with d = 1 if its event is there, has the log
+likelihood d log h - h e, which is Poisson's of a count d and mean h e, but for d log e.
+
+Source: Holford, "The analysis of rates and of survivorship using log-linear models", Biometrics 36,
+1980.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.options import Positive, declared
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import Ask, Survey
+from bayesfl.federation.clients.surveying import Adder
+from bayesfl.stats.asking import Questions, Sites, SiteSurvey
+from bayesfl.stats.fit import Fit
+from bayesfl.stats.glm import glm
+from bayesfl.stats.survival.times import follow, followed, increasing
+from bayesfl.stats.tables import Site
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Time cut into K intervals, and a site's rows by it.
+
+    Args:
+        time: Column of times.
+        event: Column of events.
+        cuts: The K - 1 times between intervals.
+    """
+
+    time: str
+    event: str
+    cuts: tuple[float, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the intervals, but of the first."""
+        ends = (*(f"{cut:g}]" for cut in self.cuts[1:]), "inf)")
+        return tuple(
+            f"{self.time}({low:g}, {end}" for low, end in zip(self.cuts, ends, strict=True)
+        )
+
+    def by_interval(self, site: Site) -> tuple[Site, Tensor]:
+        """Return a site with a row for each interval in which one of its own is at risk, the event
+        there as its outcome, and for how long each is, [n].
+        """
+        times, events = followed(site, self.time, self.event)
+        starts = torch.tensor((0.0, *self.cuts), dtype=torch.float64)
+        ends = torch.tensor((*self.cuts, torch.inf), dtype=torch.float64)
+        row, interval = (times[:, None] > starts).nonzero(as_tuple=True)
+        exposure = torch.minimum(times[row], ends[interval]) - starts[interval]
+        indicator = torch.nn.functional.one_hot(interval, len(starts))[:, 1:].double()
+        expanded = replace(
+            site,
+            frame=site.frame.iloc[row.numpy()],
+            x=torch.cat([site.x[row], indicator], 1),
+            y=(events[row] & (times[row] <= ends[interval])).double(),
+            offset=site.offset[row] + exposure.log(),
+            weights=site.weights[row],
+        )
+        return expanded, exposure
+
+
+@dataclass(frozen=True)
+class ByInterval(SiteSurvey):
+    """Ask a question about rows by interval.
+
+    Args:
+        survey: The question.
+        cut: The intervals.
+    """
+
+    survey: SiteSurvey
+    cut: Cut
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the state at first."""
+        return self.survey.start(about)
+
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        return self.survey.shapes(state)
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's answer; see `SiteSurvey`."""
+        return self.survey.of_site(state, self.cut.by_interval(site)[0], place)
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the next state."""
+        return self.survey.solve(state, total)
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Sites whose rows are asked about by interval; see `Sites`.
+
+    Args:
+        sites: The sites.
+        cut: The intervals.
+    """
+
+    sites: Sites
+    cut: Cut
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the sites."""
+        return self.sites.names
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns of the design, then those of intervals."""
+        return self.sites.columns + self.cut.columns
+
+    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
+        """Return how a question is put to all sites."""
+        assert isinstance(survey, SiteSurvey)
+        return self.sites.ask(ByInterval(survey, self.cut), aggregation)
+
+    def only(self, names: Any) -> "Intervals":
+        """Return some of the sites."""
+        return Intervals(self.sites.only(names), self.cut)
+
+
+@dataclass(frozen=True)
+class Exposure(SiteSurvey):
+    """Ask for the sum of log exposures, each in the interval of its event.
+
+    Args:
+        cut: The intervals.
+    """
+
+    cut: Cut
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shape of an answer."""
+        return {"log_exposure": ()}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's sum; see `SiteSurvey`."""
+        expanded, exposure = self.cut.by_interval(site)
+        assert expanded.y is not None
+        return {"log_exposure": (expanded.weights * expanded.y) @ exposure.log()}
+
+
+@declared
+def piecewise(
+    sites: Sites,
+    *,
+    time: str,
+    event: str,
+    cuts: Sequence[float],
+    intercept: Literal["shared", "per_site"] = "shared",
+    prior: Positive | None = None,
+    aggregation: Adder | None = None,
+) -> Fit:
+    """Fit a proportional hazards model whose baseline is constant between cuts, to the rows of all
+    sites, by `glm`.
+
+    No time leaves a site. The coefficient of an interval, as `time(12, inf)`, is the log of its
+    baseline over that of the first, and the intercept the log of the latter.
+
+    Args:
+        sites: The sites, of `tables`, whose outcome is not read.
+        time: Column of times, > 0.
+        event: Column of events: 1 where the time ends in one, 0 where it is censored.
+        cuts: Times between intervals, increasing; each interval needs an event.
+        intercept: One for all sites, or one of each site's own, of a baseline of one shape; then a
+            site without an event says nothing and is left out.
+        prior: As of `glm`.
+        aggregation: How the sites' answers are added, as `SecureSum()`; None adds them openly.
+
+    Raises:
+        ValueError: Cuts do not increase from above 0, a time is not above 0, an event is not 0 or
+            1, no site has one, an interval has none, or as by `glm`.
+
+    Example:
+        >>> import pandas as pd
+        >>> import bayesfl as bf
+        >>> frames = {
+        ...     "north": pd.DataFrame({"t": [2, 3, 5, 8], "d": [1, 1, 0, 1], "dose": [3, 1, 2, 0]}),
+        ...     "south": pd.DataFrame({"t": [1, 4, 6, 7], "d": [1, 0, 1, 1], "dose": [1, 2, 0, 1]}),
+        ... }
+        >>> sites = bf.stats.tables(frames, terms=["dose"], also=["t", "d"])
+        >>> fit = bf.stats.piecewise(sites, time="t", event="d", cuts=[4])
+        >>> fit.names
+        ('(intercept)', 'dose', 't(4, inf)')
+    """
+    cut = Cut(time, event, increasing("cuts", cuts))
+    asked = Questions(sites, aggregation)
+    known = follow(asked, time, event)
+    log_exposure = float(asked.conduct(Exposure(cut))["log_exposure"])
+    fit = glm(
+        Intervals(sites, cut),
+        family="poisson",
+        intercept=intercept,
+        prior=prior,
+        aggregation=aggregation,
+    )
+    kept = fit.rows
+    released = replace(fit.released, questions=asked.released.questions + fit.released.questions)
+    own = "a level for each site" if intercept == "per_site" else "one baseline"
+    told = ", ".join(f"{c:g}" for c in cut.cuts)
+    return replace(
+        fit,
+        model=f"proportional hazards, constant between cuts at {told}, {own}"
+        + (f", prior {prior:g}" if prior is not None else ""),
+        ratio="hazard ratio",
+        rows={name: known.rows[name] for name in kept},
+        log_likelihood=fit.log_likelihood - log_exposure,
+        evidence=None if fit.evidence is None else fit.evidence - log_exposure,
+        questions=len(released.questions),
+        released=released,
+        link=None,
+        refit=lambda chosen: piecewise(
+            sites.only(chosen),
+            time=time,
+            event=event,
+            cuts=cuts,
+            intercept=intercept,
+            prior=prior,
+            aggregation=aggregation,
+        ),
+    )

@@ -1,0 +1,39 @@
+"""Tests over sites."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bayesfl.stats.asking import Released
+
+
+@dataclass(frozen=True, repr=False)
+class Tested:
+    """A test by sums over sites; `print` shows it.
+
+    Args:
+        what: What was tested, in words.
+        statistic: Its statistic, under the null of a chi-squared distribution.
+        degrees: Degrees of freedom.
+        p: Probability of a statistic as large.
+        table: What it is made of, a data frame of pandas.
+        released: What left each site.
+    """
+
+    what: str
+    statistic: float
+    degrees: int
+    p: float
+    table: Any
+    released: Released
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.what}: chi2 {self.statistic:.4f} on {self.degrees} degrees of freedom, "
+                f"p {self.p:.4g}",
+                self.table.to_string(float_format=lambda value: f"{value:.4g}"),
+                str(self.released),
+            ]
+        )
+
+    __repr__ = __str__

@@ -1,0 +1,328 @@
+"""Cox's regression over sites beside lifelines' on one table of all rows, and beside loops."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import bayesfl as bf
+from bayesfl.stats.survival import efron
+from tests.stats.survival.made import COLUMNS, SIZES, TIMES, frames, pooled, sites
+
+lifelines = pytest.importorskip("lifelines", reason="lifelines is not installed")
+BASELINES = ["shared", "per_site"]
+pytestmark = pytest.mark.filterwarnings("ignore:Starting with pandas")  # within lifelines
+close = np.testing.assert_allclose
+
+
+def fitted(time: str, baseline: Any, given: Any = None, **options: Any) -> Any:
+    """Our fit, at exact times."""
+    exact = {"exact_times": True} if baseline == "shared" else {}
+    chosen = sites() if given is None else given
+    return bf.stats.cox(chosen, time=time, event="event", baseline=baseline, **exact, **options)
+
+
+def anchor(rows: pd.DataFrame, time: str, baseline: str, **options: Any) -> tuple[Any, Any]:
+    """The fit of lifelines, to its last digits, and the rows that it read."""
+    strata = ["site"] if baseline == "per_site" else None
+    cluster = [options["cluster_col"]] if "cluster_col" in options else []
+    weights = [options["weights_col"]] if "weights_col" in options else []
+    read = rows[[*COLUMNS, time, "event", *(strata or []), *cluster, *weights]]
+    found = lifelines.CoxPHFitter().fit(
+        read,
+        time,
+        "event",
+        strata=strata,
+        fit_options={"precision": 1e-14, "r_precision": 1e-15},
+        **options,
+    )
+    return found, read
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("time", TIMES)
+def test_the_pooled_table(time: str, baseline: str):
+    """Coefficients, errors, likelihood."""
+    fit, (wanted, _) = fitted(time, baseline), anchor(pooled(), time, baseline)
+    close(fit.estimate, wanted.params_, rtol=0, atol=1e-9)
+    close(fit.covariance, wanted.variance_matrix_, rtol=0, atol=1e-9)
+    close(fit.log_likelihood, wanted.log_likelihood_, rtol=0, atol=1e-9)
+    counts = pooled().groupby("site")["event"]
+    assert (dict(fit.rows), dict(fit.events)) == (SIZES, counts.sum().to_dict())
+    assert fit.ratio == "hazard ratio"
+    assert fit.parameters == 4
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_weights_and_offsets(baseline: str):
+    """Weights are lifelines'; an offset is a column whose coefficient is 1."""
+    given = sites(weights="count")
+    wanted, _ = anchor(pooled(), "tied", baseline, weights_col="count")
+    fit = fitted("tied", baseline, given)
+    close(fit.estimate, wanted.params_, rtol=0, atol=1e-9)
+    close(fit.covariance, wanted.variance_matrix_, rtol=0, atol=1e-9)
+    whole = fitted("tied", baseline)
+    moved = {
+        site: frame.assign(known=float(whole.coefficients["age"]) * frame["age"])
+        for site, frame in frames().items()
+    }
+    again = fitted("tied", baseline, sites(moved, offset="known"))
+    close(again.coefficients["age"], 0.0, atol=1e-9)
+    close(again.covariance, whole.covariance, rtol=0, atol=1e-9)
+
+
+def test_a_grid_is_times_rounded_up():
+    """By default a hundred bins to the horizon of one digit; by ends, those."""
+    rows = pooled()
+    horizon = 40.0
+    assert 30 < rows["untied"].max() <= horizon
+    ends = [0.5, 1, 2, 4, 8, 16, 40]
+    for grid, known in (({}, horizon * np.arange(1, 101) / 100), ({"grid": ends}, np.array(ends))):
+        rounded = rows.assign(untied=known[np.searchsorted(known, rows["untied"])])
+        fit = bf.stats.cox(sites(), time="untied", event="event", **grid)
+        wanted, _ = anchor(rounded, "untied", "shared")
+        close(fit.estimate, wanted.params_, rtol=0, atol=1e-9)
+        close(fit.covariance, wanted.variance_matrix_, rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match=r"'east' has .* beyond the grid's last end, 2"):
+        bf.stats.cox(sites(), time="untied", event="event", grid=[1.0, 2.0])
+    with pytest.raises(ValueError, match="grid must be times that increase"):
+        bf.stats.cox(sites(), time="untied", event="event", grid=[2.0, 1.0])
+
+
+def loss(theta: torch.Tensor, rows: efron.Rows, times: torch.Tensor) -> torch.Tensor:
+    """Efron's negative log partial likelihood as a loop over events."""
+    eta = rows.design @ theta
+    risk, found = rows.weights * eta.exp(), torch.zeros((), dtype=torch.float64)
+    for time in times[rows.events].unique():
+        tied = rows.events & (times == time)
+        d, weight = int(tied.sum()), rows.weights[tied].mean()
+        found = found - (rows.weights * eta)[tied].sum()
+        for number in range(d):
+            phi = risk[times >= time].sum() - number / d * risk[tied].sum()
+            found = found + weight * phi.log()
+    return found
+
+
+def by_hand(theta: torch.Tensor) -> tuple[efron.Rows, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    n = 40
+    design = torch.randn(n, 3, generator=rng, dtype=torch.float64)
+    times = torch.randint(1, 12, (n,), generator=rng).double()
+    events = torch.rand(n, generator=rng) < 0.6
+    ends = times[events].unique()
+    rows = efron.Rows(
+        design=design,
+        eta=design @ theta,
+        weights=torch.randint(1, 4, (n,), generator=rng).double(),
+        events=events,
+        last=torch.searchsorted(ends, times, right=True) - 1,
+        times=len(ends),
+    )
+    return rows, times
+
+
+def test_slope_and_hessian_are_derivatives():
+    """Of Efron's loss in a loop, by autograd."""
+    theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
+    rows, times = by_hand(theta)
+    found = efron.hazards(efron.moments(rows))
+    close(found.loss, loss(theta, rows, times), rtol=1e-12)
+    first = torch.autograd.functional.jacobian(lambda t: loss(t, rows, times), theta)
+    second = torch.autograd.functional.hessian(lambda t: loss(t, rows, times), theta)
+    close(found.slope, first, atol=1e-11)
+    close(found.hessian, second, atol=1e-11)
+
+
+def test_score_residuals_under_ties():
+    """Beside a loop over rows, events and the tied among them; they add up to the score."""
+    theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
+    rows, times = by_hand(theta)
+    hazards = efron.hazards(efron.moments(rows))
+    found = efron.score_residuals(rows, hazards.at_risk, hazards.of_tied, hazards.mean)
+    risk = rows.eta.exp()
+    wanted = torch.zeros_like(rows.design)
+    for time in times[rows.events].unique():
+        tied, there = rows.events & (times == time), times >= time
+        d, weight = int(tied.sum()), rows.weights[tied].mean()
+        for number in range(d):
+            spared = there * (1 - number / d * tied.double())
+            share = rows.weights * risk * spared
+            mean = share @ rows.design / share.sum()
+            for row in there.nonzero().flatten():
+                step = weight * spared[row] * risk[row] / share.sum()
+                jump = float(tied[row]) / d - step
+                wanted[row] += rows.weights[row] * jump * (rows.design[row] - mean)
+    close(found, wanted, atol=1e-12)
+    close(found.sum(0), -hazards.slope, atol=1e-12)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("errors", ["sandwich", "site"])
+def test_robust_errors(errors: Any, baseline: str):
+    """Lin and Wei's, where no times are tied, beside lifelines', which knows no ties there."""
+    rows = pooled()
+    rows["cluster"] = pd.factorize(rows["site"])[0]
+    kind = {"robust": True} if errors == "sandwich" else {"cluster_col": "cluster"}
+    wanted, _ = anchor(rows, "untied", baseline, **kind)
+    fit = fitted("untied", baseline, errors=errors)
+    close(fit.table()["se"], wanted.standard_errors_, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("time", TIMES)
+@pytest.mark.parametrize("scale", ["log", "identity", "rank"])
+def test_proportional_hazards(scale: Any, time: str, baseline: str):
+    """Beside lifelines'; its ranks are of the rows as they stand, which are ranks of times where
+    none are tied and there are no strata.
+    """
+    if scale == "rank" and (time == "tied" or baseline == "per_site"):
+        return
+    fit, (wanted, rows) = fitted(time, baseline), anchor(pooled(), time, baseline)
+    test = lifelines.statistics.proportional_hazard_test(wanted, rows, time_transform=scale)
+    found = fit.check(scale=scale)
+    close(found.table["chi2"], test.test_statistic, rtol=1e-8)
+    close(found.table["p"], test.p_value, rtol=1e-8)
+    assert found.degrees == 4
+    assert "Schoenfeld" in str(found)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_ranks_of_tied_events_are_their_means(baseline: str):
+    """And all coefficients together, by the residuals of lifelines."""
+    wanted, rows = anchor(pooled(), "tied", baseline)
+    residuals = wanted.compute_residuals(rows, kind="schoenfeld")
+    died = rows.loc[residuals.index]
+    rank = died["tied"].rank()
+    if baseline == "per_site":
+        ranks = died.groupby("site")["tied"]
+        rank = ranks.rank() / ranks.transform("size")
+    g = (rank - rank.mean()).to_numpy()
+    drift, v = g @ residuals.to_numpy(), wanted.variance_matrix_.to_numpy()
+    factor = len(g) / (g @ g)
+    found = fitted("tied", baseline).check(scale="rank")
+    close(found.table["chi2"], (v @ drift) ** 2 / v.diagonal() * factor, rtol=1e-7)
+    close(found.statistic, drift @ v @ drift * factor, rtol=1e-7)
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_concordance_of_pairs_within_sites(time: str):
+    fit = fitted(time, "per_site")
+    found = fit.concordance()
+    wanted, _ = anchor(pooled(), time, "per_site")
+    close(found.loc["pairs within sites", "concordance"], wanted.concordance_index_, rtol=1e-12)
+    rows = pooled()
+    risk = rows[COLUMNS].to_numpy() @ fit.estimate.numpy()
+    east = rows["site"] == "east"
+    of_east = lifelines.utils.concordance_index(
+        rows.loc[east, time], -risk[east], rows.loc[east, "event"]
+    )
+    close(found.loc["east", "concordance"], of_east, rtol=1e-12)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_one_table_and_any_order_of_sites_are_the_same(baseline: str):
+    """To the bit by order, to 1e-10 for the split."""
+    fit = fitted("tied", baseline, errors="sandwich")
+    turned = sites({site: frames()[site] for site in reversed(SIZES)})
+    again = fitted("tied", baseline, turned, errors="sandwich")
+    assert torch.equal(fit.estimate, again.estimate)
+    assert torch.equal(fit.covariance, again.covariance)
+    if baseline == "shared":
+        whole = sites({"all": pd.concat(frames().values(), ignore_index=True)})
+        one = fitted("tied", baseline, whole, errors="sandwich")
+        close(fit.estimate, one.estimate, rtol=0, atol=1e-10)
+        close(fit.covariance, one.covariance, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_secure_sums_are_the_same(baseline: str):
+    """Exact times travel whole, though sums are rounded."""
+    hidden = fitted("untied", baseline, errors="site", aggregation=bf.SecureSum(range=2.0**20))
+    plain = fitted("untied", baseline, errors="site")
+    close(hidden.estimate, plain.estimate, rtol=0, atol=1e-6)
+    close(hidden.covariance, plain.covariance, rtol=0, atol=1e-6)
+    close(hidden.check().statistic, plain.check().statistic, rtol=1e-5)
+    assert hidden.concordance().equals(plain.concordance())
+    assert "SecureSum" in str(hidden.released)
+
+
+def test_treated_at_one_site_alone():
+    """The stratified fit does not exist, and says so; the other is that of all rows."""
+    rows = pooled()
+    split = {
+        "treated": rows[rows["arm"] == 1],
+        "one": rows[rows["arm"] == 0].iloc[::2],
+        "other": rows[rows["arm"] == 0].iloc[1::2],
+    }
+    with pytest.warns(UserWarning, match="constant: arm at one, arm at other, arm at treated"):
+        given = sites(split)
+    fit, (wanted, _) = fitted("tied", "shared", given), anchor(rows, "tied", "shared")
+    close(fit.estimate, wanted.params_, rtol=0, atol=1e-9)
+    close(fit.covariance, wanted.variance_matrix_, rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match=r"\['arm'\] do not differ.*baseline='shared'"):
+        fitted("tied", "per_site", given)
+
+
+def test_a_site_without_events():
+    """Says nothing under its own baseline, and is at risk under the shared one."""
+    rows = {**frames(), "silent": frames()["west"].assign(event=0)}
+    own = fitted("tied", "per_site", sites(rows))
+    assert own.left_out == {"silent": "none of its 90 rows has an event"}
+    close(own.estimate, fitted("tied", "per_site").estimate, rtol=0, atol=1e-9)
+    fit, (wanted, _) = fitted("tied", "shared", sites(rows)), anchor(pooled(rows), "tied", "shared")
+    assert not fit.left_out
+    assert fit.events["silent"] == 0
+    close(fit.estimate, wanted.params_, rtol=0, atol=1e-9)
+    close(own.without("east").n, sum(SIZES.values()) - SIZES["east"])
+    with pytest.raises(ValueError, match="no site has an event"):
+        fitted("tied", "shared", sites({"silent": rows["silent"]}))
+
+
+def test_evidence_is_laplaces():
+    """Beside its definition, with the Hessian of the loop by autograd."""
+    fit = fitted("tied", "shared", prior=1.5)
+    rows = pooled()
+    x = torch.tensor(rows[COLUMNS].to_numpy(float))
+    x = (x - x.mean(0)) / x.std(0, correction=0)
+    times = torch.tensor(rows["tied"].to_numpy())
+    weights = torch.ones(len(x), dtype=torch.float64)
+    events = torch.tensor(rows["event"].to_numpy() == 1)
+    given = efron.Rows(x, weights, weights, events, weights.long(), 0)
+    normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.5)
+
+    def energy(theta: torch.Tensor) -> torch.Tensor:
+        return loss(theta, given, times) - normal.log_prob(theta).sum()
+
+    theta = fit.estimate * torch.tensor(rows[COLUMNS].to_numpy(float)).std(0, correction=0)
+    assert float(torch.autograd.functional.jacobian(energy, theta).abs().max()) < 1e-9  # type: ignore
+    curvature: Any = torch.autograd.functional.hessian(energy, theta)
+    volume = torch.linalg.slogdet(curvature / (2 * np.pi)).logabsdet / 2
+    assert fit.evidence is not None
+    close(fit.evidence, float(-energy(theta) - volume), rtol=0, atol=1e-8)
+    close(fit.log_likelihood, -float(loss(theta, given, times)), rtol=0, atol=1e-8)
+
+
+def test_rows_that_no_fit_may_hold():
+    early = {**frames(), "west": frames()["west"].assign(tied=lambda f: f["tied"] - 1)}
+    count = int((early["west"]["tied"] <= 0).sum())
+    with pytest.raises(ValueError, match=f"'west' has {count} rows with 'tied' <= 0"):
+        fitted("tied", "shared", sites(early))
+    coded = {**frames(), "west": frames()["west"].assign(event=2)}
+    with pytest.raises(ValueError, match="events are 0 or 1, and site 'west'"):
+        fitted("tied", "per_site", sites(coded))
+    with pytest.raises(ValueError, match="grid says nothing under exact_times=True"):
+        fitted("tied", "shared", grid=[40.0])
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_what_separates_is_named(baseline: str):
+    """A level that has no event."""
+    rows = {
+        site: frame.assign(arm=(frame["event"] == 1) | (frame["arm"] == 1))
+        for site, frame in frames().items()
+    }
+    with pytest.raises(ValueError, match=r"\['arm'\] separate.*prior=2.5"):
+        fitted("tied", baseline, sites(rows))
+    assert fitted("tied", baseline, sites(rows), prior=2.5).estimate.isfinite().all()
