@@ -43,14 +43,16 @@ class Rows:
 
 
 def shapes(times: int, columns: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what `moments` returns."""
-    width = 1 + columns + columns * (columns + 1) // 2
+    """Return the shapes of what `moments` and `squares` return."""
+    first, half = (times, 1 + columns), (times, columns * (columns + 1) // 2)
     return {
-        "risk": (times, width),
-        "tied": (times, width),
+        "risk": first,
+        "tied": first,
         "n_tied": (times,),
         "weight": (times,),
-        "linear": (columns + 1,),
+        "linear": (1 + columns,),
+        "risk_square": half,
+        "tied_square": half,
     }
 
 
@@ -58,28 +60,49 @@ def moments(rows: Rows) -> Tensors:
     """Return the sums of some rows for each time.
 
     Returns:
-        `risk` and `tied` [T, 1 + p + p (p + 1) / 2]: sums of e^eta, e^eta x and the upper half of
-        e^eta x x' over the rows at risk and over those with an event; `n_tied` and `weight` [T]:
-        number and weight of these; `linear` [1 + p]: the sum of (eta, x) over all events.
+        `risk` and `tied` [T, 1 + p]: sums of e^eta and e^eta x over the rows at risk and over those
+        with an event; `n_tied` and `weight` [T]: number and weight of these; `linear` [1 + p]: the
+        sum of (eta, x) over all events.
     """
-    x, w = rows.design, rows.weights
-    i, j = torch.triu_indices(x.shape[1], x.shape[1])
+    x, w, died = rows.design, rows.weights, rows.events
     relative = (w * rows.eta.exp()).unsqueeze(1)
-    terms = torch.cat([relative, relative * x, relative * x[:, i] * x[:, j]], 1)
-    there, died = rows.last >= 0, rows.events
+    terms = torch.cat([relative, relative * x], 1)
+    own = torch.cat([rows.eta.unsqueeze(1), x], 1)
 
     def at_last(values: Tensor, chosen: Tensor) -> Tensor:
         found = torch.zeros(rows.times, *values.shape[1:], dtype=torch.float64)
         return found.index_add_(0, rows.last[chosen], values[chosen])
 
-    own = torch.cat([rows.eta.unsqueeze(1), x], 1)
     return {
-        "risk": at_last(terms, there).flip(0).cumsum(0).flip(0),
+        "risk": _from_then_on(at_last(terms, rows.last >= 0)),
         "tied": at_last(terms, died),
         "n_tied": at_last(torch.ones_like(w), died),
         "weight": at_last(w, died),
         "linear": w[died] @ own[died],
     }
+
+
+def squares(rows: Rows) -> Tensors:
+    """Return the upper halves of the sums of e^eta x x', `risk_square` over the rows at risk and
+    `tied_square` over those with an event, [T, p (p + 1) / 2].
+    """
+    root = (rows.weights * rows.eta.exp()).sqrt().unsqueeze(1) * rows.design
+    i, j = torch.triu_indices(root.shape[1], root.shape[1])
+
+    def at_last(chosen: Tensor) -> Tensor:
+        last, order = rows.last[chosen].sort(stable=True)
+        parts = root[chosen][order].split(torch.bincount(last, minlength=rows.times).tolist())
+        return torch.stack([(part.T @ part)[i, j] for part in parts])
+
+    return {
+        "risk_square": _from_then_on(at_last(rows.last >= 0)),
+        "tied_square": at_last(rows.events),
+    }
+
+
+def _from_then_on(values: Tensor) -> Tensor:
+    """Return sums over times from each on, [T, ...], of what rows have at their last."""
+    return values.flip(0).cumsum(0).flip(0)
 
 
 @dataclass(frozen=True)
@@ -89,30 +112,45 @@ class Hazards:
     Args:
         loss: Negative log partial likelihood, in nats.
         slope: Its gradient, [p].
-        hessian: Its Hessian, [p, p].
         at_risk: The hazard's step w / phi_l, summed over l, and the same times the mean of x under
             phi_l, [T, 1 + p].
         of_tied: The same with each l times l / d, of which tied rows are spared.
         mean: The mean of x in the denominators, [T, p].
+        outer: The sum of w times the outer products of the means under phi_l, [p, p], which a sum
+            of e^eta x x' by the hazards' steps exceeds by the Hessian.
     """
 
     loss: Tensor
     slope: Tensor
-    hessian: Tensor
     at_risk: Tensor
     of_tied: Tensor
     mean: Tensor
+    outer: Tensor
+
+    def hessian(self, sums: Tensors) -> Tensor:
+        """Return the Hessian of `loss`, [p, p], by sums of `squares` over all rows."""
+        half = self.at_risk[:, 0] @ sums["risk_square"] - self.of_tied[:, 0] @ sums["tied_square"]
+        i, j = torch.triu_indices(*self.outer.shape)
+        square = torch.zeros_like(self.outer)
+        square[i, j] = square[j, i] = half
+        return square - self.outer
+
+    def hessian_of(self, rows: Rows) -> Tensor:
+        """Return the same by all rows, where they are in one place."""
+        met = hazard_met(rows, self.at_risk, self.of_tied)[:, :1]
+        relative = (rows.weights * rows.eta.exp()).unsqueeze(1) * met
+        return rows.design.T @ (relative * rows.design) - self.outer
 
 
 def hazards(sums: Tensors) -> Hazards:
     """Return the partial likelihood and its parts by sums of `moments` over all rows."""
-    tied, p = sums["n_tied"].round().long(), len(sums["linear"]) - 1
+    tied = sums["n_tied"].round().long()
     # A line for each event: its time, and its number among those tied there.
     place = torch.arange(len(tied)).repeat_interleave(tied)
     number = torch.arange(len(place)) - (tied.cumsum(0) - tied)[place]
     share = (number / tied[place].double()).unsqueeze(1)
     weight = (sums["weight"] / tied.clamp_min(1))[place]
-    phi = sums["risk"][place, : p + 1] - share * sums["tied"][place, : p + 1]
+    phi = sums["risk"][place] - share * sums["tied"][place]
     mean = phi[:, 1:] / phi[:, :1]
     step = (weight / phi[:, 0]).unsqueeze(1)
     steps = torch.cat([step, step * mean], 1)
@@ -121,19 +159,21 @@ def hazards(sums: Tensors) -> Hazards:
         found = torch.zeros(len(tied), values.shape[1], dtype=torch.float64)
         return found.index_add_(0, place, values)
 
-    at_risk, of_tied = by_time(steps), by_time(share * steps)
-    half = at_risk[:, 0] @ sums["risk"][:, p + 1 :] - of_tied[:, 0] @ sums["tied"][:, p + 1 :]
-    i, j = torch.triu_indices(p, p)
-    hessian = torch.zeros(p, p, dtype=torch.float64)
-    hessian[i, j] = hessian[j, i] = half
     return Hazards(
         loss=weight @ phi[:, 0].log() - sums["linear"][0],
         slope=weight @ mean - sums["linear"][1:],
-        hessian=hessian - mean.T @ (weight.unsqueeze(1) * mean),
-        at_risk=at_risk,
-        of_tied=of_tied,
+        at_risk=by_time(steps),
+        of_tied=by_time(share * steps),
         mean=by_time(mean / tied[place].unsqueeze(1)),
+        outer=mean.T @ (weight.unsqueeze(1) * mean),
     )
+
+
+def hazard_met(rows: Rows, at_risk: Tensor, of_tied: Tensor) -> Tensor:
+    """Return the sums of the steps of `Hazards` that each row met while at risk, [n, 1 + p]."""
+    before = torch.zeros(1, at_risk.shape[1], dtype=torch.float64)
+    met = torch.cat([before, at_risk.cumsum(0)])[rows.last + 1]
+    return met - rows.events.unsqueeze(1) * of_tied[rows.last]
 
 
 def score_residuals(rows: Rows, at_risk: Tensor, of_tied: Tensor, mean: Tensor) -> Tensor:
@@ -149,8 +189,7 @@ def score_residuals(rows: Rows, at_risk: Tensor, of_tied: Tensor, mean: Tensor) 
     Source: Lin and Wei, "The robust inference for the Cox proportional hazards model", JASA 84,
     1989; tied events as in Therneau and Grambsch, section 7.2.
     """
-    x, died, last = rows.design, rows.events.unsqueeze(1), rows.last
-    before = torch.zeros(1, at_risk.shape[1], dtype=torch.float64)
-    met = torch.cat([before, at_risk.cumsum(0)])[last + 1] - died * of_tied[last]
+    x, met = rows.design, hazard_met(rows, at_risk, of_tied)
     expected = rows.eta.exp().unsqueeze(1) * (met[:, :1] * x - met[:, 1:])
-    return rows.weights.unsqueeze(1) * (died * (x - mean[last]) - expected)
+    observed = rows.events.unsqueeze(1) * (x - mean[rows.last])
+    return rows.weights.unsqueeze(1) * (observed - expected)

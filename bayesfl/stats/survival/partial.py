@@ -68,10 +68,12 @@ class PartialLikelihood(SiteSurvey):
         rows = self.rows(state["theta"], site)
         outside = rows.eta.abs() > LARGEST
         rows.eta[outside] = 0.0
-        sums: Tensors = efron.moments(rows)
+        sums = efron.moments(rows)
         if self.grid is None:
             own = efron.hazards(sums)
-            sums = {"loss": own.loss, "slope": own.slope, "hessian": own.hessian}
+            sums = {"loss": own.loss, "slope": own.slope, "hessian": own.hessian_of(rows)}
+        else:
+            sums |= efron.squares(rows)
         return {**sums, "n_outside": outside.sum()}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
@@ -79,7 +81,8 @@ class PartialLikelihood(SiteSurvey):
         found, kept = total, {}
         if self.grid is not None:
             shared = efron.hazards(total)
-            found = {"loss": shared.loss, "slope": shared.slope, "hessian": shared.hessian}
+            hessian = shared.hessian(total)
+            found = {"loss": shared.loss, "slope": shared.slope, "hessian": hessian}
             kept = {name: getattr(shared, name) for name in KEPT}
             kept["n_tied"] = total["n_tied"]
         theta = state["theta"]
