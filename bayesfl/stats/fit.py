@@ -40,6 +40,7 @@ class Fit:
         link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
         refit: Function (names of sites) -> the same fit to these alone.
+        likelihood: Of what the likelihood is, in words, where it is not that of an outcome.
         further: Further questions about the fit, by name: `check` and `concordance` of `cox`.
         design: Function (data frame) -> the columns of its rows.
     """
@@ -65,6 +66,7 @@ class Fit:
     link: Callable[[Tensor], Tensor] | None = None
     design: Callable[[Any], Tensor] | None = None
     refit: "Callable[[Sequence[str]], Fit] | None" = None
+    likelihood: str = ""
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -143,12 +145,17 @@ class Fit:
             other: The other fit, of which one is a special case of the other for the ratio's p.
 
         Raises:
-            ValueError: They are of other rows.
+            ValueError: They are of other rows, or their likelihoods of other things.
         """
         if dict(self.rows) != dict(other.rows):
             raise ValueError(
                 f"the fits are of other rows, {dict(self.rows)} and {dict(other.rows)}; fit both "
                 "to the same sites"
+            )
+        if self.likelihood != other.likelihood:
+            raise ValueError(
+                f"the likelihoods are of other things, {self.likelihood or 'an outcome'} and "
+                f"{other.likelihood or 'an outcome'}, and do not compare"
             )
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters

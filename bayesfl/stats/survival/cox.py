@@ -54,7 +54,8 @@ def cox(
         grid: Where the baseline is shared, the number of bins up to the longest time, rounded up
             to one digit, or their upper ends; times are rounded up to these, and the fit is that to
             such times.
-        exact_times: Whether sites tell the times of events as they are.
+        exact_times: Whether sites tell the times of events as they are; then an answer has
+            (p + 1) (p + 2) numbers for each.
         errors: Standard errors by the `model`; by the `sandwich` of rows' score residuals; or by
             `site`, of the sites' sums of these, which wants many sites. No factor for few.
         prior: Standard deviation of a normal prior of the coefficients of standardised columns,
@@ -159,6 +160,7 @@ def cox(
         questions=len(asked.released.questions),
         released=asked.released,
         evidence=evidence,
+        likelihood=f"the order of events, {told}",
         further={"check": check, "concordance": ranked},
         refit=lambda chosen: cox(
             sites.only(chosen),

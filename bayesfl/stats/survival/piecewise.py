@@ -220,6 +220,7 @@ def piecewise(
         questions=len(released.questions),
         released=released,
         link=None,
+        likelihood="times",
         refit=lambda chosen: piecewise(
             sites.only(chosen),
             time=time,

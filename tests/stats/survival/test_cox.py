@@ -281,6 +281,16 @@ def test_a_site_without_events():
         fitted("tied", "shared", sites({"silent": rows["silent"]}))
 
 
+def test_likelihoods_of_other_baselines_do_not_compare():
+    fit, own = fitted("tied", "shared"), fitted("tied", "per_site")
+    few = fitted("tied", "shared", sites(terms=["age"]))
+    assert "likelihood ratio" in fit.compare(few)
+    with pytest.raises(ValueError, match="of other things, the order of events, one baseline"):
+        fit.compare(own)
+    with pytest.raises(ValueError, match="exact event times and times, and do not compare"):
+        fit.compare(bf.stats.piecewise(sites(), time="tied", event="event", cuts=[5.0]))
+
+
 def test_evidence_is_laplaces():
     """Beside its definition, with the Hessian of the loop by autograd."""
     fit = fitted("tied", "shared", prior=1.5)
