@@ -167,7 +167,7 @@ def cox(
             time=time,
             event=event,
             baseline=baseline,
-            grid=grid,
+            grid=grid if shared is None or exact_times else shared.ends,  # of all sites
             exact_times=exact_times,
             errors=errors,
             prior=prior,

@@ -281,6 +281,19 @@ def test_a_site_without_events():
         fitted("tied", "shared", sites({"silent": rows["silent"]}))
 
 
+def test_the_fit_without_terms_and_without_a_site():
+    """A likelihood ratio beside lifelines'; fits without a site keep the grid of all."""
+    fit = fitted("tied", "shared")
+    null = fitted("tied", "shared", bf.stats.tables(frames(), also=["tied", "event"]))
+    wanted = anchor(pooled(), "tied", "shared")[0].log_likelihood_ratio_test()
+    close(2 * (fit.log_likelihood - null.log_likelihood), wanted.test_statistic, rtol=1e-9)
+    assert f"{wanted.test_statistic:.4f} on 4 degrees" in fit.compare(null)
+    longest = pooled().groupby("site")["tied"].max()
+    some = bf.stats.cox(sites(), time="tied", event="event").without(str(longest.idxmax()))
+    assert longest.nlargest(2).iloc[1] <= 30
+    assert "on a grid of 100 to 40" in some.model
+
+
 def test_likelihoods_of_other_baselines_do_not_compare():
     fit, own = fitted("tied", "shared"), fitted("tied", "per_site")
     few = fitted("tied", "shared", sites(terms=["age"]))
