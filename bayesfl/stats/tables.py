@@ -6,7 +6,7 @@ have the same columns in the design, so categories are declared with their level
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,129 +16,8 @@ from bayesfl.base.options import declared
 from bayesfl.base.surveys import Ask, Survey
 from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder, ask_here
-
-
-@dataclass(frozen=True)
-class Levels:
-    """A category, with a column 0 or 1 for each level but the first, the reference; see `levels`.
-
-    Args:
-        column: Name of the column.
-        levels: The levels, the reference first.
-    """
-
-    column: str
-    levels: tuple[Any, ...]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the names of the columns that the category has in the design."""
-        return tuple(f"{self.column}[{level}]" for level in self.levels[1:])
-
-    def values(self, frame: Any, site: str) -> np.ndarray:
-        """Return the columns of a frame's rows, [n, levels - 1]; NaN where the value is missing.
-
-        Raises:
-            ValueError: A row has another level.
-        """
-        given = _column(frame, self.column, site)
-        missing = given.isna().to_numpy()
-        if others := sorted({*given[~missing]} - {*self.levels}, key=str):
-            raise ValueError(
-                f"site {site!r} has the values {others[:5]} in {self.column!r}, which are none of "
-                f"its levels {list(self.levels)}; list them in levels(), or leave these rows out"
-            )
-        found = np.stack([(given == level).to_numpy() for level in self.levels[1:]], 1)
-        return np.where(missing[:, None], np.nan, found)
-
-
-@dataclass(frozen=True)
-class Interaction:
-    """Products of terms; see `interaction`.
-
-    Args:
-        terms: The terms.
-    """
-
-    terms: tuple["Number | Levels", ...]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the names of the products, as `age:sex[1]`."""
-        names = [""]
-        for term in self.terms:
-            names = [f"{one}:{more}".lstrip(":") for one in names for more in term.columns]
-        return tuple(names)
-
-    def values(self, frame: Any, site: str) -> np.ndarray:
-        """Return the products of a frame's rows, [n, products]."""
-        found = np.ones((len(frame), 1))
-        for term in self.terms:
-            more = term.values(frame, site)
-            found = (found[:, :, None] * more[:, None]).reshape(len(frame), -1)
-        return found
-
-
-@dataclass(frozen=True)
-class Number:
-    """A column of numbers or truth values.
-
-    Args:
-        column: Name of the column.
-    """
-
-    column: str
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the name of the column."""
-        return (self.column,)
-
-    def values(self, frame: Any, site: str) -> np.ndarray:
-        """Return the column of a frame's rows, [n, 1].
-
-        Raises:
-            ValueError: It holds something else than numbers, or an infinite one.
-        """
-        return numbers(frame, self.column, site)[:, None]
-
-
-Term: TypeAlias = str | Levels | Interaction
-
-
-def levels(column: str, values: Sequence[Any]) -> Levels:
-    """Declare a category with all its levels, the reference first.
-
-    Args:
-        column: Name of the column.
-        values: The levels as they stand in the column, two at least; each but the first has a
-            column 0 or 1 in the design, called `column[level]`.
-
-    Raises:
-        ValueError: There are fewer than two levels, or one is named twice.
-
-    Example:
-        >>> levels("cp", [1, 2, 3]).columns
-        ('cp[2]', 'cp[3]')
-    """
-    found = tuple(values)
-    if len(found) < 2 or len({*found}) < len(found):
-        raise ValueError(f"levels of {column!r} must be two or more, each once, got {list(found)}")
-    return Levels(column, found)
-
-
-def interaction(*terms: str | Levels) -> Interaction:
-    """Declare the products of the columns of several terms, beside which the terms themselves are
-    to be named, too.
-
-    Args:
-        *terms: Names of columns of numbers, or `levels`.
-
-    Example:
-        >>> interaction("age", levels("sex", ["f", "m"])).columns
-        ('age:sex[m]',)
-    """
-    return Interaction(tuple(Number(t) if isinstance(t, str) else t for t in terms))
+from bayesfl.stats.formulas import Formula, formula_of
+from bayesfl.stats.terms import Interaction, Levels, Number, Term, column_of, numbers
 
 
 @dataclass(frozen=True)
@@ -191,7 +70,7 @@ class Tables:
     """
 
     sites: tuple[Site, ...]
-    terms: tuple[Number | Levels | Interaction, ...]
+    terms: tuple[Number | Levels | Interaction | Formula, ...]
     columns: tuple[str, ...]
     outcome: str | None
     ids: np.ndarray
@@ -238,6 +117,7 @@ def tables(
     *,
     outcome: str | None = None,
     terms: Sequence[Term] = (),
+    formula: str | None = None,
     offset: str | None = None,
     weights: str | None = None,
     also: Sequence[str] = (),
@@ -253,6 +133,9 @@ def tables(
             `kaplan_meier` follow, which name theirs.
         terms: What stands in the design: names of columns of numbers or truth values, `levels` and
             `interaction`.
+        formula: In place of outcome and terms, what formulaic reads, if it is installed, as
+            `ill ~ age * C(sex, levels=["f", "m"])`: each category by C with its levels, the
+            reference first; other expressions row by row, as `np.log(age)`.
         offset: Column of what is added to the linear predictor, as a logarithm of exposure.
         weights: Column of how often each row counts, > 0.
         also: Further columns whose values may not be missing, as times, events and groups.
@@ -260,8 +143,9 @@ def tables(
             leaves them out, and fits say how many at which site.
 
     Raises:
+        ImportError: A formula is given, and formulaic is not installed.
         ValueError: A site lacks a column or has no row, a value is missing and none may be, or is
-            none that its column may hold.
+            none that its column may hold; a formula learns from rows, as by center(age).
 
     Warns:
         UserWarning: A column is constant at a site, or a level is at one site only.
@@ -275,12 +159,20 @@ def tables(
         >>> tables(frames, outcome="ill", terms=["age", levels("sex", ["f", "m"])])
         Tables(north 2, south 2; 2 columns, outcome ill)
     """
-    parts = tuple(Number(term) if isinstance(term, str) else term for term in terms)
+    if not frames:
+        raise ValueError("frames must name one site at least")
+    parts: tuple[Any, ...] = tuple(
+        Number(term) if isinstance(term, str) else term for term in terms
+    )
+    if formula is not None:
+        first = min(frames)
+        term, named = formula_of(formula, frames[first], first)
+        if terms or (outcome is not None and named is not None):
+            raise ValueError("a formula stands in place of terms= and outcome=; leave these out")
+        parts, outcome = (term,), outcome if named is None else named
     columns = tuple(name for part in parts for name in part.columns)
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise ValueError(f"the column {twice[0]!r} stands twice in the terms; name it once")
-    if not frames:
-        raise ValueError("frames must name one site at least")
     wanted = dict.fromkeys(name for name in (outcome, offset, weights, *also) if name is not None)
     sites, gaps = [], {}
     for name in sorted(frames):  # so that sums do not depend on the order given
@@ -293,7 +185,7 @@ def tables(
         }
         absent = np.asarray(np.isnan(x).any(1))
         for column in wanted:
-            absent |= _column(frame, column, name).isna().to_numpy()
+            absent |= column_of(frame, column, name).isna().to_numpy()
         if absent.any():
             gaps[name] = _gaps(frame, parts, wanted, absent)
         kept = ~absent
@@ -325,46 +217,14 @@ def tables(
     return made
 
 
-def numbers(frame: Any, column: str, site: str) -> np.ndarray:
-    """Return a column of numbers, [n] in float64, NaN where a value is missing.
-
-    Raises:
-        ValueError: It is absent, or holds something else than numbers, or an infinite one.
-    """
-    given = _column(frame, column, site)
-    if given.dtype.kind not in "iufb" and str(given.dtype).lower() not in ("boolean",):
-        try:
-            given = given.astype("Float64")
-        except (TypeError, ValueError):
-            some = sorted({str(value) for value in given.dropna()})[:5]
-            raise ValueError(
-                f"site {site!r} has no numbers in {column!r}, but {some}; take "
-                f"levels({column!r}, [...]) for a category, or make numbers of it"
-            ) from None
-    found = given.to_numpy(dtype=np.float64, na_value=np.nan)
-    if np.isinf(found).any():
-        raise ValueError(f"site {site!r} has infinite numbers in {column!r}; leave them out")
-    return found
-
-
-def _column(frame: Any, column: str, site: str) -> Any:
-    if column not in frame.columns:
-        raise ValueError(
-            f"site {site!r} has no column {column!r}; its columns are {list(frame.columns)}: "
-            "rename one, or leave out the term or the site"
-        )
-    return frame[column]
-
-
-def _design(frame: Any, terms: Sequence[Number | Levels | Interaction], site: str) -> np.ndarray:
+def _design(frame: Any, terms: Sequence[Any], site: str) -> np.ndarray:
     parts = [term.values(frame, site).astype(np.float64) for term in terms]
     return np.concatenate([np.zeros((len(frame), 0)), *parts], 1)
 
 
 def _gaps(frame: Any, terms: Sequence[Any], wanted: Mapping[str, None], absent: np.ndarray) -> str:
     """Say which columns lack values, and in how many rows one at least does."""
-    inner = [one for term in terms for one in getattr(term, "terms", (term,))]
-    names = dict.fromkeys([*(one.column for one in inner), *wanted])
+    names = dict.fromkeys([*(name for term in terms for name in term.variables), *wanted])
     counts = {name: int(frame[name].isna().sum()) for name in names}
     told = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     return f"{int(absent.sum())} of {len(frame)} rows, {told}"

@@ -1,0 +1,153 @@
+"""Formulas, as `disease ~ age * sex + C(cp, levels=[1, 2, 3])`, which formulaic reads.
+
+A column of the design must mean the same at all sites, so categories are declared with their
+levels, and no transform may learn from a site's rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bayesfl.stats.terms import Levels, column_of, numbers
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The right side of a formula as a term, see `formula_of`.
+
+    Args:
+        text: The right side.
+        variables: Columns that it reads.
+        columns: Names of the columns that it makes, without an intercept.
+    """
+
+    text: str
+    variables: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+
+    def values(self, frame: Any, site: str) -> np.ndarray:
+        """Return the columns of a frame's rows, [n, p]; NaN throughout a row in which a value is
+        missing.
+
+        Raises:
+            ValueError: A column is absent, is no number and not declared as a category, or holds
+                another level; a part cannot be evaluated, is infinite, or learns from the rows.
+        """
+        return self.named(frame, site)[1]
+
+    def named(self, frame: Any, site: str) -> tuple[tuple[str, ...], np.ndarray]:
+        """Return the names of the columns, and as by `values`."""
+        names, found = _made(self, frame, site)
+        half = len(frame) // 2
+        alone = _made(self, frame[:half], site)[1]
+        same = np.isclose(found[:half], alone, rtol=1e-9, atol=0, equal_nan=True).all(0)
+        if not same.all():
+            learnt = [name for name, fine in zip(names, same, strict=True) if not fine]
+            raise ValueError(_learns(learnt))
+        if infinite := [name for name, x in zip(names, found.T, strict=True) if np.isinf(x).any()]:
+            raise ValueError(f"site {site!r} has infinite numbers in {infinite}; leave them out")
+        return names, found
+
+
+def formula_of(text: str, frame: Any, site: str) -> tuple[Formula, str | None]:
+    """Read a formula: return its right side as a term, and the outcome, if it names one.
+
+    Args:
+        text: The formula. Its parts are Python expressions, so take none from people you do not
+            trust.
+        frame: Rows of one site.
+        site: Its name.
+
+    Raises:
+        ImportError: formulaic is not installed.
+        ValueError: It cannot be read, its left side is no single column, it leaves out the
+            intercept, or as by `Formula.values`.
+    """
+    formulaic = _formulaic()
+    try:
+        read = formulaic.Formula(text)
+    except formulaic.errors.FormulaSyntaxError as error:
+        told = str(error).splitlines()[0]
+        raise ValueError(f"formula {text!r} cannot be read: {told}") from error
+    right, left = getattr(read, "rhs", read), [str(term) for term in getattr(read, "lhs", ())]
+    if not isinstance(right, formulaic.SimpleFormula) or len(left) > 1:
+        raise ValueError(f"formula {text!r} must have one outcome and one right side")
+    outcome = left[0] if left else None
+    if outcome is not None and outcome not in frame.columns:
+        raise ValueError(
+            f"the left side of a formula is the name of a column, and site {site!r} has no "
+            f"{outcome!r}; make a column of it before"
+        )
+    if "1" not in [str(term) for term in right]:
+        raise ValueError(
+            f"formula {text!r} leaves out the intercept, which is the fit's: take 0 + or - 1 out "
+            "of it"
+        )
+    variables = tuple(sorted(str(name) for name in right.required_variables))
+    term = Formula(str(right), variables)
+    return Formula(term.text, variables, term.named(frame, site)[0]), outcome
+
+
+def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the names of a formula's columns, and the columns [n, p]."""
+    formulaic = _formulaic()
+    given = {name: column_of(frame, name, site) for name in formula.variables}
+    missing = np.zeros(len(frame), bool)
+    for one in given.values():
+        missing |= one.isna().to_numpy()
+    rows = frame.assign(
+        **{name: numbers(frame, name, site) for name, one in given.items() if _numeric(one)}
+    )
+
+    def category(values: Any, levels: Sequence[Any]) -> dict[str, np.ndarray]:
+        declared = Levels(str(values.name), tuple(levels))
+        found = declared.values(values.to_frame(), site)
+        return dict(zip(map(str, declared.levels[1:]), found.T, strict=True))
+
+    try:
+        matrix = formulaic.Formula(formula.text).get_model_matrix(
+            rows, context={"C": category}, na_action="ignore"
+        )
+    except formulaic.errors.FactorEvaluationError as error:
+        raise ValueError(f"{error} (of site {site!r}; C wants levels=[...])") from error
+    spec = matrix.model_spec
+    kinds = {part: kind.value for part, (kind, _) in spec.encoder_state.items()}
+    if open_ones := [part for part, kind in kinds.items() if kind == "categorical"]:
+        raise ValueError(
+            f"{open_ones} are no numbers: write C({open_ones[0]}, levels=[...]) for a category, "
+            "the reference first, or make numbers of it"
+        )
+    if spec.transform_state:
+        raise ValueError(_learns(list(spec.transform_state)))
+    names = [name for name in matrix.columns if name != "Intercept"]
+    found = np.array(matrix[names], np.float64)
+    found[missing] = np.nan
+    for factor, read in spec.factor_variables.items():
+        if "C" in read:  # `cp[2]` in place of `C(cp, levels=[1, 2, 3])[2]`
+            (column,) = {*map(str, read)} - {"C"}
+            names = [name.replace(f"{factor}[", f"{column}[") for name in names]
+    return tuple(names), found
+
+
+def _numeric(values: Any) -> bool:
+    return values.dtype.kind in "iufb" or str(values.dtype).lower() == "boolean"
+
+
+def _learns(parts: Sequence[str]) -> str:
+    return (
+        f"{list(parts)} learn from a site's rows, as its mean, so they would differ by site: write "
+        "numbers in their place, as I((age - 60) / 10); a fit standardises columns itself"
+    )
+
+
+def _formulaic() -> Any:
+    try:
+        import formulaic
+    except ImportError:
+        raise ImportError(
+            "formulas need formulaic (pip install formulaic); or name terms=[...] with "
+            "bf.stats.levels and bf.stats.interaction"
+        ) from None
+    return formulaic

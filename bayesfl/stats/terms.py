@@ -1,0 +1,184 @@
+"""Terms of a design: columns of numbers, categories by their levels, and products of these.
+
+A term has the same columns at all sites, whatever values a site has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A category, with a column 0 or 1 for each level but the first, the reference; see `levels`.
+
+    Args:
+        column: Name of the column.
+        levels: The levels, the reference first.
+    """
+
+    column: str
+    levels: tuple[Any, ...]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Return the columns of a frame that it reads."""
+        return (self.column,)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the columns that the category has in the design."""
+        return tuple(f"{self.column}[{level}]" for level in self.levels[1:])
+
+    def values(self, frame: Any, site: str) -> np.ndarray:
+        """Return the columns of a frame's rows, [n, levels - 1]; NaN where the value is missing.
+
+        Raises:
+            ValueError: A row has another level.
+        """
+        given = column_of(frame, self.column, site)
+        missing = given.isna().to_numpy()
+        if others := sorted({*given[~missing]} - {*self.levels}, key=str):
+            raise ValueError(
+                f"site {site!r} has the values {others[:5]} in {self.column!r}, which are none of "
+                f"its levels {list(self.levels)}; list them in levels(), or leave these rows out"
+            )
+        found = np.stack([(given == level).to_numpy() for level in self.levels[1:]], 1)
+        return np.where(missing[:, None], np.nan, found)
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """Products of terms; see `interaction`.
+
+    Args:
+        terms: The terms.
+    """
+
+    terms: tuple["Number | Levels", ...]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Return the columns of a frame that it reads."""
+        return tuple(term.column for term in self.terms)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the products, as `age:sex[1]`."""
+        names = [""]
+        for term in self.terms:
+            names = [f"{one}:{more}".lstrip(":") for one in names for more in term.columns]
+        return tuple(names)
+
+    def values(self, frame: Any, site: str) -> np.ndarray:
+        """Return the products of a frame's rows, [n, products]."""
+        found = np.ones((len(frame), 1))
+        for term in self.terms:
+            more = term.values(frame, site)
+            found = (found[:, :, None] * more[:, None]).reshape(len(frame), -1)
+        return found
+
+
+@dataclass(frozen=True)
+class Number:
+    """A column of numbers or truth values.
+
+    Args:
+        column: Name of the column.
+    """
+
+    column: str
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Return the columns of a frame that it reads."""
+        return (self.column,)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the name of the column."""
+        return (self.column,)
+
+    def values(self, frame: Any, site: str) -> np.ndarray:
+        """Return the column of a frame's rows, [n, 1].
+
+        Raises:
+            ValueError: It holds something else than numbers, or an infinite one.
+        """
+        return numbers(frame, self.column, site)[:, None]
+
+
+Term: TypeAlias = str | Levels | Interaction
+
+
+def levels(column: str, values: Sequence[Any]) -> Levels:
+    """Declare a category with all its levels, the reference first.
+
+    Args:
+        column: Name of the column.
+        values: The levels as they stand in the column, two at least; each but the first has a
+            column 0 or 1 in the design, called `column[level]`.
+
+    Raises:
+        ValueError: There are fewer than two levels, or one is named twice.
+
+    Example:
+        >>> levels("cp", [1, 2, 3]).columns
+        ('cp[2]', 'cp[3]')
+    """
+    found = tuple(values)
+    if len(found) < 2 or len({*found}) < len(found):
+        raise ValueError(f"levels of {column!r} must be two or more, each once, got {list(found)}")
+    return Levels(column, found)
+
+
+def interaction(*terms: str | Levels) -> Interaction:
+    """Declare the products of the columns of several terms, beside which the terms themselves are
+    to be named, too.
+
+    Args:
+        *terms: Names of columns of numbers, or `levels`.
+
+    Example:
+        >>> interaction("age", levels("sex", ["f", "m"])).columns
+        ('age:sex[m]',)
+    """
+    return Interaction(tuple(Number(t) if isinstance(t, str) else t for t in terms))
+
+
+def numbers(frame: Any, column: str, site: str) -> np.ndarray:
+    """Return a column of numbers, [n] in float64, NaN where a value is missing.
+
+    Raises:
+        ValueError: It is absent, or holds something else than numbers, or an infinite one.
+    """
+    given = column_of(frame, column, site)
+    if given.dtype.kind not in "iufb" and str(given.dtype).lower() not in ("boolean",):
+        try:
+            given = given.astype("Float64")
+        except (TypeError, ValueError):
+            some = sorted({str(value) for value in given.dropna()})[:5]
+            raise ValueError(
+                f"site {site!r} has no numbers in {column!r}, but {some}; take "
+                f"levels({column!r}, [...]) for a category, or make numbers of it"
+            ) from None
+    found = given.to_numpy(dtype=np.float64, na_value=np.nan)
+    if np.isinf(found).any():
+        raise ValueError(f"site {site!r} has infinite numbers in {column!r}; leave them out")
+    return found
+
+
+def column_of(frame: Any, column: str, site: str) -> Any:
+    """Return a column of a site's frame.
+
+    Raises:
+        ValueError: It is absent.
+    """
+    if column not in frame.columns:
+        raise ValueError(
+            f"site {site!r} has no column {column!r}; its columns are {list(frame.columns)}: "
+            "rename one, or leave out the term or the site"
+        )
+    return frame[column]
