@@ -42,7 +42,7 @@ class Formula:
         names, found = _made(self, frame, site)
         half = len(frame) // 2
         alone = _made(self, frame[:half], site)[1]
-        same = np.isclose(found[:half], alone, rtol=1e-9, atol=0, equal_nan=True).all(0)
+        same = np.isclose(found[:half], alone, rtol=1e-9, atol=0, equal_nan=True).all(axis=0)
         if not same.all():
             learnt = [name for name, fine in zip(names, same, strict=True) if not fine]
             raise ValueError(_learns(learnt))
