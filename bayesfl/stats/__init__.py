@@ -3,6 +3,7 @@
 Every fit is a few questions, each answered by sums over a site's rows.
 """
 
+from bayesfl.stats.describe import Description, describe
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import glm
 from bayesfl.stats.mixed import Mixed, mixed
@@ -14,12 +15,14 @@ from bayesfl.stats.tables import Tables, tables
 from bayesfl.stats.terms import interaction, levels
 
 __all__ = [
+    "Description",
     "Fit",
     "KaplanMeier",
     "Mixed",
     "Tables",
     "Tested",
     "cox",
+    "describe",
     "glm",
     "interaction",
     "kaplan_meier",

@@ -28,7 +28,7 @@ class Formula:
     columns: tuple[str, ...] = ()
 
     def values(self, frame: Any, site: str) -> np.ndarray:
-        """Return the columns of a frame's rows, [n, p]; NaN throughout a row in which a value is
+        """Return the columns of a frame's rows, [n, p]; NaN where a value that a column reads is
         missing.
 
         Raises:
@@ -42,9 +42,8 @@ class Formula:
         names, found = _made(self, frame, site)
         half = len(frame) // 2
         alone = _made(self, frame[:half], site)[1]
-        same = np.isclose(found[:half], alone, rtol=1e-9, atol=0, equal_nan=True).all(axis=0)
-        if not same.all():
-            learnt = [name for name, fine in zip(names, same, strict=True) if not fine]
+        other = ~np.isclose(found[:half], alone, rtol=1e-9, atol=0, equal_nan=True)
+        if learnt := [name for name, x in zip(names, other.T, strict=True) if x.any()]:
             raise ValueError(_learns(learnt))
         if infinite := [name for name, x in zip(names, found.T, strict=True) if np.isinf(x).any()]:
             raise ValueError(f"site {site!r} has infinite numbers in {infinite}; leave them out")
@@ -94,9 +93,6 @@ def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.
     """Return the names of a formula's columns, and the columns [n, p]."""
     formulaic = _formulaic()
     given = {name: column_of(frame, name, site) for name in formula.variables}
-    missing = np.zeros(len(frame), bool)
-    for one in given.values():
-        missing |= one.isna().to_numpy()
     rows = frame.assign(
         **{name: numbers(frame, name, site) for name, one in given.items() if _numeric(one)}
     )
@@ -121,14 +117,17 @@ def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.
         )
     if spec.transform_state:
         raise ValueError(_learns(list(spec.transform_state)))
-    names = [name for name in matrix.columns if name != "Intercept"]
-    found = np.array(matrix[names], np.float64)
-    found[missing] = np.nan
+    names, found = list(matrix.columns), np.array(matrix, np.float64)
+    for term, places in spec.term_indices.items():  # comparisons say something of what is missing
+        read = [given[str(name)] for name in spec.term_variables[term] if str(name) in given]
+        for one in read:
+            found[np.ix_(one.isna().to_numpy(), places)] = np.nan
     for factor, read in spec.factor_variables.items():
         if "C" in read:  # `cp[2]` in place of `C(cp, levels=[1, 2, 3])[2]`
             (column,) = {*map(str, read)} - {"C"}
             names = [name.replace(f"{factor}[", f"{column}[") for name in names]
-    return tuple(names), found
+    place = names.index("Intercept")
+    return tuple(names[:place] + names[place + 1 :]), np.delete(found, place, 1)
 
 
 def _numeric(values: Any) -> bool:

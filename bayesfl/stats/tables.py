@@ -32,6 +32,7 @@ class Site:
         offset: What is added to the linear predictor, [n].
         weights: How often each row counts, [n].
         dropped: Number of rows that were left out as a value is missing.
+        missing: How often each column of the design, and the outcome, was missing, p + 1.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Site:
     offset: Tensor
     weights: Tensor
     dropped: int = 0
+    missing: tuple[int, ...] = ()
 
     def column(self, name: str) -> Tensor:
         """Return a column of numbers that is not in the design, as a time, [n] in float64.
@@ -195,6 +197,8 @@ def tables(
         if weights is not None and bool((found[weights] <= 0).any()):
             raise ValueError(f"site {name!r} has weights <= 0 in {weights!r}; leave these rows out")
         n = int(kept.sum())
+        lacking = np.isnan(x).sum(0).tolist()
+        lacking.append(int(np.isnan(beside[outcome]).sum()) if outcome is not None else 0)
         sites.append(
             Site(
                 name=name,
@@ -204,6 +208,7 @@ def tables(
                 offset=found[offset] if offset else torch.zeros(n, dtype=torch.float64),
                 weights=found[weights] if weights else torch.ones(n, dtype=torch.float64),
                 dropped=int(absent.sum()),
+                missing=tuple(lacking),
             )
         )
     if gaps and missing == "refuse":

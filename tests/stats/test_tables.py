@@ -174,6 +174,7 @@ def test_rows_without_a_value_are_left_out_of_a_formula():
     with pytest.warns(UserWarning, match="constant"):
         given = bf.stats.tables(rows, formula=text, missing="complete")
     assert [site.dropped for site in given.sites] == [1, 0]
+    assert given.sites[0].missing == (1, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

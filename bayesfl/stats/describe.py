@@ -1,0 +1,354 @@
+"""What a paper's first table says of the rows, by site or by group, made of sums."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.options import declared
+from bayesfl.base.protocols import Tensors
+from bayesfl.federation.clients.surveying import Adder
+from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, slot
+from bayesfl.stats.tables import Site
+from bayesfl.stats.terms import Levels
+
+SHARES = (0.25, 0.5, 0.75)
+HALVINGS = 12
+"""So many questions halve the ranges in which quantiles lie, at first two standard deviations wide,
+for quartiles 2.3."""
+
+
+@dataclass(frozen=True)
+class Grouped(SiteSurvey):
+    """What questions about groups share: the groups.
+
+    Args:
+        sites: Number of sites J.
+        columns: Number p of columns of the design, beside which the outcome is one more.
+        column: Column whose levels are the groups; None where these are the sites.
+        levels: Its levels.
+    """
+
+    sites: int
+    columns: int
+    column: str | None = None
+    levels: tuple[Any, ...] = ()
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups G."""
+        return self.sites if self.column is None else len(self.levels)
+
+    def rows(self, site: Site, place: int) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """Return a site's columns [n, p + 1], the outcome last, 0 where there is none; and of each
+        group with rows here its number and how often each row counts in it, [n].
+        """
+        y = torch.zeros_like(site.weights) if site.y is None else site.y
+        x = torch.cat([site.x, y[:, None]], 1)
+        if self.column is None:
+            return x, [(place, site.weights)]
+        is_level = torch.from_numpy(Levels(self.column, self.levels).values(site.frame, site.name))
+        if is_level.isnan().any():
+            raise ValueError(
+                f"site {site.name!r} has rows without {self.column!r}; name it in tables(also=...),"
+                " which looks at missing values"
+            )
+        members = torch.cat([1 - is_level.sum(1, keepdim=True), is_level], 1).T
+        return x, [(g, site.weights * rows) for g, rows in enumerate(members) if rows.any()]
+
+
+@dataclass(frozen=True)
+class Totals(Grouped):
+    """Ask for the groups' numbers of rows and sums of columns, for missing values by site, and
+    which columns hold 0 and 1 alone.
+    """
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        g, p = self.groups, self.columns + 1
+        return {
+            "weight": (g,),
+            "sum": (g, p),
+            "n_other": (p,),
+            "n_outcome": (),
+            "n_missing": (self.sites, p),
+            "n_dropped": (self.sites,),
+        }
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        x, groups = self.rows(site, place)
+        found = {name: torch.zeros(s, dtype=x.dtype) for name, s in self.shapes(state).items()}
+        for group, weights in groups:
+            found["weight"][group] = weights.sum()
+            found["sum"][group] = weights @ x
+        found["n_other"] += ((x != 0) & (x != 1)).sum(0)
+        found["n_outcome"] += 0 if site.y is None else len(x)
+        found["n_missing"][place] = torch.tensor(site.missing)
+        return found | {"n_dropped": slot(site.dropped, place, self.sites)}
+
+
+@dataclass(frozen=True)
+class Squares(Grouped):
+    """Ask for the groups' sums of squares about given numbers.
+
+    Args:
+        centre: The numbers, [p + 1].
+    """
+
+    centre: tuple[float, ...] = ()
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shape of an answer."""
+        return {"square": (self.groups, self.columns + 1)}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        x, groups = self.rows(site, place)
+        found = torch.zeros(self.groups, x.shape[1], dtype=x.dtype)
+        for group, weights in groups:
+            found[group] = weights @ (x - torch.tensor(self.centre, dtype=x.dtype)).square()
+        return {"square": found}
+
+
+@dataclass(frozen=True)
+class Quantiles(Grouped):
+    """Ask how many rows of a group, and of all, lie at or below the middles of ranges, and halve
+    these.
+
+    Args:
+        low: Lower ends of the ranges, [G + 1, p + 1, shares]; of all rows last.
+        high: Upper ends.
+        weight: The groups' numbers of rows, [G + 1].
+    """
+
+    low: tuple[Any, ...] = ()
+    high: tuple[Any, ...] = ()
+    weight: tuple[float, ...] = ()
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the ranges at first."""
+        low, high = (torch.tensor(t, dtype=torch.float64) for t in (self.low, self.high))
+        return {"low": low, "high": high, "n_asked": torch.tensor(0)}
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shape of an answer."""
+        return {"below": tuple(state["low"].shape)}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        x, groups = self.rows(site, place)
+        middle = (state["low"] + state["high"]) / 2
+        found = torch.zeros_like(middle)
+        for group, weights in [*groups, (self.groups, site.weights)]:
+            below = (x[..., None] <= middle[group]).to(x.dtype)
+            found[group] = torch.einsum("n,npq->pq", weights, below)
+        return {"below": found}
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Keep the half in which the quantile lies."""
+        weight = torch.tensor(self.weight, dtype=torch.float64)[:, None, None]
+        enough = total["below"] >= torch.tensor(SHARES, dtype=torch.float64) * weight
+        middle, asked = (state["low"] + state["high"]) / 2, state["n_asked"] + 1
+        low = torch.where(enough, state["low"], middle)
+        high = torch.where(enough, middle, state["high"])
+        return {"low": low, "high": high, "n_asked": asked}, int(asked) == HALVINGS
+
+
+@dataclass(frozen=True, repr=False)
+class Description:
+    """The rows of all sites by group, as a paper's first table; see `describe`.
+
+    Args:
+        statistics: Data frame of pandas: a row for each column and statistic, a column for each
+            group, and `all`.
+        differences: Series of pandas, by column: the largest standardised difference between two
+            groups.
+        dropped: {site: rows left out as a value is missing}.
+        released: What left each site.
+    """
+
+    statistics: Any
+    differences: Any
+    dropped: dict[str, int]
+    released: Released = field(default_factory=Released)
+
+    def table(self) -> Any:
+        """Return the texts of a printed table as a data frame of pandas: mean (sd) and median
+        [quartiles] of numbers, count (share) of truth values and levels, and the largest
+        standardised difference.
+        """
+        import pandas
+
+        rows: dict[str, list[str]] = {}
+        told = self.statistics
+        rows["rows"] = [f"{n:g}" for n in told.loc[("", "rows")]] + [""]
+        for name, difference in self.differences.items():
+            of = told.loc[name]
+            if "share" in of.index:
+                cells = [
+                    f"{n:g} ({100 * share:.1f} %)"
+                    for n, share in zip(of.loc["count"], of.loc["share"], strict=True)
+                ]
+            else:
+                parts = (of.loc[key] for key in ("mean", "sd", "median", "25 %", "75 %"))
+                cells = [
+                    f"{mean:.4g} ({sd:.3g}), {middle:.4g} [{low:.4g}, {high:.4g}]"
+                    for mean, sd, middle, low, high in zip(*parts, strict=True)
+                ]
+            rows[str(name)] = [*cells, f"{difference:.2f}"]
+            stem = str(name).partition("[")[0]  # once for all levels
+            if of.loc["missing"].max() > 0 and f"{stem}, missing" not in rows:
+                rows[f"{stem}, missing"] = [
+                    "" if math.isnan(n) else f"{n:g}" for n in of.loc["missing"]
+                ] + [""]
+        columns = [*map(str, told.columns), "difference"]
+        return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
+
+    def __str__(self) -> str:
+        left = [f"{site} {count}" for site, count in self.dropped.items() if count]
+        lines = [
+            self.table().to_string(),
+            "mean (sd), median [quartiles] of numbers, to a thousandth of the sd; count (share) of "
+            "truth values; the largest standardised difference between two groups",
+            *([f"rows left out as a value is missing: {', '.join(left)}"] if left else []),
+            str(self.released),
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def markdown(self) -> str:
+        """Return the printed table in Markdown."""
+        table = self.table()
+        lines = [["", *table.columns], ["---"] * (1 + len(table.columns))]
+        lines += [[name, *cells] for name, cells in zip(table.index, table.to_numpy(), strict=True)]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+@declared
+def describe(
+    sites: Sites, *, by: Literal["site"] | Levels = "site", aggregation: Adder | None = None
+) -> Description:
+    """Describe the columns of the design and the outcome, by group and over all rows, by sums.
+
+    Means and standard deviations (n - 1) are those of all rows together to rounding. A quantile is
+    the smallest value at or below which such a share of the rows lies: 12 questions halve the
+    range in which it is, so that it is known to a thousandth of its group's standard deviation,
+    and not exactly, since an exact one is the value of a person. The standardised difference is
+    that of means, divided by the root of the mean of two groups' variances, of a truth value
+    p (1 - p) (Austin, "Using the standardized difference to compare the prevalence of a binary
+    variable between two groups", Communications in Statistics 38, 2009). Counts of few people are
+    shown as they are.
+
+    Args:
+        sites: The sites, of `tables`.
+        by: The groups: the sites, or the levels of a column, of `levels`.
+        aggregation: As of `glm`.
+
+    Raises:
+        ValueError: A row has no level or another one.
+
+    Example:
+        >>> import pandas as pd
+        >>> import bayesfl as bf
+        >>> frames = {
+        ...     "north": pd.DataFrame({"age": [40.0, 50, 60], "ill": [0, 1, 1]}),
+        ...     "south": pd.DataFrame({"age": [50.0, 60, 70], "ill": [0, 0, 1]}),
+        ... }
+        >>> found = bf.stats.describe(bf.stats.tables(frames, outcome="ill", terms=["age"]))
+        >>> found.statistics.loc[("age", "mean")].tolist()
+        [50.0, 60.0, 55.0]
+    """
+    grouped: dict[str, Any] = {"sites": len(sites.names), "columns": len(sites.columns)}
+    groups: Sequence[Any] = sites.names
+    if isinstance(by, Levels):
+        grouped |= {"column": by.column, "levels": by.levels}
+        groups = by.levels
+    asked = Questions(sites, aggregation)
+    totals = asked.conduct(Totals(**grouped))
+    weight = torch.cat([totals["weight"], totals["weight"].sum(0, keepdim=True)])
+    sums = torch.cat([totals["sum"], totals["sum"].sum(0, keepdim=True)])
+    mean = sums / weight[:, None]
+    about = asked.conduct(Squares(**grouped, centre=tuple(mean[-1].tolist())))["square"]
+    about = torch.cat([about, about.sum(0, keepdim=True)])
+    squares = (about - weight[:, None] * (mean - mean[-1]) ** 2).clamp_min(0)
+    quartiles = _quantiles(asked, grouped, mean, squares, weight)
+    missing = totals["n_missing"]
+    if isinstance(by, Levels):  # rows left out have no group here
+        missing = torch.full((len(groups), missing.shape[1]), math.nan, dtype=torch.float64)
+    missing = torch.cat([missing, totals["n_missing"].sum(0, keepdim=True)])
+    names = [*sites.columns, getattr(sites, "outcome", None) or "outcome"]
+    rows: dict[tuple[str, str], Tensor] = {("", "rows"): weight}
+    differences = {}
+    for place, name in enumerate(names):
+        if place == len(sites.columns) and not totals["n_outcome"]:
+            continue
+        here = mean[:, place]
+        if totals["n_other"][place] == 0:
+            found, variance = {"count": sums[:, place], "share": here}, here * (1 - here)
+        else:
+            variance = squares[:, place] / (weight - 1)
+            found = {"mean": here, "sd": variance.sqrt()}
+            found |= dict(zip(("25 %", "median", "75 %"), quartiles[:, place].T, strict=True))
+        rows |= {(name, key): t for key, t in (found | {"missing": missing[:, place]}).items()}
+        differences[name] = _difference(here[:-1], variance[:-1])
+    return _description(sites, groups, rows, differences, totals["n_dropped"], asked.released)
+
+
+def _quantiles(
+    asked: Questions, grouped: dict[str, Any], mean: Tensor, squares: Tensor, weight: Tensor
+) -> Tensor:
+    """Return the quantiles, [G + 1, p + 1, shares]: the middles of the last ranges.
+
+    By Cantelli's inequality a quantile lies between mean - sd sqrt((1 - q) / q) and
+    mean + sd sqrt(q / (1 - q)), with n in the sd.
+    """
+    sd = (squares / weight[:, None]).sqrt()[..., None] * (1 + 1e-9)
+    share = torch.tensor(SHARES, dtype=torch.float64)
+    low = mean[..., None] - sd * ((1 - share) / share).sqrt()
+    high = mean[..., None] + sd * (share / (1 - share)).sqrt()
+    survey = Quantiles(
+        **grouped,
+        low=_plain(low.nan_to_num()),
+        high=_plain(high.nan_to_num()),
+        weight=tuple(weight.tolist()),
+    )
+    state = asked.conduct(survey)
+    return torch.where(mean[..., None].isnan(), math.nan, (state["low"] + state["high"]) / 2)
+
+
+def _plain(values: Tensor) -> tuple[Any, ...]:
+    return tuple(tuple(map(tuple, one)) for one in values.tolist())
+
+
+def _difference(mean: Tensor, variance: Tensor) -> float:
+    """Return the largest standardised difference between two of the groups; 0 where no two have
+    rows, infinite where two constants differ.
+    """
+    apart = (mean[:, None] - mean).abs()
+    spread = ((variance[:, None] + variance) / 2).sqrt()
+    return float(torch.where(apart == 0, 0.0, apart / spread).nan_to_num(posinf=math.inf).max())
+
+
+def _description(
+    sites: Sites,
+    groups: Sequence[Any],
+    rows: dict[tuple[str, str], Tensor],
+    differences: dict[str, float],
+    dropped: Tensor,
+    released: Released,
+) -> Description:
+    import pandas
+
+    values = torch.stack(list(rows.values())).numpy()
+    index = pandas.MultiIndex.from_tuples(list(rows), names=["column", "statistic"])
+    return Description(
+        statistics=pandas.DataFrame(values, index=index, columns=[*groups, "all"]),
+        differences=pandas.Series(differences, dtype=float),
+        dropped=dict(zip(sites.names, dropped.int().tolist(), strict=True)),
+        released=released,
+    )
