@@ -276,6 +276,43 @@ class Fit:
         }
         return pandas.DataFrame(found).T
 
+    def by_site(self, term: str, level: float = 0.95) -> Any:
+        """Return each site's own estimate of a coefficient, of a fit to its rows alone, as a data
+        frame of pandas: a row for each site and a last one of all sites, and the columns
+        `estimate`, `low`, `high`, `rows`, and `why`, the reason where a site has none.
+
+        Each site is asked anew.
+
+        Args:
+            term: Name of the coefficient.
+            level: Probability of the intervals.
+
+        Raises:
+            ValueError: There is no such coefficient, or the fit cannot ask again.
+        """
+        import pandas
+
+        if term not in self.names:
+            raise ValueError(f"there is no coefficient {term!r}; those are {list(self.names)}")
+        if self.refit is None:
+            raise ValueError("this fit was not made of sites that can be asked again")
+        rows: dict[str, dict[str, Any]] = {}
+        for site, count in self.rows.items():
+            try:
+                row = {**self.refit([site])._interval(term, level), "why": ""}
+            except ValueError as error:
+                # The remedy, behind a colon or a consequence, is for a fit of one's own.
+                row = {"why": str(error).partition(":")[0].partition(", so")[0]}
+            rows[site] = {"rows": count, **row}
+        rows |= {site: {"why": why} for site, why in self.left_out.items()}
+        rows["all sites"] = {"rows": self.n, **self._interval(term, level), "why": ""}
+        columns = ["estimate", "low", "high", "rows", "why"]
+        return pandas.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
+
+    def _interval(self, term: str, level: float) -> dict[str, float]:
+        row = self.table(level).loc[term]
+        return {"estimate": row.iloc[0], "low": row.iloc[4], "high": row.iloc[5]}
+
 
 def scaled_back(
     theta: Tensor, covariance: Tensor, centre: Tensor, scale: Tensor, *, intercept: bool
@@ -315,12 +352,21 @@ def inverse(hessian: Tensor, theta: Tensor, names: Sequence[str], n: float) -> T
     values, vectors = torch.linalg.eigh(hessian)
     if not len(values) or float(values[0]) >= 1e-10 * n:
         return (vectors / values) @ vectors.T
-    separated = float(theta.abs().max()) > 10  # standard deviations
-    weights = theta.abs() if separated else vectors[:, 0].abs()
-    involved = [names[i] for i in (weights > 0.1 * weights.max()).nonzero().flatten().tolist()]
+    if float(theta.abs().max()) > 10:  # standard deviations
+        raise ValueError(separation(theta.abs(), names))
     raise ValueError(
-        f"{involved} separate the outcome, so that coefficients grow without end: leave one out, "
-        "or give a weak prior, prior=2.5"
-        if separated
-        else f"{involved} are linearly dependent: leave one out"
+        f"{_involved(vectors[:, 0].abs(), names)} are linearly dependent: leave one out"
     )
+
+
+def separation(theta: Tensor, names: Sequence[str]) -> str:
+    """Say which columns separate the outcome, by the moduli of their coefficients, [q]."""
+    return (
+        f"{_involved(theta, names)} separate the outcome, so that coefficients grow without end: "
+        "leave one out, or give a weak prior, prior=2.5"
+    )
+
+
+def _involved(sizes: Tensor, names: Sequence[str]) -> list[str]:
+    most = 0.1 * float(sizes.max())
+    return [name for name, size in zip(names, sizes.tolist(), strict=True) if size > most]

@@ -24,11 +24,14 @@ from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, standard
 from bayesfl.stats.families import FAMILIES
-from bayesfl.stats.fit import Fit, inverse, scaled_back
+from bayesfl.stats.fit import Fit, inverse, scaled_back, separation
 from bayesfl.stats.tables import Site, Tables
 
 INTERCEPT_SD = 10.0
 """Standard deviation of the intercepts' prior, where the coefficients have one."""
+
+SEPARATED = 1e-3
+"""A loss of all rows below this, in nats, is that of separated outcomes 0 and 1."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,13 @@ class Likelihood(SiteSurvey):
             total["hessian"] + torch.diag(strength),
         )
         own = {name: total[name] for name in ("volume", "penalty") if name in total}
-        return state | after | own, done
+        return state | after | own, done or self.separated(loss)
+
+    def separated(self, loss: Tensor | float) -> bool:
+        """Say whether some columns separate the outcomes 0 and 1 of all rows: else one row at least
+        is at the wrong side of any boundary, and its loss at least log 2.
+        """
+        return self.family == "binomial" and self.prior is None and bool(loss < SEPARATED)
 
     def strength(self) -> Tensor:
         """Return the prior's precision of each shared parameter, [q]; 0 without a prior."""
@@ -131,12 +140,13 @@ class Likelihood(SiteSurvey):
             alpha = best_intercept(self.family, eta, site, own, strength)
         pieces = family.pieces(eta + alpha, site.y, own)
         information = site.weights[:, None, None] * pieces.information
+        volume = information[:, 0, 0].sum() + strength
         at = At(
             design=design,
             loss=site.weights * pieces.loss,
             slope=site.weights[:, None] * pieces.slope,
             information=information,
-            own=information[:, 0, 0].sum() + strength if self.per_site else None,
+            own=volume.clamp_min(1e-300) if self.per_site else None,  # 0 where separated
             penalty=strength * alpha**2 / 2,
         )
         return at, alpha
@@ -306,6 +316,11 @@ def glm(
     sums = asked.conduct(Sums(len(sites.names), len(sites.columns), family))
     centre, scale = standard(sums, sites.columns)
     left = _silent(family, sums, sites.names) if per_site and prior is None else {}
+    if len(left) == len(sites.names):
+        told = "; ".join(f"{name}, {why}" for name, why in left.items())
+        raise ValueError(f"no site says anything beyond its own intercept: {told}")
+    if errors == "site" and len(sites.names) - len(left) < 2:
+        raise ValueError("errors='site' wants two sites at least: take errors='sandwich'")
     if left:
         asked.sites = sites.only([name for name in sites.names if name not in left])
     rule, kept = FAMILIES[family], asked.sites.names
@@ -324,6 +339,8 @@ def glm(
     places = [place for place, name in enumerate(sites.names) if name not in left]
     n = float(sums["n_rows"][places].sum())
     parameters = len(names) + per_site * len(kept) + (family == "gaussian")
+    if survey.separated(found.loss):
+        raise ValueError(separation(found.theta.abs(), names))
     covariance = inverse(found.hessian, found.theta, names, n)
     degrees, variance = None, 1.0
     if family == "gaussian":

@@ -236,6 +236,33 @@ class Mixed:
         }
         return _summaries(found, level, None)
 
+    def by_site(self, term: str, level: float = 0.95) -> Any:
+        """Return the posteriors of the sites' own values of a coefficient as a data frame of
+        pandas: a row for each site, or group, and a last one of what they have in common, and the
+        columns `estimate` (mean), `low`, `high`, `rows` (of groups NaN) and `why` (empty).
+
+        Args:
+            term: Name of a coefficient with own effects.
+            level: As of `table`.
+
+        Raises:
+            ValueError: There is no such coefficient with own effects.
+        """
+        if term not in self.effects:
+            raise ValueError(
+                f"{term!r} has no own effects; coefficients that have are {list(self.effects)}"
+            )
+        place = self.names.index(term)
+        found = {
+            site if draws.shape[1] == 1 else f"{site}, {group}": draws[:, group, place]
+            for site, draws in self.own.items()
+            for group in range(draws.shape[1])
+        }
+        table = _summaries({**found, "all sites": self.shared[:, place]}, level, None)
+        rows = {**self.rows, "all sites": sum(self.rows.values())}
+        made = table.iloc[:, [0, 2, 3]].set_axis(["estimate", "low", "high"], axis=1)
+        return made.assign(rows=[rows.get(name, math.nan) for name in made.index], why="")
+
     def __str__(self) -> str:
         counted = "; ".join(
             f"{site} {count}"

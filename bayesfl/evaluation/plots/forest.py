@@ -1,0 +1,123 @@
+"""The forest plot: a coefficient site by site, and of all sites."""
+
+import textwrap
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+REACH = 5.0
+"""So many times the median of how far intervals reach from the joint estimate is drawn to either
+side; what lies beyond is an arrow."""
+
+
+class BySite(Protocol):
+    """What has estimates by site, as `bf.stats.Fit` and `Mixed`."""
+
+    @property
+    def ratio(self) -> str | None:
+        """Return what the exponential of a coefficient is called, which is drawn in its place; None
+        for the coefficient.
+        """
+        ...
+
+    def by_site(self, term: str, level: float = 0.95) -> Any:
+        """Return a data frame of pandas with a row for each site and a last one of all, and the
+        columns `estimate`, `low`, `high`, `rows` and `why`, the reason where there is none.
+        """
+        ...
+
+
+def forest(
+    fit: BySite,
+    term: str,
+    *,
+    level: float = 0.95,
+    ax: "Axes | None" = None,
+    title: str | None = None,
+) -> "Axes":
+    """Draw a coefficient of each site with its interval, areas by rows, and that of all sites as a
+    diamond; ratios on a logarithmic axis.
+
+    Args:
+        fit: A fit, whose sites are fitted one by one anew, or a mixed model, whose sites'
+            posteriors are drawn.
+        term: Name of the coefficient.
+        level: Probability of the intervals.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    Raises:
+        ValueError: There is no such coefficient.
+    """
+    found = fit.by_site(term, level)
+    ratio = fit.ratio is not None
+    values = found[["estimate", "low", "high"]].to_numpy(float)
+    joint, sites = values[-1], values[:-1]
+    away = np.abs(sites[:, 1:] - joint[0]).max(1)
+    usual = np.quantile(away[~np.isnan(away)], 0.5, method="lower") if (away >= 0).any() else 0.0
+    reach = REACH * max(usual, np.ptp(joint[1:]) / 2)
+    ends = joint[0] - reach, joint[0] + reach
+    inside = np.clip(values, *ends)
+    inner = np.nanmin(inside), np.nanmax(inside)
+    margin = 0.04 * (inner[1] - inner[0])
+
+    def shown(value: Any) -> Any:
+        with np.errstate(over="ignore"):
+            return np.exp(value) if ratio else value
+
+    if ax is None:
+        ax = new_figure((5.2, 0.9 + 0.32 * len(found))).add_subplot()
+    across = ax.get_yaxis_transform()  # x in shares of the axes
+    rows = found["rows"].to_numpy(float)
+    areas = 20 + 130 * np.nan_to_num(rows[:-1] / np.nanmax(rows), nan=0.2)
+    for place, (estimate, low, high) in enumerate(sites):
+        if why := found["why"].iloc[place]:
+            told = textwrap.shorten(why, 50, placeholder=" …")
+            ax.text(
+                0.02, place, told, transform=across, color=GREY, fontsize="x-small", va="center"
+            )
+            continue
+        ax.plot(shown(inside[place, 1:]), [place] * 2, color=INK, linewidth=1)
+        for end, arrow, beyond in ((ends[0], "<", low < ends[0]), (ends[1], ">", high > ends[1])):
+            if beyond:
+                ax.plot(shown(end), place, marker=arrow, color=INK, markersize=5)
+        if ends[0] <= estimate <= ends[1]:
+            ax.scatter(shown(estimate), place, s=areas[place], marker="s", color=BLUE, zorder=3)
+    last, half = len(sites), 0.28
+    corners = [joint[1], joint[0], joint[2], joint[0]]
+    ax.fill(shown(corners), [last, last - half, last, last + half], color=BLUE)
+    ax.axvline(shown(joint[0]), color=BLUE, linewidth=0.8, linestyle=":")
+    ax.axvline(shown(0.0), color=GREY, linewidth=0.8)
+    for place, numbers in enumerate(values):
+        if not np.isnan(numbers).any():
+            estimate, low, high = (_told(value) for value in shown(numbers))
+            told = f"{estimate} [{low}, {high}]"
+            ax.text(1.02, place, told, transform=across, fontsize="small", va="center")
+    if ratio:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.xaxis.set_minor_formatter(lambda value, _: "")
+    ax.set_xlim(shown(min(inner[0], 0.0) - margin), shown(max(inner[1], 0.0) + margin))
+    named = [
+        f"{name} ({n:g})" if n == n else str(name)
+        for name, n in zip(found.index, rows, strict=True)
+    ]
+    ax.set_yticks(range(len(found)), named)
+    ax.set_ylim(len(found) - 0.4, -0.6)  # the first site on top
+    ax.set(xlabel=f"{fit.ratio} of {term}" if ratio else term, title=title or "")
+    ax.grid(True, axis="x", color="0.92", linewidth=0.8)
+    clean(ax)
+    return ax
+
+
+def _told(value: float) -> str:
+    """Return a number in three digits, of a very large or small one its order of magnitude."""
+    return f"{value:.2f}" if 0.01 <= abs(value) < 1000 else f"{value:.0e}"

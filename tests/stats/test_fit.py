@@ -1,0 +1,82 @@
+"""What a fit says beyond its table: sites one by one."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import bayesfl as bf
+from tests.stats.made import SIZES, TERMS, frames, sites
+
+close = np.testing.assert_allclose
+
+
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+def test_each_sites_own_estimate(intercept: Any):
+    """Beside statsmodels' fits to the rows of each site."""
+    sm = pytest.importorskip("statsmodels.api", reason="statsmodels is not installed")
+    given = sites("binomial")
+    fit = bf.stats.glm(given, family="binomial", intercept=intercept)
+    found = fit.by_site("kind[b]", level=0.9)
+    assert list(found.index) == [*sorted(SIZES), "all sites"]
+    for site in given.sites:
+        x = np.column_stack([np.ones(len(site.x)), site.x])
+        own = sm.GLM(site.y.numpy(), x, sm.families.Binomial()).fit(tol=1e-14)
+        row = found.loc[site.name]
+        close(row["estimate"], own.params[2], rtol=0, atol=1e-8)
+        close([row["low"], row["high"]], own.conf_int(0.1)[2], rtol=0, atol=1e-7)
+    assert found["rows"].tolist() == [*(SIZES[site] for site in sorted(SIZES)), fit.n]
+    joint = fit.table(0.9).loc["kind[b]"]
+    assert found.loc["all sites", "low"] == joint["5 %"]
+    assert set(found["why"]) == {""}
+
+
+def test_a_site_without_an_own_fit_is_named_with_the_reason():
+    rows = {**frames(), "silent": frames()["west"].assign(ill=False)}
+    rows["level"] = frames()["west"].assign(age=50.0)
+    rows["apart"] = frames()["west"].assign(ill=frames()["west"]["age"] > 55)
+    with pytest.warns(UserWarning, match="constant: age at level"):
+        given = bf.stats.tables(rows, outcome="ill", terms=TERMS)
+    for intercept in ("per_site", "shared"):
+        fit = bf.stats.glm(given, family="binomial", intercept=intercept)
+        why = fit.by_site("age")["why"]
+        assert why["level"] == "the columns ['age'] are constant over all sites"
+        assert why["apart"].endswith("'age'] separate the outcome")
+        assert why["west"] == why["all sites"] == ""
+        silent = {"per_site": "none of its 90 rows has an event", "shared": "separate the outcome"}
+        assert silent[intercept] in why["silent"]
+        bf.plots.forest(fit, "age").figure.canvas.draw()
+    alone = bf.stats.tables({"silent": rows["silent"]}, outcome="ill", terms=TERMS)
+    with pytest.raises(ValueError, match=r"no site says anything.*silent, none of its 90"):
+        bf.stats.glm(alone, family="binomial", intercept="per_site")
+    with pytest.raises(ValueError, match="no coefficient 'weight'"):
+        fit.by_site("weight")
+
+
+def test_errors_by_site_want_two():
+    given = sites("binomial").only(["west"])
+    with pytest.raises(ValueError, match="wants two sites at least"):
+        bf.stats.glm(given, family="binomial", errors="site")
+
+
+def test_posteriors_of_sites():
+    """Of a mixed model: those of `sites`, between the site's own estimate and the joint one."""
+    fit = bf.stats.mixed(sites("gaussian"), family="gaussian", random=["1", "age"])
+    found = fit.by_site("age")
+    assert list(found.index) == [*sorted(SIZES), "all sites"]
+    wanted = fit.sites().xs("age", level=1)
+    close(found["estimate"].iloc[:-1], wanted["mean"], rtol=0, atol=1e-12)
+    close(found[["low", "high"]].iloc[:-1], wanted[["2.5 %", "97.5 %"]], rtol=0, atol=1e-12)
+    assert found.loc["all sites", "low"] == fit.table().loc["age", "2.5 %"]
+    with pytest.raises(ValueError, match=r"'kind\[b\]' has no own effects"):
+        fit.by_site("kind[b]")
+    bf.plots.forest(fit, "age").figure.canvas.draw()
+    rows = {site: frame.assign(ward=np.arange(len(frame)) % 2) for site, frame in frames().items()}
+    given = bf.stats.tables(rows, outcome="score", terms=["age"], also=["ward"])
+    wards = bf.stats.mixed(given, family="gaussian", group="ward")
+    named = wards.by_site("(intercept)")
+    assert list(named.index[:3]) == ["east, 0", "east, 1", "north, 0"]
+    assert named["rows"].isna().tolist() == [True] * 8 + [False]
+    bf.plots.forest(wards, "(intercept)").figure.canvas.draw()
+    assert isinstance(named, pd.DataFrame)
