@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bayesfl.base.random import Purpose, generator
 from bayesfl.stats.asking import Released
+from bayesfl.stats.diagnostics import Diagnostics
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +42,8 @@ class Fit:
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
         refit: Function (names of sites) -> the same fit to these alone.
         likelihood: Of what the likelihood is, in words, where it is not that of an outcome.
-        further: Further questions about the fit, by name: `check` and `concordance` of `cox`.
+        further: Further questions about the fit, by name: `diagnostics` of `glm`, `check` and
+            `concordance` of `cox`.
         design: Function (data frame) -> the columns of its rows.
     """
 
@@ -219,6 +221,18 @@ class Fit:
             dims={"coefficient": ["term"]},
         )
 
+    def diagnostics(self, level: float = 0.95) -> Diagnostics:
+        """Return deviance, calibration and concordance of a regression: the sites are asked once
+        more, and for the model of intercepts alone.
+
+        Args:
+            level: Probability of the concordance's intervals.
+
+        Raises:
+            ValueError: The fit is no regression of an outcome.
+        """
+        return self._asked("diagnostics")(level)
+
     def check(self, *, scale: Literal["log", "identity", "rank"] = "log") -> Any:
         """Test whether hazards are proportional, by Schoenfeld's residuals against time, in a
         question to the sites.
@@ -249,7 +263,7 @@ class Fit:
 
     def _asked(self, question: str) -> Callable[..., Any]:
         if question not in self.further:
-            raise ValueError(f"there is no {question} of this fit; cox() has one")
+            raise ValueError(f"there is no {question} of this fit; those are {list(self.further)}")
         return self.further[question]
 
     def without(self, *sites: str) -> "Fit":

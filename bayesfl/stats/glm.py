@@ -23,6 +23,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, standard
+from bayesfl.stats.diagnostics import diagnose
 from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.fit import Fit, inverse, scaled_back, separation
 from bayesfl.stats.tables import Site, Tables
@@ -122,23 +123,34 @@ class Likelihood(SiteSurvey):
             found[first : first + self.columns] = self.prior**-2
         return found
 
+    def predictors(self, state: Tensors, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a site's columns in the linear predictor [n, d], this predictor [n], the own
+        intercept at its best included, and that intercept, 0 where there is none.
+        """
+        theta, first = state["theta"], int(not self.per_site)
+        design = torch.ones(len(site.x), first + self.columns, dtype=torch.float64)
+        torch.sub(site.x[:, : self.columns], state["centre"], out=design[:, first:])
+        design[:, first:] /= state["scale"]
+        slopes, own = theta[: design.shape[1]], theta[design.shape[1] :]
+        eta = design @ slopes + site.offset
+        if not self.per_site:
+            return design, eta, torch.zeros((), dtype=torch.float64)
+        alpha = best_intercept(self.family, eta, site, own, self.own_strength)
+        return design, eta + alpha, alpha
+
+    @property
+    def own_strength(self) -> float:
+        """Return the precision of the own intercepts' prior; 0 without one."""
+        return 0.0 if self.prior is None else INTERCEPT_SD**-2
+
     def at(self, state: Tensors, site: Site) -> "tuple[At, Tensor]":
         """Return what a site's rows say at the parameters, its own intercept at its best, and that
         intercept, 0 where there is none.
         """
-        family, theta = FAMILIES[self.family], state["theta"]
         assert site.y is not None
-        first = int(not self.per_site)
-        design = torch.ones(len(site.y), first + self.columns, dtype=torch.float64)
-        torch.sub(site.x, state["centre"], out=design[:, first:])
-        design[:, first:] /= state["scale"]
-        slopes, own = theta[: design.shape[1]], theta[design.shape[1] :]
-        eta = design @ slopes + site.offset
-        alpha = torch.zeros((), dtype=torch.float64)
-        strength = 0.0 if self.prior is None else INTERCEPT_SD**-2
-        if self.per_site:
-            alpha = best_intercept(self.family, eta, site, own, strength)
-        pieces = family.pieces(eta + alpha, site.y, own)
+        design, eta, alpha = self.predictors(state, site)
+        own, strength = state["theta"][design.shape[1] :], self.own_strength
+        pieces = FAMILIES[self.family].pieces(eta, site.y, own)
         information = site.weights[:, None, None] * pieces.information
         volume = information[:, 0, 0].sum() + strength
         at = At(
@@ -360,13 +372,14 @@ def glm(
         found.theta, covariance, centre, scale, intercept=not per_site
     )
     penalty = (survey.strength() * found.theta**2).sum() / 2 + state.get("penalty", 0.0)
-    loss = found.loss - float(penalty)
+    loss = plain = found.loss - float(penalty)
     if family == "gaussian":
         loss = n / 2 * (math.log(2 * math.pi * 2 * found.loss / n) + 1)
     own = {}
     if per_site and isinstance(asked.sites, Tables):
         shift = float((found.theta[: len(centre)] * centre / scale).sum())
         own = {site.name: float(survey.at(state, site)[1]) - shift for site in asked.sites.sites}
+    counted = {sites.names[place]: int(sums["n_rows"][place]) for place in places}
     events = dict(zip(sites.names, sums["outcome"].tolist(), strict=True))
     return Fit(
         model=f"{rule.name}, {'an intercept for each site' if per_site else 'one intercept'}"
@@ -378,7 +391,7 @@ def glm(
             errors, "the sandwich, by sites"
         ),
         ratio=rule.ratio,
-        rows={sites.names[place]: int(sums["n_rows"][place]) for place in places},
+        rows=counted,
         events={name: events[name] for name in kept if family != "gaussian"},
         dropped={sites.names[place]: int(sums["n_dropped"][place]) for place in places},
         left_out=left,
@@ -392,6 +405,11 @@ def glm(
         own_intercepts=own,
         link=rule.mean,
         design=getattr(sites, "design", None),
+        further={
+            "diagnostics": lambda level: diagnose(
+                Questions(asked.sites, aggregation), survey, found.theta, plain, counted, level
+            )
+        },
         refit=lambda chosen: glm(
             sites.only(chosen),
             family=family,

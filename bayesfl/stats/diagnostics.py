@@ -1,0 +1,226 @@
+"""How well a regression fits, site by site, by sums and one number of each site."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.stats import newton
+from bayesfl.stats.asking import Questions, Released, SiteSurvey, slot
+from bayesfl.stats.families import FAMILIES
+from bayesfl.stats.tables import Site
+
+if TYPE_CHECKING:
+    from bayesfl.stats.glm import Likelihood
+
+BINARY = ("binomial", "log_binomial")
+GROUPS = 10
+"""Groups of risk, of equal width from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Looks(SiteSurvey):
+    """Ask for expected and observed outcomes by site; of outcomes 0 or 1 also by groups of risk,
+    and each site's concordance with its variance.
+
+    Args:
+        likelihood: The likelihood.
+        sites: Number of sites J.
+        theta: The estimate, [q].
+    """
+
+    likelihood: "Likelihood"
+    sites: int
+    theta: tuple[float, ...]
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return where predictions are made."""
+        theta = torch.tensor(self.theta, dtype=torch.float64)
+        return self.likelihood.start(about) | {"theta": theta}
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        j, groups = (self.sites,), (GROUPS,)
+        found: dict[str, tuple[int, ...]] = {"saturated": (), "expected": j, "observed": j}
+        if self.likelihood.family in BINARY:
+            found |= {"auc": j, "variance": j, "known": j}
+            found |= {"group_rows": groups, "group_expected": groups, "group_observed": groups}
+        return found
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        family, y, w = self.likelihood.family, site.y, site.weights
+        assert y is not None
+        _, eta, _ = self.likelihood.predictors(state, site)
+        mean = FAMILIES[family].mean(eta)
+        found = {
+            "saturated": w @ saturated(family, y),
+            "expected": slot(w @ mean, place, self.sites),
+            "observed": slot(w @ y, place, self.sites),
+        }
+        if family not in BINARY:
+            return found
+        auc, variance, pairs = concordance(mean, y, w)
+        group = (mean * GROUPS).long().clamp(0, GROUPS - 1)
+        for name, values in (("rows", w), ("expected", w * mean), ("observed", w * y)):
+            found[f"group_{name}"] = torch.zeros(GROUPS, dtype=w.dtype).index_add(0, group, values)
+        return found | {
+            "auc": slot(auc, place, self.sites),
+            "variance": slot(variance, place, self.sites),
+            "known": slot(pairs, place, self.sites),
+        }
+
+
+def saturated(family: str, y: Tensor) -> Tensor:
+    """Return the losses [n] of a model whose means are the outcomes y."""
+    if family == "poisson":
+        return y - torch.xlogy(y, y) + torch.lgamma(y + 1)
+    return torch.zeros_like(y)
+
+
+def concordance(risk: Tensor, y: Tensor, weights: Tensor) -> tuple[float, float, float]:
+    """Return the share of pairs of an event and none in which the event has the higher risk, ties
+    by half, its variance, and the number of pairs.
+
+    Source: DeLong, DeLong, Clarke-Pearson, "Comparing the areas under two or more correlated
+    receiver operating characteristic curves", Biometrics 44, 1988.
+
+    Args:
+        risk: Predicted risks, [n].
+        y: Outcomes 0 or 1, [n].
+        weights: How often each row counts, [n].
+    """
+    high, n_high = risk[y == 1], weights[y == 1]
+    low, n_low = risk[y == 0], weights[y == 0]
+    events, others = float(n_high.sum()), float(n_low.sum())
+    if not events or not others:
+        return 0.0, 0.0, 0.0
+    above = _below(high, low, n_low) / others  # of each event: the share of others below it
+    under = 1 - _below(low, high, n_high) / events
+    auc = float(n_high @ above) / events
+    variance = 0.0
+    for shares, weight, n in ((above, n_high, events), (under, n_low, others)):
+        if n > 1:
+            variance += float(weight @ (shares - auc).square()) / (n - 1) / n
+    return auc, variance, events * others
+
+
+def _below(at: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+    """Return for each of `at` [m] how many of the values [n] are lower, equal ones by half."""
+    values, order = values.sort()
+    upto = torch.cat([weights.new_zeros(1), weights[order].cumsum(0)])
+    lower, upper = (torch.searchsorted(values, at, side=side) for side in ("left", "right"))
+    return (upto[lower] + upto[upper]) / 2
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnostics:
+    """How well a fit describes the rows; `print` shows it.
+
+    Args:
+        deviance: Twice the log likelihood that a model of each row's own mean has more; of a
+            Gaussian outcome the sum of squared residuals. None of negative binomial counts.
+        null_deviance: The same of intercepts alone.
+        null_log_likelihood: Log likelihood of intercepts alone, in nats; None of a Gaussian
+            outcome.
+        sites: Data frame of pandas, by site: rows, sums of the outcome and of its expectation.
+        risk: The same by groups of risk of an outcome 0 or 1; None elsewhere.
+        concordance: Data frame of pandas, by site: the area under the ROC curve with its standard
+            error and interval by DeLong, NaN of a site with one level of the outcome; last, of
+            pairs within sites. None elsewhere.
+        released: What left each site.
+    """
+
+    deviance: float | None
+    null_deviance: float | None
+    null_log_likelihood: float | None
+    sites: Any
+    risk: Any
+    concordance: Any
+    released: Released
+
+    def __str__(self) -> str:
+        lines = []
+        if self.deviance is not None:
+            lines = [f"deviance {self.deviance:.4f}, of intercepts alone {self.null_deviance:.4f}"]
+        if self.null_log_likelihood is not None:
+            lines.append(f"log likelihood of intercepts alone {self.null_log_likelihood:.4f}")
+        titles = {
+            "outcomes by site": self.sites,
+            "events by groups of risk": self.risk,
+            "concordance (AUC), DeLong's intervals": self.concordance,
+        }
+        for title, frame in titles.items():
+            if frame is not None:
+                lines += [title, frame.to_string(float_format=lambda value: f"{value:.4g}")]
+        return "\n".join([*lines, str(self.released)])
+
+    __repr__ = __str__
+
+
+def diagnose(
+    asked: Questions,
+    survey: "Likelihood",
+    theta: Tensor,
+    loss: float,
+    rows: dict[str, int],
+    level: float,
+) -> Diagnostics:
+    """Return the diagnostics of a fit; of how the null model is found, see `Likelihood`.
+
+    Args:
+        asked: Puts the questions to the sites of the fit.
+        survey: The likelihood.
+        theta: The estimate, [q].
+        loss: Negative log likelihood there, in nats.
+        rows: {site: its number of rows}.
+        level: Probability of intervals.
+    """
+    import pandas
+
+    names = asked.sites.names
+    looks = asked.conduct(Looks(survey, len(names), tuple(theta.tolist())))
+    null = asked.conduct(replace(survey, columns=0, prior=None, centre=(), scale=()))
+    least, alone = float(looks["saturated"]), newton.minimum(null).loss
+    own_scale = survey.family == "negative_binomial"
+    counted = [rows[name] for name in names]
+    sums = {"observed": looks["observed"].numpy(), "expected": looks["expected"].numpy()}
+    risk = areas = None
+    if survey.family in BINARY:
+        edges = [f"{g / GROUPS:.1f} to {(g + 1) / GROUPS:.1f}" for g in range(GROUPS)]
+        of_groups = {key: looks[f"group_{key}"] for key in ("rows", "observed", "expected")}
+        risk = pandas.DataFrame({key: t.numpy() for key, t in of_groups.items()}, index=edges)
+        areas = _areas(looks, names, level)
+    return Diagnostics(
+        deviance=None if own_scale else 2 * (loss - least),
+        null_deviance=None if own_scale else 2 * (alone - least),
+        null_log_likelihood=None if survey.family == "gaussian" else -alone,
+        sites=pandas.DataFrame({"rows": counted, **sums}, index=list(names)),
+        risk=risk,
+        concordance=areas,
+        released=asked.released,
+    )
+
+
+def _areas(looks: Tensors, names: tuple[str, ...], level: float) -> Any:
+    import pandas
+
+    pairs = looks["known"]
+    share = pairs / pairs.sum()
+    auc = torch.cat([looks["auc"], (share @ looks["auc"])[None]])
+    se = torch.cat([looks["variance"], (share.square() @ looks["variance"])[None]]).sqrt()
+    unknown = torch.cat([pairs == 0, torch.tensor([False])])
+    auc, se = (torch.where(unknown, math.nan, t) for t in (auc, se))
+    reach = float(stats.norm.ppf((1 + level) / 2)) * se
+    columns = {
+        "auc": auc,
+        "se": se,
+        f"{50 * (1 - level):g} %": (auc - reach).clamp(0, 1),
+        f"{50 * (1 + level):g} %": (auc + reach).clamp(0, 1),
+    }
+    index = [*names, "within sites"]
+    return pandas.DataFrame({key: t.numpy() for key, t in columns.items()}, index=index)

@@ -1,0 +1,113 @@
+"""Diagnostics of regressions beside statsmodels, scikit-learn and plain loops over pairs."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import bayesfl as bf
+from bayesfl.stats.diagnostics import concordance
+from tests.stats.made import OUTCOMES, SIZES, TERMS, frames, pooled, sites
+from tests.stats.test_glm import anchor
+
+close = np.testing.assert_allclose
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # statsmodels' of the log link
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+@pytest.mark.parametrize("family", [name for name in OUTCOMES if name != "negative_binomial"])
+def test_deviances(family: Any, intercept: Any):
+    """Those of statsmodels, of intercepts by site beside its fit to these alone."""
+    sm = pytest.importorskip("statsmodels.api", reason="statsmodels is not installed")
+    from tests.stats.test_glm import KINDS
+
+    found = bf.stats.glm(sites(family), family=family, intercept=intercept).diagnostics()
+    wanted, rows = anchor(family, intercept), pooled()
+    null = np.ones(len(rows))
+    if intercept == "per_site":
+        null = pd.get_dummies(rows["site"]).to_numpy(float)
+    alone = sm.GLM(rows[OUTCOMES[family]].to_numpy(float), null, KINDS[family]).fit(tol=1e-14)
+    close(found.deviance, wanted.deviance, rtol=1e-9)
+    close(found.null_deviance, alone.deviance, rtol=1e-9)
+    if intercept == "shared":
+        close(found.null_deviance, wanted.null_deviance, rtol=1e-7)
+    if family != "gaussian":
+        close(found.null_log_likelihood, alone.llf, rtol=1e-9)
+
+
+def test_the_null_model_of_negative_binomial_counts():
+    found = bf.stats.glm(sites("negative_binomial"), family="negative_binomial").diagnostics()
+    assert (found.deviance, found.null_deviance) == (None, None)
+    close(found.null_log_likelihood, anchor("negative_binomial", "shared").llnull, rtol=1e-8)
+
+
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+def test_expected_and_observed_events(intercept: Any):
+    """By site and by tenths of the risk, beside predictions of the fit row by row."""
+    fit = bf.stats.glm(sites("binomial"), family="binomial", intercept=intercept)
+    found, rows = fit.diagnostics(), pooled()
+    risk = np.concatenate(
+        [fit.predict(frames()[site], site=site).numpy() for site in sorted(SIZES)]
+    )
+    by = rows.assign(risk=risk, ill=rows["ill"].astype(float)).groupby("site")
+    close(found.sites["expected"], by["risk"].sum(), rtol=1e-9)
+    close(found.sites["observed"], by["ill"].sum())
+    assert found.sites["rows"].tolist() == [SIZES[site] for site in sorted(SIZES)]
+    tenth = np.floor(10 * risk).astype(int)
+    for key, values in (("rows", 1.0), ("expected", risk), ("observed", rows["ill"])):
+        wanted = np.bincount(tenth, values * np.ones(len(rows)), minlength=10)
+        close(found.risk[key], wanted, rtol=1e-9, atol=1e-12)
+    assert found.risk.index[3] == "0.3 to 0.4"
+    if intercept == "per_site":
+        close(found.sites["expected"], found.sites["observed"], rtol=1e-9)
+    for words in ("deviance", "events by groups of risk", "DeLong", "Looks, 1 x"):
+        assert words in str(found)
+
+
+def test_concordance_by_pairs():
+    """With DeLong's variance by its definition, ties among risks, and rows that count twice."""
+    rng = np.random.default_rng(0)
+    risk, y = rng.integers(0, 8, 40) / 8, rng.random(40) < 0.4
+    twice = rng.integers(1, 3, 40)
+    each, which = np.repeat(risk, twice), np.repeat(y, twice)
+    better = (each[which][:, None] > each[~which]) + 0.5 * (each[which][:, None] == each[~which])
+    a, b = better.mean(1), better.mean(0)
+    variance = a.var(ddof=1) / len(a) + b.var(ddof=1) / len(b)
+    given = [torch.tensor(t, dtype=torch.float64) for t in (risk, y, twice)]
+    close(concordance(*given), (better.mean(), variance, better.size), rtol=1e-12)
+    none = torch.zeros(40, dtype=torch.float64)
+    assert concordance(given[0], none, given[2]) == (0, 0, 0)
+
+
+def test_concordance_by_site():
+    sk = pytest.importorskip("sklearn.metrics")
+    given = sites("binomial")
+    fit = bf.stats.glm(given, family="binomial")
+    found = fit.diagnostics(level=0.9).concordance
+    assert list(found.index) == [*sorted(SIZES), "within sites"]
+    areas, pairs = [], []
+    for site in sorted(SIZES):
+        rows = frames()[site]
+        areas.append(sk.roc_auc_score(rows["ill"], fit.predict(rows)))
+        pairs.append(rows["ill"].sum() * (~rows["ill"]).sum())
+    close(found["auc"].iloc[:-1], areas, rtol=1e-12)
+    close(found["auc"].iloc[-1], np.average(areas, weights=pairs), rtol=1e-12)
+    share = np.array(pairs) / sum(pairs)
+    close(found["se"].iloc[-1] ** 2, share**2 @ found["se"].iloc[:-1] ** 2, rtol=1e-12)
+    close(found["95 %"] - found["auc"], 1.6448536 * found["se"], rtol=1e-6)
+    silent = {**frames(), "silent": frames()["west"].assign(ill=False)}
+    with_silent = bf.stats.tables(silent, outcome="ill", terms=TERMS)
+    found = bf.stats.glm(with_silent, family="binomial").diagnostics().concordance
+    assert found.index[found["auc"].isna()].tolist() == ["silent"]
+
+
+def test_secure_sums_are_the_same():
+    options: dict[str, Any] = {"family": "binomial", "intercept": "per_site"}
+    plain = bf.stats.glm(sites("binomial"), **options).diagnostics()
+    hidden = bf.stats.glm(
+        sites("binomial"), **options, aggregation=bf.SecureSum(range=2.0**20)
+    ).diagnostics()
+    close(hidden.concordance, plain.concordance, rtol=0, atol=1e-6)
+    close(hidden.sites, plain.sites, rtol=0, atol=1e-5)
