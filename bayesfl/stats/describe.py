@@ -194,11 +194,8 @@ class Description:
                     for n, share in zip(of.loc["count"], of.loc["share"], strict=True)
                 ]
             else:
-                parts = (of.loc[key] for key in ("mean", "sd", "median", "25 %", "75 %"))
-                cells = [
-                    f"{mean:.4g} ({sd:.3g}), {middle:.4g} [{low:.4g}, {high:.4g}]"
-                    for mean, sd, middle, low, high in zip(*parts, strict=True)
-                ]
+                parts = of.loc[["mean", "sd", "median", "25 %", "75 %"]].to_numpy().T
+                cells = [_number_told(*values) for values in parts]
             rows[str(name)] = [*cells, f"{difference:.2f}"]
             stem = str(name).partition("[")[0]  # once for all levels
             if of.loc["missing"].max() > 0 and f"{stem}, missing" not in rows:
@@ -227,6 +224,13 @@ class Description:
         lines = [["", *table.columns], ["---"] * (1 + len(table.columns))]
         lines += [[name, *cells] for name, cells in zip(table.index, table.to_numpy(), strict=True)]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _number_told(mean: float, sd: float, middle: float, low: float, high: float) -> str:
+    """Return the text of a number, its quantiles to a tenth of the sd's first digit."""
+    digits = max(0, math.ceil(1 - math.log10(sd))) if sd > 0 else 3
+    middle, low, high = (round(value, digits) + 0.0 for value in (middle, low, high))
+    return f"{mean:.4g} ({sd:.3g}), {middle:g} [{low:g}, {high:g}]"
 
 
 @declared

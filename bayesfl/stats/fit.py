@@ -366,7 +366,8 @@ def inverse(hessian: Tensor, theta: Tensor, names: Sequence[str], n: float) -> T
     values, vectors = torch.linalg.eigh(hessian)
     if not len(values) or float(values[0]) >= 1e-10 * n:
         return (vectors / values) @ vectors.T
-    if float(theta.abs().max()) > 10:  # standard deviations
+    away = vectors[:, values < 1e-10 * n].T @ theta
+    if float(away.norm()) > 3:  # standard deviations, where dependence leaves rounding
         raise ValueError(separation(theta.abs(), names))
     raise ValueError(
         f"{_involved(vectors[:, 0].abs(), names)} are linearly dependent: leave one out"
