@@ -7,18 +7,19 @@ from bayesfl.stats.describe import Description, describe
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import glm
 from bayesfl.stats.mixed import Mixed, mixed
+from bayesfl.stats.policy import Policy
 from bayesfl.stats.survival.cox import cox
 from bayesfl.stats.survival.curves import KaplanMeier, kaplan_meier, logrank
 from bayesfl.stats.survival.piecewise import piecewise
 from bayesfl.stats.survival.tested import Tested
-from bayesfl.stats.tables import Tables, tables
-from bayesfl.stats.terms import interaction, levels
+from bayesfl.stats.tables import Tables, interaction, levels, tables
 
 __all__ = [
     "Description",
     "Fit",
     "KaplanMeier",
     "Mixed",
+    "Policy",
     "Tables",
     "Tested",
     "cox",

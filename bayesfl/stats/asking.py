@@ -7,7 +7,8 @@ what a fit needs to know of them, wherever they are.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey, conduct, uplink_bytes
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.families import FAMILIES
+from bayesfl.stats.policy import LOG_LIKELIHOOD
 from bayesfl.stats.tables import Site, Tables
 
 
@@ -28,6 +30,8 @@ class SiteSurvey:
     """
 
     split = "train"
+    exact_times = False
+    """Whether an answer tells the exact times of single events, which a `Policy` may refuse."""
 
     def start(self, about: Any, /) -> Tensors:
         """Return the state at first: nothing."""
@@ -60,41 +64,102 @@ class SiteSurvey:
         return total, True
 
 
-@dataclass(frozen=True)
-class Released:
-    """What left each site.
+class Asked(NamedTuple):
+    """A question that was put.
 
     Args:
-        questions: For each question in turn its name and the shapes of a site's answer.
-        hidden: How the answers were added where nobody saw a single one; None where they were open.
+        question: Its name.
+        answer: {name: shape} of what each site answered.
+        sites: The sites that answered.
     """
 
-    questions: tuple[tuple[str, Mapping[str, tuple[int, ...]]], ...] = ()
+    question: str
+    answer: Mapping[str, tuple[int, ...]]
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Released:
+    """What left each site: the sheet that a site's data protection officer reads.
+
+    Args:
+        questions: The questions in turn; the first is round 1.
+        hidden: How the answers were added where nobody saw a single one; None where they were open.
+        over: The network over which they were sent; None in a simulation.
+    """
+
+    questions: tuple[Asked, ...] = ()
     hidden: str | None = None
+    over: str | None = None
 
     @property
-    def bytes(self) -> int:
-        """Return how many bytes a site sent in all, eight a number."""
-        return sum(uplink_bytes(shapes) for _, shapes in self.questions)
+    def bytes(self) -> Mapping[str, int]:
+        """Return how many bytes each site sent in all, eight a number."""
+        found: dict[str, int] = {}
+        for asked in self.questions:
+            for site in asked.sites:
+                found[site] = found.get(site, 0) + uplink_bytes(asked.answer)
+        return found
+
+    @property
+    def seen(self) -> str:
+        """Return in words who saw what a site sent."""
+        if self.hidden is not None:
+            return f"answers were added by {self.hidden}, and nobody saw a single site's"
+        if self.over is not None:
+            return f"they were sent over {self.over}, and the server saw each site's answers"
+        return "each site's answers were seen"
+
+    @property
+    def log_likelihoods(self) -> int:
+        """Return how many log likelihoods at shared draws each site told."""
+        shapes = [asked.answer.get(LOG_LIKELIHOOD, (0,)) for asked in self.questions]
+        return sum(torch.Size(shape).numel() for shape in shapes)
 
     def __str__(self) -> str:
-        counted: dict[tuple[str, str], int] = {}
-        for name, shapes in self.questions:
+        everyone = list(self.bytes)
+        by_size: dict[int, list[str]] = {}
+        for site, size in self.bytes.items():
+            by_size.setdefault(size, []).append(site)
+        sent = [f"{', '.join(names)} sent {size:,} bytes" for size, names in by_size.items()]
+        if len(by_size) == 1:
+            sent = [f"each site sent {size:,} bytes" for size in by_size]
+        if self.log_likelihoods:
+            sent.append(f"{self.log_likelihoods} log likelihoods at shared draws among them")
+        lines = [f"What left the sites: {'; '.join(sent)}; {self.seen}."]
+        at = 1
+        for asked, alike in groupby(self.questions):
+            times = len(list(alike))
+            rounds = f"round {at}" if times == 1 else f"rounds {at} to {at + times - 1}"
             told = ", ".join(
-                f"{key} {list(shape) if shape else 'a number'}" for key, shape in shapes.items()
+                f"{key} {list(shape) if shape else 'a number'}"
+                for key, shape in asked.answer.items()
             )
-            counted[name, told] = counted.get((name, told), 0) + 1
-        lines = [f"  {name}, {times} x: {told}" for (name, told), times in counted.items()]
-        seen = f"added by {self.hidden}" if self.hidden else "each site's answers were seen"
-        return "\n".join([f"Each site sent {self.bytes:,} bytes; {seen}:", *lines])
+            absent = [site for site in everyone if site not in asked.sites]
+            without = f" without {', '.join(absent)}" if absent else ""
+            lines.append(f"  {rounds}, {asked.question}{without}: {told}")
+            at += times
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return the sheet as JSON."""
         rows = [
-            {"question": name, "answer": {key: list(shape) for key, shape in shapes.items()}}
-            for name, shapes in self.questions
+            {
+                "round": place + 1,
+                "question": asked.question,
+                "sites": asked.sites,
+                "answer": asked.answer,
+            }
+            for place, asked in enumerate(self.questions)
         ]
-        return json.dumps({"bytes": self.bytes, "hidden": self.hidden, "questions": rows})
+        return json.dumps(
+            {
+                "seen": self.seen,
+                "bytes": self.bytes,
+                "log_likelihoods": self.log_likelihoods,
+                "questions": rows,
+            }
+        )
 
 
 class Sites(Protocol):
@@ -108,6 +173,15 @@ class Sites(Protocol):
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the columns of the design."""
+        ...
+
+    @property
+    def over(self) -> str | None:
+        """Return the network over which they are asked; None on this machine."""
+        ...
+
+    def design(self, frame: Any) -> Tensor:
+        """Return the design of other rows, [n, p]."""
         ...
 
     def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
@@ -129,7 +203,7 @@ class Questions:
 
     def __init__(self, sites: Sites, aggregation: Adder | None = None) -> None:
         self.sites, self._aggregation = sites, aggregation
-        self._asked: list[tuple[str, Mapping[str, tuple[int, ...]]]] = []
+        self._asked: list[Asked] = []
 
     def conduct(self, survey: Survey[Any]) -> Tensors:
         """Put a survey's questions and return its last state.
@@ -137,10 +211,10 @@ class Questions:
         Raises:
             ValueError: As by `bayesfl.base.surveys.conduct`.
         """
-        put = self.sites.ask(survey, self._aggregation)
+        put, names = self.sites.ask(survey, self._aggregation), self.sites.names
 
         def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-            self._asked.append((type(survey).__name__, dict(shapes)))
+            self._asked.append(Asked(type(survey).__name__, dict(shapes), names))
             return put(state, shapes)
 
         return conduct(survey, ask, None)
@@ -149,7 +223,7 @@ class Questions:
     def released(self) -> Released:
         """Return what left each site so far."""
         hidden = None if self._aggregation is None else repr(self._aggregation)
-        return Released(tuple(self._asked), hidden)
+        return Released(tuple(self._asked), hidden, self.sites.over)
 
 
 def slot(value: Tensor | float, place: int, sites: int) -> Tensor:

@@ -404,7 +404,7 @@ def glm(
         evidence=None if prior is None else _evidence(survey, state, found, len(kept)),
         own_intercepts=own,
         link=rule.mean,
-        design=getattr(sites, "design", None),
+        design=sites.design,
         further={
             "diagnostics": lambda level: diagnose(
                 Questions(asked.sites, aggregation), survey, found.theta, plain, counted, level

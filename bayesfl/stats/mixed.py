@@ -461,7 +461,7 @@ def mixed(
         questions=len(asked.released.questions),
         released=asked.released,
         link=rule.mean,
-        design=getattr(sites, "design", None),
+        design=sites.design,
         ratio=rule.ratio,
         places=effects,
         scale=scale,

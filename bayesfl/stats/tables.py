@@ -5,7 +5,7 @@ have the same columns in the design, so categories are declared with their level
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.options import declared
+from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey
 from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
+from bayesfl.stats.policy import Policy
 from bayesfl.stats.terms import Interaction, Levels, Number, Term, column_of, numbers
 
 
@@ -69,6 +71,8 @@ class Tables:
         columns: Names of the p columns of the design.
         outcome: Name of the outcome; None where there is none.
         ids: The sites' numbers among all sites, [J].
+        beside: Names of the columns of outcome, offset and weights.
+        policy: What the sites answer; None for all that is asked.
     """
 
     sites: tuple[Site, ...]
@@ -76,6 +80,9 @@ class Tables:
     columns: tuple[str, ...]
     outcome: str | None
     ids: np.ndarray
+    beside: tuple[str, ...] = ()
+    policy: Policy | None = None
+    over = None
 
     def __repr__(self) -> str:
         told = ", ".join(
@@ -98,11 +105,22 @@ class Tables:
         if strangers := [name for name in names if name not in self.names]:
             raise ValueError(f"there is no site {strangers[0]!r}; the sites are {self.names}")
         kept = tuple(site for site in self.sites if site.name in names)
-        return Tables(kept, self.terms, self.columns, self.outcome, np.arange(len(kept)))
+        return replace(self, sites=kept, ids=np.arange(len(kept)))
 
     def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
-        """Return how a question is put to all sites here."""
-        return ask_here(survey, self, aggregation)
+        """Return how a question is put to all sites here.
+
+        The question raises `bayesfl.stats.policy.Refusal` where it breaks a rule of a site's.
+        """
+        put, policy = ask_here(survey, self, aggregation), self.policy
+        if policy is None:
+            return put
+
+        def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+            policy.check(survey, self, shapes, hidden=aggregation is not None)
+            return put(state, shapes)
+
+        return ask
 
     def design(self, frame: Any) -> Tensor:
         """Return the design of other rows, [n, p] in float64, NaN where a value is missing.
@@ -110,7 +128,7 @@ class Tables:
         Raises:
             ValueError: A column is absent, or holds what no row of a fit may hold.
         """
-        return torch.from_numpy(_design(frame, self.terms, "the frame"))
+        return design(frame, self.terms)
 
 
 @declared
@@ -124,6 +142,7 @@ def tables(
     weights: str | None = None,
     also: Sequence[str] = (),
     missing: Literal["refuse", "complete"] = "refuse",
+    policy: Policy | None = None,
 ) -> Tables:
     """Make the tables of several sites, a row for each person, of data frames.
 
@@ -143,6 +162,8 @@ def tables(
         also: Further columns whose values may not be missing, as times, events and groups.
         missing: What becomes of rows in which a value is missing: `refuse` raises, `complete`
             leaves them out, and fits say how many at which site.
+        policy: What each site answers; None for all that is asked. Over a network each node has its
+            own.
 
     Raises:
         ImportError: A formula is given, and formulaic is not installed.
@@ -175,16 +196,13 @@ def tables(
     columns = tuple(name for part in parts for name in part.columns)
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise ValueError(f"the column {twice[0]!r} stands twice in the terms; name it once")
-    wanted = dict.fromkeys(name for name in (outcome, offset, weights, *also) if name is not None)
+    beside = tuple(name for name in (outcome, offset, weights) if name is not None)
+    wanted = dict.fromkeys((*beside, *also))
     sites, gaps = [], {}
     for name in sorted(frames):  # so that sums do not depend on the order given
         frame = frames[name]
         x = _design(frame, parts, name)
-        beside = {
-            column: numbers(frame, column, name)
-            for column in wanted
-            if column in (outcome, offset, weights)
-        }
+        given = {column: numbers(frame, column, name) for column in beside}
         absent = np.asarray(np.isnan(x).any(1))
         for column in wanted:
             absent |= column_of(frame, column, name).isna().to_numpy()
@@ -193,12 +211,12 @@ def tables(
         kept = ~absent
         if not kept.any():
             raise ValueError(f"site {name!r} has no row without a missing value; leave it out")
-        found = {column: torch.from_numpy(values[kept]) for column, values in beside.items()}
+        found = {column: torch.from_numpy(values[kept]) for column, values in given.items()}
         if weights is not None and bool((found[weights] <= 0).any()):
             raise ValueError(f"site {name!r} has weights <= 0 in {weights!r}; leave these rows out")
         n = int(kept.sum())
         lacking = np.isnan(x).sum(0).tolist()
-        lacking.append(int(np.isnan(beside[outcome]).sum()) if outcome is not None else 0)
+        lacking.append(int(np.isnan(given[outcome]).sum()) if outcome is not None else 0)
         sites.append(
             Site(
                 name=name,
@@ -217,9 +235,20 @@ def tables(
             f"values are missing ({told}); pass missing='complete' to leave such rows out, or fill "
             "them before"
         )
-    made = Tables(tuple(sites), parts, columns, outcome, np.arange(len(sites)))
+    places = np.arange(len(sites))
+    made = Tables(tuple(sites), parts, columns, outcome, places, beside, policy)
     _warn_of_columns(made)
     return made
+
+
+def design(frame: Any, terms: Sequence[Any]) -> Tensor:
+    """Return the columns of terms for a frame's rows, [n, p] in float64, NaN where a value is
+    missing.
+
+    Raises:
+        ValueError: A column is absent, or holds what no row of a fit may hold.
+    """
+    return torch.from_numpy(_design(frame, terms, "the frame"))
 
 
 def _design(frame: Any, terms: Sequence[Any], site: str) -> np.ndarray:

@@ -127,11 +127,17 @@ def test_a_fit_says_what_it_rests_on(fit: Mixed):
         "tau age",
     ]
     assert fit.rows == dict(sorted(SIZES.items()))
-    for words in ("own effects of each site", "k-hat", "effective draws", "Draws, 1 x"):
+    for words in (
+        "own effects of each site",
+        "k-hat",
+        "effective draws",
+        "Draws: log_likelihood [400]",
+    ):
         assert words in str(fit)
-    assert fit.released.bytes == 8 * sum(
-        int(np.prod(shape)) for _, shapes in fit.released.questions for shape in shapes.values()
+    sent = 8 * sum(
+        int(np.prod(shape)) for asked in fit.released.questions for shape in asked.answer.values()
     )
+    assert fit.released.bytes == dict.fromkeys(SIZES, sent)
 
 
 def test_own_coefficients_lie_between_own_fits_and_the_federations(fit: Mixed):

@@ -1,0 +1,75 @@
+"""Questions as text: the same question comes back, and nothing but the library's own."""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bayesfl as bf
+from bayesfl.stats import wire
+from bayesfl.stats.asking import Sums
+from bayesfl.stats.glm import Likelihood, Meat
+from bayesfl.stats.mixed import Draws, Mode
+from bayesfl.stats.tables import Interaction, Levels, Number
+
+LIKELIHOOD = Likelihood("binomial", 2, True, 2.5, (math.pi, 1e-300), (0.1, 3.0), -1 / 3)
+MODEL: dict[str, Any] = {
+    "family": "poisson",
+    "columns": 1,
+    "effects": (0, 1),
+    "group": "ward",
+    "centre": (0.1,),
+    "scale": (1 / 3,),
+}
+QUESTIONS = (
+    Sums(3, 2, "binomial"),
+    LIKELIHOOD,
+    Meat(LIKELIHOOD, "site", (1 / 7, 2.0)),
+    Mode(**MODEL, prior=None, at=(math.inf, -0.0)),
+    Draws(**MODEL, at=((1.0, 2.0), (3.0, 1e22))),
+    (Number("age"), Levels("sex", ("f", "m")), Interaction((Number("age"), Levels("cp", (1, 2))))),
+)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda one: type(one).__name__)
+def test_the_same_question_comes_back(question: Any):
+    """To the bit of every number."""
+    found = wire.read(wire.written(question))
+    assert found == question
+    assert repr(found) == repr(question)
+
+
+def test_levels_out_of_a_data_frame():
+    declared = bf.stats.levels("cp", np.array([1, 2, 3]))
+    assert wire.read(wire.written(declared)) == bf.stats.levels("cp", [1, 2, 3])
+
+
+def test_every_question_of_the_library_is_known():
+    """Each under a name of its own, with fields for what it is made of."""
+    known = wire.known()
+    assert {"Sums", "Likelihood", "Meat", "Mode", "Draws", "Number", "Levels"} <= known.keys()
+    places = [one.__module__ for one in known.values()]
+    assert all(place.startswith("bayesfl.stats.") for place in places)
+    assert all(fields(one) for one in known.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"class": "Path", "fields": {}}', "no question 'Path'"),
+        ('{"class": ["Sums"], "fields": {}}', "no question"),
+        ('{"class": "Sums", "fields": {"sites": 1, "columns": 1, "run": "true"}}', "other fields"),
+        ('{"fields": {}}', "no question None"),
+        ("print(1)", "Expecting value"),
+    ],
+)
+def test_anything_else_is_refused(text: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        wire.read(text)
+
+
+def test_what_is_no_plain_value_is_not_sent():
+    with pytest.raises(TypeError, match="made of plain values"):
+        wire.written(Sums(3, 2, print))  # type: ignore[arg-type]
