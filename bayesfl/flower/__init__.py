@@ -7,5 +7,17 @@ from bayesfl.flower.deployed import Deployed, load
 from bayesfl.flower.leaving import leaves
 from bayesfl.flower.node_app import client_app
 from bayesfl.flower.server import serve, server_app
+from bayesfl.flower.statistics import analyse, analysis_app, site_app
 
-__all__ = ["BadClients", "Deployed", "client_app", "leaves", "load", "serve", "server_app"]
+__all__ = [
+    "BadClients",
+    "Deployed",
+    "analyse",
+    "analysis_app",
+    "client_app",
+    "leaves",
+    "load",
+    "serve",
+    "server_app",
+    "site_app",
+]

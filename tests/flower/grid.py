@@ -27,6 +27,7 @@ class LocalGrid(Grid):
         keys: The nodes' public keys; by default each has one.
         ids: Which client each node says it is.
         secret: What the nodes share; empty for nothing.
+        config: What each node's configuration says besides.
     """
 
     apps: Mapping[int, Callable[[Message, Context], Message]]
@@ -35,6 +36,8 @@ class LocalGrid(Grid):
     keys: dict[int, bytes] = field(default_factory=dict)
     ids: dict[int, Any] = field(default_factory=dict)
     secret: str = ""
+    config: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    states: dict[int, RecordDict] = field(default_factory=dict)
     sent: list[Message] = field(default_factory=list)
     replies: dict[str, Message] = field(default_factory=dict)
 
@@ -86,10 +89,10 @@ class LocalGrid(Grid):
             "client-id": self.ids.get(node, node - 100),
             "state-dir": str(self.folder / f"node-{node}"),
             **({"shared-secret": self.secret} if self.secret else {}),
+            **self.config.get(node, {}),
         }
-        return Context(
-            run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={}
-        )
+        state = self.states.setdefault(node, RecordDict())  # which a node keeps during a run
+        return Context(run_id=1, node_id=node, node_config=config, state=state, run_config={})
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self.replies.pop(id) for id in list(message_ids) if id in self.replies]

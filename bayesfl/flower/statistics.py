@@ -1,0 +1,343 @@
+"""Statistics over a network: sites that answer questions about their tables, and an analysis that
+puts them.
+
+An analysis is a function of `bayesfl.stats.asking.Sites`, the same as in a simulation. A question
+travels as text, of which a node makes one of the library's own (`bayesfl.stats.wire`), together
+with the tensors of its state; an answer is a few tensors. The node's policy sees each question
+first. What fails on a node is told by its kind alone, as the text of an error can quote the data.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from bayesfl.base.options import Count, Range, declared
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import Ask, Survey, checked, summed
+from bayesfl.federation.clients.surveying import Adder
+from bayesfl.federation.errors import BadClients
+from bayesfl.federation.rounds.admission import PROTOCOL
+from bayesfl.flower import post, records
+from bayesfl.flower.post import Failure
+from bayesfl.flower.roster import LONGEST, REMIND
+from bayesfl.stats import wire
+from bayesfl.stats.asking import Sites
+from bayesfl.stats.policy import Policy, Refusal
+from bayesfl.stats.tables import Interaction, Levels, Number, Tables, design
+
+log = logging.getLogger(__name__)
+Seconds = Annotated[float, Range(0, why="it is in seconds")]
+
+
+def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
+    """Make a Flower ClientApp that answers questions about the tables of one site.
+
+    A node's configuration names its policy, in a file of its own, as in
+
+        flower-supernode --node-config 'policy="/etc/bayesfl/policy.toml" data-file="/data/va.csv"'
+
+    Without one the rules of `bf.stats.Policy()` hold.
+
+    Args:
+        load_tables: Function from the context to the tables of this one site, by
+            `bf.stats.tables({name: frame}, ...)`. All sites must have the same terms. It is called
+            for each question.
+    """
+    app = ClientApp()
+
+    def answered(
+        message: Message, context: Context, work: Callable[[Tables, Policy], RecordDict]
+    ) -> Message:
+        try:
+            path = context.node_config.get("policy")
+            policy = Policy() if path is None else Policy.read(str(path))
+            told = work(replace(load_tables(context), policy=policy), policy)
+        except Refusal as refusal:
+            log.warning("%s", refusal)
+            told = RecordDict({"config": ConfigRecord({"refused": refusal.rule})})
+        except Exception as error:
+            log.exception("this site could not answer")
+            # The words of the message are the server's own; those of other errors may be data.
+            said = str(error) if isinstance(error, records.RecordError) else type(error).__name__
+            told = RecordDict({"config": ConfigRecord({"failed": said})})
+        return Message(told, reply_to=message)
+
+    @app.query()
+    def hello(message: Message, context: Context) -> Message:
+        def work(tables: Tables, policy: Policy) -> RecordDict:
+            _same_protocol(message.content)
+            (name,) = tables.names
+            return _config(protocol=PROTOCOL, name=name, terms=wire.written(tables.terms))
+
+        return answered(message, context, work)
+
+    @app.query("survey")
+    def survey(message: Message, context: Context) -> Message:
+        def work(tables: Tables, policy: Policy) -> RecordDict:
+            question, state, place = _question(message.content)
+            before = context.state.get("policy")
+            policy.drawn = int(str(before["drawn"])) if isinstance(before, ConfigRecord) else 0
+            put = replace(tables, ids=np.array([place])).ask(question, None)
+            answer, digest = records.pack(put(state, question.shapes(state)))
+            context.state["policy"] = ConfigRecord({"drawn": policy.drawn})
+            return RecordDict({"answer": answer, "config": ConfigRecord({"digest": digest})})
+
+        return answered(message, context, work)
+
+    return app
+
+
+def _question(content: RecordDict) -> tuple[Any, Tensors, int]:
+    """Return a question, its state, and the place of the site that is asked.
+
+    Raises:
+        RecordError: It is none that this version knows.
+    """
+    _same_protocol(content)
+    try:
+        survey = wire.read(records.setting(content, "survey", str))
+    except ValueError as error:
+        raise records.RecordError(str(error)) from error
+    state = records.unpack(content, "state", records.setting(content, "digest", str))
+    return survey, state, records.setting(content, "place", int)
+
+
+def _same_protocol(content: RecordDict) -> None:
+    if (theirs := records.setting(content, "protocol", int)) != PROTOCOL:
+        raise records.RecordError(
+            f"it speaks protocol {PROTOCOL} and the server {theirs}; install the same version of "
+            "bayesfl on both"
+        )
+
+
+def _config(**settings: Any) -> RecordDict:
+    return RecordDict({"config": ConfigRecord(settings)})
+
+
+@declared
+def analysis_app(
+    analysis: Callable[[Sites], Any], *, sites: Count | Sequence[str], timeout: Seconds = 600.0
+) -> ServerApp:
+    """Make a Flower ServerApp that runs `analyse` with these options, and prints what the analysis
+    returns.
+
+    If options depend on the run's configuration, call `analyse` in a main function of your own.
+
+    Args:
+        analysis: As of `analyse`.
+        sites: As of `analyse`.
+        timeout: As of `analyse`.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        found = analyse(grid, analysis, sites=sites, timeout=timeout)
+        if found is not None:
+            print(found, flush=True)
+
+    return app
+
+
+@declared
+def analyse(
+    grid: Grid,
+    analysis: Callable[[Sites], Any],
+    *,
+    sites: Count | Sequence[str],
+    timeout: Seconds = 600.0,
+) -> Any:
+    """Wait for the sites, and return what an analysis makes of them.
+
+    The numbers are those of the simulation with the same tables, as answers are added in the order
+    of the sites' names. What is a site's own, as intercepts or effects, stays on its node.
+
+    Args:
+        grid: Flower's grid, as a ServerApp receives it.
+        analysis: Function of the sites, which are given to `bf.stats.glm` and the like, as often as
+            it wants; `sites.only(names)` are some of them.
+        sites: Names of the sites that are waited for, or how many.
+        timeout: Seconds that a site has for an answer, > 0.
+
+    Raises:
+        BadClients: A site does not answer a question, or refuses it; it names the site. Also, the
+            sites' tables have different terms.
+        httpx.HTTPError, OSError: The SuperLink cannot be reached.
+    """
+    return analysis(_met(grid, sites, timeout))
+
+
+@dataclass(frozen=True, repr=False)
+class RemoteSites:
+    """Sites on other machines, as `Sites`.
+
+    Args:
+        grid: Flower's grid.
+        nodes: {site: its node}, by name.
+        terms: The terms of all sites' designs.
+        timeout: Seconds that a site has for an answer.
+    """
+
+    grid: Grid
+    nodes: Mapping[str, int]
+    terms: tuple[Number | Levels | Interaction, ...]
+    timeout: float
+    over = "Flower"
+
+    def __repr__(self) -> str:
+        return f"RemoteSites({', '.join(self.names)}; {len(self.columns)} columns)"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the sites."""
+        return tuple(self.nodes)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the columns of the design."""
+        return tuple(name for term in self.terms for name in term.columns)
+
+    def design(self, frame: Any) -> torch.Tensor:
+        """Return the design of rows that are here, [n, p] in float64."""
+        return design(frame, self.terms)
+
+    def only(self, names: Any) -> "RemoteSites":
+        """Return some of the sites.
+
+        Raises:
+            ValueError: There is no such site.
+        """
+        if strangers := [name for name in names if name not in self.nodes]:
+            raise ValueError(f"there is no site {strangers[0]!r}; the sites are {self.names}")
+        return replace(self, nodes={name: self.nodes[name] for name in self.nodes if name in names})
+
+    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
+        """Return how a question is put to all sites.
+
+        Raises:
+            ValueError: Answers are to be added by something.
+        """
+        if aggregation is not None:
+            raise ValueError(
+                f"over Flower the server sees each site's answers, which {aggregation!r} is to "
+                "hide; it is for simulations: leave aggregation= out"
+            )
+        text, name = wire.written(survey), type(survey).__name__
+
+        def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+            packed, digest = records.pack(state)
+            settings = {"protocol": PROTOCOL, "survey": text, "digest": digest}
+            messages = {}
+            for place, node in enumerate(self.nodes.values()):
+                config = ConfigRecord({**settings, "place": place})
+                messages[place] = (node, RecordDict({"config": config, "state": packed}))
+            found, absent = {}, {}
+            for place, reply in post.ask(
+                self.grid, "query.survey", messages, timeout=self.timeout, group=name
+            ):
+                try:
+                    found[place] = _answer(reply, shapes)
+                except ValueError as error:
+                    absent[self.names[place]] = str(error)
+            if absent:
+                why = "; ".join(f"site {site!r}: {absent[site]}" for site in sorted(absent))
+                raise BadClients(
+                    f"{name} has no answer of {why}. sites.only([...]) goes on with the others"
+                )
+            stacked = {
+                name: torch.stack([found[place][name] for place in sorted(found)])
+                for name in shapes
+            }
+            return summed(np.array(sorted(found)), stacked)
+
+        return ask
+
+
+def _answer(reply: RecordDict | Failure, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """Return a site's answer.
+
+    Raises:
+        ValueError: It has none, or one of another form than was asked for.
+    """
+    content = _told(reply)
+    most = records.most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
+    digest = records.setting(content, "digest", str)
+    return checked(records.unpack(content, "answer", digest, most=most), shapes, "its answer")
+
+
+def _told(reply: RecordDict | Failure) -> RecordDict:
+    """Return a reply that is an answer.
+
+    Raises:
+        RecordError: It is not; it says why.
+    """
+    if isinstance(reply, Failure):
+        raise records.RecordError(reply.reason)
+    config = records.config(reply)
+    if "refused" in config:
+        rule = records.setting(reply, "refused", str)
+        raise records.RecordError(f"it refuses by its policy's rule {rule[:LONGEST]}")
+    if "failed" in config:
+        said = records.setting(reply, "failed", str)
+        raise records.RecordError(f"it failed with {said[:LONGEST]}; its own log says more")
+    return reply
+
+
+def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites:
+    """Wait until sites have said who they are, and return them.
+
+    Raises:
+        BadClients: Their terms differ.
+    """
+    count = wanted if isinstance(wanted, int) else len(wanted)
+    nodes: dict[str, int] = {}
+    terms: dict[str, str] = {}
+    pending: dict[int, str] = {}
+    again: dict[int, float] = {}
+    said = -REMIND
+    while len(nodes) < count:
+        now, before = time.monotonic(), len(nodes)
+        if now - said > REMIND:
+            missing = "" if isinstance(wanted, int) else f": {sorted({*wanted} - {*nodes})}"
+            log.warning("waiting for %d of %d sites%s", count - before, count, missing)
+            said = now
+        for node in grid.get_node_ids():
+            if node not in nodes.values() and now >= again.get(node, now):
+                content = _config(protocol=PROTOCOL)
+                if id := post.push(grid, "query", node, content, timeout=timeout, group="hello"):
+                    pending[node] = id
+                again[node] = now + timeout
+        for node, id in list(pending.items()):
+            if len(nodes) == count or (reply := post.pull(grid, id)) is None:
+                continue
+            del pending[node]
+            again[node] = time.monotonic() + REMIND
+            try:
+                content = _told(reply)
+                name, told = (records.setting(content, key, str) for key in ("name", "terms"))
+                if not isinstance(wanted, int) and name not in wanted:
+                    raise records.RecordError(f"nobody waits for a site {name[:LONGEST]!r}")
+                if name in nodes:
+                    raise records.RecordError(f"site {name!r} is node {nodes[name]} already")
+                nodes[name], terms[name] = node, told
+            except records.RecordError as error:
+                log.warning("node %d is not taken: %s", node, error)
+        if len(nodes) == before:
+            time.sleep(1.0)
+    names = sorted(nodes)
+    if others := [name for name in names if terms[name] != terms[names[0]]]:
+        raise BadClients(
+            f"sites {names[0]!r} and {others[0]!r} have different terms, {terms[names[0]]} and "
+            f"{terms[others[0]]}; ship the same app to all"
+        )
+    return RemoteSites(
+        grid, {name: nodes[name] for name in names}, wire.read(terms[names[0]]), timeout
+    )

@@ -1,0 +1,239 @@
+"""Statistics over a network: the simulation's numbers to the bit, sites that are lost or refuse,
+and what is told of what fails.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+import bayesfl as bf
+from bayesfl.federation.rounds.admission import PROTOCOL
+from bayesfl.flower import BadClients, analyse, analysis_app, records, site_app
+from bayesfl.stats.asking import Sites
+from bayesfl.stats.tables import Tables
+from tests.flower.grid import LocalGrid
+from tests.flower.made import Impatient
+from tests.stats.made import OUTCOMES, SIZES, TERMS, frames, sites
+
+NAMES = sorted(SIZES)
+NODES = {"west": 100, "north": 101, "south": 102, "east": 103}
+"""In another order than their names."""
+OPTIONS: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
+    (bf.stats.glm, {"family": "binomial", "intercept": "per_site", "errors": "sandwich"}),
+    (bf.stats.glm, {"family": "negative_binomial", "errors": "site"}),
+    (bf.stats.glm, {"family": "binomial", "prior": 2.5}),
+    (bf.stats.mixed, {"family": "binomial", "random": ["1", "age"]}),
+    (bf.stats.mixed, {"family": "gaussian"}),
+)
+
+
+def grid_of(folder: Path, outcome: str = "ill", **options: Any) -> LocalGrid:
+    """A node for each site."""
+
+    def load_tables(context: Context) -> Tables:
+        name = str(context.node_config["site"])
+        return bf.stats.tables({name: frames()[name]}, outcome=outcome, terms=TERMS)
+
+    config = {node: {"site": name} for name, node in NODES.items()}
+    policy = options.pop("policy", None)
+    if policy is not None:
+        (folder / "policy.toml").write_text(policy)
+        config[NODES["south"]]["policy"] = str(folder / "policy.toml")
+    app = site_app(load_tables)
+    return LocalGrid(dict.fromkeys(NODES.values(), app), folder, config=config, **options)
+
+
+def asks(message: Message, question: str) -> bool:
+    """Whether a message puts a question."""
+    if message.metadata.message_type != "query.survey":
+        return False
+    return json.loads(str(records.config(message.content)["survey"]))["class"] == question
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), OPTIONS, ids=[f"{m.__name__}-{o['family']}" for m, o in OPTIONS]
+)
+def test_the_simulations_numbers_to_the_bit(
+    method: Callable[..., Any], options: dict[str, Any], tmp_path: Path
+):
+    """Tables and evidence, from nodes that answer in another order."""
+    wanted = method(sites(options["family"]), **options)
+    grid = grid_of(tmp_path, OUTCOMES[options["family"]])
+    found = analyse(grid, lambda remote: method(remote, **options), sites=4, timeout=5.0)
+    assert found.table().equals(wanted.table())
+    assert found.rows == wanted.rows
+    assert found.evidence == wanted.evidence
+    assert found.released.bytes == wanted.released.bytes
+    rows = frames()["west"].head(5)
+    if options.get("intercept") != "per_site":
+        assert torch.equal(found.predict(rows), wanted.predict(rows))
+    else:
+        assert wanted.own_intercepts
+        assert not found.own_intercepts  # they stay where they are
+
+
+def test_an_analysis_asks_as_often_as_it_wants(tmp_path: Path):
+    """Several fits, with sites left out; a fit can ask again."""
+
+    def analysis(remote: Sites) -> Any:
+        assert remote.names == tuple(NAMES)
+        fit = bf.stats.glm(remote, family="binomial")
+        return fit.leave_one_out(), fit.without("north")
+
+    table, without = analyse(grid_of(tmp_path), analysis, sites=NAMES, timeout=5.0)
+    wanted = bf.stats.glm(sites("binomial"), family="binomial")
+    assert table.equals(wanted.leave_one_out())
+    assert without.table().equals(wanted.without("north").table())
+    assert list(without.rows) == ["east", "south", "west"]
+
+
+def test_the_sheet_says_who_saw_what(tmp_path: Path):
+    fit = analyse(
+        grid_of(tmp_path),
+        lambda remote: bf.stats.mixed(remote, family="binomial"),
+        sites=4,
+        timeout=5.0,
+    )
+    said = str(fit.released)
+    assert "they were sent over Flower, and the server saw each site's answers" in said
+    assert "400 log likelihoods at shared draws among them" in said
+    sheet = json.loads(fit.released.to_json())
+    assert sheet["questions"][0]["sites"] == NAMES
+    assert [row["round"] for row in sheet["questions"]] == [*range(1, fit.questions + 1)]
+
+
+def without_north(grid: LocalGrid, reason: str, break_it: Callable[[], None]) -> None:
+    """The node of a site breaks; the fit names it, and the others go on."""
+
+    def analysis(remote: Sites) -> Any:
+        break_it()
+        with pytest.raises(BadClients, match=reason):
+            bf.stats.glm(remote, family="binomial")
+        return bf.stats.glm(remote.only(["east", "west", "south"]), family="binomial")
+
+    fit = analyse(grid, analysis, sites=4, timeout=0.3)
+    wanted = bf.stats.glm(sites("binomial").only(["east", "west", "south"]), family="binomial")
+    assert fit.table().equals(wanted.table())
+
+
+def test_a_site_that_is_lost_stops_the_fit_by_name(tmp_path: Path):
+    grid = grid_of(tmp_path)
+    said = "Likelihood has no answer of site 'north': it did not reply within 0.3 seconds"
+    without_north(grid, said, lambda: setattr(grid, "alter", lost_north))
+
+
+def lost_north(client: Any, message: Message, reply: Message) -> Message | None:
+    """North's answers about the likelihood do not arrive."""
+    lost = message.metadata.dst_node_id == NODES["north"] and asks(message, "Likelihood")
+    return None if lost else reply
+
+
+def test_what_fails_is_told_by_its_kind_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The text of an error can quote the data; the node's own log has it."""
+
+    def fails(context: Context) -> Tables:
+        raise ValueError("patient 4711 has no age")
+
+    grid = grid_of(tmp_path)
+    app = site_app(fails)
+
+    def breaks() -> None:
+        grid.apps = {**grid.apps, NODES["north"]: app}
+
+    said = "Sums has no answer of site 'north': it failed with ValueError; its own log says more"
+    without_north(grid, said, breaks)
+    assert "patient 4711" in caplog.text
+    replies = app(grid.sent[0], grid.context(NODES["north"]))
+    assert records.config(replies.content) == {"failed": "ValueError"}
+
+
+def test_a_policy_refuses_by_the_rules_name_alone(tmp_path: Path):
+    """The node's own; the others answer."""
+    grid = grid_of(tmp_path, policy='columns = ["age", "ill"]')
+    with pytest.raises(
+        BadClients, match=r"site 'south': it refuses by its policy's rule columns\."
+    ):
+        analyse(grid, lambda s: bf.stats.glm(s, family="binomial"), sites=4, timeout=5.0)
+    question = next(m for m in grid.sent if asks(m, "Sums") and m.metadata.dst_node_id == 102)
+    reply = grid.apps[102](question, grid.context(102))
+    assert {name: dict(part) for name, part in reply.content.items()} == {
+        "config": {"refused": "columns"}
+    }
+    allowed = grid_of(tmp_path, policy='columns = ["age", "kind", "ill"]')
+    analyse(allowed, lambda s: bf.stats.glm(s, family="binomial"), sites=4, timeout=5.0)
+
+
+def test_draws_are_counted_over_a_run(tmp_path: Path):
+    """Two fits of a run together."""
+
+    def analysis(remote: Sites) -> None:
+        bf.stats.mixed(remote, family="binomial")
+        bf.stats.mixed(remote, family="binomial")
+
+    analyse(grid_of(tmp_path, policy="max_draws = 800"), analysis, sites=4, timeout=5.0)
+    with pytest.raises(BadClients, match=r"Draws has no answer of site 'south': .*max_draws"):
+        analyse(grid_of(tmp_path, policy="max_draws = 799"), analysis, sites=4, timeout=5.0)
+
+
+def test_a_question_that_this_version_does_not_know(tmp_path: Path):
+    """Nothing but the library's own is made of what arrives."""
+    grid = grid_of(tmp_path)
+    state, digest = records.pack({})
+    for survey in ('{"class": "Popen", "fields": {"args": "true"}}', "no text"):
+        settings = {"protocol": PROTOCOL, "survey": survey, "digest": digest, "place": 0}
+        content = RecordDict({"config": ConfigRecord(settings), "state": state})
+        message = Message(content, dst_node_id=100, message_type="query.survey")
+        reply = grid.apps[100](message, grid.context(100))
+        assert "failed" in records.config(reply.content)
+
+
+def test_secure_sums_are_for_simulations(tmp_path: Path):
+    def analysis(remote: Sites) -> Any:
+        return bf.stats.glm(remote, family="binomial", aggregation=bf.SecureSum(range=2.0**20))
+
+    with pytest.raises(ValueError, match="the server sees each site's answers"):
+        analyse(grid_of(tmp_path), analysis, sites=4, timeout=5.0)
+
+
+def test_who_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Sites by name, of which each is one node; a stranger has no part."""
+    two = analyse(grid_of(tmp_path), lambda s: s.names, sites=["west", "east"], timeout=5.0)
+    assert two == ("east", "west")
+    assert "nobody waits for a site 'north'" in caplog.text
+    grid = grid_of(tmp_path)
+    grid.config = {**grid.config, 100: {"site": "east"}}
+
+    def enough(seconds: float) -> None:
+        raise Impatient
+
+    monkeypatch.setattr("bayesfl.flower.statistics.time.sleep", enough)
+    with pytest.raises(Impatient):
+        analyse(grid, lambda s: s.names, sites=["west", "east"], timeout=5.0)
+    assert "site 'east' is node" in caplog.text
+    assert "waiting for 2 of 2 sites: ['east', 'west']" in caplog.text
+
+
+def test_sites_with_other_terms_are_refused(tmp_path: Path):
+    def load_tables(context: Context) -> Tables:
+        return bf.stats.tables({"east": frames()["east"]}, outcome="ill", terms=["age"])
+
+    grid = grid_of(tmp_path)
+    grid.apps = {**grid.apps, NODES["east"]: site_app(load_tables)}
+    with pytest.raises(BadClients, match="'east' and 'north' have different terms"):
+        analyse(grid, lambda s: s.names, sites=4, timeout=5.0)
+
+
+def test_the_servers_app_prints_what_an_analysis_returns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    app = analysis_app(lambda remote: f"{len(remote.names)} sites", sites=4)
+    grid = grid_of(tmp_path)
+    app(grid, grid.context(0))
+    assert capsys.readouterr().out == "4 sites\n"
