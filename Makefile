@@ -27,7 +27,7 @@ test-durability: $(VENV)/.test
 # A real network on this machine; DEPLOY=ci leaves out what waits for Flower's heartbeats.
 DEPLOY ?= full
 test-deploy: $(VENV)/.test
-	BAYESFL_DEPLOY=$(DEPLOY) $(BIN)/python -m pytest tests/flower/test_deploy.py --durations=10
+	BAYESFL_DEPLOY=$(DEPLOY) $(BIN)/python -m pytest tests/flower/test_deploy.py tests/flower/test_deploy_statistics.py --durations=10
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

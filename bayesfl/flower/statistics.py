@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -44,7 +45,8 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
 
         flower-supernode --node-config 'policy="/etc/bayesfl/policy.toml" data-file="/data/va.csv"'
 
-    Without one the rules of `bf.stats.Policy()` hold.
+    Without one the rules of `bf.stats.Policy()` hold. With a folder there as `state-dir`, it keeps
+    the draws of its own coefficients of each mixed model in a CSV file.
 
     Args:
         load_tables: Function from the context to the tables of this one site, by
@@ -88,6 +90,8 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
             put = replace(tables, ids=np.array([place])).ask(question, None)
             answer, digest = records.pack(put(state, question.shapes(state)))
             context.state["policy"] = ConfigRecord({"drawn": policy.drawn})
+            if "state-dir" in context.node_config:
+                _keep(question.kept(state, tables.sites[0], place), context)
             return RecordDict({"answer": answer, "config": ConfigRecord({"digest": digest})})
 
         return answered(message, context, work)
@@ -108,6 +112,18 @@ def _question(content: RecordDict) -> tuple[Any, Tensors, int]:
         raise records.RecordError(str(error)) from error
     state = records.unpack(content, "state", records.setting(content, "digest", str))
     return survey, state, records.setting(content, "place", int)
+
+
+def _keep(found: Any, context: Context) -> None:
+    """Write a data frame that a site keeps for itself into its folder; a new folder can be read by
+    the node's own user alone.
+    """
+    if found is None:
+        return
+    folder = Path(str(context.node_config["state-dir"]))
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    number = len(list(folder.glob(f"own-{context.run_id}-*.csv"))) + 1
+    found.to_csv(folder / f"own-{context.run_id}-{number}.csv", index=False)
 
 
 def _same_protocol(content: RecordDict) -> None:
@@ -158,7 +174,8 @@ def analyse(
     """Wait for the sites, and return what an analysis makes of them.
 
     The numbers are those of the simulation with the same tables, as answers are added in the order
-    of the sites' names. What is a site's own, as intercepts or effects, stays on its node.
+    of the sites' names. What is a site's own, as intercepts or effects, stays on its node; a mixed
+    model asks once more than in a simulation, as nodes keep draws of theirs.
 
     Args:
         grid: Flower's grid, as a ServerApp receives it.

@@ -59,6 +59,11 @@ class SiteSurvey:
         """
         raise NotImplementedError
 
+    def kept(self, state: Tensors, site: Site, place: int) -> Any:
+        """Return what a site on another machine keeps for itself after its answer, as a data frame
+        of pandas; None for nothing.
+        """
+
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the sums: there is one question."""
         return total, True

@@ -165,6 +165,48 @@ class Draws(Hierarchy):
         return {"log_likelihood": torch.cat(found)}
 
 
+@dataclass(frozen=True)
+class Own(Hierarchy):
+    """Tell sites on other machines the draws of phi, by which each makes draws of its own
+    coefficients and keeps them; it answers how many.
+
+    Args:
+        at: The draws, [K, q].
+        chosen: Places of the equally weighted ones among them, [S].
+        names: Names of intercept and columns.
+        seed: Seed of the draws.
+    """
+
+    at: tuple[tuple[float, ...], ...] = ()
+    chosen: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    seed: int = 0
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shape of an answer."""
+        return {"n_kept": ()}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return the number of draws; see `SiteSurvey`."""
+        return {"n_kept": torch.tensor(len(self.chosen))}
+
+    def kept(self, state: Tensors, site: Site, place: int) -> Any:
+        """Return draws of the site's own coefficients, of columns as they are, with a row for each
+        draw, or for each draw and group.
+        """
+        import pandas
+
+        phi, chosen = torch.tensor(self.at, dtype=torch.float64), torch.tensor(self.chosen)
+        centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
+        own = _own_draws(self, site, phi, chosen, self.seed, place)
+        draws = _as_they_are(own, centre, scale).numpy()
+        found = pandas.DataFrame(draws.reshape(-1, draws.shape[-1]), columns=list(self.names))
+        if self.group is not None:
+            groups = np.unique(site.frame[self.group])
+            found.insert(0, self.group, np.tile(groups, len(draws)))
+        return found
+
+
 @dataclass(frozen=True, repr=False)
 class Mixed:
     """The posterior of a mixed model over sites; `print` shows its table.
@@ -177,8 +219,8 @@ class Mixed:
         tau: Draws of the standard deviations of own effects, [S, r]: of the intercept's at the
             means of the columns.
         others: {name: draws [S]} of the family's own parameters.
-        own: {site: draws of its own coefficients [S, groups, 1 + p]}, of sites on this machine;
-            draw by draw beside `shared`.
+        own: {site: draws of its own coefficients [S, groups, 1 + p]}, of sites on this machine,
+            draw by draw beside `shared`; others keep theirs.
         rows: {site: its number of rows}.
         dropped: {site: rows left out as a value is missing}.
         effective: Effective number of the weighted draws.
@@ -443,6 +485,9 @@ def mixed(
             site.name: _own_draws(survey, site, phi, chosen, seed, int(place))
             for site, place in zip(asked.sites.sites, asked.sites.ids, strict=True)
         }
+    else:
+        at, places = tuple(map(tuple, phi.tolist())), tuple(chosen.tolist())
+        asked.conduct(Own(**model, at=at, chosen=places, names=names, seed=seed))
     parts = survey.phi(phi[chosen])
     sizes = torch.cat([torch.ones(1, dtype=torch.float64), scale])
     return Mixed(

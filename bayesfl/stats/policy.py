@@ -5,7 +5,7 @@ The rules are those of DataSHIELD's disclosure filters (`nfilter.subset`, `nfilt
 each question before it is answered, and a refusal tells the rule's name alone.
 
 They bound what honest questions give away by accident. They are no proof against who asks many
-questions made for it.
+questions made for it, or whose code runs on the site's machine.
 """
 
 import os

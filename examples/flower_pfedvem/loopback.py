@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,13 @@ class Loopback:
         self.flwr("supernode", "register", str(key.with_suffix(".pub")), CONNECTION)
 
     def start_node(
-        self, name: str, client: int, *, key: Path | None, authority: Path | None = None
+        self,
+        name: str,
+        client: int,
+        *,
+        key: Path | None,
+        authority: Path | None = None,
+        config: Mapping[str, str] = {},
     ) -> None:
         """A client's end of the network.
 
@@ -229,8 +235,10 @@ class Loopback:
             client: Which client it is.
             key: Its private key; None for none.
             authority: By whose certificate it knows the server.
+            config: What its configuration says besides.
         """
         states = self.folder / "states" / name
+        more = "".join(f' {option}="{value}"' for option, value in config.items())
         self.start(
             name,
             *(
@@ -242,7 +250,7 @@ class Loopback:
             ),
             *(("--auth-supernode-private-key", str(key)) if key else ()),
             *("--host", "127.0.0.1", "--port", str(free_port())),
-            *("--node-config", f'client-id={client} state-dir="{states}"'),
+            *("--node-config", f'client-id={client} state-dir="{states}"{more}'),
         )
 
     def flwr(self, *command: str) -> str:
@@ -341,13 +349,22 @@ class Loopback:
 
 
 @contextlib.contextmanager
-def network(folder: Path, clients: int) -> Iterator[Loopback]:
-    """A SuperLink and a registered node for each client."""
+def network(
+    folder: Path, clients: int, configs: Sequence[Mapping[str, str]] | None = None
+) -> Iterator[Loopback]:
+    """A SuperLink and a registered node for each client.
+
+    Args:
+        folder: As of `Loopback`.
+        clients: Number of clients.
+        configs: What each node's configuration says besides.
+    """
     with Loopback(folder) as loopback:
         loopback.start_superlink()
         for client in range(clients):
             key = loopback.folder / "keys" / f"client-{client}"
             make_node_key(key)
             loopback.register(key)
-            loopback.start_node(f"client-{client}", client, key=key)
+            config = configs[client] if configs else {}
+            loopback.start_node(f"client-{client}", client, key=key, config=config)
         yield loopback

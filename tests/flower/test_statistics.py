@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -15,6 +17,7 @@ import bayesfl as bf
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import BadClients, analyse, analysis_app, records, site_app
 from bayesfl.stats.asking import Sites
+from bayesfl.stats.mixed import Mixed
 from bayesfl.stats.tables import Tables
 from tests.flower.grid import LocalGrid
 from tests.flower.made import Impatient
@@ -68,7 +71,6 @@ def test_the_simulations_numbers_to_the_bit(
     assert found.table().equals(wanted.table())
     assert found.rows == wanted.rows
     assert found.evidence == wanted.evidence
-    assert found.released.bytes == wanted.released.bytes
     rows = frames()["west"].head(5)
     if options.get("intercept") != "per_site":
         assert torch.equal(found.predict(rows), wanted.predict(rows))
@@ -90,6 +92,38 @@ def test_an_analysis_asks_as_often_as_it_wants(tmp_path: Path):
     assert table.equals(wanted.leave_one_out())
     assert without.table().equals(wanted.without("north").table())
     assert list(without.rows) == ["east", "south", "west"]
+
+
+def test_own_draws_stay_on_the_node(tmp_path: Path):
+    """In its folder, as in the simulation to the bit; of groups, too."""
+    rows = {site: frame.assign(ward=np.arange(len(frame)) % 3) for site, frame in frames().items()}
+    options = {"outcome": "score", "terms": ["age"], "also": ["ward"]}
+
+    def load_tables(context: Context) -> Tables:
+        name = str(context.node_config["site"])
+        return bf.stats.tables({name: rows[name]}, **options)
+
+    def fits(given: Sites) -> list[Mixed]:
+        plain = bf.stats.mixed(given, family="gaussian", random=["1", "age"])
+        return [plain, bf.stats.mixed(given, family="gaussian", group="ward")]
+
+    grid = grid_of(tmp_path)
+    grid.apps = dict.fromkeys(NODES.values(), site_app(load_tables))
+    found, wanted = (
+        analyse(grid, fits, sites=4, timeout=5.0),
+        fits(bf.stats.tables(rows, **options)),
+    )
+    for number, (remote, here) in enumerate(zip(found, wanted, strict=True), 1):
+        assert not remote.own
+        assert remote.released.questions[-1].answer == {"n_kept": ()}
+        for site, node in NODES.items():
+            kept = pd.read_csv(tmp_path / f"node-{node}" / f"own-1-{number}.csv", dtype=str)
+            draws = here.own[site]
+            if number == 2:
+                assert kept.pop("ward").tolist() == ["0", "1", "2"] * len(draws)
+            assert list(kept) == list(here.names)
+            numbers = kept.map(float).to_numpy().reshape(draws.shape)
+            assert np.array_equal(numbers, draws.numpy())
 
 
 def test_the_sheet_says_who_saw_what(tmp_path: Path):

@@ -1,0 +1,1 @@
+"""Regressions over hospitals: the tables of a site, the analysis, and the server that runs it."""

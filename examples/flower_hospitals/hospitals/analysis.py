@@ -1,0 +1,21 @@
+"""What is asked: a logistic regression with an intercept for each hospital, and a mixed one whose
+effect of treatment differs between them.
+"""
+
+from pathlib import Path
+
+import bayesfl as bf
+from bayesfl.stats.asking import Sites
+
+
+def analysis(sites: Sites, out: Path) -> None:
+    """Fit, print, and store tables and the sheets of what left each hospital."""
+    out.mkdir(parents=True, exist_ok=True)
+    fits = {
+        "glm": bf.stats.glm(sites, family="binomial", intercept="per_site"),
+        "mixed": bf.stats.mixed(sites, family="binomial", random=["1", "treated"]),
+    }
+    for name, fit in fits.items():
+        print(fit, end="\n\n", flush=True)
+        fit.table().to_csv(out / f"{name}.csv")
+        (out / f"{name}-released.json").write_text(fit.released.to_json())
