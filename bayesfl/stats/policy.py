@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -139,11 +139,15 @@ class Policy:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Return a question, the questions in it, and all values of their fields."""
+    """Return a question, the questions in it, and all values of their fields but words of a fixed
+    list, which name no column.
+    """
     yield value
     if is_dataclass(value):
+        hints = get_type_hints(type(value))
         for one in fields(value):
-            yield from _parts(getattr(value, one.name))
+            if get_origin(hints[one.name]) is not Literal:
+                yield from _parts(getattr(value, one.name))
     elif isinstance(value, tuple):
         for one in value:
             yield from _parts(one)

@@ -146,6 +146,9 @@ def test_columns():
         for name in needs:
             fewer = [one for one in needs if one != name]
             assert refused(rows, "columns", fewer, **options), (options, name)
+    survey = Likelihood("binomial", columns=1, per_site=False, centre=(0.0,), scale=(1.0,))
+    by_site = Meat(survey, "site", (0.0, 0.0))  # a word, not the column
+    assert not refused(frame(site="va"), "columns", ["age", "ill"], question=by_site)
 
 
 def test_exact_times():
