@@ -119,7 +119,7 @@ class Policy:
         texts = {part for part in parts if isinstance(part, str)}
         sizes = [getattr(part, "size", 0) for part in parts if is_dataclass(part)]
         exact = any(getattr(part, "exact_times", False) for part in parts)
-        parameters = max(len(tables.columns), *sizes)
+        parameters = max([len(tables.columns), *sizes])
         design = {name for term in tables.terms for name in term.variables} | {*tables.beside}
         for site in tables.sites:
             named = texts & {*site.frame.columns}  # as those of groups and times
