@@ -32,7 +32,8 @@ from bayesfl.flower.roster import LONGEST, REMIND
 from bayesfl.stats import wire
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.policy import Policy, Refusal
-from bayesfl.stats.tables import Interaction, Levels, Number, Tables, design
+from bayesfl.stats.tables import Tables, design
+from bayesfl.stats.terms import Interaction, Levels, Number
 
 log = logging.getLogger(__name__)
 Seconds = Annotated[float, Range(0, why="it is in seconds")]

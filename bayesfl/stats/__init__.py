@@ -12,7 +12,8 @@ from bayesfl.stats.survival.cox import cox
 from bayesfl.stats.survival.curves import KaplanMeier, kaplan_meier, logrank
 from bayesfl.stats.survival.piecewise import piecewise
 from bayesfl.stats.survival.tested import Tested
-from bayesfl.stats.tables import Tables, interaction, levels, tables
+from bayesfl.stats.tables import Tables, tables
+from bayesfl.stats.terms import interaction, levels
 
 __all__ = [
     "Description",

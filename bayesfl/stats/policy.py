@@ -157,7 +157,7 @@ def _rarest(site: "Site", tables: "Tables", named: set[str]) -> float:
     """Return the number of rows of a site's rarest level; infinite where it has none."""
     columns = site.x if site.y is None else torch.cat([site.x, site.y[:, None]], 1)
     counts = [_of_two(columns)]
-    inner = [one for term in tables.terms for one in getattr(term, "terms", (term,))]
+    inner: list[Any] = [one for term in tables.terms for one in getattr(term, "terms", (term,))]
     categories = {one.column for one in inner if hasattr(one, "levels")}
     for name in categories | named:
         values = site.frame[name]

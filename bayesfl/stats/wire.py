@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bayesfl.stats.asking import SiteSurvey
-from bayesfl.stats.tables import Interaction, Levels, Number
+from bayesfl.stats.terms import Interaction, Levels, Number
 
 
 def known() -> dict[str, type]:

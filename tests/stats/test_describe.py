@@ -103,7 +103,7 @@ def test_what_is_printed(told: Any):
     text = told.markdown().splitlines()
     assert text[0] == "| | east | north | south | west | all | difference |".replace("| |", "|  |")
     assert len(text) == 2 + 1 + len(sites("binomial").columns) + 1
-    assert "Quantiles, 12 x: below [5, 4, 3]" in str(told)
+    assert "rounds 3 to 14, Quantiles: below [5, 4, 3]" in str(told)
     assert "count (share)" in str(told)
     alone = bf.stats.describe(bf.stats.tables(frames(), terms=["age"]))
     assert list(alone.differences.index) == ["age"]

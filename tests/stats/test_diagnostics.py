@@ -62,7 +62,7 @@ def test_expected_and_observed_events(intercept: Any):
     assert found.risk.index[3] == "0.3 to 0.4"
     if intercept == "per_site":
         close(found.sites["expected"], found.sites["observed"], rtol=1e-9)
-    for words in ("deviance", "events by groups of risk", "DeLong", "Looks, 1 x"):
+    for words in ("deviance", "events by groups of risk", "DeLong", "round 1, Looks"):
         assert words in str(found)
 
 

@@ -120,6 +120,15 @@ class Intervals:
         """Return the columns of the design, then those of intervals."""
         return self.sites.columns + self.cut.columns
 
+    @property
+    def over(self) -> str | None:
+        """Return the network over which they are asked."""
+        return self.sites.over
+
+    def design(self, frame: Any) -> Tensor:
+        """Return the design of rows without their intervals."""
+        return self.sites.design(frame)
+
     def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
         """Return how a question is put to all sites."""
         assert isinstance(survey, SiteSurvey)
