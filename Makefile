@@ -24,7 +24,7 @@ test-slow: $(VENV)/.test
 test-durability: $(VENV)/.test
 	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/recovery/test_durability.py tests/recovery/test_mutations.py tests/study/test_study.py
 
-# A real network on this machine; DEPLOY=ci leaves out what waits for Flower's heartbeats.
+# A real network on this machine; DEPLOY=ci leaves out what waits for Flower's heartbeats, and regressions.
 DEPLOY ?= full
 test-deploy: $(VENV)/.test
 	BAYESFL_DEPLOY=$(DEPLOY) $(BIN)/python -m pytest tests/flower/test_deploy.py tests/flower/test_deploy_statistics.py --durations=10

@@ -2,6 +2,7 @@
 number of steps for methods whose phases take others.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,7 +32,12 @@ def gradient_steps(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0
         algorithm: The method.
         counts: Number of training examples of each client, [J].
         seed: The run's seed, on which epochs of clients may depend.
+
+    Returns:
+        NaN where a phase is of another kind than the library's.
     """
+    if _strange(algorithm):
+        return math.nan
     return float(sum(_phase_steps(algorithm, phase, counts, seed) for phase in algorithm.phases))
 
 
@@ -44,6 +50,8 @@ def epochs(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0) -> flo
         counts: Number of training examples of each client, [J].
         seed: As of `gradient_steps`.
     """
+    if _strange(algorithm):
+        return math.nan
     clients, sizes = _with_data(counts)
     total = 0.0
     for phase in algorithm.phases:
@@ -72,9 +80,7 @@ def with_steps(
         counts: Number of training examples of each client, [J].
         seed: As of `gradient_steps`.
     """
-    if strange := [
-        phase for phase in algorithm.phases if not isinstance(phase, Descend | Repeat | Once)
-    ]:
+    if strange := _strange(algorithm):
         return algorithm, f"not scaled, as {type(strange[0]).__name__} is no Descend or Repeat"
     each = np.array([_gradients(algorithm, phase) for phase in algorithm.phases])
     trains = np.flatnonzero(each)
@@ -98,6 +104,8 @@ def with_steps(
             else replace(phase, steps=number)
         )
         told.append(f"{phase_in_words(phase)}: {length(phases[i])} instead of {length(phase)}")
+    if left:
+        told.append(f"{steps - left} steps in all, as no whole number of batches has {steps}")
     return replace(algorithm, phases=tuple(phases)), "; ".join(told)
 
 
@@ -109,6 +117,16 @@ def length(phase: Phase | Repeat) -> str:
     unit = "epoch" if not phase.steps else "batch" if isinstance(phase, Repeat) else "step"
     plural = "es" if unit == "batch" else "s"
     return f"{number} {unit}{plural * (number > 1)}"
+
+
+def _strange(algorithm: Algorithm) -> list[Phase]:
+    """Return the phases of kinds whose gradients are not known."""
+    known = (Descend, Repeat, Once)
+    return [
+        phase
+        for phase in algorithm.phases
+        if not all(isinstance(one, known) for one in (phase, *unrolled(phase)))
+    ]
 
 
 def _with_data(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

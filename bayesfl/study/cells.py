@@ -199,8 +199,15 @@ class Cell:
 
 
 def finished(file: Path, *, keep: bool) -> bool:
-    """Say whether a file holds a run that need not be made again."""
-    return file.exists() and Record.read(file).finished(keep=keep)
+    """Say whether a file holds a run that need not be made again; one that cannot be read, or whose
+    whole run was deleted, must.
+    """
+    if not file.exists() or (keep and not file.with_suffix("").exists()):
+        return False
+    try:
+        return Record.read(file).finished(keep=keep)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def failed(error: Exception) -> Record:

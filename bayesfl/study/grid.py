@@ -33,7 +33,8 @@ def grids(
             option, and a method's own entry comes before it.
 
     Raises:
-        ValueError: Options are named for a method that is not there, or one that no method has.
+        ValueError: Options are named for a method that is not there, or one that no method has, or
+            values are no list.
     """
     if strangers := sorted(options.keys() - methods.keys() - {EVERY}):
         raise ValueError(
@@ -41,6 +42,13 @@ def grids(
             f"nearest are {nearest(strangers[0], list(methods), 3)}"
         )
     found: dict[str, Grid] = {}
+    for name, grid in options.items():
+        for option, values in grid.items():
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise ValueError(
+                    f"options[{name!r}][{option!r}] must be a list of the values to choose among, "
+                    f"got {values!r}"
+                )
     for name, make in methods.items():
         own = options.get(name, {})
         for option in own:

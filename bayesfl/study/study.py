@@ -18,6 +18,8 @@ from torch import nn
 
 from bayesfl.base import files
 from bayesfl.base.options import Count, declared
+from bayesfl.base.warning import warn
+from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.simulation import simulate
 from bayesfl.study.cells import Cell, Record, failed, finished
@@ -60,7 +62,9 @@ class Study:
 
     Raises:
         TypeError: `bf.simulate` has no such argument.
-        ValueError: Options are named for a method that is not there, or one that no method has.
+        ValueError: Options are named for a method that is not there, or one that no method has; a
+            method or the model is given itself, and not a function that makes it; or a setting is
+            each cell's own, as `checkpoint`.
 
     Example:
         >>> from functools import partial
@@ -94,12 +98,20 @@ class Study:
         steps: Count | None = None,
         **settings: Any,
     ) -> None:
+        for name, given in {**methods, "model": model}.items():
+            if isinstance(given, Algorithm | nn.Module):
+                raise ValueError(
+                    f"{name} must be a function that makes it for each cell, as "
+                    f"bf.algorithms.fedavg or lambda clients: ..., got a {type(given).__name__}"
+                )
+        if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
+            raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
         settings = {"rounds": rounds, **settings}
         # Here, and not in every cell.
         inspect.signature(simulate).bind(None, None, seed=0, progress=False, **settings)
         self.rounds, self.steps = rounds, steps
         self.grid, self.notes = grids(methods, options)
-        seeds = tuple(dict.fromkeys(seeds))  # a seed given twice is no second run
+        seeds = tuple(dict.fromkeys(map(int, seeds)))  # a seed given twice is no second run
         self.cells = tuple(
             Cell(name, make, chosen, seed, data, model, settings, steps)
             for name, make in methods.items()
@@ -110,6 +122,7 @@ class Study:
     def __repr__(self) -> str:
         return f"Study({len(self.cells)} cells of {', '.join(self.grid)})"
 
+    @declared
     def run(
         self,
         folder: str | PathLike[str],
@@ -139,6 +152,9 @@ class Study:
             keep: `result` to save every run beside its record, from which `Table.result` loads it.
             progress: Whether to show a progress bar, with the time left; None shows one if standard
                 error is a terminal.
+
+        Warns:
+            UserWarning: There are options to choose among, and the data have no validation split.
         """
         import joblib
         from tqdm import tqdm
@@ -203,15 +219,29 @@ class Study:
         else:
             print(self.run(folder, n_jobs=given.jobs, keep=keep))
 
+    @property
+    def _chooses(self) -> bool:
+        """Say whether a method has several choices of options."""
+        return any(len(combinations(grid)) > 1 for grid in self.grid.values())
+
     def _places(self) -> list[str | Record]:
-        """Return the address of every cell; the record of its error where the method cannot be
-        made. Data and model are made once for each seed.
+        """Return the address of every cell; the record of its error where data, model or method
+        cannot be made. Data and model are made once for each seed.
         """
         found: dict[int, str | Record] = {}
         numbers = range(len(self.cells))
         for seed in dict.fromkeys(cell.seed for cell in self.cells):
             mine = [number for number in numbers if self.cells[number].seed == seed]
-            clients, model = self.cells[mine[0]].federation()
+            try:
+                clients, model = self.cells[mine[0]].federation()
+            except Exception as error:  # of this seed
+                found |= dict.fromkeys(mine, failed(error))
+                continue
+            if not found and self._chooses and "validation" not in clients.splits:
+                warn(
+                    "the data have no validation split, so no options can be chosen: they never "
+                    "are on test data; make the data with validation=0.2"
+                )
             for number in mine:
                 try:
                     found[number] = self.cells[number].address(clients, model)

@@ -276,7 +276,7 @@ class Table:
         return [(found[0][key], found[1][key]) for key in shared]
 
     def result(self, method: str, seed: int) -> Result:
-        """Return the whole result of a method, at its chosen options.
+        """Return the whole result of a method after its last round, at its chosen options.
 
         Raises:
             ValueError: There is no such run, it failed, or it was not kept; or as by `chosen`.
@@ -318,6 +318,7 @@ class Table:
                 | {
                     "seconds": record.seconds,
                     "memory": record.memory,
+                    "commit": record.environment.get("commit"),
                     "error": None if record.error is None else record.error["class"],
                 }
             )
@@ -381,7 +382,10 @@ class Table:
         return list(columns)
 
     def _told(self, style: Literal["text", "markdown"]) -> str:
-        table = self._settled()
+        try:
+            table = self._settled()
+        except ValueError as error:  # which `print` should show, not raise
+            return f"{self!r}\n{error}"
         parts = [
             report.table(table.summary().runs, style=style),
             table._budgets(style),
@@ -404,19 +408,21 @@ class Table:
             told[method] = {
                 key: f"{np.mean([r.budget[key] for r in records]):,.{digits}f}"
                 for key, digits in BUDGET.items()
-                if key in records[0].budget
+                if key in records[0].budget and not np.isnan(records[0].budget[key])
             }
             told[method] |= {
                 key: ", ".join(dict.fromkeys(r.settings[key] for r in records))
                 for key in records[0].settings
-            }
+            } | {"seeds": str(len(records))}
+            if told[method]["data"].count(",") > 1:
+                told[method]["data"] = f"{told[method]['data'].count(',') + 1} data sets"
         shown = [
             key
             for key in dict.fromkeys(key for row in told.values() for key in row)
             if key in BUDGET or len({row.get(key) for row in told.values()}) > 1
         ]
         heads = [report.in_prose(key) for key in shown]
-        lines = [["per client and round", *heads]]
+        lines = [["per training client and round", *heads]]
         lines += [[name, *(row.get(key, "-") for key in shown)] for name, row in told.items()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])

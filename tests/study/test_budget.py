@@ -99,6 +99,7 @@ def test_what_takes_no_such_number_is_named(model: nn.Module, clients: Federated
         same, told = with_steps(method, 10, clients.train.counts)
         assert same is method
         assert words in told
+    assert np.isnan([gradient_steps(strange, [9]), epochs(strange, [9])]).all()
 
 
 def test_a_scaled_method_runs(model: nn.Module, clients: FederatedData):

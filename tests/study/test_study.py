@@ -5,6 +5,7 @@ process changes a number.
 import doctest
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -222,6 +223,43 @@ def test_whole_results_are_kept(tmp_path: Path):
 def test_the_example_of_a_docstring_runs(thing: Any):
     (found,) = doctest.DocTestFinder(recurse=False).find(thing, globs={})
     assert doctest.DocTestRunner(verbose=False).run(found).failed == 0
+
+
+def test_a_record_that_cannot_be_read_is_made_anew(tmp_path: Path):
+    whole = one(seeds=[0]).run(tmp_path, progress=False, keep="result")
+    (file,) = tmp_path.glob("*.json")
+    for damage in ("", "{}", file.read_text()[:100]):
+        file.write_text(damage)
+        assert bits(one(seeds=[0]).run(tmp_path, progress=False)) == bits(whole)
+    again = one(seeds=[0]).run(tmp_path, progress=False, keep="result")
+    shutil.rmtree(file.with_suffix(""))
+    again = one(seeds=[0]).run(tmp_path, progress=False, keep="result")
+    assert again.result("FedAvg", 0).round == 2
+
+
+def test_data_that_fail_for_a_seed_leave_the_others(tmp_path: Path):
+    def data(seed: int) -> FederatedData:
+        if seed == 1:
+            raise OSError("no file of seed 1")
+        return DATA(seed=seed)
+
+    table = one(data=data).run(tmp_path, progress=False)
+    assert [row.record.error is None for row in table.rows] == [True, False]
+    assert "no file of seed 1" in str(table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"checkpoint": "x"}, "checkpoint is a matter of each cell's"),
+        ({"options": {"FedAvg": {"epochs": 5}}}, r"options\['FedAvg'\]\['epochs'\] must be a list"),
+        ({"model": nn.Linear(2, 2)}, "model must be a function"),
+        ({"methods": {"A": bf.algorithms.fedavg(nn.Linear(2, 2))}}, "A must be a function"),
+    ],
+)
+def test_what_no_cell_could_use_is_refused_at_once(changes: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        one(**changes)
 
 
 def test_unknown_settings_are_refused_at_once():

@@ -91,13 +91,11 @@ def test_nothing_is_chosen_on_test_data(table: Table, tmp_path: Path):
         make, name = without
         return make(name, clients=4, max_size=50, seed=seed)
 
-    blind = one(data=data, options={"*": {"epochs": [1, 2]}}).run(tmp_path, progress=False)
-    for ask in (
-        blind.chosen,
-        blind.summary,
-        blind.to_markdown,
-        lambda: blind.differences("FedAvg"),
-    ):
+    study = one(data=data, options={"*": {"epochs": [1, 2]}})
+    with pytest.warns(UserWarning, match=r"no validation split.*validation=0\.2"):
+        blind = study.run(tmp_path, progress=False)
+    assert "no measures of validation data" in str(blind)
+    for ask in (blind.chosen, blind.summary, lambda: blind.differences("FedAvg")):
         with pytest.raises(ValueError, match=r"no measures of validation data.*validation=0\.2"):
             ask()
     assert len(blind.to_pandas()) == 4
@@ -120,7 +118,7 @@ def test_budgets_stand_in_the_table(table: Table):
     _, second, *_ = table.to_markdown().split("\n\n")
     head, _, *lines = second.splitlines()
     assert [cell.strip() for cell in head.split("|")[1:6]] == [
-        "per client and round",
+        "per training client and round",
         "steps",
         "epochs",
         "bytes up",

@@ -81,14 +81,21 @@ def paired(
 
     Raises:
         KeyError: The clients have no such measure.
-        ValueError: The methods have no seed on the same data, there are no test data, or as by
-            `Table.chosen`.
+        ValueError: The methods have no seed on the same data, there are no test data, the table is
+            of the best rounds, or as by `Table.chosen`.
     """
+    if table.at == "best":
+        raise ValueError(
+            "clients' measures are kept of the last round alone, and this table is of each run's "
+            "best; take table.chosen(at='last')"
+        )
     columns = [[row.clients() for row in pair] for pair in table.pairs(one, other)]
     if None in [of for pair in columns for of in pair]:
         raise ValueError("clients were not measured, as the data have no test split")
     usual = [name.removeprefix("personal_") for name in HEADLINES]
-    shown = metric or next(name for name in usual if name in columns[0][0])
+    shown = (metric or next(name for name in usual if name in columns[0][0])).removeprefix(
+        "personal_"
+    )
 
     def of_all(place: int, measure: str) -> np.ndarray:
         return np.concatenate([np.array(pair[place][measure], np.float64) for pair in columns])

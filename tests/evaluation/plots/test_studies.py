@@ -1,5 +1,6 @@
 """What diagrams of a study contain, without looking at them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ def test_two_methods_client_by_client(results: dict[str, Any]):
     wanted = np.array([[run.table()["nll"] for run in runs] for runs in results.values()]).reshape(
         2, -1
     )
+    with pytest.raises(ValueError, match="last round alone"):
+        bf.plots.paired(replace(bf.table(results), at="best"), "FedAvg", "Ditto")
     (dots,) = ax.collections
     np.testing.assert_allclose(np.asarray(dots.get_offsets()).T, wanted)
     better = int((wanted[1] < wanted[0]).sum())
