@@ -18,6 +18,7 @@ import json
 import math
 import re
 import runpy
+import statistics
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -1194,6 +1195,65 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
     )
 
 
+def same_digits() -> str:
+    """Regressions over sites beside statsmodels."""
+    saved = json.loads((RESULTS / "same_digits.json").read_text())
+    lines = [
+        [
+            name.replace("_", " "),
+            f"{row['rows']:,} in {row['sites']}",
+            *(f"{row[key]:.0e}" for key in ("coefficient", "error", "log_likelihood")),
+            f"{row['seconds']:.2f}",
+            f"{row['statsmodels_seconds']:.2f}",
+        ]
+        for name, row in saved["rows"].items()
+    ]
+    heads = [
+        "family, intercept",
+        "rows in sites",
+        "coefficients",
+        "standard errors",
+        "log likelihood (nats)",
+        "seconds",
+        "statsmodels, seconds",
+    ]
+    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+
+
+def coverage() -> str:
+    """How often 90 % intervals of sites' own coefficients hold, by size of site."""
+    saved = json.loads((RESULTS / "coverage.json").read_text())
+    ways = {"mixed": "mixed model", "alone": "own rows alone", "exact": "exact posterior"}
+    lines = []
+    for family, title in (("gaussian", "linear"), ("binomial", "logistic")):
+        cells = [cell for key, cell in saved["cells"].items() if key.startswith(f"{family}/")]
+        for way, said in ways.items():
+            found = [cell[way] for cell in cells if way in cell]
+            if not found:
+                continue
+            by_site = [[one["covered"][j] for one in found] for j in range(len(saved["sizes"]))]
+            sites = [[n / 4 for n in site if n is not None] for site in by_site]
+            shares = [
+                statistics.fmean(n / 4 for n in one["covered"] if n is not None) for one in found
+            ]
+            error = statistics.stdev(shares) / math.sqrt(len(shares))
+            absent = sum(len(found) - len(site) for site in sites)
+            shared = [cell["shared"] / 4 for cell in cells if "shared" in cell]
+            lines.append(
+                [
+                    f"{title}, {said}",
+                    f"{statistics.fmean([n for site in sites for n in site]):.3f} ± {error:.3f}",
+                    *(f"{statistics.fmean(site):.2f}" for site in sites),
+                    f"{statistics.fmean(shared):.2f}" if way == "mixed" else "",
+                    f"{statistics.fmean(one['error'] for one in found):.3f}",
+                    str({"alone": absent, "mixed": len(cells) - len(found)}.get(way, "")),
+                ]
+            )
+    heads = ["90 % intervals", "over all", *(f"{n} rows" for n in saved["sizes"])]
+    heads += ["the federation's", "error", "federations, or sites, without a fit"]
+    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+
+
 def leaving() -> str:
     """List what leaves a client of a deployment of pFedVEM with calibration, in Markdown."""
     from bayesfl.flower import leaves
@@ -1228,6 +1288,8 @@ PAGES = {
     ROOT / "docs" / "links.md": (links,),
     ROOT / "docs" / "promises.md": (promises,),
     ROOT / "docs" / "howto" / "networks.md": (networks,),
+    ROOT / "docs" / "howto" / "statistics.md": (coverage,),
+    ROOT / "docs" / "same-digits.md": (same_digits,),
     ROOT / "docs" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (
         engines,

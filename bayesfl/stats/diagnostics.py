@@ -1,25 +1,40 @@
 """How well a regression fits, site by site, by sums and one number of each site."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from scipy import stats
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import Survey
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Released, SiteSurvey, slot
 from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.tables import Site
 
-if TYPE_CHECKING:
-    from bayesfl.stats.glm import Likelihood
-
 BINARY = ("binomial", "log_binomial")
 GROUPS = 10
 """Groups of risk, of equal width from 0 to 1."""
+
+
+class Regression(Protocol):
+    """What is asked about, as the survey of `bf.stats.glm`."""
+
+    @property
+    def family(self) -> str:
+        """Return the name of the family."""
+        ...
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the survey's first state, which holds how columns are standardised."""
+        ...
+
+    def predictors(self, state: Tensors, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a site's columns, linear predictors [n], and own intercept."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,34 +43,34 @@ class Looks(SiteSurvey):
     and each site's concordance with its variance.
 
     Args:
-        likelihood: The likelihood.
+        regression: The regression.
         sites: Number of sites J.
         theta: The estimate, [q].
     """
 
-    likelihood: "Likelihood"
+    regression: Regression
     sites: int
     theta: tuple[float, ...]
 
     def start(self, about: Any, /) -> Tensors:
         """Return where predictions are made."""
         theta = torch.tensor(self.theta, dtype=torch.float64)
-        return self.likelihood.start(about) | {"theta": theta}
+        return self.regression.start(about) | {"theta": theta}
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         j, groups = (self.sites,), (GROUPS,)
         found: dict[str, tuple[int, ...]] = {"saturated": (), "expected": j, "observed": j}
-        if self.likelihood.family in BINARY:
+        if self.regression.family in BINARY:
             found |= {"auc": j, "variance": j, "known": j}
             found |= {"group_rows": groups, "group_expected": groups, "group_observed": groups}
         return found
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
-        family, y, w = self.likelihood.family, site.y, site.weights
+        family, y, w = self.regression.family, site.y, site.weights
         assert y is not None
-        _, eta, _ = self.likelihood.predictors(state, site)
+        _, eta, _ = self.regression.predictors(state, site)
         mean = FAMILIES[family].mean(eta)
         found = {
             "saturated": w @ saturated(family, y),
@@ -164,17 +179,19 @@ class Diagnostics:
 
 def diagnose(
     asked: Questions,
-    survey: "Likelihood",
+    survey: Regression,
+    null: Survey[Any],
     theta: Tensor,
     loss: float,
     rows: dict[str, int],
     level: float,
 ) -> Diagnostics:
-    """Return the diagnostics of a fit; of how the null model is found, see `Likelihood`.
+    """Return the diagnostics of a fit.
 
     Args:
         asked: Puts the questions to the sites of the fit.
-        survey: The likelihood.
+        survey: The regression.
+        null: The survey that fits intercepts alone, by Newton's steps.
         theta: The estimate, [q].
         loss: Negative log likelihood there, in nats.
         rows: {site: its number of rows}.
@@ -184,8 +201,7 @@ def diagnose(
 
     names = asked.sites.names
     looks = asked.conduct(Looks(survey, len(names), tuple(theta.tolist())))
-    null = asked.conduct(replace(survey, columns=0, prior=None, centre=(), scale=()))
-    least, alone = float(looks["saturated"]), newton.minimum(null).loss
+    least, alone = float(looks["saturated"]), newton.minimum(asked.conduct(null)).loss
     own_scale = survey.family == "negative_binomial"
     counted = [rows[name] for name in names]
     sums = {"observed": looks["observed"].numpy(), "expected": looks["expected"].numpy()}

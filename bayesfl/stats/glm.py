@@ -11,7 +11,7 @@ whose sums are slope and Hessian of the profile likelihood. No own intercept lea
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -319,7 +319,7 @@ def glm(
         >>> sites = bf.stats.tables(frames, outcome="ill", terms=["dose"])
         >>> fit = bf.stats.glm(sites, family="binomial")
         >>> round(float(fit.coefficients["dose"]), 3)
-        1.164
+        1.345
     """
     if family == "gaussian" and prior is not None:
         raise ValueError("prior= is for families without a scale of their own; leave it out")
@@ -380,6 +380,7 @@ def glm(
         shift = float((found.theta[: len(centre)] * centre / scale).sum())
         own = {site.name: float(survey.at(state, site)[1]) - shift for site in asked.sites.sites}
     counted = {sites.names[place]: int(sums["n_rows"][place]) for place in places}
+    null = replace(survey, columns=0, prior=None, centre=(), scale=())
     events = dict(zip(sites.names, sums["outcome"].tolist(), strict=True))
     return Fit(
         model=f"{rule.name}, {'an intercept for each site' if per_site else 'one intercept'}"
@@ -407,7 +408,7 @@ def glm(
         design=sites.design,
         further={
             "diagnostics": lambda level: diagnose(
-                Questions(asked.sites, aggregation), survey, found.theta, plain, counted, level
+                Questions(asked.sites, aggregation), survey, null, found.theta, plain, counted, level
             )
         },
         refit=lambda chosen: glm(

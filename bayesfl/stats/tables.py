@@ -175,11 +175,13 @@ def tables(
 
     Example:
         >>> import pandas as pd
+        >>> import bayesfl as bf
         >>> frames = {
         ...     "north": pd.DataFrame({"age": [40, 60], "sex": ["f", "m"], "ill": [0, 1]}),
         ...     "south": pd.DataFrame({"age": [50, 70], "sex": ["m", "f"], "ill": [1, 0]}),
         ... }
-        >>> tables(frames, outcome="ill", terms=["age", levels("sex", ["f", "m"])])
+        >>> terms = ["age", bf.stats.levels("sex", ["f", "m"])]
+        >>> bf.stats.tables(frames, outcome="ill", terms=terms)
         Tables(north 2, south 2; 2 columns, outcome ill)
     """
     if not frames:

@@ -255,3 +255,32 @@ def test_claims_about_the_coloured_sets(tmp_path):
     for seed in (0, 1):
         cells[f"rc-mnist, upright/PerInvFL-IRM/{seed}"]["row"]["p0.1"] = 0.2
     assert "FedAvg-FT and pFedMe | does not hold |" in shown(cells)
+
+
+@pytest.mark.slow
+def test_the_same_digits(quick):
+    """On a part of the rows, where every difference is rounding or statsmodels' tolerance."""
+    pytest.importorskip("statsmodels", reason="statsmodels is not installed")
+    study, shown = quick(BENCHMARKS / "same_digits.py")
+    assert len(shown.splitlines()) == 2 * len(study["CHOSEN"]) + 1
+    assert all(float(found) < 1e-5 for found in re.findall(r"coefficients (\S+),", shown))
+
+
+@pytest.mark.slow
+def test_the_exact_posterior_of_the_coverage_is_that_of_all_rows(quick):
+    """Beside the same posterior by one regression of all rows on beta and the sites' deviations."""
+    study, shown = quick(BENCHMARKS / "coverage.py")
+    assert shown.count("0 of 2 refused") == 2
+    frames, _, own = study["federation"]("gaussian", 3)
+    found = study["exact"](frames, own)
+    j, tau = len(frames), study["TAU"]
+    parts = []
+    for place, frame in enumerate(frames.values()):
+        x = np.column_stack([np.ones(len(frame)), frame[["a", "b", "c"]]])
+        beside = np.zeros((len(x), 4 * j))
+        beside[:, 4 * place : 4 * place + 4] = x * tau
+        parts.append(np.column_stack([x, beside]))
+    x, y = np.concatenate(parts), np.concatenate([frame["y"] for frame in frames.values()])
+    u = np.linalg.solve(x.T @ x + np.eye(x.shape[1]), x.T @ y)  # beta and noise ~ N(0, I)
+    middle = u[:4] + tau * u[4:].reshape(j, 4)
+    np.testing.assert_allclose(found["squared"], ((middle - own) ** 2).mean(1), atol=1e-5)

@@ -303,3 +303,24 @@ def test_networks_run(tmp_path, capsys):
     algorithm = part.methods["FedAvg"](part.model(part.data(0), 0))
     assert list(algorithm.blocks) == ["w"]
     assert all("lora" in name or name.startswith("head.") for name in algorithm.layout("w").names)
+
+
+@pytest.mark.slow
+def test_hospitals_run(tmp_path, capsys):
+    """On the institutions that ship with lifelines; what a meta-analysis does by its definition."""
+    pytest.importorskip("lifelines", reason="lifelines is not installed")
+    example = load("hospitals")
+    absent = ["--out", str(tmp_path / "out"), "--data-root", str(tmp_path)]
+    assert example.main(absent) == 0
+    assert sorted(files(tmp_path)) == ["out/lung-cancer-mixed.png", "out/lung-cancer-sums.png"]
+    assert "5 of 9" in capsys.readouterr().out
+    study = example.lung()
+    sites = bf.stats.tables(study.frames, outcome=study.outcome, terms=study.terms)
+    fit = bf.stats.glm(sites, family="binomial", intercept="per_site")
+    own = [bf.stats.glm(sites.only([f"centre {n}"]), family="binomial") for n in (1, 12, 13, 16, 3)]
+    place = own[0].names.index("ecog")
+    weight = 1 / torch.stack([one.covariance[place, place] for one in own])
+    mean = (weight * torch.stack([one.estimate[place] for one in own])).sum() / weight.sum()
+    assert example.meta_analysis(fit, "ecog") == pytest.approx(
+        (float(mean), float(weight.sum() ** -0.5), 5), rel=1e-5
+    )

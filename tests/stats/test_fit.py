@@ -54,6 +54,18 @@ def test_a_site_without_an_own_fit_is_named_with_the_reason():
         fit.by_site("weight")
 
 
+def test_quasi_separation_is_no_dependence():
+    """A level without a person who is well: its coefficient grows, those of others do not."""
+    rng = np.random.default_rng(1)
+    rare = np.arange(60) < 6
+    rows = pd.DataFrame({"rare": rare, "age": rng.normal(size=60), "ill": rng.random(60) < 0.5})
+    rows.loc[rare, "ill"] = True
+    given = bf.stats.tables({"a": rows}, outcome="ill", terms=["rare", "age"])
+    for intercept in ("shared", "per_site"):
+        with pytest.raises(ValueError, match=r"'rare'\] separate the outcome"):
+            bf.stats.glm(given, family="binomial", intercept=intercept)
+
+
 def test_errors_by_site_want_two():
     given = sites("binomial").only(["west"])
     with pytest.raises(ValueError, match="wants two sites at least"):
