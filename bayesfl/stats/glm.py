@@ -408,7 +408,13 @@ def glm(
         design=sites.design,
         further={
             "diagnostics": lambda level: diagnose(
-                Questions(asked.sites, aggregation), survey, null, found.theta, plain, counted, level
+                Questions(asked.sites, aggregation),
+                survey,
+                null,
+                found.theta,
+                plain,
+                counted,
+                level,
             )
         },
         refit=lambda chosen: glm(
