@@ -185,7 +185,8 @@ class Description:
 
         rows: dict[str, list[str]] = {}
         told = self.statistics
-        rows["rows"] = [f"{n:g}" for n in told.loc[("", "rows")]] + [""]
+        counts = told.loc[("", "rows")]
+        rows["rows"] = [f"{n:g}" for n in counts] + [""]
         for name, difference in self.differences.items():
             of = told.loc[name]
             if "share" in of.index:
@@ -196,7 +197,8 @@ class Description:
             else:
                 parts = of.loc[["mean", "sd", "median", "25 %", "75 %"]].to_numpy().T
                 cells = [_number_told(*values) for values in parts]
-            rows[str(name)] = [*cells, f"{difference:.2f}"]
+            cells = [cell if n else "" for n, cell in zip(counts, cells, strict=True)]
+            rows[str(name)] = [*cells, "" if math.isnan(difference) else f"{difference:.2f}"]
             stem = str(name).partition("[")[0]  # once for all levels
             if of.loc["missing"].max() > 0 and f"{stem}, missing" not in rows:
                 rows[f"{stem}, missing"] = [
@@ -330,12 +332,16 @@ def _plain(values: Tensor) -> tuple[Any, ...]:
 
 
 def _difference(mean: Tensor, variance: Tensor) -> float:
-    """Return the largest standardised difference between two of the groups; 0 where no two have
-    rows, infinite where two constants differ.
+    """Return the largest standardised difference between two of the groups: infinite where two
+    constants differ, NaN where no two have a variance.
     """
     apart = (mean[:, None] - mean).abs()
     spread = ((variance[:, None] + variance) / 2).sqrt()
-    return float(torch.where(apart == 0, 0.0, apart / spread).nan_to_num(posinf=math.inf).max())
+    found = torch.where((apart == 0) & ~spread.isnan(), 0.0, apart / spread)
+    first, second = torch.triu_indices(len(mean), len(mean), 1)
+    known = found[first, second]
+    known = known[~known.isnan()]
+    return float(known.max()) if len(known) else math.nan
 
 
 def _description(

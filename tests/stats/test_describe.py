@@ -70,6 +70,19 @@ def test_by_the_levels_of_a_column():
         bf.stats.describe(bf.stats.tables(rows, terms=["age"]), by=bf.stats.levels("arm", [0, 1]))
 
 
+def test_groups_of_one_row_or_none():
+    """Say nothing of spread, and the table leaves out what there is not."""
+    rows = {"a": pd.DataFrame({"x": [1.0, 2, 3], "g": [0, 0, 1], "y": [0, 1, 1]})}
+    rows["b"] = pd.DataFrame({"x": [5.0], "g": [0], "y": [1]})
+    given = bf.stats.tables(rows, outcome="y", terms=["x"], also=["g"])
+    told = bf.stats.describe(given)
+    assert np.isnan(told.statistics.loc[("x", "sd"), "b"])
+    assert np.isnan(told.differences["x"])
+    close(told.differences["y"], (1 / 3) / (2 / 9 / 2) ** 0.5)
+    by = bf.stats.describe(given, by=bf.stats.levels("g", [0, 1, 2])).table()
+    assert by["2"].tolist() == ["0", "", ""]
+
+
 def test_weights_count_rows():
     given = bf.stats.tables(frames(), outcome="score", terms=["age"], weights="count")
     told = bf.stats.describe(given).statistics["all"]
