@@ -12,32 +12,29 @@ scaled, which the side's name says; laplace-torch's default backend takes minute
 LeNet and is left out there. Results: benchmarks/results/curvature.json.
 """
 
-import argparse
 import copy
-import gc
-import json
-import multiprocessing
 import statistics
-import sys
-import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
+import script
+import timing
 import torch
-from engines import high_water
 from torch import Tensor, nn
 
 import bayesfl as bf
 from bayesfl.curvature import Curvature, invert
-from bayesfl.evaluation import report
+from bayesfl.data.recipes.torchvision import torchvision
 
-RESULTS = Path(__file__).parent / "results" / "curvature.json"
 SLOW = 15.0  # seconds; a side that takes longer runs once
 AT_LEAST = 0.1  # seconds that one measurement lasts: short work is called several times in a row
 Run = Callable[[], object]
+BACKPACK, DEFAULT = "laplace, BackPACK", "laplace"
+"""Sides of laplace-torch, by its backend."""
 
 
 @dataclass(frozen=True)
@@ -57,40 +54,28 @@ class Problem:
     test: Tensor
     indices: Tensor
 
-    @property
-    def plain(self) -> nn.Module:
-        """The same network, a fresh copy that BackPACK may change."""
-        return _sequential(self.model)
-
-
-def _sequential(model: nn.Module) -> nn.Module:
-    return nn.Sequential(*copy.deepcopy(model.body), copy.deepcopy(model.head))
-
 
 def problem(name: str, quick: bool, *, paper: bool = False) -> Problem:
     """The MLP with 250 samples and a subnetwork of 5 %, or LeNet with 125 and 7 %; the paper's rule
     takes uncurved weights first.
     """
     rng = torch.Generator().manual_seed(0)
-    shape, count, share = ((784,), 250, 3925) if name == "mlp" else ((1, 28, 28), 125, 4280)
-    points = 4750
-    if quick:
-        count, share, points = 12, 200, 40
-    model = (
-        bf.models.mlp(784, hidden=100, outputs=10)
-        if name == "mlp"
-        else bf.models.lenet((1, 28, 28), outputs=10)
-    )
+    if name == "mlp":
+        shape, count, share = (784,), 250, 3925
+        model = bf.models.mlp(784, hidden=100, outputs=10)
+    else:
+        shape, count, share = (1, 28, 28), 125, 4280
+        model = bf.models.lenet(shape, outputs=10)
+    count, share, points = (12, 200, 40) if quick else (count, share, 4750)
     x, test = torch.rand(count, *shape, generator=rng), torch.rand(points, *shape, generator=rng)
     curvature = Curvature(model, pattern="body.*")
     if paper:
-        x[:, torch.randperm(784, generator=rng)[:196]] = (
-            0  # a quarter of the pixels is constant, as in MNIST
-        )
-        indices = curvature.diagonal(x).sort(stable=True).indices[:share].sort().values
+        # A quarter of the pixels is constant, as in MNIST.
+        x[:, torch.randperm(784, generator=rng)[:196]] = 0
+        order = curvature.diagonal(x).sort(stable=True).indices
     else:
-        indices = torch.randperm(curvature.size, generator=rng)[:share].sort().values
-    return Problem(model, x, test, indices)
+        order = torch.randperm(curvature.size, generator=rng)
+    return Problem(model, x, test, order[:share].sort().values)
 
 
 def classes(count: int, quick: bool) -> Problem:
@@ -102,32 +87,35 @@ def classes(count: int, quick: bool) -> Problem:
     return Problem(model, x, test, torch.arange(0))
 
 
-def _laplace(p: Problem, backend: str, structure: str, **options: object):
-    """A laplace-torch object, fitted on all samples in one batch."""
-    from bayesfl.data.recipes.torchvision import torchvision
-
+def laplace(p: Problem, backend: str, structure: str, **options: object) -> tuple[Any, Run]:
+    """A laplace-torch object, and what fits it on all samples in one batch."""
     torchvision()
     from laplace import Laplace
     from laplace.curvature import BackPackGGN, CurvlinopsGGN
 
-    data = torch.utils.data.TensorDataset(p.x, torch.zeros(len(p.x), dtype=torch.long))
-    chosen = {"BackPACK": BackPackGGN, "default": CurvlinopsGGN}[backend]
     fitted = Laplace(
-        p.plain,
+        nn.Sequential(*copy.deepcopy(p.model.body), copy.deepcopy(p.model.head)),
         "classification",
         hessian_structure=structure,
-        backend=chosen,
+        backend={BACKPACK: BackPackGGN, DEFAULT: CurvlinopsGGN}[backend],
         prior_precision=1.0,
         **options,
     )
-    loader = torch.utils.data.DataLoader(data, batch_size=len(p.x))
-    return fitted, lambda: fitted.fit(loader)
+    data = torch.utils.data.TensorDataset(p.x, torch.zeros(len(p.x), dtype=torch.long))
+    return fitted, partial(fitted.fit, torch.utils.data.DataLoader(data, batch_size=len(p.x)))
 
 
-def _subnetwork(p: Problem, backend: str):
-    return _laplace(
-        p, backend, "full", subset_of_weights="subnetwork", subnetwork_indices=p.indices
-    )
+def fitted_laplace(p: Problem, backend: str) -> Any:
+    """The same of the subnetwork, fitted."""
+    options = {"subset_of_weights": "subnetwork", "subnetwork_indices": p.indices}
+    fitted, fit = laplace(p, backend, "full", **options)
+    fit()
+    return fitted
+
+
+def inverse(p: Problem, indices: Tensor | None) -> Any:
+    """Ours, of a subnetwork or of the whole body."""
+    return invert(Curvature(p.model, pattern="body.*"), p.x, 1.0, indices=indices)
 
 
 @dataclass(frozen=True)
@@ -147,116 +135,96 @@ class Side:
     memory: float | None = None
 
 
-def _diagonal(p: Problem, *, default: bool = True) -> dict[str, Side]:
-    def theirs(backend: str) -> Callable[[], Run]:
-        return lambda: _laplace(p, backend, "diag", subset_of_weights="all")[1]
+def diagonal(p: Problem, **at_least: float) -> dict[str, Side]:
+    """The diagonal of the curvature."""
 
-    def ours() -> Run:
-        curvature = Curvature(p.model)
-        return lambda: curvature.diagonal(p.x)
+    def theirs(backend: str) -> Run:
+        return laplace(p, backend, "diag", subset_of_weights="all")[1]
 
-    if not default:
-        return {"ours": Side(ours), "laplace, BackPACK": Side(theirs("BackPACK"), at_least=1)}
-    return {
-        "ours": Side(ours),
-        "laplace, BackPACK": Side(theirs("BackPACK"), at_least=2),
-        "laplace": Side(theirs("default"), at_least=500),
+    return {"ours": Side(lambda: partial(Curvature(p.model).diagonal, p.x))} | {
+        backend: Side(partial(theirs, backend), at_least=times)
+        for backend, times in at_least.items()
     }
 
 
-def _factor(p: Problem, times: float) -> dict[str, Side]:
-    def theirs(backend: str) -> Callable[[], Run]:
-        def make() -> Run:
-            def run() -> object:
-                fitted, fit = _subnetwork(p, backend)
-                fit()
-                return fitted.posterior_scale
+def factor(p: Problem, times: float) -> dict[str, Side]:
+    """The factor of a subnetwork's covariance, fit included."""
 
-            return run
+    def theirs(backend: str) -> Run:
+        return lambda: fitted_laplace(p, backend).posterior_scale
 
-        return make
-
-    def ours() -> Run:
-        return lambda: invert(Curvature(p.model, pattern="body.*"), p.x, 1.0, indices=p.indices)
-
-    return {
-        "ours": Side(ours),
-        "laplace, BackPACK": Side(theirs("BackPACK"), at_least=times, memory=1 / 3),
-        "laplace": Side(theirs("default"), at_least=times, memory=1 / 3),
+    return {"ours": Side(lambda: partial(inverse, p, p.indices))} | {
+        backend: Side(partial(theirs, backend), at_least=times, memory=1 / 3)
+        for backend in (BACKPACK, DEFAULT)
     }
 
 
-def _predict(
-    p: Problem, *, whole: bool, one_call: float, batches: float, default: bool
+def predict(
+    p: Problem, *, one_call: float, batches: float, whole: bool = False, default: bool = False
 ) -> dict[str, Side]:
-    def theirs(backend: str, batch: int, points: int) -> Callable[[], Run]:
-        def make() -> Run:
-            fitted, fit = _subnetwork(p, backend)
-            fit()
-            return lambda: [fitted(x, link_approx="probit") for x in p.test[:points].split(batch)]
+    """Probit predictions, which BackPACK makes in one call, too."""
 
-        return make
+    def theirs(backend: str, batch: int, points: int) -> Run:
+        fitted = fitted_laplace(p, backend)
+        return lambda: [fitted(x, link_approx="probit") for x in p.test[:points].split(batch)]
 
-    def ours(indices: Tensor | None) -> Callable[[], Run]:
-        def make() -> Run:
-            inverse = invert(Curvature(p.model, pattern="body.*"), p.x, 1.0, indices=indices)
+    def ours(indices: Tensor | None) -> Run:
+        found = inverse(p, indices)
 
-            def run() -> Tensor:
-                mean, covariance = inverse.predict(p.test)
-                return (
-                    (1 + torch.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).rsqrt() * mean
-                ).softmax(-1)
+        def run() -> Tensor:
+            mean, covariance = found.predict(p.test)
+            variance = covariance.diagonal(dim1=1, dim2=2)
+            return ((1 + torch.pi / 8 * variance).rsqrt() * mean).softmax(-1)
 
-            return run
+        return run
 
-        return make
+    def by_hundreds(backend: str, most: int) -> dict[str, Side]:
+        points = min(most, count)
+        make = partial(theirs, backend, 100, points)
+        name = f"{backend}, 100 a call ({points} points, scaled)"
+        return {name: Side(make, count / points, at_least=batches)}
 
     count = len(p.test)
-    some, few = min(1000, count), min(500, count)
-    sides = {"ours": Side(ours(p.indices))}
-    if whole:
-        sides["ours, whole body"] = Side(ours(None))
-    sides["laplace, BackPACK, one call"] = Side(
-        theirs("BackPACK", count, count), at_least=one_call, memory=0.1
-    )
-    sides[f"laplace, BackPACK, 100 a call ({some} points, scaled)"] = Side(
-        theirs("BackPACK", 100, some), count / some, at_least=batches
-    )
-    if default:
-        sides[f"laplace, 100 a call ({few} points, scaled)"] = Side(
-            theirs("default", 100, few), count / few, at_least=batches
-        )
-    return sides
-
-
-def _last_layer(p: Problem) -> Callable[[], bf.posteriors.Laplace]:
-    return lambda: bf.posteriors.Laplace.fit(p.model, p.x, structure="kfac", pattern="head.*")
-
-
-def _kfac_fit(p: Problem) -> dict[str, Side]:
+    one = Side(partial(theirs, BACKPACK, count, count), at_least=one_call, memory=0.1)
     return {
-        "ours": Side(lambda: _last_layer(p)),
-        "laplace": Side(
-            lambda: _laplace(p, "default", "kron", subset_of_weights="last_layer")[1], at_least=1
-        ),
+        "ours": Side(partial(ours, p.indices)),
+        **({"ours, whole body": Side(partial(ours, None))} if whole else {}),
+        f"{BACKPACK}, one call": one,
+        **by_hundreds(BACKPACK, 1000),
+        **(by_hundreds(DEFAULT, 500) if default else {}),
     }
 
 
-def _kfac_predict(p: Problem, points: int) -> dict[str, Side]:
+def last_layer(p: Problem) -> bf.posteriors.Laplace:
+    """Our Kronecker-factored last layer."""
+    return bf.posteriors.Laplace.fit(p.model, p.x, structure="kfac", pattern="head.*")
+
+
+def kfac(p: Problem) -> tuple[Any, Run]:
+    """The other's, and what fits it."""
+    return laplace(p, DEFAULT, "kron", subset_of_weights="last_layer")
+
+
+def kfac_fit(p: Problem) -> dict[str, Side]:
+    """A fit of the last layer."""
+    theirs = Side(lambda: kfac(p)[1], at_least=1)
+    return {"ours": Side(lambda: partial(last_layer, p)), DEFAULT: theirs}
+
+
+def kfac_predict(p: Problem, points: int) -> dict[str, Side]:
     """The other side predicts `points` test points, as it forms their Jacobian."""
 
-    def ours() -> Run:
-        fitted = _last_layer(p)()
-        return lambda: fitted.predict(p.test)
-
     def theirs() -> Run:
-        fitted, fit = _laplace(p, "default", "kron", subset_of_weights="last_layer")
+        fitted, fit = kfac(p)
         fit()
         return lambda: fitted(p.test[:points], link_approx="probit")
 
     count = len(p.test)
-    name = "laplace" if points >= count else f"laplace ({points} points, scaled)"
-    return {"ours": Side(ours), name: Side(theirs, max(1.0, count / points), at_least=1)}
+    name = DEFAULT if points >= count else f"{DEFAULT} ({points} points, scaled)"
+    return {
+        "ours": Side(lambda: partial(last_layer(p).predict, p.test)),
+        name: Side(theirs, max(1.0, count / points), at_least=1),
+    }
 
 
 @dataclass(frozen=True)
@@ -276,75 +244,63 @@ class Row:
 
 def rows(quick: bool) -> dict[str, Row]:
     """The table's rows by name."""
-    mlp = problem("mlp", quick)
+    mlp, lenet = problem("mlp", quick), problem("lenet", quick)
     paper = problem("mlp", quick, paper=True)
-    lenet = problem("lenet", quick)
     few, many = (2, 2) if quick else (5, 15)
     size = f"|S| = {len(mlp.indices)}, {len(mlp.x)} samples"
     points = f"probit predictions for {len(mlp.test)} points"
-    many_classes = {300: classes(300, quick), 1000: classes(1000, quick)}
-    last = {
-        f"kfac_{what}_{count}": Row(
-            f"{title}, {count:,} classes", sides(p), few if what == "fit" else 3
-        )
-        for count, p in many_classes.items()
-        for what, title, sides in (
-            ("fit", "kfac of the last layer, fit of 500 samples", _kfac_fit),
-            (
-                "predict",
-                "kfac of the last layer, predictions for 50 points",
-                partial(_kfac_predict, points=50 if count == 300 else 5),
-            ),
-        )
-    }
-    return {
-        "diagonal": Row(f"diagonal GGN, MLP, {len(mlp.x)} samples", _diagonal(mlp), many),
-        "factor": Row(f"fit and factor, MLP, random {size}", _factor(mlp, 10), few),
+    table = {
+        "diagonal": Row(
+            f"diagonal GGN, MLP, {len(mlp.x)} samples",
+            diagonal(mlp, **{BACKPACK: 2, DEFAULT: 500}),
+            many,
+        ),
+        "factor": Row(f"fit and factor, MLP, random {size}", factor(mlp, 10), few),
         "predict": Row(
             f"{points}, MLP, random {size}",
-            _predict(mlp, whole=True, one_call=3, batches=10, default=True),
+            predict(mlp, one_call=3, batches=10, whole=True, default=True),
             3,
         ),
         "paper": Row(
             f"{points}, MLP, S by the paper's rule (weights without curvature first)",
-            _predict(paper, whole=False, one_call=50, batches=50, default=False),
+            predict(paper, one_call=50, batches=50),
             3,
         ),
         "lenet_diagonal": Row(
-            f"diagonal GGN, LeNet, {len(lenet.x)} samples", _diagonal(lenet, default=False), few
+            f"diagonal GGN, LeNet, {len(lenet.x)} samples", diagonal(lenet, **{BACKPACK: 1}), few
         ),
         "lenet_factor": Row(
-            f"fit and factor, LeNet, random |S| = {len(lenet.indices)}", _factor(lenet, 1), few
+            f"fit and factor, LeNet, random |S| = {len(lenet.indices)}", factor(lenet, 1), few
         ),
         "lenet_predict": Row(
-            f"{points}, LeNet", _predict(lenet, whole=True, one_call=1, batches=1, default=False), 3
+            f"{points}, LeNet", predict(lenet, one_call=1, batches=1, whole=True), 3
         ),
-    } | last
-
-
-def _clock(run: Run, calls: int = 1) -> float:
-    """Seconds of a call, the mean of `calls` in a row."""
-    gc.collect()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls
+    }
+    last = "kfac of the last layer"
+    for count, known in ((300, 50), (1000, 5)):
+        p = classes(count, quick)
+        fit = Row(f"{last}, fit of 500 samples, {count:,} classes", kfac_fit(p), few)
+        title = f"{last}, predictions for 50 points, {count:,} classes"
+        table[f"kfac_fit_{count}"] = fit
+        table[f"kfac_predict_{count}"] = Row(title, kfac_predict(p, known), 3)
+    return table
 
 
 def measure(row: Row, threads: int) -> dict[str, dict[str, float]]:
     """Seconds of all sides in turn, and how many times ours they take."""
     torch.set_num_threads(threads)
     runs = {name: side.make() for name, side in row.sides.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    first = {name: _clock(run) for name, run in runs.items()}
-    for _ in range(row.repetitions):
-        for name, run in runs.items():
-            if first[name] < SLOW:
-                seconds[name].append(_clock(run, calls=max(1, int(AT_LEAST / first[name]))))
+    first = {name: timing.seconds(run) for name, run in runs.items()}
+    again = {
+        name: partial(timing.seconds, run, calls=max(1, int(AT_LEAST / first[name])))
+        for name, run in runs.items()
+        if first[name] < SLOW
+    }
+    seconds = timing.in_turn(again, row.repetitions)
     torch.set_num_threads(1)
     median = {
-        name: row.sides[name].scale * statistics.median(seconds[name] or [first[name]])
-        for name in runs
+        name: side.scale * statistics.median(seconds.get(name, [first[name]]))
+        for name, side in row.sides.items()
     }
     return {
         name: {"seconds": value, "times_ours": value / median["ours"]}
@@ -352,102 +308,53 @@ def measure(row: Row, threads: int) -> dict[str, dict[str, float]]:
     }
 
 
-def _peak(name: str, side: str, pipe) -> None:
+def memory(name: str, side: str) -> float:
+    """MiB that a side adds to this process."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    chosen = rows(False)[name].sides[side]
-    _laplace(problem("mlp", True), "BackPACK", "diag", subset_of_weights="all")  # the imports
-    before = high_water()
-    chosen.make()()
-    pipe.send(high_water() - before)
+    make = rows(False)[name].sides[side].make
+    laplace(problem("mlp", True), BACKPACK, "diag", subset_of_weights="all")  # the imports
+    return timing.added(lambda: make()())
 
 
 def peak_memory(name: str, side: str) -> float | None:
-    """MiB that a side adds to a process of its own; None where the process did not survive."""
-    here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_peak, args=(name, side, there))
-    process.start()
-    there.close()
+    """The same of a process of its own; None where it did not survive."""
     try:
-        return here.recv()
-    except EOFError:
+        return timing.alone(memory, name, side)
+    except BrokenProcessPool:
         return None
-    finally:
-        process.join()
 
 
 def main() -> None:
     """Runs the rows, prints the table, writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    names, stall = list(rows(True)), "torch's own threads, which stall beside busy neighbours"
+    given = script.arguments(
+        __doc__,
+        rows={"nargs": "+", "choices": names, "default": names},
+        threads={"nargs": "+", "type": int, "default": [1, 2], "help": stall},
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="small sizes, few repetitions, no memory: shows that it runs; nothing is written",
-    )
-    parser.add_argument("--rows", nargs="+", choices=list(rows(True)), default=list(rows(True)))
-    parser.add_argument(
-        "--threads",
-        nargs="+",
-        type=int,
-        default=[1, 2],
-        help="torch's own threads, which stall beside busy neighbours",
-    )
-    arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # the other library's
-    environment = report.environment()
-    print(f"torch {torch.__version__}, {environment['cores']} cores", flush=True)
-    results: dict[str, dict] = (
-        json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
-    )
-    table = rows(arguments.quick)
-    for name in arguments.rows:
+    made, table = script.made(), rows(given.quick)
+    for name in given.rows:
         row = table[name]
-        memory = {} if arguments.quick else {side: peak_memory(name, side) for side in row.sides}
         print(row.title)
-        threads: dict[str, dict[str, dict[str, float]]] = {}
-        for count in arguments.threads:
-            threads[str(count)] = measure(row, count)
-            for side, f in threads[str(count)].items():
-                wanted = row.sides[side].at_least
-                aim = f" (aim {wanted:g})" if wanted else ""
-                print(
-                    f"  {count} thread{'s' * (count > 1)}  {side:58s} {f['seconds']:9.4f} s  "
-                    f"{f['times_ours']:8.1f}{aim}",
-                    flush=True,
-                )
-        for side, value in memory.items():
-            wanted = row.sides[side].memory
-            share = (
-                ""
-                if value is None or memory["ours"] is None
-                else f"  ours takes {memory['ours'] / value:.2f} of it"
-            )
-            aim = f" (aim {wanted:.2f})" if wanted else ""
-            print(
-                f"  memory     {side:58s} "
-                f"{'died' if value is None else f'{value:9.0f} MiB'}{share}{aim}",
-                flush=True,
-            )
-        sides = {
+        sides: dict[str, dict[str, Any]] = {
             side: {
-                "threads": {count: figures[side] for count, figures in threads.items()},
-                "memory_mib": memory.get(side),
-                "aim_times_ours": row.sides[side].at_least,
-                "aim_memory_share": row.sides[side].memory,
+                "threads": {},
+                "memory_mib": None if given.quick else peak_memory(name, side),
+                "aim_times_ours": way.at_least,
+                "aim_memory_share": way.memory,
             }
-            for side in row.sides
+            for side, way in row.sides.items()
         }
-        results[name] = {
-            "title": row.title,
-            "repetitions": row.repetitions,
-            "sides": sides,
-            "command": " ".join(["python", *sys.argv]),  # rows may be measured anew one by one
-            "environment": environment,
-        }
-        if not arguments.quick:
-            report.write_json(RESULTS, {"rows": results})
+        for count in given.threads:
+            for side, figures in measure(row, count).items():
+                sides[side]["threads"][str(count)] = figures
+                timing.show(f"{side}, threads {count}", figures)
+        for side, about in sides.items():
+            timing.show(side, {key: about[key] for key in about if key != "threads"})
+        if not given.quick:
+            found = {"title": row.title, "repetitions": row.repetitions, "sides": sides}
+            script.write_rows("curvature", {name: {**found, **made}})
 
 
 if __name__ == "__main__":

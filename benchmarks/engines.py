@@ -17,40 +17,40 @@ processes that take turns, and a row's figure is the median of the ratios of nei
 at most 3 % more is allowed. Results: benchmarks/results/against.json.
 """
 
-import argparse
 import contextlib
 import copy
-import gc
+import itertools
 import json
-import multiprocessing
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import script
+import timing
 import torch
 import torch.nn.functional as F
+from timing import federation
+from torch import Tensor, nn
 
 import bayesfl as bf
-from bayesfl.data import ClientData, FederatedData, SourceInfo
+from bayesfl.data import FederatedData
 from bayesfl.data.recipes.torchvision import torchvision
 from bayesfl.engine import stability
-from bayesfl.evaluation import report
 from bayesfl.likelihoods import Bernoulli, Categorical
 from bayesfl.optim import SGD
 
-RESULTS = Path(__file__).parent / "results" / "engines.json"
 LR, MOMENTUM, BATCH = 0.05, 0.9, 50
+HEAVY = SGD(LR, MOMENTUM)
 REST = {"2 workers": 0.08, "1 worker": 0.05}
-TWO_TO_ONE = 1.2
 PAIRS, SLOWER = 7, 1.03
 ROUNDS = """
 import json, sys
@@ -68,94 +68,79 @@ print(json.dumps([one_round() for _ in range(int(rounds))]))
 runs under earlier commits, too.
 """
 Round = Callable[[], float]
+"""A round, which gives its seconds."""
+Data = Callable[[], FederatedData]
 Maker = Callable[[bf.Engine], Round]
 
 
-def federation(
-    sizes: list[int],
-    shape: tuple[int, ...] = (784,),
-    classes: int = 10,
-    splits: tuple[str, ...] = ("train",),
-) -> FederatedData:
-    """Random inputs and labels, as many in every split: speed does not read them."""
-    rng = torch.Generator().manual_seed(0)
-    n = sum(sizes)
-    rows = n * len(splits)
-    # Around 0, for which the first rates leave the bodies of all methods alive.
-    x = torch.rand(rows, *shape, generator=rng) - 0.5
-    y = torch.randint(0, classes, (rows,), generator=rng)
-    return FederatedData(
-        splits={
-            name: ClientData(x, y, torch.arange(n) + k * n, np.array(sizes))
-            for k, name in enumerate(splits)
-        },
-        outputs=classes,
-        task="classification",
-        inputs=shape,
-        client_names=tuple(str(j) for j in range(len(sizes))),
-        class_names=None,
-        source=SourceInfo(name="random"),
-        recipe={},
-    )
+def bare(
+    model: nn.Module,
+    data: Data,
+    shared: Callable[[nn.Module], list[Tensor]],
+    train: Callable[[nn.Module, Tensor, Tensor], None],
+) -> Round:
+    """A round as a loop: every client's network takes what is shared, trains on the client's data,
+    and what is shared is averaged by size.
+    """
+    split = data().train
+    clients = [split.client(j) for j in range(len(split.counts))]
+    nets = [copy.deepcopy(model) for _ in clients]
+    server = [t.detach().clone() for t in shared(model)]
+    weight = torch.tensor([len(x) for x, _ in clients]) / sum(len(x) for x, _ in clients)
+
+    def one_round() -> None:
+        for net, (x, y) in zip(nets, clients, strict=True):
+            with torch.no_grad():
+                for t, s in zip(shared(net), server, strict=True):
+                    t.copy_(s)
+            train(net, x, y)
+        with torch.no_grad():
+            for s, *own in zip(server, *map(shared, nets), strict=True):
+                s.copy_(torch.einsum("j,j...->...", weight, torch.stack(own)))
+
+    return lambda: timing.seconds(one_round)
 
 
-def unequal(clients: int = 40) -> list[int]:
-    """Sizes from 10 to 500."""
-    return [int(n) for n in np.clip(np.random.default_rng(0).exponential(180, clients), 10, 500)]
+def descend(
+    net: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    y: Tensor,
+    epochs: int,
+    lr: float = LR,
+) -> None:
+    """Steps on mini-batches, by an optimiser of their own."""
+    optimiser = torch.optim.SGD(net.parameters(), lr=lr, momentum=MOMENTUM)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(x), device=x.device).split(BATCH):
+            optimiser.zero_grad()
+            loss(x[rows], y[rows]).backward()
+            optimiser.step()
 
 
-def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
+def averaged(model: nn.Module) -> list[Tensor]:
     """Parameters and running statistics."""
     return [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
 
 
-def bare_fedavg(model: torch.nn.Module, data: FederatedData, epochs: int) -> Round:
+def bare_fedavg(model: nn.Module, data: Data, epochs: int) -> Round:
     """FedAvg as a loop; running statistics are averaged, too."""
-    clients = [data.train.client(j) for j in range(data.clients)]
-    models = [copy.deepcopy(model) for _ in clients]
-    server = [t.detach().clone() for t in averaged(model)]
 
-    def one_round() -> float:
-        start = time.perf_counter()
-        for net, (x, y) in zip(models, clients, strict=True):
-            with torch.no_grad():
-                for t, s in zip(averaged(net), server, strict=True):
-                    t.copy_(s)
-            optimiser = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
-            for _ in range(epochs):
-                for rows in torch.randperm(len(x)).split(BATCH):
-                    optimiser.zero_grad()
-                    F.cross_entropy(net(x[rows]), y[rows]).backward()
-                    optimiser.step()
-        with torch.no_grad():
-            weight = torch.tensor([len(x) for x, _ in clients]) / sum(len(x) for x, _ in clients)
-            for k, s in enumerate(server):
-                s.copy_(
-                    torch.einsum(
-                        "j,j...->...", weight, torch.stack([averaged(net)[k] for net in models])
-                    )
-                )
-        return time.perf_counter() - start
+    def train(net: nn.Module, x: Tensor, y: Tensor) -> None:
+        descend(net, lambda x, y: F.cross_entropy(net(x), y), x, y, epochs)
 
-    return one_round
+    return bare(model, data, averaged, train)
 
 
-def bare_pfedvem(
-    model: torch.nn.Module, data: FederatedData, head_epochs: int, body_epochs: int, draws: int
-) -> Round:
+def bare_pfedvem(model: nn.Module, data: Data, epochs: int, draws: int) -> Round:
     """PFedVEM as a loop: the same gradient steps and the same number of draws."""
-    clients = [data.train.client(j) for j in range(data.clients)]
-    bodies = [copy.deepcopy(model.body) for _ in clients]
-    server = [p.detach().clone() for p in model.body.parameters()]
     centre = [model.head.weight.detach().clone(), model.head.bias.detach().clone()]
-    heads = [
-        [*(c.clone() for c in centre), *(torch.full_like(c, 0.5413) for c in centre)]
-        for _ in clients
-    ]
+    size = sum(c.numel() for c in centre)
+    heads: dict[nn.Module, list[Tensor]] = defaultdict(
+        lambda: [*(c.clone() for c in centre), *(torch.full_like(c, 0.5413) for c in centre)]
+    )
 
-    def losses(
-        features: torch.Tensor, y: torch.Tensor, head: list[torch.Tensor], reduction: str
-    ) -> torch.Tensor:
+    def loss(features: Tensor, y: Tensor, head: list[Tensor], reduction: str) -> Tensor:
         w, b, s, t = head[0], head[1], F.softplus(head[2]), F.softplus(head[3])
         total = torch.zeros(())
         for _ in range(draws):
@@ -163,91 +148,74 @@ def bare_pfedvem(
             total = total + F.cross_entropy(logits, y, reduction=reduction) / draws
         return total
 
-    def one_round() -> float:
-        start = time.perf_counter()
-        for body, head, (x, y) in zip(bodies, heads, clients, strict=True):
-            size = sum(c.numel() for c in centre)
-            with torch.no_grad():
-                for p, s in zip(body.parameters(), server, strict=True):
-                    p.copy_(s)
-                rho2 = (
-                    sum(
-                        (F.softplus(r).square() + (m - c).square()).sum()
-                        for m, r, c in zip(head[:2], head[2:], centre, strict=True)
-                    )
-                    / size
-                )
-            for p in head:
-                p.requires_grad_(True)
-            optimiser = torch.optim.SGD(head, lr=1e-3, momentum=MOMENTUM)
-            for _ in range(head_epochs):
-                optimiser.zero_grad()
-                with torch.no_grad():
-                    features = body(x)
-                loss = losses(features, y, head, "sum")
-                for m, r, c in zip(head[:2], head[2:], centre, strict=True):
-                    s2 = F.softplus(r).square()
-                    loss = (
-                        loss + 0.5 * ((s2 + (m - c).square()) / rho2 - 1 + (rho2 / s2).log()).sum()
-                    )
-                loss.backward()
-                optimiser.step()
-            for p in head:
-                p.requires_grad_(False)
-            optimiser = torch.optim.SGD(body.parameters(), lr=1e-2, momentum=MOMENTUM)
-            for _ in range(body_epochs):
-                for rows in torch.randperm(len(x)).split(BATCH):
-                    optimiser.zero_grad()
-                    losses(body(x[rows]), y[rows], head, "mean").backward()
-                    optimiser.step()
+    def moments(head: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Variances and squared distances to the centre."""
+        for m, r, c in zip(head[:2], head[2:], centre, strict=True):
+            yield F.softplus(r).square(), (m - c).square()
+
+    def train(body: nn.Module, x: Tensor, y: Tensor) -> None:
+        head = heads[body]
         with torch.no_grad():
-            for k, s in enumerate(server):
-                s.copy_(torch.stack([list(body.parameters())[k] for body in bodies]).mean(0))
-        return time.perf_counter() - start
+            rho2 = sum((s2 + d2).sum() for s2, d2 in moments(head)) / size
+        for p in head:
+            p.requires_grad_(True)
+        optimiser = torch.optim.SGD(head, lr=1e-3, momentum=MOMENTUM)
+        for _ in range(epochs):
+            optimiser.zero_grad()
+            with torch.no_grad():
+                features = body(x)
+            energy = loss(features, y, head, "sum")
+            for s2, d2 in moments(head):
+                energy = energy + 0.5 * ((s2 + d2) / rho2 - 1 + (rho2 / s2).log()).sum()
+            energy.backward()
+            optimiser.step()
+        for p in head:
+            p.requires_grad_(False)
+        descend(body, lambda x, y: loss(body(x), y, head, "mean"), x, y, epochs, lr=1e-2)
 
-    return one_round
+    return bare(model.body, data, lambda body: list(body.parameters()), train)
 
 
-class Encoder(torch.nn.Module):
+class Encoder(nn.Module):
     """Two layers of a transformer with dropout, on sequences of vectors."""
 
     def __init__(self) -> None:
         super().__init__()
-        layer = torch.nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
-        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = torch.nn.Linear(256, 10)
+        layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 10)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Outputs [B, 10] of x [B, T, 256]."""
         return self.head(self.encoder(x).mean(1))
 
 
-class ResidualMLP(torch.nn.Module):
+class ResidualMLP(nn.Module):
     """Two layers with batch norm and dropout, the second beside a shortcut."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(20, 64), torch.nn.Linear(64, 64)
-        self.norms = torch.nn.ModuleList([torch.nn.BatchNorm1d(64), torch.nn.BatchNorm1d(64)])
-        self.drop, self.last = torch.nn.Dropout(0.1), torch.nn.Linear(64, 2)
+        self.first, self.second = nn.Linear(20, 64), nn.Linear(64, 64)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(64), nn.BatchNorm1d(64)])
+        self.drop, self.last = nn.Dropout(0.1), nn.Linear(64, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Outputs [B, 2] of x [B, 20]."""
         h = self.drop(torch.relu(self.norms[0](self.first(x))))
         return self.last(h + self.drop(torch.relu(self.norms[1](self.second(h)))))
 
 
-class TwoHeads(torch.nn.Module):
+class TwoHeads(nn.Module):
     """Fed-RoD's network: a generic head, and a personal one that adds to it without a say in the
     body.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU())
-        self.generic, self.personal = torch.nn.Linear(64, 10), torch.nn.Linear(64, 10)
+        self.body = nn.Sequential(nn.Linear(20, 64), nn.ReLU())
+        self.generic, self.personal = nn.Linear(64, 10), nn.Linear(64, 10)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Outputs [B, 2 * 10] of x [B, 20], those of the generic head first."""
         z = self.body(x)
         generic = self.generic(z)
@@ -262,24 +230,22 @@ class Personal(Categorical):
         """Two logits a class."""
         return (2 * targets.count,)
 
-    def nll(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Of the personal logits."""
         return super().nll(outputs.chunk(2, -1)[1], y)
 
-    def nll_and_slope(
-        self, outputs: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Of the personal logits; the others have slope 0."""
         generic, personal = outputs.chunk(2, -1)
         losses, slope = super().nll_and_slope(personal.contiguous(), y)
         return losses, torch.cat([torch.zeros_like(generic), slope], -1)
 
-    def predictive(self, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def predictive(self, outputs: Tensor) -> dict[str, Tensor]:
         """Of the personal logits."""
         return super().predictive(outputs.chunk(2, -1)[1])
 
 
-def fed_rod(model: torch.nn.Module, epochs: int) -> bf.Algorithm:
+def fed_rod(model: nn.Module, epochs: int) -> bf.Algorithm:
     """Fed-RoD (Chen and Chao, ICLR 2022) as a newcomer writes it: a balanced softmax of the generic
     head, the personal head on top.
     """
@@ -289,15 +255,15 @@ def fed_rod(model: torch.nn.Module, epochs: int) -> bf.Algorithm:
         return view | {"prior": (share / share.sum()).log()}
 
     def balanced(
-        features: Any, outputs: torch.Tensor, losses: Any, batch: Any, given: Any, view: Any
-    ) -> torch.Tensor:
+        features: Any, outputs: Tensor, losses: Any, batch: Any, given: Any, view: Any
+    ) -> Tensor:
         logits = outputs.chunk(2, -1)[0] + view["prior"].unsqueeze(-2)
         nll = -logits.log_softmax(-1).gather(-1, batch["y"].unsqueeze(-1)).squeeze(-1)
         return (nll * batch["weight"]).sum(-1) / batch["weight"].sum(-1)
 
     parts = ("body", "generic", "personal")
     energy = bf.Energy(parts, parts, likelihood="mean", penalty=balanced)
-    step = bf.Descend(energy, epochs=epochs, batch_size=BATCH, optimiser=SGD(LR, MOMENTUM))
+    step = bf.Descend(energy, epochs=epochs, batch_size=BATCH, optimiser=HEAVY)
     blocks = {
         "body": bf.Block("body.*", pool=bf.pools.Mean()),
         "generic": bf.Block("generic.*", pool=bf.pools.Mean()),
@@ -307,95 +273,63 @@ def fed_rod(model: torch.nn.Module, epochs: int) -> bf.Algorithm:
     return bf.Algorithm(model, blocks, phases, parts=parts, likelihood=Personal())
 
 
-def bare_fed_rod(model: torch.nn.Module, data: FederatedData, epochs: int) -> Round:
+def bare_fed_rod(model: nn.Module, data: Data, epochs: int) -> Round:
     """The same as a loop."""
-    clients = [data.train.client(j) for j in range(data.clients)]
-    models = [copy.deepcopy(model) for _ in clients]
-    shares = [F.one_hot(y, 10).sum(0) + 1.0 for _, y in clients]
-    weight = torch.tensor([len(x) for x, _ in clients]) / sum(len(x) for x, _ in clients)
-    server = [p.detach().clone() for p in [*model.body.parameters(), *model.generic.parameters()]]
 
-    def one_round() -> float:
-        start = time.perf_counter()
-        for net, (x, y), share in zip(models, clients, shares, strict=True):
-            shared = [*net.body.parameters(), *net.generic.parameters()]
-            with torch.no_grad():
-                for p, s in zip(shared, server, strict=True):
-                    p.copy_(s)
-            optimiser, prior = (
-                torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM),
-                (share / share.sum()).log(),
-            )
-            for _ in range(epochs):
-                for rows in torch.randperm(len(x)).split(BATCH):
-                    optimiser.zero_grad()
-                    generic, personal = net(x[rows]).chunk(2, -1)
-                    loss = F.cross_entropy(generic + prior, y[rows])
-                    (loss + F.cross_entropy(personal, y[rows])).backward()
-                    optimiser.step()
-        with torch.no_grad():
-            for k, s in enumerate(server):
-                rows = [[*net.body.parameters(), *net.generic.parameters()][k] for net in models]
-                s.copy_(torch.einsum("j,j...->...", weight, torch.stack(rows)))
-        return time.perf_counter() - start
+    def train(net: nn.Module, x: Tensor, y: Tensor) -> None:
+        share = F.one_hot(y, 10).sum(0) + 1.0
+        prior = (share / share.sum()).log()
 
-    return one_round
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            generic, personal = net(x).chunk(2, -1)
+            return F.cross_entropy(generic + prior, y) + F.cross_entropy(personal, y)
+
+        descend(net, loss, x, y, epochs)
+
+    return bare(model, data, lambda net: [*net.body.parameters(), *net.generic.parameters()], train)
 
 
 class Ours:
     """The same round by `simulate`, one call a round, with what it spent where."""
 
-    def __init__(
-        self, algorithm: bf.Algorithm, data: FederatedData, engine: bf.Engine, **options: object
-    ) -> None:
-        self._run = lambda rounds, resume: bf.simulate(
-            algorithm,
-            data,
-            rounds=rounds,
-            engine=engine,
-            evaluate_every=None,
-            progress=False,
-            resume=resume,
-            train="cohort",
-            sampling="fixed",
-            **options,
-        )
+    def __init__(self, algorithm: bf.Algorithm, data: Data, engine: bf.Engine) -> None:
+        self._given = algorithm, data()
+        self._engine = engine
         self._result: Any = None
-        self._done = 0
-        self.workers = engine.workers or 1
-        self.parts: list[dict[str, float]] = []
 
     def __call__(self) -> float:
         """One more round."""
-        self._done += 1
-        self._result = self._run(self._done, self._result)
-        row = self._result.history.rows[-1]
-        self.parts.append(
-            {k: row[k] for k in ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")}
+        self._result = bf.simulate(
+            *self._given,
+            rounds=self._result.round + 1 if self._result else 1,
+            resume=self._result,
+            engine=self._engine,
+            evaluate_every=None,
+            progress=False,
+            train="cohort",
+            sampling="fixed",
         )
-        return row["seconds"]
+        return self._result.history[-1]["seconds"]
 
     def shares(self) -> dict[str, float]:
-        """Shares of the workers' time, medians over repetitions; `rest` is neither steps nor
-        batches nor noise.
+        """Shares of the workers' time, medians over rounds but the first; `rest` is neither steps
+        nor batches nor noise.
         """
-        out: dict[str, list[float]] = {"batches": [], "noise": [], "rest": []}
-        for part in self.parts[1:]:
-            total = part["seconds"] * self.workers
-            out["batches"].append(part["seconds_batches"] / total)
-            out["noise"].append(part["seconds_noise"] / total)
-            out["rest"].append(
-                1
-                - (part["seconds_steps"] + part["seconds_batches"] + part["seconds_noise"]) / total
-            )
-        return {key: statistics.median(values) for key, values in out.items()}
+        found: dict[str, list[float]] = {"batches": [], "noise": [], "rest": []}
+        for row in self._result.history.rows[1:]:
+            total = row["seconds"] * (self._engine.workers or 1)
+            share = {part: row[f"seconds_{part}"] / total for part in ("steps", "batches", "noise")}
+            share["rest"] = 1 - sum(share.values())
+            for part, values in found.items():
+                values.append(share[part])
+        return {part: statistics.median(values) for part, values in found.items()}
 
 
 class Watched(Ours):
     """The same, with every round looked at for stability, or none."""
 
-    def __init__(self, always: bool, *args: Any, **options: object) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, always: bool, *given: Any) -> None:
+        super().__init__(*given)
         self._always = always
 
     def __call__(self) -> float:
@@ -411,9 +345,7 @@ class Predicted(Ours):
 
     def __call__(self) -> float:
         """One more round, and its predictions."""
-        seconds, start = super().__call__(), time.perf_counter()
-        self._result.predict()
-        return seconds + time.perf_counter() - start
+        return super().__call__() + timing.seconds(lambda: self._result.predict())
 
 
 @dataclass(frozen=True)
@@ -438,276 +370,189 @@ class Row:
     steps_alone: bool = True
 
 
+ONE, TWO = bf.Engine(workers=1), bf.Engine(workers=2)
+
+
+def beside_bare(
+    title: str,
+    bare: Callable[[], Round],
+    algorithm: bf.Algorithm,
+    data: Data,
+    limits: tuple[float, float],
+    repetitions: int,
+) -> Row:
+    """Our round in units of the loop, with limits for two workers and for one."""
+    sides: dict[str, Callable[[], Round]] = {
+        "bare": bare,
+        "bare, 2 threads": lambda: threaded(bare(), 2),
+        "1 worker": partial(Ours, algorithm, data, ONE),
+        "2 workers": partial(Ours, algorithm, data, TWO),
+    }
+    at_most = dict(zip(("2 workers", "1 worker"), limits, strict=True))
+    return Row(title, "bare", sides, at_most, repetitions)
+
+
+def fedavg(title: str, model: nn.Module, data: Data, epochs: int, *limits: Any) -> Row:
+    """A round of FedAvg in units of the loop; limits and repetitions as of `beside_bare`."""
+    algorithm = bf.algorithms.fedavg(model, epochs=epochs, optimiser=HEAVY)
+    return beside_bare(title, partial(bare_fedavg, model, data, epochs), algorithm, data, *limits)
+
+
+def beside(
+    title: str,
+    mine: Maker,
+    unit: str,
+    other: Maker,
+    limit: float | None,
+    repetitions: int = 21,
+    *,
+    steps_alone: bool = True,
+) -> Row:
+    """A round of ours in units of another of ours."""
+    sides: dict[str, Callable[[], Round]] = {
+        unit: partial(other, ONE),
+        "1 worker": partial(mine, ONE),
+        f"{unit}, 2 workers": partial(other, TWO),
+        "2 workers": partial(mine, TWO),
+    }
+    limits = {} if limit is None else {"1 worker": limit, "2 workers": limit}
+    title = f"{title}, in units of our own {unit} round"
+    return Row(title, unit, sides, limits, repetitions, steps_alone)
+
+
 def rows(quick: bool) -> dict[str, Row]:
     """The table's rows by name."""
     epochs = 2 if quick else 10
-    mlp, heavy = bf.models.mlp(784, hidden=100, outputs=10), SGD(LR, MOMENTUM)
-    fedavg = bf.algorithms.fedavg(mlp, epochs=epochs, optimiser=heavy)
-    one, two = bf.Engine(workers=1), bf.Engine(workers=2)
-
-    def against(
-        bare: Callable[[], Round], algorithm: bf.Algorithm, data: Callable[[], FederatedData]
-    ) -> dict[str, Callable[[], Round]]:
-        return {
-            "bare": bare,
-            "bare, 2 threads": lambda: _threaded(bare(), 2),
-            "1 worker": lambda: Ours(algorithm, data(), one),
-            "2 workers": lambda: Ours(algorithm, data(), two),
-        }
-
-    def make(
-        title: str,
-        bare,
-        algorithm: bf.Algorithm,
-        data,
-        at_two: float,
-        at_one: float,
-        repetitions: int,
-    ) -> Row:
-        return Row(
-            title,
-            "bare",
-            against(bare, algorithm, data),
-            {"2 workers": at_two, "1 worker": at_one},
-            2 if quick else repetitions,
-        )
-
-    def beside(
-        title: str,
-        algorithm: bf.Algorithm,
-        unit: str,
-        other: bf.Algorithm,
-        data,
-        limit: float,
-        repetitions: int = 21,
-    ) -> Row:
-        theirs, mine = (
-            lambda engine, one=one: Ours(one, data(), engine) for one in (other, algorithm)
-        )
-        return pairs(title, unit, theirs, mine, limit=limit, repetitions=repetitions)
-
-    def pairs(
-        title: str, unit: str, other: Maker, mine: Maker, *, limit: float | None, repetitions: int
-    ) -> Row:
-        sides: dict[str, Callable[[], Round]] = {
-            unit: lambda: other(one),
-            "1 worker": lambda: mine(one),
-            f"{unit}, 2 workers": lambda: other(two),
-            "2 workers": lambda: mine(two),
-        }
-        limits = {} if limit is None else {"1 worker": limit, "2 workers": limit}
-        return Row(
-            f"{title}, in units of our own {unit} round",
-            unit,
-            sides,
-            limits,
-            2 if quick else repetitions,
-        )
-
-    ten, hundred = (
-        (lambda: federation([250] * 10)),
-        (lambda: federation([250] * (20 if quick else 100))),
-    )
-    predicting = partial(
-        federation, [10] * 2 if quick else [50] * 4, splits=("train", "validation", "test")
-    )
-    forty, images = (
-        (lambda: federation(unequal())),
-        (lambda: federation([125] * (4 if quick else 20), (1, 28, 28))),
-    )
-    net = bf.models.lenet((1, 28, 28), outputs=10)
-    cnn = bf.algorithms.fedavg(net, epochs=2, optimiser=heavy)
-    vem, held = (
-        new(mlp, head_epochs=epochs, body_epochs=epochs)
-        for new in (bf.algorithms.pfedvem, bf.algorithms.pfedvem_held)
-    )
-    curved = {"epochs": epochs, "optimiser": SGD(0.01), "selection": "random"}
-    fedsi = {
-        link: bf.algorithms.fedsi(mlp, link=link, **curved) for link in ("per_class", "contrasts")
-    }
-    ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, optimiser=heavy)
-    linear = torch.nn.Linear(150, 1)
-    once = {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()}
-    mean = bf.algorithms.fedavg(linear, optimiser=heavy, **once)
-    mixed = bf.algorithms.fedem(
-        linear, components=3, optimiser=replace(heavy, weight_decay=5e-4), **once
-    )
-    twenty, wide = (
-        (lambda: federation([120 if quick else 600] * 20)),
-        bf.models.mlp(784, hidden=128, outputs=10),
-    )
-    leaky = bf.models.leaky_cnn((1, 28, 28), outputs=10)
-    fives = {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH}
-    rep, pac = bf.algorithms.fedrep(wide, **fives), bf.algorithms.fedpac(wide, **fives)
-    rep_cnn, pac_cnn = bf.algorithms.fedrep(leaky, **fives), bf.algorithms.fedpac(leaky, **fives)
+    ten = partial(federation, [250] * 10)
+    hundred = partial(federation, [250] * (20 if quick else 100))
+    # From 10 to 500 examples.
+    sizes = np.random.default_rng(0).exponential(180, 40).clip(10, 500).astype(int).tolist()
+    images = partial(federation, [125] * (4 if quick else 20), (1, 28, 28))
+    small = partial(federation, [40] * (20 if quick else 200), (20,), 2)
+    photos = partial(federation, [20 if quick else 100] * 4, (3, 32, 32))
+    tokens, rod = partial(federation, [50] * 4, (64, 256)), partial(federation, [100] * 20, (20,))
+    twenty = partial(federation, [120 if quick else 600] * 20)
+    splits = ("train", "validation", "test")
+    predicting = partial(federation, [10] * 2 if quick else [50] * 4, splits=splits)
     mixture = cache(lambda: bf.data.linear_mixture(clients=60 if quick else 300, test=1))
-    normed, dropping = copy.deepcopy(net), copy.deepcopy(net)
-    normed.body = torch.nn.Sequential(
-        net.body[0],
-        torch.nn.BatchNorm2d(6),
-        *net.body[1:4],
-        torch.nn.BatchNorm2d(16),
-        *net.body[4:],
+
+    mlp = bf.models.mlp(784, hidden=100, outputs=10)
+    lenet = bf.models.lenet((1, 28, 28), outputs=10)
+    normed, dropping = copy.deepcopy(lenet), copy.deepcopy(lenet)
+    first, second, rest = lenet.body[:1], lenet.body[1:4], lenet.body[4:]
+    normed.body = nn.Sequential(*first, nn.BatchNorm2d(6), *second, nn.BatchNorm2d(16), *rest)
+    dropping.body = nn.Sequential(
+        *lenet.body[:9], nn.Dropout(0.3), *lenet.body[9:], nn.Dropout(0.3)
     )
-    dropping.body = torch.nn.Sequential(
-        *net.body[:9], torch.nn.Dropout(0.3), *net.body[9:], torch.nn.Dropout(0.3)
+    heads, resnet = TwoHeads(), torchvision().models.resnet18(num_classes=10)
+
+    plain = bf.algorithms.fedavg(mlp, epochs=epochs, optimiser=HEAVY)
+    ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, optimiser=HEAVY)
+    both = {"head_epochs": epochs, "body_epochs": epochs}
+    vem, held = bf.algorithms.pfedvem(mlp, **both), bf.algorithms.pfedvem_held(mlp, **both)
+    fedsi = partial(
+        bf.algorithms.fedsi, mlp, epochs=epochs, optimiser=SGD(0.01), selection="random"
     )
-    residual, small = ResidualMLP(), (lambda: federation([40] * (20 if quick else 200), (20,), 2))
-    heads, rod = TwoHeads(), (lambda: federation([100] * 20, (20,)))
-    encoder, tokens = Encoder(), (lambda: federation([50] * 4, (64, 256)))
-    few, resnet = (
-        (lambda: federation([20 if quick else 100] * 4, (3, 32, 32))),
-        torchvision().models.resnet18(num_classes=10),
-    )
-    lone = {
-        name: bf.algorithms.fedavg(one, epochs=5, optimiser=heavy)
-        for name, one in {"r": resnet, "e": encoder}.items()
-    }
-    short = bf.algorithms.fedavg(resnet, epochs=1, optimiser=heavy)
-    live = {
-        name: bf.algorithms.fedavg(one, epochs=2, optimiser=heavy)
-        for name, one in {"b": normed, "d": dropping}.items()
-    }
+    once = {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()}
+    linear, decaying = nn.Linear(150, 1), replace(HEAVY, weight_decay=5e-4)
+    mean = bf.algorithms.fedavg(linear, optimiser=HEAVY, **once)
+    mixed = bf.algorithms.fedem(linear, components=3, optimiser=decaying, **once)
+
+    def fedpac(title: str, model: nn.Module, data: Data, *repetitions: int) -> Row:
+        options = {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH}
+        pac, rep = (new(model, **options) for new in (bf.algorithms.fedpac, bf.algorithms.fedrep))
+        mine, other = partial(Ours, pac, data), partial(Ours, rep, data)
+        return beside(title, mine, "FedRep", other, 1.5, *repetitions, steps_alone=False)
+
     return {
-        "mlp10": make(
-            "FedAvg, MLP 784-100-10, 10 clients x 250",
-            lambda: bare_fedavg(mlp, ten(), epochs),
-            fedavg,
-            ten,
-            0.45,
-            0.72,
-            31,
+        "mlp10": fedavg(
+            "FedAvg, MLP 784-100-10, 10 clients x 250", mlp, ten, epochs, (0.45, 0.72), 31
         ),
-        "mlp100": make(
-            "the same, 100 clients",
-            lambda: bare_fedavg(mlp, hundred(), epochs),
-            fedavg,
-            hundred,
-            0.40,
-            0.65,
-            5,
+        "mlp100": fedavg("the same, 100 clients", mlp, hundred, epochs, (0.40, 0.65), 5),
+        "unequal": fedavg(
+            "40 clients of 10 to 500", mlp, partial(federation, sizes), epochs, (0.45, 0.65), 11
         ),
-        "unequal": make(
-            "40 clients of 10 to 500",
-            lambda: bare_fedavg(mlp, forty(), epochs),
-            fedavg,
-            forty,
-            0.45,
-            0.65,
-            11,
-        ),
-        "lenet": make(
-            "LeNet 6-16-120-84, 20 clients x 125",
-            lambda: bare_fedavg(net, images(), 2),
-            cnn,
-            images,
-            0.55,
-            0.95,
-            15,
-        ),
-        "lenet_norm": make(
-            "the same with batch norm",
-            lambda: bare_fedavg(normed, images(), 2),
-            live["b"],
-            images,
-            0.7,
-            1.0,
-            15,
-        ),
-        "lenet_dropout": make(
-            "the same with dropout",
-            lambda: bare_fedavg(dropping, images(), 2),
-            live["d"],
-            images,
-            0.7,
-            1.0,
-            15,
-        ),
-        "residual": make(
+        "lenet": fedavg("LeNet 6-16-120-84, 20 clients x 125", lenet, images, 2, (0.55, 0.95), 15),
+        "lenet_norm": fedavg("the same with batch norm", normed, images, 2, (0.7, 1.0), 15),
+        "lenet_dropout": fedavg("the same with dropout", dropping, images, 2, (0.7, 1.0), 15),
+        "residual": fedavg(
             "Residual MLP 20-64-64-2, batch norm and dropout, 200 clients x 40",
-            lambda: bare_fedavg(residual, small(), epochs),
-            bf.algorithms.fedavg(residual, epochs=epochs, optimiser=heavy),
+            ResidualMLP(),
             small,
-            0.15,
-            0.25,
+            epochs,
+            (0.15, 0.25),
             7,
         ),
-        "fed_rod": make(
+        "fed_rod": beside_bare(
             "Fed-RoD as one writes it, MLP 20-64-10, 20 clients x 100",
-            lambda: bare_fed_rod(heads, rod(), epochs),
+            partial(bare_fed_rod, heads, rod, epochs),
             fed_rod(heads, epochs),
             rod,
-            1.2,
-            1.2,
+            (1.2, 1.2),
             15,
         ),
-        "transformer": make(
-            "Transformer, d = 256, 4 x 50",
-            lambda: bare_fedavg(encoder, tokens(), 5),
-            lone["e"],
-            tokens,
-            0.8,
-            1.0,
-            5,
-        ),
-        "resnet": make(
-            "ResNet-18, batch norm, 4 x 100",
-            lambda: bare_fedavg(resnet, few(), 5),
-            lone["r"],
-            few,
-            0.8,
-            1.05,
-            3,
-        ),
-        "resnet_short": make(
-            "the same, one epoch", lambda: bare_fedavg(resnet, few(), 1), short, few, 0.8, 1.05, 5
-        ),
-        "pfedvem": make(
+        "transformer": fedavg("Transformer, d = 256, 4 x 50", Encoder(), tokens, 5, (0.8, 1.0), 5),
+        "resnet": fedavg("ResNet-18, batch norm, 4 x 100", resnet, photos, 5, (0.8, 1.05), 3),
+        "resnet_short": fedavg("the same, one epoch", resnet, photos, 1, (0.8, 1.05), 5),
+        "pfedvem": beside_bare(
             "pFedVEM, 10 clients, 5 draws",
-            lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5),
+            partial(bare_pfedvem, mlp, ten, epochs, 5),
             vem,
             ten,
-            0.40,
-            0.60,
+            (0.40, 0.60),
             15,
         ),
-        "pfedvem_held": beside("pFedVEM, scales held", held, "pFedVEM", vem, ten, 1.05),
-        "pfedvem_watched": pairs(
+        "pfedvem_held": beside(
+            "pFedVEM, scales held",
+            partial(Ours, held, ten),
+            "pFedVEM",
+            partial(Ours, vem, ten),
+            1.05,
+        ),
+        "pfedvem_watched": beside(
             "pFedVEM, every round looked at for stability",
+            partial(Watched, True, vem, ten),
             "unwatched",
-            lambda engine: Watched(False, vem, ten(), engine),
-            lambda engine: Watched(True, vem, ten(), engine),
-            limit=None,
-            repetitions=21,
+            partial(Watched, False, vem, ten),
+            None,
         ),
-        "fedsi_contrasts": replace(
-            pairs(
-                "FedSI at random weights, predicting by contrasts after every round",
-                "class-wise",
-                lambda engine: Predicted(fedsi["per_class"], predicting(), engine),
-                lambda engine: Predicted(fedsi["contrasts"], predicting(), engine),
-                limit=1.05,
-                repetitions=7,
-            ),
+        "fedsi_contrasts": beside(
+            "FedSI at random weights, predicting by contrasts after every round",
+            partial(Predicted, fedsi(link="contrasts"), predicting),
+            "class-wise",
+            partial(Predicted, fedsi(link="per_class"), predicting),
+            1.05,
+            7,
             steps_alone=False,
         ),
-        "ditto": beside("Ditto", ditto, "FedAvg", fedavg, ten, 2.3),
-        "fedem": replace(
-            beside("FedEM, 3 linear components, 300 clients", mixed, "FedAvg", mean, mixture, 2.4),
+        "ditto": beside(
+            "Ditto", partial(Ours, ditto, ten), "FedAvg", partial(Ours, plain, ten), 2.3
+        ),
+        "fedem": beside(
+            "FedEM, 3 linear components, 300 clients",
+            partial(Ours, mixed, mixture),
+            "FedAvg",
+            partial(Ours, mean, mixture),
+            2.4,
             steps_alone=False,
         ),
-        "fedpac": replace(
-            beside("FedPAC, MLP 784-128-10, 20 clients x 600", pac, "FedRep", rep, twenty, 1.5),
-            steps_alone=False,
+        "fedpac": fedpac(
+            "FedPAC, MLP 784-128-10, 20 clients x 600",
+            bf.models.mlp(784, hidden=128, outputs=10),
+            twenty,
         ),
-        "fedpac_cnn": replace(
-            beside("FedPAC, its CNN, 20 clients x 125", pac_cnn, "FedRep", rep_cnn, images, 1.5, 5),
-            steps_alone=False,
+        "fedpac_cnn": fedpac(
+            "FedPAC, its CNN, 20 clients x 125",
+            bf.models.leaky_cnn((1, 28, 28), outputs=10),
+            images,
+            5,
         ),
     }
 
 
-def _threaded(one_round: Round, threads: int) -> Round:
+def threaded(one_round: Round, threads: int) -> Round:
+    """The same on several of torch's own threads."""
+
     def run() -> float:
         torch.set_num_threads(threads)
         seconds = one_round()
@@ -731,195 +576,113 @@ def neighbour(busy: bool) -> Iterator[None]:
         process.wait()
 
 
-def measure(row: Row, *, busy: bool) -> dict[str, dict[str, float]]:
+def clocked(one_round: Round) -> tuple[float, float]:
+    """Seconds of a round, and CPU seconds."""
+    start = time.process_time()
+    return one_round(), time.process_time() - start
+
+
+def measure(row: Row, repetitions: int, *, busy: bool) -> dict[str, dict[str, float]]:
     """All sides of a row in turn; beside a busy process without torch's own threads, which stall
     for seconds.
     """
     sides = {name: make() for name, make in row.sides.items() if not (busy and "threads" in name)}
     for side in sides.values():
         side()
-    wall: dict[str, list[float]] = {name: [] for name in sides}
-    cpu: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(row.repetitions):
-        for name, side in sides.items():
-            gc.collect()
-            start = time.process_time()
-            wall[name].append(side())
-            cpu[name].append(time.process_time() - start)
+    turns = timing.in_turn(
+        {name: partial(clocked, side) for name, side in sides.items()}, repetitions
+    )
+    wall = {name: [seconds for seconds, _ in found] for name, found in turns.items()}
     out = {}
     for name, side in sides.items():
-        unit = wall[f"{row.unit}, {name}" if f"{row.unit}, {name}" in wall else row.unit]
+        unit = f"{row.unit}, {name}" if f"{row.unit}, {name}" in wall else row.unit
         out[name] = {
             "seconds": statistics.median(wall[name]),
-            "cpu_seconds": statistics.median(cpu[name]),
-            "ratio": statistics.median(a / b for a, b in zip(wall[name], unit, strict=True)),
+            "cpu_seconds": statistics.median(cpu for _, cpu in turns[name]),
+            "ratio": timing.ratio(wall[name], wall[unit]),
             **(side.shares() if isinstance(side, Ours) else {}),
         }
         if name in row.limits:
             out[name]["at_most"] = row.limits[name]
             if not busy and row.steps_alone:
                 out[name]["rest_at_most"] = REST[name]
-    out["2 workers"]["to_one_worker"] = statistics.median(
-        a / b for a, b in zip(wall["2 workers"], wall["1 worker"], strict=True)
-    )
+    out["2 workers"]["to_one_worker"] = timing.ratio(wall["2 workers"], wall["1 worker"])
     return out
 
 
-def _peak(name: str, side: str, quick: bool, pipe) -> None:
-    torch.set_num_threads(1)
-    one_round = rows(quick)[name].sides[side]
-    before = high_water()
-    one_round()()
-    pipe.send(high_water() - before)
-
-
-def high_water() -> float:
-    """Largest resident memory of this process so far, in MiB; getrusage would count the parent's
-    too.
-    """
-    (line,) = (
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmHWM")
-    )
-    return int(line.split()[1]) / 1024
-
-
-def peak_memory(name: str, side: str, quick: bool) -> float:
-    """MiB that one round of a side adds, its data included, in a process of its own."""
-    here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(
-        target=_peak, args=(name, side, quick, there)
-    )
-    process.start()
-    process.join()
-    return here.recv()
+def memory(name: str, side: str, quick: bool) -> float:
+    """MiB that one round of a side adds to this process, its data included."""
+    make = rows(quick)[name].sides[side]
+    return timing.added(lambda: make()())
 
 
 def against(commit: str, names: list[str], quick: bool) -> dict[str, dict[str, float]]:
     """Seconds of a round of ours in this tree and in a checkout of `commit`, and their ratio;
     medians over pairs of processes.
     """
-    here, found = str(Path(__file__).parents[1]), {}
+    here, found = str(script.ROOT), {}
+    size = ("quick", "2") if quick else ("whole", "5")
     with tempfile.TemporaryDirectory() as there:
         subprocess.run(["git", "clone", "--quiet", here, there], check=True)
         subprocess.run(["git", "-C", there, "checkout", "--quiet", commit], check=True)
 
         def seconds(tree: str, name: str, side: str) -> float:
-            size = ["quick" if quick else "whole", "2" if quick else "5"]
             command = [sys.executable, "-c", ROUNDS, tree, name, side, *size]
-            said = subprocess.run(
-                command, capture_output=True, text=True, check=True, cwd=there
-            ).stdout
+            options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+            said = subprocess.run(command, cwd=there, **options).stdout
             return statistics.median(json.loads(said.splitlines()[-1]))
 
-        for name in names:
-            for side in ("1 worker", "2 workers"):
-                pairs = []
-                for turn in range(2 if quick else PAIRS):
-                    both = {
-                        tree: seconds(tree, name, side)
-                        for tree in ((here, there) if turn % 2 else (there, here))
-                    }
-                    pairs.append((both[here], both[there]))
-                now, then = (statistics.median(times) for times in zip(*pairs, strict=True))
-                ratio = statistics.median(a / b for a, b in pairs)
-                found[f"{name}, {side}"] = {
-                    "seconds": now,
-                    "before": then,
-                    "ratio": ratio,
-                    "at_most": SLOWER,
-                }
-                print(
-                    f"{name}, {side}: {now:.3f} s, before {then:.3f} s, ratio {ratio:.3f} (at "
-                    f"most {SLOWER})",
-                    flush=True,
-                )
+        for name, side in itertools.product(names, ("1 worker", "2 workers")):
+            times: dict[str, list[float]] = {here: [], there: []}
+            for turn in range(2 if quick else PAIRS):
+                for tree in (here, there) if turn % 2 else (there, here):
+                    times[tree].append(seconds(tree, name, side))
+            found[f"{name}, {side}"] = row = {
+                "seconds": statistics.median(times[here]),
+                "before": statistics.median(times[there]),
+                "ratio": timing.ratio(times[here], times[there]),
+                "at_most": SLOWER,
+            }
+            timing.show(f"{name}, {side}", row)
     return found
 
 
 def main() -> None:
     """Runs the rows, prints the table, writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = script.arguments(
+        __doc__,
+        rows={"nargs": "+", "choices": list(rows(True)), "default": list(rows(True))},
+        **{"no-neighbour": {"action": "store_true", "help": "leave out the busy neighbour"}},
+        against={
+            "metavar": "COMMIT",
+            "help": "time our own rounds here and in a checkout of this commit, and nothing else",
+        },
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="small sizes and few repetitions: shows that it runs; nothing is written",
-    )
-    parser.add_argument("--rows", nargs="+", choices=list(rows(True)), default=list(rows(True)))
-    parser.add_argument(
-        "--no-neighbour", action="store_true", help="leave out the rows with a busy neighbour"
-    )
-    parser.add_argument(
-        "--against",
-        metavar="COMMIT",
-        help="time our own rounds here and in a checkout of this commit, and nothing else",
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    # Before anything is written, which would count as an uncommitted change.
-    environment = report.environment()
-    print(
-        f"torch {torch.__version__}, {environment['cores']} cores, 1 intra-op thread unless said",
-        flush=True,
-    )
-    if arguments.against:
-        found = against(arguments.against, arguments.rows, arguments.quick)
-        if not arguments.quick:
-            about = {"command": " ".join(["python", *sys.argv]), "environment": environment}
-            path = RESULTS.with_name("against.json")
-            known = json.loads(path.read_text())["rows"] if path.exists() else {}
-            known |= {name: {**row, **about} for name, row in found.items()}
-            report.write_json(path, {"rows": known})
+    made = script.made()
+    if given.against:
+        found = {
+            name: {**row, **made}
+            for name, row in against(given.against, given.rows, given.quick).items()
+        }
+        if not given.quick:
+            script.write_rows("against", found)
         return
-    results: dict[str, dict] = (
-        json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
-    )
-    table = rows(arguments.quick)
-    for name in arguments.rows:
+    table = rows(given.quick)
+    for name in given.rows:
         row = table[name]
-        for busy in (False, True)[: 1 if arguments.no_neighbour or row.unit != "bare" else 2]:
+        repetitions = 2 if given.quick else row.repetitions
+        for busy in (False,) if given.no_neighbour or row.unit != "bare" else (False, True):
             with neighbour(busy):
-                sides = measure(row, busy=busy)
-            if not busy:
-                for side, figures in sides.items():
-                    figures["memory_mib"] = peak_memory(name, side, arguments.quick)
+                sides = measure(row, repetitions, busy=busy)
             title = row.title + (", busy neighbour" if busy else "")
             print(title)
-            for side, f in sides.items():
-                shares = (
-                    f"  shares: batches {f['batches']:.3f} noise {f['noise']:.3f} rest "
-                    f"{f['rest']:.3f}"
-                    if "rest" in f
-                    else ""
-                )
-                shares += f" (at most {f['rest_at_most']:.2f})" if "rest_at_most" in f else ""
-                shares += (
-                    f"  {f['to_one_worker']:.2f} of 1 worker (at most {TWO_TO_ONE})"
-                    if busy and "to_one_worker" in f
-                    else ""
-                )
-                limit = f" (at most {f['at_most']:.2f})" if "at_most" in f and not busy else ""
-                memory = f"  {f['memory_mib']:.0f} MiB" if "memory_mib" in f else ""
-                print(
-                    f"  {side:18s} {f['seconds']:.3f} s  cpu {f['cpu_seconds']:.3f} s  ratio "
-                    f"{f['ratio']:.2f}{limit}{memory}{shares}",
-                    flush=True,
-                )
-            results[f"{name}{'_busy' if busy else ''}"] = {
-                "title": title,
-                "repetitions": row.repetitions,
-                "command": " ".join(["python", *sys.argv]),  # rows may be measured anew one by one
-                "environment": environment,
-                "sides": sides,
-            }
-            if not arguments.quick:
-                order = [key for one in table for key in (one, f"{one}_busy")]
-                report.write_json(
-                    RESULTS, {"rows": {key: results[key] for key in order if key in results}}
-                )
+            for side, figures in sides.items():
+                if not busy:
+                    figures["memory_mib"] = timing.alone(memory, name, side, given.quick)
+                timing.show(side, figures)
+            if not given.quick:
+                found = {"title": title, "repetitions": repetitions, **made, "sides": sides}
+                script.write_rows("engines", {f"{name}{'_busy' * busy}": found})
 
 
 if __name__ == "__main__":

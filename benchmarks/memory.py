@@ -17,28 +17,25 @@ Every measurement has a process of its own, the images' in turn. Results:
 benchmarks/results/memory.json.
 """
 
-import argparse
 import contextlib
-import multiprocessing
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
+import script
+import timing
+from timing import resident
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import bayesfl as bf
-from bayesfl.data import ClientData, FederatedData, SourceInfo
-from bayesfl.evaluation import report
+from bayesfl.data import FederatedData
 
-RESULTS = Path(__file__).parent / "results" / "memory.json"
 LIMIT_MIB = 2048
 LARGE = bf.models.SplitModel(nn.Sequential(nn.Linear(64, 499), nn.ReLU()), nn.Linear(499, 10))
 SMALL = bf.models.mlp(64, hidden=16, outputs=10)
@@ -54,41 +51,16 @@ KINDS = ("floats in memory", "bytes in memory", "bytes in a file")
 IMAGE = (3, 32, 32)
 
 
-def resident(key: str) -> float:
-    """A line of the process's status, in MiB."""
-    (line,) = (
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
-    )
-    return int(line.split()[1]) / 1024
-
-
 def mib(tree: object) -> float:
     """What a nest of tensors takes, in MiB."""
     return sum(t.nbytes for t in tree_leaves(tree)) / 2**20
 
 
-def clients_state(method: str, clients: int, pipe: Connection) -> None:
-    """Three rounds in this process; sends the figures."""
-    torch.set_num_threads(1)
+def clients_state(method: str, clients: int) -> dict[str, float]:
+    """The figures of three rounds in this process."""
     _, gathered, model, algorithm = METHODS[method]
     start = resident("VmRSS")
-    rng = torch.Generator().manual_seed(0)
-    n = 20 * clients
-    split = ClientData(
-        torch.rand(n, 64, generator=rng),
-        torch.randint(0, 10, (n,), generator=rng),
-        torch.arange(n),
-        np.full(clients, 20),
-    )
-    data = FederatedData(
-        splits={"train": split},
-        outputs=10,
-        task="classification",
-        inputs=(64,),
-        client_names=tuple(str(j) for j in range(clients)),
-        source=SourceInfo(name="random"),
-        recipe={},
-    )
+    data = timing.federation([20] * clients, (64,))
     with_data = resident("VmRSS")
     clock = time.perf_counter()
     result = bf.simulate(
@@ -101,18 +73,16 @@ def clients_state(method: str, clients: int, pipe: Connection) -> None:
         engine=bf.Engine(workers=2),
         progress=False,
     )
-    pipe.send(
-        {
-            "clients": clients,
-            "head_weights": sum(p.numel() for p in model.head.parameters()),
-            "seconds": time.perf_counter() - clock,
-            "before_mib": start,
-            "with_data_mib": with_data,
-            "kept_state_mib": mib(result.private),
-            "server_mib": mib(result.server),
-            "peak_mib": resident("VmHWM"),
-        }
-    )
+    return {
+        "clients": clients,
+        "head_weights": sum(p.numel() for p in model.head.parameters()),
+        "seconds": time.perf_counter() - clock,
+        "before_mib": start,
+        "with_data_mib": with_data,
+        "kept_state_mib": mib(result.private),
+        "server_mib": mib(result.server),
+        "peak_mib": resident("VmHWM"),
+    }
 
 
 @contextlib.contextmanager
@@ -141,18 +111,16 @@ def one_round(clients: FederatedData) -> None:
     bf.simulate(algorithm, clients, rounds=1, engine=bf.Engine(workers=1), progress=False)
 
 
-def images(kind: str, file: Path, count: int, pipe: Connection) -> None:
-    """One round over images of one kind in this process; sends the figures."""
-    torch.set_num_threads(1)
+def images(kind: str, file: Path, count: int) -> dict[str, float]:
+    """The figures of one round over images of one kind in this process."""
 
     def federation(n: int, clients: int) -> FederatedData:
         x = np.memmap(file, dtype=np.uint8, mode="r", shape=(count, *IMAGE))[:n]
         y, ids = np.arange(n) % 10, np.arange(n) % clients
         if kind == "floats in memory":
             return bf.data.from_arrays(x / np.float32(255), y, client_ids=ids)
-        pooled = bf.data.from_arrays(
-            x if kind == "bytes in a file" else np.array(x), y, client_ids=ids
-        )
+        pixels = x if kind == "bytes in a file" else np.array(x)
+        pooled = bf.data.from_arrays(pixels, y, client_ids=ids)
         return pooled.transformed(lambda x: x / 255)
 
     one_round(federation(200, 2))  # what the first round loads is not counted
@@ -160,90 +128,35 @@ def images(kind: str, file: Path, count: int, pipe: Connection) -> None:
     made = federation(count, 100)
     after = resident("RssAnon")
     with anonymous_peak() as peak:
-        clock = time.perf_counter()
-        one_round(made)
-        seconds = time.perf_counter() - clock
-        pipe.send({"made_mib": after - start, "peak_mib": peak() - start, "seconds": seconds})
-
-
-def alone(target: Callable[..., None], *args: object) -> dict[str, float]:
-    """The figures that a function sends from a process of its own.
-
-    Raises:
-        EOFError: The process ended before it sent them.
-        RuntimeError: It failed afterwards.
-    """
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(*args, there))
-    process.start()
-    there.close()  # so that a process that fails is noticed
-    figures = here.recv()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(
-            f"{target.__name__} ended with exit code {process.exitcode} after it sent its figures"
-        )
-    return figures
+        seconds = timing.seconds(lambda: one_round(made))
+        return {"made_mib": after - start, "peak_mib": peak() - start, "seconds": seconds}
 
 
 def main() -> None:
     """Measures both kinds of federations."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a twentieth of the clients, 4,000 images: shows that it runs; nothing is written",
-    )
-    quick = parser.parse_args().quick
-    results = {}
+    quick = script.arguments(__doc__).quick
+    written, rows = script.made(), {}
     for method, (clients, *_) in METHODS.items():
-        results[method] = figures = alone(
-            clients_state, method, clients // 20 if quick else clients
-        )
-        print(
-            f"{method:8s} {figures['clients']} clients: kept state "
-            f"{figures['kept_state_mib']:.0f} MiB, the server's {figures['server_mib']:.0f} MiB, "
-            f"peak {figures['peak_mib']:.0f} MiB of at most {LIMIT_MIB}, 3 rounds in "
-            f"{figures['seconds']:.1f} s",
-            flush=True,
-        )
-        if figures["peak_mib"] > LIMIT_MIB:
+        few = clients // 20 if quick else clients
+        rows[method] = timing.alone(clients_state, method, few)
+        timing.show(method, rows[method])
+        if rows[method]["peak_mib"] > LIMIT_MIB:
             raise SystemExit(f"{method} takes more memory than {LIMIT_MIB} MiB")
     count = 4_000 if quick else 60_000
-    each: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "images"
         np.random.default_rng(0).integers(0, 256, (count, *IMAGE), dtype=np.uint8).tofile(file)
-        for _ in range(1 if quick else 3):
-            for kind in KINDS:
-                each[kind].append(alone(images, kind, file, count))
+        sides = {kind: partial(timing.alone, images, kind, file, count) for kind in KINDS}
+        each = timing.in_turn(sides, 1 if quick else 3)
     medians = {
-        kind: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        for kind, rows in each.items()
+        kind: {key: statistics.median(row[key] for row in found) for key in found[0]}
+        for kind, found in each.items()
     }
     for kind, row in medians.items():
-        print(
-            f"{kind}: made with {row['made_mib']:.0f} MiB, peak of a round {row['peak_mib']:.0f} "
-            f"MiB, {row['seconds']:.1f} s",
-            flush=True,
-        )
+        timing.show(kind, row)
     if not quick:
-        record = {
-            "limit_mib": LIMIT_MIB,
-            "rows": results,
-            "images": {"count": count, "medians": medians, "each": each},
-        }
-        report.write_json(
-            RESULTS,
-            {
-                "command": " ".join(["python", *sys.argv]),
-                "environment": report.environment(),
-                **record,
-            },
-        )
+        pictures = {"count": count, "medians": medians, "each": each}
+        script.write("memory", **written, limit_mib=LIMIT_MIB, rows=rows, images=pictures)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What the scripts of this folder share: their command line, the folder of their runs, and where
-results lie.
+"""What the scripts of this folder share: their command line, the folder of their runs, and how
+results are written.
 """
 
 import argparse
 import json
 import runpy
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bayesfl.base.files import atomic_path
 from bayesfl.evaluation import report
 from bayesfl.study.table import Row
 
@@ -66,6 +68,37 @@ def cell(run: Row, /, **found: Any) -> dict[str, Any]:
     return {**found, "environment": run.record.environment}
 
 
+def made() -> dict[str, Any]:
+    """Return by which command and where results are made. To be asked before anything is written,
+    which would count as an uncommitted change.
+    """
+    return {"command": " ".join(["python", *sys.argv]), "environment": report.environment()}
+
+
+def saved(name: str) -> dict[str, Any]:
+    """Return a script's results; none where they were never made."""
+    file = RESULTS / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def write(name: str, **parts: Any) -> None:
+    """Put parts into a script's results, in which the others stay."""
+    report.write_json(RESULTS / f"{name}.json", {**saved(name), **parts})
+
+
+def write_rows(name: str, rows: dict[str, Any]) -> None:
+    """Put rows into a script's results, in which the others stay: they may be measured one by
+    one.
+    """
+    write(name, rows=saved(name).get("rows", {}) | rows)
+
+
+def write_figure(name: str, figure: Any) -> None:
+    """Put a figure into the documentation's images."""
+    with atomic_path(ROOT / "docs" / "images" / f"{name}.png") as path:
+        figure.savefig(path, dpi=110, format="png")
+
+
 def main(
     doc: str | None,
     name: str,
@@ -81,10 +114,9 @@ def main(
         results: (folder of the runs, quick=, jobs=) -> the results, with `cells` by key.
         draw: (results) -> None draws the figure.
     """
-    file = RESULTS / f"{name}.json"
     given = arguments(doc, jobs=JOBS, **({"figure": FIGURE} if draw else {}))
     if draw and given.figure:
-        draw(json.loads(file.read_text()))
+        draw(saved(name))
         return
     with runs(name, quick=given.quick) as folder:
         found = results(folder, quick=given.quick, jobs=given.jobs)
@@ -92,4 +124,4 @@ def main(
         told = {word: value for word, value in made.items() if word != "environment"}
         print(f"{key}: {json.dumps(told)}")
     if not given.quick:
-        report.write_json(file, {"command": f"python benchmarks/{name}.py", **found})
+        write(name, command=f"python benchmarks/{name}.py", **found)
