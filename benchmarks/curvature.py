@@ -39,20 +39,12 @@ BACKPACK, DEFAULT = "laplace, BackPACK", "laplace"
 
 @dataclass(frozen=True)
 class Problem:
-    """A network, a client's data, a subnetwork, test points: random, speed does not read them.
+    """A network, a client's data, a subnetwork, test points: random, speed does not read them."""
 
-    Args:
-        model: With a body and a head.
-        x: Training inputs.
-        test: Test inputs.
-        indices: The subnetwork, places in the whole parameter vector; all of them lie in the body,
-            which comes first.
-    """
-
-    model: nn.Module
+    model: nn.Module  # with a body and a head
     x: Tensor
     test: Tensor
-    indices: Tensor
+    indices: Tensor  # the subnetwork, places in the body, which comes first
 
 
 def problem(name: str, quick: bool, *, paper: bool = False) -> Problem:
@@ -105,8 +97,7 @@ def laplace(p: Problem, backend: str, structure: str, **options: object) -> tupl
     return fitted, partial(fitted.fit, torch.utils.data.DataLoader(data, batch_size=len(p.x)))
 
 
-def fitted_laplace(p: Problem, backend: str) -> Any:
-    """The same of the subnetwork, fitted."""
+def subnetwork(p: Problem, backend: str) -> Any:
     options = {"subset_of_weights": "subnetwork", "subnetwork_indices": p.indices}
     fitted, fit = laplace(p, backend, "full", **options)
     fit()
@@ -114,30 +105,20 @@ def fitted_laplace(p: Problem, backend: str) -> Any:
 
 
 def inverse(p: Problem, indices: Tensor | None) -> Any:
-    """Ours, of a subnetwork or of the whole body."""
     return invert(Curvature(p.model, pattern="body.*"), p.x, 1.0, indices=indices)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way of doing a row's work.
+    """One way of doing a row's work."""
 
-    Args:
-        make: Prepares and returns what is timed.
-        scale: What multiplies the seconds, where a part of the work was timed.
-        at_least: How many times slower than ours it should be.
-        memory: What share of its memory ours may take.
-    """
-
-    make: Callable[[], Run]
-    scale: float = 1.0
-    at_least: float | None = None
-    memory: float | None = None
+    make: Callable[[], Run]  # prepares and returns what is timed
+    scale: float = 1.0  # of the seconds, where a part of the work was timed
+    at_least: float | None = None  # how many times slower than ours it should be
+    memory: float | None = None  # what share of its memory ours may take
 
 
 def diagonal(p: Problem, **at_least: float) -> dict[str, Side]:
-    """The diagonal of the curvature."""
-
     def theirs(backend: str) -> Run:
         return laplace(p, backend, "diag", subset_of_weights="all")[1]
 
@@ -148,10 +129,8 @@ def diagonal(p: Problem, **at_least: float) -> dict[str, Side]:
 
 
 def factor(p: Problem, times: float) -> dict[str, Side]:
-    """The factor of a subnetwork's covariance, fit included."""
-
     def theirs(backend: str) -> Run:
-        return lambda: fitted_laplace(p, backend).posterior_scale
+        return lambda: subnetwork(p, backend).posterior_scale
 
     return {"ours": Side(lambda: partial(inverse, p, p.indices))} | {
         backend: Side(partial(theirs, backend), at_least=times, memory=1 / 3)
@@ -165,7 +144,7 @@ def predict(
     """Probit predictions, which BackPACK makes in one call, too."""
 
     def theirs(backend: str, batch: int, points: int) -> Run:
-        fitted = fitted_laplace(p, backend)
+        fitted = subnetwork(p, backend)
         return lambda: [fitted(x, link_approx="probit") for x in p.test[:points].split(batch)]
 
     def ours(indices: Tensor | None) -> Run:
@@ -196,18 +175,15 @@ def predict(
 
 
 def last_layer(p: Problem) -> bf.posteriors.Laplace:
-    """Our Kronecker-factored last layer."""
     return bf.posteriors.Laplace.fit(p.model, p.x, structure="kfac", pattern="head.*")
 
 
-def kfac(p: Problem) -> tuple[Any, Run]:
-    """The other's, and what fits it."""
+def their_last_layer(p: Problem) -> tuple[Any, Run]:
     return laplace(p, DEFAULT, "kron", subset_of_weights="last_layer")
 
 
 def kfac_fit(p: Problem) -> dict[str, Side]:
-    """A fit of the last layer."""
-    theirs = Side(lambda: kfac(p)[1], at_least=1)
+    theirs = Side(lambda: their_last_layer(p)[1], at_least=1)
     return {"ours": Side(lambda: partial(last_layer, p)), DEFAULT: theirs}
 
 
@@ -215,7 +191,7 @@ def kfac_predict(p: Problem, points: int) -> dict[str, Side]:
     """The other side predicts `points` test points, as it forms their Jacobian."""
 
     def theirs() -> Run:
-        fitted, fit = kfac(p)
+        fitted, fit = their_last_layer(p)
         fit()
         return lambda: fitted(p.test[:points], link_approx="probit")
 
@@ -229,17 +205,11 @@ def kfac_predict(p: Problem, points: int) -> dict[str, Side]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
-
-    Args:
-        title: What is done.
-        sides: {name: how}; "ours" is the unit.
-        repetitions: Of all sides that are not slow, after one that warms up.
-    """
+    """One line of the table; "ours" is the unit of its sides."""
 
     title: str
     sides: dict[str, Side]
-    repetitions: int
+    repetitions: int  # of all sides that are not slow, after one that warms up
 
 
 def rows(quick: bool) -> dict[str, Row]:

@@ -67,10 +67,8 @@ print(json.dumps([one_round() for _ in range(int(rounds))]))
 """A program that times rounds of one side of a row in one tree, after a round that warms up; it
 runs under earlier commits, too.
 """
-Round = Callable[[], float]
-"""A round, which gives its seconds."""
+Round = Callable[[], float]  # which gives its seconds
 Data = Callable[[], FederatedData]
-Maker = Callable[[bf.Engine], Round]
 
 
 def bare(
@@ -101,14 +99,7 @@ def bare(
     return lambda: timing.seconds(one_round)
 
 
-def descend(
-    net: nn.Module,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    x: Tensor,
-    y: Tensor,
-    epochs: int,
-    lr: float = LR,
-) -> None:
+def descend(net: nn.Module, loss: Any, x: Tensor, y: Tensor, epochs: int, lr: float = LR) -> None:
     """Steps on mini-batches, by an optimiser of their own."""
     optimiser = torch.optim.SGD(net.parameters(), lr=lr, momentum=MOMENTUM)
     for _ in range(epochs):
@@ -118,13 +109,11 @@ def descend(
             optimiser.step()
 
 
-def averaged(model: nn.Module) -> list[Tensor]:
-    """Parameters and running statistics."""
-    return [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
-
-
 def bare_fedavg(model: nn.Module, data: Data, epochs: int) -> Round:
     """FedAvg as a loop; running statistics are averaged, too."""
+
+    def averaged(net: nn.Module) -> list[Tensor]:
+        return [*net.parameters(), *(b for b in net.buffers() if b.is_floating_point())]
 
     def train(net: nn.Module, x: Tensor, y: Tensor) -> None:
         descend(net, lambda x, y: F.cross_entropy(net(x), y), x, y, epochs)
@@ -350,23 +339,14 @@ class Predicted(Ours):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
-
-    Args:
-        title: What is run.
-        unit: The side that everything is measured in.
-        sides: {name: makes a round}.
-        limits: {name: at most this ratio}.
-        repetitions: Of all sides, after one that warms up.
-        steps_alone: Whether the local work is gradient steps and nothing else, so that the rest of
-            a round has its limit.
-    """
+    """One line of the table."""
 
     title: str
-    unit: str
-    sides: dict[str, Callable[[], Round]]
-    limits: dict[str, float]
-    repetitions: int
+    unit: str  # the side that everything is measured in
+    sides: dict[str, Callable[[], Round]]  # each makes a round
+    limits: dict[str, float]  # at most this ratio
+    repetitions: int  # of all sides, after one that warms up
+    # Whether the local work is gradient steps alone, so that the rest of a round has its limit.
     steps_alone: bool = True
 
 
@@ -400,24 +380,27 @@ def fedavg(title: str, model: nn.Module, data: Data, epochs: int, *limits: Any) 
 
 def beside(
     title: str,
-    mine: Maker,
+    mine: bf.Algorithm,
     unit: str,
-    other: Maker,
+    other: bf.Algorithm,
+    data: Data,
     limit: float | None,
     repetitions: int = 21,
     *,
-    steps_alone: bool = True,
+    ways: tuple[Any, Any] = (Ours, Ours),
+    **options: bool,
 ) -> Row:
     """A round of ours in units of another of ours."""
+    my_way, other_way = ways
     sides: dict[str, Callable[[], Round]] = {
-        unit: partial(other, ONE),
-        "1 worker": partial(mine, ONE),
-        f"{unit}, 2 workers": partial(other, TWO),
-        "2 workers": partial(mine, TWO),
+        unit: partial(other_way, other, data, ONE),
+        "1 worker": partial(my_way, mine, data, ONE),
+        f"{unit}, 2 workers": partial(other_way, other, data, TWO),
+        "2 workers": partial(my_way, mine, data, TWO),
     }
     limits = {} if limit is None else {"1 worker": limit, "2 workers": limit}
     title = f"{title}, in units of our own {unit} round"
-    return Row(title, unit, sides, limits, repetitions, steps_alone)
+    return Row(title, unit, sides, limits, repetitions, **options)
 
 
 def rows(quick: bool) -> dict[str, Row]:
@@ -444,7 +427,10 @@ def rows(quick: bool) -> dict[str, Row]:
     dropping.body = nn.Sequential(
         *lenet.body[:9], nn.Dropout(0.3), *lenet.body[9:], nn.Dropout(0.3)
     )
-    heads, resnet = TwoHeads(), torchvision().models.resnet18(num_classes=10)
+    heads, residual = TwoHeads(), ResidualMLP()
+    resnet = torchvision().models.resnet18(num_classes=10)
+    wide = bf.models.mlp(784, hidden=128, outputs=10)
+    leaky = bf.models.leaky_cnn((1, 28, 28), outputs=10)
 
     plain = bf.algorithms.fedavg(mlp, epochs=epochs, optimiser=HEAVY)
     ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, optimiser=HEAVY)
@@ -461,9 +447,12 @@ def rows(quick: bool) -> dict[str, Row]:
     def fedpac(title: str, model: nn.Module, data: Data, *repetitions: int) -> Row:
         options = {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH}
         pac, rep = (new(model, **options) for new in (bf.algorithms.fedpac, bf.algorithms.fedrep))
-        mine, other = partial(Ours, pac, data), partial(Ours, rep, data)
-        return beside(title, mine, "FedRep", other, 1.5, *repetitions, steps_alone=False)
+        return beside(title, pac, "FedRep", rep, data, 1.5, *repetitions, steps_alone=False)
 
+    residual_title = "Residual MLP 20-64-64-2, batch norm and dropout, 200 clients x 40"
+    rod_title = "Fed-RoD as one writes it, MLP 20-64-10, 20 clients x 100"
+    rod_loop = partial(bare_fed_rod, heads, rod, epochs)
+    vem_loop = partial(bare_pfedvem, mlp, ten, epochs, 5)
     return {
         "mlp10": fedavg(
             "FedAvg, MLP 784-100-10, 10 clients x 250", mlp, ten, epochs, (0.45, 0.72), 31
@@ -475,78 +464,47 @@ def rows(quick: bool) -> dict[str, Row]:
         "lenet": fedavg("LeNet 6-16-120-84, 20 clients x 125", lenet, images, 2, (0.55, 0.95), 15),
         "lenet_norm": fedavg("the same with batch norm", normed, images, 2, (0.7, 1.0), 15),
         "lenet_dropout": fedavg("the same with dropout", dropping, images, 2, (0.7, 1.0), 15),
-        "residual": fedavg(
-            "Residual MLP 20-64-64-2, batch norm and dropout, 200 clients x 40",
-            ResidualMLP(),
-            small,
-            epochs,
-            (0.15, 0.25),
-            7,
-        ),
-        "fed_rod": beside_bare(
-            "Fed-RoD as one writes it, MLP 20-64-10, 20 clients x 100",
-            partial(bare_fed_rod, heads, rod, epochs),
-            fed_rod(heads, epochs),
-            rod,
-            (1.2, 1.2),
-            15,
-        ),
+        "residual": fedavg(residual_title, residual, small, epochs, (0.15, 0.25), 7),
+        "fed_rod": beside_bare(rod_title, rod_loop, fed_rod(heads, epochs), rod, (1.2, 1.2), 15),
         "transformer": fedavg("Transformer, d = 256, 4 x 50", Encoder(), tokens, 5, (0.8, 1.0), 5),
         "resnet": fedavg("ResNet-18, batch norm, 4 x 100", resnet, photos, 5, (0.8, 1.05), 3),
         "resnet_short": fedavg("the same, one epoch", resnet, photos, 1, (0.8, 1.05), 5),
         "pfedvem": beside_bare(
-            "pFedVEM, 10 clients, 5 draws",
-            partial(bare_pfedvem, mlp, ten, epochs, 5),
-            vem,
-            ten,
-            (0.40, 0.60),
-            15,
+            "pFedVEM, 10 clients, 5 draws", vem_loop, vem, ten, (0.40, 0.60), 15
         ),
-        "pfedvem_held": beside(
-            "pFedVEM, scales held",
-            partial(Ours, held, ten),
-            "pFedVEM",
-            partial(Ours, vem, ten),
-            1.05,
-        ),
+        "pfedvem_held": beside("pFedVEM, scales held", held, "pFedVEM", vem, ten, 1.05),
         "pfedvem_watched": beside(
             "pFedVEM, every round looked at for stability",
-            partial(Watched, True, vem, ten),
+            vem,
             "unwatched",
-            partial(Watched, False, vem, ten),
+            vem,
+            ten,
             None,
+            ways=(partial(Watched, True), partial(Watched, False)),
         ),
         "fedsi_contrasts": beside(
             "FedSI at random weights, predicting by contrasts after every round",
-            partial(Predicted, fedsi(link="contrasts"), predicting),
+            fedsi(link="contrasts"),
             "class-wise",
-            partial(Predicted, fedsi(link="per_class"), predicting),
+            fedsi(link="per_class"),
+            predicting,
             1.05,
             7,
+            ways=(Predicted, Predicted),
             steps_alone=False,
         ),
-        "ditto": beside(
-            "Ditto", partial(Ours, ditto, ten), "FedAvg", partial(Ours, plain, ten), 2.3
-        ),
+        "ditto": beside("Ditto", ditto, "FedAvg", plain, ten, 2.3),
         "fedem": beside(
             "FedEM, 3 linear components, 300 clients",
-            partial(Ours, mixed, mixture),
+            mixed,
             "FedAvg",
-            partial(Ours, mean, mixture),
+            mean,
+            mixture,
             2.4,
             steps_alone=False,
         ),
-        "fedpac": fedpac(
-            "FedPAC, MLP 784-128-10, 20 clients x 600",
-            bf.models.mlp(784, hidden=128, outputs=10),
-            twenty,
-        ),
-        "fedpac_cnn": fedpac(
-            "FedPAC, its CNN, 20 clients x 125",
-            bf.models.leaky_cnn((1, 28, 28), outputs=10),
-            images,
-            5,
-        ),
+        "fedpac": fedpac("FedPAC, MLP 784-128-10, 20 clients x 600", wide, twenty),
+        "fedpac_cnn": fedpac("FedPAC, its CNN, 20 clients x 125", leaky, images, 5),
     }
 
 
@@ -563,17 +521,13 @@ def threaded(one_round: Round, threads: int) -> Round:
 
 
 @contextlib.contextmanager
-def neighbour(busy: bool) -> Iterator[None]:
-    """A process that spins on one core, or none."""
-    if not busy:
-        yield
-        return
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
+def neighbour() -> Iterator[None]:
+    """A process that spins on one core."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def clocked(one_round: Round) -> tuple[float, float]:
@@ -649,30 +603,26 @@ def against(commit: str, names: list[str], quick: bool) -> dict[str, dict[str, f
 
 def main() -> None:
     """Runs the rows, prints the table, writes the results."""
-    given = script.arguments(
-        __doc__,
-        rows={"nargs": "+", "choices": list(rows(True)), "default": list(rows(True))},
-        **{"no-neighbour": {"action": "store_true", "help": "leave out the busy neighbour"}},
-        against={
-            "metavar": "COMMIT",
-            "help": "time our own rounds here and in a checkout of this commit, and nothing else",
-        },
-    )
+    names = list(rows(True))
+    alone = "time our own rounds here and in a checkout of this commit, and nothing else"
+    options: dict[str, Any] = {
+        "rows": {"nargs": "+", "choices": names, "default": names},
+        "no-neighbour": {"action": "store_true", "help": "leave out the busy neighbour"},
+        "against": {"metavar": "COMMIT", "help": alone},
+    }
+    given = script.arguments(__doc__, **options)
     made = script.made()
     if given.against:
-        found = {
-            name: {**row, **made}
-            for name, row in against(given.against, given.rows, given.quick).items()
-        }
+        found = against(given.against, given.rows, given.quick)
         if not given.quick:
-            script.write_rows("against", found)
+            script.write_rows("against", {name: {**row, **made} for name, row in found.items()})
         return
     table = rows(given.quick)
     for name in given.rows:
         row = table[name]
         repetitions = 2 if given.quick else row.repetitions
         for busy in (False,) if given.no_neighbour or row.unit != "bare" else (False, True):
-            with neighbour(busy):
+            with neighbour() if busy else contextlib.nullcontext():
                 sides = measure(row, repetitions, busy=busy)
             title = row.title + (", busy neighbour" if busy else "")
             print(title)

@@ -14,26 +14,22 @@ often the file changes from one call to the next, and how many files there are.
 import ast
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 TREE = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
-
-
 LOOKS = ("/preflight/", "/stability.py", "/fits.py")
 """Where looks stand, in this tree and in earlier ones."""
 
 
 def is_docstring(node: ast.AST) -> bool:
     """Say whether a statement is text alone."""
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return text and isinstance(node.value.value, str)
 
 
 def statements(node: ast.AST) -> int:
@@ -73,10 +69,9 @@ def is_defence(node: ast.stmt, names: set[str]) -> bool:
         return True
     if isinstance(node, ast.Expr):
         return called(node.value) in names
-    if isinstance(node, ast.If):
-        return all(is_defence(one, names) for one in (*node.body, *node.orelse))
-    if isinstance(node, ast.For | ast.With):
-        return all(is_defence(one, names) for one in node.body)
+    if isinstance(node, ast.If | ast.For | ast.With):
+        inner = [*node.body, *(node.orelse if isinstance(node, ast.If) else [])]
+        return all(is_defence(one, names) for one in inner)
     return False
 
 
@@ -84,46 +79,46 @@ def defence(tree: ast.AST, names: set[str]) -> int:
     """Count the statements that look: whole functions of looks, and looks within others."""
     count = 0
     for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.FunctionDef) and child.name in names:
-            count += statements(child)
-        elif isinstance(child, ast.stmt) and is_defence(child, names):
+        look = isinstance(child, ast.FunctionDef) and child.name in names
+        if look or (isinstance(child, ast.stmt) and is_defence(child, names)):
             count += statements(child)
         else:
             count += defence(child, names)
     return count
 
 
+def counted(tree: ast.Module, lines: int, names: set[str]) -> Counter[str]:
+    """Return the figures of a file."""
+    calls = Counter(called(node) for node in ast.walk(tree))
+    return Counter(
+        files=1,
+        lines=lines,
+        statements=statements(tree),
+        raises=sum(isinstance(node, ast.Raise) for node in ast.walk(tree)),
+        calls=sum(calls[name] for name in names - {"warn"}),
+        defence=defence(tree, names),
+    )
+
+
 def table(root: Path) -> None:
     """Print the figures of a folder's parts."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
     names = looks(trees)
+    parts: dict[str, Counter[str]] = defaultdict(Counter)
+    for path, tree in trees.items():
+        found = counted(tree, path.read_text().count("\n"), names)
+        parts[path.relative_to(root).parts[0]].update(found)
     total: Counter[str] = Counter()
+    for found in parts.values():
+        total.update(found)
     print(f"{root.name:24s} files  lines  statements  raises  defence")
-    for part in sorted({path.relative_to(root).parts[0] for path in trees}):
-        found: Counter[str] = Counter()
-        for path, tree in trees.items():
-            if path.relative_to(root).parts[0] != part:
-                continue
-            calls = Counter(called(node) for node in ast.walk(tree))
-            found["files"] += 1
-            found["lines"] += path.read_text().count("\n")
-            found["statements"] += statements(tree)
-            found["raises"] += sum(isinstance(node, ast.Raise) for node in ast.walk(tree))
-            found["calls"] += sum(calls[name] for name in names - {"warn"})
-            found["defence"] += defence(tree, names)
-        total += found
-        show(part, found)
-    show("all", total)
-
-
-def show(name: str, found: Counter[str]) -> None:
-    """Print one line of the table."""
-    raises = f"{found['raises']}+{found['calls']}"
-    share = found["defence"] / max(1, found["statements"])
-    print(
-        f"  {name:22s} {found['files']:5d} {found['lines']:6d} {found['statements']:11d} "
-        f"{raises:>7s} {share:7.1%}"
-    )
+    for part, found in [*sorted(parts.items()), ("all", total)]:
+        raises = f"{found['raises']}+{found['calls']}"
+        share = found["defence"] / max(1, found["statements"])
+        print(
+            f"  {part:22s} {found['files']:5d} {found['lines']:6d} {found['statements']:11d} "
+            f"{raises:>7s} {share:7.1%}"
+        )
 
 
 def way() -> tuple[int, int, int]:
@@ -137,9 +132,16 @@ def way() -> tuple[int, int, int]:
     clients = bf.data.iid("digits", clients=3)
     method = bf.algorithms.pfedvem(bf.models.mlp(clients.inputs, hidden=8, outputs=10))
     options: dict[str, Any] = {"engine": bf.Engine(workers=1), "evaluate_every": None}
+    run = partial(bf.simulate, method, clients, rounds=1, progress=False, **options)
     package = str(TREE / "bayesfl")
     files: list[str] = []
     stepped = threading.Event()
+
+    def under_a_look(frame: FrameType | None) -> bool:
+        if frame is None:
+            return False
+        name = frame.f_code.co_filename
+        return any(part in name for part in LOOKS) or under_a_look(frame.f_back)
 
     def follow(frame: FrameType, event: str, argument: object) -> None:
         name = frame.f_code.co_filename
@@ -150,17 +152,10 @@ def way() -> tuple[int, int, int]:
         elif not under_a_look(frame):
             files.append(name)
 
-    def under_a_look(frame: FrameType | None) -> bool:
-        while frame is not None:
-            if any(part in frame.f_code.co_filename for part in LOOKS):
-                return True
-            frame = frame.f_back
-        return False
-
-    bf.simulate(method, clients, rounds=1, progress=False, **options)  # what is made once
+    run()  # what is made once
     threading.setprofile(follow)
     sys.setprofile(follow)
-    bf.simulate(method, clients, rounds=1, progress=False, **options)
+    run()
     sys.setprofile(None)
     threading.setprofile(None)  # pyright: ignore[reportArgumentType] (None takes it off)
     changes = sum(one != other for one, other in pairwise(files))

@@ -14,9 +14,10 @@ Results: benchmarks/results/promises.json; `python docs/tables.py` writes the pa
 """
 
 import math
-import sys
+import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import script
+import timing
 import torch
 from torch import Tensor
 
@@ -33,15 +36,10 @@ from bayesfl.evaluation import report
 from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperature, fit
 from bayesfl.evaluation.calibration.conformal import HISTOGRAM_BINS, thresholds
-from bayesfl.evaluation.metrics import classification_summary
-from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 from bayesfl.study.grid import Make
-
-sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
-import script
 
 LEVEL = 0.9
 DATASETS = ("digits", "mnist", "fashion-mnist")
@@ -72,16 +70,9 @@ METHODS: dict[str, Make] = {
 
 def methods(dataset: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """What the steps do for every method on a data set, seed by seed."""
+    parts = {"alpha": 0.3, "max_size": 300, "validation": 0.15, "calibration": 0.2}
     table = bf.Study(
-        data=partial(
-            bf.data.dirichlet,
-            dataset,
-            clients=20,
-            alpha=0.3,
-            max_size=300,
-            validation=0.15,
-            calibration=0.2,
-        ),
+        data=partial(bf.data.dirichlet, dataset, clients=20, **parts),
         model=lambda clients, seed: bf.models.mlp(
             clients.inputs, hidden=100, outputs=clients.outputs, seed=seed
         ),
@@ -103,13 +94,11 @@ def measured(result: Result) -> dict[str, float]:
     client's, and sizes of five kinds of sets.
     """
     data, row = result.data, {}
-    labels, mask = data.test.padded_labels()
     seen, held, test = result.local_predictions(data.validation, data.calibration, data.test)
     outputs = Outputs(data.task, data.outputs)
 
     def quality(mine: LocalPredictions, name: str) -> None:
-        assert mine.predictions.probs is not None
-        found = classification_summary(mine.predictions.probs, labels, mask)
+        found = mine.predictions.summary(data.test)
         row.update({f"{key}{name}": found[key] for key in ("accuracy", "nll", "ece")})
 
     quality(test, "")
@@ -124,15 +113,12 @@ def measured(result: Result) -> dict[str, float]:
     }
     kinds["quantile_of_quantiles"] = quantile_of_quantiles(lac(held)).expand(data.clients)
     kinds["mean_of_quantiles"] = quantiles(lac(held)).mean().expand(data.clients)
-    assert test.predictions.probs is not None
+    mask, doubt = test.predictions.mask, 1 - test.predictions.probs.double()
     for name, limits in kinds.items():
-        share = [
-            float((own <= limit).double().mean())
-            for own, limit in zip(lac(test), limits, strict=True)
-            if len(own)
-        ]
-        inside = (1 - test.predictions.probs.double()) <= limits[:, None, None]
-        size = (inside & mask[..., None]).sum(-1).sum(-1) / mask.sum(-1)
+        both = zip(lac(test), limits, strict=True)
+        share = [float((own <= limit).double().mean()) for own, limit in both if len(own)]
+        inside = (doubt <= limits[:, None, None]) & mask[..., None]
+        size = inside.sum(-1).sum(-1) / mask.sum(-1)
         row[f"{name}_coverage"], row[f"{name}_worst"] = float(np.mean(share)), min(share)
         row[f"{name}_size"] = float(size.nanmean())
     return row
@@ -141,8 +127,6 @@ def measured(result: Result) -> dict[str, float]:
 def lac(mine: LocalPredictions) -> list[Tensor]:
     """Each client's scores 1 - p of its labels."""
     found = mine.predictions
-    assert found.probs is not None
-    assert found.labels is not None
     scores = 1 - found.probs.double().gather(-1, found.labels.long().unsqueeze(-1)).squeeze(-1)
     return [own[inside] for own, inside in zip(scores, found.mask, strict=True)]
 
@@ -192,7 +176,7 @@ def on_made_up_scores(runs: int) -> dict[str, dict[str, float]]:
             scores = torch.rand(400 + n, generator=rng, dtype=torch.float64)
             for name, t in kinds(scores[None, :n], scores, EDGES).items():
                 covered[name].append(min(float(t), 1.0))
-        found[f"alike, n = {n}"] = {name: float(np.mean(all_)) for name, all_ in covered.items()}
+        found[f"alike, n = {n}"] = {name: float(np.mean(each)) for name, each in covered.items()}
     clients, rows = 20, 30
     parts: dict[str, list[np.ndarray]] = {name: [] for name in SHRINKS}
     for _ in range(max(1, runs // 20)):
@@ -214,68 +198,51 @@ def false_alarms(streams: int, looks: int) -> dict[str, float]:
     """Shares of streams without any change in which somebody who looks after every row is
     alarmed.
     """
+    of_twenty, at_every_look = "any of twenty clients at 1 / delta", "test of 5 % at every look"
+    found = dict.fromkeys(("alarm", "alarm, ties", at_every_look, of_twenty), 0)
     rng = np.random.default_rng(0)
-    found = {
-        "alarm": 0,
-        "alarm, ties": 0,
-        "test of 5 % at every look": 0,
-        "any of twenty clients at 1 / delta": 0,
-    }
     every, group, soon = np.arange(1, looks + 1), False, []
     for stream in range(streams):
         reference, scores = rng.normal(size=100), rng.normal(size=looks)
-        raised = Alarm(reference, client=stream).see(scores).raised
-        found["alarm"] += raised
-        group = raised or (group and stream % 20 != 0)
-        found["any of twenty clients at 1 / delta"] += group and stream % 20 == 19
-        found["alarm, ties"] += Alarm(reference.round(1), client=stream).see(scores.round(1)).raised
+        alarmed = Alarm(reference, client=stream).see(scores).raised
+        found["alarm"] += alarmed
+        group = alarmed or (group and stream % 20 != 0)
+        found[of_twenty] += group and stream % 20 == 19
+        ties = Alarm(reference.round(1), client=stream).see(scores.round(1))
+        found["alarm, ties"] += ties.raised
         miss = rng.uniform(size=looks) < 0.1
         z = (miss.cumsum() - 0.1 * every) / np.sqrt(0.09 * every)
-        found["test of 5 % at every look"] += bool((z[29:] > 1.645).any())
+        found[at_every_look] += bool((z[29:] > 1.645).any())
         if stream < 200:
-            soon.append(
-                Alarm(reference, client=stream).see(rng.normal(size=200) + 1.5).raised_after
-                or looks
-            )
+            shifted = Alarm(reference, client=stream).see(rng.normal(size=200) + 1.5)
+            soon.append(shifted.raised_after or looks)
+    median = {"looks until a shift by 1.5 deviations is seen, median": float(np.median(soon))}
     share = {name: count / streams for name, count in found.items()}
-    share["any of twenty clients at 1 / delta"] *= 20
-    return share | {"looks until a shift by 1.5 deviations is seen, median": float(np.median(soon))}
+    return share | {of_twenty: 20 * share[of_twenty]} | median
 
 
 def broken_answers(runs: int, rows: int = 2000) -> dict[str, float]:
     """How often the true share of wrong answers is above 5 %: by `Abstention`, and by the threshold
     that looks right on these rows.
     """
-    rng, found = np.random.default_rng(0), {"fixed sequence": 0, "looks right": 0}
-    answered = []
+    rng, found, answered = np.random.default_rng(0), Counter(), []
     for _ in range(runs):
         doubt = rng.uniform(0, 0.5**0.5, rows) ** 2
         wrong = rng.uniform(size=rows) < doubt
-        probs = torch.from_numpy(np.stack([1 - doubt, doubt], -1))[None]
-        blank = torch.full((1, rows), torch.nan)
-        given = Predictions(
-            mask=~blank.isfinite(),
-            epistemic=blank,
-            probs=probs,
-            labels=torch.from_numpy(wrong.astype(np.int64))[None],
-        )
+        probs = torch.from_numpy(np.stack([1 - doubt, doubt], -1))
+        given = script.predictions(probs[None], torch.from_numpy(wrong.astype(np.int64))[None])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="no answer is given")
-            state = fit(
-                Abstention(),
-                LocalPredictions(given, np.zeros(1, np.int64)),
-                Outputs("classification", 2),
-            ).state
+            state = fit(Abstention(), given, Outputs("classification", 2)).state
         threshold = float(state["threshold"])
         # E[d | d <= t] = t / 3.
-        found["fixed sequence"] += threshold > 0 and min(threshold, 0.5) / 3 > 0.05
+        found["broken, fixed sequence"] += threshold > 0 and min(threshold, 0.5) / 3 > 0.05
         order = np.argsort(doubt)
         right = np.flatnonzero(wrong[order].cumsum() / np.arange(1, rows + 1) <= 0.05)
-        found["looks right"] += doubt[order][right.max()] / 3 > 0.05
+        found["broken, looks right"] += bool(doubt[order][right.max()] / 3 > 0.05)
         answered.append(float((doubt <= threshold).mean()))
-    return {f"broken, {name}": count / runs for name, count in found.items()} | {
-        "answered, fixed sequence": float(np.mean(answered))
-    }
+    share = {name: count / runs for name, count in found.items()}
+    return share | {"answered, fixed sequence": float(np.mean(answered))}
 
 
 def speed() -> dict[str, float]:
@@ -306,12 +273,7 @@ def speed() -> dict[str, float]:
 
 def median(work: Callable[[], object]) -> float:
     """Seconds that work takes, the median of five."""
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+    return statistics.median(timing.seconds(work) for _ in range(5))
 
 
 def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:

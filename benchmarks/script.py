@@ -13,10 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from bayesfl.base.files import atomic_path
 from bayesfl.evaluation import report
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.study.table import Row
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +70,14 @@ def names_of(path: str) -> SimpleNamespace:
 def cell(run: Row, /, **found: Any) -> dict[str, Any]:
     """Return what the results hold of a run: what was found, and where it was made."""
     return {**found, "environment": run.record.environment}
+
+
+def predictions(probs: Tensor, labels: Tensor) -> LocalPredictions:
+    """Return probabilities [J, N, O] and labels [J, N] as predictions of as many clients."""
+    mask = torch.ones(labels.shape, dtype=torch.bool)
+    unknown = torch.full(labels.shape, torch.nan)
+    found = Predictions(mask=mask, epistemic=unknown, probs=probs, labels=labels)
+    return LocalPredictions(found, np.arange(len(probs)))
 
 
 def made() -> dict[str, Any]:

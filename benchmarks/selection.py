@@ -18,7 +18,6 @@ Results: benchmarks/results/selection.json and docs/images/selection.png (--figu
 results that are there); `python docs/tables.py` writes docs/selection.md's tables from them.
 """
 
-import json
 import math
 import sys
 import time
@@ -29,18 +28,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import bayesfl as bf
-from bayesfl.base.files import atomic_path
 from bayesfl.evaluation import calibration, report
 from bayesfl.evaluation.detection import auroc, entropy
 from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.evaluation.plots.look import new_figure
-from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.evaluation.surveys import Outputs
 from bayesfl.posteriors import Laplace, selection
 from bayesfl.posteriors.linearised import predictive
 from bayesfl.posteriors.prior_precision import predictive_nll
@@ -48,8 +44,6 @@ from bayesfl.posteriors.prior_precision import predictive_nll
 sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
 import script
 
-RESULTS = script.RESULTS / "selection.json"
-FIGURE = script.ROOT / "docs" / "images" / "selection.png"
 SCALINGS = {"[0, 1]": (0.0, 1.0), "[-1, 1]": (-1.0, 1.0)}
 OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
 GRID = tuple(10.0**k for k in range(-4, 7))
@@ -140,13 +134,11 @@ def images(dataset: str, scaling: str, seed: int, sizes: Sizes) -> Images:
         outside["other"] = torch.cat([some(strangers, j, count // 2) for j in (0, 1)])
     x = scaled(x)
     constant = (x == x[0]).all(0).flatten()
-    side = math.isqrt(len(constant))
-    place = torch.arange(len(constant))
+    side, place = math.isqrt(len(constant)), torch.arange(len(constant))
     distance = (place // side).square() + (place % side).square()
     corner = torch.where(constant, distance, 10 * side**2).argsort(stable=True)[:PATCH]
-    lit = test[:count].flatten(1).clone()
-    lit[:, corner] = high
-    lit = lit.view_as(test[:count])
+    lit = test[:count].clone()
+    lit.flatten(1)[:, corner] = high
     return Images(x, y, own[:held], own_y[:held], test, own_y[held:], outside, lit, constant)
 
 
@@ -180,20 +172,12 @@ def quality(probs: Tensor, labels: Tensor) -> Row:
     return {name: summary[name] for name in ("accuracy", "nll", "ece")}
 
 
-def predictions(probs: Tensor, labels: Tensor) -> LocalPredictions:
-    """Return probabilities [J, N, O] and labels [J, N] as predictions of as many clients."""
-    mask = torch.ones(labels.shape, dtype=torch.bool)
-    unknown = torch.full(labels.shape, torch.nan)
-    found = Predictions(mask=mask, epistemic=unknown, probs=probs, labels=labels)
-    return LocalPredictions(found, np.arange(len(probs)))
-
-
 def temperature(probs: Tensor, labels: Tensor) -> tuple[float, calibration.Fitted]:
     """Return the one temperature that serves several networks' probabilities [J, N, O] for labels
     [J, N] best, and the step that applies it.
     """
     step, outputs = calibration.Temperature(strength=math.inf), Outputs("classification", 10)
-    fitted = calibration.fit(step, predictions(probs, labels), outputs)
+    fitted = calibration.fit(step, script.predictions(probs, labels), outputs)
     return float(1 / fitted.state["beta"]), fitted
 
 
@@ -206,8 +190,7 @@ def measure(predict: Predict, data: Images, *, everything: bool = True) -> Row:
     row = quality(probs, data.test_y)
     row["predict_seconds"] = (time.process_time() - start) / len(data.test) * 1000
     _, best = temperature(predict(data.held)[0][None], data.held_y[None])
-    tempered = best.apply(predictions(probs[None], data.test_y[None])).predictions.probs
-    assert tempered is not None
+    tempered = best.apply(script.predictions(probs[None], data.test_y[None])).predictions.probs
     row["nll_tempered"] = quality(tempered[0], data.test_y)["nll"]
     for name in data.outside if everything else ("near",):
         there, doubt = predict(data.outside[name])
@@ -294,64 +277,72 @@ def posteriors(model: nn.Module, data: Images, seed: int) -> dict[str, Posterior
     return found
 
 
-def cell(dataset: str, scaling: str, seed: int, sizes: Sizes) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Network:
+    """The trained network of one seed, its images, and what is planned around its body."""
+
+    model: nn.Module
+    data: Images
+    planned: dict[str, Posterior]
+    seed: int
+
+    def fit(self, name: str, **precision: float) -> Laplace:
+        """Return a planned approximation."""
+        return Laplace.fit(self.model, self.data.x, **precision, **self.planned[name][0])
+
+    def measured(self, fitted: Laplace, on: Images, **how: bool) -> Row:
+        """Return what is measured of an approximation on images."""
+        return measure(of_posterior(fitted, len(self.data.test), self.seed), on, **how)
+
+
+def network(dataset: str, scaling: str, seed: int, sizes: Sizes) -> Network:
+    """Return the network of a seed."""
+    data = images(dataset, scaling, seed, sizes)
+    model = trained(data, seed, sizes.steps)
+    return Network(model, data, posteriors(model, data, seed), seed)
+
+
+def cell(net: Network, sizes: Sizes) -> dict[str, Any]:
     """Return what one network gives: {"network": about it, "rows": {row: measures}, "fixed": {row:
     measures at a precision that nobody chose}}.
     """
-    data = images(dataset, scaling, seed, sizes)
-    model = trained(data, seed, sizes.steps)
-    plain, planned = at_point(model), posteriors(model, data, seed)
-
-    def fit(name: str, **precision: float) -> Laplace:
-        return Laplace.fit(model, data.x, **precision, **planned[name][0])
-
-    examples = len(data.test)
-
-    def measured(fitted: Laplace, on: Images = data, **how: bool) -> Row:
-        return measure(of_posterior(fitted, examples, seed), on, **how)
-
+    model, data = net.model, net.data
+    plain = at_point(model)
     best, _ = temperature(plain(data.held)[0][None], data.held_y[None])
     rows = {
         "MAP": measure(plain, data),
         "MAP, one temperature": measure(at_point(model, best), data),
     }
     chosen: Row = {}
-    for name, (_, about) in planned.items():
-        chosen[name] = chosen_together([fit(name)], [data], sizes.grid)
+    for name, (_, about) in net.planned.items():
+        chosen[name] = chosen_together([net.fit(name)], [data], sizes.grid)
         start = time.process_time()
-        fitted = fit(name, precision=chosen[name])
+        fitted = net.fit(name, precision=chosen[name])
         seconds = time.process_time() - start
-        rows[name] = {
-            **measured(fitted),
-            **about,
-            "log10_precision": math.log10(chosen[name]),
-            "order": float(fitted.inverse.order),
-            "seconds": seconds,
-        }
-    for name in [name for name in planned if name.startswith("5 %")]:
-        about = planned[name][1]
-        precision = chosen["whole body"] * about["share"]
-        row = measured(fit(name, precision=precision), everything=False) | about
-        rows[f"{name}, scaled precision"] = row | {"log10_precision": math.log10(precision)}
-    first = replace(
-        data,
-        test=data.test[: sizes.outside],
-        test_y=data.test_y[: sizes.outside],
-        outside={"near": data.outside["near"]},
-    )
+        cost = {"order": float(fitted.inverse.order), "seconds": seconds}
+        precision = {"log10_precision": math.log10(chosen[name])}
+        rows[name] = net.measured(fitted, data) | about | precision | cost
+    for name, (_, about) in net.planned.items():
+        if name.startswith("5 %"):
+            precision = chosen["whole body"] * about["share"]
+            row = net.measured(net.fit(name, precision=precision), data, everything=False)
+            row |= about | {"log10_precision": math.log10(precision)}
+            rows[f"{name}, scaled precision"] = row
+    near, some = {"near": data.outside["near"]}, slice(sizes.outside)
+    first = replace(data, test=data.test[some], test_y=data.test_y[some], outside=near)
     fixed = {"MAP": measure(plain, first)} | {
-        f"{name}, precision {precision:g}": measured(fit(name, precision=precision), first)
+        f"{name}, precision {at:g}": net.measured(net.fit(name, precision=at), first)
         for name in AT_FIXED
-        for precision in FIXED
+        for at in FIXED
     }
-    network = {
+    about = {
         "constant_pixels": float(data.constant.double().mean()),
         "changed_by_themselves": float((data.changed(data.test) > 0).double().mean()),
         "train_nll": quality(plain(data.x)[0], data.y)["nll"],
         "dead_units": float(dead(model, data.x).double().mean()),
-        "uncurved": planned["whole body"][1]["uncurved"],
+        "uncurved": net.planned["whole body"][1]["uncurved"],
     }
-    return {"network": network, "rows": rows, "fixed": fixed}
+    return {"network": about, "rows": rows, "fixed": fixed}
 
 
 def chosen_together(fits: list[Laplace], all_data: list[Images], grid: tuple[float, ...]) -> float:
@@ -382,35 +373,30 @@ def listed(found: Sequence[dict[str, Row]]) -> dict[str, dict[str, list[float]]]
 
 def alone(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> dict[str, Any]:
     """Return the cells of several seeds as one."""
-    cells = [cell(dataset, scaling, seed, sizes) for seed in seeds]
-    network = listed([{"": found["network"]} for found in cells])[""]
+    cells = [cell(network(dataset, scaling, seed, sizes), sizes) for seed in seeds]
+    about = listed([{"": found["network"]} for found in cells])[""]
     parts = {part: listed([found[part] for found in cells]) for part in ("rows", "fixed")}
-    return {"network": network, **parts}
+    return {"network": about, **parts}
 
 
 def pooled(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> dict[str, Any]:
     """Return the measures where all networks of a cell have one precision or temperature."""
-    data = [images(dataset, scaling, seed, sizes) for seed in seeds]
-    models = [trained(d, seed, sizes.steps) for d, seed in zip(data, seeds, strict=True)]
-    planned = [posteriors(m, d, seed) for m, d, seed in zip(models, data, seeds, strict=True)]
-    held = torch.stack([at_point(m)(d.held)[0] for m, d in zip(models, data, strict=True)])
+    # One seed for all draws.
+    nets = [replace(network(dataset, scaling, seed, sizes), seed=0) for seed in seeds]
+    data = [net.data for net in nets]
+    held = torch.stack([at_point(net.model)(net.data.held)[0] for net in nets])
     best, _ = temperature(held, torch.stack([d.held_y for d in data]))
-    chosen: dict[str, tuple[float, list[Laplace]]] = {}
-    for name in TOGETHER:
-        fits = [
-            Laplace.fit(m, d.x, **of[name][0])
-            for m, d, of in zip(models, data, planned, strict=True)
-        ]
-        chosen[name] = chosen_together(fits, data, sizes.grid), fits
+    fits = {name: [net.fit(name) for net in nets] for name in TOGETHER}
+    chosen = {name: chosen_together(of, data, sizes.grid) for name, of in fits.items()}
     found = []
-    for place, (model, d) in enumerate(zip(models, data, strict=True)):
+    for place, (net, d) in enumerate(zip(nets, data, strict=True)):
         rows = {
-            "MAP": measure(at_point(model), d, everything=False),
-            "MAP, one temperature": measure(at_point(model, best), d, everything=False),
+            "MAP": measure(at_point(net.model), d, everything=False),
+            "MAP, one temperature": measure(at_point(net.model, best), d, everything=False),
         }
-        for name, (precision, fits) in chosen.items():
-            predict = of_posterior(fits[place].with_precision(d.x, precision), len(d.test), 0)
-            row = measure(predict, d, everything=False)
+        for name, precision in chosen.items():
+            fitted = fits[name][place].with_precision(d.x, precision)
+            row = net.measured(fitted, d, everything=False)
             rows[name] = row | {"log10_precision": math.log10(precision)}
         found.append(rows)
     return {"rows": listed(found)}
@@ -499,8 +485,7 @@ def draw(saved: dict[str, Any]) -> None:
         draws([], [], label=label, **look)
     handles = axes[0][1].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)
-    with atomic_path(FIGURE) as path:
-        figure.savefig(path, dpi=110, format="png")
+    script.write_figure("selection", figure)
 
 
 def main() -> None:
@@ -508,30 +493,25 @@ def main() -> None:
     parts = {"nargs": "+", "choices": list(PARTS), "default": list(PARTS)}
     parts["help"] = "which to run; the others' results stay (default: all)"
     given = script.arguments(__doc__, parts=parts, figure=script.FIGURE)
-    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     sizes, seeds = (QUICK, (0,)) if given.quick else (Sizes(), (0, 1, 2))
     for part in [] if given.figure else given.parts:
-        results: dict[str, dict[str, Any]] = {}
+        made, results = script.made(), {}
         start = time.process_time()
         for dataset in ("digits",) if given.quick else OTHER:
+            results[dataset] = {}
             for scaling in SCALINGS:
                 found = PARTS[part](dataset, scaling, seeds, sizes)
-                results.setdefault(dataset, {})[scaling] = found
+                results[dataset][scaling] = found
                 shown = None if part == "control" else SHOWN
                 table = report.table(found["rows"], columns=shown)
                 print(f"\n{dataset}, {scaling}, {part}: {found.get('network', '')}\n{table}")
-        saved[part] = {
-            "command": " ".join(["python", *sys.argv]),
-            "environment": report.environment(),
-            "sizes": sizes,
-            "seeds": seeds,
-            "cpu_seconds": time.process_time() - start,
-            "results": results,
-        }
+        seconds = {"cpu_seconds": time.process_time() - start}
         if not given.quick:
-            report.write_json(RESULTS, saved)
+            about = {"sizes": sizes, "seeds": seeds, **seconds}
+            script.write("selection", **{part: {**made, **about, "results": results}})
+    saved = script.saved("selection")
     if not given.quick and PARTS.keys() <= saved.keys():
-        draw(json.loads(RESULTS.read_text()))
+        draw(saved)
 
 
 if __name__ == "__main__":
