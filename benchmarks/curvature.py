@@ -48,9 +48,7 @@ class Problem:
 
 
 def problem(name: str, quick: bool, *, paper: bool = False) -> Problem:
-    """The MLP with 250 samples and a subnetwork of 5 %, or LeNet with 125 and 7 %; the paper's rule
-    takes uncurved weights first.
-    """
+    """The MLP or LeNet; the paper's rule takes uncurved weights first."""
     rng = torch.Generator().manual_seed(0)
     if name == "mlp":
         shape, count, share = (784,), 250, 3925
@@ -71,7 +69,7 @@ def problem(name: str, quick: bool, *, paper: bool = False) -> Problem:
 
 
 def classes(count: int, quick: bool) -> Problem:
-    """An MLP of many classes, of which the last layer is fitted, 500 samples and 50 test points."""
+    """An MLP of many classes, of which the last layer is fitted."""
     rng = torch.Generator().manual_seed(0)
     samples, points = (12, 4) if quick else (500, 50)
     model = bf.models.mlp(64, hidden=64, outputs=8 if quick else count)
@@ -295,7 +293,6 @@ def peak_memory(name: str, side: str) -> float | None:
 
 
 def main() -> None:
-    """Runs the rows, prints the table, writes the results."""
     names, stall = list(rows(True)), "torch's own threads, which stall beside busy neighbours"
     given = script.arguments(
         __doc__,

@@ -38,16 +38,10 @@ def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     dataset = "digits" if quick else "fashion-mnist"
     preset = example.PRESETS[dataset]
     methods = {rule: partial(bf.algorithms.fedsi, selection=rule, **preset.body) for rule in EVERY}
-    table = example.comparison(
-        dataset,
-        preset,
-        methods,
-        options={
-            rule: {"curvature_every": (1, 2) if quick else every} for rule, every in EVERY.items()
-        },
-        seeds=(10,) if quick else (10, 11, 12),
-        rounds=2 if quick else 100,
-    ).run(folder, n_jobs=jobs, keep="result")
+    grid = {rule: {"curvature_every": (1, 2) if quick else every} for rule, every in EVERY.items()}
+    size = {"seeds": (10,), "rounds": 2} if quick else {"seeds": (10, 11, 12), "rounds": 100}
+    study = example.comparison(dataset, preset, methods, options=grid, **size)
+    table = study.run(folder, n_jobs=jobs, keep="result")
     found: dict[str, Any] = {}
     for run in table.rows:
         assert run.load is not None, run.record.error

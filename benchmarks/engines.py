@@ -64,9 +64,7 @@ one_round = engines.rows(quick == "quick")[name].sides[side]()
 one_round()
 print(json.dumps([one_round() for _ in range(int(rounds))]))
 """
-"""A program that times rounds of one side of a row in one tree, after a round that warms up; it
-runs under earlier commits, too.
-"""
+"""A program that times rounds in one tree after one that warms up, under earlier commits, too."""
 Round = Callable[[], float]  # which gives its seconds
 Data = Callable[[], FederatedData]
 
@@ -77,9 +75,7 @@ def bare(
     shared: Callable[[nn.Module], list[Tensor]],
     train: Callable[[nn.Module, Tensor, Tensor], None],
 ) -> Round:
-    """A round as a loop: every client's network takes what is shared, trains on the client's data,
-    and what is shared is averaged by size.
-    """
+    """A round as a loop, which averages by size what is shared."""
     split = data().train
     clients = [split.client(j) for j in range(len(split.counts))]
     nets = [copy.deepcopy(model) for _ in clients]
@@ -195,9 +191,7 @@ class ResidualMLP(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """Fed-RoD's network: a generic head, and a personal one that adds to it without a say in the
-    body.
-    """
+    """Fed-RoD's network: a generic head, and a personal one without a say in the body."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,9 +229,7 @@ class Personal(Categorical):
 
 
 def fed_rod(model: nn.Module, epochs: int) -> bf.Algorithm:
-    """Fed-RoD (Chen and Chao, ICLR 2022) as a newcomer writes it: a balanced softmax of the generic
-    head, the personal head on top.
-    """
+    """Fed-RoD (Chen and Chao, ICLR 2022) as a newcomer writes it."""
 
     def prior(algorithm: bf.Algorithm, given: Any, view: Any, batch: Any) -> Any:
         share = (F.one_hot(batch["y"], 10) * batch["weight"].unsqueeze(-1)).sum(0) + 1
@@ -263,8 +255,6 @@ def fed_rod(model: nn.Module, epochs: int) -> bf.Algorithm:
 
 
 def bare_fed_rod(model: nn.Module, data: Data, epochs: int) -> Round:
-    """The same as a loop."""
-
     def train(net: nn.Module, x: Tensor, y: Tensor) -> None:
         share = F.one_hot(y, 10).sum(0) + 1.0
         prior = (share / share.sum()).log()
@@ -301,9 +291,7 @@ class Ours:
         return self._result.history[-1]["seconds"]
 
     def shares(self) -> dict[str, float]:
-        """Shares of the workers' time, medians over rounds but the first; `rest` is neither steps
-        nor batches nor noise.
-        """
+        """Medians over rounds but the first; `rest` is no step, batch or noise."""
         found: dict[str, list[float]] = {"batches": [], "noise": [], "rest": []}
         for row in self._result.history.rows[1:]:
             total = row["seconds"] * (self._engine.workers or 1)
@@ -328,9 +316,7 @@ class Watched(Ours):
 
 
 class Predicted(Ours):
-    """The same, and after each round predictions for the test examples, for which the precision is
-    chosen.
-    """
+    """The same, and after each round predictions for the test examples."""
 
     def __call__(self) -> float:
         """One more round, and its predictions."""
@@ -404,7 +390,6 @@ def beside(
 
 
 def rows(quick: bool) -> dict[str, Row]:
-    """The table's rows by name."""
     epochs = 2 if quick else 10
     ten = partial(federation, [250] * 10)
     hundred = partial(federation, [250] * (20 if quick else 100))
@@ -531,15 +516,12 @@ def neighbour() -> Iterator[None]:
 
 
 def clocked(one_round: Round) -> tuple[float, float]:
-    """Seconds of a round, and CPU seconds."""
     start = time.process_time()
     return one_round(), time.process_time() - start
 
 
 def measure(row: Row, repetitions: int, *, busy: bool) -> dict[str, dict[str, float]]:
-    """All sides of a row in turn; beside a busy process without torch's own threads, which stall
-    for seconds.
-    """
+    """All sides in turn; a busy process stalls torch's own threads for seconds."""
     sides = {name: make() for name, make in row.sides.items() if not (busy and "threads" in name)}
     for side in sides.values():
         side()
@@ -571,9 +553,7 @@ def memory(name: str, side: str, quick: bool) -> float:
 
 
 def against(commit: str, names: list[str], quick: bool) -> dict[str, dict[str, float]]:
-    """Seconds of a round of ours in this tree and in a checkout of `commit`, and their ratio;
-    medians over pairs of processes.
-    """
+    """Our rounds here and in a checkout of `commit`: medians over pairs of processes."""
     here, found = str(script.ROOT), {}
     size = ("quick", "2") if quick else ("whole", "5")
     with tempfile.TemporaryDirectory() as there:
@@ -602,7 +582,6 @@ def against(commit: str, names: list[str], quick: bool) -> dict[str, dict[str, f
 
 
 def main() -> None:
-    """Runs the rows, prints the table, writes the results."""
     names = list(rows(True))
     alone = "time our own rounds here and in a checkout of this commit, and nothing else"
     options: dict[str, Any] = {

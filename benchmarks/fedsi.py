@@ -42,13 +42,11 @@ AIMS = {
 
 
 def federation(quick: bool) -> FederatedData:
-    """The paper's small MNIST, or digits."""
     size = {"source": "digits"} if quick else {"source": "mnist", "train": 50, "test": 950}
     return bf.data.label_groups(**size)
 
 
 def methods(clients: FederatedData) -> dict[str, bf.Algorithm]:
-    """FedAvg and FedSI, by the same steps."""
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes)
     steps: dict[str, Any] = {"epochs": 10, "batch_size": 50, "optimiser": SGD(0.1)}
     fedsi = partial(bf.algorithms.fedsi, model, **steps)
@@ -81,9 +79,7 @@ def trained(
 
 
 def factors(clients: FederatedData, workers: int, share: int) -> Callable[[], float]:
-    """Seconds of a Cholesky factor and an inverse for every client, in worker threads as the
-    engine's are.
-    """
+    """Seconds of a factor and an inverse for every client, in threads as the engine's are."""
     order = min(share, int(clients.train.counts[0]) * (clients.classes - 1))
     rng = torch.Generator().manual_seed(0)
     half = torch.randn(order, order, dtype=torch.float64, generator=rng)
@@ -102,7 +98,6 @@ def factors(clients: FederatedData, workers: int, share: int) -> Callable[[], fl
 def measure(
     clients: FederatedData, workers: int, repetitions: int, settled: int
 ) -> dict[str, dict[str, float]]:
-    """Seconds and ratios of all sides."""
     made = methods(clients)
     results = {name: trained(method, clients, workers, settled) for name, method in made.items()}
 
@@ -140,7 +135,6 @@ def memory(name: str) -> float:
 
 
 def main() -> None:
-    """Runs all sides, prints the table, writes the results."""
     quick = script.arguments(__doc__).quick
     # The share is in the table.
     warnings.filterwarnings("ignore", message="most of the selected weights")

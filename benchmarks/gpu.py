@@ -30,7 +30,6 @@ EPOCHS, EXAMPLES = 2, 125
 
 
 def federation(clients: int) -> FederatedData:
-    """Random images."""
     return timing.federation([EXAMPLES] * clients, (1, 28, 28))
 
 
@@ -60,7 +59,6 @@ def ours(
 
 
 def main() -> None:
-    """Runs both questions."""
     given = script.arguments(__doc__, device={"default": "cuda"})
     refuse = argparse.ArgumentParser().error
     try:

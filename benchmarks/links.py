@@ -15,6 +15,7 @@ import math
 import warnings
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,12 @@ import numpy as np
 import script
 
 import bayesfl as bf
-from bayesfl.base.files import atomic_path
 from bayesfl.composition.predictors import PRECISIONS
 from bayesfl.evaluation import calibration, detection
 from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.evaluation.surveys import Outputs
 
-FIGURE = script.ROOT / "docs" / "images" / "links.png"
-LINKS = {"MAP": None, "class by class": "per_class", "contrasts": "contrasts", "100 draws": "draws"}
+LINKS = {"class by class": "per_class", "contrasts": "contrasts", "100 draws": "draws"}
 TITLES = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
 MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)"}
 example = script.names_of("examples/fedsi.py")
@@ -45,16 +44,12 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
     fitted = calibration.fit(step, seen, Outputs(data.task, data.outputs))
     tempered = fitted.apply(test).predictions.summary(data.test)
     found |= {f"{key}_tempered": tempered[key] for key in ("nll", "ece")}
-    here, there = (result.predict(outside[name][0], draws=draws) for name in ("own", "near"))
-    told = detection.detection_summary(
-        detection.scores(here), detection.scores(there), here.mask, there.mask
-    )
-    scores = ("entropy_auroc", "epistemic_auroc")
-    return found | {key: told[key] for key in scores if key in told}
+    both = [result.predict(outside[name][0], draws=draws) for name in ("own", "near")]
+    told = detection.detection_summary(*map(detection.scores, both), *(one.mask for one in both))
+    return found | {key: told[key] for key in ("entropy_auroc", "epistemic_auroc") if key in told}
 
 
 def accuracy_and_nll(result: Any, split: Any, draws: int | None) -> dict[str, float]:
-    """Return accuracy and NLL on a part of the test images."""
     with warnings.catch_warnings():
         # Which the figure is to show.
         warnings.filterwarnings("ignore", message=".*leaves the predictions to the prior.*")
@@ -63,25 +58,17 @@ def accuracy_and_nll(result: Any, split: Any, draws: int | None) -> dict[str, fl
 
 
 def cell(result: Any, method: Any) -> dict[str, Any]:
-    """Return the measures of a run under each link, and the precisions that were chosen.
-
-    Args:
-        result: The run.
-        method: (model, options of its predictions) -> the method.
-    """
+    """Return measures by link, and precisions; `method` takes a model and how to predict."""
     outside = example.strangers(result.data, result.settings.seed)
     few, rows, tuned, fixed = outside["own"][0], {}, {}, {}
 
     def by(**rule: Any) -> Any:
         return replace(result, algorithm=method(result.algorithm.model, **rule))
 
+    rows["MAP"] = measured(result, outside, 0)
     for name, link in LINKS.items():
-        if link is None:
-            rows[name] = measured(result, outside, 0)
-            continue
         read = by(link=link)
-        rows[name] = measured(read, outside, None)
-        tuned[name] = read.tuned
+        rows[name], tuned[name] = measured(read, outside, None), read.tuned
         fixed[name] = {
             f"{at:g}": accuracy_and_nll(by(link=link, predictive_precision=at), few, None)
             for at in PRECISIONS
@@ -97,23 +84,17 @@ def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     for dataset in ("digits",) if quick else TITLES:
         preset = example.PRESETS[dataset]
         method = partial(bf.algorithms.fedsi_full, **preset.body)
-        table = example.comparison(
-            dataset,
-            preset,
-            {"FedSI": method},
-            seeds=(0,) if quick else (0, 1, 2),
-            rounds=2 if quick else 100,
-        ).run(folder, n_jobs=jobs, keep="result")
+        size = {"seeds": (0,), "rounds": 2} if quick else {"seeds": (0, 1, 2), "rounds": 100}
+        study = example.comparison(dataset, preset, {"FedSI": method}, **size)
+        table = study.run(folder, n_jobs=jobs, keep="result")
         for run in table.rows:
             made = cell(table.result(run.method, run.seed), method)
-            found[f"{dataset}/{run.seed}"] = made | {"environment": run.record.environment}
+            found[f"{dataset}/{run.seed}"] = script.cell(run, **made)
     return {"cells": found}
 
 
 def draw(saved: dict[str, Any]) -> None:
-    """Draw accuracy and NLL over the precision under each link, a row of panels for each data
-    set.
-    """
+    """Draw accuracy and NLL over the precision by link, a row for each data set."""
     fixed: dict[str, list[Any]] = {}
     for key, cell in saved["cells"].items():
         fixed.setdefault(key.split("/")[0], []).append(cell["fixed"])
@@ -121,16 +102,10 @@ def draw(saved: dict[str, Any]) -> None:
     panels = figure.subplots(len(fixed), 2, squeeze=False)
     for row, (dataset, seeds) in zip(panels, fixed.items(), strict=True):
         for axes, (measure, title) in zip(row, MEASURES.items(), strict=True):
-            curves = {
-                name: [
-                    {
-                        "precision": [*map(float, seed[name])],
-                        measure: [at[measure] for at in seed[name].values()],
-                    }
-                    for seed in seeds
-                ]
-                for name in LINKS
-            }
+            curves: dict[str, list[Any]] = {name: [] for name in ("MAP", *LINKS)}
+            for seed, (name, found) in product(seeds, curves.items()):
+                values = [at[measure] for at in seed[name].values()]
+                found.append({"precision": [*map(float, seed[name])], measure: values})
             options: dict[str, Any] = {"metric": measure, "x": "precision"}
             bf.plots.learning_curves(curves, ax=axes, title=TITLES[dataset], **options)
             axes.set_xscale("log")
@@ -140,8 +115,7 @@ def draw(saved: dict[str, Any]) -> None:
             level = np.mean([seed["MAP"]["1"][measure] for seed in seeds])
             near = (level - 0.03, level + 0.01), (0.7 * level, 2 * level)
             axes.set_ylim(*near[measure == "nll"])
-    with atomic_path(FIGURE) as path:
-        figure.savefig(path, dpi=110, format="png")
+    script.write_figure("links", figure)
 
 
 if __name__ == "__main__":

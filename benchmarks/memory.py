@@ -87,9 +87,7 @@ def clients_state(method: str, clients: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def anonymous_peak() -> Iterator[Callable[[], float]]:
-    """Read the memory that is no file's every two milliseconds; the function gives the largest so
-    far, in MiB.
-    """
+    """Watch the memory that is no file's; the function gives the largest so far, in MiB."""
     found, done = [resident("RssAnon")], threading.Event()
 
     def watch() -> None:
@@ -133,7 +131,6 @@ def images(kind: str, file: Path, count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures both kinds of federations."""
     quick = script.arguments(__doc__).quick
     written, rows = script.made(), {}
     for method, (clients, *_) in METHODS.items():

@@ -9,11 +9,9 @@ whose sizes are in the results. Results: benchmarks/results/networks.json; `pyth
 writes the page from them.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent))  # wherever this file is run from
 import script
 
 shown = script.names_of("examples/networks.py")

@@ -15,7 +15,6 @@ read. Results: benchmarks/results/pfedvem.json, and docs/images/pfedvem.png (--f
 the results that are there).
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,9 @@ from typing import Any
 import script
 
 import bayesfl as bf
-from bayesfl.base.files import atomic_path
-from bayesfl.evaluation import report
 from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.optim import SGD
 
-RESULTS = script.RESULTS / "pfedvem.json"
-FIGURE = script.ROOT / "docs" / "images" / "pfedvem.png"
 example = script.names_of("examples/fedsi.py")
 DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 MILESTONES = (20, 100, 200, 400, 800)
@@ -52,9 +47,7 @@ NOTED = "noted_"
 
 
 def note(result: Any, milestones: tuple[int, ...]) -> None:
-    """Add the measures to the history's row of a milestone: of validation data where there are
-    some, else of test data.
-    """
+    """Add a milestone's measures to the history: of validation data, else of test data."""
     if result.round not in milestones:
         return
     row, splits = result.history[-1], result.data.splits
@@ -67,9 +60,7 @@ def note(result: Any, milestones: tuple[int, ...]) -> None:
 
 
 def scales(result: Any) -> dict[str, float]:
-    """Return the means over clients of rho, of the beliefs' widths and of the root mean squared
-    distance of heads to the centre.
-    """
+    """Return root mean squares over clients: rho, widths, distances to the centre."""
     block, head = result.algorithm.blocks.get("head"), result.private.get("head")
     if block is None or head is None or block.pool is None:
         return {}
@@ -83,7 +74,7 @@ def scales(result: Any) -> dict[str, float]:
     return {name: float(values.mean()) for name, values in found.items()}
 
 
-def cells(part: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
+def results(folder: Path, *, quick: bool, jobs: int, part: str) -> dict[str, Any]:
     """Return the measures at each milestone, by data set, method or width, and seed."""
     chosen = part == "chosen"
     milestones = (2, 4) if quick else (100, 200) if chosen else MILESTONES
@@ -91,14 +82,10 @@ def cells(part: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     widths = {str(w): partial(bf.algorithms.pfedvem_held, init_scale=w) for w in WIDTHS}
     found = {}
     for dataset in ("digits",) if quick else ("mnist",) if chosen else DATASETS:
+        preset = example.PRESETS[dataset]
+        options = {"train": preset.train, "test": preset.test, "validation": 0.2 * chosen}
         table = bf.Study(
-            data=partial(
-                bf.data.label_groups,
-                dataset,
-                validation=0.2 if chosen else 0.0,
-                train=example.PRESETS[dataset].train,
-                test=example.PRESETS[dataset].test,
-            ),
+            data=partial(bf.data.label_groups, dataset, **options),
             model=example.network,
             methods=widths if chosen else METHODS,
             seeds=seeds[:1] if quick else seeds,
@@ -108,39 +95,32 @@ def cells(part: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
             on_round=[partial(note, milestones=milestones)],
         ).run(folder, n_jobs=jobs)
         for run in table.rows:
-            rows = {
-                row["round"]: {
-                    name.removeprefix(NOTED): value
-                    for name, value in row.items()
-                    if name.startswith(NOTED)
+            noted = {
+                str(row["round"]): {
+                    name.removeprefix(NOTED): row[name] for name in row if name.startswith(NOTED)
                 }
                 for row in run.record.history
             }
-            found[f"{dataset}/{run.method}/{run.seed}"] = {
-                "milestones": {str(round): row for round, row in rows.items() if row},
-                "environment": run.record.environment,
-            }
-    return found
+            reached = {round: row for round, row in noted.items() if row}
+            found[f"{dataset}/{run.method}/{run.seed}"] = script.cell(run, milestones=reached)
+    return {part: found}
 
 
 def draw(saved: dict[str, Any]) -> None:
-    """Draw accuracies over the rounds, and rho, width and distance of pFedVEM's heads, a row of
-    panels for each data set.
-    """
+    """Draw accuracies, and rho, width and distance of pFedVEM's heads, by data set."""
 
     def panel(axes: Any, title: str, label: str, curves: dict[str, tuple[str, str]]) -> None:
         found: dict[str, list[Any]] = {}
         for name, (method, measure) in curves.items():
             cells = [c for key, c in saved["cells"].items() if key.startswith(f"{method}/")]
-            by = [cell["milestones"] for cell in cells]
             found[name] = [
-                {"round": [*map(int, rounds)], "value": [row[measure] for row in rounds.values()]}
-                for rounds in by
+                {"round": [*map(int, by)], "value": [row[measure] for row in by.values()]}
+                for by in (cell["milestones"] for cell in cells)
             ]
         bf.plots.learning_curves(found, metric="value", ax=axes, title=title)
         axes.set_ylabel(label)
         axes.set_xscale("log")
-        axes.set_xticks(MILESTONES, [str(round) for round in MILESTONES])
+        axes.set_xticks(MILESTONES, map(str, MILESTONES))
         axes.minorticks_off()
 
     figure = new_figure((9, 3.6 * len(DATASETS)))
@@ -150,34 +130,14 @@ def draw(saved: dict[str, Any]) -> None:
         accuracies = {method: (f"{dataset}/{method}", "accuracy") for method in DRAWN}
         accuracies["pFedVEM, before pooling"] = ours, "before_accuracy"
         panel(left, title, "accuracy, after pooling if not said", accuracies)
-        lengths = {
-            "prior's scale": (ours, "rho"),
-            "width of beliefs": (ours, "width"),
-            "distance to the centre": (ours, "distance"),
-        }
+        measures = {"rho": "prior's scale", "width": "width of beliefs"}
+        measures["distance"] = "distance to the centre"
+        lengths = {name: (ours, measure) for measure, name in measures.items()}
         right.set_yscale("log")
         panel(right, f"{title}: the heads of pFedVEM", "for one weight", lengths)
-    with atomic_path(FIGURE) as path:
-        figure.savefig(path, dpi=110, format="png")
-
-
-def main() -> None:
-    """Run, and write the results of a part; or draw."""
-    part = {"choices": ["cells", "chosen"], "default": "cells"}
-    given = script.arguments(__doc__, part=part, figure=script.FIGURE, jobs=script.JOBS)
-    saved: dict[str, Any] = json.loads(RESULTS.read_text())
-    if given.figure:
-        draw(saved)
-        return
-    with script.runs("pfedvem", quick=given.quick) as folder:
-        found = cells(given.part, folder, quick=given.quick, jobs=given.jobs)
-    for key, cell in found.items():
-        last = list(cell["milestones"].values())[-1]
-        print(f"{key}: {', '.join(f'{name} {value:.4f}' for name, value in last.items())}")
-    if not given.quick:
-        command = {"command": "python benchmarks/pfedvem.py"}
-        report.write_json(RESULTS, {**saved, given.part: found, **command})
+    script.write_figure("pfedvem", figure)
 
 
 if __name__ == "__main__":
-    main()
+    part = {"choices": ["cells", "chosen"], "default": "cells"}
+    script.main(__doc__, "pfedvem", results, draw=draw, part=part)

@@ -75,9 +75,8 @@ def measured(seed: int, way: Aggregation | None, sizes: dict[str, float]) -> dic
 
 
 def main() -> None:
-    """Run, print and write the table."""
     quick = script.arguments(__doc__).quick
-    environment, seeds = report.environment(), range(1 if quick else 5)
+    made, seeds = script.made(), range(1 if quick else 5)
     rows: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         for name, way in ways(seed).items():
@@ -85,14 +84,7 @@ def main() -> None:
                 rows.setdefault(name, {}).setdefault(key, []).append(float(value))
     print(report.table(rows), flush=True)
     if not quick:
-        saved = {
-            "command": "python benchmarks/privacy.py",
-            "environment": environment,
-            "seeds": list(seeds),
-            "sizes": SIZES,
-            "rows": rows,
-        }
-        report.write_json(script.RESULTS / "privacy.json", saved)
+        script.write("privacy", **made, seeds=list(seeds), sizes=SIZES, rows=rows)
 
 
 if __name__ == "__main__":

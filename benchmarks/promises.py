@@ -90,9 +90,7 @@ def methods(dataset: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, 
 
 
 def measured(result: Result) -> dict[str, float]:
-    """NLL, ECE and accuracy as trained, by temperature, and with a bias; coverage, the worst
-    client's, and sizes of five kinds of sets.
-    """
+    """Quality as trained, by temperature, and with a bias; five kinds of sets."""
     data, row = result.data, {}
     seen, held, test = result.local_predictions(data.validation, data.calibration, data.test)
     outputs = Outputs(data.task, data.outputs)
@@ -154,9 +152,7 @@ def quantile_of_quantiles(scores: list[Tensor]) -> Tensor:
 
 
 def on_made_up_scores(runs: int) -> dict[str, dict[str, float]]:
-    """Coverage of own, shrunk and pooled thresholds where clients are alike, and where the scales
-    of their scores differ.
-    """
+    """Coverage of thresholds where clients are alike, and where their scores' scales differ."""
     rng = torch.Generator().manual_seed(0)
 
     def kinds(own: Tensor, everyone: Tensor, edges: Tensor) -> dict[str, Tensor]:
@@ -195,9 +191,7 @@ def on_made_up_scores(runs: int) -> dict[str, dict[str, float]]:
 
 
 def false_alarms(streams: int, looks: int) -> dict[str, float]:
-    """Shares of streams without any change in which somebody who looks after every row is
-    alarmed.
-    """
+    """Shares of unchanged streams that alarm somebody who looks after every row."""
     of_twenty, at_every_look = "any of twenty clients at 1 / delta", "test of 5 % at every look"
     found = dict.fromkeys(("alarm", "alarm, ties", at_every_look, of_twenty), 0)
     rng = np.random.default_rng(0)
@@ -222,9 +216,7 @@ def false_alarms(streams: int, looks: int) -> dict[str, float]:
 
 
 def broken_answers(runs: int, rows: int = 2000) -> dict[str, float]:
-    """How often the true share of wrong answers is above 5 %: by `Abstention`, and by the threshold
-    that looks right on these rows.
-    """
+    """How often more than 5 % of answers are wrong, and how many rows are answered."""
     rng, found, answered = np.random.default_rng(0), Counter(), []
     for _ in range(runs):
         doubt = rng.uniform(0, 0.5**0.5, rows) ** 2
@@ -277,7 +269,6 @@ def median(work: Callable[[], object]) -> float:
 
 
 def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
-    """What is said above, part by part."""
     cells: dict[str, Any] = {}
     with warnings.catch_warnings():
         # Said by its number, an end of the range.

@@ -25,7 +25,6 @@ METHODS = ("fedavg", "fedprox", "ditto", "scaffold", "moon", "fedrod", "fedamp")
 
 
 def turn(method: bf.Algorithm, clients: FederatedData, rounds: int) -> float:
-    """Seconds of a round."""
     options: dict[str, Any] = {"evaluate_every": None, "progress": False}
     engine = bf.Engine(workers=1)
     run = bf.simulate(method, clients, rounds=rounds, engine=engine, **options)
@@ -33,7 +32,6 @@ def turn(method: bf.Algorithm, clients: FederatedData, rounds: int) -> float:
 
 
 def main() -> None:
-    """Run all methods in turn, print the ratios, write the results."""
     quick = script.arguments(__doc__).quick
     written, clients = script.made(), timing.federation([500] * 20)
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.outputs)

@@ -28,12 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def arguments(doc: str | None, **options: dict[str, Any]) -> argparse.Namespace:
-    """Return the command line.
-
-    Args:
-        doc: What `--help` shows.
-        **options: Arguments of `add_argument` for each option beside `--quick`, by its name.
-    """
+    """Return the command line: `--quick`, and options by the arguments of `add_argument`."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,9 +76,7 @@ def predictions(probs: Tensor, labels: Tensor) -> LocalPredictions:
 
 
 def made() -> dict[str, Any]:
-    """Return by which command and where results are made. To be asked before anything is written,
-    which would count as an uncommitted change.
-    """
+    """Return what makes results; to be asked first, as writing leaves an uncommitted change."""
     return {"command": " ".join(["python", *sys.argv]), "environment": report.environment()}
 
 
@@ -99,9 +92,7 @@ def write(name: str, **parts: Any) -> None:
 
 
 def write_rows(name: str, rows: dict[str, Any]) -> None:
-    """Put rows into a script's results, in which the others stay: they may be measured one by
-    one.
-    """
+    """Put rows, which may be measured one by one, into a script's results."""
     write(name, rows=saved(name).get("rows", {}) | rows)
 
 
@@ -117,22 +108,26 @@ def main(
     results: Callable[..., dict[str, Any]],
     *,
     draw: Callable[[dict[str, Any]], None] | None = None,
+    **options: dict[str, Any],
 ) -> None:
     """Run a script's study and write its results; or draw their figure.
 
     Args:
         doc: As of `arguments`.
         name: Of the script and of its results, as `papers/fedsi`.
-        results: (folder of the runs, quick=, jobs=) -> the results, with `cells` by key.
+        results: (folder of the runs, quick=, jobs=, the options) -> the results, with `cells` by
+            key, or another part where the option `part` says so.
         draw: (results) -> None draws the figure.
+        **options: As of `arguments`, beside `--jobs` and `--figure`.
     """
-    given = arguments(doc, jobs=JOBS, **({"figure": FIGURE} if draw else {}))
+    given = arguments(doc, jobs=JOBS, **options, **({"figure": FIGURE} if draw else {}))
     if draw and given.figure:
         draw(saved(name))
         return
+    more = {option: getattr(given, option) for option in options}
     with runs(name, quick=given.quick) as folder:
-        found = results(folder, quick=given.quick, jobs=given.jobs)
-    for key, made in found["cells"].items():
+        found = results(folder, quick=given.quick, jobs=given.jobs, **more)
+    for key, made in found[more.get("part", "cells")].items():
         told = {word: value for word, value in made.items() if word != "environment"}
         print(f"{key}: {json.dumps(told)}")
     if not given.quick:

@@ -49,9 +49,7 @@ OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
 GRID = tuple(10.0**k for k in range(-4, 7))
 """Precisions that are tried first; then the neighbours of the best by half a decade."""
 TRAINING_PRECISION = 1e-4
-"""Of the prior that rules see, the default of bf.algorithms.fedsi; it decides what counts as
-curvature, not the order of weights.
-"""
+"""Of the prior that rules see, the default of bf.algorithms.fedsi."""
 FIXED = (1e-2, 1.0, 1e2)
 """Precisions at which some posteriors are measured without choosing."""
 AT_FIXED = ("5 %: wasserstein", "5 %: curved_wasserstein", "5 %: random", "whole body")
@@ -96,9 +94,7 @@ class Images:
     constant: Tensor  # which pixels are the same in all training images, [784] bool
 
     def changed(self, x: Tensor) -> Tensor:
-        """Count how many of the pixels that are constant in training are not so in each of `x`,
-        [N].
-        """
+        """Count the pixels of each of `x` that were constant in training and are not now."""
         return (x.flatten(1) != self.x[0].flatten())[:, self.constant].sum(1).double()
 
 
@@ -143,9 +139,7 @@ def images(dataset: str, scaling: str, seed: int, sizes: Sizes) -> Images:
 
 
 def trained(data: Images, seed: int, steps: int) -> nn.Module:
-    """Return a network after SGD of rate 0.1 on mini-batches of 50, as the authors of FedSI train a
-    client; no prior.
-    """
+    """Return a network after SGD as the authors of FedSI train a client; no prior."""
     model = bf.models.mlp(tuple(data.x.shape[1:]), hidden=100, outputs=10, seed=seed)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     rng = torch.Generator().manual_seed(seed)
@@ -173,18 +167,14 @@ def quality(probs: Tensor, labels: Tensor) -> Row:
 
 
 def temperature(probs: Tensor, labels: Tensor) -> tuple[float, calibration.Fitted]:
-    """Return the one temperature that serves several networks' probabilities [J, N, O] for labels
-    [J, N] best, and the step that applies it.
-    """
+    """Return the one temperature of probabilities [J, N, O], and the step that applies it."""
     step, outputs = calibration.Temperature(strength=math.inf), Outputs("classification", 10)
     fitted = calibration.fit(step, script.predictions(probs, labels), outputs)
     return float(1 / fitted.state["beta"]), fitted
 
 
 def measure(predict: Predict, data: Images, *, everything: bool = True) -> Row:
-    """Compute what is measured of predictions: everything, or of images from elsewhere those of
-    unseen classes, and none that are lit.
-    """
+    """Return what is measured: everything, or not where it takes other images."""
     start = time.process_time()
     probs, epistemic = predict(data.test)
     row = quality(probs, data.test_y)
@@ -216,9 +206,7 @@ def at_point(model: nn.Module, temperature: float = 1.0) -> Predict:
 
 
 def of_posterior(fitted: Laplace, examples: int, seed: int) -> Predict:
-    """Return predictions in closed form for up to so many examples; the epistemic part from draws
-    of the outputs by standard normals [S, N, O].
-    """
+    """Return predictions in closed form; the epistemic part is of draws [S, N, O]."""
     rng = torch.Generator().manual_seed(seed)
     noise = torch.randn(DRAWS, examples, 10, generator=rng, dtype=torch.float64)
 
@@ -291,21 +279,18 @@ class Network:
         return Laplace.fit(self.model, self.data.x, **precision, **self.planned[name][0])
 
     def measured(self, fitted: Laplace, on: Images, **how: bool) -> Row:
-        """Return what is measured of an approximation on images."""
+        """Return what is measured on images."""
         return measure(of_posterior(fitted, len(self.data.test), self.seed), on, **how)
 
 
 def network(dataset: str, scaling: str, seed: int, sizes: Sizes) -> Network:
-    """Return the network of a seed."""
     data = images(dataset, scaling, seed, sizes)
     model = trained(data, seed, sizes.steps)
     return Network(model, data, posteriors(model, data, seed), seed)
 
 
 def cell(net: Network, sizes: Sizes) -> dict[str, Any]:
-    """Return what one network gives: {"network": about it, "rows": {row: measures}, "fixed": {row:
-    measures at a precision that nobody chose}}.
-    """
+    """Return what is measured of one network, its rows, and rows at fixed precisions."""
     model, data = net.model, net.data
     plain = at_point(model)
     best, _ = temperature(plain(data.held)[0][None], data.held_y[None])
@@ -346,9 +331,7 @@ def cell(net: Network, sizes: Sizes) -> dict[str, Any]:
 
 
 def chosen_together(fits: list[Laplace], all_data: list[Images], grid: tuple[float, ...]) -> float:
-    """Return the precision of least NLL on the validation images of all networks, by decades and
-    then by half a decade, within the grid.
-    """
+    """Return the precision of least NLL on all validation images, within the grid."""
 
     @cache
     def score(precision: float) -> float:
@@ -403,9 +386,7 @@ def pooled(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> di
 
 
 def control(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> dict[str, Any]:
-    """Return the AUROCs of the number of pixels that an image changes though they were constant in
-    training; no network at all.
-    """
+    """Return the AUROCs of the number of changed constant pixels; no network at all."""
     found = []
     for d in [images(dataset, scaling, seed, sizes) for seed in seeds]:
         own = d.changed(d.test)
@@ -426,9 +407,7 @@ DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 
 
 def in_words(name: str) -> str:
-    """Return a method's name in the results as a label: `5 %: random, scaled precision` is 0.05 of
-    weights at random, scaled precision.
-    """
+    """Return a method's name in the results as a label."""
     share, _, rule = name.partition(" %: ")
     rule, comma, rest = rule.partition(", ")
     if not rule:
@@ -450,9 +429,7 @@ LEGEND: dict[str, dict[str, Any]] = {
 
 
 def draw(saved: dict[str, Any]) -> None:
-    """Draw a row of panels for each cell, NLL on the left, AUROC of unseen classes on the right; a
-    line for each method.
-    """
+    """Draw a row of panels for each cell, a line for each method."""
     looks = list(LEGEND.values())
     panels = [
         (dataset, scaling, found["rows"])
@@ -489,7 +466,6 @@ def draw(saved: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the parts, print their tables, write results and figure."""
     parts = {"nargs": "+", "choices": list(PARTS), "default": list(PARTS)}
     parts["help"] = "which to run; the others' results stay (default: all)"
     given = script.arguments(__doc__, parts=parts, figure=script.FIGURE)

@@ -8,10 +8,7 @@ In every setting all methods have the same rule of who trains.
 Results: benchmarks/results/sensitivity.json.
 """
 
-import json
 import math
-import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +20,6 @@ import bayesfl as bf
 from bayesfl.evaluation import report
 from bayesfl.optim import SGD
 
-RESULTS = script.RESULTS / "sensitivity.json"
 example = script.names_of("examples/pfedvem.py")
 DEMO = example.PRESETS["digits"]
 GRID = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
@@ -46,20 +42,12 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "a cohort of two": (DEMO, {"participation": 0.1}),
 }
-"""The preset, and options of the run that are not the demo's. The same rates but for the first two:
-none is chosen anew.
-"""
-COLUMNS = [
-    report.Column("accuracy", better="higher"),
-    report.Column("nll", better="lower"),
-    report.Column("ece", better="lower"),
-]
+"""The preset, and options of the run: the demo's rates but for the first two."""
+COLUMNS = [report.Column(key, better=report.better(key)) for key in ("accuracy", "nll", "ece")]
 
 
 def chosen(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
-    """Return NLL on validation data by method, rate and seed, null where a run failed, and each
-    method's best rate.
-    """
+    """Return NLL on validation data by method, rate and seed, and each method's best rate."""
     rates = [SGD(rate, momentum=0.9) for rate in (GRID[:2] if quick else GRID)]
     names = {example.TITLES[name]: name for name in example.METHODS}
     rounds = 2 if quick else example.ROUNDS
@@ -88,10 +76,10 @@ def chosen(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
 def elsewhere(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """Return the demo's measures by setting, method and seed, null where a run failed."""
     tables: dict[str, Any] = {}
-    seeds: Iterable[int] = range(1 if quick else 5)
     for setting, (preset, options) in SETTINGS.items():
         rounds = 2 if quick else options.get("rounds", example.ROUNDS)
         settings = {**options, "rounds": rounds, "evaluate_every": rounds}
+        seeds = range(1 if quick else 5)
         table = example.comparison(preset, data=DATA, seeds=seeds, **settings)
         frame = table.run(folder, n_jobs=jobs).to_pandas()
         tables[setting] = {
@@ -103,18 +91,14 @@ def elsewhere(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print and write one of the two."""
     rates: dict[str, Any] = {"action": "store_true", "help": "choose the demo's learning rates"}
     given = script.arguments(__doc__, rates=rates, jobs=script.JOBS)
-    environment = report.environment()
+    made = script.made()
+    part, study = ("rates", chosen) if given.rates else ("settings", elsewhere)
     with script.runs("sensitivity", quick=given.quick) as folder:
-        found = (chosen if given.rates else elsewhere)(folder, quick=given.quick, jobs=given.jobs)
+        found = study(folder, quick=given.quick, jobs=given.jobs)
     if not given.quick:
-        saved = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        command = " ".join(["python", *sys.argv])
-        part = "rates" if given.rates else "settings"
-        saved[part] = {"command": command, "environment": environment, **found}
-        report.write_json(RESULTS, saved)
+        script.write("sensitivity", **{part: {**made, **found}})
 
 
 if __name__ == "__main__":

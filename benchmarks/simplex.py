@@ -28,9 +28,7 @@ AT_MOST = 0.3  # CPU seconds for all programs
 
 
 def programs(clients: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Q [J, J] and b [J, J] of clients whose statistics are their group's and noise, variances of
-    the order 1 / n.
-    """
+    """Q [J, J] and b [J, J] of groups with noise, variances of the order 1 / n."""
     rng = torch.Generator().manual_seed(0)
     centres = torch.rand(groups, 1280, generator=rng, dtype=torch.float64)
     noise = torch.randn(clients, 1280, generator=rng, dtype=torch.float64)
@@ -79,7 +77,6 @@ def measure(clients: int, some: int, groups: int, repetitions: int) -> dict[str,
 
 
 def main() -> None:
-    """Runs both sides, prints the table, writes the results."""
     quick = script.arguments(__doc__).quick
     made, rows = script.made(), {}
     clients, some, repetitions = (20, 2, 1) if quick else (100, 5, 7)

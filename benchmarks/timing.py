@@ -55,9 +55,7 @@ def seconds(
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], repetitions: int) -> dict[str, list[T]]:
-    """Return what the sides give, repetition by repetition, so that a disturbance of the machine
-    falls on all.
-    """
+    """Return what sides give in turn, so that disturbances fall on all."""
     found: dict[str, list[T]] = {name: [] for name in sides}
     for _ in range(repetitions):
         for name, side in sides.items():
@@ -72,9 +70,7 @@ def ratio(own: Sequence[float], unit: Sequence[float]) -> float:
 
 
 def resident(key: str = "VmHWM") -> float:
-    """Return a line of the process's status in MiB, by default the largest resident memory so far;
-    getrusage would count the parent's too.
-    """
+    """Return a line of the process's status, in MiB: getrusage would count the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(key))
     return int(line.split()[1]) / 1024

@@ -62,9 +62,7 @@ def kept(algorithm: bf.Algorithm) -> bf.Algorithm:
 
 
 def proximal(model: torch.nn.Module, rate: float) -> bf.Algorithm:
-    """The authors' pFedMe: FedProx whose clients go on from their own last model, pulled towards
-    the mean of all.
-    """
+    """The authors' pFedMe: FedProx that goes on from a client's own model, pulled to the mean."""
     algorithm = bf.algorithms.fedprox(model, mu=1.0, optimiser=PLAIN(multistep(rate)), **ONE)
     return replace(algorithm, blocks={"w": replace(algorithm.blocks["w"], keep=True)})
 
@@ -94,9 +92,7 @@ METHODS: dict[str, Make] = {
 
 
 def l1(learned: np.ndarray, true: np.ndarray) -> float:
-    """Mean over clients of the L1 distance between weights [J, M], components in the order that is
-    best for all clients together.
-    """
+    """Mean L1 distance of clients' weights [J, M], in the one best order of components."""
     return shown.distance(shown.matched(learned, true), true)
 
 
@@ -114,19 +110,12 @@ def best_rule(clients: FederatedData) -> float:
         cosines = rules @ rule / (np.linalg.norm(rules, axis=1) * np.linalg.norm(rule))
         return float(shares @ np.arccos(cosines.clip(-1, 1)) / np.pi)
 
+    how: dict[str, Any] = {"method": "Nelder-Mead", "options": {"xatol": 1e-8, "fatol": 1e-10}}
     starts = [np.ones(len(rules)), *np.eye(len(rules))]
-    return 1 - min(
-        float(
-            minimize(
-                wrong, start, method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10}
-            ).fun
-        )
-        for start in starts
-    )
+    return 1 - min(float(minimize(wrong, start, **how).fun) for start in starts)
 
 
 def learned(result: Result) -> dict[str, Any]:
-    """Measure what a finished run has learned: distance of the weights, clusters."""
     true, row = np.array(result.data.recipe["weights"]), {}
     if "pi" in result.private:
         row["l1"] = l1(result.private["pi"].numpy(), true)
@@ -142,21 +131,16 @@ def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     rounds, many, test = (4, 20, 100) if quick else (200, 300, 2000)
     clients = bf.data.linear_mixture(clients=many, test=test)
     held = bf.data.linear_mixture(clients=many, test=1, validation=0.2)
-    study = partial(
-        bf.Study,
-        model=lambda clients: torch.nn.Linear(clients.inputs[0], 1),
-        rounds=rounds,
-        train="cohort",
-        sampling="fixed",
-        evaluate_every=rounds,
-    )
+    settings = {"rounds": rounds, "train": "cohort", "sampling": "fixed", "evaluate_every": rounds}
+    settings["model"] = lambda clients: torch.nn.Linear(clients.inputs[0], 1)
     grid = {"*": {"rate": RATES[-1:] if quick else RATES}}
-    tried = study(data=lambda seed: held, methods=METHODS, options=grid)
-    tried = tried.run(folder, n_jobs=jobs)
+    study = bf.Study(data=lambda seed: held, methods=METHODS, options=grid, **settings)
+    tried = study.run(folder, n_jobs=jobs)
     best = tried.chosen("validation_accuracy").options
     methods = {name: partial(make, **best[name]) for name, make in METHODS.items()}
-    table = study(data=lambda seed: clients, methods=methods, seeds=(0,) if quick else (0, 1, 2))
-    table = table.run(folder, n_jobs=jobs, keep="result")
+    seeds = (0,) if quick else (0, 1, 2)
+    study = bf.Study(data=lambda seed: clients, methods=methods, seeds=seeds, **settings)
+    table = study.run(folder, n_jobs=jobs, keep="result")
     cells = {
         f"{row.method}/validation/{row.options['rate']:g}": script.cell(
             row, accuracy=row.measures("last", None)["validation_accuracy"]

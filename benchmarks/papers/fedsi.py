@@ -56,28 +56,20 @@ def local(model: nn.Module, preset: Any) -> bf.Algorithm:
 
 def methods(preset: Any) -> dict[str, Any]:
     """Return the methods of the example and of the paper's tables."""
+    # The text of the paper: alpha = 1e-4 is a variance; predictions have the server's prior.
+    letter = {"prior_precision": 1e4, "prior": "global", "centre": False, **preset.body}
     found = {
         **example.methods(preset),
         "fedavg": partial(example.fedavg, preset=preset),
         "local": partial(local, preset=preset),
-        # The text of the paper: alpha = 1e-4 is a variance; predictions have the server's prior.
-        "fedsi_literal": partial(
-            bf.algorithms.fedsi,
-            prior_precision=1e4,
-            prior="global",
-            centre=False,
-            **preset.body,
-        ),
+        "fedsi_literal": partial(bf.algorithms.fedsi, **letter),
     }
     del found["fedsi_predictive"]
     return found
 
 
-TITLES = example.TITLES | {
-    "fedavg": "FedAvg",
-    "local": "Local",
-    "fedsi_literal": "FedSI, to the letter",
-}
+MORE = {"fedavg": "FedAvg", "local": "Local", "fedsi_literal": "FedSI, to the letter"}
+TITLES = example.TITLES | MORE
 
 
 def readings(name: str) -> dict[str, tuple[dict[str, Any], int | None]]:
@@ -106,14 +98,7 @@ def note(result: Any, milestones: tuple[int, ...]) -> None:
 
 
 def measured(run: Any, result: Any, make: Any, elsewhere: Any) -> dict[str, Any]:
-    """Return a run's cell of the results: its rows, and how it came about.
-
-    Args:
-        run: The run, as a row of the study's table.
-        result: Its whole result.
-        make: Its method.
-        elsewhere: Clients of another data set, with whose images it is confronted; None for none.
-    """
+    """Return a run's cell of the results; it is confronted with images of clients elsewhere."""
     start, last = time.perf_counter(), result.history[-1]
     outside = example.strangers(result.data, run.seed, elsewhere)
     rows = {}
@@ -124,22 +109,17 @@ def measured(run: Any, result: Any, make: Any, elsewhere: Any) -> dict[str, Any]
             rows[title]["precision"] = reading.tuned
         if run.method.startswith("pfedvem"):
             rows[title]["before_accuracy"] = last["before_pool_accuracy"]
+    marks = (row for row in result.history if "map_accuracy" in row)
     cell: dict[str, Any] = {
         "rows": rows,
-        "map_accuracy": {
-            row["round"]: row["map_accuracy"] for row in result.history if "map_accuracy" in row
-        },
+        "map_accuracy": {row["round"]: row["map_accuracy"] for row in marks},
         "round_seconds": float(np.median(result.history["seconds"])),
         "seconds": {"training": run.record.seconds, "measuring": time.perf_counter() - start},
         "hash": result.data.hash,
-        "environment": run.record.environment,
     }
     if "uncurved_share" in result.server:
         cell["uncurved_share"] = float(result.server["uncurved_share"])
-    for title, row in rows.items():
-        shown = (f"{name} {row[name]:.4f}" for name in ("accuracy", "nll", "ece", "brier"))
-        print(f"{result.data.source.name}/{run.method}/{run.seed}: {title}: {', '.join(shown)}")
-    return cell
+    return script.cell(run, **cell)
 
 
 def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
@@ -151,20 +131,15 @@ def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     for dataset in ("digits",) if quick else PUBLISHED:
         preset, other = example.PRESETS[dataset], example.OTHER.get(dataset)
         made = methods(preset)
-        table = example.comparison(
-            dataset,
-            preset,
-            made,
-            seeds=seeds,
-            rounds=milestones[-1],
-            evaluate_every=milestones[-1],
-            on_round=[partial(note, milestones=milestones)],
-        ).run(folder, n_jobs=jobs, keep="result")
+        settings = {"rounds": milestones[-1], "evaluate_every": milestones[-1], "seeds": seeds}
+        noted = [partial(note, milestones=milestones)]
+        study = example.comparison(dataset, preset, made, on_round=noted, **settings)
+        table = study.run(folder, n_jobs=jobs, keep="result")
         for run in sorted(table.rows, key=lambda run: run.seed):
             elsewhere = example.federation(other, preset)(seed=run.seed) if other else None
             result = table.result(run.method, run.seed)
-            cell = measured(run, result, made[run.method], elsewhere)
-            found[f"{dataset}/{run.method}/{run.seed}"] = cell
+            key = f"{dataset}/{run.method}/{run.seed}"
+            found[key] = measured(run, result, made[run.method], elsewhere)
     return {"published": PUBLISHED, "cells": found}
 
 

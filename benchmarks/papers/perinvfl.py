@@ -17,7 +17,6 @@ Results: benchmarks/results/papers/perinvfl.json; `python docs/tables.py` writes
 """
 
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +26,12 @@ import numpy as np
 import bayesfl as bf
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import Adam
-from bayesfl.study.table import Row
 
 sys.path.append(str(Path(__file__).parents[1]))
 import script
 
 GRID = {"rates": [1e-4, 1e-3], "lams": [0.1, 1.0, 10.0]}
-SETS = {
-    "rc-mnist": {"upright": False},
-    "rc-fmnist": {"upright": False},
-    "rc-mnist, upright": {"upright": True},
-    "rc-fmnist, upright": {"upright": True},
-}
+SETS = ("rc-mnist", "rc-fmnist", "rc-mnist, upright", "rc-fmnist, upright")
 SEEDS = (0, 1, 2)
 ANCHOR = "coloured mnist, central"
 ANCHORS = {"IRM": 91257.18613115903, "ERM": 0.0}
@@ -47,17 +40,13 @@ PUBLISHED = {"IRM": {"training": 70.8, "test": 66.9}, "ERM": {"training": 87.4, 
 shown = script.names_of("examples/perinvfl.py")
 
 
-def spent(runs: Iterable[Row]) -> float:
-    """Seconds that the runs took together."""
-    return sum(run.record.seconds or 0 for run in runs)
-
-
 def federated(name: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """One set, each method at the rate and the pull that the first seed's held-back data choose."""
-    source = "digits" if quick else name.partition(",")[0]
+    source, _, upright = name.partition(", ")
     rounds, anneal = (3, 1) if quick else (201, 12)
     rates, lams = (GRID["rates"][-1:], GRID["lams"][:1]) if quick else GRID.values()
-    study = partial(shown.study, source, **SETS[name], root=None, rounds=rounds)
+    where = {"root": None, "upright": bool(upright)}
+    study = partial(shown.study, "digits" if quick else source, rounds=rounds, **where)
     tried = study(seeds=SEEDS[:1], methods=shown.METHODS, options=shown.grid(rates, lams, anneal))
     tried = tried.run(folder, n_jobs=jobs, keep="result")
     best = tried.chosen("validation_accuracy").options
@@ -73,7 +62,7 @@ def federated(name: str, folder: Path, *, quick: bool, jobs: int) -> dict[str, A
             row=shown.measured(table.result(run.method, run.seed)),
             chosen=shown.taken(best[run.method]),
             round_seconds=float(np.median(run.record.history["seconds"])),
-            seconds=spent(runs or [run]),
+            seconds=sum(one.record.seconds or 0 for one in runs or [run]),
             hash=run.record.data,
         )
     return cells
@@ -88,12 +77,7 @@ def central(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     """
     more = {} if quick else {"source": "mnist", "test": 10_000}
     table = bf.Study(
-        data=partial(
-            bf.data.coloured,
-            agreement=((0.8, 0.9),),
-            rotate=False,
-            **more,
-        ),
+        data=partial(bf.data.coloured, agreement=((0.8, 0.9),), rotate=False, **more),
         model=lambda clients, seed: bf.models.mlp(
             clients.inputs, hidden=(390, 390), outputs=1, start="xavier", seed=seed
         ),
@@ -116,13 +100,10 @@ def central(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     cells = {}
     for run in table.rows:
         result = table.result(run.method, run.seed)
-        row = {
-            part: result.predict(split).summary(split)["accuracy"]
-            for part, split in (("training", result.data.train), ("test", result.data.test))
-        }
-        cells[f"{ANCHOR}/{run.method}/{run.seed}"] = script.cell(
-            run, row=row, seconds=spent([run]), hash=run.record.data
-        )
+        splits = {"training": result.data.train, "test": result.data.test}
+        row = {name: result.predict(x).summary(x)["accuracy"] for name, x in splits.items()}
+        made = {"row": row, "seconds": run.record.seconds, "hash": run.record.data}
+        cells[f"{ANCHOR}/{run.method}/{run.seed}"] = script.cell(run, **made)
     return cells
 
 
