@@ -217,32 +217,20 @@ def rows(quick: bool) -> dict[str, Row]:
     few, many = (2, 2) if quick else (5, 15)
     size = f"|S| = {len(mlp.indices)}, {len(mlp.x)} samples"
     points = f"probit predictions for {len(mlp.test)} points"
+    by_rule = f"{points}, MLP, S by the paper's rule (weights without curvature first)"
+    ggn = f"diagonal GGN, MLP, {len(mlp.x)} samples"
+    lenet_ggn = f"diagonal GGN, LeNet, {len(lenet.x)} samples"
+    lenet_factor = f"fit and factor, LeNet, random |S| = {len(lenet.indices)}"
+    both = predict(mlp, one_call=3, batches=10, whole=True, default=True)
+    whole = predict(lenet, one_call=1, batches=1, whole=True)
     table = {
-        "diagonal": Row(
-            f"diagonal GGN, MLP, {len(mlp.x)} samples",
-            diagonal(mlp, **{BACKPACK: 2, DEFAULT: 500}),
-            many,
-        ),
+        "diagonal": Row(ggn, diagonal(mlp, **{BACKPACK: 2, DEFAULT: 500}), many),
         "factor": Row(f"fit and factor, MLP, random {size}", factor(mlp, 10), few),
-        "predict": Row(
-            f"{points}, MLP, random {size}",
-            predict(mlp, one_call=3, batches=10, whole=True, default=True),
-            3,
-        ),
-        "paper": Row(
-            f"{points}, MLP, S by the paper's rule (weights without curvature first)",
-            predict(paper, one_call=50, batches=50),
-            3,
-        ),
-        "lenet_diagonal": Row(
-            f"diagonal GGN, LeNet, {len(lenet.x)} samples", diagonal(lenet, **{BACKPACK: 1}), few
-        ),
-        "lenet_factor": Row(
-            f"fit and factor, LeNet, random |S| = {len(lenet.indices)}", factor(lenet, 1), few
-        ),
-        "lenet_predict": Row(
-            f"{points}, LeNet", predict(lenet, one_call=1, batches=1, whole=True), 3
-        ),
+        "predict": Row(f"{points}, MLP, random {size}", both, 3),
+        "paper": Row(by_rule, predict(paper, one_call=50, batches=50), 3),
+        "lenet_diagonal": Row(lenet_ggn, diagonal(lenet, **{BACKPACK: 1}), few),
+        "lenet_factor": Row(lenet_factor, factor(lenet, 1), few),
+        "lenet_predict": Row(f"{points}, LeNet", whole, 3),
     }
     last = "kfac of the last layer"
     for count, known in ((300, 50), (1000, 5)):
@@ -270,10 +258,8 @@ def measure(row: Row, threads: int) -> dict[str, dict[str, float]]:
         name: side.scale * statistics.median(seconds.get(name, [first[name]]))
         for name, side in row.sides.items()
     }
-    return {
-        name: {"seconds": value, "times_ours": value / median["ours"]}
-        for name, value in median.items()
-    }
+    ours = median["ours"]
+    return {name: {"seconds": s, "times_ours": s / ours} for name, s in median.items()}
 
 
 def memory(name: str, side: str) -> float:

@@ -66,6 +66,7 @@ print(json.dumps([one_round() for _ in range(int(rounds))]))
 """
 """A program that times rounds in one tree after one that warms up, under earlier commits, too."""
 Round = Callable[[], float]  # which gives its seconds
+Make = Callable[[], Round]
 Data = Callable[[], FederatedData]
 
 
@@ -329,7 +330,7 @@ class Row:
 
     title: str
     unit: str  # the side that everything is measured in
-    sides: dict[str, Callable[[], Round]]  # each makes a round
+    sides: dict[str, Make]  # each makes a round
     limits: dict[str, float]  # at most this ratio
     repetitions: int  # of all sides, after one that warms up
     # Whether the local work is gradient steps alone, so that the rest of a round has its limit.
@@ -339,23 +340,17 @@ class Row:
 ONE, TWO = bf.Engine(workers=1), bf.Engine(workers=2)
 
 
-def beside_bare(
-    title: str,
-    bare: Callable[[], Round],
-    algorithm: bf.Algorithm,
-    data: Data,
-    limits: tuple[float, float],
-    repetitions: int,
-) -> Row:
-    """Our round in units of the loop, with limits for two workers and for one."""
-    sides: dict[str, Callable[[], Round]] = {
+def beside_bare(title: str, bare: Make, method: bf.Algorithm, data: Data, *limits: Any) -> Row:
+    """Our round in units of the loop; limits for two workers and for one, and repetitions."""
+    at_most, repetitions = limits
+    sides: dict[str, Make] = {
         "bare": bare,
         "bare, 2 threads": lambda: threaded(bare(), 2),
-        "1 worker": partial(Ours, algorithm, data, ONE),
-        "2 workers": partial(Ours, algorithm, data, TWO),
+        "1 worker": partial(Ours, method, data, ONE),
+        "2 workers": partial(Ours, method, data, TWO),
     }
-    at_most = dict(zip(("2 workers", "1 worker"), limits, strict=True))
-    return Row(title, "bare", sides, at_most, repetitions)
+    named = dict(zip(("2 workers", "1 worker"), at_most, strict=True))
+    return Row(title, "bare", sides, named, repetitions)
 
 
 def fedavg(title: str, model: nn.Module, data: Data, epochs: int, *limits: Any) -> Row:
@@ -378,7 +373,7 @@ def beside(
 ) -> Row:
     """A round of ours in units of another of ours."""
     my_way, other_way = ways
-    sides: dict[str, Callable[[], Round]] = {
+    sides: dict[str, Make] = {
         unit: partial(other_way, other, data, ONE),
         "1 worker": partial(my_way, mine, data, ONE),
         f"{unit}, 2 workers": partial(other_way, other, data, TWO),
@@ -393,8 +388,8 @@ def rows(quick: bool) -> dict[str, Row]:
     epochs = 2 if quick else 10
     ten = partial(federation, [250] * 10)
     hundred = partial(federation, [250] * (20 if quick else 100))
-    # From 10 to 500 examples.
     sizes = np.random.default_rng(0).exponential(180, 40).clip(10, 500).astype(int).tolist()
+    forty = partial(federation, sizes)
     images = partial(federation, [125] * (4 if quick else 20), (1, 28, 28))
     small = partial(federation, [40] * (20 if quick else 200), (20,), 2)
     photos = partial(federation, [20 if quick else 100] * 4, (3, 32, 32))
@@ -421,19 +416,25 @@ def rows(quick: bool) -> dict[str, Row]:
     ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, optimiser=HEAVY)
     both = {"head_epochs": epochs, "body_epochs": epochs}
     vem, held = bf.algorithms.pfedvem(mlp, **both), bf.algorithms.pfedvem_held(mlp, **both)
-    fedsi = partial(
-        bf.algorithms.fedsi, mlp, epochs=epochs, optimiser=SGD(0.01), selection="random"
-    )
+    curved = {"epochs": epochs, "optimiser": SGD(0.01), "selection": "random"}
+    contrasts = bf.algorithms.fedsi(mlp, link="contrasts", **curved)
+    by_class = bf.algorithms.fedsi(mlp, link="per_class", **curved)
     once = {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()}
     linear, decaying = nn.Linear(150, 1), replace(HEAVY, weight_decay=5e-4)
     mean = bf.algorithms.fedavg(linear, optimiser=HEAVY, **once)
-    mixed = bf.algorithms.fedem(linear, components=3, optimiser=decaying, **once)
+    em = bf.algorithms.fedem(linear, components=3, optimiser=decaying, **once)
+
+    mixed = {"steps_alone": False}
 
     def fedpac(title: str, model: nn.Module, data: Data, *repetitions: int) -> Row:
         options = {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH}
         pac, rep = (new(model, **options) for new in (bf.algorithms.fedpac, bf.algorithms.fedrep))
-        return beside(title, pac, "FedRep", rep, data, 1.5, *repetitions, steps_alone=False)
+        return beside(title, pac, "FedRep", rep, data, 1.5, *repetitions, **mixed)
 
+    watched, twice = (partial(Watched, True), partial(Watched, False)), (Predicted, Predicted)
+    looked = "pFedVEM, every round looked at for stability"
+    predicted = "FedSI at random weights, predicting by contrasts after every round"
+    components = "FedEM, 3 linear components, 300 clients"
     residual_title = "Residual MLP 20-64-64-2, batch norm and dropout, 200 clients x 40"
     rod_title = "Fed-RoD as one writes it, MLP 20-64-10, 20 clients x 100"
     rod_loop = partial(bare_fed_rod, heads, rod, epochs)
@@ -443,9 +444,7 @@ def rows(quick: bool) -> dict[str, Row]:
             "FedAvg, MLP 784-100-10, 10 clients x 250", mlp, ten, epochs, (0.45, 0.72), 31
         ),
         "mlp100": fedavg("the same, 100 clients", mlp, hundred, epochs, (0.40, 0.65), 5),
-        "unequal": fedavg(
-            "40 clients of 10 to 500", mlp, partial(federation, sizes), epochs, (0.45, 0.65), 11
-        ),
+        "unequal": fedavg("40 clients of 10 to 500", mlp, forty, epochs, (0.45, 0.65), 11),
         "lenet": fedavg("LeNet 6-16-120-84, 20 clients x 125", lenet, images, 2, (0.55, 0.95), 15),
         "lenet_norm": fedavg("the same with batch norm", normed, images, 2, (0.7, 1.0), 15),
         "lenet_dropout": fedavg("the same with dropout", dropping, images, 2, (0.7, 1.0), 15),
@@ -454,40 +453,14 @@ def rows(quick: bool) -> dict[str, Row]:
         "transformer": fedavg("Transformer, d = 256, 4 x 50", Encoder(), tokens, 5, (0.8, 1.0), 5),
         "resnet": fedavg("ResNet-18, batch norm, 4 x 100", resnet, photos, 5, (0.8, 1.05), 3),
         "resnet_short": fedavg("the same, one epoch", resnet, photos, 1, (0.8, 1.05), 5),
-        "pfedvem": beside_bare(
-            "pFedVEM, 10 clients, 5 draws", vem_loop, vem, ten, (0.40, 0.60), 15
-        ),
+        "pfedvem": beside_bare("pFedVEM, 10 clients, 5 draws", vem_loop, vem, ten, (0.4, 0.6), 15),
         "pfedvem_held": beside("pFedVEM, scales held", held, "pFedVEM", vem, ten, 1.05),
-        "pfedvem_watched": beside(
-            "pFedVEM, every round looked at for stability",
-            vem,
-            "unwatched",
-            vem,
-            ten,
-            None,
-            ways=(partial(Watched, True), partial(Watched, False)),
-        ),
+        "pfedvem_watched": beside(looked, vem, "unwatched", vem, ten, None, ways=watched),
         "fedsi_contrasts": beside(
-            "FedSI at random weights, predicting by contrasts after every round",
-            fedsi(link="contrasts"),
-            "class-wise",
-            fedsi(link="per_class"),
-            predicting,
-            1.05,
-            7,
-            ways=(Predicted, Predicted),
-            steps_alone=False,
+            predicted, contrasts, "class-wise", by_class, predicting, 1.05, 7, ways=twice, **mixed
         ),
         "ditto": beside("Ditto", ditto, "FedAvg", plain, ten, 2.3),
-        "fedem": beside(
-            "FedEM, 3 linear components, 300 clients",
-            mixed,
-            "FedAvg",
-            mean,
-            mixture,
-            2.4,
-            steps_alone=False,
-        ),
+        "fedem": beside(components, em, "FedAvg", mean, mixture, 2.4, **mixed),
         "fedpac": fedpac("FedPAC, MLP 784-128-10, 20 clients x 600", wide, twenty),
         "fedpac_cnn": fedpac("FedPAC, its CNN, 20 clients x 125", leaky, images, 5),
     }
@@ -525,9 +498,8 @@ def measure(row: Row, repetitions: int, *, busy: bool) -> dict[str, dict[str, fl
     sides = {name: make() for name, make in row.sides.items() if not (busy and "threads" in name)}
     for side in sides.values():
         side()
-    turns = timing.in_turn(
-        {name: partial(clocked, side) for name, side in sides.items()}, repetitions
-    )
+    clocks = {name: partial(clocked, side) for name, side in sides.items()}
+    turns = timing.in_turn(clocks, repetitions)
     wall = {name: [seconds for seconds, _ in found] for name, found in turns.items()}
     out = {}
     for name, side in sides.items():

@@ -65,17 +65,10 @@ def methods(clients: FederatedData) -> dict[str, bf.Algorithm]:
     }
 
 
-def trained(
-    algorithm: bf.Algorithm,
-    clients: FederatedData,
-    workers: int,
-    rounds: int,
-    resume: Result | None = None,
-) -> Result:
-    """The result after `rounds` rounds, those of an earlier one included."""
-    options: dict[str, Any] = {"rounds": rounds, "evaluate_every": None, "progress": False}
-    engine = bf.Engine(workers=workers)
-    return bf.simulate(algorithm, clients, engine=engine, resume=resume, **options)
+def trained(method: bf.Algorithm, data: FederatedData, workers: int, **how: Any) -> Result:
+    """The result after rounds=, those of resume= included."""
+    options: dict[str, Any] = {"evaluate_every": None, "progress": False, **how}
+    return bf.simulate(method, data, engine=bf.Engine(workers=workers), **options)
 
 
 def factors(clients: FederatedData, workers: int, share: int) -> Callable[[], float]:
@@ -99,12 +92,12 @@ def measure(
     clients: FederatedData, workers: int, repetitions: int, settled: int
 ) -> dict[str, dict[str, float]]:
     made = methods(clients)
-    results = {name: trained(method, clients, workers, settled) for name, method in made.items()}
+    results = {name: trained(one, clients, workers, rounds=settled) for name, one in made.items()}
 
     def turn(name: str) -> float:
         rounds = EVERY if name in SELDOM else 1
-        last = results[name]
-        results[name] = trained(made[name], clients, workers, last.round + rounds, last)
+        how = {"rounds": results[name].round + rounds, "resume": results[name]}
+        results[name] = trained(made[name], clients, workers, **how)
         return statistics.mean(map(float, results[name].history["seconds"][-rounds:]))
 
     factor = factors(clients, workers, int(0.05 * len(results["FedSI"].server["g"])))
@@ -130,8 +123,8 @@ def memory(name: str) -> float:
     warnings.simplefilter("ignore")
     clients = federation(quick=False)
     made = methods(clients)
-    trained(made[UNIT], clients, 2, 1)
-    return timing.added(lambda: trained(made[name], clients, 2, 2))
+    trained(made[UNIT], clients, 2, rounds=1)
+    return timing.added(lambda: trained(made[name], clients, 2, rounds=2))
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,15 +48,11 @@ def loop(model: torch.nn.Module, data: FederatedData, device: torch.device) -> f
     return timing.seconds(one_round)
 
 
-def ours(
-    model: torch.nn.Module, data: FederatedData, device: torch.device, engine: bf.Engine
-) -> float:
+def ours(model: torch.nn.Module, data: FederatedData, **where: Any) -> float:
     """Seconds of a round by `simulate`, the second of two."""
     algorithm = bf.algorithms.fedavg(model, epochs=EPOCHS, batch_size=BATCH, optimiser=HEAVY)
-    result = bf.simulate(
-        algorithm, data, rounds=2, evaluate_every=None, device=device, engine=engine, progress=False
-    )
-    return float(result.history["seconds"][-1])
+    options = {"evaluate_every": None, "progress": False, **where}
+    return float(bf.simulate(algorithm, data, rounds=2, **options).history["seconds"][-1])
 
 
 def main() -> None:
@@ -70,7 +67,7 @@ def main() -> None:
     model, data = bf.models.lenet((1, 28, 28), outputs=10), federation(4 if given.quick else 100)
     sides = {"loop": partial(loop, model, data, device)}
     for kernel in ("layers", "vmap"):
-        sides[kernel] = partial(ours, model, data, device, bf.Engine(kernel))
+        sides[kernel] = partial(ours, model, data, device=device, engine=bf.Engine(kernel))
     sides["loop"]()
     found = timing.in_turn(sides, 1 if given.quick else 5)
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
@@ -78,7 +75,7 @@ def main() -> None:
     if given.quick:
         return
     clients = data.clients
-    while (took := ours(model, federation(2 * clients), device, bf.Engine())) <= 10:
+    while (took := ours(model, federation(2 * clients), device=device)) <= 10:
         clients *= 2
         timing.show(f"{clients} clients", {"seconds": took})
     memory = torch.cuda.max_memory_allocated(device) / 2**20

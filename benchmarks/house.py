@@ -22,19 +22,15 @@ from types import FrameType
 from typing import Any
 
 TREE = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
-LOOKS = ("/preflight/", "/stability.py", "/fits.py")
-"""Where looks stand, in this tree and in earlier ones."""
-
-
-def is_docstring(node: ast.AST) -> bool:
-    """Say whether a statement is text alone."""
-    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return text and isinstance(node.value.value, str)
+LOOKS = ("/preflight/", "/stability.py", "/fits.py")  # in this tree and in earlier ones
 
 
 def statements(node: ast.AST) -> int:
     """Count the statements in a part of a program, docstrings left out."""
-    return sum(isinstance(one, ast.stmt) and not is_docstring(one) for one in ast.walk(node))
+    found = [one for one in ast.walk(node) if isinstance(one, ast.stmt)]
+    values = [one.value for one in found if isinstance(one, ast.Expr)]
+    texts = [one for one in values if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return len(found) - len(texts)
 
 
 def only_raises(function: ast.FunctionDef) -> bool:
@@ -57,9 +53,7 @@ def looks(trees: dict[Path, ast.Module]) -> set[str]:
         node.name
         for tree in trees.values()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and not node.name.startswith("__")
-        and only_raises(node)
+        if isinstance(node, ast.FunctionDef) and node.name[:2] != "__" and only_raises(node)
     }
 
 
@@ -87,12 +81,12 @@ def defence(tree: ast.AST, names: set[str]) -> int:
     return count
 
 
-def counted(tree: ast.Module, lines: int, names: set[str]) -> Counter[str]:
+def counted(path: Path, tree: ast.Module, names: set[str]) -> Counter[str]:
     """Return the figures of a file."""
     calls = Counter(called(node) for node in ast.walk(tree))
     return Counter(
         files=1,
-        lines=lines,
+        lines=path.read_text().count("\n"),
         statements=statements(tree),
         raises=sum(isinstance(node, ast.Raise) for node in ast.walk(tree)),
         calls=sum(calls[name] for name in names - {"warn"}),
@@ -103,22 +97,17 @@ def counted(tree: ast.Module, lines: int, names: set[str]) -> Counter[str]:
 def table(root: Path) -> None:
     """Print the figures of a folder's parts."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
-    names = looks(trees)
+    names, total = looks(trees), Counter()
     parts: dict[str, Counter[str]] = defaultdict(Counter)
     for path, tree in trees.items():
-        found = counted(tree, path.read_text().count("\n"), names)
+        found = counted(path, tree, names)
         parts[path.relative_to(root).parts[0]].update(found)
-    total: Counter[str] = Counter()
-    for found in parts.values():
         total.update(found)
     print(f"{root.name:24s} files  lines  statements  raises  defence")
-    for part, found in [*sorted(parts.items()), ("all", total)]:
-        raises = f"{found['raises']}+{found['calls']}"
-        share = found["defence"] / max(1, found["statements"])
-        print(
-            f"  {part:22s} {found['files']:5d} {found['lines']:6d} {found['statements']:11d} "
-            f"{raises:>7s} {share:7.1%}"
-        )
+    for part, n in [*sorted(parts.items()), ("all", total)]:
+        raises, share = f"{n['raises']}+{n['calls']}", n["defence"] / max(1, n["statements"])
+        size = f"{n['files']:5d} {n['lines']:6d} {n['statements']:11d}"
+        print(f"  {part:22s} {size} {raises:>7s} {share:7.1%}")
 
 
 def way() -> tuple[int, int, int]:

@@ -52,7 +52,6 @@ IMAGE = (3, 32, 32)
 
 
 def mib(tree: object) -> float:
-    """What a nest of tensors takes, in MiB."""
     return sum(t.nbytes for t in tree_leaves(tree)) / 2**20
 
 
@@ -62,17 +61,9 @@ def clients_state(method: str, clients: int) -> dict[str, float]:
     start = resident("VmRSS")
     data = timing.federation([20] * clients, (64,))
     with_data = resident("VmRSS")
-    clock = time.perf_counter()
-    result = bf.simulate(
-        algorithm,
-        data,
-        rounds=3,
-        participation=gathered / clients,
-        sampling="fixed",
-        evaluate_every=None,
-        engine=bf.Engine(workers=2),
-        progress=False,
-    )
+    options = {"participation": gathered / clients, "sampling": "fixed", "evaluate_every": None}
+    engine, clock = bf.Engine(workers=2), time.perf_counter()
+    result = bf.simulate(algorithm, data, rounds=3, engine=engine, progress=False, **options)
     return {
         "clients": clients,
         "head_weights": sum(p.numel() for p in model.head.parameters()),

@@ -26,7 +26,6 @@ from bayesfl.evaluation.plots.look import new_figure
 from bayesfl.optim import SGD
 
 example = script.names_of("examples/fedsi.py")
-DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 MILESTONES = (20, 100, 200, 400, 800)
 DRAWS = 20
 OTHERS: dict[str, Any] = {"batch_size": 50, "optimiser": SGD(0.01, momentum=0.9)}
@@ -42,8 +41,7 @@ METHODS: dict[str, Any] = {
 }
 DRAWN = list(METHODS)[:5]
 WIDTHS = (0.05, 0.1, 0.2, 0.3, 0.5)
-NOTED = "noted_"
-"""Prefix of a milestone's measures in the history."""
+NOTED = "noted_"  # prefix of a milestone's measures in the history
 
 
 def note(result: Any, milestones: tuple[int, ...]) -> None:
@@ -81,7 +79,7 @@ def results(folder: Path, *, quick: bool, jobs: int, part: str) -> dict[str, Any
     seeds = (10, 11, 12) if chosen else (0, 1, 2)
     widths = {str(w): partial(bf.algorithms.pfedvem_held, init_scale=w) for w in WIDTHS}
     found = {}
-    for dataset in ("digits",) if quick else ("mnist",) if chosen else DATASETS:
+    for dataset in ("digits",) if quick else ("mnist",) if chosen else script.TITLES:
         preset = example.PRESETS[dataset]
         options = {"train": preset.train, "test": preset.test, "validation": 0.2 * chosen}
         table = bf.Study(
@@ -123,9 +121,9 @@ def draw(saved: dict[str, Any]) -> None:
         axes.set_xticks(MILESTONES, map(str, MILESTONES))
         axes.minorticks_off()
 
-    figure = new_figure((9, 3.6 * len(DATASETS)))
-    panels = figure.subplots(len(DATASETS), 2, squeeze=False)
-    for (left, right), (dataset, title) in zip(panels, DATASETS.items(), strict=True):
+    figure = new_figure((9, 3.6 * len(script.TITLES)))
+    panels = figure.subplots(len(script.TITLES), 2, squeeze=False)
+    for (left, right), (dataset, title) in zip(panels, script.TITLES.items(), strict=True):
         ours = f"{dataset}/pFedVEM"
         accuracies = {method: (f"{dataset}/{method}", "accuracy") for method in DRAWN}
         accuracies["pFedVEM, before pooling"] = ours, "before_accuracy"

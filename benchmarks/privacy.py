@@ -21,14 +21,7 @@ from bayesfl.federation.private.secure import SecureSum
 from bayesfl.federation.rounds.replies import Aggregation
 from bayesfl.optim import SGD
 
-SIZES = {
-    "clients": 300,
-    "participation": 0.2,
-    "clip": 1.0,
-    "delta": 1e-3,
-    "rate": 0.3,
-    "rounds": 40,
-}
+SIZES = dict(clients=300, participation=0.2, clip=1.0, delta=1e-3, rate=0.3, rounds=40)
 QUICK = {**SIZES, "clients": 60, "rounds": 3}
 NOISE = (0.0, 0.5, 1.0, 2.0, 4.0)
 
@@ -50,25 +43,14 @@ def measured(seed: int, way: Aggregation | None, sizes: dict[str, float]) -> dic
     clients = bf.data.iid("digits", clients=int(sizes["clients"]), seed=seed)
     model = bf.models.mlp(clients.inputs, hidden=30, outputs=clients.classes, seed=seed)
     algorithm = bf.algorithms.fedavg(model, epochs=5, batch_size=None, optimiser=SGD(sizes["rate"]))
+    options = {"participation": share, "seed": seed, "evaluate_every": rounds, "aggregation": way}
     start = time.perf_counter()
-    history = bf.simulate(
-        algorithm,
-        clients,
-        rounds=rounds,
-        participation=share,
-        seed=seed,
-        evaluate_every=rounds,
-        aggregation=way,
-        progress=False,
-    ).history
+    history = bf.simulate(algorithm, clients, rounds=rounds, progress=False, **options).history
     last = history[-1]
     found = {"accuracy": last["global_pooled_accuracy"], "nll": last["global_pooled_nll"]}
     if isinstance(way, ClientPrivacy) and way.noise_multiplier:
-        own = epsilon_own(
-            noise_multiplier=way.noise_multiplier,
-            releases=round(share * rounds),
-            delta=sizes["delta"],
-        )
+        spent = {"releases": round(share * rounds), "delta": sizes["delta"]}
+        own = epsilon_own(noise_multiplier=way.noise_multiplier, **spent)
         found |= {"epsilon": last["epsilon"], "epsilon_own": own}
     sent = float(history["bytes_up"].sum()) / 1e6
     return found | {"megabytes_up": sent, "seconds": time.perf_counter() - start}

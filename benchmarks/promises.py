@@ -45,6 +45,7 @@ LEVEL = 0.9
 DATASETS = ("digits", "mnist", "fashion-mnist")
 EDGES = torch.arange(1, HISTOGRAM_BINS + 1, dtype=torch.float64) / HISTOGRAM_BINS
 STEPS = {"epochs": 2, "batch_size": 20}
+SPLIT = {"head_epochs": 5, "body_epochs": 2, "batch_size": 20, "init_scale": 0.1}
 HEAVY = SGD(0.05, momentum=0.9)
 SHRINKS = {"own": 0.0, "shrunk": 20.0, "pooled": math.inf}
 METHODS: dict[str, Make] = {
@@ -57,14 +58,7 @@ METHODS: dict[str, Make] = {
         bf.algorithms.fedper(model, optimiser=HEAVY, **STEPS),
         predictor=LinearisedLaplace(block="head"),
     ),
-    "pFedVEM": partial(
-        bf.algorithms.pfedvem,
-        head_epochs=5,
-        body_epochs=2,
-        batch_size=20,
-        body_optimiser=HEAVY,
-        init_scale=0.1,
-    ),
+    "pFedVEM": partial(bf.algorithms.pfedvem, body_optimiser=HEAVY, **SPLIT),
 }
 
 
@@ -264,7 +258,6 @@ def speed() -> dict[str, float]:
 
 
 def median(work: Callable[[], object]) -> float:
-    """Seconds that work takes, the median of five."""
     return statistics.median(timing.seconds(work) for _ in range(5))
 
 
@@ -283,9 +276,9 @@ def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     }
     for name, part in parts.items():
         if not (quick and name == "speed"):
-            start = time.perf_counter()
-            cells[name] = {"row": part(), "seconds": time.perf_counter() - start}
-            cells[name]["environment"] = report.environment()
+            start, row = time.perf_counter(), part()
+            made = {"seconds": time.perf_counter() - start, "environment": report.environment()}
+            cells[name] = {"row": row, **made}
     return {"cells": cells}
 
 

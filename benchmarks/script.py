@@ -25,6 +25,7 @@ from bayesfl.study.table import Row
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 
 
 def arguments(doc: str | None, **options: dict[str, Any]) -> argparse.Namespace:
@@ -41,10 +42,7 @@ def arguments(doc: str | None, **options: dict[str, Any]) -> argparse.Namespace:
 
 
 JOBS: dict[str, Any] = {"type": int, "default": 1, "help": "number of runs at a time"}
-FIGURE: dict[str, Any] = {
-    "action": "store_true",
-    "help": "draw the figure from the results that are there, and run nothing",
-}
+FIGURE: dict[str, Any] = {"action": "store_true", "help": "draw the figure from the results alone"}
 
 
 @contextmanager
@@ -110,15 +108,10 @@ def main(
     draw: Callable[[dict[str, Any]], None] | None = None,
     **options: dict[str, Any],
 ) -> None:
-    """Run a script's study and write its results; or draw their figure.
+    """Run a script's study and write its results, or draw their figure.
 
-    Args:
-        doc: As of `arguments`.
-        name: Of the script and of its results, as `papers/fedsi`.
-        results: (folder of the runs, quick=, jobs=, the options) -> the results, with `cells` by
-            key, or another part where the option `part` says so.
-        draw: (results) -> None draws the figure.
-        **options: As of `arguments`, beside `--jobs` and `--figure`.
+    `results` takes the folder of the runs, quick, jobs and the options, and returns `cells` by key,
+    or another part where the option `part` says so.
     """
     given = arguments(doc, jobs=JOBS, **options, **({"figure": FIGURE} if draw else {}))
     if draw and given.figure:

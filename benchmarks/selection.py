@@ -50,8 +50,7 @@ GRID = tuple(10.0**k for k in range(-4, 7))
 """Precisions that are tried first; then the neighbours of the best by half a decade."""
 TRAINING_PRECISION = 1e-4
 """Of the prior that rules see, the default of bf.algorithms.fedsi."""
-FIXED = (1e-2, 1.0, 1e2)
-"""Precisions at which some posteriors are measured without choosing."""
+FIXED = (1e-2, 1.0, 1e2)  # precisions at which some posteriors are measured without choosing
 AT_FIXED = ("5 %: wasserstein", "5 %: curved_wasserstein", "5 %: random", "whole body")
 TOGETHER = "every weight on its own", "last layer", "whole body", "5 %: wasserstein", "5 %: random"
 """Posteriors that are also measured at one precision for all networks of a cell."""
@@ -60,8 +59,7 @@ SHOWN = "accuracy nll nll_tempered ece near_entropy near_epistemic log10_precisi
 PATCH = 9  # pixels that are lit
 Predict = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """Inputs to class probabilities [N, O], and their epistemic part [N] where there is one."""
-Row = dict[str, float]
-"""What is measured of predictions, by name."""
+Row = dict[str, float]  # what is measured of predictions, by name
 
 
 @dataclass(frozen=True)
@@ -294,10 +292,8 @@ def cell(net: Network, sizes: Sizes) -> dict[str, Any]:
     model, data = net.model, net.data
     plain = at_point(model)
     best, _ = temperature(plain(data.held)[0][None], data.held_y[None])
-    rows = {
-        "MAP": measure(plain, data),
-        "MAP, one temperature": measure(at_point(model, best), data),
-    }
+    points = {"MAP": plain, "MAP, one temperature": at_point(model, best)}
+    rows = {name: measure(point, data) for name, point in points.items()}
     chosen: Row = {}
     for name, (_, about) in net.planned.items():
         chosen[name] = chosen_together([net.fit(name)], [data], sizes.grid)
@@ -373,10 +369,8 @@ def pooled(dataset: str, scaling: str, seeds: Sequence[int], sizes: Sizes) -> di
     chosen = {name: chosen_together(of, data, sizes.grid) for name, of in fits.items()}
     found = []
     for place, (net, d) in enumerate(zip(nets, data, strict=True)):
-        rows = {
-            "MAP": measure(at_point(net.model), d, everything=False),
-            "MAP, one temperature": measure(at_point(net.model, best), d, everything=False),
-        }
+        points = {"MAP": at_point(net.model), "MAP, one temperature": at_point(net.model, best)}
+        rows = {name: measure(point, d, everything=False) for name, point in points.items()}
         for name, precision in chosen.items():
             fitted = fits[name][place].with_precision(d.x, precision)
             row = net.measured(fitted, d, everything=False)
@@ -403,7 +397,6 @@ WORDS = {
     "random": "at random",
     "predictive_variance": "by predictive variance",
 }
-DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 
 
 def in_words(name: str) -> str:
@@ -456,7 +449,8 @@ def draw(saved: dict[str, Any]) -> None:
             ax.spines[["top", "right"]].set_visible(False)
         counts = saved["control"]["results"][dataset][scaling]["rows"]["changed constant pixels"]
         right.axvline(report.mean_and_error(counts["near_count"])[0], linewidth=1.5, **looks[3])
-        left.set_title(f"{DATASETS[dataset]}, pixels in {scaling}", loc="left", fontweight="bold")
+        title = f"{script.TITLES[dataset]}, pixels in {scaling}"
+        left.set_title(title, loc="left", fontweight="bold")
     for label, look in LEGEND.items():
         draws = axes[0][1].errorbar if "marker" in look else axes[0][1].plot
         draws([], [], label=label, **look)

@@ -32,14 +32,12 @@ def scaled(factor: float) -> Any:
     return replace(DEMO, rates=rates, head_rate=factor * DEMO.head_rate)
 
 
+FEWER_EPOCHS = replace(DEMO, head_epochs=4, body_epochs=1, epochs=5)
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a third of the rates": (scaled(1 / 3), {}),
     "three times the rates": (scaled(3), {}),
     "five epochs for every body": (replace(DEMO, epochs=DEMO.body_epochs), {}),
-    "five times the rounds": (
-        replace(DEMO, head_epochs=4, body_epochs=1, epochs=5),
-        {"rounds": 5 * example.ROUNDS},
-    ),
+    "five times the rounds": (FEWER_EPOCHS, {"rounds": 5 * example.ROUNDS}),
     "a cohort of two": (DEMO, {"participation": 0.1}),
 }
 """The preset, and options of the run: the demo's rates but for the first two."""
@@ -51,17 +49,14 @@ def chosen(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     rates = [SGD(rate, momentum=0.9) for rate in (GRID[:2] if quick else GRID)]
     names = {example.TITLES[name]: name for name in example.METHODS}
     rounds = 2 if quick else example.ROUNDS
-    table = example.comparison(
-        DEMO,
-        data=partial(DATA, validation=0.2),
-        options={
-            title: {"optimiser" if name in example.WHOLE else "body_optimiser": rates}
-            for title, name in names.items()
-        },
-        seeds=(10,) if quick else (10, 11, 12),
-        rounds=rounds,
-        evaluate_every=rounds,
-    ).run(folder, n_jobs=jobs)
+    grid = {
+        title: {"optimiser" if name in example.WHOLE else "body_optimiser": rates}
+        for title, name in names.items()
+    }
+    seeds, held_back = (10,) if quick else (10, 11, 12), partial(DATA, validation=0.2)
+    settings = {"seeds": seeds, "rounds": rounds, "evaluate_every": rounds}
+    study = example.comparison(DEMO, data=held_back, options=grid, **settings)
+    table = study.run(folder, n_jobs=jobs)
     nll: dict[str, dict[str, list[float]]] = {name: {} for name in names.values()}
     for run in table.rows:
         (optimiser,) = run.options.values()

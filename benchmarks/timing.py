@@ -84,11 +84,7 @@ def added(work: Callable[[], object]) -> float:
 
 
 def alone(work: Callable[..., T], *given: Any) -> T:
-    """Return what a function returns in a process of its own, which begins with one thread.
-
-    Raises:
-        BrokenProcessPool: The process died, as it does without enough memory.
-    """
+    """Return what a function gives in a process of its own; BrokenProcessPool where that dies."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, torch.set_num_threads, (1,)) as pool:
         return pool.submit(work, *given).result()

@@ -69,9 +69,8 @@ def proximal(model: torch.nn.Module, rate: float) -> bf.Algorithm:
 
 def heavy(method: Any, **options: Any) -> Make:
     """A method whose steps have momentum that is kept."""
-    return lambda model, rate: kept(
-        method(model, optimiser=HEAVY(multistep(rate)), **ONE, **options)
-    )
+    options |= ONE
+    return lambda model, rate: kept(method(model, optimiser=HEAVY(multistep(rate)), **options))
 
 
 METHODS: dict[str, Make] = {
@@ -141,22 +140,19 @@ def results(folder: Path, *, quick: bool, jobs: int) -> dict[str, Any]:
     seeds = (0,) if quick else (0, 1, 2)
     study = bf.Study(data=lambda seed: clients, methods=methods, seeds=seeds, **settings)
     table = study.run(folder, n_jobs=jobs, keep="result")
-    cells = {
-        f"{row.method}/validation/{row.options['rate']:g}": script.cell(
-            row, accuracy=row.measures("last", None)["validation_accuracy"]
-        )
-        for row in tried.rows
-        if row.record.error is None
-    }
+    cells = {}
+    for row in tried.rows:
+        if row.record.error is None:
+            accuracy = row.measures("last", None)["validation_accuracy"]
+            key = f"{row.method}/validation/{row.options['rate']:g}"
+            cells[key] = script.cell(row, accuracy=accuracy)
     for row in table.rows:
         found = row.measures("last", None)
-        cells[f"{row.method}/{row.seed}"] = script.cell(
-            row,
-            **best[row.method],
-            **{key: found[f"personal_{key}"] for key in ("accuracy", "accuracy_decile", "nll")},
-            **learned(table.result(row.method, row.seed)),
-            round_seconds=float(np.median(row.record.history["seconds"])),
-        )
+        quality = {key: found[f"personal_{key}"] for key in ("accuracy", "accuracy_decile", "nll")}
+        more = learned(table.result(row.method, row.seed))
+        more["round_seconds"] = float(np.median(row.record.history["seconds"]))
+        made = script.cell(row, **best[row.method], **quality, **more)
+        cells[f"{row.method}/{row.seed}"] = made
     known = {"published": PUBLISHED, "rounds": rounds, "best_single_rule": best_rule(clients)}
     return {**known, "cells": cells}
 
