@@ -407,7 +407,7 @@ def rows(quick: bool) -> dict[str, Row]:
     dropping.body = nn.Sequential(
         *lenet.body[:9], nn.Dropout(0.3), *lenet.body[9:], nn.Dropout(0.3)
     )
-    heads, residual = TwoHeads(), ResidualMLP()
+    linear, residual, heads, encoder = nn.Linear(150, 1), ResidualMLP(), TwoHeads(), Encoder()
     resnet = torchvision().models.resnet18(num_classes=10)
     wide = bf.models.mlp(784, hidden=128, outputs=10)
     leaky = bf.models.leaky_cnn((1, 28, 28), outputs=10)
@@ -420,7 +420,7 @@ def rows(quick: bool) -> dict[str, Row]:
     contrasts = bf.algorithms.fedsi(mlp, link="contrasts", **curved)
     by_class = bf.algorithms.fedsi(mlp, link="per_class", **curved)
     once = {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()}
-    linear, decaying = nn.Linear(150, 1), replace(HEAVY, weight_decay=5e-4)
+    decaying = replace(HEAVY, weight_decay=5e-4)
     mean = bf.algorithms.fedavg(linear, optimiser=HEAVY, **once)
     em = bf.algorithms.fedem(linear, components=3, optimiser=decaying, **once)
 
@@ -450,7 +450,7 @@ def rows(quick: bool) -> dict[str, Row]:
         "lenet_dropout": fedavg("the same with dropout", dropping, images, 2, (0.7, 1.0), 15),
         "residual": fedavg(residual_title, residual, small, epochs, (0.15, 0.25), 7),
         "fed_rod": beside_bare(rod_title, rod_loop, fed_rod(heads, epochs), rod, (1.2, 1.2), 15),
-        "transformer": fedavg("Transformer, d = 256, 4 x 50", Encoder(), tokens, 5, (0.8, 1.0), 5),
+        "transformer": fedavg("Transformer, d = 256, 4 x 50", encoder, tokens, 5, (0.8, 1.0), 5),
         "resnet": fedavg("ResNet-18, batch norm, 4 x 100", resnet, photos, 5, (0.8, 1.05), 3),
         "resnet_short": fedavg("the same, one epoch", resnet, photos, 1, (0.8, 1.05), 5),
         "pfedvem": beside_bare("pFedVEM, 10 clients, 5 draws", vem_loop, vem, ten, (0.4, 0.6), 15),
