@@ -303,9 +303,9 @@ def main() -> None:
             for side, figures in measure(row, count).items():
                 sides[side]["threads"][str(count)] = figures
                 timing.show(f"{side}, threads {count}", figures)
-        for side, about in sides.items():
-            timing.show(side, {key: about[key] for key in about if key != "threads"})
         if not given.quick:
+            for side, about in sides.items():
+                timing.show(side, {key: about[key] for key in about if key != "threads"})
             found = {"title": row.title, "repetitions": row.repetitions, "sides": sides}
             script.write_rows("curvature", {name: {**found, **made}})
 
