@@ -16,9 +16,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "flower_pfedvem")]
 
-from hospitals.analysis import analysis  # noqa: E402 (after the path is set)
-from hospitals.site import tables  # noqa: E402 (likewise)
 from made_up import PATIENTS, network_of  # noqa: E402 (likewise)
+from regressions.analysis import analysis  # noqa: E402 (after the path is set)
+from regressions.site import tables  # noqa: E402 (likewise)
 
 
 def same_digits(found: Path, wanted: Path) -> bool:

@@ -20,9 +20,9 @@ EXAMPLE = EXAMPLES / "flower_hospitals"
 sys.path[:0] = [str(EXAMPLE), str(EXAMPLES / "flower_pfedvem")]
 
 import made_up  # noqa: E402 (found by the line above)
-from hospitals.analysis import analysis  # noqa: E402 (likewise)
-from hospitals.site import tables  # noqa: E402 (likewise)
 from loopback import Loopback  # noqa: E402 (likewise)
+from regressions.analysis import analysis  # noqa: E402 (likewise)
+from regressions.site import tables  # noqa: E402 (likewise)
 
 pytestmark = pytest.mark.skipif(
     WANTED != "full", reason="starts a network for minutes; make test-deploy"

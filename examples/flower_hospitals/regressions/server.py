@@ -8,7 +8,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.flower import analyse
-from hospitals.analysis import analysis
+from regressions.analysis import analysis
 
 logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every look for replies
