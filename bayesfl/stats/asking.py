@@ -5,6 +5,7 @@ what a fit needs to know of them, wherever they are.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,7 +23,7 @@ from bayesfl.stats.policy import LOG_LIKELIHOOD
 from bayesfl.stats.tables import Site, Tables
 
 
-class SiteSurvey:
+class SiteSurvey(ABC):
     """A question of which each site answers a share, of its own rows alone.
 
     A subclass is a frozen dataclass of plain values, by which a site on another machine makes the
@@ -37,9 +38,9 @@ class SiteSurvey:
         """Return the state at first: nothing."""
         return {}
 
+    @abstractmethod
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of a site's answer; see `Survey`."""
-        raise NotImplementedError
 
     def answer(self, state: Tensors, local: Tables) -> Tensors:
         """Return the answers of all sites of `local`, [J, ...]."""
@@ -49,6 +50,7 @@ class SiteSurvey:
         ]
         return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
+    @abstractmethod
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's answer.
 
@@ -57,12 +59,12 @@ class SiteSurvey:
             site: The site.
             place: Its number among all sites.
         """
-        raise NotImplementedError
 
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return what a site on another machine keeps for itself after its answer, as a data frame
         of pandas; None for nothing.
         """
+        return None
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the sums: there is one question."""
@@ -85,7 +87,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Released:
-    """What left each site: the sheet that a site's data protection officer reads.
+    """List what left each site: the sheet that a site's data protection officer reads.
 
     Args:
         questions: The questions in turn; the first is round 1.
@@ -168,7 +170,7 @@ class Released:
 
 
 class Sites(Protocol):
-    """What a fit needs of sites, here or on other machines, as `Tables` has it."""
+    """Declare what a fit needs of sites, here or on other machines, as `Tables` has it."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a paper's first table says of the rows, by site or by group, made of sums."""
+"""A paper's first table of the rows, by site or by group, made of sums."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ for quartiles 2.3."""
 
 @dataclass(frozen=True)
 class Grouped(SiteSurvey):
-    """What questions about groups share: the groups.
+    """Hold the groups that questions about them share.
 
     Args:
         sites: Number of sites J.

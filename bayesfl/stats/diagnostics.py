@@ -1,4 +1,4 @@
-"""How well a regression fits, site by site, by sums and one number of each site."""
+"""Diagnostics of regressions, site by site, by sums and one number of each site."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ GROUPS = 10
 
 
 class Regression(Protocol):
-    """What is asked about, as the survey of `bf.stats.glm`."""
+    """Describe the regression that is asked about, as the survey of `bf.stats.glm`."""
 
     @property
     def family(self) -> str:
@@ -134,7 +134,7 @@ def _below(at: Tensor, values: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class Diagnostics:
-    """How well a fit describes the rows; `print` shows it.
+    """Hold how well a fit describes the rows; `print` shows it.
 
     Args:
         deviance: Twice the log likelihood that a model of each row's own mean has more; of a

@@ -32,6 +32,7 @@ class Fit:
         left_out: {site: why it has no part}.
         log_likelihood: Log likelihood at the estimate, without a prior, in nats.
         parameters: Number of parameters, own intercepts included.
+        refit: Function (names of sites) -> the same fit to these alone.
         degrees: Degrees of freedom of the errors, for intervals by Student's t; None for the normal
             distribution.
         scale: Residual variance of a Gaussian outcome; 1 elsewhere.
@@ -40,7 +41,6 @@ class Fit:
         released: What left each site.
         link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
-        refit: Function (names of sites) -> the same fit to these alone.
         likelihood: Of what the likelihood is, in words, where it is not that of an outcome.
         further: Further questions about the fit, by name: `diagnostics` of `glm`, `check` and
             `concordance` of `cox`.
@@ -61,13 +61,13 @@ class Fit:
     parameters: int
     questions: int
     released: Released
+    refit: "Callable[[Sequence[str]], Fit]"
     degrees: float | None = None
     scale: float = 1.0
     evidence: float | None = None
     own_intercepts: Mapping[str, float] = field(default_factory=dict)
     link: Callable[[Tensor], Tensor] | None = None
     design: Callable[[Any], Tensor] | None = None
-    refit: "Callable[[Sequence[str]], Fit] | None" = None
     likelihood: str = ""
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -270,10 +270,8 @@ class Fit:
         """Return the same fit to the other sites, which are asked anew.
 
         Raises:
-            ValueError: There is no such site, or the fit cannot ask again.
+            ValueError: There is no such site.
         """
-        if self.refit is None:
-            raise ValueError("this fit was not made of sites that can be asked again")
         names = [*self.rows, *self.left_out]
         if strangers := [site for site in sites if site not in names]:
             raise ValueError(f"there is no site {strangers[0]!r}; the sites are {names}")
@@ -308,8 +306,6 @@ class Fit:
 
         if term not in self.names:
             raise ValueError(f"there is no coefficient {term!r}; those are {list(self.names)}")
-        if self.refit is None:
-            raise ValueError("this fit was not made of sites that can be asked again")
         rows: dict[str, dict[str, Any]] = {}
         for site, count in self.rows.items():
             try:

@@ -45,7 +45,7 @@ NUMBERS = 2**24
 
 @dataclass(frozen=True)
 class Hierarchy(SiteSurvey):
-    """What questions about a hierarchy share: the model.
+    """Hold the model that questions about a hierarchy share.
 
     Args:
         family: Name of the family.

@@ -44,7 +44,7 @@ class Refusal(ValueError):
 @dataclass
 @declared
 class Policy:
-    """What a site answers.
+    """Say what a site answers.
 
     Args:
         min_rows: Fewest rows of a site of which anything is told.

@@ -38,7 +38,7 @@ from bayesfl.study.settings import in_words
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of one run.
+    """Hold what is kept of one run.
 
     Args:
         data: SHA-256 of the data, see `FederatedData.hash`.

@@ -29,7 +29,7 @@ from bayesfl.study.table import Row, Table
 
 
 class Executor(Protocol):
-    """What a study needs of a `concurrent.futures.Executor`, or of submitit's for Slurm."""
+    """Declare what a study needs of a `concurrent.futures.Executor`, or of submitit's for Slurm."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
         """Return a future, whose `result()` waits."""

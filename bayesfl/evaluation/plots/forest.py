@@ -16,7 +16,7 @@ side; what lies beyond is an arrow."""
 
 
 class BySite(Protocol):
-    """What has estimates by site, as `bf.stats.Fit` and `Mixed`."""
+    """Declare what has estimates by site, as `bf.stats.Fit` and `Mixed`."""
 
     @property
     def ratio(self) -> str | None:
