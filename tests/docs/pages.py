@@ -58,7 +58,7 @@ def network(folder: Path) -> None:
         (folder / name).mkdir()
         made(seed).to_csv(folder / name / f"{name}.csv", index=False)
     importlib.invalidate_caches()
-    server, node = (importlib.import_module(f"hospitals.{part}").app for part in ("server", "node"))
+    server, node = (importlib.import_module(f"wards.{part}").app for part in ("server", "node"))
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={})
     server(_Nodes({100: node, 101: node}, folder), context)
 
