@@ -13,7 +13,7 @@ PATIENTS = {"basel": 180, "bern": 90, "chur": 45}
 
 def make_files(folder: Path) -> dict[str, Path]:
     """Made-up patients of each hospital in a CSV file; {hospital: its file}. Hospitals differ in
-    how many die, in what treatment does, and in whom they treat.
+    how many die within five years, in what treatment does, and in whom they treat.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
@@ -25,7 +25,9 @@ def make_files(folder: Path) -> dict[str, Path]:
         eta = -0.8 + 0.04 * (age - 62) + 0.6 * (stage == "II") + 1.2 * (stage == "III")
         eta += 0.3 * place - (0.9 - 0.3 * place) * treated
         died = rng.random(n) < 1 / (1 + np.exp(-eta))
+        months = np.where(died, rng.exponential(20 * np.exp(-eta / 2)), 60.0).clip(0.1, 60.0)
         columns = {"age": age, "stage": stage, "treated": treated.astype(int)}
+        columns["months"] = months.round(1)
         files[name] = folder / f"{name}.csv"
         pd.DataFrame({**columns, "died": died.astype(int)}).to_csv(files[name], index=False)
     return files

@@ -37,12 +37,12 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
 
 
 def test_the_simulations_tables_digit_for_digit(net: Loopback):
-    """A logistic regression and a mixed one, from three processes at once."""
+    """A logistic regression, Cox's and a mixed one, from three processes at once."""
     run = net.submit(EXAMPLE, out=str(net.folder / "network"))
     assert net.finish(run, seconds=900.0) == "finished:completed", net.said(run)
     files = {name: str(net.folder / "data" / f"{name}.csv") for name in made_up.PATIENTS}
     analysis(tables(files), net.folder / "here")
-    for name in ("glm.csv", "mixed.csv"):
+    for name in ("glm.csv", "cox.csv", "mixed.csv"):
         found, wanted = (net.folder / where / name for where in ("network", "here"))
         assert found.read_text() == wanted.read_text()
     sheet = json.loads((net.folder / "network" / "mixed-released.json").read_text())

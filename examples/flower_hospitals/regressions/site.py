@@ -19,6 +19,7 @@ def tables(files: Mapping[str, str]) -> Tables:
         {name: pd.read_csv(file) for name, file in files.items()},
         outcome="died",
         terms=["age", bf.stats.levels("stage", ["I", "II", "III"]), "treated"],
+        also=["months"],
         missing="complete",
     )
 
