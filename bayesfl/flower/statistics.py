@@ -47,7 +47,8 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
         flower-supernode --node-config 'policy="/etc/bayesfl/policy.toml" data-file="/data/va.csv"'
 
     Without one the rules of `bf.stats.Policy()` hold. With a folder there as `state-dir`, it keeps
-    the draws of its own coefficients of each mixed model in a CSV file.
+    its own model of each fit with own intercepts, and draws of its own coefficients of each mixed
+    model, in a CSV file.
 
     Args:
         load_tables: Function from the context to the tables of this one site, by
@@ -65,7 +66,9 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
             told = work(replace(load_tables(context), policy=policy), policy)
         except Refusal as refusal:
             log.warning("%s", refusal)
-            told = RecordDict({"config": ConfigRecord({"refused": refusal.rule})})
+            told = RecordDict(
+                {"config": ConfigRecord({"refused": next(iter(refusal.rules.values()))})}
+            )
         except Exception as error:
             log.exception("this site could not answer")
             # The words of the message are the server's own; those of other errors may be data.
@@ -186,8 +189,9 @@ def analyse(
         timeout: Seconds that a site has for an answer, > 0.
 
     Raises:
-        BadClients: A site does not answer a question, or refuses it; it names the site. Also, the
-            sites' tables have different terms.
+        BadClients: A site does not answer a question; it names the site. Also, the sites' tables
+            have different terms.
+        bayesfl.stats.policy.Refusal: A site's policy refuses a question.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
     """
     return analysis(_met(grid, sites, timeout))
@@ -257,12 +261,14 @@ class RemoteSites:
             for place, node in enumerate(self.nodes.values()):
                 config = ConfigRecord({**settings, "place": place})
                 messages[place] = (node, RecordDict({"config": config, "state": packed}))
-            found, absent = {}, {}
+            found, absent, refused = {}, {}, {}
             for place, reply in post.ask(
                 self.grid, "query.survey", messages, timeout=self.timeout, group=name
             ):
                 try:
                     found[place] = _answer(reply, shapes)
+                except _Refused as refusal:
+                    refused[self.names[place]] = str(refusal)
                 except ValueError as error:
                     absent[self.names[place]] = str(error)
             if absent:
@@ -270,6 +276,8 @@ class RemoteSites:
                 raise BadClients(
                     f"{name} has no answer of {why}. sites.only([...]) goes on with the others"
                 )
+            if refused:
+                raise Refusal(name, dict(sorted(refused.items())))
             stacked = {
                 name: torch.stack([found[place][name] for place in sorted(found)])
                 for name in shapes
@@ -291,18 +299,22 @@ def _answer(reply: RecordDict | Failure, shapes: Mapping[str, tuple[int, ...]]) 
     return checked(records.unpack(content, "answer", digest, most=most), shapes, "its answer")
 
 
+class _Refused(ValueError):
+    """The name of a rule of a site's policy, which refuses a question."""
+
+
 def _told(reply: RecordDict | Failure) -> RecordDict:
     """Return a reply that is an answer.
 
     Raises:
-        RecordError: It is not; it says why.
+        _Refused: The site's policy refuses one.
+        RecordError: It is none for another reason, and says which.
     """
     if isinstance(reply, Failure):
         raise records.RecordError(reply.reason)
     config = records.config(reply)
     if "refused" in config:
-        rule = records.setting(reply, "refused", str)
-        raise records.RecordError(f"it refuses by its policy's rule {rule[:LONGEST]}")
+        raise _Refused(records.setting(reply, "refused", str)[:LONGEST])
     if "failed" in config:
         said = records.setting(reply, "failed", str)
         raise records.RecordError(f"it failed with {said[:LONGEST]}; its own log says more")

@@ -6,7 +6,7 @@ what a fit needs to know of them, wherever they are.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey, conduct, uplink_bytes
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.families import FAMILIES
-from bayesfl.stats.policy import LOG_LIKELIHOOD
+from bayesfl.stats.policy import LOG_LIKELIHOOD, Refusal
 from bayesfl.stats.tables import Site, Tables
 
 
@@ -206,11 +206,40 @@ class Questions:
     Args:
         sites: The sites.
         aggregation: What adds the answers; None adds them openly.
+
+    Attributes:
+        left_out: {site: why}, of sites that are asked no longer.
     """
 
     def __init__(self, sites: Sites, aggregation: Adder | None = None) -> None:
         self.sites, self._aggregation = sites, aggregation
+        self.left_out: dict[str, str] = {}
         self._asked: list[Asked] = []
+
+    def first(self, survey: Callable[[int], Survey[Any]]) -> Tensors:
+        """Put the first question of a regression, and leave out those sites that refuse it for a
+        level with too few rows.
+
+        Args:
+            survey: Function from the number of sites to the question.
+
+        Raises:
+            Refusal: All do, or one refuses for another reason.
+        """
+        try:
+            return self.conduct(survey(len(self.sites.names)))
+        except Refusal as refusal:
+            everyone = len(refusal.rules) == len(self.sites.names)
+            if everyone or {*refusal.rules.values()} != {"min_level"}:
+                raise
+            why = "its policy's rule min_level refuses, as a level has too few rows"
+            self.leave_out(dict.fromkeys(refusal.rules, why))
+            return self.first(survey)
+
+    def leave_out(self, why: Mapping[str, str]) -> None:
+        """Ask some sites, {site: why not}, no longer."""
+        self.left_out |= why
+        self.sites = self.sites.only([name for name in self.sites.names if name not in why])
 
     def conduct(self, survey: Survey[Any]) -> Tensors:
         """Put a survey's questions and return its last state.
@@ -221,8 +250,15 @@ class Questions:
         put, names = self.sites.ask(survey, self._aggregation), self.sites.names
 
         def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-            self._asked.append(Asked(type(survey).__name__, dict(shapes), names))
-            return put(state, shapes)
+            question = Asked(type(survey).__name__, dict(shapes), names)
+            try:
+                total = put(state, shapes)
+            except Refusal as refusal:
+                others = tuple(name for name in names if name not in refusal.rules)
+                self._asked.append(question._replace(sites=others))
+                raise
+            self._asked.append(question)
+            return total
 
         return conduct(survey, ask, None)
 

@@ -16,8 +16,11 @@ from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.tables import Site
 
 BINARY = ("binomial", "log_binomial")
+COUNTS = ("poisson", "negative_binomial")
 GROUPS = 10
 """Groups of risk, of equal width from 0 to 1."""
+DOUBT = 0.01
+"""A p value below this is put in words."""
 
 
 class Regression(Protocol):
@@ -61,8 +64,10 @@ class Looks(SiteSurvey):
         """Return the shapes of an answer."""
         j, groups = (self.sites,), (GROUPS,)
         found: dict[str, tuple[int, ...]] = {"saturated": (), "expected": j, "observed": j}
+        if self.regression.family in COUNTS:
+            found |= {"spread": j, "pearson": ()}
         if self.regression.family in BINARY:
-            found |= {"auc": j, "variance": j, "known": j}
+            found |= {"spread": j, "auc": j, "variance": j, "known": j}
             found |= {"group_rows": groups, "group_expected": groups, "group_observed": groups}
         return found
 
@@ -77,8 +82,13 @@ class Looks(SiteSurvey):
             "expected": slot(w @ mean, place, self.sites),
             "observed": slot(w @ y, place, self.sites),
         }
-        if family not in BINARY:
+        if family == "gaussian":
             return found
+        own = state["theta"][-1:] if family == "negative_binomial" else None
+        spread = _variance(family, mean, own)
+        found["spread"] = slot(w @ spread, place, self.sites)
+        if family in COUNTS:
+            return found | {"pearson": w @ ((y - mean).square() / spread)}
         auc, variance, pairs = concordance(mean, y, w)
         group = (mean * GROUPS).long().clamp(0, GROUPS - 1)
         for name, values in (("rows", w), ("expected", w * mean), ("observed", w * y)):
@@ -88,6 +98,13 @@ class Looks(SiteSurvey):
             "variance": slot(variance, place, self.sites),
             "known": slot(pairs, place, self.sites),
         }
+
+
+def _variance(family: str, mean: Tensor, log_alpha: Tensor | None) -> Tensor:
+    """Return the variance of outcomes by their means, [n]."""
+    if family in BINARY:
+        return mean * (1 - mean)
+    return mean if log_alpha is None else mean + log_alpha.exp() * mean**2
 
 
 def saturated(family: str, y: Tensor) -> Tensor:
@@ -147,6 +164,9 @@ class Diagnostics:
         concordance: Data frame of pandas, by site: the area under the ROC curve with its standard
             error and interval by DeLong, NaN of a site with one level of the outcome; last, of
             pairs within sites. None elsewhere.
+        said: What is doubtful, in words: of outcomes 0 or 1 risks that are not those observed, by
+            Hosmer and Lemeshow's test over groups of risk; of counts more variation than the
+            family's, by Pearson's statistic; sites with other outcomes than are expected there.
         released: What left each site.
     """
 
@@ -156,6 +176,7 @@ class Diagnostics:
     sites: Any
     risk: Any
     concordance: Any
+    said: tuple[str, ...]
     released: Released
 
     def __str__(self) -> str:
@@ -172,7 +193,7 @@ class Diagnostics:
         for title, frame in titles.items():
             if frame is not None:
                 lines += [title, frame.to_string(float_format=lambda value: f"{value:.4g}")]
-        return "\n".join([*lines, str(self.released)])
+        return "\n".join([*lines, *self.said, str(self.released)])
 
     __repr__ = __str__
 
@@ -218,8 +239,46 @@ def diagnose(
         sites=pandas.DataFrame({"rows": counted, **sums}, index=list(names)),
         risk=risk,
         concordance=areas,
+        said=_said(survey.family, looks, rows, len(theta)),
         released=asked.released,
     )
+
+
+def _said(family: str, looks: Tensors, rows: dict[str, int], parameters: int) -> tuple[str, ...]:
+    """Return what is doubtful in a fit with so many parameters, in words."""
+    found = []
+    if family in BINARY:
+        n, observed, expected = (looks[f"group_{key}"] for key in ("rows", "observed", "expected"))
+        some = n > 0
+        n, observed, expected = (t[some] for t in (n, observed, expected))
+        chi2 = float(((observed - expected).square() / (expected * (1 - expected / n))).sum())
+        p = float(stats.chi2.sf(chi2, max(len(n) - 2, 1)))
+        if p < DOUBT:
+            found.append(
+                f"risks are not those observed (Hosmer and Lemeshow's p {p:.2g}): look at the "
+                "groups of risk, and try powers or interactions of terms"
+            )
+    if family in COUNTS:
+        degrees = sum(rows.values()) - parameters
+        pearson = float(looks["pearson"])
+        p = float(stats.chi2.sf(pearson, degrees))
+        if p < DOUBT:
+            found.append(
+                f"counts vary {pearson / degrees:.2f} times as much as the family's (Pearson's p "
+                f"{p:.2g}): take "
+                + ("family='negative_binomial' or " if family == "poisson" else "")
+                + "errors='sandwich'"
+            )
+    if family != "gaussian":
+        z = (looks["observed"] - looks["expected"]) / looks["spread"].sqrt()
+        least = float(stats.norm.isf(DOUBT / 2 / len(rows)))
+        for place in (z.abs() > least).nonzero().flatten().tolist():
+            seen, wanted = (float(looks[key][place]) for key in ("observed", "expected"))
+            found.append(
+                f"{list(rows)[place]} has {seen:g} where {wanted:.1f} are expected: give each site "
+                "an intercept of its own, intercept='per_site'"
+            )
+    return tuple(found)
 
 
 def _areas(looks: Tensors, names: tuple[str, ...], level: float) -> Any:

@@ -15,8 +15,70 @@ from bayesfl.stats.asking import Released
 from bayesfl.stats.diagnostics import Diagnostics
 
 
+class Refits:
+    """What a fit to some of its sites, which are asked anew, tells of the others.
+
+    A subclass has the fields below, and `interval`.
+    """
+
+    names: tuple[str, ...]
+    rows: Mapping[str, int]
+    left_out: Mapping[str, str]
+    refit: Callable[[Sequence[str]], Any]
+
+    def interval(self, term: str, level: float) -> dict[str, float]:
+        """Return `estimate`, `low` and `high` of a coefficient."""
+        raise NotImplementedError
+
+    def without(self, *sites: str) -> Any:
+        """Return the same fit to the other sites, which are asked anew.
+
+        Raises:
+            ValueError: There is no such site.
+        """
+        names = [*self.rows, *self.left_out]
+        if strangers := [site for site in sites if site not in names]:
+            raise ValueError(f"there is no site {strangers[0]!r}; the sites are {names}")
+        return self.refit([name for name in names if name not in sites])
+
+    def leave_one_out(self, term: str, level: float = 0.95) -> Any:
+        """Return the estimate of a coefficient with each site left out in turn, of fits to the
+        others, as a data frame of pandas of the form of `by_site`.
+
+        Args:
+            term: Name of the coefficient.
+            level: Probability of the intervals.
+
+        Raises:
+            ValueError: There is no such coefficient.
+        """
+        parts = {
+            f"without {site}": [name for name in self.rows if name != site] for site in self.rows
+        }
+        return self._refitted(parts, term, level)
+
+    def _refitted(self, parts: Mapping[str, Sequence[str]], term: str, level: float) -> Any:
+        import pandas
+
+        if term not in self.names:
+            raise ValueError(f"there is no coefficient {term!r}; those are {list(self.names)}")
+        rows: dict[str, dict[str, Any]] = {}
+        for name, sites in parts.items():
+            try:
+                row = {**self.refit(sites).interval(term, level), "why": ""}
+            except ValueError as error:
+                # The remedy, behind a colon or a consequence, is for a fit of one's own.
+                row = {"why": str(error).partition(":")[0].partition(", so")[0]}
+            rows[name] = {"rows": sum(self.rows[site] for site in sites), **row}
+        rows |= {site: {"why": why} for site, why in self.left_out.items()}
+        everyone = sum(self.rows.values())
+        rows["all sites"] = {"rows": everyone, **self.interval(term, level), "why": ""}
+        columns = ["estimate", "low", "high", "rows", "why"]
+        return pandas.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
+
+
 @dataclass(frozen=True, repr=False)
-class Fit:
+class Fit(Refits):
     """A fit to the rows of all sites; `print` shows its table.
 
     Args:
@@ -42,8 +104,8 @@ class Fit:
         link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
         likelihood: Of what the likelihood is, in words, where it is not that of an outcome.
-        further: Further questions about the fit, by name: `diagnostics` of `glm`, `check` and
-            `concordance` of `cox`.
+        further: Further questions about the fit, by name: `diagnostics` and `own_slopes` of
+            `glm`, `check` and `concordance` of `cox`.
         design: Function (data frame) -> the columns of its rows.
     """
 
@@ -261,32 +323,34 @@ class Fit:
         """
         return self._asked("concordance")()
 
+    def own_slopes(self) -> Any:
+        """Return for each site how much more likely the rows are if its coefficients are its own,
+        as a series of pandas: log Bayes factors in nats, by Laplace's evidence, of a model where
+        the site's coefficients have the same prior as those that the others share.
+
+        Raises:
+            ValueError: The fit is none of `glm` with a prior, or its family has parameters of its
+                own, which have none.
+
+        Example:
+            >>> import pandas as pd
+            >>> import bayesfl as bf
+            >>> a = pd.DataFrame({"dose": [0.0, 1, 2, 3] * 9, "ill": [0, 0, 1] * 12})
+            >>> frames = {"a": a, "b": a, "c": a.assign(ill=a["dose"] > 1)}
+            >>> sites = bf.stats.tables(frames, outcome="ill", terms=["dose"])
+            >>> fit = bf.stats.glm(sites, family="binomial", intercept="per_site", prior=2.5)
+            >>> fit.own_slopes().round(1)
+            a     1.2
+            b     1.2
+            c    16.1
+            dtype: float64
+        """
+        return self._asked("own_slopes")()
+
     def _asked(self, question: str) -> Callable[..., Any]:
         if question not in self.further:
             raise ValueError(f"there is no {question} of this fit; those are {list(self.further)}")
         return self.further[question]
-
-    def without(self, *sites: str) -> "Fit":
-        """Return the same fit to the other sites, which are asked anew.
-
-        Raises:
-            ValueError: There is no such site.
-        """
-        names = [*self.rows, *self.left_out]
-        if strangers := [site for site in sites if site not in names]:
-            raise ValueError(f"there is no site {strangers[0]!r}; the sites are {names}")
-        return self.refit([name for name in names if name not in sites])
-
-    def leave_one_out(self) -> Any:
-        """Return the coefficients with each site left out in turn, as a data frame of pandas with a
-        row for each site, after one of all sites.
-        """
-        import pandas
-
-        found = {"all sites": self.coefficients} | {
-            f"without {site}": self.without(site).coefficients for site in self.rows
-        }
-        return pandas.DataFrame(found).T
 
     def by_site(self, term: str, level: float = 0.95) -> Any:
         """Return each site's own estimate of a coefficient, of a fit to its rows alone, as a data
@@ -300,26 +364,12 @@ class Fit:
             level: Probability of the intervals.
 
         Raises:
-            ValueError: There is no such coefficient, or the fit cannot ask again.
+            ValueError: There is no such coefficient.
         """
-        import pandas
+        return self._refitted({site: [site] for site in self.rows}, term, level)
 
-        if term not in self.names:
-            raise ValueError(f"there is no coefficient {term!r}; those are {list(self.names)}")
-        rows: dict[str, dict[str, Any]] = {}
-        for site, count in self.rows.items():
-            try:
-                row = {**self.refit([site])._interval(term, level), "why": ""}
-            except ValueError as error:
-                # The remedy, behind a colon or a consequence, is for a fit of one's own.
-                row = {"why": str(error).partition(":")[0].partition(", so")[0]}
-            rows[site] = {"rows": count, **row}
-        rows |= {site: {"why": why} for site, why in self.left_out.items()}
-        rows["all sites"] = {"rows": self.n, **self._interval(term, level), "why": ""}
-        columns = ["estimate", "low", "high", "rows", "why"]
-        return pandas.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
-
-    def _interval(self, term: str, level: float) -> dict[str, float]:
+    def interval(self, term: str, level: float) -> dict[str, float]:
+        """Return `estimate`, `low` and `high` of a coefficient."""
         row = self.table(level).loc[term]
         return {"estimate": row.iloc[0], "low": row.iloc[4], "high": row.iloc[5]}
 

@@ -11,6 +11,7 @@ whose sums are slope and Hessian of the profile likelihood. No own intercept lea
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -163,6 +164,11 @@ class Likelihood(SiteSurvey):
         )
         return at, alpha
 
+    def own_intercept(self, state: Tensors, site: Site) -> float:
+        """Return a site's own intercept at its best, for columns as they are."""
+        slopes = state["theta"][: self.columns]
+        return float(self.at(state, site)[1] - slopes @ (state["centre"] / state["scale"]))
+
 
 @dataclass(frozen=True)
 class At:
@@ -279,6 +285,41 @@ class Meat(SiteSurvey):
         return {"meat": scores.T @ scores}
 
 
+@dataclass(frozen=True)
+class OwnIntercept(SiteSurvey):
+    """Tell sites on other machines the estimate, beside which each keeps an intercept of its own;
+    it answers nothing but that it did.
+
+    Args:
+        likelihood: The likelihood.
+        theta: Its minimum, [q].
+        names: Names of the shared parameters.
+        estimate: Their estimates, for columns as they are.
+    """
+
+    likelihood: Likelihood
+    theta: tuple[float, ...]
+    names: tuple[str, ...]
+    estimate: tuple[float, ...]
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        return {"n_kept": ()}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return the number of models; see `SiteSurvey`."""
+        return {"n_kept": torch.tensor(1)}
+
+    def kept(self, state: Tensors, site: Site, place: int) -> Any:
+        """Return the site's own model, with a column for each parameter."""
+        import pandas
+
+        theta = torch.tensor(self.theta, dtype=torch.float64)
+        at = self.likelihood.start(None) | {"theta": theta}
+        values = (self.likelihood.own_intercept(at, site), *self.estimate)
+        return pandas.DataFrame([values], columns=["(intercept)", *self.names])
+
+
 @declared
 def glm(
     sites: Sites,
@@ -325,7 +366,8 @@ def glm(
         raise ValueError("prior= is for families without a scale of their own; leave it out")
     per_site = intercept == "per_site"
     asked = Questions(sites, aggregation)
-    sums = asked.conduct(Sums(len(sites.names), len(sites.columns), family))
+    sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
+    everyone, sites = sites, asked.sites
     centre, scale = standard(sums, sites.columns)
     left = _silent(family, sums, sites.names) if per_site and prior is None else {}
     if len(left) == len(sites.names):
@@ -333,8 +375,7 @@ def glm(
         raise ValueError(f"no site says anything beyond its own intercept: {told}")
     if errors == "site" and len(sites.names) - len(left) < 2:
         raise ValueError("errors='site' wants two sites at least: take errors='sandwich'")
-    if left:
-        asked.sites = sites.only([name for name in sites.names if name not in left])
+    asked.leave_out(left)
     rule, kept = FAMILIES[family], asked.sites.names
     survey = Likelihood(
         family=family,
@@ -377,11 +418,27 @@ def glm(
         loss = n / 2 * (math.log(2 * math.pi * 2 * found.loss / n) + 1)
     own = {}
     if per_site and isinstance(asked.sites, Tables):
-        shift = float((found.theta[: len(centre)] * centre / scale).sum())
-        own = {site.name: float(survey.at(state, site)[1]) - shift for site in asked.sites.sites}
+        own = {site.name: survey.own_intercept(state, site) for site in asked.sites.sites}
+    elif per_site:
+        at = tuple(state["theta"].tolist())
+        asked.conduct(OwnIntercept(survey, at, names, tuple(estimate.tolist())))
     counted = {sites.names[place]: int(sums["n_rows"][place]) for place in places}
     null = replace(survey, columns=0, prior=None, centre=(), scale=())
     events = dict(zip(sites.names, sums["outcome"].tolist(), strict=True))
+
+    def own_slopes() -> Any:
+        import pandas
+
+        def evidence(names: Sequence[str]) -> float:
+            again = Questions(asked.sites.only(names), aggregation).conduct(survey)
+            return _evidence(survey, again, newton.minimum(again), len(names))
+
+        whole = evidence(kept)
+        parts = {site: [name for name in kept if name != site] for site in kept}
+        return pandas.Series(
+            {site: evidence([site]) + evidence(others) - whole for site, others in parts.items()}
+        )
+
     return Fit(
         model=f"{rule.name}, {'an intercept for each site' if per_site else 'one intercept'}"
         + (f", prior {prior:g}" if prior is not None else ""),
@@ -395,7 +452,7 @@ def glm(
         rows=counted,
         events={name: events[name] for name in kept if family != "gaussian"},
         dropped={sites.names[place]: int(sums["n_dropped"][place]) for place in places},
-        left_out=left,
+        left_out=asked.left_out,
         log_likelihood=-loss,
         parameters=parameters,
         questions=len(asked.released.questions),
@@ -416,9 +473,10 @@ def glm(
                 counted,
                 level,
             )
-        },
+        }
+        | ({} if prior is None or rule.own or len(kept) < 2 else {"own_slopes": own_slopes}),
         refit=lambda chosen: glm(
-            sites.only(chosen),
+            everyone.only(chosen),
             family=family,
             intercept=intercept,
             errors=errors,

@@ -14,12 +14,13 @@ smoothed importance sampling", JMLR 25, 2024.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
 from bayesfl.base.options import Count, Positive, declared
@@ -29,6 +30,7 @@ from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, Sums, standard
 from bayesfl.stats.families import FAMILIES, Family, Normal
+from bayesfl.stats.fit import Refits
 from bayesfl.stats.hierarchy import Groups, Phi, derivatives, log_marginals, modes
 from bayesfl.stats.tables import Site, Tables
 
@@ -208,7 +210,7 @@ class Own(Hierarchy):
 
 
 @dataclass(frozen=True, repr=False)
-class Mixed:
+class Mixed(Refits):
     """The posterior of a mixed model over sites; `print` shows its table.
 
     Args:
@@ -223,11 +225,13 @@ class Mixed:
             draw by draw beside `shared`; others keep theirs.
         rows: {site: its number of rows}.
         dropped: {site: rows left out as a value is missing}.
+        left_out: {site: why it has no part}.
         effective: Effective number of the weighted draws.
         k_hat: Pareto's k of their weights; below .7 their means can be relied on.
         evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
         questions: How many questions were asked.
         released: What left each site.
+        refit: Function (names of sites) -> the same fit to these alone.
     """
 
     model: str
@@ -239,11 +243,13 @@ class Mixed:
     own: Mapping[str, Tensor]
     rows: Mapping[str, int]
     dropped: Mapping[str, int]
+    left_out: Mapping[str, str]
     effective: float
     k_hat: float
     evidence: float
     questions: int
     released: Released
+    refit: Callable[[Sequence[str]], "Mixed"]
     link: Any = None
     design: Any = None
     ratio: str | None = None
@@ -305,6 +311,11 @@ class Mixed:
         made = table.iloc[:, [0, 2, 3]].set_axis(["estimate", "low", "high"], axis=1)
         return made.assign(rows=[rows.get(name, math.nan) for name in made.index], why="")
 
+    def interval(self, term: str, level: float) -> dict[str, float]:
+        """Return mean, `estimate`, and quantiles, `low` and `high`, of a shared coefficient."""
+        row = self.table(level).loc[term]
+        return {"estimate": row.iloc[0], "low": row.iloc[2], "high": row.iloc[3]}
+
     def __str__(self) -> str:
         counted = "; ".join(
             f"{site} {count}"
@@ -316,6 +327,7 @@ class Mixed:
                 self.model,
                 self.table().to_string(float_format=lambda value: f"{value:.4g}"),
                 f"{len(self.rows)} sites, {sum(self.rows.values())} rows: {counted}",
+                *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
                 f"{self.effective:.0f} effective draws, k-hat {self.k_hat:.2f}; "
                 f"{self.questions} questions; log evidence {self.evidence:.4f}",
                 str(self.released),
@@ -409,7 +421,7 @@ def mixed(
     random: Sequence[str] = ("1",),
     group: str | None = None,
     tau_scale: Positive = 2.5,
-    draws: Count = 400,
+    draws: Count = 1000,
     seed: int = 0,
     aggregation: Adder | None = None,
 ) -> Mixed:
@@ -457,7 +469,8 @@ def mixed(
         )
     effects = tuple(names.index(name) for name in terms)
     asked = Questions(sites, aggregation)
-    sums = asked.conduct(Sums(len(sites.names), len(sites.columns), family))
+    sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
+    everyone, sites = sites, asked.sites
     centre, scale = standard(sums, sites.columns)
     mean = float(sums["outcome"].sum() / sums["weight"])
     spread = math.sqrt(max(float(sums["outcome_square"] / sums["weight"]) - mean**2, 1e-300))
@@ -500,11 +513,22 @@ def mixed(
         own={site: _as_they_are(t, centre, scale) for site, t in own.items()},
         rows=dict(zip(sites.names, sums["n_rows"].int().tolist(), strict=True)),
         dropped=dict(zip(sites.names, sums["n_dropped"].int().tolist(), strict=True)),
+        left_out=asked.left_out,
         effective=1 / float((weights**2).sum()),
         k_hat=k_hat,
         evidence=evidence,
         questions=len(asked.released.questions),
         released=asked.released,
+        refit=lambda chosen: mixed(
+            everyone.only(chosen),
+            family=family,
+            random=random,
+            group=group,
+            tau_scale=tau_scale,
+            draws=draws,
+            seed=seed,
+            aggregation=aggregation,
+        ),
         link=rule.mean,
         design=sites.design,
         ratio=rule.ratio,
@@ -536,9 +560,7 @@ def _integrated(
     k_hat = math.inf
     for move in range(1 + MOVES):
         rng = generator(seed, Purpose.POSTERIOR, index=move)
-        normal = torch.from_numpy(rng.standard_normal((draws, len(centre))))
-        chi = torch.from_numpy(rng.chisquare(DEGREES, draws)) / DEGREES
-        standard_t = normal / chi.sqrt()[:, None]
+        standard_t = _standard_t(draws, len(centre), rng)
         phi = centre + standard_t @ root.T
         total = asked.conduct(Draws(**model, at=tuple(map(tuple, phi.tolist()))))
         logs = total["log_likelihood"] + log_prior(survey.phi(phi).tau.log(), survey.prior)
@@ -558,6 +580,15 @@ def _integrated(
         f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so their "
         "means cannot be relied on: take fewer effects, more draws=, or a smaller tau_scale="
     )
+
+
+def _standard_t(draws: int, q: int, rng: np.random.Generator) -> Tensor:
+    """Return draws of a Student t in its standard form, [K, q], at the points of a scrambled Halton
+    sequence, which fill space evenly, so that weighted means vary less than those of random ones.
+    """
+    points = stats.qmc.Halton(q + 1, rng=int(rng.integers(2**32))).random(draws)
+    chi2 = stats.chi2.ppf(points[:, :1], DEGREES)
+    return torch.from_numpy(stats.norm.ppf(points[:, 1:]) / np.sqrt(chi2 / DEGREES))
 
 
 def _student(standard_t: Tensor, root: Tensor) -> Tensor:

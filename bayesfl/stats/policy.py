@@ -28,17 +28,21 @@ LOG_LIKELIHOOD = "log_likelihood"
 
 
 class Refusal(ValueError):
-    """An error raised when a site refuses a question.
+    """An error raised when sites refuse a question.
 
     Args:
-        site: The site.
         question: The question's name.
-        rule: The rule that the question breaks.
+        rules: {site: the rule that the question breaks there}.
     """
 
-    def __init__(self, site: str, question: str, rule: str) -> None:
-        super().__init__(f"site {site!r} refuses {question} by its policy's rule {rule}")
-        self.rule = rule
+    def __init__(self, question: str, rules: Mapping[str, str]) -> None:
+        super().__init__(
+            "; ".join(
+                f"site {site!r} refuses {question} by its policy's rule {rule}"
+                for site, rule in rules.items()
+            )
+        )
+        self.rules = rules
 
 
 @dataclass
@@ -58,6 +62,9 @@ class Policy:
         max_draws: Most log likelihoods at shared draws, as of `mixed`, in all; over a network in
             one run.
 
+    A site with a rarer level than `min_level` is left out of regressions, which name it; any other
+    refusal ends a fit.
+
     Example:
         >>> import pandas as pd
         >>> import bayesfl as bf
@@ -74,7 +81,7 @@ class Policy:
     min_sites: Count = 3
     columns: Sequence[str] | None = None
     exact_times: bool = False
-    max_draws: Natural = 2000
+    max_draws: Natural = 4000
     drawn: int = field(default=0, init=False, repr=False)
     """Number of log likelihoods at shared draws that were answered."""
 
@@ -120,6 +127,7 @@ class Policy:
         sizes = [getattr(part, "size", 0) for part in parts if is_dataclass(part)]
         exact = any(getattr(part, "exact_times", False) for part in parts)
         parameters = max([len(tables.columns), *sizes])
+        refused: dict[str, str] = {}
         design = {name for term in tables.terms for name in term.variables} | {*tables.beside}
         for site in tables.sites:
             named = texts & {*site.frame.columns}  # as those of groups and times
@@ -132,9 +140,10 @@ class Policy:
                 "min_sites": hidden and len(tables.sites) < self.min_sites,
                 "max_draws": draws > 0 and self.drawn + draws > self.max_draws,
             }
-            for rule, broken in rules.items():
-                if broken:
-                    raise Refusal(site.name, type(survey).__name__, rule)
+            if broken := [rule for rule, so in rules.items() if so]:
+                refused[site.name] = broken[0]
+        if refused:
+            raise Refusal(type(survey).__name__, refused)
         self.drawn += draws
 
 

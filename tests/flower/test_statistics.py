@@ -18,6 +18,7 @@ from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import BadClients, analyse, analysis_app, records, site_app
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.mixed import Mixed
+from bayesfl.stats.policy import Refusal
 from bayesfl.stats.tables import Tables
 from tests.flower.grid import LocalGrid
 from tests.flower.made import Impatient
@@ -85,11 +86,11 @@ def test_an_analysis_asks_as_often_as_it_wants(tmp_path: Path):
     def analysis(remote: Sites) -> Any:
         assert remote.names == tuple(NAMES)
         fit = bf.stats.glm(remote, family="binomial")
-        return fit.leave_one_out(), fit.without("north")
+        return fit.leave_one_out("age"), fit.without("north")
 
     table, without = analyse(grid_of(tmp_path), analysis, sites=NAMES, timeout=5.0)
     wanted = bf.stats.glm(sites("binomial"), family="binomial")
-    assert table.equals(wanted.leave_one_out())
+    assert table.equals(wanted.leave_one_out("age"))
     assert without.table().equals(wanted.without("north").table())
     assert list(without.rows) == ["east", "south", "west"]
 
@@ -135,7 +136,7 @@ def test_the_sheet_says_who_saw_what(tmp_path: Path):
     )
     said = str(fit.released)
     assert "they were sent over Flower, and the server saw each site's answers" in said
-    assert "400 log likelihoods at shared draws among them" in said
+    assert "1000 log likelihoods at shared draws among them" in said
     sheet = json.loads(fit.released.to_json())
     assert sheet["questions"][0]["sites"] == NAMES
     assert [row["round"] for row in sheet["questions"]] == [*range(1, fit.questions + 1)]
@@ -189,9 +190,7 @@ def test_what_fails_is_told_by_its_kind_alone(tmp_path: Path, caplog: pytest.Log
 def test_a_policy_refuses_by_the_rules_name_alone(tmp_path: Path):
     """The node's own; the others answer."""
     grid = grid_of(tmp_path, policy='columns = ["age", "ill"]')
-    with pytest.raises(
-        BadClients, match=r"site 'south': it refuses by its policy's rule columns\."
-    ):
+    with pytest.raises(Refusal, match=r"^site 'south' refuses Sums by its policy's rule columns$"):
         analyse(grid, lambda s: bf.stats.glm(s, family="binomial"), sites=4, timeout=5.0)
     question = next(m for m in grid.sent if asks(m, "Sums") and m.metadata.dst_node_id == 102)
     reply = grid.apps[102](question, grid.context(102))
@@ -202,6 +201,33 @@ def test_a_policy_refuses_by_the_rules_name_alone(tmp_path: Path):
     analyse(allowed, lambda s: bf.stats.glm(s, family="binomial"), sites=4, timeout=5.0)
 
 
+def test_a_site_with_a_rare_level_is_left_out_and_named(tmp_path: Path):
+    """By its own policy; what the others answered before is on the sheet."""
+    grid = grid_of(tmp_path, policy="min_level = 25")
+    found = analyse(grid, lambda s: bf.stats.glm(s, family="binomial"), sites=4, timeout=5.0)
+    assert list(found.left_out) == ["south"]
+    wanted = bf.stats.glm(sites("binomial").only(["east", "north", "west"]), family="binomial")
+    assert found.table().equals(wanted.table())
+    asked = [question.sites for question in found.released.questions]
+    assert asked == [("east", "north", "west")] * (wanted.questions + 1)
+
+
+def test_a_sites_own_model_stays_on_the_node(tmp_path: Path):
+    """Its own intercept with the coefficients of all, in its folder; it predicts as in the
+    simulation.
+    """
+    options: dict[str, Any] = {"family": "binomial", "intercept": "per_site"}
+    wanted = bf.stats.glm(sites("binomial"), **options)
+    grid = grid_of(tmp_path)
+    found = analyse(grid, lambda s: bf.stats.glm(s, **options), sites=4, timeout=5.0)
+    assert found.released.questions[-1].answer == {"n_kept": ()}
+    for site, node in NODES.items():
+        kept = pd.read_csv(tmp_path / f"node-{node}" / "own-1-1.csv", float_precision="round_trip")
+        assert list(kept) == ["(intercept)", *wanted.names]
+        values = [wanted.own_intercepts[site], *wanted.estimate.tolist()]
+        assert kept.iloc[0].tolist() == values
+
+
 def test_draws_are_counted_over_a_run(tmp_path: Path):
     """Two fits of a run together."""
 
@@ -209,9 +235,9 @@ def test_draws_are_counted_over_a_run(tmp_path: Path):
         bf.stats.mixed(remote, family="binomial")
         bf.stats.mixed(remote, family="binomial")
 
-    analyse(grid_of(tmp_path, policy="max_draws = 800"), analysis, sites=4, timeout=5.0)
-    with pytest.raises(BadClients, match=r"Draws has no answer of site 'south': .*max_draws"):
-        analyse(grid_of(tmp_path, policy="max_draws = 799"), analysis, sites=4, timeout=5.0)
+    analyse(grid_of(tmp_path, policy="max_draws = 2000"), analysis, sites=4, timeout=5.0)
+    with pytest.raises(Refusal, match=r"^site 'south' refuses Draws by .* rule max_draws$"):
+        analyse(grid_of(tmp_path, policy="max_draws = 1999"), analysis, sites=4, timeout=5.0)
 
 
 def test_a_question_that_this_version_does_not_know(tmp_path: Path):

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 
 import bayesfl as bf
 from bayesfl.stats.diagnostics import concordance
@@ -101,6 +102,38 @@ def test_concordance_by_site():
     with_silent = bf.stats.tables(silent, outcome="ill", terms=TERMS)
     found = bf.stats.glm(with_silent, family="binomial").diagnostics().concordance
     assert found.index[found["auc"].isna()].tolist() == ["silent"]
+
+
+def test_what_is_doubtful_is_said():
+    """By the tests' definitions, of fits that leave out what the outcome was made with."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=600)
+    curve = pd.DataFrame({"x": x, "ill": rng.random(600) < 1 / (1 + np.exp(1 - 2 * x**2))})
+    shift = np.repeat([0.0, 2.0], 300)
+    counts = rng.negative_binomial(1, 1 / (1 + np.exp(0.3 * x + shift)))
+    rows = curve.assign(visits=counts)
+    frames = {"a": rows.iloc[:300], "b": rows.iloc[300:]}
+    ill = bf.stats.glm(
+        bf.stats.tables(frames, outcome="ill", terms=["x"]), family="binomial"
+    ).diagnostics()
+    n, seen, wanted = (
+        ill.risk[key][ill.risk["rows"] > 0] for key in ("rows", "observed", "expected")
+    )
+    chi2 = ((seen - wanted) ** 2 / (wanted * (1 - wanted / n))).sum()
+    p = stats.chi2.sf(chi2, max(len(n) - 2, 1))
+    assert ill.said[0].startswith(f"risks are not those observed (Hosmer and Lemeshow's p {p:.2g})")
+    given = bf.stats.tables(frames, outcome="visits", terms=["x"])
+    fit = bf.stats.glm(given, family="poisson")
+    found = fit.diagnostics()
+    mean = torch.cat([fit.predict(frames[site]) for site in "ab"]).numpy()
+    pearson = ((counts - mean) ** 2 / mean).sum() / 598
+    assert found.said[0].startswith(f"counts vary {pearson:.2f} times as much as the family's")
+    first = counts[:300].sum()
+    told = f"a has {first:g} where {mean[:300].sum():.1f} are expected: give each site"
+    assert found.said[1].startswith(told)
+    assert all(said in str(found) for said in found.said)
+    own = bf.stats.glm(given, family="negative_binomial", intercept="per_site")
+    assert own.diagnostics().said == ()
 
 
 def test_secure_sums_are_the_same():

@@ -72,6 +72,58 @@ def test_errors_by_site_want_two():
         bf.stats.glm(given, family="binomial", errors="site")
 
 
+@pytest.mark.parametrize("fit", ["glm", "mixed"])
+def test_each_site_left_out_in_turn(fit: str):
+    found = {
+        "glm": lambda given: bf.stats.glm(given, family="binomial", intercept="per_site"),
+        "mixed": lambda given: bf.stats.mixed(given, family="binomial"),
+    }[fit]
+    whole = found(sites("binomial"))
+    table = whole.leave_one_out("age", level=0.9)
+    assert list(table.index) == [*(f"without {site}" for site in sorted(SIZES)), "all sites"]
+    assert table["rows"].tolist() == [*(330 - SIZES[site] for site in sorted(SIZES)), 330]
+    others = found(sites("binomial").only(["east", "south", "west"])).table(0.9).loc["age"]
+    first = 2 if fit == "mixed" else 4
+    wanted = [others.iloc[0], *others.iloc[first : first + 2]]
+    assert table.loc["without north", ["estimate", "low", "high"]].tolist() == wanted
+    axes = bf.plots.forest(whole, "age", without=True)
+    assert [text.get_text() for text in axes.get_yticklabels()][1] == "without north (210)"
+    assert (
+        whole.without("north")
+        .table()
+        .equals(found(sites("binomial").only(["east", "south", "west"])).table())
+    )
+
+
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+def test_whether_a_sites_slopes_are_its_own(intercept: Any):
+    """By the evidence of the site alone, of the others, and of all, whose columns are scaled alike:
+    the third site's slope is the other way.
+    """
+    rng = np.random.default_rng(2)
+    age = np.tile([-1.5, -0.5, 0.5, 1.5], 15)
+    rows = {
+        site: pd.DataFrame({"age": age, "ill": rng.random(60) < 1 / (1 + np.exp(-slope * age))})
+        for site, slope in (("a", 1.0), ("b", 1.0), ("c", -1.0))
+    }
+    given = bf.stats.tables(rows, outcome="ill", terms=["age"])
+
+    def evidence(*names: str) -> float:
+        some = given.only(names)
+        fit = bf.stats.glm(some, family="binomial", intercept=intercept, prior=2.5)
+        assert fit.evidence is not None
+        return fit.evidence
+
+    fit = bf.stats.glm(given, family="binomial", intercept=intercept, prior=2.5)
+    found = fit.own_slopes()
+    for site, others in (("a", "bc"), ("b", "ac"), ("c", "ab")):
+        wanted = evidence(site) + evidence(*others) - evidence("a", "b", "c")
+        close(found[site], wanted, rtol=0, atol=1e-7)
+    assert found["c"] == max(found)
+    with pytest.raises(ValueError, match="no own_slopes of this fit"):
+        bf.stats.glm(given, family="binomial").own_slopes()
+
+
 def test_posteriors_of_sites():
     """Of a mixed model: those of `sites`, between the site's own estimate and the joint one."""
     fit = bf.stats.mixed(sites("gaussian"), family="gaussian", random=["1", "age"])

@@ -48,6 +48,24 @@ def test_the_mode_is_the_maximum_of_the_likelihood():
     close(-found.loss, wanted.llf, rtol=0, atol=1e-6)
 
 
+def test_a_random_intercept_of_outcomes_0_and_1(monkeypatch: pytest.MonkeyPatch):
+    """Its standard deviation is that of a quadrature with 40 nodes, within two per cent."""
+    survey = Mode(
+        family="binomial", columns=0, effects=(0,), group=None, centre=(), scale=(), at=(0.0, -1.0)
+    )
+    rng = np.random.default_rng(0)
+    ill = {f"s{j}": rng.random(8) < 1 / (1 + np.exp(-rng.normal(0, 1.5))) for j in range(40)}
+    given = bf.stats.tables(
+        {site: pd.DataFrame({"ill": y.astype(int)}) for site, y in ill.items()}, outcome="ill"
+    )
+    found = newton.minimum(Questions(given).conduct(survey)).theta
+    monkeypatch.setattr("bayesfl.stats.hierarchy.NODES", 40)
+    wanted = newton.minimum(Questions(given).conduct(survey)).theta
+    assert 0.5 < wanted[1].exp() < 3
+    close(found[1].exp(), wanted[1].exp(), rtol=0.02)
+    close(found[0], wanted[0], rtol=0, atol=0.01)
+
+
 @pytest.fixture(scope="module")
 def plain() -> Tables:
     """Normal outcomes of seven small sites without a column."""
@@ -131,7 +149,7 @@ def test_a_fit_says_what_it_rests_on(fit: Mixed):
         "own effects of each site",
         "k-hat",
         "effective draws",
-        "Draws: log_likelihood [400]",
+        "Draws: log_likelihood [1000]",
     ):
         assert words in str(fit)
     sent = 8 * sum(

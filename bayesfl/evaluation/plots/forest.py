@@ -16,7 +16,7 @@ side; what lies beyond is an arrow."""
 
 
 class BySite(Protocol):
-    """Declare what has estimates by site, as `bf.stats.Fit` and `Mixed`."""
+    """Declare what has estimates by site and without each, as `bf.stats.Fit` and `Mixed`."""
 
     @property
     def ratio(self) -> str | None:
@@ -31,11 +31,16 @@ class BySite(Protocol):
         """
         ...
 
+    def leave_one_out(self, term: str, level: float = 0.95) -> Any:
+        """Return a data frame of the same form, each site left out in turn."""
+        ...
+
 
 def forest(
     fit: BySite,
     term: str,
     *,
+    without: bool = False,
     level: float = 0.95,
     ax: "Axes | None" = None,
     title: str | None = None,
@@ -47,6 +52,8 @@ def forest(
         fit: A fit, whose sites are fitted one by one anew, or a mixed model, whose sites'
             posteriors are drawn.
         term: Name of the coefficient.
+        without: Whether the rows are estimates without each site in turn, `fit.leave_one_out`, in
+            place of those of each site.
         level: Probability of the intervals.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
@@ -57,7 +64,7 @@ def forest(
     Raises:
         ValueError: There is no such coefficient.
     """
-    found = fit.by_site(term, level)
+    found = (fit.leave_one_out if without else fit.by_site)(term, level)
     ratio = fit.ratio is not None
     values = found[["estimate", "low", "high"]].to_numpy(float)
     joint, sites = values[-1], values[:-1]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.stats.asking import Questions, slot
+from bayesfl.stats.diagnostics import DOUBT
 from bayesfl.stats.survival.partial import AfterFit
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import followed
@@ -96,9 +97,8 @@ def proportional(
     drift = sums["cross"] - mean * sums["residual"]
     by_column = (covariance @ drift) ** 2 / covariance.diagonal() * n / spread
     together = float(drift @ covariance @ drift * n / spread)
-    table = pandas.DataFrame(
-        {"chi2": by_column.numpy(), "p": stats.chi2.sf(by_column.numpy(), 1)}, index=list(names)
-    )
+    p_values = stats.chi2.sf(by_column.numpy(), 1)
+    table = pandas.DataFrame({"chi2": by_column.numpy(), "p": p_values}, index=list(names))
     return Tested(
         what=f"proportional hazards, against the {survey.scale} of time"
         if survey.scale != "identity"
@@ -107,6 +107,13 @@ def proportional(
         degrees=len(names),
         p=float(stats.chi2.sf(together, len(names))),
         table=table,
+        said=tuple(
+            f"the hazard ratio of {name} changes with time (p {p:.2g}): fit early and late events "
+            "apart, or each level of a category, or give it a term for each period"
+            for name, p in zip(names, p_values.tolist(), strict=True)
+            if p < DOUBT
+        )
+        or ("no hazard ratio is seen to change with time",),
         released=asked.released,
     )
 

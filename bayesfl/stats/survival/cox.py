@@ -86,14 +86,14 @@ def cox(
     per_site = baseline == "per_site"
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
+    everyone, sites = sites, asked.sites
     names = sites.columns
     centre, scale = standard(asked.conduct(Sums(len(sites.names), len(names))), names)
-    left = {}
     if per_site:
         silent = [name for name in sites.names if not known.events[name]]
-        left = {name: f"none of its {known.rows[name]} rows has an event" for name in silent}
-    if left:
-        asked.sites = sites.only([name for name in sites.names if name not in left])
+        asked.leave_out(
+            {name: f"none of its {known.rows[name]} rows has an event" for name in silent}
+        )
     kept = asked.sites.names
     shared = None
     if not per_site:
@@ -154,7 +154,7 @@ def cox(
         rows={name: known.rows[name] for name in kept},
         events={name: known.events[name] for name in kept},
         dropped={name: known.dropped[name] for name in kept},
-        left_out=left,
+        left_out=asked.left_out,
         log_likelihood=penalty - found.loss,
         parameters=len(names),
         questions=len(asked.released.questions),
@@ -163,7 +163,7 @@ def cox(
         likelihood=f"the order of events, {told}",
         further={"check": check, "concordance": ranked},
         refit=lambda chosen: cox(
-            sites.only(chosen),
+            everyone.only(chosen),
             time=time,
             event=event,
             baseline=baseline,

@@ -206,6 +206,7 @@ def piecewise(
     cut = Cut(time, event, increasing("cuts", cuts))
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
+    everyone, sites = sites, asked.sites
     log_exposure = float(asked.conduct(Exposure(cut))["log_exposure"])
     fit = glm(
         Intervals(sites, cut),
@@ -228,10 +229,11 @@ def piecewise(
         evidence=None if fit.evidence is None else fit.evidence - log_exposure,
         questions=len(released.questions),
         released=released,
+        left_out=asked.left_out | dict(fit.left_out),
         link=None,
         likelihood="times",
         refit=lambda chosen: piecewise(
-            sites.only(chosen),
+            everyone.only(chosen),
             time=time,
             event=event,
             cuts=cuts,

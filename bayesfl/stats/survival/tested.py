@@ -17,6 +17,7 @@ class Tested:
         p: Probability of a statistic as large.
         table: What it is made of, a data frame of pandas.
         released: What left each site.
+        said: What follows, in words.
     """
 
     what: str
@@ -25,6 +26,7 @@ class Tested:
     p: float
     table: Any
     released: Released
+    said: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(
@@ -32,6 +34,7 @@ class Tested:
                 f"{self.what}: chi2 {self.statistic:.4f} on {self.degrees} degrees of freedom, "
                 f"p {self.p:.4g}",
                 self.table.to_string(float_format=lambda value: f"{value:.4g}"),
+                *self.said,
                 str(self.released),
             ]
         )

@@ -187,13 +187,14 @@ class Followed:
 
 
 def follow(asked: Questions, time: str, event: str) -> Followed:
-    """Ask sites how many rows and events they have, and how long they followed.
+    """Ask sites how many rows and events they have, and how long they followed; see
+    `Questions.first`.
 
     Raises:
         ValueError: No site has an event, or as by `followed`.
     """
+    found = asked.first(lambda count: FollowUp(count, time, event))
     names = asked.sites.names
-    found = asked.conduct(FollowUp(len(names), time, event))
     counts: dict[str, Any] = {
         key: dict(zip(names, map(int, found[key].tolist()), strict=True))
         for key in ("n_rows", "n_events", "n_dropped")

@@ -189,6 +189,23 @@ def test_proportional_hazards(scale: Any, time: str, baseline: str):
     assert "Schoenfeld" in str(found)
 
 
+def test_a_hazard_ratio_that_changes_is_said():
+    """The treated die early, or late."""
+    rng = np.random.default_rng(0)
+    arm = np.arange(200) % 2
+    times = np.where(arm, rng.choice([1.0, 20.0], 200), 10.0) + rng.random(200)
+    rows = pd.DataFrame({"arm": arm, "age": rng.normal(size=200), "time": times, "event": 1})
+    given = bf.stats.tables({"a": rows}, terms=["arm", "age"], also=["time", "event"])
+    found = bf.stats.cox(given, time="time", event="event", exact_times=True).check()
+    (said,) = found.said
+    p = found.table.loc["arm", "p"]
+    assert said.startswith(f"the hazard ratio of arm changes with time (p {p:.2g})")
+    assert said in str(found)
+    assert fitted("untied", "shared").check().said == (
+        "no hazard ratio is seen to change with time",
+    )
+
+
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_ranks_of_tied_events_are_their_means(baseline: str):
     """And all coefficients together, by the residuals of lifelines."""
