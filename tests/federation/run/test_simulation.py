@@ -282,7 +282,7 @@ def test_threads_that_draw_meanwhile_get_no_model_refused(clients: FederatedData
 
     with ThreadPoolExecutor(6) as pool:
         drawing = [pool.submit(draw) for _ in range(2)]
-        done = [pool.submit(simulate, seed) for _ in range(50) for seed in range(4)]
+        done = [pool.submit(simulate, seed) for _ in range(6) for seed in range(4)]
         wait(done)
         stop.set()
     assert {one.result().round for one in done} == {1}
