@@ -93,17 +93,12 @@ class Gaussian:
 
 
 @dataclass(frozen=True)
-class Normal:
+class Normal(Gaussian):
     """Normal outcomes at the identity link with their own standard deviation, for hierarchies; its
     parameter is log sigma.
     """
 
-    name: str = "gaussian"
     own: tuple[str, ...] = ("log sigma",)
-    ratio: str | None = None
-
-    def check(self, y: Tensor, site: str) -> None:
-        """Take any numbers."""
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return losses with slope and information by the linear predictor alone; see `Family`."""
@@ -111,14 +106,6 @@ class Normal:
         residual = eta - y
         loss = precision * residual**2 / 2 + own[0] + math.log(2 * math.pi) / 2
         return _pieces(loss, precision * residual, precision * torch.ones_like(eta))
-
-    def mean(self, eta: Tensor) -> Tensor:
-        """Return the linear predictor."""
-        return eta
-
-    def link(self, mean: float) -> float:
-        """Return the mean."""
-        return mean
 
 
 @dataclass(frozen=True)
@@ -148,18 +135,13 @@ class Binomial:
 
 
 @dataclass(frozen=True)
-class LogBinomial:
+class LogBinomial(Binomial):
     """Outcomes 0 or 1 at the log link, whose coefficients are logarithms of risk ratios; the
     information is the expected one.
     """
 
     name: str = "binomial, log link"
-    own: tuple[str, ...] = ()
     ratio: str | None = "risk ratio"
-
-    def check(self, y: Tensor, site: str) -> None:
-        """Raise ValueError if an outcome is not 0 or 1."""
-        Binomial().check(y, site)
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return -y eta - (1 - y) log(1 - e^eta), infinite for a probability of 1 or more."""
@@ -206,18 +188,13 @@ class Poisson:
 
 
 @dataclass(frozen=True)
-class NegativeBinomial:
+class NegativeBinomial(Poisson):
     """Counts at the log link of mean mu and variance mu + alpha mu^2 (NB2); its own parameter is
     log alpha, and the information the observed one.
     """
 
     name: str = "negative binomial, log link"
     own: tuple[str, ...] = ("log alpha",)
-    ratio: str | None = "rate ratio"
-
-    def check(self, y: Tensor, site: str) -> None:
-        """Raise ValueError if an outcome is no count."""
-        Poisson().check(y, site)
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return the negative log likelihood; with r = 1 / alpha it is as follows.
@@ -249,14 +226,6 @@ class NegativeBinomial:
             [torch.stack([eta_eta, cross], -1), torch.stack([cross, own_own], -1)], -2
         )
         return Pieces(loss, slope, information)
-
-    def mean(self, eta: Tensor) -> Tensor:
-        """Return the expected count."""
-        return eta.exp()
-
-    def link(self, mean: float) -> float:
-        """Return the logarithm."""
-        return math.log(mean)
 
 
 FAMILIES: dict[str, Family] = {
