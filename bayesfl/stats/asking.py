@@ -95,9 +95,9 @@ class Released:
         over: The network over which they were sent; None in a simulation.
     """
 
-    questions: tuple[Asked, ...] = ()
-    hidden: str | None = None
-    over: str | None = None
+    questions: tuple[Asked, ...]
+    hidden: str | None
+    over: str | None
 
     @property
     def bytes(self) -> Mapping[str, int]:

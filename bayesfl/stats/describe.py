@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -174,7 +174,7 @@ class Description:
     statistics: Any
     differences: Any
     dropped: dict[str, int]
-    released: Released = field(default_factory=Released)
+    released: Released
 
     def table(self) -> Any:
         """Return the texts of a printed table as a data frame of pandas: mean (sd) and median
@@ -269,6 +269,8 @@ def describe(
         >>> found.statistics.loc[("age", "mean")].tolist()
         [50.0, 60.0, 55.0]
     """
+    import pandas
+
     grouped: dict[str, Any] = {"sites": len(sites.names), "columns": len(sites.columns)}
     groups: Sequence[Any] = sites.names
     if isinstance(by, Levels):
@@ -302,7 +304,14 @@ def describe(
             found |= dict(zip(("25 %", "median", "75 %"), quartiles[:, place].T, strict=True))
         rows |= {(name, key): t for key, t in (found | {"missing": missing[:, place]}).items()}
         differences[name] = _difference(here[:-1], variance[:-1])
-    return _description(sites, groups, rows, differences, totals["n_dropped"], asked.released)
+    values = torch.stack(list(rows.values())).numpy()
+    index = pandas.MultiIndex.from_tuples(list(rows), names=["column", "statistic"])
+    return Description(
+        statistics=pandas.DataFrame(values, index=index, columns=[*groups, "all"]),
+        differences=pandas.Series(differences, dtype=float),
+        dropped=dict(zip(sites.names, totals["n_dropped"].int().tolist(), strict=True)),
+        released=asked.released,
+    )
 
 
 def _quantiles(
@@ -342,23 +351,3 @@ def _difference(mean: Tensor, variance: Tensor) -> float:
     known = found[first, second]
     known = known[~known.isnan()]
     return float(known.max()) if len(known) else math.nan
-
-
-def _description(
-    sites: Sites,
-    groups: Sequence[Any],
-    rows: dict[tuple[str, str], Tensor],
-    differences: dict[str, float],
-    dropped: Tensor,
-    released: Released,
-) -> Description:
-    import pandas
-
-    values = torch.stack(list(rows.values())).numpy()
-    index = pandas.MultiIndex.from_tuples(list(rows), names=["column", "statistic"])
-    return Description(
-        statistics=pandas.DataFrame(values, index=index, columns=[*groups, "all"]),
-        differences=pandas.Series(differences, dtype=float),
-        dropped=dict(zip(sites.names, dropped.int().tolist(), strict=True)),
-        released=released,
-    )

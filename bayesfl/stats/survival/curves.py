@@ -321,6 +321,8 @@ def logrank(
         >>> round(test.statistic, 3), test.degrees
         (6.156, 1)
     """
+    import pandas
+
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
     times = grid_of(asked, time, event, known.horizon, grid, exact_times)
@@ -336,20 +338,14 @@ def logrank(
     variance = torch.diag((factor * share).sum(1)) - (factor * share) @ share.T
     excess = (events.sum(1) - expected)[:-1]  # the last is what the others lack
     statistic = float(excess @ torch.linalg.solve(variance[:-1, :-1], excess))
+    columns = {"at risk at first": at_risk[:, 0], "events": events.sum(1), "expected": expected}
     return Tested(
         what=f"log-rank of {len(levels)} groups of {column}, {times}",
         statistic=statistic,
         degrees=len(levels) - 1,
         p=float(stats.chi2.sf(statistic, len(levels) - 1)),
-        table=_observed(levels, at_risk[:, 0], events.sum(1), expected),
+        table=pandas.DataFrame(
+            {name: values.numpy() for name, values in columns.items()}, index=list(map(str, levels))
+        ),
         released=asked.released,
-    )
-
-
-def _observed(levels: Sequence[Any], rows: Tensor, events: Tensor, expected: Tensor) -> Any:
-    import pandas
-
-    columns = {"at risk at first": rows, "events": events, "expected": expected}
-    return pandas.DataFrame(
-        {name: values.numpy() for name, values in columns.items()}, index=list(map(str, levels))
     )
