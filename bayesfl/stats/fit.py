@@ -248,11 +248,11 @@ class Fit(Refits):
         """
         if self.link is None or self.design is None:
             raise ValueError("this fit has no means of an outcome to predict")
-        values = dict(zip(self.names, self.estimate.tolist(), strict=True))
         x = self.design(frame)
-        slopes = self.estimate[[name in self._columns for name in self.names]]
-        if "(intercept)" in values:
-            start = values["(intercept)"]
+        others = ("(intercept)", "log alpha")
+        slopes = self.estimate[[name not in others for name in self.names]]
+        if "(intercept)" in self.names:
+            start = self.estimate[0]
         elif site is not None and site in self.own_intercepts:
             start = self.own_intercepts[site]
         else:
@@ -260,10 +260,6 @@ class Fit(Refits):
                 f"each site has an intercept of its own: name one of {sorted(self.own_intercepts)}"
             )
         return self.link(x @ slopes + start)
-
-    @property
-    def _columns(self) -> set[str]:
-        return {name for name in self.names if name not in ("(intercept)", "log alpha")}
 
     def to_arviz(self, *, draws: int = 4000, seed: int = 0) -> Any:
         """Return draws of the normal approximation around the estimate as ArviZ's InferenceData,
