@@ -84,7 +84,7 @@ class Likelihood(SiteSurvey):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
-        at, _ = self.at(state, site)
+        at = self.at(state, site)
         inside = at.loss.isfinite()
         answer = {
             "loss": torch.where(inside, at.loss, 0.0).sum() + at.penalty,
@@ -144,17 +144,15 @@ class Likelihood(SiteSurvey):
         """Return the precision of the own intercepts' prior; 0 without one."""
         return 0.0 if self.prior is None else INTERCEPT_SD**-2
 
-    def at(self, state: Tensors, site: Site) -> "tuple[At, Tensor]":
-        """Return what a site's rows say at the parameters, its own intercept at its best, and that
-        intercept, 0 where there is none.
-        """
+    def at(self, state: Tensors, site: Site) -> "At":
+        """Return what a site's rows say at the parameters, its own intercept at its best."""
         assert site.y is not None
         design, eta, alpha = self.predictors(state, site)
         own, strength = state["theta"][design.shape[1] :], self.own_strength
         pieces = FAMILIES[self.family].pieces(eta, site.y, own)
         information = site.weights[:, None, None] * pieces.information
         volume = information[:, 0, 0].sum() + strength
-        at = At(
+        return At(
             design=design,
             loss=site.weights * pieces.loss,
             slope=site.weights[:, None] * pieces.slope,
@@ -162,12 +160,11 @@ class Likelihood(SiteSurvey):
             own=volume.clamp_min(1e-300) if self.per_site else None,  # 0 where separated
             penalty=strength * alpha**2 / 2,
         )
-        return at, alpha
 
     def own_intercept(self, state: Tensors, site: Site) -> float:
         """Return a site's own intercept at its best, for columns as they are."""
         slopes = state["theta"][: self.columns]
-        return float(self.at(state, site)[1] - slopes @ (state["centre"] / state["scale"]))
+        return float(self.predictors(state, site)[2] - slopes @ (state["centre"] / state["scale"]))
 
 
 @dataclass(frozen=True)
@@ -279,7 +276,7 @@ class Meat(SiteSurvey):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
-        scores = self.likelihood.at(state, site)[0].row_scores
+        scores = self.likelihood.at(state, site).row_scores
         if self.by == "site":
             scores = scores.sum(0, keepdim=True)
         return {"meat": scores.T @ scores}
@@ -394,7 +391,7 @@ def glm(
     parameters = len(names) + per_site * len(kept) + (family == "gaussian")
     if survey.separated(found.loss):
         raise ValueError(separation(found.theta.abs(), names))
-    covariance = inverse(found.hessian, found.theta, names, n)
+    bread = covariance = inverse(found.hessian, found.theta, names, n)
     degrees, variance = None, 1.0
     if family == "gaussian":
         degrees = n - len(names) - per_site * len(kept)
@@ -404,7 +401,6 @@ def glm(
         meat = asked.conduct(
             Meat(survey, "row" if errors == "sandwich" else "site", tuple(found.theta.tolist()))
         )["meat"]
-        bread = inverse(found.hessian, found.theta, names, n)
         covariance, degrees = bread @ meat @ bread, None
         if errors == "site":
             j, k = len(kept), parameters - (family == "gaussian")
