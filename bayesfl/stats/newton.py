@@ -26,13 +26,11 @@ class Minimum:
         theta: Where it is, [q], a step after the last question.
         loss: The sum, in nats, and
         hessian: its Hessian [q, q], at the last question.
-        questions: How many questions it took.
     """
 
     theta: Tensor
     loss: float
     hessian: Tensor
-    questions: int
 
 
 def begin(start: Tensor) -> Tensors:
@@ -43,7 +41,6 @@ def begin(start: Tensor) -> Tensors:
         "best": torch.zeros(size, dtype=torch.float64),
         "loss": torch.tensor(torch.inf, dtype=torch.float64),
         "hessian": torch.zeros(size, size, dtype=torch.float64),
-        "n_asked": torch.tensor(0),
         "n_halved": torch.tensor(0),
         "promised": torch.tensor(torch.inf, dtype=torch.float64),
     }
@@ -64,7 +61,6 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
     Raises:
         ValueError: Thirty halvings in a row do not lower the sum.
     """
-    asked = state["n_asked"] + 1
     promised = float(state["promised"])
     most = state["loss"] + ROUNDING * state["loss"].abs().nan_to_num(posinf=0.0)
     if not loss.isfinite() or (promised >= SURE and loss > most):
@@ -75,11 +71,7 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
                 "more than Poisson's, take poisson"
             )
         between = (state["theta"] + state["best"]) / 2
-        return state | {
-            "theta": between,
-            "n_asked": asked,
-            "n_halved": state["n_halved"] + 1,
-        }, False
+        return state | {"theta": between, "n_halved": state["n_halved"] + 1}, False
     values, vectors = torch.linalg.eigh((hessian + hessian.T) / 2)
     largest = float(values.abs().max()) if len(values) else 1.0
     moduli = values.abs().clamp_min(1e-14 * max(largest, 1e-300))
@@ -90,7 +82,6 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
         "best": here,
         "loss": loss,
         "hessian": hessian,
-        "n_asked": asked,
         "n_halved": torch.zeros_like(state["n_halved"]),
         "promised": -slope @ move / 2,
     }, promised < ENOUGH or not len(here)
@@ -98,4 +89,4 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
 
 def minimum(state: Tensors) -> Minimum:
     """Return the minimum that the last state holds."""
-    return Minimum(state["theta"], float(state["loss"]), state["hessian"], int(state["n_asked"]))
+    return Minimum(state["theta"], float(state["loss"]), state["hessian"])
