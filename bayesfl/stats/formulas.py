@@ -94,7 +94,7 @@ def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.
     formulaic = _formulaic()
     given = {name: column_of(frame, name, site) for name in formula.variables}
     rows = frame.assign(
-        **{name: numbers(frame, name, site) for name, one in given.items() if _numeric(one)}
+        **{name: numbers(frame, name, site) for name, x in given.items() if x.dtype.kind in "iufb"}
     )
 
     def category(values: Any, levels: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -128,10 +128,6 @@ def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.
             names = [name.replace(f"{factor}[", f"{column}[") for name in names]
     place = names.index("Intercept")
     return tuple(names[:place] + names[place + 1 :]), np.delete(found, place, 1)
-
-
-def _numeric(values: Any) -> bool:
-    return values.dtype.kind in "iufb" or str(values.dtype).lower() == "boolean"
 
 
 def _learns(parts: Sequence[str]) -> str:

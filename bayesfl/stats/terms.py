@@ -155,7 +155,7 @@ def numbers(frame: Any, column: str, site: str) -> np.ndarray:
         ValueError: It is absent, or holds something else than numbers, or an infinite one.
     """
     given = column_of(frame, column, site)
-    if given.dtype.kind not in "iufb" and str(given.dtype).lower() not in ("boolean",):
+    if given.dtype.kind not in "iufb":
         try:
             given = given.astype("Float64")
         except (TypeError, ValueError):
