@@ -66,14 +66,12 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
             told = work(replace(load_tables(context), policy=policy), policy)
         except Refusal as refusal:
             log.warning("%s", refusal)
-            told = RecordDict(
-                {"config": ConfigRecord({"refused": next(iter(refusal.rules.values()))})}
-            )
+            told = _config(refused=next(iter(refusal.rules.values())))
         except Exception as error:
             log.exception("this site could not answer")
             # The words of the message are the server's own; those of other errors may be data.
             said = str(error) if isinstance(error, records.RecordError) else type(error).__name__
-            told = RecordDict({"config": ConfigRecord({"failed": said})})
+            told = _config(failed=said)
         return Message(told, reply_to=message)
 
     @app.query()
