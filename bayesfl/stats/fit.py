@@ -25,6 +25,12 @@ class Refits:
     rows: Mapping[str, int]
     left_out: Mapping[str, str]
     refit: Callable[[Sequence[str]], Any]
+    released: Released
+
+    @property
+    def questions(self) -> int:
+        """Return how many questions were asked."""
+        return len(self.released.questions)
 
     def interval(self, term: str, level: float) -> dict[str, float]:
         """Return `estimate`, `low` and `high` of a coefficient."""
@@ -99,7 +105,6 @@ class Fit(Refits):
             distribution.
         scale: Residual variance of a Gaussian outcome; 1 elsewhere.
         evidence: Laplace's log marginal likelihood, in nats; None without a prior.
-        questions: How many questions were asked.
         released: What left each site.
         link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
@@ -121,7 +126,6 @@ class Fit(Refits):
     left_out: Mapping[str, str]
     log_likelihood: float
     parameters: int
-    questions: int
     released: Released
     refit: "Callable[[Sequence[str]], Fit]"
     degrees: float | None = None

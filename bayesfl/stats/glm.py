@@ -451,7 +451,6 @@ def glm(
         left_out=asked.left_out,
         log_likelihood=-loss,
         parameters=parameters,
-        questions=len(asked.released.questions),
         released=asked.released,
         degrees=degrees,
         scale=variance,

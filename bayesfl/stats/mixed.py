@@ -229,7 +229,6 @@ class Mixed(Refits):
         effective: Effective number of the weighted draws.
         k_hat: Pareto's k of their weights; below .7 their means can be relied on.
         evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
-        questions: How many questions were asked.
         released: What left each site.
         refit: Function (names of sites) -> the same fit to these alone.
     """
@@ -247,7 +246,6 @@ class Mixed(Refits):
     effective: float
     k_hat: float
     evidence: float
-    questions: int
     released: Released
     refit: Callable[[Sequence[str]], "Mixed"]
     link: Any = None
@@ -517,7 +515,6 @@ def mixed(
         effective=1 / float((weights**2).sum()),
         k_hat=k_hat,
         evidence=evidence,
-        questions=len(asked.released.questions),
         released=asked.released,
         refit=lambda chosen: mixed(
             everyone.only(chosen),

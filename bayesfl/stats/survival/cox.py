@@ -157,7 +157,6 @@ def cox(
         left_out=asked.left_out,
         log_likelihood=penalty - found.loss,
         parameters=len(names),
-        questions=len(asked.released.questions),
         released=asked.released,
         evidence=evidence,
         likelihood=f"the order of events, {told}",

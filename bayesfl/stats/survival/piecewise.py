@@ -227,7 +227,6 @@ def piecewise(
         rows={name: known.rows[name] for name in kept},
         log_likelihood=fit.log_likelihood - log_exposure,
         evidence=None if fit.evidence is None else fit.evidence - log_exposure,
-        questions=len(released.questions),
         released=released,
         left_out=asked.left_out | dict(fit.left_out),
         link=None,
