@@ -15,7 +15,7 @@ smoothed importance sampling", JMLR 25, 2024.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -248,12 +248,12 @@ class Mixed(Refits):
     evidence: float
     released: Released
     refit: Callable[[Sequence[str]], "Mixed"]
-    link: Any = None
-    design: Any = None
-    ratio: str | None = None
-    places: tuple[int, ...] = field(default=())
-    scale: Tensor = field(default_factory=lambda: torch.empty(0))
-    centre: Tensor = field(default_factory=lambda: torch.empty(0))
+    link: Any
+    design: Any
+    ratio: str | None
+    places: tuple[int, ...]
+    scale: Tensor
+    centre: Tensor
 
     def table(self, level: float = 0.95) -> Any:
         """Return means, standard deviations and intervals as a data frame of pandas.
@@ -365,20 +365,15 @@ class Mixed(Refits):
         if site is None:
             rng = generator(seed, Purpose.POSTERIOR)
             u = torch.from_numpy(rng.standard_normal(self.tau.shape))
-            own = self.shared + _as_they_are(
-                _spread(u * self._standard_tau(), self.places, self.shared.shape[1]),
-                self.centre,
-                self.scale,
-            )
+            sizes = torch.cat([torch.ones(1, dtype=torch.float64), self.scale])
+            effects = u * (self.tau * sizes[list(self.places)])
+            away = _spread(effects, self.places, self.shared.shape[1])
+            own = self.shared + _as_they_are(away, self.centre, self.scale)
         elif site in self.own and self.own[site].shape[1] == 1:
             own = self.own[site][:, 0]
         else:
             raise ValueError(f"{site!r} is no site of one group here; those are {list(self.own)}")
         return self.link(own[:, :1] + own[:, 1:] @ x.T)
-
-    def _standard_tau(self) -> Tensor:
-        sizes = torch.cat([torch.ones(1, dtype=torch.float64), self.scale])
-        return self.tau * sizes[list(self.places)]
 
 
 def _spread(effects: Tensor, places: Sequence[int], width: int) -> Tensor:
@@ -484,7 +479,7 @@ def mixed(
     rule = Normal() if family == "gaussian" else FAMILIES[family]
     begin = [rule.link((mean * float(sums["weight"]) + 0.5) / (float(sums["weight"]) + 1))]
     begin += [0.0] * len(sites.columns) + [math.log(0.5 * unit)] * len(effects)
-    begin += [math.log(spread) if family == "gaussian" else 0.0] * len(rule.own)
+    begin += [math.log(unit)] * len(rule.own)
     survey = Mode(**model, prior=tau_scale * unit, at=tuple(begin))
     found = newton.minimum(asked.conduct(survey))
     phi, weights, k_hat, evidence = _integrated(asked, survey, found, model, draws, seed)
