@@ -61,8 +61,8 @@ def formula_of(text: str, frame: Any, site: str) -> tuple[Formula, str | None]:
 
     Raises:
         ImportError: formulaic is not installed.
-        ValueError: It cannot be read, its left side is no single column, it leaves out the
-            intercept, or as by `Formula.values`.
+        ValueError: It cannot be read, has several outcomes, leaves out the intercept, or as by
+            `Formula.values`.
     """
     formulaic = _formulaic()
     try:
@@ -73,12 +73,6 @@ def formula_of(text: str, frame: Any, site: str) -> tuple[Formula, str | None]:
     right, left = getattr(read, "rhs", read), [str(term) for term in getattr(read, "lhs", ())]
     if not isinstance(right, formulaic.SimpleFormula) or len(left) > 1:
         raise ValueError(f"formula {text!r} must have one outcome and one right side")
-    outcome = left[0] if left else None
-    if outcome is not None and outcome not in frame.columns:
-        raise ValueError(
-            f"the left side of a formula is the name of a column, and site {site!r} has no "
-            f"{outcome!r}; make a column of it before"
-        )
     if "1" not in [str(term) for term in right]:
         raise ValueError(
             f"formula {text!r} leaves out the intercept, which is the fit's: take 0 + or - 1 out "
@@ -86,7 +80,7 @@ def formula_of(text: str, frame: Any, site: str) -> tuple[Formula, str | None]:
         )
     variables = tuple(sorted(str(name) for name in right.required_variables))
     term = Formula(str(right), variables)
-    return Formula(term.text, variables, term.named(frame, site)[0]), outcome
+    return Formula(term.text, variables, term.named(frame, site)[0]), left[0] if left else None
 
 
 def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.ndarray]:
