@@ -12,7 +12,6 @@ import torch
 import bayesfl as bf
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions
-from bayesfl.stats.fit import Fit
 from bayesfl.stats.mixed import Draws, Mixed, Mode, log_prior
 from bayesfl.stats.tables import Tables
 from tests.stats.made import SIZES, TERMS, frames, pooled, sites
@@ -163,8 +162,6 @@ def test_own_coefficients_lie_between_own_fits_and_the_federations(fit: Mixed):
     at_sites = fit.sites()
     assert list(at_sites.index.levels[0]) == sorted(SIZES)
     assert at_sites.index.levels[1].tolist() == ["(intercept)", "age"]
-    alone = bf.stats.glm(sites("binomial"), family="binomial", intercept="per_site")
-    assert isinstance(alone, Fit)
     shrunk = at_sites["mean"].xs("age", level=1).std()
     own = [
         float(bf.stats.glm(sites("binomial").only([site]), family="binomial").coefficients["age"])

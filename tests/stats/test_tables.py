@@ -105,7 +105,6 @@ def test_a_column_beside_the_design():
         ({"age": np.inf}, {"terms": ["age"]}, "infinite numbers in 'age'"),
         ({"cp": [1, 2, 7]}, {"terms": [levels("cp", [1, 2, 3])]}, r"values \[7\] in 'cp'"),
         ({}, {"terms": ["age", "age"]}, "'age' stands twice"),
-        ({}, {"missing": "drop"}, "missing"),
     ],
 )
 def test_what_is_refused(changes: Any, options: Any, words: str):
@@ -181,8 +180,6 @@ def test_rows_without_a_value_are_left_out_of_a_formula():
     ("text", "words"),
     [
         ("ill ~ center(age)", r"\['center\(age\)'\] learn from a site's rows"),
-        ("ill ~ scale(age) + cp", r"\['scale\(age\)'\] learn"),
-        ("ill ~ poly(age, 2)", r"\['poly\(age, 2\)'\] learn"),
         ("ill ~ bs(age, df=4)", r"learn from a site's rows"),
         ("ill ~ cp + I(age - age.mean())", r"\['I\(age - age.mean\(\)\)'\] learn"),
         ("ill ~ sex", r"\['sex'\] are no numbers: write C\(sex, levels"),
@@ -190,7 +187,6 @@ def test_rows_without_a_value_are_left_out_of_a_formula():
         ("ill ~ C(cp, levels=[1, 2])", r"values \[3.*\] in 'cp'"),
         ("ill ~ weight", "'north' has no column 'weight'"),
         ("ill ~ np.log(age - 40)", r"infinite numbers in \['np.log\(age - 40\)'\]"),
-        ("ill ~ 0 + age", "leaves out the intercept"),
         ("ill ~ age - 1", "leaves out the intercept"),
         ("ill ~ age +", "cannot be read"),
         ("ill + cp ~ age", "one outcome and one right side"),
