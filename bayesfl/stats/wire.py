@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from bayesfl.stats.asking import SiteSurvey
+from bayesfl.stats.survival.piecewise import Cut
+from bayesfl.stats.survival.times import Grid
 from bayesfl.stats.terms import Interaction, Levels, Number
 
 
 def known() -> dict[str, type]:
     """Return the classes that may be made, by name."""
-    found: dict[str, type] = {one.__name__: one for one in (Number, Levels, Interaction)}
+    parts = (Number, Levels, Interaction, Grid, Cut)
+    found: dict[str, type] = {one.__name__: one for one in parts}
     waiting: list[type] = [SiteSurvey]
     while waiting:
         for one in waiting.pop().__subclasses__():

@@ -1,10 +1,12 @@
 """Questions as text: the same question comes back, and nothing but the library's own."""
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import bayesfl as bf
@@ -12,7 +14,8 @@ from bayesfl.stats import wire
 from bayesfl.stats.asking import Sums
 from bayesfl.stats.glm import Likelihood, Meat
 from bayesfl.stats.mixed import Draws, Mode
-from bayesfl.stats.tables import Interaction, Levels, Number
+from bayesfl.stats.tables import Interaction, Levels, Number, Tables
+from tests.stats.survival import made as survival
 
 LIKELIHOOD = Likelihood("binomial", 2, True, 2.5, (math.pi, 1e-300), (0.1, 3.0), -1 / 3)
 MODEL: dict[str, Any] = {
@@ -39,6 +42,39 @@ def test_the_same_question_comes_back(question: Any):
     found = wire.read(wire.written(question))
     assert found == question
     assert repr(found) == repr(question)
+
+
+class Wired(Tables):
+    """Sites that make each question of its text, as other machines do."""
+
+    def ask(self, survey: Any, aggregation: Any) -> Any:
+        return super().ask(wire.read(wire.written(survey)), aggregation)
+
+
+WHEN: dict[str, Any] = {"time": "untied", "event": "event"}
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "describe": lambda given: bf.stats.describe(given).table(),
+    "glm": lambda given: bf.stats.glm(given, family="poisson", errors="site").table(),
+    "diagnostics": lambda given: bf.stats.glm(given, family="poisson").diagnostics().sites,
+    "cox": lambda given: bf.stats.cox(given, **WHEN, errors="sandwich").table(),
+    "check": lambda given: bf.stats.cox(given, **WHEN).check(scale="rank").table,
+    "concordance": lambda given: bf.stats.cox(given, **WHEN, baseline="per_site").concordance(),
+    "exact": lambda given: bf.stats.cox(given, **WHEN, exact_times=True).check().table,
+    "piecewise": lambda given: bf.stats.piecewise(given, **WHEN, cuts=[3, 9]).table(),
+    "kaplan_meier": lambda given: pd.DataFrame(
+        bf.stats.kaplan_meier(given, **WHEN, by="kind").survival
+    ),
+    "logrank": lambda given: bf.stats.logrank(given, **WHEN, by="kind").table,
+    "mixed": lambda given: bf.stats.mixed(given, family="poisson", draws=100).table(),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_every_fit_can_be_asked_for_by_text(ask: Callable[[Any], Any]):
+    """The numbers are those of questions that were not sent."""
+    given = survival.sites(outcome="count")
+    kinds = {name: getattr(given, name) for name in vars(given)}
+    assert ask(Wired(**kinds)).equals(ask(given))
 
 
 def test_levels_out_of_a_data_frame():
