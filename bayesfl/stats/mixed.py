@@ -4,13 +4,10 @@ at the site, and the federation's parameters by one question.
 A site's coefficients are beta + tau * u with u ~ N(0, I), see `bayesfl.stats.hierarchy`. Newton's
 steps on the sum of the sites' log marginal likelihoods find the mode of phi = (beta, log tau, the
 family's own) under a half-normal prior of tau. Then all sites answer, for the same K draws of phi
-from a Student t around that mode, their log marginal likelihoods, which add up; the ratios of sum
-and t are the draws' weights. Each site keeps, for each draw, what it says of its own effects, so
-that draws of these have the uncertainty of phi in them. With tau set to its estimate instead,
-intervals would be too short, most of all where that is near 0.
-
-Source of the weights' smoothing and of k-hat: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto
-smoothed importance sampling", JMLR 25, 2024.
+around that mode (`bayesfl.posteriors.importance`), their log marginal likelihoods, which add up;
+the ratios of sum and density are the draws' weights. Each site keeps, for each draw, what it says
+of its own effects, so that draws of these have the uncertainty of phi in them. With tau set to its
+estimate instead, intervals would be too short, most of all where that is near 0.
 """
 
 import math
@@ -20,23 +17,23 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
+from bayesfl.posteriors.importance import Proposal, resampled, weights_of
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, Sums, standard
 from bayesfl.stats.families import FAMILIES, Family, Normal
-from bayesfl.stats.fit import Refits
+from bayesfl.stats.fit import Refits, inverse
 from bayesfl.stats.hierarchy import Groups, Phi, derivatives, log_marginals, modes
 from bayesfl.stats.tables import Site, Tables
+from bayesfl.stats.terms import column_of
 
-DEGREES, WIDER, MOVES = 5.0, 1.2, 3
-"""Degrees of freedom of the Student t, its scale beside that of the mode's normal approximation,
-and how often it is moved to where the weights are."""
+MOVES = 3
+"""How often the proposal is moved to where the weights are."""
 MOST_K = 0.7
 """A k-hat above this says that the weights' mean cannot be relied on."""
 RESAMPLED = 4000
@@ -81,10 +78,26 @@ class Hierarchy(SiteSurvey):
         ones = torch.ones(len(site.x), 1, dtype=torch.float64)
         x = torch.cat([ones, (site.x - centre) / scale], 1)
         assert site.y is not None
-        group = None
-        if self.group is not None:
-            group = torch.from_numpy(np.unique(site.frame[self.group], return_inverse=True)[1])
+        group = None if self.group is None else torch.from_numpy(self.labels(site)[0])
         return Groups.of(x, x[:, list(self.effects)], site.y, site.weights, site.offset, group)
+
+    def labels(self, site: Site) -> tuple[np.ndarray, tuple[Any, ...]]:
+        """Return the group of each of a site's rows, [n] from 0, and the groups' names.
+
+        Raises:
+            ValueError: The site has no such column, or a value is missing.
+        """
+        import pandas
+
+        if self.group is None:
+            return np.zeros(len(site.x), int), (site.name,)
+        codes, names = pandas.factorize(column_of(site.frame, self.group, site.name), sort=True)
+        if missing := int((codes < 0).sum()):
+            raise ValueError(
+                f"site {site.name!r} has {missing} rows without {self.group!r}; name it in "
+                "tables(also=...), which looks at missing values, or leave these rows out"
+            )
+        return codes, tuple(names.tolist())
 
     def phi(self, phi: Tensor) -> Phi:
         """Return the parts of a vector of parameters [..., q]."""
@@ -111,14 +124,15 @@ class Mode(Hierarchy):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        return {"loss": (), "slope": (self.size,), "hessian": (self.size, self.size)}
+        q = self.size
+        return {"loss": (), "slope": (q,), "hessian": (q, q), "n_groups": ()}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
-        value, slope, hessian = derivatives(
-            self.rule, self.groups(site), state["theta"], len(self.effects)
-        )
-        return {"loss": -value, "slope": -slope, "hessian": -hessian}
+        groups = self.groups(site)
+        value, slope, hessian = derivatives(self.rule, groups, state["theta"], len(self.effects))
+        count = torch.tensor(len(groups.y))
+        return {"loss": -value, "slope": -slope, "hessian": -hessian, "n_groups": count}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make Newton's step; see `newton.step`."""
@@ -130,7 +144,8 @@ class Mode(Hierarchy):
             loss = loss - log_prior(state["theta"][at], self.prior)
             slope[at] += ratio - 1
             hessian[at, at] += 2 * ratio
-        return newton.step(state, loss, slope, hessian)
+        after, done = newton.step(state, loss, slope, hessian)
+        return after | {"n_groups": total["n_groups"]}, done
 
 
 def log_prior(log_tau: Tensor, scale: float) -> Tensor:
@@ -204,8 +219,7 @@ class Own(Hierarchy):
         draws = _as_they_are(own, centre, scale).numpy()
         found = pandas.DataFrame(draws.reshape(-1, draws.shape[-1]), columns=list(self.names))
         if self.group is not None:
-            groups = np.unique(site.frame[self.group])
-            found.insert(0, self.group, np.tile(groups, len(draws)))
+            found.insert(0, self.group, np.tile(self.labels(site)[1], len(draws)))
         return found
 
 
@@ -223,6 +237,7 @@ class Mixed(Refits):
         others: {name: draws [S]} of the family's own parameters.
         own: {site: draws of its own coefficients [S, groups, 1 + p]}, of sites on this machine,
             draw by draw beside `shared`; others keep theirs.
+        groups: {site: names of its groups}, of these sites; its own where it is one group.
         rows: {site: its number of rows}.
         dropped: {site: rows left out as a value is missing}.
         left_out: {site: why it has no part}.
@@ -240,6 +255,7 @@ class Mixed(Refits):
     tau: Tensor
     others: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
+    groups: Mapping[str, tuple[Any, ...]]
     rows: Mapping[str, int]
     dropped: Mapping[str, int]
     left_out: Mapping[str, str]
@@ -273,11 +289,9 @@ class Mixed(Refits):
             level: As of `table`.
         """
         found = {
-            (site, *([group] if draws.shape[1] > 1 else []), self.names[place]): draws[
-                :, group, place
-            ]
+            (site, *([group] if draws.shape[1] > 1 else []), self.names[place]): draws[:, at, place]
             for site, draws in self.own.items()
-            for group in range(draws.shape[1])
+            for at, group in enumerate(self.groups[site])
             for place in self.places
         }
         return _summaries(found, level, None)
@@ -300,9 +314,9 @@ class Mixed(Refits):
             )
         place = self.names.index(term)
         found = {
-            site if draws.shape[1] == 1 else f"{site}, {group}": draws[:, group, place]
+            site if draws.shape[1] == 1 else f"{site}, {group}": draws[:, at, place]
             for site, draws in self.own.items()
-            for group in range(draws.shape[1])
+            for at, group in enumerate(self.groups[site])
         }
         table = _summaries({**found, "all sites": self.shared[:, place]}, level, None)
         rows = {**self.rows, "all sites": sum(self.rows.values())}
@@ -436,7 +450,7 @@ def mixed(
 
     Raises:
         ValueError: A name in `random` is no column, an outcome is outside the family's range, a
-            column is constant, or k-hat stays above .7.
+            column is constant, some separate the outcome, or k-hat stays above .7.
 
     Example:
         >>> import numpy as np
@@ -454,7 +468,7 @@ def mixed(
         ['(intercept)', 'dose', 'tau (intercept)', 'sigma']
     """
     names = ("(intercept)", *sites.columns)
-    terms = ["(intercept)" if name == "1" else name for name in random]
+    terms = list(dict.fromkeys("(intercept)" if name == "1" else name for name in random))
     if strangers := [name for name in terms if name not in names]:
         raise ValueError(
             f"random= names {strangers[0]!r}, which is no column of the design; take '1' or some "
@@ -481,11 +495,16 @@ def mixed(
     begin += [0.0] * len(sites.columns) + [math.log(0.5 * unit)] * len(effects)
     begin += [math.log(unit)] * len(rule.own)
     survey = Mode(**model, prior=tau_scale * unit, at=tuple(begin))
-    found = newton.minimum(asked.conduct(survey))
-    phi, weights, k_hat, evidence = _integrated(asked, survey, found, model, draws, seed)
+    state = asked.conduct(survey)
+    found, p = newton.minimum(state), 1 + len(sites.columns)
+    # Of separated outcomes there is no posterior under a flat prior; it raises.
+    inverse(found.hessian[:p, :p], found.theta[:p], names, float(sums["n_rows"].sum()))
+    phi, weights, k_hat, evidence = _integrated(
+        asked, survey, found, model, float(state["n_groups"]), draws, seed
+    )
     rng = generator(seed, Purpose.POSTERIOR, index=MOVES + 1)
-    chosen = torch.from_numpy(_resampled(weights, rng))
-    own = {}
+    chosen = torch.from_numpy(resampled(weights, RESAMPLED, rng))
+    own, here = {}, asked.sites.sites if isinstance(asked.sites, Tables) else ()
     if isinstance(asked.sites, Tables):
         own = {
             site.name: _own_draws(survey, site, phi, chosen, seed, int(place))
@@ -504,6 +523,7 @@ def mixed(
         tau=parts.tau / sizes[list(effects)],
         others={name[4:]: t[:, 0, 0].exp() for name, t in zip(rule.own, parts.own, strict=True)},
         own={site: _as_they_are(t, centre, scale) for site, t in own.items()},
+        groups={site.name: survey.labels(site)[1] for site in here},
         rows=dict(zip(sites.names, sums["n_rows"].int().tolist(), strict=True)),
         dropped=dict(zip(sites.names, sums["n_dropped"].int().tolist(), strict=True)),
         left_out=asked.left_out,
@@ -535,6 +555,7 @@ def _integrated(
     survey: Mode,
     found: newton.Minimum,
     model: Mapping[str, Any],
+    groups: float,
     draws: int,
     seed: int,
 ) -> tuple[Tensor, np.ndarray, float, float]:
@@ -543,65 +564,30 @@ def _integrated(
     Raises:
         ValueError: k-hat stays above `MOST_K`.
     """
-    import arviz
-
-    values, vectors = torch.linalg.eigh(found.hessian)
-    root = vectors / values.abs().clamp_min(1e-8 * float(values.abs().max())).sqrt()
-    centre, root = found.theta, WIDER * root
     assert survey.prior is not None
+    values, vectors = torch.linalg.eigh(found.hessian)
+    least = 1e-8 * float(values.abs().max())
+    centre, covariance = found.theta, (vectors / values.abs().clamp_min(least)) @ vectors.T
     k_hat = math.inf
     for move in range(1 + MOVES):
         rng = generator(seed, Purpose.POSTERIOR, index=move)
-        standard_t = _standard_t(draws, len(centre), rng)
-        phi = centre + standard_t @ root.T
+        proposal = Proposal(centre, covariance, survey.effects, 1 + survey.columns, groups)
+        phi, log_density = proposal.draw(draws, rng)
         total = asked.conduct(Draws(**model, at=tuple(map(tuple, phi.tolist()))))
         logs = total["log_likelihood"] + log_prior(survey.phi(phi).tau.log(), survey.prior)
-        ratio = logs - _student(standard_t, root)
-        smooth, k = arviz.psislw(ratio.numpy())
-        weights, k_hat = np.exp(smooth - smooth.max()), float(k)
-        weights /= weights.sum()
+        ratio = logs - log_density
+        weights, k_hat = weights_of(ratio)
         if k_hat <= MOST_K:
             evidence = float(ratio.logsumexp(0)) - math.log(draws)
             return phi, weights, k_hat, evidence
         mass = torch.from_numpy(weights)
         centre = mass @ phi
         around = (phi - centre).T @ (mass[:, None] * (phi - centre))
-        values, vectors = torch.linalg.eigh(around)
-        root = WIDER * vectors * values.clamp_min(1e-12 * float(values.max())).sqrt()
+        covariance = around + 1e-12 * float(around.diagonal().max()) * torch.eye(len(centre))
     raise ValueError(
         f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so their "
         "means cannot be relied on: take fewer effects, more draws=, or a smaller tau_scale="
     )
-
-
-def _standard_t(draws: int, q: int, rng: np.random.Generator) -> Tensor:
-    """Return draws of a Student t in its standard form, [K, q], at the points of a scrambled Halton
-    sequence, which fill space evenly, so that weighted means vary less than those of random ones.
-    """
-    points = stats.qmc.Halton(q + 1, rng=int(rng.integers(2**32))).random(draws)
-    chi2 = stats.chi2.ppf(points[:, :1], DEGREES)
-    return torch.from_numpy(stats.norm.ppf(points[:, 1:]) / np.sqrt(chi2 / DEGREES))
-
-
-def _student(standard_t: Tensor, root: Tensor) -> Tensor:
-    """Return the log density of draws of a Student t, [K], by their standard form [K, q]."""
-    q = root.shape[0]
-    constant = (
-        math.lgamma((DEGREES + q) / 2)
-        - math.lgamma(DEGREES / 2)
-        - q / 2 * math.log(DEGREES * math.pi)
-        - float(torch.linalg.slogdet(root).logabsdet)
-    )
-    return constant - (DEGREES + q) / 2 * torch.log1p(standard_t.square().sum(-1) / DEGREES)
-
-
-def _resampled(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the places of `RESAMPLED` equally weighted draws, [S], by systematic resampling, in
-    random order.
-    """
-    at = (np.arange(RESAMPLED) + rng.random()) / RESAMPLED
-    places = np.searchsorted(weights.cumsum(), at).clip(max=len(weights) - 1)
-    return rng.permutation(places)
 
 
 def _own_draws(

@@ -129,6 +129,48 @@ def test_weights_are_the_ratio_of_posterior_and_proposal(plain: Tables):
     close(fit.evidence, float(logs.logsumexp(0)) + np.log(cell), rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_few_sites_whose_intercepts_hardly_differ(seed: int):
+    """Of three sites tau may be large, and the intercept is then known badly: beside the integral
+    over a grid of tau and sigma, with the intercept in closed form.
+    """
+    rng = np.random.default_rng(0)
+    rows = {site: pd.DataFrame({"y": rng.normal(size=60)}) for site in "abc"}
+    given = bf.stats.tables(rows, outcome="y")
+    fit = bf.stats.mixed(given, family="gaussian", seed=seed)
+    means = np.array([rows[site]["y"].mean() for site in "abc"])
+    within = sum(60 * rows[site]["y"].var(ddof=0) for site in "abc")
+    unit = float(np.std([rows[site]["y"] for site in "abc"]))
+    log_tau, log_sigma = np.meshgrid(np.linspace(-7, 3, 301), np.linspace(-0.4, 0.4, 81))
+    tau, sigma2 = np.exp(log_tau).ravel(), np.exp(2 * log_sigma).ravel()
+    variance = tau**2 + sigma2 / 60  # of a site's mean
+    squares = ((means - means.mean()) ** 2).sum()
+    logs = -np.log(variance) - squares / variance / 2 - within / sigma2 / 2
+    logs += -177 / 2 * np.log(sigma2) + np.log(tau) - (tau / 2.5 / unit) ** 2 / 2
+    mass = np.exp(logs - logs.max())
+    places = rng.choice(len(mass), 400_000, p=mass / mass.sum())
+    intercept = rng.normal(means.mean(), np.sqrt(variance[places] / 3))
+    found = fit.table(0.9)
+    sd = intercept.std()
+    close(found.loc["(intercept)", "mean"], means.mean(), rtol=0, atol=0.1 * sd)
+    low, high = np.quantile(intercept, [0.05, 0.95])
+    close(found.loc["(intercept)", ["5 %", "95 %"]].astype(float), [low, high], atol=0.25 * sd)
+    above = np.quantile(tau[places], [0.5, 0.95])
+    close(np.quantile(fit.tau.numpy(), [0.5, 0.95]), above, rtol=0.25)
+
+
+def test_separated_outcomes_have_no_posterior():
+    rare = np.arange(60) < 3
+    rng = np.random.default_rng(0)
+    rows = {
+        site: pd.DataFrame({"rare": rare, "ill": np.where(rare, 1, rng.random(60) < 0.5)})
+        for site in "abc"
+    }
+    given = bf.stats.tables(rows, outcome="ill", terms=["rare"])
+    with pytest.raises(ValueError, match=r"'rare'.* separate the outcome"):
+        bf.stats.mixed(given, family="binomial")
+
+
 @pytest.fixture(scope="module")
 def fit() -> Mixed:
     return bf.stats.mixed(sites("binomial"), family="binomial", random=["1", "age"])
@@ -200,12 +242,24 @@ def test_secure_sums_and_any_order_are_the_same(fit: Mixed):
 
 
 def test_groups_within_sites():
-    """Each group has effects; one group a site is the site."""
-    rows = {site: frame.assign(ward=np.arange(len(frame)) % 3) for site, frame in frames().items()}
+    """Each group has effects and its name; one group a site is the site."""
+    rows = {
+        site: frame.assign(ward=np.array([3, 7, 9])[np.arange(len(frame)) % 3])
+        for site, frame in frames().items()
+    }
     given = bf.stats.tables(rows, outcome="score", terms=["age"], also=["ward"])
     fit = bf.stats.mixed(given, family="gaussian", group="ward")
     assert {t.shape[1] for t in fit.own.values()} == {3}
-    assert fit.sites().index.nlevels == 3
+    assert list(fit.sites().loc["east"].index.get_level_values(0)) == [3, 7, 9]
+    assert list(fit.by_site("(intercept)").index[:2]) == ["east, 3", "east, 7"]
+    gap = {**rows, "east": rows["east"].assign(ward=rows["east"]["ward"].where(lambda w: w > 3))}
+    for wrong, said in ((gap, "rows without 'ward'"), (frames(), "no column 'ward'")):
+        with pytest.raises(ValueError, match=said):
+            bf.stats.mixed(
+                bf.stats.tables(wrong, outcome="score", terms=["age"]),
+                family="gaussian",
+                group="ward",
+            )
     one = {site: frame.assign(ward="all") for site, frame in rows.items()}
     given = bf.stats.tables(one, outcome="score", terms=["age"], also=["ward"])
     single = bf.stats.mixed(given, family="gaussian", group="ward")
