@@ -150,15 +150,7 @@ class Released:
 
     def to_json(self) -> str:
         """Return the sheet as JSON."""
-        rows = [
-            {
-                "round": place + 1,
-                "question": asked.question,
-                "sites": asked.sites,
-                "answer": asked.answer,
-            }
-            for place, asked in enumerate(self.questions)
-        ]
+        rows = [{"round": at, **asked._asdict()} for at, asked in enumerate(self.questions, 1)]
         return json.dumps(
             {
                 "seen": self.seen,
