@@ -12,7 +12,7 @@ whose sums are slope and Hessian of the profile likelihood. No own intercept lea
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -259,11 +259,12 @@ class Meat(SiteSurvey):
     Args:
         likelihood: The likelihood.
         by: `row`, or `site` for the sums of a site's scores.
+        theta: Where the scores are taken, [q].
     """
 
     likelihood: Likelihood
     by: Literal["row", "site"]
-    theta: tuple[float, ...] = field(default=())
+    theta: tuple[float, ...]
 
     def start(self, about: Any, /) -> Tensors:
         """Return where the scores are taken."""

@@ -162,7 +162,7 @@ class Draws(Hierarchy):
         at: The draws, [K, q].
     """
 
-    at: tuple[tuple[float, ...], ...] = ()
+    at: tuple[tuple[float, ...], ...]
 
     def start(self, about: Any, /) -> Tensors:
         """Return the draws."""
@@ -194,10 +194,10 @@ class Own(Hierarchy):
         seed: Seed of the draws.
     """
 
-    at: tuple[tuple[float, ...], ...] = ()
-    chosen: tuple[int, ...] = ()
-    names: tuple[str, ...] = ()
-    seed: int = 0
+    at: tuple[tuple[float, ...], ...]
+    chosen: tuple[int, ...]
+    names: tuple[str, ...]
+    seed: int
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""

@@ -37,8 +37,8 @@ class Counts(SiteSurvey):
     time: str
     event: str
     grid: Grid
-    by: str | None = None
-    levels: tuple[Any, ...] = (ALL,)
+    by: str | None
+    levels: tuple[Any, ...]
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
