@@ -15,17 +15,29 @@ from bayesfl.stats.asking import Released
 from bayesfl.stats.diagnostics import Diagnostics
 
 
+@dataclass(frozen=True, repr=False)
 class Refits:
     """What a fit to some of its sites, which are asked anew, tells of the others.
 
-    A subclass has the fields below, and `interval`.
+    A subclass has `interval`.
+
+    Args:
+        model: What was fitted, in words.
+        names: Names of the parameters.
+        rows: {site: its number of rows}.
+        dropped: {site: rows left out as a value is missing}.
+        left_out: {site: why it has no part}.
+        released: What left each site.
+        refit: Function (names of sites) -> the same fit to these alone.
     """
 
+    model: str
     names: tuple[str, ...]
     rows: Mapping[str, int]
+    dropped: Mapping[str, int]
     left_out: Mapping[str, str]
-    refit: Callable[[Sequence[str]], Any]
     released: Released
+    refit: Callable[[Sequence[str]], Any]
 
     @property
     def questions(self) -> int:
@@ -88,24 +100,17 @@ class Fit(Refits):
     """A fit to the rows of all sites; `print` shows its table.
 
     Args:
-        model: What was fitted, in words.
-        names: Names of the q parameters.
-        estimate: Their estimates, [q].
+        estimate: Estimates of the q parameters `names`, [q].
         covariance: The covariance of their errors, [q, q].
         errors: How the errors were found, in words.
         ratio: What the exponential of a coefficient is called; None where it says nothing.
-        rows: {site: its number of rows}.
         events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
-        dropped: {site: rows left out as a value is missing}.
-        left_out: {site: why it has no part}.
         log_likelihood: Log likelihood at the estimate, without a prior, in nats.
         parameters: Number of parameters, own intercepts included.
-        refit: Function (names of sites) -> the same fit to these alone.
         degrees: Degrees of freedom of the errors, for intervals by Student's t; None for the normal
             distribution.
         scale: Residual variance of a Gaussian outcome; 1 elsewhere.
         evidence: Laplace's log marginal likelihood, in nats; None without a prior.
-        released: What left each site.
         link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
         likelihood: Of what the likelihood is, in words, where it is not that of an outcome.
@@ -114,20 +119,13 @@ class Fit(Refits):
         design: Function (data frame) -> the columns of its rows.
     """
 
-    model: str
-    names: tuple[str, ...]
     estimate: Tensor
     covariance: Tensor
     errors: str
     ratio: str | None
-    rows: Mapping[str, int]
     events: Mapping[str, float]
-    dropped: Mapping[str, int]
-    left_out: Mapping[str, str]
     log_likelihood: float
     parameters: int
-    released: Released
-    refit: "Callable[[Sequence[str]], Fit]"
     degrees: float | None = None
     scale: float = 1.0
     evidence: float | None = None

@@ -11,7 +11,7 @@ estimate instead, intervals would be too short, most of all where that is near 0
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import Proposal, resampled, weights_of
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, Sums, standard
+from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, standard
 from bayesfl.stats.families import FAMILIES, Family, Normal
 from bayesfl.stats.fit import Refits, inverse
 from bayesfl.stats.hierarchy import Groups, Phi, derivatives, log_marginals, modes
@@ -228,42 +228,29 @@ class Mixed(Refits):
     """The posterior of a mixed model over sites; `print` shows its table.
 
     Args:
-        model: What was fitted, in words.
-        names: Names of intercept and columns, [1 + p].
         effects: Names of the own effects, [r].
-        shared: Draws of the federation's coefficients, [S, 1 + p], of columns as they are.
+        shared: Draws of the federation's coefficients, [S, 1 + p], of intercept and columns as
+            they are, `names`.
         tau: Draws of the standard deviations of own effects, [S, r]: of the intercept's at the
             means of the columns.
         others: {name: draws [S]} of the family's own parameters.
         own: {site: draws of its own coefficients [S, groups, 1 + p]}, of sites on this machine,
             draw by draw beside `shared`; others keep theirs.
         groups: {site: names of its groups}, of these sites; its own where it is one group.
-        rows: {site: its number of rows}.
-        dropped: {site: rows left out as a value is missing}.
-        left_out: {site: why it has no part}.
         effective: Effective number of the weighted draws.
         k_hat: Pareto's k of their weights; below .7 their means can be relied on.
         evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
-        released: What left each site.
-        refit: Function (names of sites) -> the same fit to these alone.
     """
 
-    model: str
-    names: tuple[str, ...]
     effects: tuple[str, ...]
     shared: Tensor
     tau: Tensor
     others: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
     groups: Mapping[str, tuple[Any, ...]]
-    rows: Mapping[str, int]
-    dropped: Mapping[str, int]
-    left_out: Mapping[str, str]
     effective: float
     k_hat: float
     evidence: float
-    released: Released
-    refit: Callable[[Sequence[str]], "Mixed"]
     link: Any
     design: Any
     ratio: str | None

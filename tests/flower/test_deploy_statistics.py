@@ -48,8 +48,8 @@ def test_the_simulations_tables_digit_for_digit(net: Loopback):
     sheet = json.loads((net.folder / "network" / "mixed-released.json").read_text())
     assert "over Flower, and the server saw each site's answers" in sheet["seen"]
     assert list(sheet["bytes"]) == list(made_up.PATIENTS)
-    for client in range(len(made_up.PATIENTS)):  # draws of its own coefficients
-        assert len(list((net.folder / "states" / f"client-{client}").glob("own-*.csv"))) == 1
+    for client in range(len(made_up.PATIENTS)):  # its own model, and draws of its own coefficients
+        assert len(list((net.folder / "states" / f"client-{client}").glob("own-*.csv"))) == 2
 
 
 def test_a_hospital_that_is_killed_is_named(net: Loopback):
