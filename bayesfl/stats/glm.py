@@ -235,11 +235,11 @@ def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: 
     best = start = torch.zeros((), dtype=torch.float64)
     if family == "log_binomial":  # within the range
         start = -eta.max() - 1
-    alpha, lowest, move = start, torch.inf, start
+    alpha, lowest = start, torch.inf
     for _ in range(200):
         pieces = rule.pieces(eta + alpha, y, own)
         loss = float(site.weights @ pieces.loss + strength * alpha**2 / 2)
-        if not loss <= lowest + 1e-12 * abs(lowest if lowest < torch.inf else 0.0):
+        if not loss <= lowest + 1e-12 * abs(lowest):
             alpha = (alpha + best) / 2
             continue
         best, lowest = alpha, loss

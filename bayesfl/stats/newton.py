@@ -62,7 +62,7 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
         ValueError: Thirty halvings in a row do not lower the sum.
     """
     promised = float(state["promised"])
-    most = state["loss"] + ROUNDING * state["loss"].abs().nan_to_num(posinf=0.0)
+    most = state["loss"] + ROUNDING * state["loss"].abs()
     if not loss.isfinite() or (promised >= SURE and loss > most):
         if state["n_halved"] >= 30:
             raise ValueError(
