@@ -221,10 +221,10 @@ def test_a_sites_own_model_stays_on_the_node(tmp_path: Path):
     found = analyse(grid, lambda s: bf.stats.glm(s, **options), sites=4, timeout=5.0)
     assert found.released.questions[-1].answer == {"n_kept": ()}
     for site, node in NODES.items():
-        kept = pd.read_csv(tmp_path / f"node-{node}" / "own-1-1.csv", float_precision="round_trip")
+        kept = pd.read_csv(tmp_path / f"node-{node}" / "own-1-1.csv", dtype=str)
         assert list(kept) == ["(intercept)", *wanted.names]
         values = [wanted.own_intercepts[site], *wanted.estimate.tolist()]
-        assert kept.iloc[0].tolist() == values
+        assert [float(value) for value in kept.iloc[0]] == values
 
 
 def test_draws_are_counted_over_a_run(tmp_path: Path):
