@@ -14,6 +14,7 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.stats.asking import Released
 from bayesfl.stats.diagnostics import Diagnostics
 
+ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
 
 @dataclass(frozen=True, repr=False)
 class Refits:

@@ -26,7 +26,7 @@ from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, standard
 from bayesfl.stats.diagnostics import diagnose
 from bayesfl.stats.families import FAMILIES
-from bayesfl.stats.fit import Fit, inverse, scaled_back, separation
+from bayesfl.stats.fit import ONE_SITE, Fit, inverse, scaled_back, separation
 from bayesfl.stats.tables import Site, Tables
 
 INTERCEPT_SD = 10.0
@@ -372,7 +372,7 @@ def glm(
         told = "; ".join(f"{name}, {why}" for name, why in left.items())
         raise ValueError(f"no site says anything beyond its own intercept: {told}")
     if errors == "site" and len(sites.names) - len(left) < 2:
-        raise ValueError("errors='site' wants two sites at least: take errors='sandwich'")
+        raise ValueError(ONE_SITE)
     asked.leave_out(left)
     rule, kept = FAMILIES[family], asked.sites.names
     survey = Likelihood(

@@ -15,6 +15,9 @@ from bayesfl.stats import Policy
 from bayesfl.stats.asking import Questions, Sums
 from bayesfl.stats.glm import Likelihood, Meat
 from bayesfl.stats.policy import Refusal
+from bayesfl.stats.survival.curves import Counts
+from bayesfl.stats.survival.times import Grid
+from bayesfl.stats.tables import Tables
 from tests.stats.made import TERMS, frames, sites
 
 FREE: dict[str, Any] = {
@@ -30,10 +33,9 @@ FREE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Named(Sums):
-    """A question that names columns, and may be about exact times."""
+    """A question that names columns."""
 
     named: tuple[str, ...] = ()
-    exact_times: bool = False
 
 
 def frame(n: int = 30, **columns: Any) -> pd.DataFrame:
@@ -152,10 +154,21 @@ def test_columns():
 
 
 def test_exact_times():
-    question = Named(1, 1, exact_times=True)
-    assert refused(frame(), "exact_times", False, question=question)
-    assert not refused(frame(), "exact_times", True, question=question)
-    assert not refused(frame(), "exact_times", False)
+    """Those of events, and counts at times that were told."""
+    given = {site: frame(month=7 * np.arange(30) % 30 + 1.0) for site in ("va", "west")}
+
+    def tables(exact_times: bool) -> Tables:
+        policy = Policy(**{**FREE, "exact_times": exact_times})
+        return bf.stats.tables(given, terms=["age"], also=["month", "ill"], policy=policy)
+
+    counts = Counts("month", "ill", Grid((2.0, 4.0), exact_times=True))
+    for fit in (bf.stats.cox, bf.stats.kaplan_meier):
+        with pytest.raises(Refusal, match="'va' refuses EventTimes by its policy's rule exact_tim"):
+            fit(tables(False), time="month", event="ill", exact_times=True)
+        fit(tables(False), time="month", event="ill")
+        fit(tables(True), time="month", event="ill", exact_times=True)
+    with pytest.raises(Refusal, match="'va' refuses Counts by its policy's rule exact_times"):
+        Questions(tables(False)).conduct(counts)
 
 
 def test_max_draws_are_counted_over_all_fits():

@@ -10,7 +10,7 @@ from bayesfl.base.options import Count, Positive, declared
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, Sums, standard
-from bayesfl.stats.fit import Fit, inverse, scaled_back
+from bayesfl.stats.fit import ONE_SITE, Fit, inverse, scaled_back
 from bayesfl.stats.survival.checks import (
     Concordance,
     Scale,
@@ -95,6 +95,8 @@ def cox(
             {name: f"none of its {known.rows[name]} rows has an event" for name in silent}
         )
     kept = asked.sites.names
+    if errors == "site" and len(kept) < 2:
+        raise ValueError(ONE_SITE)
     shared = None
     if not per_site:
         shared = grid_of(asked, time, event, known.horizon, grid, exact_times)

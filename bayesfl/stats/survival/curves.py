@@ -248,7 +248,7 @@ def kaplan_meier(
     told = str(times)
     if exact_times:  # numbers at risk are told between events, too, and up to the horizon
         marks = (known.horizon * np.arange(1, 11) / 10).tolist()
-        times = Grid(tuple(sorted({*times.ends, *marks})), exact=True)
+        times = Grid(tuple(sorted({*times.ends, *marks})), exact_times=True)
     column, levels = _groups(sites, by)
     sums = asked.conduct(Counts(time, event, times, column, levels))
     return KaplanMeier(

@@ -102,7 +102,7 @@ class PartialLikelihood(SiteSurvey):
             ValueError: As by `followed`, or a time is beyond the grid.
         """
         times, events = followed(site, self.time, self.event)
-        grid = self.grid or Grid(tuple(torch.unique(times[events]).tolist()), exact=True)
+        grid = self.grid or Grid(tuple(torch.unique(times[events]).tolist()), exact_times=True)
         centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
         design = (site.x - centre) / scale
         return efron.Rows(

@@ -28,12 +28,12 @@ class Grid:
 
     Args:
         ends: The T times, increasing.
-        exact: Whether events are at these times alone; otherwise they are the upper ends of bins,
-            to which times are rounded up.
+        exact_times: Whether events are at these times alone; otherwise they are the upper ends of
+            bins, to which times are rounded up.
     """
 
     ends: tuple[float, ...]
-    exact: bool
+    exact_times: bool
 
     def last(self, times: Tensor, site: str) -> Tensor:
         """Return the place of the last time at which each row is at risk, [n], where rows that have
@@ -43,7 +43,7 @@ class Grid:
             ValueError: A time is beyond the last bin.
         """
         ends = torch.tensor(self.ends, dtype=torch.float64)
-        if self.exact:
+        if self.exact_times:
             return torch.searchsorted(ends, times, right=True) - 1
         if beyond := int((times > ends[-1]).sum()):
             raise ValueError(
@@ -53,7 +53,7 @@ class Grid:
         return torch.searchsorted(ends, times)
 
     def __str__(self) -> str:
-        if self.exact:
+        if self.exact_times:
             return f"{len(self.ends)} exact event times"
         return f"times rounded up on a grid of {len(self.ends)} to {self.ends[-1]:g}"
 
@@ -140,6 +140,7 @@ class EventTimes(SiteSurvey):
     sites: int
     time: str
     event: str
+    exact_times = True
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""

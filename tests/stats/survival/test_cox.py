@@ -172,6 +172,16 @@ def test_robust_errors(errors: Any, baseline: str):
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
+def test_errors_by_site_want_two(baseline: str):
+    """One site's scores add up to nothing, and so would its errors."""
+    with pytest.raises(ValueError, match="errors='site' wants two sites at least"):
+        fitted("untied", baseline, sites().only(["west"]), errors="site")
+    own = fitted("untied", baseline, errors="site").by_site("age")
+    assert own.loc["west", "why"] == "errors='site' wants two sites at least"
+    assert own.loc["west", ["low", "high"]].isna().all()
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("time", TIMES)
 @pytest.mark.parametrize("scale", ["log", "identity", "rank"])
 def test_proportional_hazards(scale: Any, time: str, baseline: str):

@@ -51,7 +51,7 @@ def test_the_union_of_event_times_is_exact(aggregation: bf.SecureSum | None):
 def test_where_rows_are_at_risk_last():
     """Those censored between exact times are not at risk at the next; rounded up, they are."""
     times = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
-    assert module.Grid((1.0, 2.0), exact=True).last(times, "a").tolist() == [-1, 0, 0, 1]
-    assert module.Grid((1.0, 2.0), exact=False).last(times, "a").tolist() == [0, 0, 1, 1]
+    assert module.Grid((1.0, 2.0), exact_times=True).last(times, "a").tolist() == [-1, 0, 0, 1]
+    assert module.Grid((1.0, 2.0), exact_times=False).last(times, "a").tolist() == [0, 0, 1, 1]
     with pytest.raises(ValueError, match="site 'a' has 2 times beyond"):
-        module.Grid((1.0,), exact=False).last(times, "a")
+        module.Grid((1.0,), exact_times=False).last(times, "a")
