@@ -6,7 +6,7 @@ what a fit needs to know of them, wherever they are.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -261,6 +261,12 @@ class Questions:
         return Released(tuple(self._asked), hidden, self.sites.over)
 
 
+def counted(names: Sequence[str], weights: Tensor) -> dict[str, float]:
+    """Return the sites' numbers of rows, each as often as it counts; whole ones as ints."""
+    values = [int(n) if n.is_integer() else n for n in weights.tolist()]
+    return dict(zip(names, values, strict=True))
+
+
 def slot(value: Tensor | float, place: int, sites: int) -> Tensor:
     """Return a site's number at its own place among those of all sites, [J]: 0 elsewhere, so that
     the sum has each site's.
@@ -272,8 +278,11 @@ def slot(value: Tensor | float, place: int, sites: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sums(SiteSurvey):
-    """Ask for the number of rows and the sum of the outcome of each site, and for the sums of the
-    columns and of their squares.
+    """Ask for each site's number and weight of rows and sum of the outcome, for the outcome's sum
+    of squares about sites' own means, and for the sums of the columns and of their squares.
+
+    The last state has, beside these, the `weight` of all rows, and `outcome_mean`,
+    `outcome_variance` and `outcome_square` (the sum of squares) of all outcomes.
 
     Args:
         sites: Number of sites J.
@@ -291,30 +300,43 @@ class Sums(SiteSurvey):
         return {
             "n_rows": j,
             "n_dropped": j,
+            "weights": j,
             "outcome": j,
-            "outcome_square": (),
-            "weight": (),
+            "outcome_within": (),
             "sum": p,
             "square": p,
         }
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""
-        w, outcome, square = site.weights, 0.0, 0.0
+        w, outcome, within = site.weights, 0.0, 0.0
         if self.family is not None:
             if site.y is None:
                 raise ValueError("these tables have no outcome; name it, tables(outcome=...)")
             FAMILIES[self.family].check(site.y, site.name)
-            outcome, square = float(w @ site.y), float(w @ site.y.square())
+            outcome = float(w @ site.y)
+            within = float(w @ (site.y - outcome / w.sum()).square())
         return {
             "n_rows": slot(len(w), place, self.sites),
             "n_dropped": slot(site.dropped, place, self.sites),
+            "weights": slot(w.sum(), place, self.sites),
             "outcome": slot(outcome, place, self.sites),
-            "outcome_square": torch.tensor(square, dtype=torch.float64),
-            "weight": w.sum(),
+            "outcome_within": torch.tensor(within, dtype=torch.float64),
             "sum": w @ site.x,
             "square": w @ site.x.square(),
         }
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the sums with what follows of all rows, no variance by a difference of squares."""
+        weights, outcome = total["weights"], total["outcome"]
+        weight, mean = weights.sum(), outcome.sum() / weights.sum()
+        about_mean = total["outcome_within"] + weights @ (outcome / weights - mean).square()
+        return total | {
+            "weight": weight,
+            "outcome_mean": mean,
+            "outcome_variance": about_mean / weight,
+            "outcome_square": about_mean + weight * mean**2,
+        }, True
 
 
 def standard(sums: Tensors, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Released, SiteSurvey, slot
-from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.tables import Site
 
 BINARY = ("binomial", "log_binomial")
@@ -35,8 +34,13 @@ class Regression(Protocol):
         """Return the survey's first state, which holds how columns are standardised."""
         ...
 
-    def predictors(self, state: Tensors, site: Site) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a site's columns, linear predictors [n], and own intercept."""
+    @property
+    def outcome_scale(self) -> float:
+        """Return the unit in which losses take a Gaussian outcome; 1 of others."""
+        ...
+
+    def means(self, state: Tensors, site: Site) -> Tensor:
+        """Return the outcomes that are expected of a site's rows, [n]."""
         ...
 
 
@@ -75,8 +79,7 @@ class Looks(SiteSurvey):
         """Return one site's share; see `SiteSurvey`."""
         family, y, w = self.regression.family, site.y, site.weights
         assert y is not None
-        _, eta, _ = self.regression.predictors(state, site)
-        mean = FAMILIES[family].mean(eta)
+        mean = self.regression.means(state, site)
         found = {
             "saturated": w @ saturated(family, y),
             "expected": slot(w @ mean, place, self.sites),
@@ -204,7 +207,7 @@ def diagnose(
     null: Survey[Any],
     theta: Tensor,
     loss: float,
-    rows: dict[str, int],
+    rows: dict[str, float],
     level: float,
 ) -> Diagnostics:
     """Return the diagnostics of a fit.
@@ -223,6 +226,7 @@ def diagnose(
     names = asked.sites.names
     looks = asked.conduct(Looks(survey, len(names), tuple(theta.tolist())))
     least, alone = float(looks["saturated"]), newton.minimum(asked.conduct(null)).loss
+    unit = survey.outcome_scale**2
     own_scale = survey.family == "negative_binomial"
     counted = [rows[name] for name in names]
     sums = {"observed": looks["observed"].numpy(), "expected": looks["expected"].numpy()}
@@ -233,8 +237,8 @@ def diagnose(
         risk = pandas.DataFrame({key: t.numpy() for key, t in of_groups.items()}, index=edges)
         areas = _areas(looks, names, level)
     return Diagnostics(
-        deviance=None if own_scale else 2 * (loss - least),
-        null_deviance=None if own_scale else 2 * (alone - least),
+        deviance=None if own_scale else 2 * unit * (loss - least),
+        null_deviance=None if own_scale else 2 * unit * (alone - least),
         null_log_likelihood=None if survey.family == "gaussian" else -alone,
         sites=pandas.DataFrame({"rows": counted, **sums}, index=list(names)),
         risk=risk,
@@ -244,7 +248,7 @@ def diagnose(
     )
 
 
-def _said(family: str, looks: Tensors, rows: dict[str, int], parameters: int) -> tuple[str, ...]:
+def _said(family: str, looks: Tensors, rows: dict[str, float], parameters: int) -> tuple[str, ...]:
     """Return what is doubtful in a fit with so many parameters, in words."""
     found = []
     if family in BINARY:

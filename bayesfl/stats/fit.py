@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesfl.base.random import Purpose, generator
 from bayesfl.stats.asking import Released
 from bayesfl.stats.diagnostics import Diagnostics
+from bayesfl.stats.newton import Minimum
 
 ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
 
@@ -25,7 +26,7 @@ class Refits:
     Args:
         model: What was fitted, in words.
         names: Names of the parameters.
-        rows: {site: its number of rows}.
+        rows: {site: its number of rows, each as often as it counts}.
         dropped: {site: rows left out as a value is missing}.
         left_out: {site: why it has no part}.
         released: What left each site.
@@ -34,8 +35,8 @@ class Refits:
 
     model: str
     names: tuple[str, ...]
-    rows: Mapping[str, int]
-    dropped: Mapping[str, int]
+    rows: Mapping[str, float]
+    dropped: Mapping[str, float]
     left_out: Mapping[str, str]
     released: Released
     refit: Callable[[Sequence[str]], Any]
@@ -144,8 +145,8 @@ class Fit(Refits):
         return pandas.Series(self.estimate.numpy(), index=list(self.names))
 
     @property
-    def n(self) -> int:
-        """Return the number of rows of all sites."""
+    def n(self) -> float:
+        """Return the number of rows of all sites, each as often as it counts."""
         return sum(self.rows.values())
 
     @property
@@ -186,7 +187,7 @@ class Fit(Refits):
 
     def __str__(self) -> str:
         with_events = [
-            f"{site} {count}"
+            f"{site} {count:.10g}"
             + (f" ({self.events[site]:g} events)" if site in self.events else "")
             + (f", {self.dropped[site]} rows left out" if self.dropped.get(site) else "")
             for site, count in self.rows.items()
@@ -194,7 +195,7 @@ class Fit(Refits):
         lines = [
             self.model,
             self.table().to_string(float_format=lambda value: f"{value:.4g}"),
-            f"{len(self.rows)} sites, {self.n} rows: {'; '.join(with_events)}",
+            f"{len(self.rows)} sites, {self.n:.10g} rows: {'; '.join(with_events)}",
             *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
             f"errors by {self.errors}; {self.questions} questions; log likelihood "
             f"{self.log_likelihood:.4f}, AIC {self.aic:.2f}"
@@ -395,34 +396,35 @@ def scaled_back(
     return change @ theta, change @ covariance @ change.T
 
 
-def inverse(hessian: Tensor, theta: Tensor, names: Sequence[str], n: float) -> Tensor:
-    """Return the inverse of an information matrix [q, q] of standardised columns.
+def inverse(found: Minimum, names: Sequence[str], n: float) -> Tensor:
+    """Return the inverse of the information matrix [q, q] of standardised columns at a minimum.
 
     Args:
-        hessian: The information.
-        theta: The parameters, [q].
-        names: Their names.
+        found: The minimum.
+        names: Names of the parameters.
         n: Number of rows.
 
     Raises:
         ValueError: It is singular to a part in 1e-10 of the number of rows: the outcome is
             separated by some columns, or these are linearly dependent.
     """
-    values, vectors = torch.linalg.eigh(hessian)
+    values, vectors = torch.linalg.eigh(found.hessian)
     if not len(values) or float(values[0]) >= 1e-10 * n:
         return (vectors / values) @ vectors.T
-    away = vectors[:, values < 1e-10 * n].T @ theta
-    if float(away.norm()) > 3:  # standard deviations, where dependence leaves rounding
-        raise ValueError(separation(theta.abs(), names))
-    raise ValueError(
-        f"{_involved(vectors[:, 0].abs(), names)} are linearly dependent: leave one out"
-    )
+    # Dependent columns say nothing of a direction from the start, separated ones in the end.
+    at_first, directions = torch.linalg.eigh(found.first)
+    least = int(at_first.abs().argmin())
+    if float(at_first.abs()[least]) < 1e-10 * float(at_first.abs().max()):
+        raise ValueError(
+            f"{_involved(directions[:, least].abs(), names)} are linearly dependent: leave one out"
+        )
+    raise ValueError(separation(vectors[:, values < 1e-10 * n].norm(dim=1), names))
 
 
-def separation(theta: Tensor, names: Sequence[str]) -> str:
-    """Say which columns separate the outcome, by the moduli of their coefficients, [q]."""
+def separation(sizes: Tensor, names: Sequence[str]) -> str:
+    """Say which columns separate the outcome, by how far each goes in the direction, [q]."""
     return (
-        f"{_involved(theta, names)} separate the outcome, so that coefficients grow without end: "
+        f"{_involved(sizes, names)} separate the outcome, so that coefficients grow without end: "
         "leave one out, or give a weak prior, prior=2.5"
     )
 

@@ -23,7 +23,7 @@ from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, standard
+from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, counted, standard
 from bayesfl.stats.diagnostics import diagnose
 from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.fit import ONE_SITE, Fit, inverse, scaled_back, separation
@@ -49,6 +49,8 @@ class Likelihood(SiteSurvey):
         centre: Means of the columns.
         scale: Their standard deviations.
         intercept: Where Newton's steps start, with coefficients of 0.
+        outcome_centre: What is taken off a Gaussian outcome, and
+        outcome_scale: the unit in which it is then given.
     """
 
     family: str
@@ -58,6 +60,8 @@ class Likelihood(SiteSurvey):
     centre: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
     intercept: float = 0.0
+    outcome_centre: float = 0.0
+    outcome_scale: float = 1.0
 
     @property
     def size(self) -> int:
@@ -124,9 +128,15 @@ class Likelihood(SiteSurvey):
             found[first : first + self.columns] = self.prior**-2
         return found
 
+    def standardised(self, site: Site) -> Site:
+        """Return a site whose outcomes, and what is added to its predictors, are in the unit."""
+        assert site.y is not None
+        y = (site.y - self.outcome_centre) / self.outcome_scale
+        return replace(site, y=y, offset=site.offset / self.outcome_scale)
+
     def predictors(self, state: Tensors, site: Site) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a site's columns in the linear predictor [n, d], this predictor [n], the own
-        intercept at its best included, and that intercept, 0 where there is none.
+        """Return the columns of a standardised site in the linear predictor [n, d], this predictor
+        [n], the own intercept at its best included, and that intercept, 0 where there is none.
         """
         theta, first = state["theta"], int(not self.per_site)
         design = torch.ones(len(site.x), first + self.columns, dtype=torch.float64)
@@ -146,6 +156,7 @@ class Likelihood(SiteSurvey):
 
     def at(self, state: Tensors, site: Site) -> "At":
         """Return what a site's rows say at the parameters, its own intercept at its best."""
+        site = self.standardised(site)
         assert site.y is not None
         design, eta, alpha = self.predictors(state, site)
         own, strength = state["theta"][design.shape[1] :], self.own_strength
@@ -161,10 +172,17 @@ class Likelihood(SiteSurvey):
             penalty=strength * alpha**2 / 2,
         )
 
+    def means(self, state: Tensors, site: Site) -> Tensor:
+        """Return the outcomes that are expected of a site's rows, [n]."""
+        eta = self.predictors(state, self.standardised(site))[1]
+        return self.outcome_centre + self.outcome_scale * FAMILIES[self.family].mean(eta)
+
     def own_intercept(self, state: Tensors, site: Site) -> float:
         """Return a site's own intercept at its best, for columns as they are."""
         slopes = state["theta"][: self.columns]
-        return float(self.predictors(state, site)[2] - slopes @ (state["centre"] / state["scale"]))
+        alpha = self.predictors(state, self.standardised(site))[2]
+        alpha = alpha - slopes @ (state["centre"] / state["scale"])
+        return float(self.outcome_centre + self.outcome_scale * alpha)
 
 
 @dataclass(frozen=True)
@@ -254,7 +272,8 @@ def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: 
 
 @dataclass(frozen=True)
 class Meat(SiteSurvey):
-    """Ask for the outer products of scores, of rows or of sites, by which errors are robust.
+    """Ask for the outer products of scores, of rows, each as often as it counts, or of sites, by
+    which errors are robust.
 
     Args:
         likelihood: The likelihood.
@@ -277,10 +296,11 @@ class Meat(SiteSurvey):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
-        scores = self.likelihood.at(state, site).row_scores
+        scores = self.likelihood.at(state, site).row_scores  # weighted
         if self.by == "site":
-            scores = scores.sum(0, keepdim=True)
-        return {"meat": scores.T @ scores}
+            scores = scores.sum(0)
+            return {"meat": torch.outer(scores, scores)}
+        return {"meat": scores.T @ (scores / site.weights[:, None])}
 
 
 @dataclass(frozen=True)
@@ -367,6 +387,8 @@ def glm(
     sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
     everyone, sites = sites, asked.sites
     centre, scale = standard(sums, sites.columns)
+    outcome = getattr(sites, "outcome", None) or "outcome"
+    middle, unit = _unit(family, sums, outcome)
     left = _silent(family, sums, sites.names) if per_site and prior is None else {}
     if len(left) == len(sites.names):
         told = "; ".join(f"{name}, {why}" for name, why in left.items())
@@ -382,17 +404,21 @@ def glm(
         prior=prior,
         centre=tuple(centre.tolist()),
         scale=tuple(scale.tolist()),
-        intercept=rule.link(float((sums["outcome"].sum() + 0.5) / (sums["weight"] + 1))),
+        intercept=0.0
+        if family == "gaussian"
+        else rule.link(float((sums["outcome"].sum() + 0.5) / (sums["weight"] + 1))),
+        outcome_centre=middle,
+        outcome_scale=unit,
     )
     state = asked.conduct(survey)
     found = newton.minimum(state)
     names = (() if per_site else ("(intercept)",)) + sites.columns + rule.own
     places = [place for place, name in enumerate(sites.names) if name not in left]
-    n = float(sums["n_rows"][places].sum())
+    n = float(sums["weights"][places].sum())
     parameters = len(names) + per_site * len(kept) + (family == "gaussian")
     if survey.separated(found.loss):
         raise ValueError(separation(found.theta.abs(), names))
-    bread = covariance = inverse(found.hessian, found.theta, names, n)
+    bread = covariance = inverse(found, names, n)
     degrees, variance = None, 1.0
     if family == "gaussian":
         degrees = n - len(names) - per_site * len(kept)
@@ -407,19 +433,21 @@ def glm(
             j, k = len(kept), parameters - (family == "gaussian")
             covariance = covariance * j / (j - 1) * (n - 1) / (n - k)
     estimate, covariance = scaled_back(
-        found.theta, covariance, centre, scale, intercept=not per_site
+        unit * found.theta, unit**2 * covariance, centre, scale, intercept=not per_site
     )
+    if not per_site:
+        estimate[0] += middle
     penalty = (survey.strength() * found.theta**2).sum() / 2 + state.get("penalty", 0.0)
     loss = plain = found.loss - float(penalty)
     if family == "gaussian":
-        loss = n / 2 * (math.log(2 * math.pi * 2 * found.loss / n) + 1)
+        loss = n / 2 * (math.log(2 * math.pi * 2 * found.loss / n) + 1) + n * math.log(unit)
     own = {}
     if per_site and isinstance(asked.sites, Tables):
         own = {site.name: survey.own_intercept(state, site) for site in asked.sites.sites}
     elif per_site:
         at = tuple(state["theta"].tolist())
         asked.conduct(OwnIntercept(survey, at, names, tuple(estimate.tolist())))
-    counted = {sites.names[place]: int(sums["n_rows"][place]) for place in places}
+    rows = counted(kept, sums["weights"][places])
     null = replace(survey, columns=0, prior=None, centre=(), scale=())
     events = dict(zip(sites.names, sums["outcome"].tolist(), strict=True))
 
@@ -446,7 +474,7 @@ def glm(
             errors, "the sandwich, by sites"
         ),
         ratio=rule.ratio,
-        rows=counted,
+        rows=rows,
         events={name: events[name] for name in kept if family != "gaussian"},
         dropped={sites.names[place]: int(sums["n_dropped"][place]) for place in places},
         left_out=asked.left_out,
@@ -454,7 +482,7 @@ def glm(
         parameters=parameters,
         released=asked.released,
         degrees=degrees,
-        scale=variance,
+        scale=unit**2 * variance,
         evidence=None if prior is None else _evidence(survey, state, found, len(kept)),
         own_intercepts=own,
         link=rule.mean,
@@ -466,7 +494,7 @@ def glm(
                 null,
                 found.theta,
                 plain,
-                counted,
+                rows,
                 level,
             )
         }
@@ -482,17 +510,35 @@ def glm(
     )
 
 
+def _unit(family: str, sums: Tensors, outcome: str) -> tuple[float, float]:
+    """Return mean and standard deviation of a Gaussian outcome, so that sums are of moderate size
+    whatever its unit; 0 and 1 of others.
+
+    Raises:
+        ValueError: It is constant.
+    """
+    if family != "gaussian":
+        return 0.0, 1.0
+    mean, sd = float(sums["outcome_mean"]), math.sqrt(float(sums["outcome_variance"]))
+    if sd <= 1e-13 * abs(mean):
+        raise ValueError(
+            f"the outcome {outcome!r} is constant over all sites to the digits of the sums, so "
+            "that nothing can be learnt of it; if it is not, give it in a smaller unit"
+        )
+    return mean, sd
+
+
 def _silent(family: str, sums: Tensors, names: tuple[str, ...]) -> dict[str, str]:
     """Return the sites whose outcome has one level only, of which an own intercept makes all that
     they say, and why.
     """
     found = {}
     for name, n, outcome in zip(
-        names, sums["n_rows"].tolist(), sums["outcome"].tolist(), strict=True
+        names, sums["weights"].tolist(), sums["outcome"].tolist(), strict=True
     ):
         if family != "gaussian" and outcome == 0:
             found[name] = f"none of its {n:g} rows has an event"
-        elif family in ("binomial", "log_binomial") and outcome == n:
+        elif family in ("binomial", "log_binomial") and math.isclose(outcome, n):
             found[name] = f"all of its {n:g} rows have an event"
     return found
 

@@ -26,11 +26,13 @@ class Minimum:
         theta: Where it is, [q], a step after the last question.
         loss: The sum, in nats, and
         hessian: its Hessian [q, q], at the last question.
+        first: Its Hessian at the first, [q, q], which is singular where columns depend on others.
     """
 
     theta: Tensor
     loss: float
     hessian: Tensor
+    first: Tensor
 
 
 def begin(start: Tensor) -> Tensors:
@@ -41,6 +43,7 @@ def begin(start: Tensor) -> Tensors:
         "best": torch.zeros(size, dtype=torch.float64),
         "loss": torch.tensor(torch.inf, dtype=torch.float64),
         "hessian": torch.zeros(size, size, dtype=torch.float64),
+        "first": torch.zeros(size, size, dtype=torch.float64),
         "n_halved": torch.tensor(0),
         "promised": torch.tensor(torch.inf, dtype=torch.float64),
     }
@@ -82,6 +85,7 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
         "best": here,
         "loss": loss,
         "hessian": hessian,
+        "first": hessian if state["loss"].isinf() else state["first"],
         "n_halved": torch.zeros_like(state["n_halved"]),
         "promised": -slope @ move / 2,
     }, promised < ENOUGH or not len(here)
@@ -89,4 +93,4 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
 
 def minimum(state: Tensors) -> Minimum:
     """Return the minimum that the last state holds."""
-    return Minimum(state["theta"], float(state["loss"]), state["hessian"])
+    return Minimum(state["theta"], float(state["loss"]), state["hessian"], state["first"])

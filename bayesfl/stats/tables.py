@@ -158,7 +158,9 @@ def tables(
             `ill ~ age * C(sex, levels=["f", "m"])`: each category by C with its levels, the
             reference first; other expressions row by row, as `np.log(age)`.
         offset: Column of what is added to the linear predictor, as a logarithm of exposure.
-        weights: Column of how often each row counts, > 0.
+        weights: Column of how often each row counts, > 0; fits, errors and numbers of rows are
+            those of a table in which it stands so often, but for ties of `cox`, whose weighted form
+            is Therneau and Grambsch's.
         also: Further columns whose values may not be missing, as times, events and groups.
         missing: What becomes of rows in which a value is missing: `refuse` raises, `complete`
             leaves them out, and fits say how many at which site.

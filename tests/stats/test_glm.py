@@ -101,6 +101,125 @@ def test_offsets_and_weights():
 
 
 @pytest.mark.parametrize("intercept", ["shared", "per_site"])
+@pytest.mark.parametrize("errors", ["model", "sandwich", "site"])
+@pytest.mark.parametrize("family", list(OUTCOMES))
+def test_weights_say_how_often_a_row_counts(family: Any, errors: Any, intercept: Any):
+    """All is as of a table in which each row stands so often."""
+    each = {site: frame.loc[frame.index.repeat(frame["count"])] for site, frame in frames().items()}
+    options: Any = {"family": family, "errors": errors, "intercept": intercept}
+    found = bf.stats.glm(sites(family, weights="count"), **options)
+    given = bf.stats.tables(each, outcome=OUTCOMES[family], terms=TERMS)
+    wanted = bf.stats.glm(given, **options)
+    assert (found.rows, found.degrees) == (wanted.rows, wanted.degrees)
+    close(found.estimate, wanted.estimate, rtol=0, atol=1e-8)
+    close(found.covariance, wanted.covariance, rtol=1e-7, atol=1e-10)
+    for name in ("log_likelihood", "aic", "bic", "scale"):
+        close(getattr(found, name), getattr(wanted, name), rtol=1e-9)
+    if errors == "model":
+        a, b = found.diagnostics(), wanted.diagnostics()
+        assert (a.said, a.sites["rows"].tolist()) == (b.said, b.sites["rows"].tolist())
+        if a.deviance is not None:
+            close([a.deviance, a.null_deviance], [b.deviance, b.null_deviance], rtol=1e-9)
+
+
+def test_a_site_of_one_level_is_known_by_its_weights():
+    """One with both levels whose events weigh as much as it has rows stays."""
+    rows = {site: frame.assign(w=1.0) for site, frame in frames().items()}
+    rows["both"] = (
+        rows["west"]
+        .head(40)
+        .assign(ill=np.arange(40) % 4 < 2, w=np.where(np.arange(40) % 4 < 2, 2.0, 1.0))
+    )
+    rows["ill"] = rows["west"].assign(ill=True, w=np.linspace(0.1, 2.3, 90))
+    given = bf.stats.tables(rows, outcome="ill", terms=TERMS, weights="w")
+    fit = bf.stats.glm(given, family="binomial", intercept="per_site")
+    assert fit.left_out == {"ill": "all of its 108 rows have an event"}
+    assert fit.rows["both"] == 60
+
+
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+@pytest.mark.parametrize("errors", ["model", "sandwich", "site"])
+def test_the_unit_of_a_gaussian_outcome_does_not_matter(errors: Any, intercept: Any):
+    """Also far from 0, and under secure sums, which round to a step."""
+    options: Any = {"family": "gaussian", "errors": errors, "intercept": intercept}
+    wanted = bf.stats.glm(sites("gaussian"), **options)
+    deviance = wanted.diagnostics().deviance
+    assert deviance is not None
+    slopes = -3
+    for unit, centre, aggregation, off in (
+        (1e-5, 0.0, bf.SecureSum(), 1e-5),
+        (1e-6, 3.0, None, 1e-8),
+        (1.0, 1e9, None, 1e-6),
+        (1e5, 0.0, None, 1e-8),
+    ):
+        rows = {
+            site: frame.assign(score=centre + unit * frame["score"], moved=unit * frame["exposure"])
+            for site, frame in frames().items()
+        }
+        given = bf.stats.tables(rows, outcome="score", terms=TERMS)
+        fit = bf.stats.glm(given, **options, aggregation=aggregation)
+        close(fit.estimate[slopes:] / unit, wanted.estimate[slopes:], rtol=0, atol=off)
+        errors_found, errors_wanted = (
+            one.covariance.diagonal().sqrt()[slopes:] for one in (fit, wanted)
+        )
+        close(errors_found / unit, errors_wanted, rtol=off)
+        start = fit.own_intercepts["west"] if intercept == "per_site" else float(fit.estimate[0])
+        known = wanted.own_intercepts.get("west", float(wanted.estimate[0]))
+        close((start - centre) / unit, known, rtol=0, atol=100 * off)
+        close(fit.scale / unit**2, wanted.scale, rtol=off)
+        close(fit.log_likelihood + fit.n * np.log(unit), wanted.log_likelihood, rtol=off)
+        found = fit.diagnostics().deviance
+        assert found is not None
+        close(found / unit**2, deviance, rtol=off)
+        offset = bf.stats.tables(rows, outcome="score", terms=TERMS, offset="moved")
+        moved = bf.stats.glm(offset, **options, aggregation=aggregation)
+        less = {
+            site: frame.assign(score=frame["score"] - frame["moved"])
+            for site, frame in rows.items()
+        }
+        again = bf.stats.glm(bf.stats.tables(less, outcome="score", terms=TERMS), **options)
+        close(moved.estimate[slopes:] / unit, again.estimate[slopes:] / unit, rtol=0, atol=10 * off)
+
+
+@pytest.mark.parametrize("aggregation", [None, bf.SecureSum()])
+def test_a_constant_gaussian_outcome_is_named(aggregation: Any):
+    given = bf.stats.tables(
+        {site: frame.assign(score=0.1) for site, frame in frames().items()},
+        outcome="score",
+        terms=TERMS,
+    )
+    with pytest.raises(ValueError, match="the outcome 'score' is constant over all sites"):
+        bf.stats.glm(given, family="gaussian", aggregation=aggregation)
+
+
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
+def test_a_rare_level_that_separates_is_no_dependence(intercept: Any):
+    """Three rows of many thousand, all ill, or none with a visit."""
+    rng = np.random.default_rng(0)
+    n = 6000
+    rows = {
+        site: pd.DataFrame(
+            {
+                "rare": np.arange(n) < 2,
+                "age": rng.normal(size=n),
+                "ill": (rng.random(n) < 0.3) | (np.arange(n) < 2),
+                "visits": rng.poisson(1.0, n) * (np.arange(n) >= 2),
+            }
+        )
+        for site in "ab"
+    }
+    for family, outcome in (("binomial", "ill"), ("poisson", "visits")):
+        given = bf.stats.tables(rows, outcome=outcome, terms=["age", "rare"])
+        kind: Any = family
+        with pytest.raises(ValueError, match=r"^\['rare'\] separate the outcome.*prior=2.5"):
+            bf.stats.glm(given, family=kind, intercept=intercept)
+    none = {site: frame.assign(visits=0) for site, frame in rows.items()}
+    if intercept == "shared":
+        with pytest.raises(ValueError, match="separate the outcome"):
+            bf.stats.glm(bf.stats.tables(none, outcome="visits", terms=["age"]), family="poisson")
+
+
+@pytest.mark.parametrize("intercept", ["shared", "per_site"])
 def test_one_table_and_any_order_of_sites_are_the_same(intercept: Any):
     """To the bit by order, to 1e-10 for the split."""
     fit = bf.stats.glm(sites("binomial"), family="binomial", intercept=intercept)

@@ -112,14 +112,14 @@ def cox(
     state = asked.conduct(survey)
     found = newton.minimum(state)
     n = sum(known.events[name] for name in kept)
-    flat = (found.hessian.diagonal() < 1e-10 * n) & (found.theta.abs() < 10)
+    flat = found.first.diagonal() < 1e-10 * n
     if alike := [names[place] for place in flat.nonzero().flatten().tolist()]:
         raise ValueError(
             f"{alike} do not differ among those at risk together, so that nothing can be learnt of "
             "their coefficients: leave these terms out"
             + (", or take baseline='shared'" if per_site else "")
         )
-    model = covariance = inverse(found.hessian, found.theta, names, n)
+    model = covariance = inverse(found, names, n)
     fitted = after(survey, state)
     if errors != "model":
         meat = asked.conduct(Scores(**fitted, by=errors))["meat"]

@@ -84,7 +84,7 @@ class KaplanMeier:
         at_risk: Rows at risk just before each time, [G, T].
         events: Events at each time, [G, T].
         told: What the times are, in words.
-        rows: {site: its number of rows}.
+        rows: {site: its number of rows, each as often as it counts}.
         dropped: {site: rows left out as a value is missing}.
         released: What left each site.
     """
@@ -94,8 +94,8 @@ class KaplanMeier:
     at_risk: Tensor
     events: Tensor
     told: str
-    rows: Mapping[str, int]
-    dropped: Mapping[str, int]
+    rows: Mapping[str, float]
+    dropped: Mapping[str, float]
     released: Released
 
     @property
@@ -186,7 +186,7 @@ class KaplanMeier:
         lines = [
             f"Kaplan-Meier, {self.told}",
             self.median().to_string(float_format=lambda value: f"{value:.4g}"),
-            f"{len(self.rows)} sites, {sum(self.rows.values())} rows"
+            f"{len(self.rows)} sites, {sum(self.rows.values()):.10g} rows"
             + (f", {dropped} left out" if dropped else ""),
             str(self.released),
         ]

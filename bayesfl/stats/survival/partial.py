@@ -160,7 +160,7 @@ class Scores(AfterFit):
     """Ask for the outer products of score residuals, by which errors are robust.
 
     Args:
-        by: Of rows (`sandwich`), or of the sums of each site's (`site`).
+        by: Of rows (`sandwich`), as often as each counts, or of the sums of each site's (`site`).
     """
 
     by: Literal["sandwich", "site"] = "sandwich"
@@ -174,5 +174,6 @@ class Scores(AfterFit):
         rows = self.likelihood.rows(state["theta"], site)
         scores = efron.score_residuals(rows, *self.baseline(state, rows))
         if self.by == "site":
-            scores = scores.sum(0, keepdim=True)
-        return {"meat": scores.T @ scores}
+            scores = scores.sum(0)
+            return {"meat": torch.outer(scores, scores)}
+        return {"meat": scores.T @ (scores / rows.weights[:, None])}

@@ -8,14 +8,13 @@ for, the sum of the answers puts the sites' own event times side by side.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.stats.asking import Questions, SiteSurvey, slot
+from bayesfl.stats.asking import Questions, SiteSurvey, counted, slot
 from bayesfl.stats.tables import Site
 
 BINS = 100
@@ -80,8 +79,8 @@ def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class FollowUp(SiteSurvey):
-    """Ask for each site's numbers of rows and events, and its longest time, rounded up to one
-    digit.
+    """Ask for each site's numbers of rows and events, each as often as it counts, and its longest
+    time, rounded up to one digit.
 
     Args:
         sites: Number of sites J.
@@ -96,14 +95,14 @@ class FollowUp(SiteSurvey):
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         j = (self.sites,)
-        return {"n_rows": j, "n_events": j, "n_dropped": j, "horizon": j}
+        return {"weights": j, "events": j, "n_dropped": j, "horizon": j}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
         times, events = followed(site, self.time, self.event)
         return {
-            "n_rows": slot(len(times), place, self.sites),
-            "n_events": slot(events.sum(), place, self.sites),
+            "weights": slot(site.weights.sum(), place, self.sites),
+            "events": slot(site.weights[events].sum(), place, self.sites),
             "n_dropped": slot(site.dropped, place, self.sites),
             "horizon": slot(_step_above(float(times.max())), place, self.sites),
         }
@@ -175,15 +174,15 @@ class Followed:
     """Hold what is known of all sites' rows before anything is fitted.
 
     Args:
-        rows: {site: number of rows}.
+        rows: {site: number of rows, each as often as it counts}.
         events: {site: number of events}.
         dropped: {site: rows left out as a value is missing}.
         horizon: A time that no row exceeds.
     """
 
-    rows: dict[str, int]
-    events: dict[str, int]
-    dropped: dict[str, int]
+    rows: dict[str, float]
+    events: dict[str, float]
+    dropped: dict[str, float]
     horizon: float
 
 
@@ -196,14 +195,13 @@ def follow(asked: Questions, time: str, event: str) -> Followed:
     """
     found = asked.first(lambda count: FollowUp(count, time, event))
     names = asked.sites.names
-    counts: dict[str, Any] = {
-        key: dict(zip(names, map(int, found[key].tolist()), strict=True))
-        for key in ("n_rows", "n_events", "n_dropped")
-    }
-    if not any(counts["n_events"].values()):
+    rows, events, dropped = (
+        counted(names, found[key]) for key in ("weights", "events", "n_dropped")
+    )
+    if not any(events.values()):
         raise ValueError(f"no site has an event in {event!r}")
     horizon = _at_step(int(found["horizon"].max()))
-    return Followed(counts["n_rows"], counts["n_events"], counts["n_dropped"], horizon)
+    return Followed(rows, events, dropped, horizon)
 
 
 def grid_of(

@@ -172,6 +172,43 @@ def test_robust_errors(errors: Any, baseline: str):
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
+def test_robust_errors_of_rows_that_count_more_than_once(baseline: str):
+    """If all do twice, errors are those of twice the rows; scores by their definition above."""
+    twice = {site: frame.assign(count=2) for site, frame in frames().items()}
+    for errors in ("model", "sandwich"):
+        once = fitted("untied", baseline, errors=errors)
+        found = fitted("untied", baseline, sites(twice, weights="count"), errors=errors)
+        close(found.estimate, once.estimate, rtol=0, atol=1e-9)
+        close(found.covariance, once.covariance / 2, rtol=1e-8)
+        assert found.n == 2 * once.n
+        assert found.events["west"] == 2 * once.events["west"]
+    each = {
+        site: frame.loc[frame.index.repeat(frame["count"])] for site, frame in frames().items()
+    }  # tied, which Efron's sums of weights are not: alike to a few parts in a hundred
+    found = fitted("untied", baseline, sites(weights="count"), errors="sandwich")
+    wanted = fitted("untied", baseline, sites(each), errors="sandwich")
+    assert (found.rows, found.events) == (wanted.rows, wanted.events)
+    close(found.covariance.diagonal(), wanted.covariance.diagonal(), rtol=0.03)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_rare_level_without_events_separates(baseline: str):
+    rng = np.random.default_rng(0)
+    n = 1500
+    rows = pd.DataFrame(
+        {
+            "age": rng.normal(size=n),
+            "rare": np.arange(n) < 2,
+            "untied": rng.exponential(size=n),
+            "event": np.arange(n) >= 2,
+        }
+    )
+    given = bf.stats.tables({"a": rows}, terms=["age", "rare"], also=["untied", "event"])
+    with pytest.raises(ValueError, match=r"^\['rare'\] separate"):
+        fitted("untied", baseline, given)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
 def test_errors_by_site_want_two(baseline: str):
     """One site's scores add up to nothing, and so would its errors."""
     with pytest.raises(ValueError, match="errors='site' wants two sites at least"):
