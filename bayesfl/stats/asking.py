@@ -209,7 +209,7 @@ class Questions:
         self._asked: list[Asked] = []
 
     def first(self, survey: Callable[[int], Survey[Any]]) -> Tensors:
-        """Put the first question of a regression, and leave out those sites that refuse it for a
+        """Put the first question about some columns, and leave out those sites that refuse it for a
         level with too few rows.
 
         Args:

@@ -168,12 +168,14 @@ class Description:
         differences: Series of pandas, by column: the largest standardised difference between two
             groups.
         dropped: {site: rows left out as a value is missing}.
+        left_out: {site: why it has no part}.
         released: What left each site.
     """
 
     statistics: Any
     differences: Any
     dropped: dict[str, int]
+    left_out: dict[str, str]
     released: Released
 
     def table(self) -> Any:
@@ -214,6 +216,7 @@ class Description:
             "mean (sd), median [quartiles] of numbers, to a thousandth of the sd; count (share) of "
             "truth values; the largest standardised difference between two groups",
             *([f"rows left out as a value is missing: {', '.join(left)}"] if left else []),
+            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
             str(self.released),
         ]
         return "\n".join(lines)
@@ -271,13 +274,14 @@ def describe(
     """
     import pandas
 
-    grouped: dict[str, Any] = {"sites": len(sites.names), "columns": len(sites.columns)}
-    groups: Sequence[Any] = sites.names
+    grouped: dict[str, Any] = {"columns": len(sites.columns)}
     if isinstance(by, Levels):
         grouped |= {"column": by.column, "levels": by.levels}
-        groups = by.levels
     asked = Questions(sites, aggregation)
-    totals = asked.conduct(Totals(**grouped))
+    totals = asked.first(lambda count: Totals(count, **grouped))
+    sites = asked.sites
+    grouped["sites"] = len(sites.names)
+    groups: Sequence[Any] = by.levels if isinstance(by, Levels) else sites.names
     weight = torch.cat([totals["weight"], totals["weight"].sum(0, keepdim=True)])
     sums = torch.cat([totals["sum"], totals["sum"].sum(0, keepdim=True)])
     mean = sums / weight[:, None]
@@ -310,6 +314,7 @@ def describe(
         statistics=pandas.DataFrame(values, index=index, columns=[*groups, "all"]),
         differences=pandas.Series(differences, dtype=float),
         dropped=dict(zip(sites.names, totals["n_dropped"].int().tolist(), strict=True)),
+        left_out=asked.left_out,
         released=asked.released,
     )
 

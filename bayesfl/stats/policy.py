@@ -62,8 +62,8 @@ class Policy:
         max_draws: Most log likelihoods at shared draws, as of `mixed`, in all; over a network in
             one run.
 
-    A site with a rarer level than `min_level` is left out of regressions, which name it; any other
-    refusal ends a fit.
+    A site with a rarer level than `min_level` is left out of what is asked, which names it; any
+    other refusal ends a fit.
 
     Example:
         >>> import pandas as pd

@@ -229,6 +229,46 @@ def test_a_site_with_a_rare_level_is_left_out_and_named(fit: Any, options: dict[
         fit(bf.stats.tables({"north": rows["north"]}, policy=policy, **design), **options)
 
 
+def described(found: Any) -> list[Any]:
+    """What is told of the rows, without the sheet."""
+    if isinstance(found, bf.stats.Tested):
+        return [found.statistic, found.table.to_dict()]
+    if isinstance(found, bf.stats.Description):
+        return [found.statistics.fillna(-1).to_dict(), found.differences.to_dict()]
+    return [found.table().to_dict(), found.rows]
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("what", ["kaplan_meier", "logrank", "describe"])
+def test_a_site_with_a_rare_level_is_left_out_of_what_is_described(what: str, late: bool):
+    """Of its outcome or events, or of the groups, of which it is asked later."""
+    rng = np.random.default_rng(0)
+    rows = {
+        site: one.assign(
+            months=rng.integers(1, 9, len(one)),
+            dead=one["ill"].astype(int),
+            arm=[0, 1] * (len(one) // 2),
+        )
+        for site, one in frames().items()
+    }
+    rare = (np.arange(len(rows["north"])) < 2).astype(int)
+    rows["north"] = rows["north"].assign(**{"arm" if late else "dead": rare})
+    by = bf.stats.levels("arm", [0, 1])
+    options: Any = {"time": "months", "event": "dead", "by": by, "grid": [4.0, 9.0]}
+    design: dict[str, Any] = {"terms": ["age"], "also": ["months", "dead", "arm"]}
+    if what == "describe":
+        design, options = {"outcome": "dead", **design}, {"by": by}
+    fit = getattr(bf.stats, what)
+    found = fit(bf.stats.tables(rows, policy=Policy(), **design), **options)
+    others = {site: one for site, one in rows.items() if site != "north"}
+    wanted = fit(bf.stats.tables(others, **design), **options)
+    assert described(found) == described(wanted)
+    why = "its policy's rule min_level refuses, as a level has too few rows"
+    assert found.left_out == {"north": why}
+    assert f"left out: north, {why}" in str(found)
+    assert "left out: " not in str(wanted)
+
+
 def test_a_policy_is_read_from_a_file(tmp_path: Path):
     file = tmp_path / "policy.toml"
     file.write_text('min_rows = 20\ncolumns = ["age", "ill"]\nexact_times = true\n')

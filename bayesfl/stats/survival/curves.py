@@ -18,6 +18,7 @@ from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, follow, followed, grid_of
 from bayesfl.stats.tables import Levels, Site, Tables
+from bayesfl.stats.terms import column_of
 
 ALL = "all"
 
@@ -86,6 +87,7 @@ class KaplanMeier:
         told: What the times are, in words.
         rows: {site: its number of rows, each as often as it counts}.
         dropped: {site: rows left out as a value is missing}.
+        left_out: {site: why it has no part}.
         released: What left each site.
     """
 
@@ -96,6 +98,7 @@ class KaplanMeier:
     told: str
     rows: Mapping[str, float]
     dropped: Mapping[str, float]
+    left_out: Mapping[str, str]
     released: Released
 
     @property
@@ -188,6 +191,7 @@ class KaplanMeier:
             self.median().to_string(float_format=lambda value: f"{value:.4g}"),
             f"{len(self.rows)} sites, {sum(self.rows.values()):.10g} rows"
             + (f", {dropped} left out" if dropped else ""),
+            *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
             str(self.released),
         ]
         return "\n".join(lines)
@@ -249,16 +253,18 @@ def kaplan_meier(
     if exact_times:  # numbers at risk are told between events, too, and up to the horizon
         marks = (known.horizon * np.arange(1, 11) / 10).tolist()
         times = Grid(tuple(sorted({*times.ends, *marks})), exact_times=True)
-    column, levels = _groups(sites, by)
-    sums = asked.conduct(Counts(time, event, times, column, levels))
+    sums = asked.first(lambda count: Counts(time, event, times, *_groups(asked.sites, by)))
+    _, levels = _groups(asked.sites, by)
+    kept = asked.sites.names
     return KaplanMeier(
         groups=tuple(map(str, levels)),
         times=torch.tensor(times.ends, dtype=torch.float64),
         at_risk=sums["at_risk"],
         events=sums["events"],
         told=told,
-        rows=known.rows,
-        dropped=known.dropped,
+        rows={name: known.rows[name] for name in kept},
+        dropped={name: known.dropped[name] for name in kept},
+        left_out=asked.left_out,
         released=asked.released,
     )
 
@@ -275,7 +281,9 @@ def _groups(sites: Sites, by: str | Levels | None) -> tuple[str | None, tuple[An
         return by.column, by.levels
     if not isinstance(sites, Tables):
         raise ValueError(f"what groups there are is not known here: by=levels({by!r}, [...])")
-    found = {value for site in sites.sites for value in site.frame[by].dropna()}
+    found = {
+        value for site in sites.sites for value in column_of(site.frame, by, site.name).dropna()
+    }
     if len(found) < 2:
         raise ValueError(f"{by!r} has one value only, {[*found]}; leave it out")
     return by, tuple(sorted(found))
@@ -326,8 +334,8 @@ def logrank(
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
     times = grid_of(asked, time, event, known.horizon, grid, exact_times)
-    column, levels = _groups(sites, by)
-    sums = asked.conduct(Counts(time, event, times, column, levels))
+    sums = asked.first(lambda count: Counts(time, event, times, *_groups(asked.sites, by)))
+    column, levels = _groups(asked.sites, by)
     at_risk, events = sums["at_risk"], sums["events"]
     if absent := [level for level, n in zip(levels, at_risk[:, 0].tolist(), strict=True) if n == 0]:
         raise ValueError(f"the groups {absent} of {column!r} have no row at risk; leave them out")
@@ -348,4 +356,5 @@ def logrank(
             {name: values.numpy() for name, values in columns.items()}, index=list(map(str, levels))
         ),
         released=asked.released,
+        left_out=asked.left_out,
     )

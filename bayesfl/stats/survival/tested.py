@@ -1,6 +1,7 @@
 """Tests over sites."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from bayesfl.stats.asking import Released
@@ -18,6 +19,7 @@ class Tested:
         table: What it is made of, a data frame of pandas.
         released: What left each site.
         said: What follows, in words.
+        left_out: {site: why it has no part}.
     """
 
     what: str
@@ -27,6 +29,7 @@ class Tested:
     table: Any
     released: Released
     said: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -35,6 +38,7 @@ class Tested:
                 f"p {self.p:.4g}",
                 self.table.to_string(float_format=lambda value: f"{value:.4g}"),
                 *self.said,
+                *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
                 str(self.released),
             ]
         )

@@ -120,6 +120,8 @@ def test_groups_that_are_not_there():
         curves("tied", bf.stats.levels("kind", ["a", "b"]))
     with pytest.raises(ValueError, match="'site' has one value only"):
         curves("tied", "site", sites({"east": frames()["east"]}))
+    with pytest.raises(ValueError, match="'east' has no column 'ward'"):
+        curves("tied", "ward")
     gaps = {**frames(), "west": frames()["west"].assign(kind=None)}
     with pytest.raises(ValueError, match="'west' has 90 rows without 'kind'"):
         curves("tied", "kind", bf.stats.tables(gaps, also=["tied", "event"]))
