@@ -35,6 +35,11 @@ class Regression(Protocol):
         ...
 
     @property
+    def per_site(self) -> bool:
+        """Return whether each site has an intercept of its own."""
+        ...
+
+    @property
     def outcome_scale(self) -> float:
         """Return the unit in which losses take a Gaussian outcome; 1 of others."""
         ...
@@ -69,7 +74,7 @@ class Looks(SiteSurvey):
         j, groups = (self.sites,), (GROUPS,)
         found: dict[str, tuple[int, ...]] = {"saturated": (), "expected": j, "observed": j}
         if self.regression.family in COUNTS:
-            found |= {"spread": j, "pearson": ()}
+            found |= {"spread": j, "pearson": (), "tails": ()}
         if self.regression.family in BINARY:
             found |= {"spread": j, "auc": j, "variance": j, "known": j}
             found |= {"group_rows": groups, "group_expected": groups, "group_observed": groups}
@@ -91,6 +96,7 @@ class Looks(SiteSurvey):
         spread = _variance(family, mean, own)
         found["spread"] = slot(w @ spread, place, self.sites)
         if family in COUNTS:
+            found["tails"] = w @ excess_kurtosis(spread, own)
             return found | {"pearson": w @ ((y - mean).square() / spread)}
         auc, variance, pairs = concordance(mean, y, w)
         group = (mean * GROUPS).long().clamp(0, GROUPS - 1)
@@ -108,6 +114,13 @@ def _variance(family: str, mean: Tensor, log_alpha: Tensor | None) -> Tensor:
     if family in BINARY:
         return mean * (1 - mean)
     return mean if log_alpha is None else mean + log_alpha.exp() * mean**2
+
+
+def excess_kurtosis(variance: Tensor, log_alpha: Tensor | None) -> Tensor:
+    """Return the excess kurtosis of counts by their variance, [n], of Poisson's or, at a log alpha,
+    negative binomial.
+    """
+    return 1 / variance if log_alpha is None else 1 / variance + 6 * log_alpha.exp()
 
 
 def saturated(family: str, y: Tensor) -> Tensor:
@@ -169,7 +182,8 @@ class Diagnostics:
             pairs within sites. None elsewhere.
         said: What is doubtful, in words: of outcomes 0 or 1 risks that are not those observed, by
             Hosmer and Lemeshow's test over groups of risk; of counts more variation than the
-            family's, by Pearson's statistic; sites with other outcomes than are expected there.
+            family's, by Pearson's statistic, whose variance has the tails of rare counts in it;
+            sites with other outcomes than are expected there.
         released: What left each site.
     """
 
@@ -209,6 +223,8 @@ def diagnose(
     loss: float,
     rows: dict[str, float],
     level: float,
+    *,
+    counts: bool,
 ) -> Diagnostics:
     """Return the diagnostics of a fit.
 
@@ -220,6 +236,7 @@ def diagnose(
         loss: Negative log likelihood there, in nats.
         rows: {site: its number of rows}.
         level: Probability of intervals.
+        counts: Whether it is asked if counts vary more than the family's.
     """
     import pandas
 
@@ -227,6 +244,7 @@ def diagnose(
     looks = asked.conduct(Looks(survey, len(names), tuple(theta.tolist())))
     least, alone = float(looks["saturated"]), newton.minimum(asked.conduct(null)).loss
     unit = survey.outcome_scale**2
+    parameters = len(theta) + survey.per_site * len(names)
     own_scale = survey.family == "negative_binomial"
     counted = [rows[name] for name in names]
     sums = {"observed": looks["observed"].numpy(), "expected": looks["expected"].numpy()}
@@ -243,13 +261,17 @@ def diagnose(
         sites=pandas.DataFrame({"rows": counted, **sums}, index=list(names)),
         risk=risk,
         concordance=areas,
-        said=_said(survey.family, looks, rows, len(theta)),
+        said=_said(survey.family, looks, rows, None if not counts else parameters),
         released=asked.released,
     )
 
 
-def _said(family: str, looks: Tensors, rows: dict[str, float], parameters: int) -> tuple[str, ...]:
-    """Return what is doubtful in a fit with so many parameters, in words."""
+def _said(
+    family: str, looks: Tensors, rows: dict[str, float], parameters: int | None
+) -> tuple[str, ...]:
+    """Return what is doubtful in a fit with so many parameters, in words; without their number it
+    is not asked how counts vary.
+    """
     found = []
     if family in BINARY:
         n, observed, expected = (looks[f"group_{key}"] for key in ("rows", "observed", "expected"))
@@ -262,10 +284,13 @@ def _said(family: str, looks: Tensors, rows: dict[str, float], parameters: int) 
                 f"risks are not those observed (Hosmer and Lemeshow's p {p:.2g}): look at the "
                 "groups of risk, and try powers or interactions of terms"
             )
-    if family in COUNTS:
+    if family in COUNTS and parameters is not None:
         degrees = sum(rows.values()) - parameters
         pearson = float(looks["pearson"])
-        p = float(stats.chi2.sf(pearson, degrees))
+        # A multiple of a chi-squared variable with Pearson's mean and variance, 2 and the excess
+        # kurtosis for each row: counts that are expected to be rare have most of it.
+        multiple = 1 + float(looks["tails"]) / (2 * degrees)
+        p = float(stats.chi2.sf(pearson / multiple, degrees / multiple))
         if p < DOUBT:
             found.append(
                 f"counts vary {pearson / degrees:.2f} times as much as the family's (Pearson's p "

@@ -488,7 +488,7 @@ def glm(
         link=rule.mean,
         design=sites.design,
         further={
-            "diagnostics": lambda level: diagnose(
+            "diagnostics": lambda level, *, counts=True: diagnose(
                 Questions(asked.sites, aggregation),
                 survey,
                 null,
@@ -496,6 +496,7 @@ def glm(
                 plain,
                 rows,
                 level,
+                counts=counts,
             )
         }
         | ({} if prior is None or rule.own or len(kept) < 2 else {"own_slopes": own_slopes}),

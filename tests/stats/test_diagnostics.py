@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 import bayesfl as bf
-from bayesfl.stats.diagnostics import concordance
+from bayesfl.stats.diagnostics import concordance, excess_kurtosis
 from tests.stats.made import OUTCOMES, SIZES, TERMS, frames, pooled, sites
 from tests.stats.test_glm import anchor
 
@@ -124,14 +124,57 @@ def test_what_is_doubtful_is_said():
     fit = bf.stats.glm(given, family="poisson")
     found = fit.diagnostics()
     mean = torch.cat([fit.predict(frames[site]) for site in "ab"]).numpy()
-    pearson = ((counts - mean) ** 2 / mean).sum() / 598
-    assert found.said[0].startswith(f"counts vary {pearson:.2f} times as much as the family's")
+    pearson = ((counts - mean) ** 2 / mean).sum()
+    multiple = (2 * 598 + (1 / mean).sum()) / (2 * 598)  # of the variance, at the same mean
+    p = stats.chi2.sf(pearson / multiple, 598 / multiple)
+    told = f"counts vary {pearson / 598:.2f} times as much as the family's (Pearson's p {p:.2g})"
+    assert found.said[0].startswith(told)
     first = counts[:300].sum()
     told = f"a has {first:g} where {mean[:300].sum():.1f} are expected: give each site"
     assert found.said[1].startswith(told)
     assert all(said in str(found) for said in found.said)
     own = bf.stats.glm(given, family="negative_binomial", intercept="per_site")
     assert own.diagnostics().said == ()
+
+
+@pytest.mark.parametrize("family", ["poisson", "negative_binomial"])
+def test_rare_counts_are_no_alarm(family: Any):
+    """Pearson's statistic has the mean and variance of the family's rows, by their tails; the
+    chi-squared distribution's own variance would give an alarm in one of three.
+    """
+    rng = np.random.default_rng(0)
+    mean = 0.005 * np.exp(1.2 * rng.normal(size=4000))
+    law = stats.poisson(mean)
+    if family == "negative_binomial":
+        mean = 4 * mean
+        law = stats.nbinom(1.25, 1 / (1 + 0.8 * mean))
+    log_alpha = None if family == "poisson" else torch.tensor([0.8], dtype=torch.float64).log()
+    found = excess_kurtosis(torch.from_numpy(law.var()), log_alpha)
+    close(found, law.stats(moments="k"), rtol=1e-9)
+    x = np.log(mean)
+    alarms = []
+    for _ in range(12 if family == "poisson" else 3):
+        rows = pd.DataFrame({"x": x, "y": law.rvs(random_state=rng)})
+        given = bf.stats.tables({"a": rows[:2000], "b": rows[2000:]}, outcome="y", terms=["x"])
+        alarms += bf.stats.glm(given, family=family).diagnostics().said
+    assert not alarms
+
+
+def test_own_intercepts_are_parameters():
+    """Of fifty sites with six rows each."""
+    rng = np.random.default_rng(0)
+    rows = {
+        f"{site}": pd.DataFrame(
+            {"x": rng.normal(size=6), "y": rng.negative_binomial(1, 0.1, 6) + 1}
+        )
+        for site in range(50)
+    }
+    given = bf.stats.tables(rows, outcome="y", terms=["x"])
+    fit = bf.stats.glm(given, family="poisson", intercept="per_site")
+    mean = np.concatenate([fit.predict(rows[site], site=site) for site in given.names])
+    y = np.concatenate([rows[site]["y"] for site in given.names])
+    ratio = ((y - mean) ** 2 / mean).sum() / (300 - 51)
+    assert fit.diagnostics().said[0].startswith(f"counts vary {ratio:.2f} times as much")
 
 
 def test_secure_sums_are_the_same():

@@ -230,6 +230,9 @@ def piecewise(
         released=released,
         left_out=asked.left_out | dict(fit.left_out),
         link=None,
+        further={  # counts of person and interval, 0 or 1, vary as they do
+            "diagnostics": lambda level: fit.further["diagnostics"](level, counts=False)
+        },
         likelihood="times",
         refit=lambda chosen: piecewise(
             everyone.only(chosen),

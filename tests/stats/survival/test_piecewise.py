@@ -69,6 +69,19 @@ def test_the_likelihood_is_that_of_times():
         assert fit.parameters == len(cuts) + 1
 
 
+def test_intervals_are_no_counts_that_vary_too_much():
+    """Whose Poisson likelihood stands for that of times."""
+    rng = np.random.default_rng(0)
+    rows = pd.DataFrame(
+        {"z": rng.normal(size=400), "t": rng.exponential(size=400) ** 3 + 1e-3, "d": 1}
+    )
+    given = bf.stats.tables({"a": rows}, terms=["z"], also=["t", "d"])
+    fit = bf.stats.piecewise(given, time="t", event="d", cuts=[100.0])
+    found = fit.diagnostics()
+    assert not found.said
+    assert "deviance" in str(found)
+
+
 def test_secure_sums_and_any_order_of_sites_are_the_same():
     options: Any = {"time": "tied", "event": "event", "cuts": CUTS, "intercept": "per_site"}
     plain = bf.stats.piecewise(sites(), **options)
