@@ -79,7 +79,8 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
         def work(tables: Tables, policy: Policy) -> RecordDict:
             _same_protocol(message.content)
             (name,) = tables.names
-            return _config(protocol=PROTOCOL, name=name, terms=wire.written(tables.terms))
+            terms, offset = wire.written(tables.terms), tables.offset or ""
+            return _config(protocol=PROTOCOL, name=name, terms=terms, offset=offset)
 
         return answered(message, context, work)
 
@@ -203,12 +204,14 @@ class RemoteSites:
         grid: Flower's grid.
         nodes: {site: its node}, by name.
         terms: The terms of all sites' designs.
+        offset: Their column of what is added to linear predictors; None where there is none.
         timeout: Seconds that a site has for an answer.
     """
 
     grid: Grid
     nodes: Mapping[str, int]
     terms: tuple[Number | Levels | Interaction, ...]
+    offset: str | None
     timeout: float
     over = "Flower"
 
@@ -327,7 +330,7 @@ def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites
     """
     count = wanted if isinstance(wanted, int) else len(wanted)
     nodes: dict[str, int] = {}
-    terms: dict[str, str] = {}
+    terms: dict[str, tuple[str, str]] = {}
     pending: dict[int, str] = {}
     again: dict[int, float] = {}
     said = -REMIND
@@ -350,12 +353,14 @@ def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites
             again[node] = time.monotonic() + REMIND
             try:
                 content = _told(reply)
-                name, told = (records.setting(content, key, str) for key in ("name", "terms"))
+                name, *told = (
+                    records.setting(content, key, str) for key in ("name", "terms", "offset")
+                )
                 if not isinstance(wanted, int) and name not in wanted:
                     raise records.RecordError(f"nobody waits for a site {name[:LONGEST]!r}")
                 if name in nodes:
                     raise records.RecordError(f"site {name!r} is node {nodes[name]} already")
-                nodes[name], terms[name] = node, told
+                nodes[name], terms[name] = node, (told[0], told[1])
             except records.RecordError as error:
                 log.warning("node %d is not taken: %s", node, error)
         if len(nodes) == before:
@@ -363,9 +368,10 @@ def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites
     names = sorted(nodes)
     if others := [name for name in names if terms[name] != terms[names[0]]]:
         raise BadClients(
-            f"sites {names[0]!r} and {others[0]!r} have different terms, {terms[names[0]]} and "
-            f"{terms[others[0]]}; ship the same app to all"
+            f"sites {names[0]!r} and {others[0]!r} have different terms or offsets, "
+            f"{terms[names[0]]} and {terms[others[0]]}; ship the same app to all"
         )
+    design, offset = terms[names[0]]
     return RemoteSites(
-        grid, {name: nodes[name] for name in names}, wire.read(terms[names[0]]), timeout
+        grid, {name: nodes[name] for name in names}, wire.read(design), offset or None, timeout
     )

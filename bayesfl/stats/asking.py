@@ -175,6 +175,11 @@ class Sites(Protocol):
         ...
 
     @property
+    def offset(self) -> str | None:
+        """Return the column of what is added to linear predictors; None where there is none."""
+        ...
+
+    @property
     def over(self) -> str | None:
         """Return the network over which they are asked; None on this machine."""
         ...

@@ -14,6 +14,7 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.stats.asking import Released
 from bayesfl.stats.diagnostics import Diagnostics
 from bayesfl.stats.newton import Minimum
+from bayesfl.stats.terms import numbers
 
 ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
 
@@ -119,6 +120,7 @@ class Fit(Refits):
         further: Further questions about the fit, by name: `diagnostics` and `own_slopes` of
             `glm`, `check` and `concordance` of `cox`.
         design: Function (data frame) -> the columns of its rows.
+        offset: Column of what is added to the linear predictor; None where there is none.
     """
 
     estimate: Tensor
@@ -134,6 +136,7 @@ class Fit(Refits):
     own_intercepts: Mapping[str, float] = field(default_factory=dict)
     link: Callable[[Tensor], Tensor] | None = None
     design: Callable[[Any], Tensor] | None = None
+    offset: str | None = None
     likelihood: str = ""
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -244,7 +247,7 @@ class Fit(Refits):
         """Return the outcome's means for rows of a data frame, [n].
 
         Args:
-            frame: The rows, with the columns of the design.
+            frame: The rows, with the columns of the design, and of the offset where there is one.
             site: The site whose own intercept is taken, where sites have one.
 
         Raises:
@@ -263,7 +266,10 @@ class Fit(Refits):
             raise ValueError(
                 f"each site has an intercept of its own: name one of {sorted(self.own_intercepts)}"
             )
-        return self.link(x @ slopes + start)
+        eta = x @ slopes + start
+        if self.offset is not None:
+            eta = eta + torch.tensor(numbers(frame, self.offset, "the frame"))
+        return self.link(eta)
 
     def to_arviz(self, *, draws: int = 4000, seed: int = 0) -> Any:
         """Return draws of the normal approximation around the estimate as ArviZ's InferenceData,

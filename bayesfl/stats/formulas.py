@@ -39,12 +39,10 @@ class Formula:
 
     def named(self, frame: Any, site: str) -> tuple[tuple[str, ...], np.ndarray]:
         """Return the names of the columns, and as by `values`."""
-        names, found = _made(self, frame, site)
-        half = len(frame) // 2
-        alone = _made(self, frame[:half], site)[1]
-        other = ~np.isclose(found[:half], alone, rtol=1e-9, atol=0, equal_nan=True)
-        if learnt := [name for name, x in zip(names, other.T, strict=True) if x.any()]:
-            raise ValueError(_learns(learnt))
+        read = _formulaic().Formula(self.text)
+        names, found = _made(read, frame, site)
+        if learnt := [str(term) for term in read if _learns(term, frame, site)]:
+            raise ValueError(_told(learnt))
         if infinite := [name for name, x in zip(names, found.T, strict=True) if np.isinf(x).any()]:
             raise ValueError(f"site {site!r} has infinite numbers in {infinite}; leave them out")
         return names, found
@@ -83,10 +81,33 @@ def formula_of(text: str, frame: Any, site: str) -> tuple[Formula, str | None]:
     return Formula(term.text, variables, term.named(frame, site)[0]), left[0] if left else None
 
 
-def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the names of a formula's columns, and the columns [n, p]."""
+def _learns(term: Any, frame: Any, site: str) -> bool:
+    """Return whether a term of formulaic's learns from rows: it is not the same where a row stands
+    alone, of those with the lowest and the highest values, which any order of rows has.
+    """
+    if str(term) in ("1", *frame.columns) or not len(frame):
+        return False
+    one = _formulaic().Formula([term])
+    found = _made(one, frame, site)[1]
+    known = np.isfinite(found)
+    low, high = np.where(known, found, np.inf), np.where(known, found, -np.inf)[::-1]
+    return any(
+        not np.allclose(
+            found[row],
+            _made(one, frame.iloc[[row]], site)[1][0],
+            rtol=1e-9,
+            atol=0,
+            equal_nan=True,
+        )
+        for row in {*low.argmin(0), *(len(frame) - 1 - high.argmax(0))}
+    )
+
+
+def _made(read: Any, frame: Any, site: str) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the names of the columns of a formula of formulaic's, and the columns [n, p]."""
     formulaic = _formulaic()
-    given = {name: column_of(frame, name, site) for name in formula.variables}
+    variables = sorted(map(str, read.required_variables))
+    given = {name: column_of(frame, name, site) for name in variables}
     rows = frame.assign(
         **{name: numbers(frame, name, site) for name, x in given.items() if x.dtype.kind in "iufb"}
     )
@@ -97,9 +118,7 @@ def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.
         return dict(zip(map(str, declared.levels[1:]), found.T, strict=True))
 
     try:
-        matrix = formulaic.Formula(formula.text).get_model_matrix(
-            rows, context={"C": category}, na_action="ignore"
-        )
+        matrix = read.get_model_matrix(rows, context={"C": category}, na_action="ignore")
     except formulaic.errors.FactorEvaluationError as error:
         raise ValueError(f"{error} (of site {site!r}; C wants levels=[...])") from error
     spec = matrix.model_spec
@@ -110,7 +129,7 @@ def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.
             "the reference first, or make numbers of it"
         )
     if spec.transform_state:
-        raise ValueError(_learns(list(spec.transform_state)))
+        raise ValueError(_told(list(spec.transform_state)))
     names, found = list(matrix.columns), np.array(matrix, np.float64)
     for term, places in spec.term_indices.items():  # comparisons say something of what is missing
         read = [given[str(name)] for name in spec.term_variables[term] if str(name) in given]
@@ -120,11 +139,11 @@ def _made(formula: Formula, frame: Any, site: str) -> tuple[tuple[str, ...], np.
         if "C" in read:  # `cp[2]` in place of `C(cp, levels=[1, 2, 3])[2]`
             (column,) = {*map(str, read)} - {"C"}
             names = [name.replace(f"{factor}[", f"{column}[") for name in names]
-    place = names.index("Intercept")
-    return tuple(names[:place] + names[place + 1 :]), np.delete(found, place, 1)
+    own = [place for place, name in enumerate(names) if name != "Intercept"]
+    return tuple(names[place] for place in own), found[:, own]
 
 
-def _learns(parts: Sequence[str]) -> str:
+def _told(parts: Sequence[str]) -> str:
     return (
         f"{list(parts)} learn from a site's rows, as its mean, so they would differ by site: write "
         "numbers in their place, as I((age - 60) / 10); a fit standardises columns itself"

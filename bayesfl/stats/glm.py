@@ -487,6 +487,7 @@ def glm(
         own_intercepts=own,
         link=rule.mean,
         design=sites.design,
+        offset=sites.offset,
         further={
             "diagnostics": lambda level, *, counts=True: diagnose(
                 Questions(asked.sites, aggregation),

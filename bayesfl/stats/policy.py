@@ -101,50 +101,48 @@ class Policy:
         """
         return cls(**tomllib.loads(Path(path).read_text()))
 
-    def check(
+    def broken(
         self,
         survey: Any,
         tables: "Tables",
+        site: "Site",
         shapes: Mapping[str, tuple[int, ...]],
         *,
         hidden: bool,
-    ) -> None:
-        """Look at a question before its answer is made, and count the log likelihoods that it asks
-        for.
+    ) -> str | None:
+        """Return the rule that a question breaks at a site, before its answer is made; None if
+        none.
 
         Args:
             survey: The question.
             tables: The sites that are asked.
+            site: The site, one of these.
             shapes: The shapes of an answer.
             hidden: Whether only the sum of the sites' answers is seen.
-
-        Raises:
-            Refusal: It breaks a rule.
         """
-        draws = torch.Size(shapes.get(LOG_LIKELIHOOD, (0,))).numel()
+        draws = drawn(shapes)
         parts = list(_parts(survey))
         texts = {part for part in parts if isinstance(part, str)}
         sizes = [getattr(part, "size", 0) for part in parts if is_dataclass(part)]
         exact = any(getattr(part, "exact_times", False) for part in parts)
         parameters = max([len(tables.columns), *sizes])
-        refused: dict[str, str] = {}
         design = {name for term in tables.terms for name in term.variables} | {*tables.beside}
-        for site in tables.sites:
-            named = texts & {*site.frame.columns}  # as those of groups and times
-            rules = {
-                "columns": self.columns is not None and not design | named <= {*self.columns},
-                "min_rows": len(site.x) < self.min_rows,
-                "min_level": _rarest(site, tables, named) < self.min_level,
-                "max_parameters_per_row": parameters > self.max_parameters_per_row * len(site.x),
-                "exact_times": exact and not self.exact_times,
-                "min_sites": hidden and len(tables.sites) < self.min_sites,
-                "max_draws": draws > 0 and self.drawn + draws > self.max_draws,
-            }
-            if broken := [rule for rule, so in rules.items() if so]:
-                refused[site.name] = broken[0]
-        if refused:
-            raise Refusal(type(survey).__name__, refused)
-        self.drawn += draws
+        named = texts & {*site.frame.columns}  # as those of groups and times
+        rules = {
+            "columns": self.columns is not None and not design | named <= {*self.columns},
+            "min_rows": len(site.x) < self.min_rows,
+            "min_level": _rarest(site, tables, named) < self.min_level,
+            "max_parameters_per_row": parameters > self.max_parameters_per_row * len(site.x),
+            "exact_times": exact and not self.exact_times,
+            "min_sites": hidden and len(tables.sites) < self.min_sites,
+            "max_draws": draws > 0 and self.drawn + draws > self.max_draws,
+        }
+        return next((rule for rule, so in rules.items() if so), None)
+
+
+def drawn(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return how many log likelihoods at shared draws an answer of such shapes has."""
+    return torch.Size(shapes.get(LOG_LIKELIHOOD, (0,))).numel()
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from bayesfl.base.surveys import Ask, Survey
 from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
-from bayesfl.stats.policy import Policy
+from bayesfl.stats.policy import Policy, Refusal, drawn
 from bayesfl.stats.terms import Interaction, Levels, Number, Term, column_of, numbers
 
 
@@ -72,7 +72,9 @@ class Tables:
         outcome: Name of the outcome; None where there is none.
         ids: The sites' numbers among all sites, [J].
         beside: Names of the columns of outcome, offset and weights.
-        policy: What the sites answer; None for all that is asked.
+        policy: What the sites answer, or {site: what it answers}; None for all that is asked.
+        offset: Name of the column of what is added to the linear predictor; None where there is
+            none.
     """
 
     sites: tuple[Site, ...]
@@ -81,7 +83,8 @@ class Tables:
     outcome: str | None
     ids: np.ndarray
     beside: tuple[str, ...] = ()
-    policy: Policy | None = None
+    policy: Policy | Mapping[str, Policy] | None = None
+    offset: str | None = None
     over = None
 
     def __repr__(self) -> str:
@@ -112,12 +115,21 @@ class Tables:
 
         The question raises `bayesfl.stats.policy.Refusal` where it breaks a rule of a site's.
         """
-        put, policy = ask_here(survey, self, aggregation), self.policy
-        if policy is None:
-            return put
+        put, given = ask_here(survey, self, aggregation), self.policy
+        policies = dict.fromkeys(self.names, given) if isinstance(given, Policy) else given or {}
 
         def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-            policy.check(survey, self, shapes, hidden=aggregation is not None)
+            hidden, refused = aggregation is not None, {}
+            asked = {}
+            for site in self.sites:
+                if policy := policies.get(site.name):
+                    asked[id(policy)] = policy
+                    if rule := policy.broken(survey, self, site, shapes, hidden=hidden):
+                        refused[site.name] = rule
+            if refused:
+                raise Refusal(type(survey).__name__, refused)
+            for policy in asked.values():  # one that sites share counts once
+                policy.drawn += drawn(shapes)
             return put(state, shapes)
 
         return ask
@@ -142,14 +154,14 @@ def tables(
     weights: str | None = None,
     also: Sequence[str] = (),
     missing: Literal["refuse", "complete"] = "refuse",
-    policy: Policy | None = None,
+    policy: Policy | Mapping[str, Policy] | None = None,
 ) -> Tables:
     """Make the tables of several sites, a row for each person, of data frames.
 
     Nothing is split, imputed or standardised. On a machine of one site, pass its frame alone.
 
     Args:
-        frames: {site: its data frame of pandas}.
+        frames: {site: its data frame of pandas}; a site's name is text, a number's its digits.
         outcome: Column of the outcome: numbers, or 0 and 1; None where only `cox` and
             `kaplan_meier` follow, which name theirs.
         terms: What stands in the design: names of columns of numbers or truth values, `levels` and
@@ -164,11 +176,12 @@ def tables(
         also: Further columns whose values may not be missing, as times, events and groups.
         missing: What becomes of rows in which a value is missing: `refuse` raises, `complete`
             leaves them out, and fits say how many at which site.
-        policy: What each site answers; None for all that is asked. Over a network each node has its
-            own.
+        policy: What each site answers, or {site: what it answers}; None for all that is asked. Over
+            a network each node has its own.
 
     Raises:
         ImportError: A formula is given, and formulaic is not installed.
+        TypeError: `frames` is no mapping of names to data frames.
         ValueError: A site lacks a column or has no row, a value is missing and none may be, or is
             none that its column may hold; a formula learns from rows, as by center(age).
 
@@ -186,8 +199,18 @@ def tables(
         >>> bf.stats.tables(frames, outcome="ill", terms=terms)
         Tables(north 2, south 2; 2 columns, outcome ill)
     """
+    if not isinstance(frames, Mapping) or not all(hasattr(x, "columns") for x in frames.values()):
+        raise TypeError(
+            "frames is a mapping of sites' names to their data frames, as "
+            "{'north': pandas.read_csv('north.csv')}"
+        )
     if not frames:
         raise ValueError("frames must name one site at least")
+    frames = {str(name): frame for name, frame in frames.items()}
+    if isinstance(policy, Mapping):
+        policy = {str(name): one for name, one in policy.items()}
+        if strangers := sorted({*policy} - {*frames}):
+            raise ValueError(f"policy= names {strangers[0]!r}; the sites are {sorted(frames)}")
     parts: tuple[Any, ...] = tuple(
         Number(term) if isinstance(term, str) else term for term in terms
     )
@@ -240,7 +263,7 @@ def tables(
             "them before"
         )
     places = np.arange(len(sites))
-    made = Tables(tuple(sites), parts, columns, outcome, places, beside, policy)
+    made = Tables(tuple(sites), parts, columns, outcome, places, beside, policy, offset)
     _warn_of_columns(made)
     return made
 

@@ -98,6 +98,10 @@ def test_offsets_and_weights():
     )
     close(fit.estimate, wanted.params[:3], rtol=0, atol=1e-9)
     close(fit.covariance.diagonal().sqrt(), wanted.bse[:3], rtol=0, atol=1e-7)
+    means = np.concatenate([fit.predict(rows[site], site=site) for site in sorted(SIZES)])
+    close(means, wanted.fittedvalues, rtol=1e-8)
+    with pytest.raises(ValueError, match="no column 'log_exposure'"):
+        fit.predict(frames()["west"], site="west")
 
 
 @pytest.mark.parametrize("intercept", ["shared", "per_site"])

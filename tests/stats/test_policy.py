@@ -171,6 +171,21 @@ def test_exact_times():
         Questions(tables(False)).conduct(counts)
 
 
+def test_a_policy_of_each_site():
+    """Of those named; a site that is not answers all."""
+    rows = {"va": frame(20), "west": frame(20), "zoo": frame(20)}
+    strict, free = Policy(min_rows=30), Policy()
+    for policy in (free, {"va": free, "west": free}, {"zoo": free}):
+        given = bf.stats.tables(rows, outcome="ill", terms=["age"], policy=policy)
+        assert bf.stats.glm(given, family="binomial").n == 60
+    given = bf.stats.tables(rows, outcome="ill", terms=["age"], policy={"va": free, "west": strict})
+    with pytest.raises(Refusal, match=r"^site 'west' refuses Sums by its policy's rule min_rows$"):
+        bf.stats.glm(given, family="binomial")
+    assert bf.stats.glm(given.only(["va", "zoo"]), family="binomial").n == 40
+    with pytest.raises(ValueError, match="policy= names 'vx'; the sites are"):
+        bf.stats.tables(rows, outcome="ill", terms=["age"], policy={"vx": free})
+
+
 def test_max_draws_are_counted_over_all_fits():
     """A fit of 1000; the next one passes, the third does not."""
     policy = Policy(**{**FREE, "max_draws": 2000})

@@ -112,6 +112,24 @@ def test_what_is_refused(changes: Any, options: Any, words: str):
         bf.stats.tables(two(**changes), **options)
 
 
+def test_a_sites_name_is_text():
+    """As of `dict(iter(frame.groupby("inst")))`, whose keys are numbers."""
+    rows = pd.concat([frame.assign(inst=i) for i, frame in enumerate(frames().values())])
+    given = bf.stats.tables(dict(iter(rows.groupby("inst"))), outcome="ill", terms=["age"])
+    assert given.names == ("0", "1", "2", "3")
+    fit = bf.stats.glm(given, family="binomial")
+    assert "4 sites, 330 rows: 0 70" in str(fit)
+    assert list(fit.without("0").rows) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "given", ["north.csv", ["north.csv"], {"north": "north.csv"}, [two()], two()["north"]]
+)
+def test_what_are_no_frames(given: Any):
+    with pytest.raises(TypeError, match="frames is a mapping of sites' names to their data frames"):
+        bf.stats.tables(given, terms=["age"])
+
+
 def test_levels_and_sites_that_do_not_make_a_table():
     for values in ([1], [1, 2, 1]):
         with pytest.raises(ValueError, match="two or more, each once"):
@@ -182,6 +200,8 @@ def test_rows_without_a_value_are_left_out_of_a_formula():
         ("ill ~ center(age)", r"\['center\(age\)'\] learn from a site's rows"),
         ("ill ~ bs(age, df=4)", r"learn from a site's rows"),
         ("ill ~ cp + I(age - age.mean())", r"\['I\(age - age.mean\(\)\)'\] learn"),
+        ("ill ~ I(age.cumsum())", r"learn from a site's rows"),
+        ("ill ~ I(age.shift(fill_value=0))", r"learn from a site's rows"),
         ("ill ~ sex", r"\['sex'\] are no numbers: write C\(sex, levels"),
         ("ill ~ C(sex)", r"C wants levels"),
         ("ill ~ C(cp, levels=[1, 2])", r"values \[3.*\] in 'cp'"),
@@ -198,6 +218,15 @@ def test_rows_without_a_value_are_left_out_of_a_formula():
 def test_formulas_that_are_refused(text: str, words: str):
     with pytest.raises(ValueError, match=words):
         formula(text)
+
+
+@pytest.mark.parametrize("part", ["age / age.max()", "age - age.min()", "age > age.median()"])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]])
+def test_a_formula_that_learns_is_refused_in_any_order_of_rows(order: list[int], part: str):
+    pytest.importorskip("formulaic", reason="formulaic is not installed")
+    rows = {site: frame.iloc[order].reset_index(drop=True) for site, frame in two().items()}
+    with pytest.raises(ValueError, match="learn from a site's rows"):
+        bf.stats.tables(rows, formula=f"ill ~ I({part})")
 
 
 def test_a_formula_stands_in_place_of_terms():

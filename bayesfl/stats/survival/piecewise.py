@@ -121,6 +121,11 @@ class Intervals:
         return self.sites.columns + self.cut.columns
 
     @property
+    def offset(self) -> str | None:
+        """Return the column of what is added to linear predictors, beside log exposures."""
+        return self.sites.offset
+
+    @property
     def over(self) -> str | None:
         """Return the network over which they are asked."""
         return self.sites.over
