@@ -78,11 +78,13 @@ class Asked(NamedTuple):
         question: Its name.
         answer: {name: shape} of what each site answered.
         sites: The sites that answered.
+        refused: {site: the rule of its policy by which it refused}.
     """
 
     question: str
     answer: Mapping[str, tuple[int, ...]]
     sites: tuple[str, ...]
+    refused: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,12 @@ class Released:
                 f"{key} {list(shape) if shape else 'a number'}"
                 for key, shape in asked.answer.items()
             )
-            absent = [site for site in everyone if site not in asked.sites]
+            absent = [site for site in everyone if site not in (*asked.sites, *asked.refused)]
             without = f" without {', '.join(absent)}" if absent else ""
+            if asked.refused:
+                without += f", refused by {', '.join(asked.refused)}"
+            if not asked.sites:
+                told = "no site answered"
             lines.append(f"  {rounds}, {asked.question}{without}: {told}")
             at += times
         return "\n".join(lines)
@@ -247,12 +253,12 @@ class Questions:
         put, names = self.sites.ask(survey, self._aggregation), self.sites.names
 
         def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-            question = Asked(type(survey).__name__, dict(shapes), names)
+            question = Asked(type(survey).__name__, dict(shapes), names, {})
             try:
                 total = put(state, shapes)
             except Refusal as refusal:
                 others = tuple(name for name in names if name not in refusal.rules)
-                self._asked.append(question._replace(sites=others))
+                self._asked.append(question._replace(sites=others, refused=refusal.rules))
                 raise
             self._asked.append(question)
             return total

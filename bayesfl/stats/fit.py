@@ -114,9 +114,9 @@ class Fit(Refits):
             distribution.
         scale: Residual variance of a Gaussian outcome; 1 elsewhere.
         evidence: Laplace's log marginal likelihood, in nats; None without a prior.
+        likelihood: Of what the likelihood is, in words, by which fits compare.
         link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
-        likelihood: Of what the likelihood is, in words, where it is not that of an outcome.
         further: Further questions about the fit, by name: `diagnostics` and `own_slopes` of
             `glm`, `check` and `concordance` of `cox`.
         design: Function (data frame) -> the columns of its rows.
@@ -130,6 +130,7 @@ class Fit(Refits):
     events: Mapping[str, float]
     log_likelihood: float
     parameters: int
+    likelihood: str
     degrees: float | None = None
     scale: float = 1.0
     evidence: float | None = None
@@ -137,7 +138,6 @@ class Fit(Refits):
     link: Callable[[Tensor], Tensor] | None = None
     design: Callable[[Any], Tensor] | None = None
     offset: str | None = None
-    likelihood: str = ""
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -225,8 +225,8 @@ class Fit(Refits):
             )
         if self.likelihood != other.likelihood:
             raise ValueError(
-                f"the likelihoods are of other things, {self.likelihood or 'an outcome'} and "
-                f"{other.likelihood or 'an outcome'}, and do not compare"
+                f"the likelihoods are of other things, {self.likelihood} and {other.likelihood}, "
+                "and do not compare"
             )
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters

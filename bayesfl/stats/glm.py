@@ -481,6 +481,7 @@ def glm(
         log_likelihood=-loss,
         parameters=parameters,
         released=asked.released,
+        likelihood=f"the {'density' if family == 'gaussian' else 'probability'} of {outcome!r}",
         degrees=degrees,
         scale=unit**2 * variance,
         evidence=None if prior is None else _evidence(survey, state, found, len(kept)),

@@ -72,6 +72,21 @@ def test_errors_by_site_want_two():
         bf.stats.glm(given, family="binomial", errors="site")
 
 
+def test_likelihoods_of_other_outcomes_do_not_compare():
+    """Or of one by its density and by its probability."""
+    rows = {site: frame.assign(well=~frame["ill"]) for site, frame in frames().items()}
+
+    def fit(outcome: str, family: Any) -> Any:
+        return bf.stats.glm(bf.stats.tables(rows, outcome=outcome, terms=TERMS), family=family)
+
+    ill = fit("ill", "binomial")
+    assert "AIC" in ill.compare(fit("ill", "poisson"))
+    for outcome, family in (("well", "binomial"), ("ill", "gaussian")):
+        kind = "density" if family == "gaussian" else "probability"
+        with pytest.raises(ValueError, match=f"of 'ill' and the {kind} of '{outcome}', and do not"):
+            ill.compare(fit(outcome, family))
+
+
 @pytest.mark.parametrize("fit", ["glm", "mixed"])
 def test_each_site_left_out_in_turn(fit: str):
     found = {

@@ -1,5 +1,6 @@
 """A site's policy: for each rule a question that is refused and one that it lets pass."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -239,6 +240,11 @@ def test_a_site_with_a_rare_level_is_left_out_and_named(fit: Any, options: dict[
     assert found.left_out == {"north": why}
     assert f"left out: north, {why}" in str(found)
     assert "north" not in {site for one in found.released.questions for site in one.sites}
+    first = found.released.questions[0]
+    assert (first.sites, first.refused) == (("east", "south", "west"), {"north": "min_level"})
+    assert f"round 1, {first.question}, refused by north: " in str(found.released)
+    first = json.loads(found.released.to_json())["questions"][0]
+    assert first["refused"] == {"north": "min_level"}
     assert found.without("north").table().equals(wanted.table())
     with pytest.raises(Refusal, match=r"'north' refuses .* rule min_level"):
         fit(bf.stats.tables({"north": rows["north"]}, policy=policy, **design), **options)

@@ -161,7 +161,7 @@ def cox(
         parameters=len(names),
         released=asked.released,
         evidence=evidence,
-        likelihood=f"the order of events, {told}",
+        likelihood=f"the order of {event!r} by {time!r}, {told}",
         further={"check": check, "concordance": ranked},
         refit=lambda chosen: cox(
             everyone.only(chosen),

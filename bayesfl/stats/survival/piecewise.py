@@ -238,7 +238,7 @@ def piecewise(
         further={  # counts of person and interval, 0 or 1, vary as they do
             "diagnostics": lambda level: fit.further["diagnostics"](level, counts=False)
         },
-        likelihood="times",
+        likelihood=f"the density of {time!r} to {event!r}",
         refit=lambda chosen: piecewise(
             everyone.only(chosen),
             time=time,
