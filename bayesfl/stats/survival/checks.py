@@ -36,7 +36,7 @@ class Schoenfeld(AfterFit):
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         p = (self.likelihood.columns,)
-        return {"n_events": (), "g": (), "square": (), "residual": p, "cross": p}
+        return {"events": (), "g": (), "square": (), "residual": p, "cross": p}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""
@@ -44,23 +44,22 @@ class Schoenfeld(AfterFit):
         died = rows.events
         mean = self.baseline(state, rows)[2]
         residual = rows.design[died] - mean[rows.last[died]]
-        g = self.function(site, rows.last[died])
+        w, g = rows.weights[died], self.function(site, rows.last[died], rows.weights[died])
         return {
-            "n_events": died.sum(),
-            "g": g.sum(),
-            "square": g @ g,
-            "residual": residual.sum(0),
-            "cross": g @ residual,
+            "events": w.sum(),
+            "g": w @ g,
+            "square": w @ g.square(),
+            "residual": w @ residual,
+            "cross": (w * g) @ residual,
         }
 
-    def function(self, site: Site, last: Tensor) -> Tensor:
-        """Return g at the events of a site, by the places of their times."""
+    def function(self, site: Site, last: Tensor, weights: Tensor) -> Tensor:
+        """Return g at the events of a site, by the places of their times and their weights."""
         grid = self.likelihood.grid
         if self.scale == "rank":
             ranks = torch.tensor(self.ranks, dtype=torch.float64)
             if grid is None:
-                counts = torch.bincount(last, minlength=int(last.max()) + 1)
-                ranks = shares(counts.double())
+                ranks = shares(torch.bincount(last, weights, minlength=int(last.max()) + 1))
             return ranks[last]
         if grid is None:
             times, events = followed(site, self.likelihood.time, self.likelihood.event)
@@ -91,7 +90,7 @@ def proportional(
     import pandas
 
     sums = asked.conduct(survey)
-    n = float(sums["n_events"])
+    n = float(sums["events"])
     mean = sums["g"] / n
     spread = sums["square"] - n * mean**2
     drift = sums["cross"] - mean * sums["residual"]
@@ -120,8 +119,8 @@ def proportional(
 
 @dataclass(frozen=True)
 class Concordance(AfterFit):
-    """Ask for the numbers of pairs of rows of each site, of whom it is known who had an event
-    first, and of pairs whose linear predictors agree with it, or are equal.
+    """Ask for the numbers of pairs of rows of each site of whom it is known who had an event first,
+    and of pairs whose linear predictors agree with it, or are equal, by how often rows count.
 
     Args:
         sites: Number of sites J.
@@ -132,19 +131,19 @@ class Concordance(AfterFit):
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         j = (self.sites,)
-        return {"n_pairs": j, "n_concordant": j, "n_tied": j}
+        return {"pairs": j, "concordant": j, "tied": j}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
         times, events = followed(site, self.likelihood.time, self.likelihood.event)
-        eta = self.likelihood.rows(state["theta"], site).eta
-        pairs = concordant = tied = 0
+        eta, w = self.likelihood.rows(state["theta"], site).eta, site.weights
+        pairs = concordant = tied = 0.0
         for first in events.nonzero().flatten():  # a row at a time, as all pairs are many
             later = (times > times[first]) | ((times == times[first]) & ~events)
-            pairs += int(later.sum())
-            concordant += int((eta[later] < eta[first]).sum())
-            tied += int((eta[later] == eta[first]).sum())
-        counts = {"n_pairs": pairs, "n_concordant": concordant, "n_tied": tied}
+            pairs += float(w[first] * w[later].sum())
+            concordant += float(w[first] * w[later & (eta < eta[first])].sum())
+            tied += float(w[first] * w[later & (eta == eta[first])].sum())
+        counts = {"pairs": pairs, "concordant": concordant, "tied": tied}
         return {name: slot(count, place, self.sites) for name, count in counts.items()}
 
 
@@ -159,10 +158,8 @@ def concordance(asked: Questions, survey: Concordance) -> Any:
     import pandas
 
     sums = asked.conduct(survey)
-    columns = {
-        name.removeprefix("n_"): np.append(t.numpy(), float(t.sum())) for name, t in sums.items()
-    }
-    found = pandas.DataFrame(columns, index=[*asked.sites.names, "pairs within sites"]).astype(int)
+    columns = {name: np.append(t.numpy(), float(t.sum())) for name, t in sums.items()}
+    found = pandas.DataFrame(columns, index=[*asked.sites.names, "pairs within sites"])
     share = (found["concordant"] + found["tied"] / 2) / found["pairs"]
     found.insert(0, "concordance", share)
     return found

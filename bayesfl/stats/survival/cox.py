@@ -134,7 +134,7 @@ def cox(
     def check(*, scale: Scale = "log") -> Tested:
         ranks = ()
         if scale == "rank" and not per_site:
-            ranks = tuple(shares(state["n_tied"]).tolist())
+            ranks = tuple(shares(state["weight"]).tolist())
         question = Schoenfeld(**fitted, scale=scale, unit=known.horizon, ranks=ranks)
         return proportional(Questions(asked.sites, aggregation), question, model, names)
 

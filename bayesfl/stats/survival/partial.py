@@ -84,7 +84,7 @@ class PartialLikelihood(SiteSurvey):
             hessian = shared.hessian(total)
             found = {"loss": shared.loss, "slope": shared.slope, "hessian": hessian}
             kept = {name: getattr(shared, name) for name in KEPT}
-            kept["n_tied"] = total["n_tied"]
+            kept["weight"] = total["weight"]
         theta = state["theta"]
         loss = torch.where(total["n_outside"] > 0, torch.inf, found["loss"])
         after, done = newton.step(

@@ -235,8 +235,10 @@ def piecewise(
         released=released,
         left_out=asked.left_out | dict(fit.left_out),
         link=None,
-        further={  # counts of person and interval, 0 or 1, vary as they do
-            "diagnostics": lambda level: fit.further["diagnostics"](level, counts=False)
+        # Counts of person and interval, 0 or 1, are no sign of how the model fits.
+        further={
+            **fit.further,
+            "diagnostics": lambda level: fit.further["diagnostics"](level, counts=False),
         },
         likelihood=f"the density of {time!r} to {event!r}",
         refit=lambda chosen: piecewise(

@@ -182,12 +182,19 @@ def test_robust_errors_of_rows_that_count_more_than_once(baseline: str):
         close(found.covariance, once.covariance / 2, rtol=1e-8)
         assert found.n == 2 * once.n
         assert found.events["west"] == 2 * once.events["west"]
+        for scale in ("log", "rank"):
+            chi2 = 2 * once.check(scale=scale).table["chi2"]
+            close(
+                found.check(scale=scale).table["chi2"], chi2, rtol=0.01 if scale == "rank" else 1e-8
+            )
     each = {
         site: frame.loc[frame.index.repeat(frame["count"])] for site, frame in frames().items()
     }  # tied, which Efron's sums of weights are not: alike to a few parts in a hundred
     found = fitted("untied", baseline, sites(weights="count"), errors="sandwich")
     wanted = fitted("untied", baseline, sites(each), errors="sandwich")
     assert (found.rows, found.events) == (wanted.rows, wanted.events)
+    close(found.concordance()["pairs"], wanted.concordance()["pairs"])
+    close(found.concordance()["concordance"], wanted.concordance()["concordance"], rtol=0.01)
     close(found.covariance.diagonal(), wanted.covariance.diagonal(), rtol=0.03)
 
 
