@@ -417,10 +417,11 @@ def inverse(found: Minimum, names: Sequence[str], n: float) -> Tensor:
     values, vectors = torch.linalg.eigh(found.hessian)
     if not len(values) or float(values[0]) >= 1e-10 * n:
         return (vectors / values) @ vectors.T
-    # Dependent columns say nothing of a direction from the start, separated ones in the end.
+    # Dependent columns say nothing of a direction from the start, up to the rounding of secure
+    # sums; separated ones in the end.
     at_first, directions = torch.linalg.eigh(found.first)
     least = int(at_first.abs().argmin())
-    if float(at_first.abs()[least]) < 1e-10 * float(at_first.abs().max()):
+    if float(at_first.abs()[least]) < 1e-6 * float(at_first.abs().max()):
         raise ValueError(
             f"{_involved(directions[:, least].abs(), names)} are linearly dependent: leave one out"
         )

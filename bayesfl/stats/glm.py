@@ -422,6 +422,13 @@ def glm(
     degrees, variance = None, 1.0
     if family == "gaussian":
         degrees = n - len(names) - per_site * len(kept)
+        if degrees <= 0:
+            raise ValueError(
+                f"{n:g} rows, each as often as it counts, are too few for the errors of "
+                f"{n - degrees:g} coefficients: leave terms out"
+            )
+        if found.loss <= 0:
+            raise ValueError(f"nothing is left of the outcome {outcome!r} to know errors by")
         variance = 2 * found.loss / degrees
         covariance = covariance * variance
     if errors != "model":

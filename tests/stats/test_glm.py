@@ -192,8 +192,27 @@ def test_a_constant_gaussian_outcome_is_named(aggregation: Any):
         outcome="score",
         terms=TERMS,
     )
+    options: Any = {"family": "gaussian", "aggregation": aggregation}
     with pytest.raises(ValueError, match="the outcome 'score' is constant over all sites"):
-        bf.stats.glm(given, family="gaussian", aggregation=aggregation)
+        bf.stats.glm(given, **options)
+    levels = {
+        site: frame.assign(score=float(n)) for n, (site, frame) in enumerate(frames().items())
+    }
+    given = bf.stats.tables(levels, outcome="score", terms=TERMS)
+    with pytest.raises(ValueError, match="nothing is left of the outcome 'score'"):
+        bf.stats.glm(given, **options, intercept="per_site")
+
+
+def test_as_many_coefficients_as_rows_have_no_errors():
+    """Of one site among others, too, or by weights that add up to less."""
+    few = pd.DataFrame({"x": [0.0, 1.0], "score": [1.0, 3.0], "w": 0.5})
+    rows = {"few": few, "more": frames()["west"].assign(x=frames()["west"]["age"], w=0.001)}
+    given = bf.stats.tables(rows, outcome="score", terms=["x"])
+    why = bf.stats.glm(given, family="gaussian").by_site("x").loc["few", "why"]
+    assert why == "2 rows, each as often as it counts, are too few for the errors of 2 coefficients"
+    given = bf.stats.tables(rows, outcome="score", terms=["x"], weights="w")
+    with pytest.raises(ValueError, match=r"^1.09 rows, each as often as it counts, are too few"):
+        bf.stats.glm(given, family="gaussian")
 
 
 @pytest.mark.parametrize("intercept", ["shared", "per_site"])
@@ -332,6 +351,11 @@ def test_what_separates_is_named():
     given = bf.stats.tables(twice, outcome="x", terms=["z", "w"])
     with pytest.raises(ValueError, match=r"\['z', 'w'\] are linearly"):
         bf.stats.glm(given, family="gaussian")
+    noise = {site: frame.assign(u=rng.random(40) < 0.5) for site, frame in twice.items()}
+    given = bf.stats.tables(noise, outcome="u", terms=["z", "w"])
+    for aggregation in (None, bf.SecureSum()):
+        with pytest.raises(ValueError, match=r"\['z', 'w'\] are linearly"):
+            bf.stats.glm(given, family="binomial", aggregation=aggregation)
     level = {site: frame.assign(one=1) for site, frame in rows.items()}
     with pytest.warns(UserWarning, match="constant: one at a, one at b"):
         given = bf.stats.tables(level, outcome="y", terms=["one"])
