@@ -126,6 +126,24 @@ def test_own_draws_stay_on_the_node(tmp_path: Path):
             assert np.array_equal(numbers, draws.numpy())
 
 
+def test_predictions_have_the_offset(tmp_path: Path):
+    """Whose column the nodes name."""
+
+    def load_tables(context: Context) -> Tables:
+        name = str(context.node_config["site"])
+        given = {name: frames()[name]}
+        return bf.stats.tables(given, outcome="visits", terms=["age"], offset="exposure")
+
+    grid = grid_of(tmp_path)
+    grid.apps = dict.fromkeys(NODES.values(), site_app(load_tables))
+    found = analyse(grid, lambda remote: bf.stats.glm(remote, family="poisson"), sites=4, timeout=5)
+    wanted = bf.stats.glm(sites("poisson", terms=["age"], offset="exposure"), family="poisson")
+    rows = frames()["west"].head(5)
+    assert torch.equal(found.predict(rows), wanted.predict(rows))
+    bare = bf.stats.glm(sites("poisson", terms=["age"]), family="poisson")
+    assert not torch.allclose(found.predict(rows), bare.predict(rows))
+
+
 def test_the_sheet_says_who_saw_what(tmp_path: Path):
     fit = analyse(
         grid_of(tmp_path),
