@@ -5,6 +5,7 @@ what a fit needs to know of them, wherever they are.
 """
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -289,11 +290,11 @@ def slot(value: Tensor | float, place: int, sites: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sums(SiteSurvey):
-    """Ask for each site's number and weight of rows and sum of the outcome, for the outcome's sum
+    """Ask for each site's weight of rows and sum of the outcome, for the outcome's sum
     of squares about sites' own means, and for the sums of the columns and of their squares.
 
     The last state has, beside these, the `weight` of all rows, and `outcome_mean`,
-    `outcome_variance` and `outcome_square` (the sum of squares) of all outcomes.
+    `outcome_variance` of all outcomes.
 
     Args:
         sites: Number of sites J.
@@ -309,7 +310,6 @@ class Sums(SiteSurvey):
         """Return the shapes of an answer."""
         p, j = (self.columns,), (self.sites,)
         return {
-            "n_rows": j,
             "n_dropped": j,
             "weights": j,
             "outcome": j,
@@ -328,7 +328,6 @@ class Sums(SiteSurvey):
             outcome = float(w @ site.y)
             within = float(w @ (site.y - outcome / w.sum()).square())
         return {
-            "n_rows": slot(len(w), place, self.sites),
             "n_dropped": slot(site.dropped, place, self.sites),
             "weights": slot(w.sum(), place, self.sites),
             "outcome": slot(outcome, place, self.sites),
@@ -346,7 +345,6 @@ class Sums(SiteSurvey):
             "weight": weight,
             "outcome_mean": mean,
             "outcome_variance": about_mean / weight,
-            "outcome_square": about_mean + weight * mean**2,
         }, True
 
 
@@ -366,3 +364,21 @@ def standard(sums: Tensors, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
             "them: leave these terms out"
         )
     return centre, variance.sqrt()
+
+
+def outcome_unit(family: str, sums: Tensors, outcome: str) -> tuple[float, float]:
+    """Return mean and standard deviation of a Gaussian outcome, so that sums are of moderate size
+    whatever its unit; 0 and 1 of others.
+
+    Raises:
+        ValueError: It is constant.
+    """
+    if family != "gaussian":
+        return 0.0, 1.0
+    mean, sd = float(sums["outcome_mean"]), math.sqrt(float(sums["outcome_variance"]))
+    if sd <= 1e-13 * abs(mean):
+        raise ValueError(
+            f"the outcome {outcome!r} is constant over all sites to the digits of the sums, so "
+            "that nothing can be learnt of it; if it is not, give it in a smaller unit"
+        )
+    return mean, sd

@@ -18,6 +18,7 @@ from bayesfl.stats.terms import numbers
 
 ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
 
+
 @dataclass(frozen=True, repr=False)
 class Refits:
     """What a fit to some of its sites, which are asked anew, tells of the others.

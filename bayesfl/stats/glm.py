@@ -23,7 +23,7 @@ from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, counted, standard
+from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, counted, outcome_unit, standard
 from bayesfl.stats.diagnostics import diagnose
 from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.fit import ONE_SITE, Fit, inverse, scaled_back, separation
@@ -388,7 +388,7 @@ def glm(
     everyone, sites = sites, asked.sites
     centre, scale = standard(sums, sites.columns)
     outcome = getattr(sites, "outcome", None) or "outcome"
-    middle, unit = _unit(family, sums, outcome)
+    middle, unit = outcome_unit(family, sums, outcome)
     left = _silent(family, sums, sites.names) if per_site and prior is None else {}
     if len(left) == len(sites.names):
         told = "; ".join(f"{name}, {why}" for name, why in left.items())
@@ -518,24 +518,6 @@ def glm(
             aggregation=aggregation,
         ),
     )
-
-
-def _unit(family: str, sums: Tensors, outcome: str) -> tuple[float, float]:
-    """Return mean and standard deviation of a Gaussian outcome, so that sums are of moderate size
-    whatever its unit; 0 and 1 of others.
-
-    Raises:
-        ValueError: It is constant.
-    """
-    if family != "gaussian":
-        return 0.0, 1.0
-    mean, sd = float(sums["outcome_mean"]), math.sqrt(float(sums["outcome_variance"]))
-    if sd <= 1e-13 * abs(mean):
-        raise ValueError(
-            f"the outcome {outcome!r} is constant over all sites to the digits of the sums, so "
-            "that nothing can be learnt of it; if it is not, give it in a smaller unit"
-        )
-    return mean, sd
 
 
 def _silent(family: str, sums: Tensors, names: tuple[str, ...]) -> dict[str, str]:

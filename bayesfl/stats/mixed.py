@@ -25,12 +25,12 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import Proposal, resampled, weights_of
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, standard
+from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, counted, outcome_unit, standard
 from bayesfl.stats.families import FAMILIES, Family, Normal
 from bayesfl.stats.fit import Refits, inverse
 from bayesfl.stats.hierarchy import Groups, Phi, derivatives, log_marginals, modes
 from bayesfl.stats.tables import Site, Tables
-from bayesfl.stats.terms import column_of
+from bayesfl.stats.terms import column_of, numbers
 
 MOVES = 3
 """How often the proposal is moved to where the weights are."""
@@ -254,6 +254,7 @@ class Mixed(Refits):
     link: Any
     design: Any
     ratio: str | None
+    offset: str | None
     places: tuple[int, ...]
     scale: Tensor
     centre: Tensor
@@ -355,7 +356,7 @@ class Mixed(Refits):
         """Return draws of the outcome's means for rows of a data frame, [S, n].
 
         Args:
-            frame: The rows, with the columns of the design.
+            frame: The rows, with the columns of the design, and of the offset where there is one.
             site: The site; None for a new one, whose effects are drawn under tau.
             seed: Seed of a new site's effects.
 
@@ -374,7 +375,10 @@ class Mixed(Refits):
             own = self.own[site][:, 0]
         else:
             raise ValueError(f"{site!r} is no site of one group here; those are {list(self.own)}")
-        return self.link(own[:, :1] + own[:, 1:] @ x.T)
+        eta = own[:, :1] + own[:, 1:] @ x.T
+        if self.offset is not None:
+            eta = eta + torch.from_numpy(numbers(frame, self.offset, "the frame"))
+        return self.link(eta)
 
 
 def _spread(effects: Tensor, places: Sequence[int], width: int) -> Tensor:
@@ -466,9 +470,7 @@ def mixed(
     sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
     everyone, sites = sites, asked.sites
     centre, scale = standard(sums, sites.columns)
-    mean = float(sums["outcome"].sum() / sums["weight"])
-    spread = math.sqrt(max(float(sums["outcome_square"] / sums["weight"]) - mean**2, 1e-300))
-    unit = spread if family == "gaussian" else 1.0
+    mean, unit = float(sums["outcome_mean"]), outcome_unit(family, sums, "outcome")[1]
     model: dict[str, Any] = {
         "family": family,
         "columns": len(sites.columns),
@@ -485,7 +487,8 @@ def mixed(
     state = asked.conduct(survey)
     found, p = newton.minimum(state), 1 + len(sites.columns)
     # Of separated outcomes there is no posterior under a flat prior; it raises.
-    inverse(found.hessian[:p, :p], found.theta[:p], names, float(sums["n_rows"].sum()))
+    beta = newton.Minimum(found.theta[:p], found.loss, found.hessian[:p, :p], found.first[:p, :p])
+    inverse(beta, names, float(sums["weight"]))
     phi, weights, k_hat, evidence = _integrated(
         asked, survey, found, model, float(state["n_groups"]), draws, seed
     )
@@ -511,7 +514,7 @@ def mixed(
         others={name[4:]: t[:, 0, 0].exp() for name, t in zip(rule.own, parts.own, strict=True)},
         own={site: _as_they_are(t, centre, scale) for site, t in own.items()},
         groups={site.name: survey.labels(site)[1] for site in here},
-        rows=dict(zip(sites.names, sums["n_rows"].int().tolist(), strict=True)),
+        rows=counted(sites.names, sums["weights"]),
         dropped=dict(zip(sites.names, sums["n_dropped"].int().tolist(), strict=True)),
         left_out=asked.left_out,
         effective=1 / float((weights**2).sum()),
@@ -530,6 +533,7 @@ def mixed(
         ),
         link=rule.mean,
         design=sites.design,
+        offset=sites.offset,
         ratio=rule.ratio,
         places=effects,
         scale=scale,

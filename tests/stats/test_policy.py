@@ -162,7 +162,7 @@ def test_exact_times():
         policy = Policy(**{**FREE, "exact_times": exact_times})
         return bf.stats.tables(given, terms=["age"], also=["month", "ill"], policy=policy)
 
-    counts = Counts("month", "ill", Grid((2.0, 4.0), exact_times=True))
+    counts = Counts("month", "ill", Grid((2.0, 4.0), exact_times=True), None, ("all",))
     for fit in (bf.stats.cox, bf.stats.kaplan_meier):
         with pytest.raises(Refusal, match="'va' refuses EventTimes by its policy's rule exact_tim"):
             fit(tables(False), time="month", event="ill", exact_times=True)
