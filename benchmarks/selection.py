@@ -230,7 +230,7 @@ Posterior = tuple[dict[str, Any], Row]
 def posteriors(model: nn.Module, data: Images, seed: int) -> dict[str, Posterior]:
     """Return the approximations by row, subnetworks chosen."""
     body: dict[str, Any] = {"pattern": "body.*"}
-    diagonal = Laplace.fit(model, data.x, structure="diagonal", **body)
+    diagonal = Laplace.fit(model, data.x, precision=1.0, structure="diagonal", **body)
     evidence = selection.Evidence(
         diagonal.loc, diagonal.diagonal, torch.full_like(diagonal.loc, 1 / TRAINING_PRECISION), seed
     )

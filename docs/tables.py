@@ -37,7 +37,6 @@ GIVEN = (
     ("bayesfl.evaluation.predictions", "Predictions"),
     ("bayesfl.study.table", "Table"),
     ("bayesfl.study.table", "Summary"),
-    ("bayesfl.posteriors.nuts", "Samples"),
     ("bayesfl.federation.errors", "BadClients"),
     ("bayesfl.federation.errors", "FailedRound"),
     ("bayesfl.base.archive", "CheckpointError"),

@@ -117,10 +117,12 @@ def run(given: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, float
     )
 
     fits: dict[str, Callable[[], Laplace]] = {
-        "every weight on its own": lambda: Laplace.fit(model, x, structure="diagonal"),
-        "Kronecker factors": lambda: Laplace.fit(model, x, structure="kfac"),
-        "last layer": lambda: Laplace.fit(model, x, pattern="head.*"),
-        "all weights": lambda: Laplace.fit(model, x, structure="full"),
+        "every weight on its own": lambda: Laplace.fit(
+            model, x, precision=1.0, structure="diagonal"
+        ),
+        "Kronecker factors": lambda: Laplace.fit(model, x, precision=1.0, structure="kfac"),
+        "last layer": lambda: Laplace.fit(model, x, precision=1.0, pattern="head.*"),
+        "all weights": lambda: Laplace.fit(model, x, precision=1.0, structure="full"),
     }
     diagonal = fits["every weight on its own"]()
     evidence = selection.Evidence(

@@ -61,8 +61,8 @@ def anew(
     ]
     if stuck:
         raise ValueError(
-            f"parameters of {_listed(stuck)} have no reset_parameters(), by which fedem, d_fedem "
-            "and ifca draw the weights of each copy anew: write that method in their class, as "
+            f"parameters of {_listed(stuck)} have no reset_parameters(), by which the "
+            "weights of each copy or member are drawn anew: write that method in their class, as "
             "torch's layers have it"
         )
     layout = Layout(module, pattern)

@@ -1,8 +1,22 @@
 """Beliefs about weights, which can be used without a federation."""
 
+from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.mean_field import MeanField
-from bayesfl.posteriors.nuts import nuts
 from bayesfl.posteriors.point import Point
+from bayesfl.posteriors.sampling.ensembles import ensemble
+from bayesfl.posteriors.sampling.langevin import sghmc, sgld
+from bayesfl.posteriors.sampling.nuts import nuts
+from bayesfl.posteriors.sampling.samples import Samples
 
-__all__ = ["Laplace", "MeanField", "Point", "nuts"]
+__all__ = [
+    "FullGaussian",
+    "Laplace",
+    "MeanField",
+    "Point",
+    "Samples",
+    "ensemble",
+    "nuts",
+    "sghmc",
+    "sgld",
+]

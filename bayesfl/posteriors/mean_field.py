@@ -10,17 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesfl.base.numerics import inverse_softplus, log_softplus
-from bayesfl.base.options import NotNegative, Positive, declared
+from bayesfl.base.options import NotNegative, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.posteriors.variational import Family
 
 
 @dataclass(frozen=True, kw_only=True)
 @declared
-class MeanField:
+class MeanField(Family):
     """The mean-field Gaussian q(w) = N(loc, diag(softplus(rho)^2)).
 
     The parametrisation of Blundell et al., "Weight uncertainty in neural networks", ICML 2015,
     section 3.2.
+
+    Its best fit to a Gaussian posterior has the width that a weight has where all others are known,
+    (1 - R^2)^(1/2) of the true one, with R^2 the share of the weight's variance that the others
+    explain. That is .82 for two slopes of correlation .57, and .44 for two of .9, by its nature and
+    not for want of steps. `FullGaussian` has all covariances.
 
     Args:
         init_scale: Standard deviation of every weight at the start, > 0.
@@ -29,7 +35,6 @@ class MeanField:
             depend on the size of gradients.
     """
 
-    init_scale: Positive = 0.1
     scale_rate: NotNegative = 1.0
 
     def init(self, loc: Tensor) -> Tensors:
@@ -39,10 +44,6 @@ class MeanField:
         rho = inverse_softplus(torch.tensor(self.init_scale, dtype=torch.float64)).to(loc)
         return {"loc": loc, "rho": rho.expand_as(loc).clone()}
 
-    def noise_size(self, size: int) -> int:
-        """Return how many standard normals one draw of `size` weights takes."""
-        return size
-
     def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:
         """Return one reparameterised draw [..., D] from standard normal `noise` [..., D]; the mean
         if `noise` is None.
@@ -50,6 +51,12 @@ class MeanField:
         if noise is None:
             return q["loc"]
         return q["loc"] + F.softplus(self._slowed(q["rho"])) * noise
+
+    def log_density(self, q: Tensors, w: Tensor) -> Tensor:
+        """Compute log q(w) [...] in nats at weights `w` [..., D]."""
+        rho = self._slowed(q["rho"])
+        squares = ((w - q["loc"]) / F.softplus(rho)).square()
+        return -(0.5 * squares + log_softplus(rho) + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def moments(self, q: Tensors) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each weight, [..., D] each."""

@@ -12,7 +12,7 @@ from bayesfl.base import archive
 from bayesfl.base.archive import CheckpointError, OtherFileError
 from bayesfl.data.tables.columns import Columns, Number
 from bayesfl.evaluation.alarm import Alarm, Merged
-from bayesfl.posteriors import Laplace
+from bayesfl.posteriors import Laplace, MeanField, Samples
 
 
 def test_what_is_written_is_read(tmp_path: Path):
@@ -34,15 +34,23 @@ def kinds() -> dict[str, tuple[Any, Any]]:
     """Everything that is saved outside of runs, with what reads it."""
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     columns = Columns((Number("age", 40.0, 12.0, flagged=False),), ("no", "yes"), None)
+    laplace = Laplace.fit(NETWORK, x, precision=1.0)
     return {
-        "laplace": (Laplace.fit(NETWORK, x), lambda path: Laplace.load(path, NETWORK)),
+        "laplace": (laplace, lambda path: Laplace.load(path, NETWORK)),
+        "samples": (laplace.sample(3), lambda path: Samples.load(path, NETWORK)),
+        "variational": (
+            MeanField.fit(NETWORK, x, torch.arange(len(x)) % 2, precision=1.0, steps=2),
+            lambda path: MeanField.load(path, NETWORK),
+        ),
         "alarm": (Alarm([1.0, 2.0], of=("labels", "me")).see([1.5, 0.5]), Alarm.load),
         "merged": (Merged(["a", "b"]).see({"a": 3.0}), Merged.load),
         "columns": (columns, Columns.load),
     }
 
 
-@pytest.mark.parametrize("name", ["laplace", "alarm", "merged", "columns"])
+@pytest.mark.parametrize(
+    "name", ["laplace", "samples", "variational", "alarm", "merged", "columns"]
+)
 def test_damage_is_found(name: str, tmp_path: Path):
     """Fifty bits of a file turned, one at a time: none loads as another thing."""
     thing, load = kinds()[name]

@@ -110,7 +110,7 @@ def test_posteriors_are_those_of_laplace_torch(theirs, case, backend, task):
     assert_close(fitted.moments()[1], other.posterior_precision.diag(-1), **NEAR)
     noise = numbers(3, fitted.noise_size, seed=4)
     assert_close(
-        fitted.sample(noise) - fitted.loc,
+        fitted.draw(noise) - fitted.loc,
         other.posterior_precision.bmm(noise, exponent=-0.5),
         **NEAR,
     )
@@ -238,7 +238,7 @@ def test_it_is_the_matrix_written_out(make, backend, likelihood):
         again = kronecker.restore_factors(fitted.curvature, fitted.inverse.tensors())
         assert_close(again.predict(new), fitted.inverse.predict(new), rtol=0, atol=0)
         # A draw is linear in the noise.
-        linear = fitted.sample(torch.eye(fitted.noise_size, dtype=torch.float64)) - fitted.loc
+        linear = fitted.draw(torch.eye(fitted.noise_size, dtype=torch.float64)) - fitted.loc
         assert_close(linear.T @ linear, covariance, **EXACT)
         assert_close(linear, linear.T, **EXACT)  # and the root is the symmetric one
         if isinstance(likelihood, Categorical):
@@ -299,7 +299,7 @@ def test_a_last_layer_of_many_classes_takes_no_matrix_an_example():
     torch.manual_seed(0)
     model, x = bf.models.mlp(8, hidden=6, outputs=200), torch.rand(60, 8)
     with Largest() as largest:
-        fitted = Laplace.fit(model, x, structure="kfac", pattern="head.*")
+        fitted = Laplace.fit(model, x, precision=1.0, structure="kfac", pattern="head.*")
         fitted.predict(x)
         fitted.predict(x, link="per_class")
         fitted.predict(x, noise=torch.randn(2, 60, 200))
@@ -326,7 +326,8 @@ def test_a_single_weight():
     """The product of two numbers."""
     model, x = nn.Linear(1, 1, bias=False).double(), numbers(7, 1)
     kfac, full = (
-        Laplace.fit(model, x, structure=s, likelihood=Gaussian(0.5)) for s in ("kfac", "full")
+        Laplace.fit(model, x, precision=1.0, structure=s, likelihood=Gaussian(0.5))
+        for s in ("kfac", "full")
     )
     assert_close(kfac.moments(), full.moments(), **EXACT)
 
@@ -336,19 +337,19 @@ def test_streams(backend, monkeypatch):
     """Batches of any size and blocks of one example give the same."""
     case = CASES[2]
     x, new = case.data(9), case.data(5, seed=3)
-    once = Laplace.fit(case.model(), x, structure="kfac", backend=backend)
+    once = Laplace.fit(case.model(), x, precision=1.0, structure="kfac", backend=backend)
     wanted = once.moments(), once.linearised(new)
     for module in (ggn, kronecker, factors):
         monkeypatch.setattr(module, "BLOCK", 1)
     loader = DataLoader(TensorDataset(x, torch.zeros(9)), batch_size=4)
-    streamed = Laplace.fit(case.model(), loader, structure="kfac", backend=backend)
+    streamed = Laplace.fit(case.model(), loader, precision=1.0, structure="kfac", backend=backend)
     assert_close((streamed.moments(), streamed.linearised(list(new.split(2)))), wanted, **EXACT)
 
 
 def test_another_precision_keeps_the_factors(monkeypatch):
     """And gives what a fit under it gives; so do searches for one."""
     model, x, new = network(), numbers(12, 4), numbers(30, 4, seed=7)
-    fitted = Laplace.fit(model, x, structure="kfac")
+    fitted = Laplace.fit(model, x, precision=1.0, structure="kfac")
     wanted = {p: Laplace.fit(model, x, precision=p, structure="kfac") for p in (0.1, 1.0, 10.0)}
     monkeypatch.setattr(kronecker, "_factors", None)
     for precision, want in wanted.items():
@@ -396,11 +397,11 @@ def test_curvlinops_is_imported_for_layers_below_the_last_alone():
 import sys, tempfile, torch
 from bayesfl.posteriors import Laplace
 model, x = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)), torch.rand(4, 3)
-Laplace.fit(model, x).predict(x)
-Laplace.fit(model, x, structure="kfac", pattern="1.*").predict(x)
+Laplace.fit(model, x, precision=1.0).predict(x)
+Laplace.fit(model, x, precision=1.0, structure="kfac", pattern="1.*").predict(x)
 assert "curvlinops" not in sys.modules
 with tempfile.TemporaryDirectory() as folder:
-    Laplace.fit(model, x, structure="kfac").save(folder + "/posterior.safetensors")
+    Laplace.fit(model, x, precision=1.0, structure="kfac").save(folder + "/posterior.safetensors")
     for name in [name for name in sys.modules if name.split(".")[0] == "curvlinops"]:
         del sys.modules[name]
     Laplace.load(folder + "/posterior.safetensors", model).predict(x)
@@ -479,12 +480,12 @@ IMAGES = torch.rand(3, 1, 4, 4)
 def test_what_is_refused(model, x, options, message):
     """By argument, with the remedy."""
     with pytest.raises(ValueError, match=message):
-        Laplace.fit(model, x, structure="kfac", **options)
+        Laplace.fit(model, x, structure="kfac", **{"precision": 1.0, **options})
 
 
 def test_layers_beside_those_covered_may_be_any():
     """The head of a network that has a group norm."""
-    fitted = Laplace.fit(NORM, IMAGES, structure="kfac", pattern="3.*")
+    fitted = Laplace.fit(NORM, IMAGES, precision=1.0, structure="kfac", pattern="3.*")
     assert fitted.predict(IMAGES)["probs"].isfinite().all()
     # Also of those not covered.
     assert all(p.requires_grad for p in fitted.curvature.module.parameters())
@@ -493,14 +494,16 @@ def test_layers_beside_those_covered_may_be_any():
 def test_data_are_read_twice():
     """Once for the diagonal, once for the factors."""
     with pytest.raises(ValueError, match="iterator is empty once it was read"):
-        Laplace.fit(network(), iter([numbers(5, 4)]), structure="kfac")
+        Laplace.fit(network(), iter([numbers(5, 4)]), precision=1.0, structure="kfac")
 
 
 def test_float32_agrees_to_its_precision():
     """Factors, eigenvectors and sums are in float64."""
     x, new = numbers(9, 4), numbers(5, 4, seed=3)
-    want = Laplace.fit(network(), x, structure="kfac").linearised(new)
-    got = Laplace.fit(network().float(), x.float(), structure="kfac").linearised(new.float())
+    want = Laplace.fit(network(), x, precision=1.0, structure="kfac").linearised(new)
+    got = Laplace.fit(network().float(), x.float(), precision=1.0, structure="kfac").linearised(
+        new.float()
+    )
     assert got[1].dtype == torch.float64
     assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -511,7 +514,7 @@ def test_the_bytes_are_said_first():
     with pytest.raises(
         MemoryError, match=rf"Kronecker factors .*\({24 * sum(n**2 for n in orders)} bytes\)"
     ):
-        Laplace.fit(network(), numbers(5, 4), structure="kfac", memory=100)
+        Laplace.fit(network(), numbers(5, 4), precision=1.0, structure="kfac", memory=100)
 
 
 @pytest.mark.slow
@@ -522,8 +525,8 @@ def test_the_jacobian_is_never_formed(backend):
     """
     torch.manual_seed(0)
     model, x = bf.models.mlp(784, hidden=1000, outputs=5), torch.rand(100, 784)
-    Laplace.fit(nn.Linear(2, 2), torch.rand(1, 2), structure="kfac")  # imports
-    fitted = Laplace.fit(model, x[:5], structure="diagonal", backend=backend)
+    Laplace.fit(nn.Linear(2, 2), torch.rand(1, 2), precision=1.0, structure="kfac")  # imports
+    fitted = Laplace.fit(model, x[:5], precision=1.0, structure="diagonal", backend=backend)
     assert 8 * len(x) * 5 * len(fitted.loc) > 3e9
     with Largest() as largest:
         fitted.with_structure(x, "kfac").predict(x if backend == "layers" else x[:10])
@@ -540,7 +543,7 @@ def test_examples_come_in_pieces_of_a_block():
         nn.Linear(16, 2),
     )
     x = torch.rand(200, 8, 32, 32)
-    fitted = Laplace.fit(model, x[:2], structure="diagonal")
+    fitted = Laplace.fit(model, x[:2], precision=1.0, structure="diagonal")
     with Largest() as largest:
         fitted.with_structure(x, "kfac")
     assert 2 * factors.BLOCK < 4 * len(x) * 32**2 * 8 * 5**2  # in single precision
@@ -553,8 +556,8 @@ def test_inputs_of_several_tensors_are_refused_and_tokens_taken():
     with pytest.raises(
         ValueError, match=r"'kfac' takes inputs of one tensor, got a tuple of 2; structure 'full'"
     ):
-        Laplace.fit(two, {"x": (a, b)}, structure="kfac")
+        Laplace.fit(two, {"x": (a, b)}, precision=1.0, structure="kfac")
     model, tokens = brute.token_model()
-    found = Laplace.fit(model, tokens, structure="kfac", pattern="3.*")
-    wanted = Laplace.fit(model[3], model[:3](tokens).detach(), structure="kfac")
+    found = Laplace.fit(model, tokens, precision=1.0, structure="kfac", pattern="3.*")
+    wanted = Laplace.fit(model[3], model[:3](tokens).detach(), precision=1.0, structure="kfac")
     assert_close(found.moments()[1], wanted.moments()[1], **EXACT)

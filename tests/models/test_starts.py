@@ -67,7 +67,7 @@ def test_weights_can_be_drawn_anew():
 @pytest.mark.parametrize(
     ("inside", "words"),
     [
-        (True, r"layers \['1'\] have no reset_parameters\(\).*fedem.*class"),
+        (True, r"layers \['1'\] have no reset_parameters\(\).*member.*class"),
         (False, r"^parameters of the module itself have no reset_parameters\(\)"),
     ],
 )

@@ -216,7 +216,7 @@ def test_nll_of_a_regression():
 def test_labels_fit_the_inputs_and_the_classes(labels, message):
     """Wherever they come in."""
     model, x = network(), numbers(30, 4)
-    fitted = Laplace.fit(model, x)
+    fitted = Laplace.fit(model, x, precision=1.0)
     for call in (
         lambda: by_validation(fitted, x, x, labels),
         lambda: by_evidence(fitted, x, labels),
@@ -239,7 +239,7 @@ def test_targets_fit_the_outputs():
         for other in (y[:-1], y[:1], y[None], y.view(10, 2)):
             with pytest.raises(ValueError, match=r"targets .*20 inputs, .*\[20, 1\], got"):
                 score(other)
-    wide = Laplace.fit(network(), numbers(6, 4), likelihood=Gaussian())
+    wide = Laplace.fit(network(), numbers(6, 4), precision=1.0, likelihood=Gaussian())
     assert predictive_nll(wide, numbers(6, 4), numbers(6, 3)) > 0
     for other in (numbers(6), numbers(18), numbers(3, 6)):
         with pytest.raises(ValueError, match=r"of shape \[6, 3\], got"):
@@ -249,7 +249,7 @@ def test_targets_fit_the_outputs():
 def test_bernoulli_labels():
     """0 and 1, as whole numbers or not."""
     x, y = numbers(12, 4), torch.arange(12) % 2
-    fitted = Laplace.fit(network(1), x, likelihood=Bernoulli())
+    fitted = Laplace.fit(network(1), x, precision=1.0, likelihood=Bernoulli())
     for score in (partial(predictive_nll, fitted), fitted.log_marginal_likelihood):
         assert float(score(x, y)) == float(score(x, y.double()))
     with pytest.raises(ValueError, match=r"labels .*0 to 1, got 2"):

@@ -21,7 +21,7 @@ from bayesfl.likelihoods import (
     Quantiles,
 )
 from bayesfl.posteriors import nuts
-from bayesfl.posteriors.nuts import LIMIT, Samples, _potential
+from bayesfl.posteriors.sampling.nuts import LIMIT, Samples, _potential
 
 pytest.importorskip("pyro")
 
@@ -170,6 +170,9 @@ def test_seeds_decide_and_nothing_else_changes():
     )
     torch.manual_seed(99)
     again = nuts(model, Gaussian(SCALE), *data(), **options)
+    x, y = data()
+    split = nuts(model, Gaussian(SCALE), [(x[:5], y[:5]), (x[5:], y[5:])], **options)
+    assert split.draws.equal(first.draws)
     other = nuts(model, Gaussian(SCALE), *data(), **options, seed=1)
     assert again.draws.equal(first.draws)
     assert not other.draws.equal(first.draws)
@@ -310,9 +313,11 @@ def test_two_inputs_are_one_that_is_joined(names: bool):
     inputs = {"code": x[:, 2:].long(), "a": x[:, :2]} if names else (x[:, :2], x[:, 2:].long())
     options = {"precision": 1.0, "draws": 5, "warmup": 5, "chains": 1}
     want = nuts(linear(), Gaussian(SCALE), x, y, **options)
-    found = nuts(Two(), Gaussian(SCALE), inputs, y, **options)
+    found = nuts(Two(), Gaussian(SCALE), {"x": inputs}, y, **options)
     assert_close(found.draws, want.draws, rtol=1e-12, atol=1e-12)
-    assert_close(found.predict(inputs)["mean"], want.predict(x)["mean"], rtol=1e-12, atol=1e-12)
+    assert_close(
+        found.predict({"x": inputs})["mean"], want.predict(x)["mean"], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_targets_of_other_likelihoods_are_checked():

@@ -53,7 +53,7 @@ def test_precision_by_validation():
     """
     model, x = network(), numbers(40, 4)
     held, labels = numbers(30, 4, seed=7), torch.arange(30) % 3
-    best = by_validation(Laplace.fit(model, x), x, held, labels)
+    best = by_validation(Laplace.fit(model, x, precision=1.0), x, held, labels)
     scores = {
         p: nll_of_predictive(Laplace.fit(model, x, precision=p).predict(held), labels) for p in GRID
     }
@@ -67,7 +67,7 @@ def test_precision_by_validation():
         predictive_nll(best, held, labels), float(-probs[torch.arange(30), labels].log().mean())
     )
     with pytest.raises(ValueError, match=r"precision .*\(0\.0001, .*finite"):
-        by_validation(Laplace.fit(model, x), x, held.fill_(1e200), labels)
+        by_validation(Laplace.fit(model, x, precision=1.0), x, held.fill_(1e200), labels)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_precision_is_chosen_under_the_link_that_predicts(
 
     monkeypatch.setattr(Laplace, "predict", predict)
     model, x = network(), numbers(10, 4)
-    fitted, labels = Laplace.fit(model, x), torch.zeros(10).long()
+    fitted, labels = Laplace.fit(model, x, precision=1.0), torch.zeros(10).long()
     best = by_validation(fitted, x, x, labels, link=link, grid=(1000.0, 1.0, 100.0, 10.0))
     assert set(asked) == {link}
     again = by_validation(fitted, x, x, labels, link=link, grid=(1.0, 10.0, 100.0, 1000.0))
@@ -132,6 +132,6 @@ def test_the_precision_is_chosen_under_the_link_that_predicts(
 
 def test_an_empty_grid():
     x, y = numbers(12, 4), torch.arange(12) % 3
-    fitted = Laplace.fit(network(), x)
+    fitted = Laplace.fit(network(), x, precision=1.0)
     with pytest.raises(ValueError, match=r"no precision of the grid \(\)"):
         by_validation(fitted, x, x, y, grid=())

@@ -1,0 +1,196 @@
+"""Draws from the exact posterior of a small model by the No-U-Turn sampler, as a reference for
+approximations.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.inputs import Inputs, call_at, join
+from bayesfl.base.layout import Layout, Pattern
+from bayesfl.base.options import PROBABILITY, Count, Natural, declared
+from bayesfl.base.protocols import Likelihood, Tensors
+from bayesfl.curvature.batches import Data, labelled
+from bayesfl.posteriors.sampling.samples import Samples
+from bayesfl.posteriors.sampling.target import check_positive, checked, expanded, own
+
+LIMIT = 5000
+"""Largest number of weights that can be sampled; one trajectory takes up to 1023 gradients of the
+whole data.
+"""
+
+log = logging.getLogger(__name__)
+
+
+@declared
+def nuts(
+    model: nn.Module,
+    likelihood: Likelihood,
+    x: Data,
+    y: Tensor | None = None,
+    *,
+    precision: float | Tensor,
+    centre: float | Tensor = 0.0,
+    pattern: Pattern = "*",
+    draws: Count = 500,
+    warmup: Natural = 500,
+    chains: Count = 4,
+    seed: Natural = 0,
+    full_mass: bool = False,
+    target_accept: Annotated[float, PROBABILITY] = 0.8,
+    progress: bool = False,
+) -> Samples:
+    """Draw from p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision), by Pyro's
+    No-U-Turn sampler.
+
+    Hoffman and Gelman, "The No-U-Turn sampler: adaptively setting path lengths in Hamiltonian Monte
+    Carlo", JMLR 15, 2014. The likelihood is the sum over the data. Everything is computed in
+    float64 on the CPU, on a copy of the model in evaluation mode; chains run one after another,
+    each from the model's own weights plus a standard normal (times the prior's standard deviation
+    where that is below 1), so that `r_hat` compares starts that differ. Equal seeds give equal
+    draws, and no shared random generator is used. The posterior of a network's weights has
+    thousands of equivalent modes (hidden units can be permuted): compare predictions there, not
+    weights.
+
+    Args:
+        model: Any module; parameters that `pattern` does not match stay as they are.
+        likelihood: Distribution of y given the outputs.
+        x: Inputs [N, ...], or batches (x, y) of them, as a DataLoader; several inputs, a tuple or
+            a mapping, as `{"x": inputs}`, see `bayesfl.curvature.batches`.
+        y: Labels or targets, as the likelihood takes them; None where batches bring them.
+        precision: Precision of the Gaussian prior, 1 / variance, > 0: one number or one for each
+            weight, [D].
+        centre: Mean of the prior: one number or one for each weight, [D].
+        pattern: A shell-style pattern over the names of the parameters that are sampled, such as
+            `head.*`.
+        draws: Number of draws of each chain that are kept.
+        warmup: Number of draws of each chain before these, in which step size and mass matrix are
+            adapted; they are dropped.
+        chains: Number of chains.
+        seed: Seed of the starts and the draws, >= 0.
+        full_mass: Whether the mass matrix is full, [D, D], for posteriors with strong correlations,
+            rather than diagonal.
+        target_accept: Acceptance probability that the step size is adapted to, in (0, 1); closer to
+            1 where transitions diverge.
+        progress: Whether to show Pyro's progress bar.
+
+    Raises:
+        ValueError: There are more than `LIMIT` weights, `pattern` matches no parameter, there are
+            no data, sizes, labels or outputs do not fit, or the posterior's density at a start is
+            not finite.
+    """
+    from pyro.infer import mcmc
+
+    layout = Layout(model, pattern)
+    if layout.size > LIMIT:
+        raise ValueError(
+            f"{layout.size} weights are more than the {LIMIT} that sampling can serve; take a "
+            "smaller model, or sample part of it, as in pattern='head.*'"
+        )
+    pairs = list(labelled(x, y, torch.empty(0)))
+    if not pairs:
+        raise ValueError(
+            "x has no rows: at least one example is needed, without data the draws would be the "
+            "prior's"
+        )
+    prior = {
+        name: expanded(name, value, layout.size).cpu()
+        for name, value in {"precision": precision, "centre": centre}.items()
+    }
+    check_positive(prior["precision"])
+    model = deepcopy(model).to("cpu", torch.float64).eval().requires_grad_(False)
+    inputs = _own(join([inputs for inputs, _ in pairs]))
+    targets = _own(torch.cat([targets for _, targets in pairs]))
+    loc = layout.ravel(dict(model.named_parameters()))
+    targets = checked(likelihood, _outputs(model, layout, loc, inputs), targets)
+    potential = _potential(
+        model, likelihood, layout, inputs, targets, prior["precision"], prior["centre"]
+    )
+
+    kept, diverging = [], []
+    words = np.random.SeedSequence(seed).generate_state(chains, np.uint32)
+    for chain, word in enumerate(words):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(word))
+            start = loc + prior["precision"].rsqrt().clamp_max(1) * torch.randn(
+                layout.size, dtype=torch.float64
+            )
+            if not math.isfinite(potential({"w": start})):
+                raise ValueError(
+                    "the posterior's density is not finite at the start; check that x and y are "
+                    "finite, and the likelihood"
+                )
+            kernel = mcmc.NUTS(
+                potential_fn=potential, full_mass=full_mass, target_accept_prob=target_accept
+            )
+            # Divergences are read after each draw: Pyro's summary needs four draws, and the kernel
+            # drops them when the run ends.
+            places: list[int] = []
+
+            def note(kernel: Any, _: Any, stage: str, __: int, places: list[int] = places) -> None:
+                if not stage.startswith("Warmup"):
+                    places[:] = kernel.diagnostics()["divergences"]
+
+            run = mcmc.MCMC(
+                kernel,
+                num_samples=draws,
+                warmup_steps=warmup,
+                initial_params={"w": start},
+                hook_fn=note,
+                disable_progbar=not progress,
+            )
+            run.run()
+        kept.append(run.get_samples()["w"].detach())
+        diverging.append(
+            torch.zeros(draws, dtype=torch.bool).index_fill_(
+                0, torch.tensor(places, dtype=torch.long), True
+            )
+        )
+        log.info("chain %d of %d: %d draws, %d diverged", chain + 1, chains, draws, len(places))
+    samples = Samples(
+        torch.stack(kept), layout, model, likelihood, diverged := torch.stack(diverging)
+    )
+    if diverged.any():
+        log.warning(
+            "%d of %d transitions diverged: the draws may miss part of the posterior; raise "
+            "target_accept, or the prior precision",
+            int(diverged.sum()),
+            diverged.numel(),
+        )
+    return samples
+
+
+def _potential(
+    model: nn.Module,
+    likelihood: Likelihood,
+    layout: Layout,
+    x: Inputs,
+    y: Tensor,
+    precision: Tensor,
+    centre: Tensor,
+) -> Callable[[Tensors], Tensor]:
+    """Return -log p(y | x, w) - log N(w; centre, 1 / precision) in nats, up to a constant, as a
+    function of {"w": [D]}.
+    """
+
+    def potential(z: Tensors) -> Tensor:
+        nll = likelihood.nll(_outputs(model, layout, z["w"], x), y).sum()
+        return nll + 0.5 * (precision * (z["w"] - centre).square()).sum()
+
+    return potential
+
+
+def _own(x: Any) -> Any:
+    """Return tensors on the CPU, floats in float64."""
+    return own(x, torch.empty(0, dtype=torch.float64))
+
+
+def _outputs(model: nn.Module, layout: Layout, w: Tensor, x: Inputs) -> Tensor:
+    """Compute outputs [N, O] at weights `w` [D]."""
+    return call_at(model, layout.leaves(w), x)

@@ -1,0 +1,265 @@
+"""The posterior of one module's weights as a density that gradients are taken of: the likelihood of
+the data, in batches, and a Gaussian prior.
+"""
+
+import math
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.inputs import Inputs, at, call_at, count, each, in_precision
+from bayesfl.base.layout import Layout, Pattern
+from bayesfl.base.protocols import Likelihood
+from bayesfl.base.random import Purpose, generator
+from bayesfl.base.targets import IGNORE, Targets
+from bayesfl.curvature.batches import Data, labelled, one_batch
+from bayesfl.curvature.ggn import check_outputs
+from bayesfl.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    MultiLabel,
+    Ordinal,
+    Poisson,
+    Quantiles,
+    Tokens,
+)
+from bayesfl.posteriors.linearised import as_labels
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """The posterior p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision), of the
+    weights of one module; made by `Target.of`.
+
+    Args:
+        model: A copy of the module, in evaluation mode, whose own parameters get no gradients.
+        layout: Which parameter each of the D weights belongs to.
+        likelihood: Distribution of y given the module's outputs.
+        loc: The module's own weights, [D].
+        precision: Precision of the prior, [D].
+        centre: Mean of the prior, [D].
+        data: Inputs and labels, or batches of them; None where they are not kept.
+        examples: Number N of examples.
+        width: Shape of the outputs for one example.
+    """
+
+    model: nn.Module
+    layout: Layout
+    likelihood: Likelihood
+    loc: Tensor
+    precision: Tensor
+    centre: Tensor
+    data: tuple[Data, Tensor | None] | None
+    examples: int = 0
+    width: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        x: Data,
+        y: Tensor | None,
+        likelihood: Likelihood | None,
+        *,
+        precision: float | Tensor,
+        centre: float | Tensor,
+        pattern: Pattern,
+    ) -> "Target":
+        """Make the target of a module, which is not changed, and of its data.
+
+        Raises:
+            ValueError: There are no data, they can be read only once, or they do not fit the
+                module's outputs and the likelihood; `precision` or `centre` has another size, or
+                `precision` is not > 0.
+        """
+        layout = Layout(model, pattern)
+        model = deepcopy(model).eval().requires_grad_(False)
+        loc = layout.ravel(dict(model.named_parameters()))
+        precision, centre = (
+            expanded(name, value, layout.size).to(loc)
+            for name, value in (("precision", precision), ("centre", centre))
+        )
+        check_positive(precision)
+        likelihood = Categorical() if likelihood is None else likelihood
+        made = cls(model, layout, likelihood, loc, precision, centre, None)
+        return made.on(x, y)
+
+    def on(self, x: Data, y: Tensor | None) -> "Target":
+        """Return the same target with these data.
+
+        Raises:
+            ValueError: As by `of`; or there is another number of examples than the target has.
+        """
+        examples, width = 0, ()
+        for inputs, labels in labelled(x, y, self.loc):
+            with torch.no_grad():
+                outputs = self.outputs(self.loc, in_precision(inputs, self.loc.dtype))
+            checked(self.likelihood, outputs, labels)
+            examples, width = examples + count(inputs), tuple(outputs.shape[1:])
+        if not examples or next(labelled(x, y, self.loc), None) is None:
+            raise ValueError(
+                "there are no data, or they can be read only once, as an iterator: pass inputs and "
+                "labels, a list of batches (x, y) or a DataLoader"
+            )
+        if self.examples not in (0, examples):
+            raise ValueError(
+                f"the posterior is of {self.examples} examples, and these are {examples}; pass "
+                "those that it was fitted to"
+            )
+        return replace(self, data=(x, y), examples=examples, width=width)
+
+    def outputs(self, w: Tensor, x: Inputs) -> Tensor:
+        """Compute the module's outputs [B, O] at weights `w` [D]."""
+        return call_at(self.model, self.layout.leaves(w), x)
+
+    def nll(self, w: Tensor, x: Inputs, y: Tensor) -> Tensor:
+        """Compute the negative log likelihood of a batch at weights `w` [D], in nats, scaled to the
+        sum over all N examples that it is an estimate of.
+        """
+        losses = self.likelihood.nll(self.outputs(w, x), y)
+        return losses.sum() * (self.examples / len(losses))
+
+    def prior(self, w: Tensor) -> Tensor:
+        """Compute the negative log density of the prior at weights `w` [D], in nats."""
+        squares = self.precision * (w - self.centre).square()
+        return 0.5 * (squares - (self.precision / (2 * math.pi)).log()).sum()
+
+    def slope(self, w: Tensor, x: Inputs, y: Tensor) -> Tensor:
+        """Compute the gradient [D] at `w` of the negative log joint density's mean over all N
+        examples, in nats, estimated by a batch.
+        """
+        w = w.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = (self.nll(w, x, y) + self.prior(w)) / self.examples
+            return torch.autograd.grad(energy, w)[0]
+
+    def batches(
+        self, batch_size: int | None, seed: int, *, chain: int = 0
+    ) -> Iterator[tuple[Inputs, Tensor]]:
+        """Yield batches of inputs and labels without end.
+
+        Args:
+            batch_size: Size of the batches into which each pass over inputs and labels is split, in
+                an order of its own; None for all at once. Batches that were passed stay as they
+                are.
+            seed: Seed of the orders.
+            chain: Number of the chain, which has orders of its own.
+
+        Raises:
+            ValueError: `batch_size` is given beside batches.
+        """
+        assert self.data is not None  # as `of` has set them
+        whole = one_batch(self.data[0])
+        if batch_size is not None and not whole:
+            raise ValueError(
+                "batch_size splits inputs and labels, and batches are given, which have sizes of "
+                "their own: leave it out"
+            )
+        if batch_size is None:
+            once = list(self.once()) if whole else []
+            while True:
+                yield from once or self.once()
+        ((x, y),) = self.once()
+        epoch = 0
+        while True:
+            rng = generator(seed, Purpose.PERMUTATION, phase=chain, index=epoch)
+            order = torch.from_numpy(rng.permutation(self.examples)).to(y.device)
+            for rows in order.split(batch_size):
+                yield at(x, rows), y[rows]
+            epoch += 1
+
+    def once(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """Yield inputs and labels once, in the model's precision and as the likelihood takes
+        them.
+        """
+        assert self.data is not None  # as `of` has set them
+        for x, y in labelled(*self.data, self.loc):
+            form = torch.empty(count(x), *self.width, device="meta")
+            labels = checked(self.likelihood, form, y)
+            yield in_precision(x, self.loc.dtype), _floats(labels, self.loc.dtype)
+
+
+def _floats(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return targets in a precision; labels stay whole numbers."""
+    return y.to(dtype) if y.is_floating_point() else y
+
+
+def own(x: Any, like: Tensor) -> Any:
+    """Return tensors on the device of `like`, floats in its precision."""
+    return in_precision(each(lambda t: t.detach().to(like.device), x), like.dtype)
+
+
+def expanded(name: str, value: float | Tensor, size: int) -> Tensor:
+    """Expand one number, or one for each weight, to [D].
+
+    Raises:
+        ValueError: There are more or fewer numbers.
+    """
+    tensor = torch.as_tensor(value).detach()
+    if tensor.shape not in ((), (1,), (size,)):
+        raise ValueError(
+            f"{name} must be one number or one for each of the {size} weights; got shape "
+            f"{list(tensor.shape)}"
+        )
+    return tensor.double().expand(size)
+
+
+def check_positive(precision: Tensor) -> None:
+    """Check that the precisions of a prior are positive.
+
+    Raises:
+        ValueError: One is not.
+    """
+    if not bool((precision > 0).all()):
+        raise ValueError(
+            f"precision is 1 / variance of the prior and must be > 0, got {float(precision.min())}"
+        )
+
+
+def checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """Convert labels or targets to the form that the likelihood takes with outputs `f`; keep them
+    for a user's own likelihood.
+
+    Raises:
+        ValueError: The outputs `f` or `y` do not fit the likelihood.
+    """
+    if isinstance(likelihood, Quantiles):
+        raise ValueError(
+            f"{likelihood} is a loss and no density, so that there is nothing to sample; take "
+            "Gaussian() or another likelihood"
+        )
+    if isinstance(likelihood, Gaussian | Poisson):
+        numbers = y.double().reshape(len(y), -1)
+        wanted = likelihood.width(Targets("regression", numbers.shape[1], numbers))
+        if len(y) != len(f) or tuple(f.shape[1:]) != wanted:
+            raise ValueError(
+                f"targets must be one row for each of the {len(f)} inputs, and the model's outputs "
+                f"for them {['N', *wanted]} under {likelihood}; got {list(y.shape)} and "
+                f"{list(f.shape)}"
+            )
+        return numbers
+    if isinstance(likelihood, Tokens | MultiLabel):
+        labels = y.long()
+        classes = f.shape[-1] if isinstance(likelihood, Tokens) else 2
+        wanted = likelihood.width(Targets("classification", classes, labels))
+        wrong = (labels != y) | (labels < 0) & (labels != IGNORE) | (labels >= classes)
+        if len(y) != len(f) or tuple(f.shape[1:]) != wanted or bool(wrong.any()):
+            raise ValueError(
+                f"labels must be whole numbers from 0 to {classes - 1}, or {IGNORE}, for each of "
+                f"the {len(f)} inputs and outputs {list(f.shape)}; got {list(y.shape)} from "
+                f"{float(y.min()):g} to {float(y.max()):g}"
+            )
+        return labels
+    if not isinstance(likelihood, Categorical | Bernoulli | Ordinal):
+        return y
+    if f.dim() != 2:
+        raise ValueError(f"the model must give outputs [N, O], got shape {list(f.shape)}")
+    check_outputs(likelihood, f.shape[1])
+    return as_labels(
+        y, len(f), f.shape[1] + 1 if isinstance(likelihood, Ordinal) else max(2, f.shape[1])
+    )
