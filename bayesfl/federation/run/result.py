@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
 from bayesfl.base.files import folder
-from bayesfl.base.options import PROBABILITY, declared, instance, whole
+from bayesfl.base.options import PROBABILITY, Count, declared, instance, whole
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.surveys import Survey, conduct
@@ -39,12 +39,13 @@ from bayesfl.federation.clients.client_model import (
 )
 from bayesfl.federation.clients.form import other_transform, same_form
 from bayesfl.federation.clients.local import Local, State, private_rows
-from bayesfl.federation.clients.modules import server_module
+from bayesfl.federation.clients.modules import module_at, server_module
 from bayesfl.federation.settings import FEDERATION, Settings, same_problem
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import Chosen, identity, reading
 from bayesfl.models.copies import refuse_changed
 from bayesfl.optim import rate_at
+from bayesfl.posteriors import Samples
 
 METHODS_START = "the method's own start"
 """What a run began from that did not begin from another."""
@@ -604,11 +605,13 @@ class Result:
             torch.ones((), dtype=self.dtype, device=self.device),
         )
 
-    def to_arviz(self, client: int | str, block: str, *, draws: int = 1000) -> Any:
-        """Draw from a client's posterior of a block, as ArviZ's InferenceData with one variable for
-        each parameter, [chain, draw, ...].
+    @declared
+    def samples(self, client: int | str, block: str, *, draws: Count = 1000) -> Samples:
+        """Draw from a client's posterior of a block; its other blocks stay at the means of their
+        beliefs.
 
-        A block with M copies has them as the third axis, [chain, draw, M, ...].
+        A block with M copies has them as the third axis, [1, S, M, D], and no single network that
+        predicts.
 
         Args:
             client: The client's name, or its number.
@@ -616,22 +619,16 @@ class Result:
             draws: Number of draws S; they are independent, so they make one chain.
 
         Raises:
-            ValueError: There is no such client or block, the block has nothing to draw, or `draws`
-                is not a whole number >= 0.
-            ImportError: ArviZ is not installed.
+            ValueError: There is no such client or block, or the block has nothing to draw.
         """
-        import arviz
-
-        j = place(client, self.known.client_names)
-        whole("draws", draws, least=1)
-        algorithm = self.algorithm
+        j, algorithm = place(client, self.known.client_names), self.algorithm
         if not algorithm.blocks[block].stochastic:
             drawn = [name for name, this in algorithm.blocks.items() if this.stochastic]
             raise ValueError(
                 f"block {block!r} is a point, of which there are no draws; the blocks with a "
                 f"distribution are {drawn}"
             )
-        _, view = self._unadapted(j)
+        view = tree_map(lambda t: t[0], self._unadapted(j)[1])
         index = list(algorithm.blocks).index(block)
         rng = generator(
             self.settings.seed, Purpose.POSTERIOR, round=self.round, client=j, index=index
@@ -639,16 +636,28 @@ class Result:
         noise = torch.from_numpy(
             rng.standard_normal((draws, algorithm.noise_size(block)), np.float32)
         ).to(view[block]["loc"])
-        samples = algorithm.blocks[block].posterior.sample(
+        found = algorithm.blocks[block].posterior.sample(
             view[block], algorithm.noise_of_copies(block, noise)
         )
-        posterior = {
-            name: leaf.unsqueeze(0).cpu().numpy()
-            for name, leaf in algorithm.layout(block).leaves(samples).items()
-        }
-        if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 the groups are one mapping
-            return arviz.from_dict({"posterior": posterior})
-        return arviz.from_dict(posterior=posterior)
+        single = algorithm.copies(algorithm.parts) is None
+        network = module_at(algorithm, algorithm.parts, view) if single else algorithm.model
+        return Samples(found[None], algorithm.layout(block), network, algorithm.likelihood)
+
+    @declared
+    def to_arviz(self, client: int | str, block: str, *, draws: Count = 1000) -> Any:
+        """Return `samples` of a client's posterior of a block as ArviZ's InferenceData, with one
+        variable for each parameter, [chain, draw, ...]; of M copies [chain, draw, M, ...].
+
+        Args:
+            client: The client's name, or its number.
+            block: A block whose posterior has an entropy.
+            draws: Number of draws S.
+
+        Raises:
+            ValueError: As by `samples`.
+            ImportError: ArviZ is not installed.
+        """
+        return self.samples(client, block, draws=draws).to_arviz()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, the settings and the history into the folder `path`, from which

@@ -209,6 +209,13 @@ def test_posterior_draws_for_arviz(result):
         {k: t[2] for k, t in result.private["head"].items()}
     )
     is_drawn(weight, result.algorithm.layout("head"), moments, atol=(0.05, 0.05), rtol=0.1)
+    drawn = result.samples(2, "head", draws=30)
+    x = result.data.test.client(2)[0]
+    head = drawn.layout.leaves(drawn.draws[0])
+    features = drawn.model.body(x).detach()
+    logits = torch.einsum("nd,sod->sno", features, head["head.weight"]) + head["head.bias"][:, None]
+    assert_close(drawn.outputs(x), logits)
+    assert_close(drawn.predict(x)["probs"], logits.softmax(-1).mean(0))
     for client, block, words in (
         (2, "body", r"'body' is a point.*\['head'\]"),
         (7, "head", "client"),
