@@ -20,7 +20,7 @@ from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
 from bayesfl.curvature.dual import independent
 from bayesfl.curvature.roots import check_known
-from bayesfl.likelihoods import Categorical, Gaussian
+from bayesfl.likelihoods import Categorical
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, kappa, predictive, refuse_idle_centre
@@ -521,7 +521,7 @@ class _Linearised:
             {"x": x}, centre=rule.centre and isinstance(likelihood, Categorical)
         )
         # Kappa is defined for logits, not for the variance of targets.
-        classes = not isinstance(likelihood, Gaussian)
+        classes = likelihood.task == "classification"
         # A copy that made no example has the prior under any precision.
         fixed = rule.precision is not None and float(self._view["n"]) >= 1
         if (

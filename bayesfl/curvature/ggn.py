@@ -37,6 +37,7 @@ from bayesfl.curvature.roots import basis, root, variances
 from bayesfl.likelihoods import Bernoulli, Categorical
 from bayesfl.models.altered import altered
 from bayesfl.models.copies import differentiable
+from bayesfl.models.unseen import refuse_unseen
 
 
 class Curvature:
@@ -91,6 +92,7 @@ class Curvature:
         differentiable(self.module)
         self.engine: Backend = choose(backend, self.module, self.layout)
         self._asked, self._proven = backend, not isinstance(self.engine, BackPack)
+        self._seen = self.engine.name == "layers"  # whose layers are torch's own
         self._like = next(model.parameters()).detach().flatten()[:0]
 
     @property
@@ -344,8 +346,12 @@ class Curvature:
 
         Raises:
             ValueError: A backend was asked for by name and does not take such inputs; or BackPACK
-                was, and fails or gives another diagonal.
+                was, and fails or gives another diagonal; or the outputs depend on weights that are
+                no parameters of the model.
         """
+        if not self._seen:
+            refuse_unseen(self.module, x)
+            self._seen = True
         if isinstance(x, Tensor):
             if not self._proven:
                 self._compare(x)

@@ -43,7 +43,7 @@ from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import FactorRows, Rows
 from bayesfl.curvature.roots import total
 from bayesfl.curvature.spectral import Spectral
-from bayesfl.likelihoods import Categorical, Gaussian
+from bayesfl.likelihoods import Categorical, Gaussian, Poisson
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Layers whose weight and bias scale and shift, each a vector with a block of its own."""
@@ -394,6 +394,11 @@ def _by_curvlinops(
     """
     from curvlinops import FisherType, KFACLinearOperator
 
+    if isinstance(likelihood, Poisson):
+        raise ValueError(
+            "structure 'kfac' knows no factors of Poisson's for layers below the last; "
+            f"pattern='head.*' takes the last layer, {_OTHERS}"
+        )
     if not isinstance(x, Tensor):
         raise ValueError(
             f"structure 'kfac' takes inputs of one tensor, got {structure(x)}; {_OTHERS}"

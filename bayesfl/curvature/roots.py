@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Likelihood
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 
 
 def check_known(likelihood: Likelihood) -> None:
@@ -16,16 +16,17 @@ def check_known(likelihood: Likelihood) -> None:
     Raises:
         TypeError: It is another one, or a subclass with a distribution of its own.
     """
-    known = (kind for kind in (Categorical, Bernoulli, Gaussian) if isinstance(likelihood, kind))
+    kinds = (Categorical, Bernoulli, Gaussian, Poisson)
+    known = (kind for kind in kinds if isinstance(likelihood, kind))
     kind, mine = next(known, None), type(likelihood)
     own = kind is None or any(
         getattr(mine, name) is not getattr(kind, name) for name in ("nll", "predictive")
     )
     if own or (isinstance(likelihood, Gaussian) and likelihood.floor is not None):
         raise TypeError(
-            f"the curvature of {mine.__name__} is not known; there are Categorical, Bernoulli and "
-            "Gaussian, of a scale that is a number and with the nll and the predictive that they "
-            "have: take one of these, or predictions without a Laplace approximation"
+            f"the curvature of {mine.__name__} is not known; there are Categorical, Bernoulli, "
+            "Poisson, and Gaussian of a scale that is a number, with the nll and predictive that "
+            "they have: take one of these, or predictions without a Laplace approximation"
         )
 
 
@@ -40,7 +41,8 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
 
         R_jj = (p_j q_j / q_{j-1})^(1/2),    R_ij = -(p_i / q_j) R_jj  for i > j.
 
-    It contains no subtraction, so it stays exact where p is nearly one-hot.
+    It contains no subtraction, so it stays exact where p is nearly one-hot. For counts with rates
+    exp(f) Lambda is diag(exp(f)).
 
     Raises:
         TypeError: The curvature of `likelihood` is not known here, see `check_known`.
@@ -63,6 +65,8 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
         return (one - ratios.tril(-1)) * scale[..., None, :]
     if isinstance(likelihood, Bernoulli):
         return (outputs.sigmoid() * (-outputs).sigmoid()).sqrt().unsqueeze(-1)
+    if isinstance(likelihood, Poisson):
+        return (0.5 * outputs).exp().diag_embed()
     assert isinstance(likelihood, Gaussian)
     one = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
     return (one / likelihood.known).expand(*outputs.shape, -1)

@@ -38,7 +38,7 @@ from bayesfl.curvature.backends import Name
 from bayesfl.curvature.batches import Data, batches, labelled, of_batch, one_batch
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
-from bayesfl.likelihoods import Categorical, Gaussian
+from bayesfl.likelihoods import Categorical
 from bayesfl.posteriors.linearised import (
     Link,
     as_labels,
@@ -334,7 +334,7 @@ class Laplace(Drawn):
     def _losses(self, x: Inputs, y: Tensor) -> Tensor:
         """Compute the negative log likelihoods [B] of one batch at the weights, in nats."""
         outputs = self.curvature.outputs({"x": x})
-        if isinstance(self.curvature.likelihood, Gaussian):
+        if self.curvature.likelihood.task == "regression":
             y = as_targets(y, outputs)
         else:
             y = as_labels(y, len(outputs), max(2, outputs.shape[1]))

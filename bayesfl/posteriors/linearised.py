@@ -13,7 +13,7 @@ from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.roots import check_known
 from bayesfl.curvature.spectral import Spectral
-from bayesfl.likelihoods import Bernoulli, Gaussian
+from bayesfl.likelihoods import Bernoulli, Gaussian, Poisson
 
 Link = Literal["contrasts", "per_class"]
 """How a Gaussian over the logits becomes probabilities in closed form, see `predictive`."""
@@ -107,7 +107,9 @@ def predictive(
     `aleatoric` [N], the mean entropy of the draws in nats.
 
     For targets, exactly: `mean` and `variance` [N, O], noise of the data included, and `epistemic`
-    [N], the variance of the outputs summed over O.
+    [N], the variance of the outputs summed over O. For counts, whose rates exp(f) are log-normal,
+    the mean is exp(f + s^2 / 2), and `epistemic` the variance of the rates,
+    expm1(s^2) mean^2 summed over O, which `variance` has beside the mean.
 
     Raises:
         ValueError: `noise` has another shape, or S is 0.
@@ -123,6 +125,10 @@ def predictive(
     spread = variances(covariance)
     if isinstance(likelihood, Gaussian):
         return {"mean": mean, "variance": spread + likelihood.known**2, "epistemic": spread.sum(-1)}
+    if isinstance(likelihood, Poisson):
+        rates = (mean + 0.5 * spread).exp().clamp_min(torch.finfo(mean.dtype).tiny)
+        between = spread.expm1() * rates.square()
+        return {"mean": rates, "variance": rates + between, "epistemic": between.sum(-1)}
     if noise is not None:
         found = likelihood.predictive(draws(mean, covariance, noise))
         return found | {
@@ -150,13 +156,21 @@ def _of_logits(logits: Tensor, *, two: bool) -> Tensor:
     return torch.cat([F.sigmoid(-logits), F.sigmoid(logits)], -1) if two else logits.softmax(-1)
 
 
-def nll_of_predictive(found: Tensors, y: Tensor) -> Tensor:
+def nll_of_predictive(found: Tensors, y: Tensor, *, counts: bool = False) -> Tensor:
     """Compute the negative log density [N] in nats of labels or targets `y` [N] (or [N, O]) under
     the result of `predictive`.
+
+    Args:
+        found: The result of `predictive`.
+        y: Labels or targets.
+        counts: Whether targets are counts, under negative binomial distributions of these moments
+            in place of normal ones.
 
     Raises:
         ValueError: `y` has another length than the predictions, or a label is no class.
     """
+    if counts:
+        return _nll_of_counts(found["mean"], found["variance"], as_targets(y, found["mean"]))
     if "mean" in found:
         residual = as_targets(y, found["mean"]) - found["mean"]
         return 0.5 * (
@@ -165,6 +179,24 @@ def nll_of_predictive(found: Tensors, y: Tensor) -> Tensor:
     probs = found["probs"]
     probs = probs.gather(-1, as_labels(y, *probs.shape).to(probs.device)[:, None]).squeeze(-1)
     return -probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+
+
+def _nll_of_counts(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """Compute the negative log probability [N] in nats of counts `y` [N, O], summed over O, under
+    negative binomial distributions of these moments; Poisson's where the variance is the mean.
+    """
+    excess = (variance - mean).clamp_min(0)
+    poisson = mean - y * mean.log() + (y + 1).lgamma()
+    size = mean.square() / excess.clamp_min(torch.finfo(mean.dtype).tiny)
+    binomial = (
+        size.lgamma()
+        + (y + 1).lgamma()
+        - (y + size).lgamma()
+        + size * (mean / size).log1p()
+        + y * (size / mean).log1p()
+    )
+    # Of a larger size the logarithms of gamma functions differ by rounding alone.
+    return torch.where(excess > 1e-7 * mean, binomial, poisson).sum(-1)
 
 
 def as_targets(y: Tensor, like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from bayesfl.base.inputs import Inputs
 from bayesfl.base.warning import warn
 from bayesfl.curvature.batches import Data, labelled
+from bayesfl.likelihoods import Poisson
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, nll_of_predictive
 
@@ -26,6 +27,11 @@ def by_evidence(
     grid: Sequence[float] = GRID,
 ) -> Laplace:
     """Return the approximation under the precision of largest log marginal likelihood.
+
+    It is the evidence of the Gaussian approximation, and speaks of the prior under which the weights
+    were trained. Of a network that was trained under another one, or fits its training data nearly
+    exactly, the predictions can be far worse than those of the weights alone; `by_validation` looks
+    at predictions.
 
     An optimum at an edge of the grid means that the data say nothing about the precision (for the
     whole network the evidence often rises without bound): then `fitted` is returned unchanged, with
@@ -73,7 +79,9 @@ def by_validation(
     """Return the approximation under the largest precision whose predictions fit held-out data as
     well as the best, see `largest_alike`.
 
-    Of candidates that the data do not tell apart, the largest changes the predictions least.
+    Of candidates that the data do not tell apart, the largest changes the predictions least. So
+    they are no worse than those of the weights alone, which a large precision leaves as they are,
+    but for the noise of the held-out data.
 
     Args:
         fitted: The approximation, under any precision.
@@ -154,8 +162,12 @@ def _losses(
     fitted: Laplace, pairs: Iterable[tuple[Inputs, Tensor]], *, link: Link, centre: bool
 ) -> Tensor:
     """Compute the negative log density of every label or target in closed form, [N], in nats."""
+    counts = isinstance(fitted.curvature.likelihood, Poisson)
     return torch.cat(
-        [nll_of_predictive(fitted.predict({"x": x}, link=link, centre=centre), y) for x, y in pairs]
+        [
+            nll_of_predictive(fitted.predict({"x": x}, link=link, centre=centre), y, counts=counts)
+            for x, y in pairs
+        ]
     )
 
 

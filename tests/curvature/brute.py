@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev, vmap
 
 from bayesfl.base.protocols import Likelihood
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 from bayesfl.models import SplitModel
 
 
@@ -121,7 +121,7 @@ CASES = (
     Case("residual", Residual, (5,), ("func", "backpack")),
 )
 PAIRS = [(case, backend) for case in CASES for backend in case.backends]
-LIKELIHOODS = (Categorical(), Gaussian(0.5), Bernoulli())
+LIKELIHOODS = (Categorical(), Gaussian(0.5), Bernoulli(), Poisson())
 
 
 def outputs_of(likelihood: Likelihood) -> int:
@@ -147,6 +147,8 @@ def output_hessian(likelihood: Likelihood, outputs: Tensor) -> Tensor:
             return f.logsumexp(-1) - f[0]
         if isinstance(likelihood, Bernoulli):
             return F.softplus(f[0]) - f[0]
+        if isinstance(likelihood, Poisson):
+            return (f.exp() - f).sum()
         assert isinstance(likelihood, Gaussian)
         return 0.5 * (f / likelihood.scale).square().sum()
 

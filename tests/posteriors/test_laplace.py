@@ -7,14 +7,16 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesfl as bf
 from bayesfl.curvature import Curvature
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 from bayesfl.posteriors import Laplace
+from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import by_evidence, by_validation, predictive_nll
 from tests.cases import numbers
 from tests.curvature import brute
@@ -592,3 +594,38 @@ def test_weights_need_a_fixed_order():
     loader = DataLoader(TensorDataset(numbers(5, 7)), batch_size=2)
     with pytest.raises(ValueError, match=r"weight goes by .* DataLoader may change"):
         Laplace.fit(brute.mlp(2).double(), loader, precision=1.0, weight=torch.ones(5))
+
+
+def test_counts_have_a_laplace_approximation():
+    """Curvature, predictions and the log density of counts: a golden Hessian, moments of
+    log-normal rates, and scipy's negative binomial; no factors of hidden layers.
+    """
+    model, x = nn.Linear(3, 1, bias=False).double(), numbers(30, 3)
+    fitted = Laplace.fit(model, x, precision=0.5, likelihood=Poisson())
+    rates = model(x).detach().exp()
+    one = torch.eye(3, dtype=torch.float64)
+    assert_close(fitted.moments()[1], (x.T @ (rates * x) + 0.5 * one).inverse().diagonal())
+    new, noise = numbers(4, 3, seed=2), numbers(200_000, fitted.noise_size, seed=3)
+    drawn = Poisson().predictive((fitted.draw(noise) @ new.T)[..., None])
+    found = fitted.predict(new)
+    assert_close(found["mean"], drawn["mean"], rtol=5e-3, atol=0)
+    assert_close(found["epistemic"], drawn["epistemic"], rtol=3e-2, atol=0)
+    assert_close(found["variance"][:, 0], found["mean"][:, 0] + found["epistemic"])
+    y = torch.tensor([0.0, 1.0, 7.0, 30.0])
+    size = found["mean"].square() / found["epistemic"][:, None]
+    wanted = stats.nbinom.logpmf(y, size[:, 0], (size / (size + found["mean"]))[:, 0])
+    assert_close(nll_of_predictive(found, y, counts=True), -torch.from_numpy(wanted))
+    sure = {"mean": found["mean"], "variance": found["mean"]}
+    wanted = stats.poisson.logpmf(y, found["mean"][:, 0])
+    assert_close(nll_of_predictive(sure, y, counts=True), -torch.from_numpy(wanted))
+    near = {"mean": found["mean"], "variance": found["mean"] * (1 + 2e-7)}
+    assert_close(
+        nll_of_predictive(near, y, counts=True), -torch.from_numpy(wanted), rtol=1e-5, atol=1e-5
+    )
+    counts = torch.poisson(rates[:, 0], generator=torch.Generator().manual_seed(0))
+    best = by_validation(fitted, x, x, counts)
+    assert predictive_nll(best, x, counts) <= predictive_nll(fitted, x, counts) + 0.05
+    assert fitted.log_marginal_likelihood(x, counts).isfinite()
+    assert Laplace.fit(model, x, precision=0.5, structure="kfac", likelihood=Poisson())
+    with pytest.raises(ValueError, match=r"no factors of Poisson's"):
+        Laplace.fit(network(), numbers(5, 4), precision=1.0, structure="kfac", likelihood=Poisson())

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import (
@@ -135,3 +137,23 @@ def test_an_empty_grid():
     fitted = Laplace.fit(network(), x, precision=1.0)
     with pytest.raises(ValueError, match=r"no precision of the grid \(\)"):
         by_validation(fitted, x, x, y, grid=())
+
+
+def test_a_precision_that_is_too_small_is_worse_than_the_weights_alone():
+    """Of a network that fits its training data: at 1.0, and by evidence; not on validation data."""
+    x, y = load_digits(return_X_y=True)
+    x, y = torch.from_numpy(x / 16).float(), torch.from_numpy(y)
+    train, held, test = (slice(0, 500), slice(500, 900), slice(900, None))
+    model = bf.models.mlp(64, hidden=20, outputs=10, seed=0)
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(150):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[train]), y[train]).backward()
+        optimiser.step()
+    alone = nn.functional.cross_entropy(model(x[test]).detach(), y[test])
+    for structure in ("kfac", "diagonal"):
+        fitted = Laplace.fit(model, x[train], precision=1.0, structure=structure)
+        best = by_validation(fitted, x[train], x[held], y[held])
+        assert predictive_nll(fitted, x[test], y[test]) > 1.5 * alone
+        assert predictive_nll(by_evidence(fitted, x[train], y[train]), x[test], y[test]) > alone
+        assert predictive_nll(best, x[test], y[test]) < 1.02 * alone

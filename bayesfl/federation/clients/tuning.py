@@ -19,6 +19,7 @@ from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.local import Done, Local, State
 from bayesfl.federation.clients.predict import address_of, fitted_of, of_fitted, rows_of
+from bayesfl.likelihoods import Poisson
 from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import largest_alike
 
@@ -157,6 +158,7 @@ def candidates(local: Local, done: Done, validation: ClientData, *, round: int) 
     algorithm = local.algorithm
     assert algorithm.predictor is not None
     grid, counts = algorithm.predictor.grid, validation.counts[done.ids]
+    counted = isinstance(algorithm.likelihood, Poisson)
     losses = torch.full(
         (len(done.ids), int(counts.max(initial=0)), len(grid)), torch.inf, dtype=torch.float64
     )
@@ -177,8 +179,9 @@ def candidates(local: Local, done: Done, validation: ClientData, *, round: int) 
                     algorithm.draws,
                     plain=False,
                 )
+                own = {name: t[0] for name, t in found.items()}
                 losses[place, : len(y), k] = (
-                    nll_of_predictive({name: t[0] for name, t in found.items()}, y).cpu().double()
+                    nll_of_predictive(own, y, counts=counted).cpu().double()
                 )
     mask = torch.arange(losses.shape[1]) < torch.from_numpy(counts)[:, None]
     return Candidates(losses, mask, done.ids)

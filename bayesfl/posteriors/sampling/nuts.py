@@ -17,6 +17,7 @@ from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import PROBABILITY, Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.batches import Data, labelled
+from bayesfl.models.unseen import refuse_unseen
 from bayesfl.posteriors.sampling.samples import Samples
 from bayesfl.posteriors.sampling.target import check_positive, checked, expanded, own
 
@@ -108,6 +109,7 @@ def nuts(
     inputs = _own(join([inputs for inputs, _ in pairs]))
     targets = _own(torch.cat([targets for _, targets in pairs]))
     loc = layout.ravel(dict(model.named_parameters()))
+    refuse_unseen(model, inputs)
     targets = checked(likelihood, _outputs(model, layout, loc, inputs), targets)
     potential = _potential(
         model, likelihood, layout, inputs, targets, prior["precision"], prior["centre"]

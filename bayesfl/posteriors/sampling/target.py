@@ -28,6 +28,7 @@ from bayesfl.likelihoods import (
     Quantiles,
     Tokens,
 )
+from bayesfl.models.unseen import refuse_unseen
 from bayesfl.posteriors.linearised import as_labels
 
 
@@ -74,8 +75,8 @@ class Target:
 
         Raises:
             ValueError: There are no data, they can be read only once, or they do not fit the
-                module's outputs and the likelihood; `precision` or `centre` has another size, or
-                `precision` is not > 0.
+                module's outputs and the likelihood; the outputs depend on weights that are no
+                parameters; `precision` or `centre` has another size, or `precision` is not > 0.
         """
         layout = Layout(model, pattern)
         model = deepcopy(model).eval().requires_grad_(False)
@@ -100,6 +101,8 @@ class Target:
             with torch.no_grad():
                 outputs = self.outputs(self.loc, in_precision(inputs, self.loc.dtype))
             checked(self.likelihood, outputs, labels)
+            if not examples:
+                refuse_unseen(self.model, in_precision(inputs, self.loc.dtype))
             examples, width = examples + count(inputs), tuple(outputs.shape[1:])
         if not examples or next(labelled(x, y, self.loc), None) is None:
             raise ValueError(
