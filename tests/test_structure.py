@@ -218,12 +218,12 @@ def test_modules_are_imported_by_their_short_names():
     """
     code = """
         import importlib, pickle, sys
-        import bayesfl.calibration.temperature as inner
+        import bayesfl.calibration.temperatures as inner
         from bayesfl.calibration import Temperature
         import bayesfl as bf
         assert "matplotlib" not in sys.modules
         assert inner.Temperature is Temperature is bf.calibration.Temperature
-        assert Temperature.__module__ == "bayesfl.evaluation.calibration.temperature"
+        assert Temperature.__module__ == "bayesfl.evaluation.calibration.temperatures"
         assert type(pickle.loads(pickle.dumps(Temperature()))) is Temperature
         for name in bf.__all__:
             if isinstance(getattr(bf, name), type(sys)):

@@ -28,10 +28,10 @@ def by_evidence(
 ) -> Laplace:
     """Return the approximation under the precision of largest log marginal likelihood.
 
-    It is the evidence of the Gaussian approximation, and speaks of the prior under which the weights
-    were trained. Of a network that was trained under another one, or fits its training data nearly
-    exactly, the predictions can be far worse than those of the weights alone; `by_validation` looks
-    at predictions.
+    It is the evidence of the Gaussian approximation, and speaks of the prior that the weights were
+    trained under. Of a network that was trained under another one, or that fits its training data
+    nearly exactly, predictions can be far worse than those of the weights alone; `by_validation`
+    looks at predictions.
 
     An optimum at an edge of the grid means that the data say nothing about the precision (for the
     whole network the evidence often rises without bound): then `fitted` is returned unchanged, with

@@ -1,6 +1,8 @@
 """Calibration after training: temperatures, biases, conformal sets and more, fitted by surveys of
 the clients.
 
+Of one model alone `temperature(logits, y)` is its temperature.
+
 >>> served = result.calibrate(Temperature(), Bias(), Conformal(level=0.9))  # doctest: +SKIP
 >>> served.predict().sets  # doctest: +SKIP
 """
@@ -10,7 +12,7 @@ from bayesfl.evaluation.calibration.bias import Bias
 from bayesfl.evaluation.calibration.choice import Choice
 from bayesfl.evaluation.calibration.conformal import Conformal
 from bayesfl.evaluation.calibration.steps import Fitted, Step, applied, fit
-from bayesfl.evaluation.calibration.temperature import Temperature
+from bayesfl.evaluation.calibration.temperatures import Temperature, temperature
 
 __all__ = [
     "Abstention",
@@ -22,4 +24,5 @@ __all__ = [
     "Temperature",
     "applied",
     "fit",
+    "temperature",
 ]

@@ -3,8 +3,10 @@ pooled.
 
 Predictions come padded: `probs` [J, N, O], `labels` [J, N], and a `mask` [J, N] that is True for
 rows that are examples; the other rows are never read. A function of one measure returns [J], with
-NaN for a client without examples; `pool` makes one client of all. Input that does not fit (shapes,
-labels without a class, logits for probabilities) raises a ValueError that names the remedy.
+NaN for a client without examples; `pool` makes one client of all. Arrays of one model, `probs`
+[N, O] and `labels` [N], need no mask, and give one number, as in `ece(probs, y)`. Input that does
+not fit (shapes, labels without a class, logits for probabilities) raises a ValueError that names
+the remedy.
 
 Everything is computed in float64 on the CPU, so that the numbers do not depend on the device that
 predicted. A client with a prediction that is not finite, as after a run that diverged, has NaN in

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayesfl.base.options import PROBABILITY, Count, declared
 from bayesfl.evaluation.metrics.clients import (
+    as_clients,
     check_alike,
     check_shapes,
     index_of,
@@ -23,21 +24,23 @@ from bayesfl.evaluation.metrics.clients import (
 from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS, Distribution, DistributionName
 
 
-def rmse(mean: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+def rmse(mean: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute the root of the mean squared error over examples and outputs, in the targets' unit.
 
     Args:
         mean: Predicted means, [J, N, O].
         targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
 
     Returns:
-        Shape [J], >= 0.
+        Shape [J], [] of one model, >= 0.
     """
     return _Fitted.of(mean, None, targets, mask).rmse()
 
 
-def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+def gaussian_nll(
+    mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """Compute the mean negative log density of the targets under N(mean, variance): nats per
     example, summed over outputs, with constants.
 
@@ -45,10 +48,10 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) 
         mean: Predictive means, [J, N, O].
         variance: Predictive variances, observation noise included, [J, N, O], > 0.
         targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
 
     Returns:
-        Shape [J].
+        Shape [J], [] of one model.
     """
     return _Fitted.of(mean, variance, targets, mask).nll()
 
@@ -58,7 +61,7 @@ def coverage(
     mean: Tensor,
     variance: Tensor,
     targets: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     level: Annotated[float, PROBABILITY] = 0.9,
     *,
     distribution: DistributionName = "normal",
@@ -70,14 +73,14 @@ def coverage(
         mean: Predictive means, [J, N, O].
         variance: Predictive variances, observation noise included, [J, N, O], > 0.
         targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
         level: Probability of the interval, in (0, 1).
         distribution: `normal`, or `counts`, of which one at an interval's end lies inside in part,
             as its transform spread evenly does, see `pit_histogram`: so calibrated predictions have
             a share of `level`, though counts lie apart.
 
     Returns:
-        Shape [J], in [0, 1]; above `level` means too wide, below it too narrow.
+        Shape [J], [] of one model, in [0, 1]; above `level` means too wide, below it too narrow.
     """
     return _Fitted.of(mean, variance, targets, mask, distribution).coverage(level)
 
@@ -86,7 +89,7 @@ def crps(
     mean: Tensor,
     variance: Tensor,
     targets: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     *,
     distribution: DistributionName = "normal",
 ) -> Tensor:
@@ -101,11 +104,11 @@ def crps(
         mean: Predictive means, [J, N, O].
         variance: Predictive variances, observation noise included, [J, N, O], > 0.
         targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
         distribution: `normal` or `counts`.
 
     Returns:
-        Shape [J], >= 0.
+        Shape [J], [] of one model, >= 0.
     """
     return _Fitted.of(mean, variance, targets, mask, distribution).crps()
 
@@ -115,7 +118,7 @@ def pit_histogram(
     mean: Tensor,
     variance: Tensor,
     targets: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     *,
     bins: Count = 10,
     distribution: DistributionName = "normal",
@@ -131,12 +134,12 @@ def pit_histogram(
         mean: Predictive means, [J, N, O].
         variance: Predictive variances, observation noise included, [J, N, O], > 0.
         targets: True values, [J, N, O], or [J, N] if O is 1.
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
         bins: Number of bins of equal width, >= 1.
         distribution: `normal` or `counts`.
 
     Returns:
-        Share of the targets in each bin, [J, bins].
+        Share of the targets in each bin, [J, bins], [bins] of one model.
     """
     return _Fitted.of(mean, variance, targets, mask, distribution).pit(bins)
 
@@ -213,6 +216,7 @@ class _Fitted:
     mask: Tensor  # [J, N]
     broken: Tensor  # [J]
     kind: DistributionName = "normal"
+    single: bool = False  # whether they are of one model, of which a measure is one number
 
     @classmethod
     def of(
@@ -220,10 +224,13 @@ class _Fitted:
         mean: Tensor,
         variance: Tensor | None,
         targets: Tensor,
-        mask: Tensor,
+        mask: Tensor | None,
         kind: DistributionName = "normal",
     ) -> "_Fitted":
-        mean, targets, mask = (torch.as_tensor(t).detach().cpu() for t in (mean, targets, mask))
+        single = mask is None
+        if single and variance is not None:
+            variance = as_clients(variance, targets, None)[0]
+        mean, targets, mask = (t.detach().cpu() for t in as_clients(mean, targets, mask))
         if targets.dim() == 2 and mean.shape[-1] == 1:
             targets = targets[..., None]
         variance = (
@@ -251,7 +258,7 @@ class _Fitted:
                 "distribution='counts' is for means > 0 and targets that are whole numbers >= 0; "
                 "leave it out for others"
             )
-        return cls(mean, variance, targets, mask, (mask & ~finite).any(-1), kind)
+        return cls(mean, variance, targets, mask, (mask & ~finite).any(-1), kind, single)
 
     @cached_property
     def distribution(self) -> Distribution:
@@ -328,4 +335,6 @@ class _Fitted:
         return torch.stack([self._average(part.mean(-1)) for part in share.unbind(-1)], -1)
 
     def _average(self, values: Tensor) -> Tensor:
-        return ((values * self.mask).sum(-1) / self.mask.sum(-1)).masked_fill(self.broken, math.nan)
+        means = (values * self.mask).sum(-1) / self.mask.sum(-1)
+        means = means.masked_fill(self.broken, math.nan)
+        return means[0] if self.single else means

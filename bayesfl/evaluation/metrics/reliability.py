@@ -20,7 +20,9 @@ weighted mean square, largest.
 
 
 @declared
-def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: Count = 15, norm: Norm = "l1") -> Tensor:
+def ece(
+    probs: Tensor, labels: Tensor, mask: Tensor | None = None, bins: Count = 15, norm: Norm = "l1"
+) -> Tensor:
     """Compute the expected calibration error: how far confidence, the largest probability, is from
     accuracy.
 
@@ -33,30 +35,30 @@ def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: Count = 15, norm: Nor
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
         bins: Number of bins of equal width.
         norm: `l1`, the weighted mean of the gaps; `l2`, the root of their weighted mean square;
             `max`, the largest.
 
     Returns:
-        Shape [J], in [0, 1].
+        Shape [J], [] of one model, in [0, 1].
     """
     return calibration_error(Scored.of(probs, labels, mask), bins, norm)
 
 
 @declared
-def mce(probs: Tensor, labels: Tensor, mask: Tensor, bins: Count = 15) -> Tensor:
+def mce(probs: Tensor, labels: Tensor, mask: Tensor | None = None, bins: Count = 15) -> Tensor:
     """Compute the maximum calibration error: the largest gap of `ece` over bins that hold an
     example.
 
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
         bins: Number of bins of equal width.
 
     Returns:
-        Shape [J], in [0, 1].
+        Shape [J], [] of one model, in [0, 1].
     """
     return calibration_error(Scored.of(probs, labels, mask), bins, "max")
 
@@ -103,14 +105,14 @@ class ReliabilityBins:
 
 @declared
 def reliability_bins(
-    probs: Tensor, labels: Tensor, mask: Tensor, bins: Count = 15
+    probs: Tensor, labels: Tensor, mask: Tensor | None = None, bins: Count = 15
 ) -> ReliabilityBins:
     """Compute accuracy and mean confidence by bins of confidence, over all examples of all clients.
 
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
         bins: Number of bins of equal width.
 
     Raises:

@@ -9,24 +9,24 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bayesfl.evaluation.metrics.clients import check_shapes, pool
+from bayesfl.evaluation.metrics.clients import as_clients, check_shapes, pool
 
 
-def accuracy(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+def accuracy(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute the share of examples whose most probable class is the true one.
 
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
 
     Returns:
-        Shape [J], in [0, 1].
+        Shape [J], [] of one model, in [0, 1].
     """
     return Scored.of(probs, labels, mask).accuracy()
 
 
-def nll(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+def nll(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute the mean negative log probability of the true class, in nats per example.
 
     A probability below the smallest normal float64 counts as that, 2.2e-308: a certain and wrong
@@ -35,15 +35,15 @@ def nll(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
 
     Returns:
-        Shape [J], >= 0.
+        Shape [J], [] of one model, >= 0.
     """
     return Scored.of(probs, labels, mask).nll()
 
 
-def brier(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+def brier(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute the Brier score: squared error of the probabilities, summed over classes and averaged
     over examples.
 
@@ -53,30 +53,30 @@ def brier(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
 
     Returns:
-        Shape [J], in [0, 2].
+        Shape [J], [] of one model, in [0, 2].
     """
     return Scored.of(probs, labels, mask).brier()
 
 
-def macro_f1(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+def macro_f1(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute the F1 score averaged over the classes that occur among a client's labels or
     predictions.
 
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
 
     Returns:
-        Shape [J], in [0, 1].
+        Shape [J], [] of one model, in [0, 1].
     """
     return Scored.of(probs, labels, mask).macro_f1()
 
 
-def auroc(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+def auroc(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute the area under the ROC curve: the probability that a positive example scores above a
     negative one, ties counting half.
 
@@ -87,10 +87,10 @@ def auroc(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
-        mask: Which rows are examples, [J, N] bool.
+        mask: Which rows are examples, [J, N] bool; None for the arrays of one model, without J.
 
     Returns:
-        Shape [J], in [0, 1] or NaN.
+        Shape [J], [] of one model, in [0, 1] or NaN.
     """
     return Scored.of(probs, labels, mask).auroc()
 
@@ -103,16 +103,19 @@ class Scored:
     labels: Tensor  # [J, N]
     mask: Tensor  # [J, N]
     broken: Tensor  # [J], clients with a prediction that is not finite
+    single: bool = False  # whether they are of one model, of which a measure is one number
 
     @classmethod
-    def of(cls, probs: Tensor, labels: Tensor, mask: Tensor) -> "Scored":
-        """Check predictions, labels and mask, and make a `Scored` of them.
+    def of(cls, probs: Tensor, labels: Tensor, mask: Tensor | None) -> "Scored":
+        """Check predictions, labels and mask, and make a `Scored` of them; without a mask those of
+        one model, [N, O] and [N].
 
         Raises:
             ValueError: The shapes or types do not fit, or a label or probability is out of range;
                 the message names the remedy.
         """
-        probs, labels, mask = (torch.as_tensor(t).detach().cpu() for t in (probs, labels, mask))
+        single = mask is None
+        probs, labels, mask = (t.detach().cpu() for t in as_clients(probs, labels, mask))
         if probs.dim() != 3 or not probs.shape[-1]:
             raise ValueError(
                 "probs must be [J, N, O], one row of class probabilities per example; got shape "
@@ -144,7 +147,7 @@ class Scored:
                 f"{float(total.max()):.4g}; of logits take softmax(-1), of log probabilities "
                 "exp(), of scores probs / probs.sum(-1, keepdim=True)"
             )
-        return cls(probs, labels, mask, (mask & ~finite).any(-1))
+        return cls(probs, labels, mask, (mask & ~finite).any(-1), single)
 
     def pooled(self) -> "Scored":
         """Pool all examples of all clients, as those of one client."""
@@ -235,5 +238,8 @@ class Scored:
         )
 
     def nan_broken(self, values: Tensor) -> Tensor:
-        """Set values [J] to NaN for clients with a prediction that is not finite."""
-        return values.masked_fill(self.broken, math.nan)
+        """Set values [J] to NaN for clients with a prediction that is not finite; return the one
+        number [] of one model.
+        """
+        values = values.masked_fill(self.broken, math.nan)
+        return values[0] if self.single else values

@@ -2,6 +2,7 @@
 own.
 """
 
+import doctest
 import math
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.base.surveys import together
-from bayesfl.evaluation.calibration import Temperature, fit
-from bayesfl.evaluation.calibration.temperature import COLDEST, HOTTEST
+from bayesfl.evaluation.calibration import Temperature, fit, temperatures
+from bayesfl.evaluation.calibration.temperatures import COLDEST, HOTTEST
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from tests.evaluation.calibration.made import CLASSES, alone, local, part
 
@@ -151,3 +153,28 @@ def test_what_is_refused():
     broken.predictions.probs[0, 0] = torch.nan
     with pytest.raises(ValueError, match="rows are not finite, the first of row 0 of client 0"):
         fit(Temperature(), broken, CLASSES)
+
+
+def test_the_temperature_of_one_model():
+    """The root of the slope in T, for two classes in either form; and where there is none."""
+    rng = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(400, 4, generator=rng)
+    y = (logits / 2.5).softmax(-1).multinomial(1, generator=rng)[:, 0]
+    found = bf.calibration.temperature(logits, y)
+    assert 2.0 < found < 3.1
+    beta = torch.tensor(1 / found, dtype=torch.float64, requires_grad=True)
+    nll = torch.nn.functional.cross_entropy(beta * logits.double(), y, reduction="sum")
+    assert abs(float(torch.autograd.grad(nll, beta)[0])) < 1e-5
+    two = logits[:, :2]
+    labels = (two / 2.5).softmax(-1).multinomial(1, generator=rng)[:, 0]
+    one = two[:, 1] - two[:, 0]
+    forms = [bf.calibration.temperature(form, labels) for form in (two, one, one[:, None])]
+    assert forms == pytest.approx([forms[0]] * 3)
+    assert bf.calibration.temperature(logits.numpy(), y.numpy()) == pytest.approx(found)
+    with pytest.warns(UserWarning, match=r"do not bound the temperature, .* 0\.05"):
+        assert bf.calibration.temperature(logits, logits.argmax(-1)) == pytest.approx(0.05)
+
+
+def test_examples_print_what_they_say():
+    """Of the function of one model."""
+    assert doctest.testmod(temperatures).failed == 0

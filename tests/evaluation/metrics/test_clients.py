@@ -60,3 +60,38 @@ def test_errors_name_the_remedy(change, message):
     ]:
         with pytest.raises(ValueError, match=message):
             measure(*change(*federation()))
+
+
+def test_arrays_of_one_model_need_no_mask():
+    """Every measure of them is that of one client, one number; clients need a mask."""
+    probs = torch.randn(30, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    labels = torch.arange(30) % 3
+    mask = torch.ones(1, 30, dtype=torch.bool)
+    for measure in (
+        metrics.accuracy,
+        metrics.auroc,
+        metrics.brier,
+        metrics.ece,
+        metrics.macro_f1,
+        metrics.mce,
+        metrics.nll,
+    ):
+        one = measure(probs, labels)
+        assert one.shape == ()
+        assert_close(one, measure(probs[None], labels[None], mask)[0])
+        assert_close(measure(probs.numpy(), labels.numpy()), one)
+    bins = metrics.reliability_bins(probs, labels, bins=7)
+    assert bins.ece == pytest.approx(float(metrics.ece(probs, labels, bins=7)))
+    mean, variance, y = probs[:, :1], 0.1 + probs[:, 1:2], probs[:, 2]
+    many = (mean[None], variance[None], y[None], mask)
+    for measure in (
+        metrics.coverage,
+        metrics.crps,
+        metrics.gaussian_nll,
+        metrics.pit_histogram,
+    ):
+        assert_close(measure(mean, variance, y), measure(*many)[0])
+        assert_close(measure(mean[:, 0], variance[:, 0], y), measure(*many)[0])
+    assert_close(metrics.rmse(mean, y), metrics.rmse(mean[None], y[None], mask)[0])
+    with pytest.raises(ValueError, match=r"\[J, N, O\] need a mask .*\[N, O\], got \[1, 30, 3\]"):
+        metrics.ece(probs[None], labels[None])

@@ -167,6 +167,39 @@ class Temperature:
         )
 
 
+def temperature(logits: Tensor, y: Tensor) -> float:
+    """Return the temperature T of one model, which minimises the negative log likelihood of
+    softmax(logits / T) at held-out labels.
+
+    Guo, Pleiss, Sun, Weinberger, "On calibration of modern neural networks", ICML 2017, section
+    4.2. Where no T does, as every label is the most probable class, it is an end of the range 0.05
+    to 20, with a warning.
+
+    Args:
+        logits: Outputs of the model, [N, O], or logarithms of its probabilities; [N] or [N, 1] for
+            the logit of the second of two classes.
+        y: Labels [N], integers in [0, O).
+
+    >>> logits, y = torch.tensor([[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1, 1])
+    >>> round(temperature(logits, y), 2)
+    5.77
+    """
+    logits, y = torch.as_tensor(logits).detach().cpu().double(), torch.as_tensor(y).cpu().long()
+    if logits.dim() == 1 or logits.shape[-1] == 1:
+        logits = torch.stack([torch.zeros(len(logits)).double(), logits.reshape(-1)], -1)
+    logits = logits - logits.amax(-1, keepdim=True)
+    grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64)
+    none = torch.zeros(1, dtype=torch.float64)
+    log_t = Tempered(logits.T[None].contiguous(), y[None], grid).minimise(none, none)
+    found = float(log_t.exp().clamp(COLDEST, HOTTEST))
+    if not COLDEST * 1.001 < found < HOTTEST / 1.001:
+        warn(
+            f"the labels do not bound the temperature, which is set to {found:.3g}, an end of the "
+            "range considered"
+        )
+    return found
+
+
 def _ends(low: float, high: float) -> tuple[float, float]:
     """Return the ends of a bracket, of which one that was not tried is that of the range."""
     return max(low, 1 / HOTTEST), min(high, 1 / COLDEST)
