@@ -24,6 +24,7 @@ from bayesfl.base.numerics import add_row, inverse_softplus
 from bayesfl.base.options import Positive, Range, declared
 from bayesfl.base.protocols import AdditivePool, Server, Tensors, Uplink, Weight
 from bayesfl.posteriors import MeanField
+from bayesfl.posteriors.variational import Family
 
 COLUMNS = 256  # weights of all clients' models that are averaged at once
 
@@ -153,7 +154,7 @@ class Relaxed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Gaussian:
-    """The base of pools of mean-field Gaussians, whose `loc` and `rho` travel."""
+    """The base of pools by moments of mean-field Gaussians, whose `loc` and `rho` travel."""
 
     posterior: MeanField = MeanField()
     sends = ("loc", "rho")
@@ -177,36 +178,48 @@ class _Gaussian:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionWeighted(_Gaussian):
+class PrecisionWeighted:
     """The product of the clients' Gaussians: precisions are added, means are weighted by precision.
 
+    Precisions are matrices [D, D] of a `FullGaussian`, for which the product is as exact as it is
+    for a `MeanField`.
+
     Args:
-        posterior: Posterior that converts `loc` and `rho` to moments.
+        posterior: Family of the clients' Gaussians, as of the block: `MeanField` or `FullGaussian`.
         prior: (server) -> (mean, precision) [D] of a prior that every client's posterior already
             contains, to be counted once instead of once for each client; None where they contain
             none.
     """
 
+    posterior: Family = MeanField()
     prior: Any = None
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Return the names of the posterior's tensors, all of which travel."""
+        return tuple(self.posterior.init(torch.zeros(1)))
 
     def accumulate(
         self, total: Tensors | None, server: Server, name: str, uplink: Uplink
     ) -> Tensors:
         """Add the precisions and the precision-weighted means to `total`."""
-        loc, variance = self._moments(name, uplink)
-        ones = torch.ones(len(loc), dtype=torch.float64)
-        precision = 1 / variance
+        # Client by client: vectorised sums round differently by place in memory, so results would
+        # depend on the chunk size.
+        rows = zip(*(uplink[name][key].double() for key in self.sends), strict=True)
+        found = [self.posterior.natural(dict(zip(self.sends, row, strict=True))) for row in rows]
+        precision, weighted = (torch.stack(parts) for parts in zip(*found, strict=True))
+        ones = torch.ones(len(found), dtype=torch.float64)
         return _add(
             total,
             {
-                "count": (ones, ones.to(loc)),
+                "count": (ones, ones.to(weighted)),
                 "precision": (ones, precision),
-                "weighted": (ones, precision * loc),
+                "weighted": (ones, weighted),
             },
         )
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """Return the product's moments.
+        """Return the product.
 
         Raises:
             ValueError: Taking out the prior leaves a precision that is not positive.
@@ -214,15 +227,19 @@ class PrecisionWeighted(_Gaussian):
         precision, weighted = total["precision"], total["weighted"]
         if self.prior is not None:
             mean0, precision0 = (value.double() for value in self.prior(server))
-            precision = precision - (total["count"] - 1) * precision0
-            weighted = weighted - (total["count"] - 1) * precision0 * mean0
-            if not bool((precision > 0).all()):
+            again = total["count"] - 1
+            weighted = weighted - again * precision0 * mean0
+            full = precision.dim() > weighted.dim()
+            own = precision0.expand_as(weighted)
+            precision = precision - again * (own.diag_embed() if full else own)
+            least = torch.linalg.eigvalsh(precision) if full else precision
+            if not bool((least > 0).all()):
                 raise ValueError(
-                    f"block {name!r}: {int((precision <= 0).sum())} weights have no positive "
-                    "precision once the prior is counted once; the clients' posteriors are wider "
-                    "than their prior"
+                    f"block {name!r}: {int((least <= 0).sum())} weights have no positive precision "
+                    "once the prior is counted once; the clients' posteriors are wider than their "
+                    "prior"
                 )
-        return self._solved(server, name, weighted / precision, 1 / precision)
+        return _cast(self.posterior.of_natural(precision, weighted), server[name])
 
 
 @dataclass(frozen=True, kw_only=True)

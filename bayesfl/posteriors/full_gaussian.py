@@ -73,3 +73,19 @@ class FullGaussian(Family):
     def entropy(self, q: Tensors) -> Tensor:
         """Compute the differential entropy [...] in nats."""
         return (log_softplus(q["rho"]) + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+    def natural(self, q: Tensors) -> tuple[Tensor, Tensor]:
+        """Return the precision [..., D, D], and the precision times the mean [..., D]."""
+        precision = torch.cholesky_inverse(self.cholesky(q))
+        return precision, (precision @ q["loc"].unsqueeze(-1)).squeeze(-1)
+
+    def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
+        """Return the belief with these natural parameters."""
+        covariance = torch.cholesky_inverse(torch.linalg.cholesky(precision))
+        root = torch.linalg.cholesky(covariance)
+        scale = root.diagonal(dim1=-2, dim2=-1)
+        return {
+            "loc": (covariance @ weighted.unsqueeze(-1)).squeeze(-1),
+            "rho": inverse_softplus(scale),
+            "lower": (root / scale.unsqueeze(-2)).tril(-1),
+        }

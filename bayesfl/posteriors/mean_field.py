@@ -66,6 +66,16 @@ class MeanField(Family):
         """Compute the differential entropy [...] in nats."""
         return (log_softplus(self._slowed(q["rho"])) + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
+    def natural(self, q: Tensors) -> tuple[Tensor, Tensor]:
+        """Return the precisions of the weights, and these times their means, [..., D] each."""
+        loc, variance = self.moments(q)
+        precision = 1 / variance
+        return precision, precision * loc
+
+    def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
+        """Return the belief with these natural parameters."""
+        return {"loc": weighted / precision, "rho": inverse_softplus((1 / precision).sqrt())}
+
     def _slowed(self, rho: Tensor) -> Tensor:
         """Return rho itself, whose gradient is `scale_rate` times as long."""
         return (

@@ -179,6 +179,16 @@ class Family(ABC):
     def entropy(self, q: Tensors) -> Tensor:
         """Compute the differential entropy [...] in nats."""
 
+    @abstractmethod
+    def natural(self, q: Tensors) -> tuple[Tensor, Tensor]:
+        """Return the natural parameters, which add up in a product of Gaussians: the precision, its
+        diagonal [..., D] or the matrix [..., D, D], and the precision times the mean [..., D].
+        """
+
+    @abstractmethod
+    def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
+        """Return the belief with these natural parameters, which `natural` returns."""
+
     @classmethod
     @declared
     def fit(

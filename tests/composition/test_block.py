@@ -24,7 +24,7 @@ from bayesfl.composition.pools import PrecisionWeighted
 from bayesfl.composition.priors import Flat, Tilt
 from bayesfl.models import mlp, split
 from bayesfl.optim import SGD
-from bayesfl.posteriors import MeanField, Point
+from bayesfl.posteriors import FullGaussian, MeanField, Point
 from tests.composition.made import KERNELS, algorithm, data
 
 KEPT = Normal(
@@ -120,12 +120,14 @@ def test_uncovered_parameters_stay_as_they_are(which, kernel):
     assert_close(result.server["w"]["loc"], made.layout("w").ravel(params), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("belief", [MeanField(), FullGaussian()])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_belief_about_weights_alone_trains(kernel):
+def test_a_belief_about_weights_alone_trains(kernel, belief):
     """Draws of a layer's weights under a bias that is a point, or that no block covers: every
     kernel agrees with the reference.
     """
-    weights = bf.Block("head.weight", posterior=MeanField(), prior=KEPT, pool=PrecisionWeighted())
+    pool = PrecisionWeighted(posterior=belief)
+    weights = bf.Block("head.weight", posterior=belief, prior=KEPT, pool=pool)
     for extra in ({}, {"b": bf.Block("head.bias")}):
         parts = ("w", *extra)
         step = Descend(

@@ -26,6 +26,7 @@ from bayesfl.composition.pools import (
     equal,
 )
 from bayesfl.data import FederatedData
+from bayesfl.posteriors import FullGaussian
 from tests.cases import numbers, run
 
 DOUBLE = torch.float64
@@ -220,6 +221,37 @@ def test_product_with_the_prior_counted_once_is_the_pooled_posterior():
     expected = precision + gram.diagonal() / 0.25
     loc = (precision * mean + sum(x.T @ y for x, y in data) / 0.25) / expected
     assert_close(found, (loc, 1 / expected), rtol=1e-9, atol=1e-9)
+
+
+def test_a_product_of_full_gaussians_is_the_pooled_posterior():
+    """Of correlated slopes: the matrix and the mean of all rows together, the prior counted once;
+    clients wider than their prior are refused.
+    """
+    mean, precision = (
+        torch.tensor([0.5, 0.0, -0.5]).double(),
+        torch.tensor([1.0, 2.0, 0.5]).double(),
+    )
+    q, data = FullGaussian(), [(numbers(6, 3, seed=j), numbers(6, seed=9 + j)) for j in range(4)]
+
+    def natural(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.T @ x / 0.25 + precision.diag(), x.T @ y / 0.25 + precision * mean
+
+    beliefs = [q.of_natural(*natural(x, y)) for x, y in data]
+    stacked = {key: torch.stack([one[key] for one in beliefs]) for key in beliefs[0]}
+    uplink = {"n": torch.full((4,), 6.0), "w": stacked}
+    server = {"w": q.init(torch.zeros(3).double())}
+    once = PrecisionWeighted(posterior=q, prior=lambda server: (mean, precision))
+    found = pooled(once, server, uplink)
+    matrix, weighted = natural(*(torch.cat(parts) for parts in zip(*data, strict=True)))
+    assert_close(found["loc"], torch.linalg.solve(matrix, weighted), rtol=1e-9, atol=1e-9)
+    root = q.cholesky(found)
+    assert_close(root @ root.T, matrix.inverse(), rtol=1e-9, atol=1e-9)
+    assert_close(q.natural(found), (matrix, weighted), rtol=1e-9, atol=1e-9)
+    assert (matrix.inverse() - matrix.inverse().diagonal().diag()).abs().max() > 1e-3
+    assert not found["lower"].triu().any()
+    wide = PrecisionWeighted(posterior=q, prior=lambda server: (mean, 1e6 * precision))
+    with pytest.raises(ValueError, match=r"'w': 3 weights .*precision"):
+        pooled(wide, server, uplink)
 
 
 def test_product_without_a_prior_multiplies_densities():

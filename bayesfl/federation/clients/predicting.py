@@ -15,13 +15,13 @@ from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean
 from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace, Mixture
 from bayesfl.composition.priors import Normal, inverse_size, server_mean
-from bayesfl.posteriors import MeanField, Point
+from bayesfl.posteriors import FullGaussian, MeanField, Point
 
 _KNOWN: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(getattr(likelihoods, name) for name in likelihoods.__all__),
-        *(Point, MeanField, LinearisedLaplace, LinearisedBelief, Mixture),
+        *(Point, MeanField, FullGaussian, LinearisedLaplace, LinearisedBelief, Mixture),
     )
 }
 
