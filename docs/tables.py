@@ -1253,6 +1253,24 @@ def published_digits() -> str:
     return ruled(heads, lines)
 
 
+def alone() -> str:
+    """Posteriors of one network, beside laplace-torch: mean and error over seeds."""
+    saved = json.loads((RESULTS / "alone.json").read_text())
+
+    def told(values: list[float], digits: int) -> str:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        return f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
+
+    lines = []
+    for name, row in saved["rows"].items():
+        by = {key: [one[key] for one in row["seeds"]] for key in row["seeds"][0]}
+        seconds = [f"{statistics.fmean(by[f'{key}_seconds']):.2g}" for key in ("fit", "predict")]
+        measures = [told(by[key], digits) for key, digits in (("nll", 3), ("ece", 3))]
+        lines.append([name, row["precision"], *measures, *seconds])
+    heads = ["posterior", "precision", "NLL (nats)", "ECE", "fit (s)", "597 predictions (s)"]
+    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+
+
 def coverage() -> str:
     """How often 90 % intervals of sites' own coefficients hold, by size of site."""
     saved = json.loads((RESULTS / "coverage.json").read_text())
@@ -1323,6 +1341,7 @@ PAGES = {
     ROOT / "docs" / "howto" / "networks.md": (networks,),
     ROOT / "docs" / "howto" / "statistics.md": (coverage,),
     ROOT / "docs" / "same-digits.md": (same_digits, published_digits, many_rows),
+    ROOT / "docs" / "howto" / "posteriors.md": (alone,),
     ROOT / "docs" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (
         engines,

@@ -16,12 +16,13 @@ from bayesfl.posteriors.variational import Family
 @dataclass(frozen=True, kw_only=True)
 @declared
 class FullGaussian(Family):
-    """The Gaussian q(w) = N(loc, L L') with L = (I + lower) diag(softplus(rho)), where `lower` is
-    strictly lower triangular.
+    """The Gaussian q(w) = N(loc, L L') with L = (I + lower / D^(1/2)) diag(softplus(rho)), where
+    `lower` is strictly lower triangular.
 
-    The entries of `lower` are regression coefficients, whose size does not depend on how wide the
-    belief is. One belief takes D^2 numbers, 16 MB for 2,000 weights in float32, and a step as many:
-    it serves to some thousands of weights.
+    The entries of lower / D^(1/2) are regression coefficients, whose size does not depend on how
+    wide the belief is. The root makes a step of Adam, which moves all D of a weight as far, change
+    its width no more than a step of its own `rho` does. One belief takes D^2 numbers, 16 MB for
+    2,000 weights in float32, and a step as many: it serves to some thousands of weights.
 
     Args:
         init_scale: Standard deviation of every weight at the start, > 0.
@@ -46,20 +47,20 @@ class FullGaussian(Family):
         if noise is None:
             return q["loc"]
         scaled = F.softplus(q["rho"]) * noise
-        correlated = (q["lower"].tril(-1) @ scaled.unsqueeze(-1)).squeeze(-1)
+        correlated = (_coefficients(q) @ scaled.unsqueeze(-1)).squeeze(-1)
         return q["loc"] + scaled + correlated
 
     def cholesky(self, q: Tensors) -> Tensor:
         """Return the Cholesky factor L [..., D, D] of the covariance."""
         one = torch.eye(q["loc"].shape[-1], dtype=q["loc"].dtype, device=q["loc"].device)
-        return (one + q["lower"].tril(-1)) * F.softplus(q["rho"]).unsqueeze(-2)
+        return (one + _coefficients(q)) * F.softplus(q["rho"]).unsqueeze(-2)
 
     def log_density(self, q: Tensors, w: Tensor) -> Tensor:
         """Compute log q(w) [...] in nats at weights `w` [..., D]."""
-        one_and_lower = q["lower"].tril(-1)  # of which torch takes the diagonal to be 1
+        # Of the coefficients torch takes the diagonal to be 1.
         away = (w - q["loc"]).unsqueeze(-1)
         solved = torch.linalg.solve_triangular(
-            one_and_lower, away, upper=False, unitriangular=True
+            _coefficients(q), away, upper=False, unitriangular=True
         ).squeeze(-1)
         squares = (solved / F.softplus(q["rho"])).square()
         return -(0.5 * squares + log_softplus(q["rho"]) + 0.5 * math.log(2 * math.pi)).sum(-1)
@@ -67,7 +68,7 @@ class FullGaussian(Family):
     def moments(self, q: Tensors) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each weight, [..., D] each."""
         variance = F.softplus(q["rho"]).square()
-        shared = (q["lower"].tril(-1).square() @ variance.unsqueeze(-1)).squeeze(-1)
+        shared = (_coefficients(q).square() @ variance.unsqueeze(-1)).squeeze(-1)
         return q["loc"], variance + shared
 
     def entropy(self, q: Tensors) -> Tensor:
@@ -87,5 +88,10 @@ class FullGaussian(Family):
         return {
             "loc": (covariance @ weighted.unsqueeze(-1)).squeeze(-1),
             "rho": inverse_softplus(scale),
-            "lower": (root / scale.unsqueeze(-2)).tril(-1),
+            "lower": (root / scale.unsqueeze(-2)).tril(-1) * scale.shape[-1] ** 0.5,
         }
+
+
+def _coefficients(q: Tensors) -> Tensor:
+    """Return the regression coefficients of weights on those before them, [..., D, D]."""
+    return q["lower"].tril(-1) / q["lower"].shape[-1] ** 0.5

@@ -56,7 +56,7 @@ def belief(family: Family, size: int = 5) -> dict[str, Tensor]:
 def theirs(q: dict[str, Tensor]) -> distributions.MultivariateNormal:
     """The same Gaussian as torch has it."""
     scale = F.softplus(q["rho"])
-    lower = q["lower"].tril(-1) if "lower" in q else 0.0
+    lower = q["lower"].tril(-1) / scale.shape[-1] ** 0.5 if "lower" in q else 0.0
     root = (torch.eye(scale.shape[-1], dtype=scale.dtype) + lower) * scale.unsqueeze(-2)
     return distributions.MultivariateNormal(q["loc"], scale_tril=root)
 
@@ -81,7 +81,7 @@ def test_a_full_gaussian_is_the_conjugate_posterior():
     estimate of it exact.
     """
     _, x, y, precision = linear_model()
-    found = fitted(FullGaussian, optimiser=Adam(cosine(0.1)))
+    found = fitted(FullGaussian, 600, optimiser=Adam(cosine(0.1)))
     covariance = hessian(x, precision).inverse()
     assert_close(found.moments()[0], covariance @ (x.T @ y / 0.25), rtol=0, atol=1e-6)
     root = FullGaussian().cholesky(found.belief)
@@ -141,10 +141,10 @@ def test_batches_a_loader_and_equal_seeds(family):
     before, state = model.weight.clone(), torch.get_rng_state()
     options = {"precision": precision, "likelihood": Gaussian(0.5), "optimiser": FAST}
     loader = DataLoader(TensorDataset(x, y), batch_size=8)
-    split = [family.fit(model, x, y, batch_size=8, steps=300, **options) for _ in range(2)]
+    split = [family.fit(model, x, y, batch_size=8, steps=200, **options) for _ in range(2)]
     assert all(split[0].belief[key].equal(split[1].belief[key]) for key in split[0].belief)
     assert torch.get_rng_state().equal(state)
-    loaded = family.fit(model, loader, steps=300, **options)
+    loaded = family.fit(model, loader, steps=200, **options)
     for one in (split[0], loaded):
         sd = hessian(x, precision).inverse().diagonal().sqrt()
         assert ((one.moments()[0] - before[0]).abs() < sd).all()
