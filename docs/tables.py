@@ -37,6 +37,7 @@ GIVEN = (
     ("bayesfl.evaluation.predictions", "Predictions"),
     ("bayesfl.study.table", "Table"),
     ("bayesfl.study.table", "Summary"),
+    ("bayesfl.posteriors.variational", "Variational"),
     ("bayesfl.federation.errors", "BadClients"),
     ("bayesfl.federation.errors", "FailedRound"),
     ("bayesfl.base.archive", "CheckpointError"),

@@ -1,4 +1,8 @@
-"""Beliefs about weights, which can be used without a federation."""
+"""Beliefs about weights, which can be used without a federation.
+
+Those of one module are made by `fit`, or by a function that returns `Samples`, from inputs and
+labels or batches of them; they `predict`, go `to_arviz`, and are saved and loaded.
+"""
 
 from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.laplace import Laplace

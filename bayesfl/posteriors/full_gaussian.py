@@ -10,6 +10,7 @@ from torch import Tensor
 from bayesfl.base.numerics import inverse_softplus, log_softplus
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.curvature.batches import available_memory, require
 from bayesfl.posteriors.variational import Family
 
 
@@ -35,7 +36,17 @@ class FullGaussian(Family):
     def init(self, loc: Tensor) -> Tensors:
         """Return the belief with centre `loc` [..., D], which it aliases, standard deviation
         `init_scale` everywhere and no correlations.
+
+        Raises:
+            MemoryError: The belief, its gradient and an optimiser's state need more bytes than are
+                free; the message says how many.
         """
+        require(
+            4 * loc.nbytes * loc.shape[-1],
+            available_memory(loc),
+            f"a FullGaussian of {loc.shape[-1]} weights, with its gradient and Adam's state,",
+            "take MeanField, or fewer weights, as by pattern='head.*'",
+        )
         rho = inverse_softplus(torch.tensor(self.init_scale, dtype=torch.float64)).to(loc)
         lower = loc.new_zeros(*loc.shape, loc.shape[-1])
         return {"loc": loc, "rho": rho.expand_as(loc).clone(), "lower": lower}
