@@ -27,6 +27,7 @@ from bayesfl.composition import (
 )
 from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration, detection, metrics, plots
+from bayesfl.federation.clients.asking import survey
 from bayesfl.federation.clients.client_model import ClientModel, load_client
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.private.privacy import ClientPrivacy
@@ -82,6 +83,7 @@ __all__ = [
     "selection",
     "simulate",
     "stats",
+    "survey",
     "table",
     "topology",
     "with_personal",

@@ -1,0 +1,76 @@
+"""Surveys of clients' rows, without a trained method: what clients know when they are asked, and
+the call that asks them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from bayesfl.base.options import declared
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import Survey, conduct
+from bayesfl.data import ClientData
+from bayesfl.evaluation.surveys import Outputs
+from bayesfl.federation.clients.surveying import Adder, ask_here, asked
+from bayesfl.federation.settings import Federation
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """Hold what clients know of themselves when they are asked about their rows.
+
+    Args:
+        split: The rows of J clients; a node has J = 1.
+        ids: The clients' numbers in the federation, [J].
+    """
+
+    split: ClientData
+    ids: np.ndarray
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yield each client's inputs [n_j, ...], as a model receives them, and its labels or
+        targets [n_j, ...], in the order of `ids`.
+        """
+        return map(self.split.client, range(self.split.clients))
+
+
+@declared
+def survey(
+    question: Survey[LocalRows], clients: Federation, *, aggregation: Adder | None = None
+) -> Tensors:
+    """Ask clients about their rows, and return what the question makes of the answers' sums.
+
+    Of a client its answers leave it, which are added; of a trained method's predictions
+    `result.survey` asks.
+
+    Args:
+        question: The question; its `answer(state, local)` reads the `LocalRows` of its split, and
+            its `start` what is predicted, as `Outputs`.
+        clients: The clients' data.
+        aggregation: How answers are added, as `SecureSum()`; None adds them openly.
+
+    Raises:
+        TypeError: It is no survey, or the aggregation cannot add answers.
+        ValueError: There is no such split; or an answer has another shape than the question
+            declares, or is not finite.
+
+    Example:
+        >>> import torch
+        >>> import bayesfl as bf
+        >>> class Count:
+        ...     split = "train"
+        ...     def start(self, about): return {}
+        ...     def shapes(self, state): return {"n_rows": ()}
+        ...     def answer(self, state, local):
+        ...         return {"n_rows": torch.tensor([len(y) for _, y in local])}
+        ...     def solve(self, state, total): return total, True
+        >>> clients = bf.data.from_arrays([torch.rand(5, 2)] * 4, [torch.rand(5)] * 4)
+        >>> int(bf.survey(Count(), clients)["n_rows"])
+        16
+    """
+    local = LocalRows(asked(question, clients.splits), np.arange(clients.clients))
+    about = Outputs(clients.task, clients.outputs)
+    return conduct(question, ask_here(question, local, aggregation), about)
