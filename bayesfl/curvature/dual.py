@@ -302,6 +302,42 @@ def invert(
     )
 
 
+def invert_ggn(curvature: Curvature, ggn: Tensor, precision: Tensor) -> Inverse:
+    """Compute the inverse of a GGN that is known, as a sum over several data sets, plus
+    diag(precision), in the primal form.
+
+    Args:
+        curvature: Curvature of the model.
+        ggn: The GGN of all weights, [D, D] in nats.
+        precision: Prior precision [D].
+
+    Raises:
+        ValueError: An entry of `precision` is not positive and finite.
+        MemoryError: The factor needs more bytes than may be used.
+        torch.linalg.LinAlgError: M has no Cholesky factor, even with jitter.
+    """
+    check_prior_precision(precision)
+    variance = 1 / precision
+    curved = ggn.diagonal() * variance >= NO_CURVATURE
+    weights = int(curved.sum())
+    _require(curvature, weights, "primal")
+    scale = variance[curved].sqrt()
+    matrix = scale[:, None] * ggn[curved][:, curved] * scale
+    matrix.diagonal().add_(1)
+    return Inverse(
+        curvature=curvature,
+        form="primal",
+        reason="a GGN that is known",
+        indices=None,
+        variance=variance,
+        uncurved=len(variance) - weights,
+        curved=curved,
+        chol=cholesky(matrix),
+        data={},
+        rows=None,
+    )
+
+
 def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> Inverse:
     """Compute the inverse of the diagonal of H alone: its variances are held like a prior's, and no
     weight is curved.

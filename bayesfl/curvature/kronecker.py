@@ -283,22 +283,60 @@ def invert_factors(
         MemoryError: The factors need more bytes than may be used; the message says how many.
     """
     _check_prior(curvature, precision)
+    return of_factors(curvature, *factors(curvature, x), precision, diagonal)
+
+
+def factors(curvature: Curvature, x: Data) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """Compute the factors of each layer, B [H, H] and A [I, I] *summed* over the data, and the
+    number of examples; a bias has no row in A.
+
+    Sums of several data sets' are those of all their examples: a norm's vector is a layer with one
+    input, which is always 1.
+
+    Raises:
+        ValueError: As by `invert_factors`.
+        MemoryError: As by `invert_factors`.
+    """
     layers, vectors = _layers(curvature)
-    every = _slots(curvature)
     require(
-        3 * 8 * sum(order**2 for slots in every for order in slots.shape),
+        3 * 8 * sum(order**2 for slots in _slots(curvature) for order in slots.shape),
         curvature.memory,
         "the Kronecker factors",
         "cover fewer layers by pattern=",
     )
+    found, examples = _factors(curvature, list(layers), x)
+    blocks = _blocks(curvature, vectors, x)
+    return found + [(block, block.new_full((1, 1), examples)) for block in blocks], examples
+
+
+def orders(curvature: Curvature) -> list[tuple[int, int]]:
+    """Return the orders (H, I) of each layer's `factors`.
+
+    Raises:
+        ValueError: As by `invert_factors`.
+    """
+    layers, vectors = _layers(curvature)
+    names = curvature.layout.names
+    biased = [f"{name}.bias".lstrip(".") in names for name in layers]
+    own = [(len(s), s.shape[1] - bias) for s, bias in zip(layers.values(), biased, strict=True)]
+    return own + [(len(slots), 1) for slots in vectors]
+
+
+def of_factors(
+    curvature: Curvature,
+    found: list[tuple[Tensor, Tensor]],
+    examples: int,
+    precision: Tensor,
+    diagonal: Tensor,
+) -> Kronecker:
+    """Return the inverse that has these `factors`, summed over a number of examples; `precision`
+    and `diagonal` as of `invert_factors`.
+    """
     bases = []
     eigenvalues = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
-    factors = _factors(curvature, list(layers), x)
-    # A norm's vector is a layer with one input, which is always 1.
-    factors += [(block, block.new_ones(1, 1)) for block in _blocks(curvature, vectors, x)]
-    for slots, (outer, inner) in zip(every, factors, strict=True):
+    for slots, (outer, inner) in zip(_slots(curvature), found, strict=True):
         b, left = torch.linalg.eigh(outer)
-        a, right = torch.linalg.eigh(inner)
+        a, right = torch.linalg.eigh(inner / examples)
         if slots.shape[1] > len(a):
             a, right = torch.cat([a, a.new_ones(1)]), torch.block_diag(right, right.new_ones(1, 1))
         bases.append(Basis(slots, left, right))
@@ -306,6 +344,17 @@ def invert_factors(
     return Kronecker(
         curvature, tuple(bases), eigenvalues, precision, _uncurved(diagonal, precision)
     )
+
+
+def diagonal_of(curvature: Curvature, found: list[tuple[Tensor, Tensor]], examples: int) -> Tensor:
+    """Return the diagonal of the GGN as its `factors` have it, b_hh a_ii, [D]."""
+    out = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
+    for slots, (outer, inner) in zip(_slots(curvature), found, strict=True):
+        inputs = inner.diagonal() / examples
+        if slots.shape[1] > len(inputs):
+            inputs = torch.cat([inputs, inputs.new_ones(1)])
+        out[slots] = torch.outer(outer.diagonal(), inputs)
+    return out
 
 
 def _uncurved(diagonal: Tensor, precision: Tensor) -> int:
@@ -361,9 +410,11 @@ def _layers(curvature: Curvature) -> tuple[dict[str, Tensor], list[Tensor]]:
     return found, vectors
 
 
-def _factors(curvature: Curvature, names: list[str], x: Data) -> list[tuple[Tensor, Tensor]]:
-    """Compute B [H, H], a sum over the data, and A [I, I], a mean over them, of each layer: of the
-    last layer alone in closed form, of others by curvlinops.
+def _factors(
+    curvature: Curvature, names: list[str], x: Data
+) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """Compute B [H, H] and A [I, I] of each layer, sums over the data, and the number of examples:
+    of the last layer alone in closed form, of others by curvlinops.
     """
     outer: list[Any] = [0.0] * len(names)
     inner: list[Any] = [0.0] * len(names)
@@ -371,7 +422,10 @@ def _factors(curvature: Curvature, names: list[str], x: Data) -> list[tuple[Tens
     module = copy.deepcopy(curvature.module).requires_grad_(False)
     for name in names:
         module.get_submodule(name).requires_grad_(True)
-    for batch in curvature.batches(x) if names else ():
+    for batch in curvature.batches(x):
+        examples += count(batch)
+        if not names:
+            continue
         last = curvature.last_layer(batch)
         if last is None:
             found = _by_curvlinops(curvature.likelihood, module, names, batch)
@@ -381,8 +435,7 @@ def _factors(curvature: Curvature, names: list[str], x: Data) -> list[tuple[Tens
         for part in found:
             for k, (b, a) in enumerate(part):
                 outer[k], inner[k] = outer[k] + b, inner[k] + a
-        examples += count(batch)
-    return [(b, a / examples) for b, a in zip(outer, inner, strict=True)]
+    return list(zip(outer, inner, strict=True)), examples
 
 
 def _by_curvlinops(

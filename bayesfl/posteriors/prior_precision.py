@@ -2,68 +2,113 @@
 training data or on validation data.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import Inputs
+from bayesfl.base.options import INVERTIBLE
 from bayesfl.base.warning import warn
 from bayesfl.curvature.batches import Data, labelled
+from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Poisson
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, nll_of_predictive
 
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
-"""Prior precisions from 1e-4 to 1e4, by half decades."""
+"""Prior precisions from 1e-4 to 1e4, by half decades, that are tried on validation data."""
+BISECTIONS = 60  # of the logarithm's range, 138, to its last digit
 
 
-def by_evidence(
-    fitted: Laplace,
-    x: Data,
-    y: Tensor | None = None,
-    *,
-    centre: float | Tensor = 0.0,
-    grid: Sequence[float] = GRID,
-) -> Laplace:
-    """Return the approximation under the precision of largest log marginal likelihood.
+def by_evidence(fitted: Laplace, x: Data, *, centre: float | Tensor = 0.0) -> Laplace:
+    """Return the approximation under the one precision of largest log marginal likelihood, see
+    `best_precision`.
 
     It is the evidence of the Gaussian approximation, and speaks of the prior that the weights were
     trained under. Of a network that was trained under another one, or that fits its training data
     nearly exactly, predictions can be far worse than those of the weights alone; `by_validation`
     looks at predictions.
 
-    An optimum at an edge of the grid means that the data say nothing about the precision (for the
-    whole network the evidence often rises without bound): then `fitted` is returned unchanged, with
-    a warning.
+    Where there is none, `fitted` is returned unchanged, with a warning. Labels are not needed: the
+    likelihood at the weights does not depend on the precision.
 
     Args:
         fitted: The approximation, under any precision.
-        x: The inputs that it was fitted to, [N, ...], or batches of (x, y).
-        y: Labels or targets of `x`; None where batches bring them.
+        x: The inputs that it was fitted to, [N, ...], or batches.
         centre: Mean of the prior, one number or one for each weight, [D].
-        grid: Precisions to try.
 
     Raises:
-        ValueError: `grid` is empty, no precision of it works, or labels or targets do not fit.
-
-    References:
-        MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation
-        4(3), 1992; Immer et al., "Scalable marginal likelihood estimation for model selection in
-        deep learning", ICML 2021.
+        ValueError: `x` or `centre` does not fit the approximation.
     """
-    scores = _scores(
-        fitted, x, grid, lambda candidate: candidate.log_marginal_likelihood(x, y, centre=centre)
-    )
-    precision = max(scores, key=lambda one: float(scores[one]))
-    if precision in (min(scores), max(scores)):
+    uniform = bool((fitted.precision == fitted.precision[0]).all())
+    own = fitted if uniform else fitted.with_precision(x, 1.0)
+    chosen = slice(None) if fitted.indices is None else fitted.indices
+    away = (fitted.loc - fitted.curvature.vector(centre, "centre"))[chosen]
+    precision = best_precision(_eigenvalues(own), away.square().sum())
+    if precision is None:
         warn(
-            f"the log marginal likelihood is largest at {precision:g}, an edge of the grid: it "
-            "carries no information about the prior precision, which stays at "
-            f"{float(fitted.precision.mean()):g}; by_validation needs none",
+            "the log marginal likelihood has no maximum in the prior precision, which stays at "
+            f"{float(fitted.precision.mean()):g}: the weights are the prior's centre, or have no "
+            "curvature; by_validation needs neither",
         )
         return fitted
     return fitted.with_precision(x, precision)
+
+
+def best_precision(eigenvalues: Tensor, square: Tensor) -> float | None:
+    """Return the prior precision d under which Laplace's approximation has the largest log marginal
+    likelihood; None where there is none, as for weights at the prior's centre.
+
+    Of what the evidence says of d, - d |w|^2 / 2 - 1/2 sum_i log(1 + l_i / d), the derivative is 0
+    where
+
+        d |w|^2 = sum_i l_i / (l_i + d),
+
+    the number of weights that the data determine. The left side grows in d and the right one falls,
+    so that there is one maximum, which is found by bisection to rounding.
+
+    Args:
+        eigenvalues: Eigenvalues l >= 0 of the curvature, a sum over the data in nats, [D].
+        square: Squared distance |w|^2 of the weights from the prior's centre, [].
+
+    References:
+        MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation
+        4(3), 1992, eq. 4.9; Immer et al., "Scalable marginal likelihood estimation for model
+        selection in deep learning", ICML 2021.
+
+    Example:
+        >>> eigenvalues = torch.tensor([4.0, 4.0], dtype=torch.float64)
+        >>> round(best_precision(eigenvalues, torch.tensor(1.0)), 6)  # d = 8 / (4 + d)
+        1.464102
+    """
+
+    def falls(precision: float) -> bool:
+        determined = (eigenvalues / (eigenvalues + precision)).sum()
+        return float(precision * square) > float(determined)
+
+    low, high = math.log(INVERTIBLE.low), math.log(INVERTIBLE.high)
+    if falls(INVERTIBLE.low) or not falls(INVERTIBLE.high):
+        return None
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if falls(math.exp(middle)) else (middle, high)
+    return math.exp((low + high) / 2)
+
+
+def _eigenvalues(fitted: Laplace) -> Tensor:
+    """Return the eigenvalues of the curvature as an approximation under one precision has them,
+    without some that are 0.
+    """
+    if fitted.structure == "diagonal":
+        return fitted.diagonal
+    inverse = fitted.inverse
+    if isinstance(inverse, Kronecker):
+        return inverse.eigenvalues
+    # The factor is of I + curvature / precision.
+    ratios = torch.linalg.eigvalsh(inverse.chol @ inverse.chol.T) - 1
+    return fitted.precision[0] * ratios.clamp_min(0)
 
 
 def by_validation(

@@ -13,7 +13,7 @@ import bayesfl as bf
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import predictive
-from bayesfl.posteriors.prior_precision import by_evidence, by_validation, predictive_nll
+from bayesfl.posteriors.prior_precision import by_validation, predictive_nll
 from tests.cases import numbers
 from tests.posteriors.made import linear_model, network
 
@@ -219,7 +219,6 @@ def test_labels_fit_the_inputs_and_the_classes(labels, message):
     fitted = Laplace.fit(model, x, precision=1.0)
     for call in (
         lambda: by_validation(fitted, x, x, labels),
-        lambda: by_evidence(fitted, x, labels),
         lambda: predictive_nll(fitted, x, labels),
         lambda: fitted.log_marginal_likelihood(x, labels),
     ):

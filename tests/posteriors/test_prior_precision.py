@@ -1,5 +1,6 @@
 """Prior precisions by evidence and by validation."""
 
+import doctest
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.posteriors import Laplace
+from bayesfl.posteriors import Laplace, prior_precision
 from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import (
     GRID,
+    best_precision,
     by_evidence,
     by_validation,
     largest_alike,
@@ -22,31 +24,50 @@ from tests.cases import numbers
 from tests.posteriors.made import network
 
 
-def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):
-    """The grid's best where it has a best within; for a prior centred on the weights themselves,
-    none: it stays, with a warning.
+@pytest.mark.parametrize(
+    ("structure", "precision"),
+    [("full", 2.0), ("full", None), ("diagonal", 0.1), ("kfac", 2.0), ("subnetwork", 2.0)],
+)
+def test_precision_by_evidence(structure: Any, precision: float | None):
+    """The evidence is largest there, whichever precision it is sought from: it falls to both
+    sides, by squares. The dual form has it, too.
     """
-    model, x, y = network(), numbers(40, 4), torch.arange(40) % 3
-    fitted = Laplace.fit(model, x, precision=2.0)
-    best = by_evidence(fitted, x, y)
-    scores = [float(Laplace.fit(model, x, precision=p).log_marginal_likelihood(x, y)) for p in GRID]
-    assert float(best.precision[0]) == GRID[scores.index(max(scores))]
-    with pytest.warns(UserWarning, match=r"10000\b.*edge of the grid"):
-        assert by_evidence(fitted, x, y, centre=fitted.loc) is fitted
-    beyond = [p for p in GRID if p > float(best.precision[0])]
-    with pytest.warns(UserWarning, match=rf" {beyond[0]:g}\b.*edge of the grid"):
-        assert by_evidence(fitted, x, y, grid=beyond) is fitted
-    honest = Laplace.with_precision
+    model, labels = network(), torch.arange(40) % 3
+    inputs = numbers(40, 4)
+    start = numbers(51, seed=4).exp() if precision is None else precision
+    chosen = torch.tensor([0, 7, 31]) if structure == "subnetwork" else None
+    for rows in (6, 40):  # 12 rows of the dual form are fewer than 51 weights
+        x, y = inputs[:rows], labels[:rows]
+        fitted = Laplace.fit(model, x, precision=start, structure=structure, indices=chosen)
+        best = by_evidence(fitted, x)
+        found = float(best.precision[0])
+        assert bool((best.precision == found).all())
+        least, here, most = (
+            float(best.with_precision(x, found * factor).log_marginal_likelihood(x, y))
+            for factor in (0.999, 1.0, 1.001)
+        )
+        assert 0 < here - least < 1e-4
+        assert 0 < here - most < 1e-4
+        assert here - least == pytest.approx(here - most, rel=0.01)
 
-    def fails(self: Laplace, x: Tensor, precision: float) -> Laplace:
-        if precision == GRID[0]:
-            raise torch.linalg.LinAlgError
-        return honest(self, x, precision)
 
-    monkeypatch.setattr(Laplace, "with_precision", fails)
-    with pytest.warns(UserWarning, match=rf" {beyond[0]:g}\b.*edge of the grid"):
-        # Of what can be computed of it.
-        assert by_evidence(fitted, x, y, grid=[GRID[0], *beyond]) is fitted
+def test_where_evidence_says_nothing_of_the_precision():
+    """For a prior centred on the weights themselves: it stays, with a warning."""
+    x = numbers(40, 4)
+    fitted = Laplace.fit(network(), x, precision=2.0)
+    with pytest.warns(UserWarning, match=r"no maximum in the prior precision, .* stays at 2\b"):
+        assert by_evidence(fitted, x, centre=fitted.loc) is fitted
+    nothing, one = torch.zeros(3, dtype=torch.float64), torch.tensor(1.0)
+    assert best_precision(nothing, one) is best_precision(nothing + 1, 0 * one) is None
+
+
+def test_evidence_is_not_that_of_a_grid():
+    """It is MacKay's: the weights' square is that of as many weights as the data determine."""
+    eigenvalues, square = numbers(20, seed=2).exp(), torch.tensor(3.0, dtype=torch.float64)
+    found = best_precision(eigenvalues, square)
+    assert found is not None
+    assert found * 3 == pytest.approx(float((eigenvalues / (eigenvalues + found)).sum()), rel=1e-12)
+    assert doctest.testmod(prior_precision).failed == 0
 
 
 def test_precision_by_validation():
