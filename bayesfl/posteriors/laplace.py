@@ -316,17 +316,23 @@ class Laplace(Drawn):
         Raises:
             ValueError: `x`, `y` or `centre` does not fit the posterior.
         """
-        chosen = slice(None) if self.indices is None else self.indices
-        away = (self.loc - self.curvature.vector(centre, "centre"))[chosen]
-        precision = self.precision[chosen]
         losses = torch.cat(
             [self._losses(inputs, own) for inputs, own in labelled(x, y, self.loc)]
             or [self.loc[:0]]
         )
         self._check_count(len(losses))
         nll = losses.sum() if self.weight is None else losses @ self.weight.to(losses)
+        return self.evidence(-nll, centre)
+
+    def evidence(self, log_likelihood: Tensor, centre: float | Tensor) -> Tensor:
+        """Compute the log evidence of data whose log likelihood at the weights is known, see
+        `log_marginal_likelihood`.
+        """
+        chosen = slice(None) if self.indices is None else self.indices
+        away = (self.loc - self.curvature.vector(centre, "centre"))[chosen]
+        precision = self.precision[chosen]
         return (
-            -nll
+            log_likelihood
             - 0.5 * (precision * away.square()).sum()
             - 0.5 * (self.log_det() - precision.log().sum())
         )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf

@@ -54,7 +54,8 @@ from bayesfl.federation.clients import predict, surveying
 from bayesfl.federation.clients.exporting import Served, described_served, write_onnx
 from bayesfl.federation.clients.form import Form
 from bayesfl.federation.clients.modules import module_at
-from bayesfl.federation.clients.predicting import predicting, predictor_of
+from bayesfl.federation.clients.pooling import servers
+from bayesfl.federation.clients.predicting import predicting, predictor_of, rule_of
 from bayesfl.federation.settings import present
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import (
@@ -795,6 +796,7 @@ def load_client(
     found.pop("written")
     predicts = found.pop("predicting")
     if isinstance(algorithm, Algorithm):
+        algorithm = servers(algorithm, rule_of(predicts))
         same_method(repr(str(file)), known, algorithm)
     else:
         algorithm = _alone(file, known, predicts, algorithm)

@@ -9,11 +9,17 @@ from typing import Any
 from torch import nn
 
 from bayesfl import likelihoods
+from bayesfl.base.protocols import Predictor
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block, standard_normal
 from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean
-from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace, Mixture
+from bayesfl.composition.predictors import (
+    LinearisedBelief,
+    LinearisedLaplace,
+    Mixture,
+    PooledLaplace,
+)
 from bayesfl.composition.priors import Normal, inverse_size, server_mean
 from bayesfl.posteriors import FullGaussian, MeanField, Point
 
@@ -21,7 +27,8 @@ _KNOWN: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(getattr(likelihoods, name) for name in likelihoods.__all__),
-        *(Point, MeanField, FullGaussian, LinearisedLaplace, LinearisedBelief, Mixture),
+        *(Point, MeanField, FullGaussian),
+        *(LinearisedLaplace, LinearisedBelief, Mixture, PooledLaplace),
     )
 }
 
@@ -55,6 +62,11 @@ def predicting(algorithm: Algorithm) -> dict[str, Any]:
         }
     except _UnknownError as error:
         return {"needs": str(error)}
+
+
+def rule_of(found: Mapping[str, Any]) -> Predictor | None:
+    """Return the predictor that `predicting` says; None where there is none, or it is not said."""
+    return _read(found.get("predictor"))
 
 
 def predictor_of(found: Mapping[str, Any], model: nn.Module) -> Algorithm:

@@ -17,6 +17,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.data.names import same_classes
 from bayesfl.data.tables.frames import same_columns
+from bayesfl.federation.clients.pooling import servers
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import Federation, Method, present
 from bayesfl.federation.store import files
@@ -51,6 +52,7 @@ def load(
             with another method or on other data.
     """
     result, made_with = _read(path, algorithm, device)
+    algorithm = result.algorithm
     same_method(repr(str(path)), made_with, algorithm)
     _check(repr(str(path)), algorithm, result)
     return result if clients is None else on(result, clients, repr(str(path)))
@@ -100,6 +102,8 @@ def _read(
     """Return a saved run as its file has it, and the identity of the method that made it."""
     device = present(device)
     found = files.read(path, files.RUN, device)
+    pooled = found["pooled"]
+    algorithm = servers(algorithm, None if pooled is None else pooled.rule)
     return Result(device=device, **{**found, "algorithm": algorithm}), found["algorithm"]
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
 from bayesfl.base.files import folder
+from bayesfl.base.layout import Pattern
 from bayesfl.base.options import PROBABILITY, Count, declared, instance, whole
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
@@ -20,6 +21,7 @@ from bayesfl.base.surveys import Survey, conduct
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, unrolled
+from bayesfl.composition.predictors import PooledLaplace
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.tables.frames import same_columns
@@ -30,7 +32,7 @@ from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions, by_client
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
-from bayesfl.federation.clients import predict, surveying, tuning
+from bayesfl.federation.clients import pooling, predict, surveying, tuning
 from bayesfl.federation.clients.client_model import (
     ClientModel,
     check_file_names,
@@ -42,10 +44,11 @@ from bayesfl.federation.clients.local import Local, State, private_rows
 from bayesfl.federation.clients.modules import module_at, server_module
 from bayesfl.federation.settings import FEDERATION, Settings, same_problem
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import Chosen, identity, reading
+from bayesfl.federation.store.identity import Chosen, Pooled, identity, reading
 from bayesfl.models.copies import refuse_changed
 from bayesfl.optim import rate_at
 from bayesfl.posteriors import Samples
+from bayesfl.posteriors.pooled import PooledPosterior, Structure
 
 METHODS_START = "the method's own start"
 """What a run began from that did not begin from another."""
@@ -79,6 +82,8 @@ class Result:
         calibrated: How the method predicted when they were fitted, see `reading`; None without
             steps.
         began: What the run began from, in words that differ for other states.
+        pooled: The pooled posterior where clients were asked for it already; it counts for the
+            predictor that asked.
     """
 
     algorithm: Algorithm
@@ -97,9 +102,12 @@ class Result:
     began: str = METHODS_START
     steps: tuple[Fitted, ...] = ()
     calibrated: str | None = None
+    pooled: Pooled | None = None
 
     def __repr__(self) -> str:
         source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
+        rule = self.algorithm.predictor
+        laplace = f"; pooled Laplace, {rule.structure}" if isinstance(rule, PooledLaplace) else ""
         steps = (
             f"; calibrated by {', '.join(type(one.step).__name__ for one in self.steps)}"
             if self.steps
@@ -107,7 +115,7 @@ class Result:
         )
         return (
             f"Result({self.known.clients} clients of {source}, round {self.round} of "
-            f"{self.settings.rounds}; {self.history}{steps})"
+            f"{self.settings.rounds}; {self.history}{laplace}{steps})"
         )
 
     @property
@@ -162,14 +170,33 @@ class Result:
             return None
         return None if self.tuned is None else Chosen(self.tuned, reading(self.algorithm))
 
+    @cached_property
+    def known_pooled(self) -> Pooled | None:
+        """Return `pooled`, for which clients are asked where they were not; None where the method's
+        predictor is no `PooledLaplace`.
+
+        Raises:
+            ValueError: The result was loaded without its clients' data, or as by
+                `PooledCurvature`.
+        """
+        rule = self.algorithm.predictor
+        if not isinstance(rule, PooledLaplace) or (self.pooled and self.pooled.rule == rule):
+            return self.pooled if isinstance(rule, PooledLaplace) else None
+        data = self.data.to(self.device, self.dtype)
+        return pooling.asked(self.algorithm, self.server, data)
+
     @property
     def state(self) -> State:
         """Return the federation's state; it shares this result's tensors."""
         return State(self.server, self.private, self.round)
 
-    def local(self, train: ClientData) -> Local:
+    def local(self, train: ClientData, *, predicts: bool = True) -> Local:
         """Return the local work of clients whose training data are `train`, which must be on the
         run's device and in its precision.
+
+        Args:
+            train: The training data.
+            predicts: Whether they predict, and are told what their predictor needs.
         """
         refuse_changed(self.algorithm.model)
         return Local(
@@ -180,6 +207,7 @@ class Result:
             self.settings.rounds,
             self.tolerant,
             self.known.client_names,
+            told=pooling.told(self.known_pooled) if predicts else {},
         )
 
     def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
@@ -321,6 +349,71 @@ class Result:
             chosen=self.known_choice(),
         )
 
+    def laplace(
+        self,
+        structure: Structure = "last_layer",
+        *,
+        precision: float | Literal["evidence"] = "evidence",
+        pattern: Pattern = "*",
+        aggregation: surveying.Adder | None = None,
+    ) -> "Result":
+        """Return the federation with the posterior of the server's network that a Laplace
+        approximation of all clients' training rows has: clients' curvatures are summed.
+
+        Every client predicts by that one posterior, linearised, and so do clients that `adapt`
+        brings; `posterior` is it, `calibrate(Temperature())` fits a temperature to it on validation
+        data, and `save` keeps it. Training goes on from the result before.
+
+        Each client is asked once and sends eight bytes a number: D (D + 1) / 2 numbers of D weights
+        under `last_layer` and `full` (4.1 MB of a last layer of 100 inputs and 10 classes), D under
+        `diagonal`, and under `kronecker` I (I + 1) / 2 + O (O + 1) / 2 of a layer from I to O (41
+        kB of that layer, pattern="head.*"); and its number of rows and their log likelihood.
+
+        Args:
+            structure: As of `bf.predictors.PooledLaplace`.
+            precision: As of `bf.predictors.PooledLaplace`.
+            pattern: As of `bf.predictors.PooledLaplace`.
+            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
+                openly.
+
+        Raises:
+            TypeError: The likelihood's curvature is not known, or the aggregation cannot add
+                answers.
+            ValueError: The server holds no whole network, or several; the network cannot be covered
+                in this way; or the run was trained under `ClientPrivacy`.
+            MemoryError: The curvature needs more bytes than there are.
+
+        References:
+            Daxberger et al., "Laplace Redux", NeurIPS 2021, whose laplace-torch makes the same of
+            the pooled rows.
+        """
+        rule = PooledLaplace(structure, precision, pattern)
+        self.model()  # raises where the server has not one network
+        method = pooling.servers_method(self.algorithm, rule)
+        server = pooling.servers_state(self.algorithm, self.server)
+        question = rule.question(method, server)
+        surveying.refuse_released(
+            [question], Outputs(self.known.task, self.known.outputs), self.settings
+        )
+        data = self.data.to(self.device, self.dtype)
+        pooled = pooling.asked(method, server, data, aggregation=aggregation)
+        own = {"private": {}, "chosen": None, "steps": (), "calibrated": None, "pooled": pooled}
+        return replace(self, algorithm=method, server=server, **own)
+
+    @property
+    def posterior(self) -> PooledPosterior:
+        """Return the posterior of the server's network that `laplace` has made.
+
+        Raises:
+            ValueError: There is none.
+        """
+        rule, pooled = self.algorithm.predictor, self.known_pooled
+        if pooled is None or not isinstance(rule, PooledLaplace):
+            raise ValueError(
+                "this result has no pooled posterior; make one, as result.laplace('last_layer')"
+            )
+        return rule.question(self.algorithm, self.server).posterior(pooled.state)
+
     def survey(self, survey: Survey, *, aggregation: surveying.Adder | None = None) -> Tensors:
         """Ask the clients about their own predictions, as this result makes them, and return what
         the survey tells at last.
@@ -443,7 +536,7 @@ class Result:
         private = private_rows(algorithm, server, novel.clients)
         moved = novel.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
-            self.local(moved.train).adapt(State(server, private, self.round), crew)
+            self.local(moved.train, predicts=False).adapt(State(server, private, self.round), crew)
         chosen = self.known_choice()
         new = replace(
             self,
@@ -454,6 +547,7 @@ class Result:
             novel=True,
             chosen=chosen,
             steps=(),
+            pooled=self.known_pooled,
         )
         return replace(new, steps=self._settled(new, moved)) if self.steps else new
 
@@ -560,6 +654,7 @@ class Result:
         refuse_changed(self.algorithm.model)
         got = self.state.received(self.algorithm, np.array([j]))
         given = self.algorithm.given(got.common, self.round, self.settings.rounds)
+        given = {**given, **pooling.told(self.known_pooled)}
         counts = self.known.counts if isinstance(self.known, Outline) else self.known.train.counts
         count = torch.tensor([int(counts[j])], dtype=self.dtype, device=self.device)
         return given, self.algorithm.views(given, got.addressed, got.rows, count)
@@ -703,11 +798,14 @@ class Result:
         files.write_round(path, files.RUN, self._content())
 
     def _content(self) -> dict[str, Any]:
-        """Return what a file holds; of `tuned` what is known, as tuning takes long."""
+        """Return what a file holds; of `tuned` and the pooled posterior what is known, as they take
+        long.
+        """
         tuned = self.__dict__.get("tuned", self.known_value)
         return {
             **vars(self),
             "chosen": None if tuned is None else Chosen(tuned, reading(self.algorithm)),
+            "pooled": self.__dict__.get("known_pooled", self.pooled),
         }
 
 

@@ -25,7 +25,7 @@ from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import COLUMNS, PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
 from bayesfl.evaluation.predictions import Collector, Predictions, by_client, measures_of
-from bayesfl.federation.clients import predict, tuning
+from bayesfl.federation.clients import pooling, predict, tuning
 from bayesfl.federation.clients.local import Local, State, private_rows, touched
 from bayesfl.federation.errors import DivergenceError, FailedRound
 from bayesfl.federation.rounds.admission import Admission, attempts
@@ -341,7 +341,8 @@ def _begun(
     )
     if len(new) and algorithm.adapt:
         with engine.crew(device) as crew:
-            result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
+            train = clients.to(device, dtype).train
+            result.local(train, predicts=False).adapt(begin, crew, ids=new)
     return result
 
 
@@ -418,6 +419,7 @@ def _under(
         "private": tree_map(torch.clone, saved.private),
         "history": saved.history.copy(),
         "chosen": None,
+        "pooled": None,
     }
     return replace(saved, settings=settings, engine=engine, **own)
 
@@ -455,7 +457,7 @@ class _Simulation:
         from tqdm import tqdm
 
         settings = result.settings
-        local = result.local(self.data.train)
+        local = result.local(self.data.train, predicts=False)
         stopped = over(self.callbacks, result)
         measure = "personal_accuracy" if self.data.task == "classification" else "personal_rmse"
         hidden = None if self.progress is None else not self.progress
@@ -529,6 +531,8 @@ class _Simulation:
 
     def _measure(self, history: History, local: Local, state: State, crew: Crew) -> None:
         """Add the measures of the models after aggregation."""
+        found = pooling.asked(local.algorithm, state.server, self.data)
+        local = replace(local, told=pooling.told(found))
         value = tuning.tune(local, state, self.data, crew)
         splits = {name: self.data.splits[name] for name in PREFIXES if name in self.data.splits}
         predicted = predict.personal(local, state, list(splits.values()), crew, value=value)

@@ -45,7 +45,7 @@ from bayesfl.evaluation.calibration import (
 )
 from bayesfl.evaluation.history import History
 from bayesfl.federation.settings import DTYPES, Settings, dtype_name
-from bayesfl.federation.store.identity import Chosen, identity
+from bayesfl.federation.store.identity import Chosen, Pooled, identity
 
 try:
     import fcntl
@@ -80,12 +80,14 @@ class FileKind:
         reader: What reads it, for error messages.
         fields: How each of its fields is written and read; {} for any mapping of tensors and plain
             values, as they are.
+        later: Fields that may be None, which files of earlier versions do not have.
     """
 
     name: str
     what: str
     reader: str
     fields: Mapping[str, Entry]
+    later: tuple[str, ...] = ()
 
 
 def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
@@ -181,7 +183,9 @@ RUN = FileKind(
         "dtype": DTYPE,
         "chosen": optional(Entry(list, lambda found: Chosen(*found))),
         "steps": FITTED,
+        "pooled": optional(Entry(Pooled.written, Pooled.read)),
     },
+    later=("pooled",),
 )
 CLIENT = FileKind(
     "client",
@@ -309,6 +313,7 @@ def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") ->
         # Copies lie at aligned places, as those of the run did: sums over others may be grouped
         # otherwise.
         content = _joined(said, nest({name: t.to(device, copy=True) for name, t in flat.items()}))
+        content = dict.fromkeys(kind.later) | content
         return (
             {name: entry.read(content[name]) for name, entry in kind.fields.items()}
             if kind.fields

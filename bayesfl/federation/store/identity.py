@@ -8,12 +8,15 @@ changed by `dataclasses.replace`, is what its fields hold, see `bayesfl.base.des
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bayesfl.base.archive import CheckpointError
 from bayesfl.base.described import described, network
+from bayesfl.base.inputs import as_tuples
+from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import PooledLaplace
 from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
 from bayesfl.models.copies import refuse_changed
@@ -80,6 +83,28 @@ class Chosen(NamedTuple):
 
     value: float
     reading: str
+
+
+class Pooled(NamedTuple):
+    """A pooled posterior, as the survey that asked for it has left it.
+
+    Args:
+        rule: The predictor that asked.
+        state: The survey's last state.
+    """
+
+    rule: PooledLaplace
+    state: Tensors
+
+    def written(self) -> dict[str, Any]:
+        """Return what a file holds of it."""
+        return {"rule": asdict(self.rule), "state": dict(self.state)}
+
+    @classmethod
+    def read(cls, found: Any) -> "Pooled":
+        """Return what `written` made."""
+        options = {key: as_tuples(value) for key, value in found["rule"].items()}
+        return cls(PooledLaplace(**options), found["state"])
 
 
 def reading(algorithm: Algorithm) -> str:
