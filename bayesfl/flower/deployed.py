@@ -13,6 +13,7 @@ from bayesfl.base.archive import CheckpointError
 from bayesfl.base.options import instance
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import PooledLaplace
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
 from bayesfl.federation.clients.modules import server_module
@@ -30,6 +31,7 @@ from bayesfl.federation.store.identity import (
 )
 from bayesfl.flower.before import Before, Place
 from bayesfl.flower.states import state_names
+from bayesfl.posteriors.pooled import PooledPosterior
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ class Deployed:
         calibration: The steps of calibration that are fitted after training.
         survey_states: The last states of their surveys, by their places, `0` the first; empty until
             they are fitted.
+        pooled: The state of the pooled posterior under `PooledLaplace`; empty until clients are
+            asked for it.
     """
 
     algorithm: Algorithm
@@ -79,6 +83,7 @@ class Deployed:
     began: str = METHODS_START
     calibration: tuple[Step, ...] = ()
     survey_states: Mapping[str, Tensors] = field(default_factory=dict)
+    pooled: Tensors = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -125,6 +130,21 @@ class Deployed:
             if self.survey_states
             else ()
         )
+
+    @property
+    def posterior(self) -> PooledPosterior:
+        """Return the posterior of the server's network on the rows of all clients.
+
+        Raises:
+            ValueError: The method's predictor is no `PooledLaplace`, or clients were not asked.
+        """
+        rule = self.algorithm.predictor
+        if not isinstance(rule, PooledLaplace) or not self.pooled:
+            raise ValueError(
+                "there is no pooled posterior; train a method that has its predictor, "
+                "dataclasses.replace(method, predictor=bf.predictors.PooledLaplace())"
+            )
+        return rule.question(self.algorithm, self.server).posterior(self.pooled)
 
     def place(self, client: int) -> Place:
         """Return the place of a client's last state that was taken, in this run or in one
@@ -208,7 +228,9 @@ DEPLOYMENT = files.FileKind(
         "counts": files.Entry(dict, lambda found: {int(j): int(of) for j, of in found.items()}),
         "before": files.optional(files.Entry(Before.stored, Before.read)),
         "calibration": files.Entry(files.described_steps, files.read_steps),
+        "pooled": files.Entry(read=lambda found: found or {}),
     },
+    later=("pooled",),
 )
 files.KINDS.append(DEPLOYMENT)
 

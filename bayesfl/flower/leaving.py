@@ -11,6 +11,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import conduct
 from bayesfl.base.targets import Task
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import PooledLaplace
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.tuning import Tuning
@@ -76,6 +77,11 @@ def leaves(
         tuned = Tuning(algorithm.predictor)
         sums = "sums over validation rows, in nats, of each candidate for the tuned number"
         for name, shape in tuned.shapes({}).items():
+            found.append(Sent("each evaluation", name, math.prod(shape), sums))
+    if isinstance(algorithm.predictor, PooledLaplace):
+        question = algorithm.predictor.question(algorithm, algorithm.init(1))
+        sums = "sums over training rows: the curvature at the server's model, and the loss, in nats"
+        for name, shape in question.shapes({}).items():
             found.append(Sent("each evaluation", name, math.prod(shape), sums))
     measures = "measures on the client's test and validation rows, one number each"
     found += [

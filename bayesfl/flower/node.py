@@ -20,6 +20,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Stage, hashed, mixed
 from bayesfl.base.surveys import answers
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import POOLED, PooledLaplace
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Fitted, Step, applied
@@ -29,6 +30,7 @@ from bayesfl.evaluation.own_measures import Measure, means, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import surveying
+from bayesfl.federation.clients.asking import LocalRows
 from bayesfl.federation.clients.client_model import client_model
 from bayesfl.federation.clients.local import Done, Local, Received, kept_phases
 from bayesfl.federation.clients.predict import by_all, common_view, of_chunk
@@ -183,33 +185,40 @@ class Node:
         """Answer a question of a survey by sums over this client's rows; zeros where it
         has none.
         """
-        survey = self._surveying(order.survey)
+        survey = self._surveying(order)
         state = order.survey_states.get(order.survey, {})
         shapes = survey.shapes(state)
         if not self.examples(survey.split):
             found: Tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
         else:
-            predicted = (
-                self._candidates(order)
-                if order.survey == TUNING
-                else applied(
-                    self._steps(order, int(order.survey)), self._predicted(order, survey.split)
-                )
-            )
-            found = {name: t[0] for name, t in answers(survey, state, predicted, shapes).items()}
+            local = self._known(order, survey.split)
+            found = {name: t[0] for name, t in answers(survey, state, local, shapes).items()}
         record, digest = records.pack(found)
         return RecordDict(
             {"answer": record, "config": ConfigRecord({"protocol": PROTOCOL, "digest": digest})}
         )
 
-    def _surveying(self, name: str) -> Any:
-        """Return the survey of that name.
+    def _known(self, order: Order, split: str) -> Any:
+        """Return what this client knows of itself for the survey that asks: rows, how candidates
+        fit, or predictions.
+        """
+        if order.survey == POOLED:
+            return LocalRows(self._of_one(split, order), self._ids)
+        if order.survey == TUNING:
+            return self._candidates(order)
+        return applied(self._steps(order, int(order.survey)), self._predicted(order, split))
+
+    def _surveying(self, order: Order) -> Any:
+        """Return the survey that asks.
 
         Raises:
-            Refused: There is none.
+            Refused: There is none of that name.
         """
-        if name == TUNING and self.algorithm.predictor is not None:
-            return Tuning(self.algorithm.predictor)
+        name, predictor = order.survey, self.algorithm.predictor
+        if name == POOLED and isinstance(predictor, PooledLaplace):
+            return predictor.question(self.algorithm, order.common)
+        if name == TUNING and predictor is not None:
+            return Tuning(predictor)
         if name.isdecimal() and int(name) < len(self.calibration):
             return self.calibration[int(name)]
         raise Refused(
@@ -463,6 +472,7 @@ class Node:
             order.rounds,
             order.tolerant,
             self._names,
+            told={POOLED: order.pooled} if order.pooled else {},
         )
 
     def _received(self, order: Order) -> Received:

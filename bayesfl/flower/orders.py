@@ -52,13 +52,15 @@ class Order:
         tolerant: Whether the client predicts without its fine-tuning if that is not finite; always
             False for training.
         survey: The survey that asks: `TUNING`, or a step's place; empty for another request.
-        model: Digests of the tensors for all clients and for this one, by which a client knows the
-            predictions that it has kept.
+        model: Digests of the tensors for all clients, for this one, and of the pooled posterior, by
+            which a client knows the predictions that it has kept.
         common: What the server sends to every client.
         addressed: What the server sends to this client alone, [1, ...].
         start: The initial state, [1, ...], if the client starts from it; empty otherwise.
         survey_states: The states of a survey and of those before it, or the last ones of the steps
             of calibration, by the survey's name.
+        pooled: The state of the pooled posterior, by which clients predict under `PooledLaplace`;
+            empty otherwise.
         whole: Whether the request has the model's tensors; further questions of a survey have not.
         calibrated: Whether `survey_states` are the last ones of the steps of calibration.
     """
@@ -79,11 +81,12 @@ class Order:
     value: float
     tolerant: bool
     survey: str
-    model: tuple[str, str]
+    model: tuple[str, str, str]
     common: Server
     addressed: View
     start: View
     survey_states: Mapping[str, Tensors]
+    pooled: Tensors
     whole: bool
     calibrated: bool
 
@@ -103,19 +106,21 @@ class Order:
         asked["dtype"] = DTYPES[records.setting(content, "dtype", str)]
         digests = {
             part: records.setting(content, f"{part}_digest", str)
-            for part in ("common", "own", "survey_states")
+            for part in ("common", "own", "survey_states", "pooled")
         }
         parts = {
             part: nest(records.unpack(content, part, digest))
             for part, digest in digests.items()
-            if (digest if part == "survey_states" else asked["whole"])
+            if digest and (part == "survey_states" or asked["whole"])
         }
-        common, own = (
-            tree_map(lambda t: t.to(device), parts.get(part, {})) for part in ("common", "own")
+        common, own, pooled = (
+            tree_map(lambda t: t.to(device), parts.get(part, {}))
+            for part in ("common", "own", "pooled")
         )
         return cls(
-            model=(digests["common"], digests["own"]),
+            model=(digests["common"], digests["own"], digests["pooled"]),
             common=common,
+            pooled=pooled,
             survey_states=parts.get("survey_states", {}),
             **{"addressed": {}, "start": {}, **own},
             **asked,
@@ -155,6 +160,7 @@ def orders(
     common, addressed = state.algorithm.share(state.server, torch.from_numpy(ids))
     shared, digest = records.pack(common)
     states, states_digest = records.pack(survey_states) if survey_states else (None, "")
+    pooled, pooled_digest = records.pack(state.pooled) if state.pooled else (None, "")
     everyone: dict[str, Any] = {
         "protocol": PROTOCOL,
         "algorithm": digest_of(agreement(state.algorithm, state.calibration)),
@@ -172,6 +178,7 @@ def orders(
         "keeps": bool(state.start),
         "common_digest": digest,
         "survey_states_digest": states_digest,
+        "pooled_digest": pooled_digest,
     }
     found: dict[int, RecordDict] = {}
     for place, client in enumerate(ids.tolist()):
@@ -195,6 +202,7 @@ def orders(
         content = {
             "config": ConfigRecord(config),
             **({"common": shared, "own": own} if whole else {}),
+            **({"pooled": pooled} if whole and pooled is not None else {}),
             **({} if states is None else {"survey_states": states}),
         }
         found[client] = RecordDict(content)

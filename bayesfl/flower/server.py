@@ -20,6 +20,7 @@ from bayesfl.base.described import digest_of
 from bayesfl.base.options import Count, Range, declared, typed
 from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import POOLED, PooledLaplace
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.surveys import Outputs
@@ -345,14 +346,19 @@ class _Service:
                 self.rules, state.server, state.round, state.history, journey, attempt=attempt
             )
             made = replace(
-                state, round=state.round + 1, server=server, base=journey.base, survey_states={}
+                state,
+                round=state.round + 1,
+                server=server,
+                base=journey.base,
+                survey_states={},
+                pooled={},
             )
             return made, row, absent
 
         tried = attempts(self.admission, once)
         if isinstance(tried, FailedRound):
             tried = (
-                replace(state, round=state.round + 1, survey_states={}),
+                replace(state, round=state.round + 1, survey_states={}, pooled={}),
                 {"round": state.round + 1, "cohort": 0, **tried.row},
                 [],
             )
@@ -428,6 +434,7 @@ class _Service:
         """
         states: dict[str, Tensors] = {}
         try:
+            state = self._pooled(state)
             questions = self._questions(state, value=self._value(state))
             for place, step in enumerate(self.calibration):
                 states[str(place)] = questions.conduct(
@@ -437,6 +444,21 @@ class _Service:
             log.error("nothing is calibrated: %s", error)
             return state
         return replace(state, survey_states=states)
+
+    def _pooled(self, state: Deployed) -> Deployed:
+        """Return the state with the pooled posterior that the method's predictor needs, for which
+        clients are asked once.
+
+        Raises:
+            ValueError: As by `PooledCurvature`.
+            FailedSurvey: The survey was given up.
+        """
+        rule = state.algorithm.predictor
+        if not isinstance(rule, PooledLaplace) or state.pooled:
+            return state
+        question = rule.question(state.algorithm, state.server)
+        found = self._questions(state).conduct(question, POOLED, self._outputs(state), {})
+        return replace(state, pooled=found)
 
     def _value(self, state: Deployed) -> float:
         """Return the number that the method's predictor tunes, chosen once for a state by a survey;
@@ -464,6 +486,7 @@ class _Service:
         self.evaluated = state.round
         self.network.roster.look(self.grid)
         try:
+            state = self._pooled(state)
             value = self._value(state)
         except (FailedSurvey, ValueError) as error:
             log.warning("nothing is predicted: %s", error)
