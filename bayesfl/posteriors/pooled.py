@@ -14,7 +14,7 @@ likelihood, as in `bayesfl.stats`.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -186,14 +186,15 @@ class PooledCurvature:
 
     def _summed(
         self, total: Tensors, examples: int
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Inverse | Kronecker]]:
-        """Return the diagonal [D] and the eigenvalues of the summed curvature, and a function from
-        the prior precision [D] to the inverse of both.
+    ) -> tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], Inverse | Kronecker]]:
+        """Return of the summed curvature the diagonal [D], a function that computes the
+        eigenvalues, and one from the prior precision [D] to the inverse of both.
         """
         curvature = self.curvature
         if self.structure == "diagonal":
             diagonal = total["diagonal"]
-            return diagonal, diagonal, lambda prior: independent(curvature, prior, diagonal)
+            inverted = partial(independent, curvature, diagonal=diagonal)
+            return diagonal, lambda: diagonal, inverted
         if self.structure == "kronecker":
             factors = [
                 (_whole(total[f"outputs_{place}"], h), _whole(total[f"inputs_{place}"], i))
@@ -202,17 +203,21 @@ class PooledCurvature:
             diagonal = kronecker.diagonal_of(curvature, factors, examples)
             flat = curvature.vector(1.0)
             found = kronecker.of_factors(curvature, factors, examples, flat, diagonal)
-            return diagonal, found.eigenvalues, lambda prior: found.with_precision(prior, diagonal)
+            inverted = partial(found.with_precision, diagonal=diagonal)
+            return diagonal, lambda: found.eigenvalues, inverted
         ggn = _whole(total["ggn"], curvature.size)
         # Sums of numbers that were rounded, as under secure sums, may have some below 0.
-        eigenvalues = torch.linalg.eigvalsh(ggn).clamp_min(0)
-        return ggn.diagonal().clone(), eigenvalues, lambda prior: invert_ggn(curvature, ggn, prior)
+        return (
+            ggn.diagonal().clone(),
+            lambda: torch.linalg.eigvalsh(ggn).clamp_min(0),
+            partial(invert_ggn, curvature, ggn),
+        )
 
-    def _chosen(self, eigenvalues: Tensor) -> float:
+    def _chosen(self, eigenvalues: Callable[[], Tensor]) -> float:
         """Return the prior precision, which is given or follows from the summed curvature."""
         if self.precision != "evidence":
             return self.precision
-        found = best_precision(eigenvalues, self._weights.square().sum())
+        found = best_precision(eigenvalues(), self._weights.square().sum())
         if found is None:
             raise ValueError(
                 "the log marginal likelihood has no maximum in the prior precision, as the covered "

@@ -2,16 +2,17 @@
 the call that asks them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Survey, conduct
+from bayesfl.base.surveys import Ask, Survey, answers, conduct
 from bayesfl.data import ClientData
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.surveying import Adder, ask_here, asked
@@ -35,6 +36,10 @@ class LocalRows:
         targets [n_j, ...], in the order of `ids`.
         """
         return map(self.split.client, range(self.split.clients))
+
+    def only(self, place: int) -> "LocalRows":
+        """Return what one client knows of itself, by its place in `ids`."""
+        return LocalRows(self.split.select([place]), self.ids[place : place + 1])
 
 
 @declared
@@ -73,4 +78,26 @@ def survey(
     """
     local = LocalRows(asked(question, clients.splits), np.arange(clients.clients))
     about = Outputs(clients.task, clients.outputs)
-    return conduct(question, ask_here(question, local, aggregation), about)
+    return conduct(question, ask(question, local, aggregation), about)
+
+
+def ask(question: Survey[LocalRows], local: LocalRows, aggregation: Adder | None) -> Ask:
+    """Return how a question about rows is put to clients on this machine.
+
+    In the open it is put to one after the other, in the order of their ids, so that two answers are
+    held at a time, which may be large.
+
+    Raises:
+        TypeError: The aggregation cannot add answers.
+    """
+    if aggregation is not None:
+        return ask_here(question, local, aggregation)
+
+    def openly(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        for place in np.argsort(local.ids, kind="stable").tolist():
+            for name, t in answers(question, state, local.only(place), shapes).items():
+                total[name] += t[0]
+        return total
+
+    return openly

@@ -361,8 +361,9 @@ class Result:
         approximation of all clients' training rows has: clients' curvatures are summed.
 
         Every client predicts by that one posterior, linearised, and so do clients that `adapt`
-        brings; `posterior` is it, `calibrate(Temperature())` fits a temperature to it on validation
-        data, and `save` keeps it. Training goes on from the result before.
+        brings; `posterior` is it, and `save` keeps it. Predictions of a network that is not linear
+        may be too unsure, most of all under `diagonal`: `calibrate(Temperature())` fits a
+        temperature to them on validation data. Training goes on from the result before.
 
         Each client is asked once and sends eight bytes a number: D (D + 1) / 2 numbers of D weights
         under `last_layer` and `full` (4.1 MB of a last layer of 100 inputs and 10 classes), D under
@@ -380,13 +381,29 @@ class Result:
             TypeError: The likelihood's curvature is not known, or the aggregation cannot add
                 answers.
             ValueError: The server holds no whole network, or several; the network cannot be covered
-                in this way; or the run was trained under `ClientPrivacy`.
+                in this way; the run was trained under `ClientPrivacy`; or its clients joined after
+                training, by `adapt`, or it was loaded without their data.
             MemoryError: The curvature needs more bytes than there are.
 
         References:
             Daxberger et al., "Laplace Redux", NeurIPS 2021, whose laplace-torch makes the same of
             the pooled rows.
+
+        Example:
+            >>> import bayesfl as bf
+            >>> clients = bf.data.iid("digits", clients=3, max_size=60)
+            >>> model = bf.models.mlp(clients.inputs, hidden=5, outputs=clients.outputs)
+            >>> method = bf.algorithms.fedavg(model)
+            >>> result = bf.simulate(method, clients, rounds=1, progress=False)
+            >>> mean, variance = result.laplace("last_layer").posterior.moments()
+            >>> list(variance.shape)  # 5 inputs and 10 classes, with a bias
+            [60]
         """
+        if self.novel:
+            raise ValueError(
+                "these clients joined after training, and the posterior is that of the clients "
+                "that trained: take the federation's own result.laplace(), then adapt(novel)"
+            )
         rule = PooledLaplace(structure, precision, pattern)
         self.model()  # raises where the server has not one network
         method = pooling.servers_method(self.algorithm, rule)

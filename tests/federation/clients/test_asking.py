@@ -83,9 +83,11 @@ def test_the_order_of_clients_is_none_of_the_answer(clients: bf.data.FederatedDa
     order = np.array([2, 0, 1])
     turned = LocalRows(clients.train.select(order), order)
     question, about = Spread(3), Outputs("classification", 2)
-    found = conduct(question, together(question, turned), about)
+    found = conduct(question, asking.ask(question, turned, None), about)
+    at_once = conduct(question, together(question, turned), about)
     for name, t in bf.survey(question, clients).items():
         assert torch.equal(found[name], t)
+        assert_close(at_once[name], t)
 
 
 def test_what_is_asked(clients: bf.data.FederatedData):
@@ -94,7 +96,7 @@ def test_what_is_asked(clients: bf.data.FederatedData):
         bf.survey(Spread, clients)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="Spread reads the split 'validation'"):
         bf.survey(Spread(3, "validation"), clients)
-    with pytest.raises(ValueError, match=r"'sum' of shape \[3, 3\], .* declares \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"'sum' of shape \[1, 3\], .* declares \[1, 2\]"):
         bf.survey(Spread(2), clients)
 
 

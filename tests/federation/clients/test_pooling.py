@@ -2,6 +2,7 @@
 is stored, and who is refused.
 """
 
+import doctest
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -135,6 +136,13 @@ def test_newcomers_predict_by_it(clients: FederatedData):
     rows = new.to(dtype=torch.float64).test.client(1)[0]
     probs = result.posterior.predict(rows)["probs"]
     assert_close(joined.predict().client(1).probs, probs, **NEAR)
+    with pytest.raises(ValueError, match=r"own result\.laplace\(\), then adapt"):
+        joined.laplace()
+
+
+def test_the_example_runs():
+    for found in doctest.DocTestFinder().find(Result.laplace, globs={}):
+        assert doctest.DocTestRunner().run(found).failed == 0
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -20,7 +20,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Clipped, Mean, by_size, equal
-from bayesfl.composition.predictors import LinearisedLaplace
+from bayesfl.composition.predictors import LinearisedLaplace, PooledLaplace
 from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.federation.private.privacy import ClientPrivacy
@@ -414,6 +414,8 @@ def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: Fede
     tuned = replace(fedavg(model), predictor=LinearisedLaplace(block="w"))
     with pytest.raises(ValueError, match="ClientPrivacy does not cover what is asked"):
         privately(tuned, clients, rule)
+    with pytest.raises(ValueError, match="their curvature, which ClientPrivacy does not cover"):
+        privately(replace(fedavg(model), predictor=PooledLaplace()), clients, rule)
 
 
 def test_norms_whose_statistics_would_be_sent(clients: FederatedData):
