@@ -159,7 +159,7 @@ class PooledCurvature:
         return found | {"ggn": _lower(curvature.ggn(data))}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the posterior by its tensors, of which `posterior` makes it again.
+        """Return the posterior by its tensors on the CPU, of which `posterior` makes it again.
 
         Raises:
             ValueError: The evidence has no maximum in the prior precision.
@@ -182,7 +182,7 @@ class PooledCurvature:
             "precision": torch.tensor(precision, dtype=torch.float64),
             "diagonal": diagonal,
         }
-        return about | parts, True
+        return {name: t.cpu() for name, t in (about | parts).items()}, True
 
     def _summed(
         self, total: Tensors, examples: int

@@ -16,7 +16,7 @@ from bayesfl.base.surveys import conduct, together, uplink_bytes
 from bayesfl.data import ClientData
 from bayesfl.federation.clients.asking import LocalRows
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesfl.posteriors import Laplace
+from bayesfl.posteriors import Laplace, pooled
 from bayesfl.posteriors.pooled import FORMS, PooledCurvature, PooledPosterior
 from tests.cases import numbers
 
@@ -151,6 +151,19 @@ def test_a_linear_model_has_the_errors_of_least_squares():
         question = PooledCurvature(model, structure, 1e-10, likelihood=Gaussian(sigma))
         found = summed(question, x[:, :3], y, (150, 20, 30))
         assert_close(found.moments()[1].sqrt() / errors, torch.ones_like(errors), rtol=1e-8, atol=0)
+
+
+def test_what_is_made_of_sums():
+    """A symmetric matrix of its triangle, and the diagonal that factors have, as their product
+    has it.
+    """
+    matrix = numbers(5, 5) + numbers(5, 5).T
+    assert torch.equal(pooled._whole(pooled._lower(matrix), 5), matrix)
+    found = summed(PooledCurvature(network(), "kronecker", 0.7), *rows("classification"))
+    for basis in found.inverse.bases:
+        curved = found.inverse.eigenvalues[basis.slots]
+        diagonal = basis.left.square() @ curved @ basis.right.square().T
+        assert_close(found.diagonal[basis.slots], diagonal, rtol=1e-10, atol=1e-11)
 
 
 def test_what_a_client_sends():
