@@ -11,8 +11,8 @@ arXiv:1804.06788); standard deviations and errors beside the reference's; rounds
 data sets whose truth nobody knows, how far means and standard deviations are from the reference's.
 
 A way that is finished is read; one that was stopped goes on, unless the code has another commit
-by now. `--ways` are those that are gone on with, `--federations` is how many at most of each; the
-results are of all that is there. Results: benchmarks/results/truth.json, and docs/images/truth.png
+by now. `--ways` are those that are gone on with, patterns as "linear/pfedvem*", and `--federations` is how
+many at most of each; the results are of all that is there. Results: benchmarks/results/truth.json, and docs/images/truth.png
 (--figure draws it from the results that are there).
 """
 
@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,8 @@ def results(
     cells = {}
     for problem, known in WAYS.items():
         for name, (_, count, _) in known.items():
-            wanted = 0 if ways and name not in ways else min(count, 2 if quick else federations)
+            chosen = any(fnmatchcase(f"{problem}/{name}", pattern) for pattern in ways)
+            wanted = min(count, 2 if quick else federations) if chosen else 0
             try:
                 kept = way(folder, problem, name, wanted=wanted, quick=quick, jobs=jobs)
             except FileNotFoundError as error:  # of data that do not ship with the library
@@ -289,6 +291,6 @@ if __name__ == "__main__":
         "truth",
         results,
         draw=draw,
-        ways={"nargs": "+", "default": [], "help": "the ways that are gone on with; all without"},
+        ways={"nargs": "+", "default": ["*"], "help": "patterns of the ways that are gone on with"},
         federations={"type": int, "default": 1000, "help": "how many at most of each way"},
     )
