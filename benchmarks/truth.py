@@ -11,9 +11,10 @@ arXiv:1804.06788); standard deviations and errors beside the reference's; rounds
 data sets whose truth nobody knows, how far means and standard deviations are from the reference's.
 
 A way that is finished is read; one that was stopped goes on, unless the code has another commit
-by now. `--ways` are those that are gone on with, patterns as "linear/pfedvem*", and `--federations` is how
-many at most of each; the results are of all that is there. Results: benchmarks/results/truth.json, and docs/images/truth.png
-(--figure draws it from the results that are there).
+by now. `--ways` are those that are gone on with, patterns as "linear/pfedvem*", `--federations` is
+how many at most of each; the results are of all that is there. Results:
+benchmarks/results/truth.json, and docs/images/truth.png (--figure draws it from the results that
+are there).
 """
 
 import json
@@ -40,6 +41,7 @@ BINS = 20
 """Bins of the ranks; both levels' intervals end at edges of bins."""
 PAIRS = 10
 """Bins whose counts are compared with even ones."""
+SPENT = ("rounds", "bytes", "seconds")
 ERRORS, LEAST = 3.0, 1e-3
 """A way is true if its coverage is within so many standard errors of both levels, and even counts
 of ranks are not less likely than this."""
@@ -54,36 +56,23 @@ LOOKS = ((OKABE_ITO[1], "s"), (OKABE_ITO[0], "o"))
 """Colour and marker of each level."""
 
 
-def score(belief: Belief, truth: np.ndarray | None, reference: Belief) -> Score:
-    """Return what is counted of one federation.
+def score(belief: Belief, truth: np.ndarray | None) -> Score:
+    """Return what is kept of one federation.
 
     Args:
         belief: The belief about the quantities [R, q].
         truth: The quantities; None where nobody knows them.
-        reference: The reference's belief.
 
     Returns:
-        `rounds` and `bytes`; where the truth is known, `bins` [R][BINS], counts of ranks; `ratio`
-        [R][q], ratios of standard deviations; `squared` and `least` [R], mean squared errors of
-        belief and reference; `error`, the median absolute error. Otherwise `shift` and `ratios`,
-        the largest distance of a mean in the reference's standard deviations, and the smallest and
-        largest ratio of standard deviations.
+        `rounds` and `bytes`; `sd` [R][q]; `away` [R][q], means less the truth, or means where it is
+        not known; `bins` [R][BINS], counts of the truth's ranks, where it is.
     """
-    found: Score = {"rounds": belief.rounds, "bytes": belief.bytes}
-    ratio = belief.sd / reference.sd
+    found: Score = {"rounds": belief.rounds, "bytes": belief.bytes, "sd": belief.sd.tolist()}
     if truth is None:
-        away = np.abs(belief.mean - reference.mean) / reference.sd
-        ends = [float(np.nanmin(ratio)), float(np.nanmax(ratio))]
-        return found | {"shift": float(np.nanmax(away)), "ratios": ends}
+        return found | {"away": belief.mean.tolist()}
     below = belief.below(truth)
     bins = [np.histogram(row[~np.isnan(row)], BINS, (0, 1))[0].tolist() for row in below]
-    return found | {
-        "bins": bins,
-        "ratio": ratio.tolist(),
-        "squared": np.square(belief.mean - truth).mean(1).tolist(),
-        "least": np.square(reference.mean - truth).mean(1).tolist(),
-        "error": float(np.nanmedian(np.abs(belief.mean - truth)[: len(SIZES)])),
-    }
+    return found | {"away": (belief.mean - truth).tolist(), "bins": bins}
 
 
 def evenness(counts: np.ndarray) -> float | None:
@@ -109,82 +98,81 @@ def covered(bins: np.ndarray, level: float) -> np.ndarray:
     return bins[..., edge : BINS - edge].sum(-1)
 
 
-def summary(scores: Sequence[Score]) -> dict[str, Any]:
-    """Return what the results hold of a way: over its federations, and by client."""
-    made = [one for one in scores if "refused" not in one]
+def summary(scores: Sequence[Score], references: Sequence[Score]) -> dict[str, Any]:
+    """Return what the results hold of a way, over its federations and by client.
+
+    Args:
+        scores: Of the way, by federation.
+        references: Of the reference, for the first federations.
+    """
+    made = [k for k, one in enumerate(scores) if "refused" not in one]
+    kept = [scores[k] for k in made]
     found: dict[str, Any] = {
         "federations": len(scores),
         "refused": len(scores) - len(made),
-        "seconds": float(np.mean([one["seconds"] for one in made])),
-        "rounds": float(np.mean([one["rounds"] for one in made])),
-        "bytes": float(np.mean([one["bytes"] for one in made])),
+        **{name: float(np.mean([one[name] for one in kept])) for name in SPENT},
     }
-    if "shift" in made[0]:
-        return found | {name: made[0][name] for name in ("shift", "ratios")}
+    away, sd = (np.array([one[name] for one in kept], dtype=float) for name in ("away", "sd"))
+    nothing = {name: np.full_like(away[0], np.nan) for name in ("away", "sd")}
+    beside = [references[k] if k < len(references) else nothing for k in made]
+    least, exact = (np.array([one[name] for one in beside], dtype=float) for name in ("away", "sd"))
+    ratio = sd / exact
+    if "bins" not in kept[0]:
+        ends = [float(np.nanmin(ratio)), float(np.nanmax(ratio))]
+        return found | {"shift": float(np.nanmax(np.abs(away - least) / exact)), "ratios": ends}
     clients = len(SIZES)
-    bins = np.array([one["bins"] for one in made])
-    counts, own = bins.sum(-1), bins[:, :clients]
-    squared, least, ratio = (
-        np.array([one[name] for one in made], dtype=float)[:, :clients]
-        for name in ("squared", "least", "ratio")
-    )
-    both = ~np.isnan(squared) & ~np.isnan(least)
+    away, least, ratio = (t[:, :clients] for t in (away, least, ratio))
+    both = ~np.isnan(away) & ~np.isnan(least)
+    bins = np.array([one["bins"] for one in kept])
+    own = bins[:, :clients]
     found |= {
-        "error": float(np.nanmean([one["error"] for one in made])),
-        "rms": math.sqrt(squared[both].mean()),
-        "least_rms": math.sqrt(least[both].mean()),
-        "absent": int(np.isnan(squared).sum()),
-        "intervals": int(counts[:, :clients].sum()),
+        "error": float(np.nanmedian(np.abs(away), (1, 2)).mean()),
+        "absent": int(np.isnan(away).all(2).sum()),
+        "intervals": int(own.sum()),
     }
+    if both.any():
+        found |= {"rms": rms(away[both]), "least_rms": rms(least[both])}
     if not found["intervals"]:
         return found  # of points
-    with np.errstate(invalid="ignore"):
-        shares = {
-            name: covered(own, level).sum(1) / own.sum((1, 2)) for name, level in LEVELS.items()
-        }
-        by_row = {
-            name: covered(bins.sum(0), level) / counts.sum(0) for name, level in LEVELS.items()
-        }
-    found["coverage"] = {name: report.mean_and_error(share) for name, share in shares.items()}
-    found["by_client"] = {name: row[:clients].tolist() for name, row in by_row.items()}
-    if counts.shape[1] > clients and counts[:, clients:].any():
-        found["common"] = {name: float(row[-1]) for name, row in by_row.items()}
-    found |= {
-        "ranks": own.sum((0, 1)).tolist(),
-        "even": evenness(own.sum(1)),
-    }
+    found |= {"coverage": {}, "by_client": {}, "common": {}}
+    for name, level in LEVELS.items():
+        shares = covered(own, level).sum(1) / own.sum((1, 2))
+        found["coverage"][name] = report.mean_and_error(shares)
+        total = covered(bins.sum(0), level) / np.maximum(bins.sum((0, 2)), 1)
+        found["by_client"][name] = total[:clients].tolist()
+        if bins[:, clients:].any():
+            found["common"][name] = float(total[-1])
     if not np.isnan(ratio).all():
         found["ratio"] = float(np.nanmedian(ratio))
         found["ratios"] = np.nanmedian(ratio, (0, 2)).tolist()
+    found |= {"ranks": own.sum((0, 1)).tolist(), "even": evenness(own.sum(1))}
     return found | {"true": is_true(found)}
 
 
-def is_true(found: Mapping[str, Any]) -> bool:
-    """Say whether intervals hold what they promise, as far as the federations can tell."""
+def rms(values: np.ndarray) -> float:
+    return math.sqrt(np.square(values).mean())
+
+
+def is_true(found: Mapping[str, Any]) -> bool | None:
+    """Say whether intervals hold what they promise, as far as the federations can tell; None if too
+    few do not say the opposite.
+    """
     near = all(
         abs(share - LEVELS[name]) <= ERRORS * error
         for name, (share, error) in found["coverage"].items()
     )
-    return near and (found["even"] is None or found["even"] >= LEAST)
+    return (None if found["even"] is None else found["even"] >= LEAST) if near else False
 
 
-def one(problem: str, name: str, seed: int, *, quick: bool, reference: Score | None) -> Score:
-    """Return the score of one way for one federation; the reference's has its belief, too."""
+def one(problem: str, name: str, seed: int, *, quick: bool) -> Score:
+    """Return the score of one way for one federation, or why there is none."""
     fed = replace(PROBLEMS[problem](seed), quick=quick)
     start = time.perf_counter()
     try:
         belief = WAYS[problem][name].believe(fed)
     except ValueError as error:
         return {"refused": str(error)}
-    seconds = time.perf_counter() - start
-    if reference is not None:
-        known = Belief(np.array(reference["mean"]), np.array(reference["sd"]))
-        return score(belief, fed.truth, known) | {"seconds": seconds}
-    if name == next(iter(WAYS[problem])):
-        own = {"mean": belief.mean.tolist(), "sd": belief.sd.tolist(), "seconds": seconds}
-        return score(belief, fed.truth, belief) | own
-    unknown = np.full(belief.mean.shape, np.nan)
-    return score(belief, fed.truth, Belief(unknown, unknown)) | {"seconds": seconds}
+    return {**score(belief, fed.truth), "seconds": time.perf_counter() - start}
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -202,19 +190,10 @@ def way(
         return kept
     if done and kept["environment"]["commit"] != environment["commit"]:
         done = []
-    first = folder / problem / f"{next(iter(WAYS[problem]))}.json"
-    references = [] if first == file else read(first)["scores"]
     while len(done) < wanted:
         seeds = range(len(done), min(wanted, len(done) + 5 * jobs))
         done = done + Parallel(n_jobs=jobs)(
-            delayed(one)(
-                problem,
-                name,
-                seed,
-                quick=quick,
-                reference=references[seed] if seed < len(references) else None,
-            )
-            for seed in seeds
+            delayed(one)(problem, name, seed, quick=quick) for seed in seeds
         )
         kept = {"scores": done, "environment": environment}
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -228,6 +207,7 @@ def results(
     """Return what is found of each way, by problem and way."""
     cells = {}
     for problem, known in WAYS.items():
+        references: list[Score] = []
         for name, (_, count, _) in known.items():
             chosen = any(fnmatchcase(f"{problem}/{name}", pattern) for pattern in ways)
             wanted = min(count, 2 if quick else federations) if chosen else 0
@@ -236,11 +216,11 @@ def results(
             except FileNotFoundError as error:  # of data that do not ship with the library
                 print(f"{problem} is left out: {error}")
                 break
+            if name == next(iter(known)):
+                references = kept["scores"]
             if kept["scores"]:
-                cells[f"{problem}/{name}"] = {
-                    **summary(kept["scores"]),
-                    "environment": kept["environment"],
-                }
+                found = summary(kept["scores"], references)
+                cells[f"{problem}/{name}"] = {**found, "environment": kept["environment"]}
     return {"sizes": SIZES, "cells": cells}
 
 

@@ -24,13 +24,14 @@ Belief, Way = beliefs.Belief, beliefs.Way
 
 def judged(problem: str, name: str, federations: int, widths: float = 1.0) -> dict[str, Any]:
     """Judge a way, whose standard deviations may be made wrong, beside the reference."""
-    ways, scores = beliefs.WAYS[problem], []
+    ways, scores, references = beliefs.WAYS[problem], [], []
     for seed in range(federations):
         fed = beliefs.PROBLEMS[problem](seed)
         found, reference = (way.believe(fed) for way in (ways[name], next(iter(ways.values()))))
         found = replace(found, sd=widths * found.sd)
-        scores.append(truth.score(found, fed.truth, reference) | {"seconds": 0.0})
-    return truth.summary(scores)
+        scores.append(truth.score(found, fed.truth) | {"seconds": 0.0})
+        references.append(truth.score(reference, fed.truth))
+    return truth.summary(scores, references)
 
 
 @pytest.mark.parametrize("problem", ["linear", "shared"])
@@ -76,16 +77,20 @@ def test_a_score_by_hand():
     zeros = np.zeros((len(beliefs.SIZES), 2))
     mean, sd = zeros + 1, zeros + 1
     sd[0], sd[1, 0], mean[1, 1] = 0, np.nan, 0
-    found = truth.score(Belief(mean, sd), zeros, Belief(zeros, zeros + 2))
-    at = int(stats.norm.cdf(-1) * truth.BINS)
-    assert found["bins"][0] == [2] + [0] * (truth.BINS - 1)
-    assert found["bins"][1] == [int(k == truth.BINS // 2) for k in range(truth.BINS)]
-    assert found["bins"][2] == [2 * (k == at) for k in range(truth.BINS)]
-    assert (found["squared"][:3], found["least"]) == ([1, 0.5, 1], [0] * len(sd))
-    assert found["ratio"][2] == [0.5, 0.5]
-    bins = np.array(found["bins"])
+    kept = truth.score(Belief(mean, sd), zeros) | {"seconds": 2.0}
+    bins, at = np.array(kept["bins"]), int(stats.norm.cdf(-1) * truth.BINS)
+    assert kept["bins"][0] == [2] + [0] * (truth.BINS - 1)
+    assert kept["bins"][1] == [int(k == truth.BINS // 2) for k in range(truth.BINS)]
+    assert kept["bins"][2] == [2 * (k == at) for k in range(truth.BINS)]
     assert truth.covered(bins, 0.9).tolist()[:3] == [0, 1, 2]
     assert truth.covered(bins, 0.5).tolist()[:3] == [0, 1, 0]
+    found = truth.summary([kept] * 2, [truth.score(Belief(zeros + 0.5, zeros + 2), zeros)])
+    assert (found["intervals"], found["federations"], found["seconds"]) == (30, 2, 2)
+    assert found["coverage"]["90"][0] == 13 / 15
+    assert found["by_client"]["50"] == [0, 1] + [0] * 6
+    assert (found["ratio"], found["ratios"][:3]) == (0.5, [0, 0.5, 0.5])
+    assert (found["rms"], found["least_rms"]) == (pytest.approx((15 / 16) ** 0.5), 0.5)
+    assert (found["error"], found["true"]) == (1, False)
     draws = np.arange(8.0)[:, None, None] - 1.5 + zeros
     assert (Belief.drawn(draws).below(zeros) == 0.25).all()
 
@@ -171,4 +176,4 @@ def test_what_is_finished_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(asked) == seen
     scores = json.loads((tmp_path / "shared" / "exact.json").read_text())["scores"]
     assert scores == kept["scores"]
-    assert truth.summary(scores)["refused"] == 1
+    assert truth.summary(scores, scores)["refused"] == 1
