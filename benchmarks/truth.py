@@ -118,8 +118,10 @@ def summary(scores: Sequence[Score], references: Sequence[Score]) -> dict[str, A
     least, exact = (np.array([one[name] for one in beside], dtype=float) for name in ("away", "sd"))
     ratio = sd / exact
     if "bins" not in kept[0]:
+        # Of the clients alone, as not all ways believe something about what they have in common.
+        shift, ratio = (np.abs(away - least) / exact)[:, :-1], ratio[:, :-1]
         ends = [float(np.nanmin(ratio)), float(np.nanmax(ratio))]
-        return found | {"shift": float(np.nanmax(np.abs(away - least) / exact)), "ratios": ends}
+        return found | {"shift": float(np.nanmax(shift)), "ratios": ends}
     clients = len(SIZES)
     away, least, ratio = (t[:, :clients] for t in (away, least, ratio))
     both = ~np.isnan(away) & ~np.isnan(least)
@@ -157,6 +159,8 @@ def is_true(found: Mapping[str, Any]) -> bool | None:
     """Say whether intervals hold what they promise, as far as the federations can tell; None if too
     few do not say the opposite.
     """
+    if any(math.isnan(error) for _, error in found["coverage"].values()):
+        return None  # of one federation
     near = all(
         abs(share - LEVELS[name]) <= ERRORS * error
         for name, (share, error) in found["coverage"].items()
@@ -231,7 +235,11 @@ def draw(saved: dict[str, Any]) -> None:
     as have the standard error that was found between federations, or of the federations where they
     all agree.
     """
-    rows = [(key, cell) for key, cell in saved["cells"].items() if "coverage" in cell]
+    rows = [
+        (key, cell)
+        for key, cell in saved["cells"].items()
+        if "coverage" in cell and cell["federations"] > 1
+    ]
     problems = dict.fromkeys(key.split("/")[0] for key, _ in rows)
     figure = new_figure((7.2, 0.31 * (len(rows) + 1.5 * len(problems)) + 0.7))
     ax, place, ticks = figure.subplots(), 0.0, {}
@@ -239,7 +247,8 @@ def draw(saved: dict[str, Any]) -> None:
         ax.axvline(level, color="0.6", linewidth=1)
     for problem in problems:
         place += 1.5
-        ax.text(-0.01, place - 0.9, TITLES[problem], weight="bold", fontsize="large")
+        over = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.text(0.01, place - 0.9, TITLES[problem], weight="bold", fontsize="large", bbox=over)
         for key, cell in rows:
             if not key.startswith(f"{problem}/"):
                 continue
@@ -251,7 +260,7 @@ def draw(saved: dict[str, Any]) -> None:
                 low, high = clopper_pearson(np.round(share * trials), trials, 0.05)
                 ax.plot([low, high], [place, place], color=colour, linewidth=2)
                 label = f"{name} % intervals" if not ticks else None
-                ax.plot(share, place, marker, color=colour, markersize=7, label=label)
+                ax.plot(share, place, marker, color=colour, markersize=6, label=label)
             ticks[place] = key.split("/")[1]
             place += 1
     ax.set_yticks(list(ticks), list(ticks.values()))
