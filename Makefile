@@ -65,7 +65,7 @@ smoke: $(VENV)/.plain
 	$(BIN)/python benchmarks/promises.py --quick
 	$(BIN)/python benchmarks/simplex.py --quick
 	$(BIN)/python benchmarks/privacy.py --quick
-	$(BIN)/python benchmarks/coverage.py --quick
+	$(BIN)/python benchmarks/truth.py --quick
 	$(BIN)/python benchmarks/papers/fedsi.py --quick
 	$(BIN)/python benchmarks/papers/perinvfl.py --quick
 

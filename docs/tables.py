@@ -7,8 +7,8 @@ settings from benchmarks/results/sensitivity.json, speed from benchmarks/results
 benchmarks`), rules of subnetworks from benchmarks/results/selection.json (python
 benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, links from
 benchmarks/results/links.json, networks as they come from benchmarks/results/networks.json, promises
-from benchmarks/results/promises.json, noise from benchmarks/results/privacy.json, papers' tables
-from benchmarks/results/papers.
+from benchmarks/results/promises.json, noise from benchmarks/results/privacy.json, posteriors beside
+the truth from benchmarks/results/truth.json, papers' tables from benchmarks/results/papers.
 """
 
 import ast
@@ -18,7 +18,6 @@ import json
 import math
 import re
 import runpy
-import statistics
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -1274,36 +1273,105 @@ def alone() -> str:
 
 def coverage() -> str:
     """How often 90 % intervals of sites' own coefficients hold, by size of site."""
-    saved = json.loads((RESULTS / "coverage.json").read_text())
-    ways = {"mixed": "mixed model", "alone": "own rows alone", "exact": "exact posterior"}
+    saved = json.loads((RESULTS / "truth.json").read_text())
+    said = {
+        "bf.stats.mixed": "mixed model",
+        "own rows, bf.stats.glm": "own rows alone",
+        "exact posterior": "exact posterior",
+    }
     lines = []
-    for family, title in (("gaussian", "linear"), ("binomial", "logistic")):
-        cells = [cell for key, cell in saved["cells"].items() if key.startswith(f"{family}/")]
-        for way, said in ways.items():
-            found = [cell[way] for cell in cells if way in cell]
-            if not found:
+    for problem in ("linear", "logistic"):
+        for way, name in said.items():
+            cell = saved["cells"].get(f"{problem}/{way}")
+            if cell is None:
                 continue
-            by_site = [[one["covered"][j] for one in found] for j in range(len(saved["sizes"]))]
-            sites = [[n / 4 for n in site if n is not None] for site in by_site]
-            shares = [
-                statistics.fmean(n / 4 for n in one["covered"] if n is not None) for one in found
-            ]
-            error = statistics.stdev(shares) / math.sqrt(len(shares))
-            absent = sum(len(found) - len(site) for site in sites)
-            shared = [cell["shared"] / 4 for cell in cells if "shared" in cell]
+            share, error = cell["coverage"]["90"]
             lines.append(
                 [
-                    f"{title}, {said}",
-                    f"{statistics.fmean([n for site in sites for n in site]):.3f} ± {error:.3f}",
-                    *(f"{statistics.fmean(site):.2f}" for site in sites),
-                    f"{statistics.fmean(shared):.2f}" if way == "mixed" else "",
-                    f"{statistics.fmean(one['error'] for one in found):.3f}",
-                    str({"alone": absent, "mixed": len(cells) - len(found)}.get(way, "")),
+                    f"{problem}, {name}",
+                    f"{share:.3f} ± {error:.3f}",
+                    *(f"{one:.2f}" for one in cell["by_client"]["90"]),
+                    f"{cell['common']['90']:.2f}" if cell["common"] else "",
+                    f"{cell['error']:.3f}",
+                    str(cell["federations"]),
+                    str(cell["refused"] or cell["absent"] or ""),
                 ]
             )
     heads = ["90 % intervals", "over all", *(f"{n} rows" for n in saved["sizes"])]
-    heads += ["the federation's", "error", "federations, or sites, without a fit"]
-    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+    heads += ["the federation's", "error", "federations", "federations, or sites, without a fit"]
+    return f"{ruled(heads, lines)}\n\n{versions(saved, place=1, drawn_anew=set())}"
+
+
+TRUTHS = {
+    "linear": "**Clients' own coefficients, linear**",
+    "logistic": "**Clients' own coefficients, logistic**",
+    "shared": "**One linear model, its values at new rows**",
+    "network": "**One network of 21 weights, its values at new rows**",
+    "schools": "**Eight schools**",
+    "hospitals": "**Four hospitals**",
+}
+
+
+SPENT = ("rounds", "bytes")
+
+
+def truth() -> str:
+    """Every way to believe beside the truth, or beside a reference where nobody knows it."""
+    saved = json.loads((RESULTS / "truth.json").read_text())
+    parts = []
+    for problem, title in TRUTHS.items():
+        cells = {
+            key.split("/")[1]: cell
+            for key, cell in saved["cells"].items()
+            if key.startswith(f"{problem}/")
+        }
+        if not cells:
+            continue
+        if "shift" in next(iter(cells.values())):
+            heads = ["way", "mean", "sd: least", "sd: most", *SPENT]
+            lines = [
+                [way, f"{cell['shift']:.2f}", *(f"{t:.2f}" for t in cell["ratios"]), *_spent(cell)]
+                for way, cell in cells.items()
+            ]
+        else:
+            ends = [f"{n} rows" for n in (saved["sizes"][0], saved["sizes"][-1])]
+            heads = ["way", "federations", "true", "90 % intervals", *ends, "50 % intervals"]
+            heads += ["even ranks", "sd", *(f"sd, {end}" for end in ends), "error", *SPENT]
+            lines = [[way, *_judged(cell), *_spent(cell)] for way, cell in cells.items()]
+        parts.append(f"{title}\n\n{ruled(heads, lines)}")
+    return "\n\n".join([*parts, versions(saved, place=1, drawn_anew=set())])
+
+
+def _judged(cell: dict[str, Any]) -> list[str]:
+    """What is found of a way where the truth is known; of points the error alone."""
+    distance = f"{cell['rms'] / cell['least_rms']:.2f}" if "rms" in cell else "-"
+    if "coverage" not in cell:
+        return [str(cell["federations"]), *["-"] * 9, distance]
+    shares = {
+        name: f"{share:.3f}" + ("" if error is None else f" ± {error:.3f}")
+        for name, (share, error) in cell["coverage"].items()
+    }
+    widths = ["-", "-", "-"]
+    if "ratio" in cell:
+        found = cell["ratio"], cell["ratios"][0], cell["ratios"][-1]
+        widths = [f"{width:.2f}" for width in found]
+    even = "-"
+    if cell["even"] is not None:
+        even = f"{cell['even']:.3f}" if cell["even"] >= 1e-3 else "< 0.001"
+    return [
+        str(cell["federations"]),
+        {True: "yes", False: "no", None: "too few"}[cell["true"]],
+        shares["90"],
+        *(f"{cell['by_client']['90'][place]:.2f}" for place in (0, -1)),
+        shares["50"],
+        even,
+        *widths,
+        distance,
+    ]
+
+
+def _spent(cell: dict[str, Any]) -> list[str]:
+    return [f"{cell[name]:,.0f}" if cell[name] else "-" for name in SPENT]
 
 
 def leaving() -> str:
@@ -1343,6 +1411,7 @@ PAGES = {
     ROOT / "docs" / "howto" / "statistics.md": (coverage,),
     ROOT / "docs" / "same-digits.md": (same_digits, published_digits, many_rows),
     ROOT / "docs" / "howto" / "posteriors.md": (alone,),
+    ROOT / "docs" / "truth.md": (truth,),
     ROOT / "docs" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (
         engines,

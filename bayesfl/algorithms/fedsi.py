@@ -104,6 +104,10 @@ def fedsi(
     g_P) with the variances g that the server has learnt. By default g is for training alone, and
     predictions have one precision for all weights, chosen on validation data.
 
+    Its uncertainty is not true: the curvature is of one client's rows at weights that all clients
+    determine, which makes it two to three times too wide for a shared linear model, and it has none
+    outside the subnetwork (docs/truth.md).
+
     Args:
         structure: Which part of the body is uncertain: a `subnetwork` (FedSI); every weight without
             covariances, `diagonal` (FedSI-Fac); or all of it, `full`: training then keeps the

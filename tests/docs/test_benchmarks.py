@@ -267,23 +267,3 @@ def test_the_same_digits(quick):
     # Of regressions, a random intercept, two of Cox's, two curves, their test, and the cut one.
     assert len(apart) == 2 * len(study["CHOSEN"]) + 1 + 5
     assert max(apart) < 1e-5
-
-
-@pytest.mark.slow
-def test_the_exact_posterior_of_the_coverage_is_that_of_all_rows(quick):
-    """Beside the same posterior by one regression of all rows on beta and the sites' deviations."""
-    study, shown = quick(BENCHMARKS / "coverage.py")
-    assert shown.count("0 of 2 refused") == 2
-    frames, _, own = study["federation"]("gaussian", 3)
-    found = study["exact"](frames, own)
-    j, tau = len(frames), study["TAU"]
-    parts = []
-    for place, frame in enumerate(frames.values()):
-        x = np.column_stack([np.ones(len(frame)), frame[["a", "b", "c"]]])
-        beside = np.zeros((len(x), 4 * j))
-        beside[:, 4 * place : 4 * place + 4] = x * tau
-        parts.append(np.column_stack([x, beside]))
-    x, y = np.concatenate(parts), np.concatenate([frame["y"] for frame in frames.values()])
-    u = np.linalg.solve(x.T @ x + np.eye(x.shape[1]), x.T @ y)  # beta and noise ~ N(0, I)
-    middle = u[:4] + tau * u[4:].reshape(j, 4)
-    np.testing.assert_allclose(found["squared"], ((middle - own) ** 2).mean(1), atol=1e-5)
