@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from bayesfl.predictors import LinearisedBelief, LinearisedLaplace, Mixture
+from bayesfl.predictors import LinearisedBelief, LinearisedLaplace, Mixture, PooledLaplace
 from scipy import stats
 from torch import Tensor, nn
 
@@ -27,7 +27,16 @@ import bayesfl as bf
 from bayesfl.base.random import Purpose, generator
 from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.optim import SGD
-from bayesfl.posteriors import Laplace, nuts
+from bayesfl.posteriors import (
+    FullGaussian,
+    Laplace,
+    MeanField,
+    Samples,
+    ensemble,
+    nuts,
+    sghmc,
+    sgld,
+)
 from bayesfl.stats import hierarchy
 from bayesfl.stats.families import Normal
 
@@ -470,6 +479,20 @@ def own_laplace(fed: Federation) -> Belief:
     return Belief(padded(mean), padded(sd))
 
 
+def own_draws(fit: Callable[..., Any], fed: Federation) -> Belief:
+    """Another posterior of each client's own rows, under the true law of its coefficients."""
+    precision = torch.from_numpy(np.roll(1 / (1 + TAU**2), -1))
+    mean, sd = [], []
+    for x, y in zip(fed.x, fed.y, strict=True):
+        options = {"precision": precision, "likelihood": fed.likelihood, "seed": fed.seed}
+        found = fit(linear(fed).double(), torch.from_numpy(x), torch.from_numpy(y), **options)
+        samples = found if isinstance(found, Samples) else found.sample(1000)
+        draws = samples.draws.flatten(0, 1)
+        mean.append(intercept_first(draws.mean(0)))
+        sd.append(intercept_first(draws.std(0)))
+    return Belief(padded(mean), padded(sd))
+
+
 def at_mode(module: nn.Module, likelihood: Any, x: Tensor, y: Tensor, precision: Tensor) -> Any:
     """Train a small module to the mode of its posterior."""
     parameters = list(module.parameters())
@@ -595,6 +618,16 @@ OWN: dict[str, Way] = {
     "bf.stats.mixed": Way(mixed_fit, 200, ("mixed",)),
     "own rows, bf.stats.glm": Way(own_fit, 200, ("glm",)),
     "own rows, Laplace": Way(own_laplace, 200, ("Laplace",)),
+    **{
+        f"own rows, {name}": Way(partial(own_draws, fit), 20, (name,))
+        for name, fit in (
+            ("MeanField", MeanField.fit),
+            ("FullGaussian", FullGaussian.fit),
+            ("sgld", partial(sgld, draws=1000, warmup=2000)),
+            ("sghmc", partial(sghmc, draws=1000, warmup=2000)),
+            ("ensemble", ensemble),
+        )
+    },
     "pfedvem": Way(trained(METHODS.pfedvem, heads), 60, ("pfedvem", "MeanField")),
     "pfedvem, 200 rounds": Way(trained(METHODS.pfedvem, heads, rounds=200), 30, ("pfedvem",)),
     "pfedvem_held": Way(trained(METHODS.pfedvem_held, heads), 60, ("pfedvem_held",)),
@@ -622,6 +655,11 @@ def of_one_model(model: Callable[[Federation], nn.Module], count: int) -> dict[s
         ),
         "fedavg, LinearisedLaplace": Way(
             one(predicting(AVERAGED, KNOWN), predictions), count, ("LinearisedLaplace",)
+        ),
+        "fedavg, PooledLaplace": Way(
+            one(predicting(AVERAGED, PooledLaplace("full", precision=1.0)), predictions),
+            count,
+            ("PooledLaplace",),
         ),
         "local, LinearisedLaplace": Way(
             one(predicting(LOCAL, KNOWN), predictions), count, ("LinearisedLaplace",)

@@ -18,6 +18,7 @@ import json
 import math
 import re
 import runpy
+import statistics
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -1261,12 +1262,12 @@ def alone() -> str:
         error = statistics.stdev(values) / math.sqrt(len(values))
         return f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
 
-    lines = []
-    for name, row in saved["rows"].items():
+    def line(name: str, row: Any) -> list[str]:
         by = {key: [one[key] for one in row["seeds"]] for key in row["seeds"][0]}
         seconds = [f"{statistics.fmean(by[f'{key}_seconds']):.2g}" for key in ("fit", "predict")]
-        measures = [told(by[key], digits) for key, digits in (("nll", 3), ("ece", 3))]
-        lines.append([name, row["precision"], *measures, *seconds])
+        return [name, row["precision"], told(by["nll"], 3), told(by["ece"], 3), *seconds]
+
+    lines = [line(name, row) for name, row in saved["rows"].items()]
     heads = ["posterior", "precision", "NLL (nats)", "ECE", "fit (s)", "597 predictions (s)"]
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 

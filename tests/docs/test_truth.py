@@ -151,8 +151,8 @@ def test_everything_that_believes_is_tried():
         if any(part.split(": ")[-1] != "Point" for part in entry.posterior.split(", "))
         and "Mixture" not in entry.posterior  # of points
     }
-    predictors = {"LinearisedBelief", "LinearisedLaplace", "Mixture"}
-    wanted = methods | predictors | {"mixed"} | {*bf.posteriors.__all__} - {"Point"}
+    predictors = {"LinearisedBelief", "LinearisedLaplace", "Mixture", "PooledLaplace"}
+    wanted = methods | predictors | {"mixed"} | {*bf.posteriors.__all__} - {"Point", "Samples"}
     tried = {name for ways in beliefs.WAYS.values() for way in ways.values() for name in way.tries}
     assert wanted <= tried
 
