@@ -558,6 +558,13 @@ def laplace_of_heads(fed: Federation, result: Any) -> Belief:
     return Belief(padded(mean), padded(sd))
 
 
+def own_heads(fed: Federation, result: Any) -> Belief:
+    """Heads of clients' own, whose centre and tau are estimates."""
+    mean, variance = FullGaussian().moments(result.heads().private["own_head"])
+    parts = (map(intercept_first, t.double()) for t in (mean, variance.sqrt()))
+    return Belief(*(padded(list(part)) for part in parts))
+
+
 def predictions(fed: Federation, result: Any) -> Belief:
     """What every client's own predictions say of the values at the new rows, without noise."""
     found = result.predict(fed.clients.test)
@@ -635,6 +642,7 @@ OWN: dict[str, Way] = {
         trained(partial(METHODS.pfedvem_held, scale_rate=1.0), heads), 60, ("pfedvem_held",)
     ),
     "pfedmap, Laplace of heads": Way(trained(METHODS.pfedmap, laplace_of_heads), 60, ("Laplace",)),
+    "fedavg, heads": Way(trained(AVERAGED, own_heads), 60, ("heads",)),
     "ditto, points": Way(trained(METHODS.ditto, points), 30),
     "local, points": Way(trained(LOCAL, points), 30),
 }

@@ -32,7 +32,7 @@ from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions, by_client
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
-from bayesfl.federation.clients import pooling, predict, surveying, tuning
+from bayesfl.federation.clients import heads, pooling, predict, surveying, tuning
 from bayesfl.federation.clients.client_model import (
     ClientModel,
     check_file_names,
@@ -430,6 +430,30 @@ class Result:
                 "this result has no pooled posterior; make one, as result.laplace('last_layer')"
             )
         return rule.question(self.algorithm, self.server).posterior(pooled.state)
+
+    def heads(self, *, draws: int = 100, aggregation: surveying.Adder | None = None) -> "Result":
+        """Return the federation with heads of clients' own on the bodies that it has trained: last
+        layers w_j ~ N(w, diag tau^2), each with a Gaussian of all its weights by its own rows.
+
+        Mean w and tau, one for each tensor of the layer, are found by a handful of questions whose
+        answers are sums over clients; nothing is trained. Validation rows, where there are some,
+        choose how wide the prior is, and whether the mean or draws predict: Gaussians of many
+        weights are not always better than their means. New clients `adapt` to their own rows under
+        the same prior. `bf.load` takes `bf.with_heads(method)`, with draws=0 where the mean
+        predicts.
+
+        Args:
+            draws: Number of draws of a prediction.
+            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
+                openly. One is D^2 numbers for a layer of D weights, in each of some five to twenty
+                questions.
+
+        Raises:
+            ValueError: The network does not end with a linear layer, clients have no body in
+                common, an answer is outside the aggregation's range, or the federation was trained
+                under `ClientPrivacy`.
+        """
+        return heads.fitted(self, draws, aggregation)
 
     def survey(self, survey: Survey, *, aggregation: surveying.Adder | None = None) -> Tensors:
         """Ask the clients about their own predictions, as this result makes them, and return what
