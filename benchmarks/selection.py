@@ -272,9 +272,10 @@ class Network:
     planned: dict[str, Posterior]
     seed: int
 
-    def fit(self, name: str, **precision: float) -> Laplace:
+    def fit(self, name: str, precision: float = 1.0) -> Laplace:
         """Return a planned approximation."""
-        return Laplace.fit(self.model, self.data.x, **precision, **self.planned[name][0])
+        options = self.planned[name][0]
+        return Laplace.fit(self.model, self.data.x, precision=precision, **options)
 
     def measured(self, fitted: Laplace, on: Images, **how: bool) -> Row:
         """Return what is measured on images."""

@@ -212,7 +212,7 @@ def test_targets_of_another_kind_are_refused(likelihood: Any, found: Targets, wo
 
 @pytest.mark.parametrize(
     "likelihood",
-    [Ordinal(), Tokens(), MultiLabel(), Poisson(), Quantiles(), Gaussian("learned")],
+    [Ordinal(), Tokens(), MultiLabel(), Quantiles(), Gaussian("learned")],
     ids=str,
 )
 def test_what_has_no_curvature_here_is_refused_by_name(likelihood: Any):
