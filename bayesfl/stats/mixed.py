@@ -306,8 +306,8 @@ class Mixed(Refits):
             for site, draws in self.own.items()
             for at, group in enumerate(self.groups[site])
         }
-        table = _summaries({**found, "all sites": self.shared[:, place]}, level, None)
-        rows = {**self.rows, "all sites": sum(self.rows.values())}
+        table = _summaries({**found, "the federation": self.shared[:, place]}, level, None)
+        rows = {**self.rows, "the federation": sum(self.rows.values())}
         made = table.iloc[:, [0, 2, 3]].set_axis(["estimate", "low", "high"], axis=1)
         return made.assign(rows=[rows.get(name, math.nan) for name in made.index], why="")
 

@@ -140,11 +140,11 @@ def test_posteriors_of_sites():
     """Of a mixed model: those of `sites`, between the site's own estimate and the joint one."""
     fit = bf.stats.mixed(sites("gaussian"), family="gaussian", random=["1", "age"])
     found = fit.by_site("age")
-    assert list(found.index) == [*sorted(SIZES), "all sites"]
+    assert list(found.index) == [*sorted(SIZES), "the federation"]
     wanted = fit.sites().xs("age", level=1)
     close(found["estimate"].iloc[:-1], wanted["mean"], rtol=0, atol=1e-12)
     close(found[["low", "high"]].iloc[:-1], wanted[["2.5 %", "97.5 %"]], rtol=0, atol=1e-12)
-    assert found.loc["all sites", "low"] == fit.table().loc["age", "2.5 %"]
+    assert found.loc["the federation", "low"] == fit.table().loc["age", "2.5 %"]
     with pytest.raises(ValueError, match=r"'kind\[b\]' has no own effects"):
         fit.by_site("kind[b]")
     bf.plots.forest(fit, "age").figure.canvas.draw()

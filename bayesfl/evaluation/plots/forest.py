@@ -64,6 +64,8 @@ def forest(
     Raises:
         ValueError: There is no such coefficient.
     """
+    from matplotlib.ticker import LogLocator
+
     found = (fit.leave_one_out if without else fit.by_site)(term, level)
     ratio = fit.ratio is not None
     values = found[["estimate", "low", "high"]].to_numpy(float)
@@ -110,6 +112,8 @@ def forest(
             ax.text(1.02, place, told, transform=across, fontsize="small", va="center")
     if ratio:
         ax.set_xscale("log")
+        few = shown(max(inner[1], 0.0)) / shown(min(inner[0], 0.0)) < 50
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.xaxis.set_minor_formatter(lambda value, _: "")
     ax.set_xlim(shown(min(inner[0], 0.0) - margin), shown(max(inner[1], 0.0) + margin))
