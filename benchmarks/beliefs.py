@@ -479,13 +479,15 @@ def own_laplace(fed: Federation) -> Belief:
     return Belief(padded(mean), padded(sd))
 
 
-def own_draws(fit: Callable[..., Any], fed: Federation) -> Belief:
+def own_draws(fit: Callable[..., Any], lengths: dict[str, int], fed: Federation) -> Belief:
     """Another posterior of each client's own rows, under the true law of its coefficients."""
+    spent = {name: fed.few(count) for name, count in lengths.items()}
     precision = torch.from_numpy(np.roll(1 / (1 + TAU**2), -1))
     mean, sd = [], []
     for x, y in zip(fed.x, fed.y, strict=True):
         options = {"precision": precision, "likelihood": fed.likelihood, "seed": fed.seed}
-        found = fit(linear(fed).double(), torch.from_numpy(x), torch.from_numpy(y), **options)
+        rows = torch.from_numpy(x), torch.from_numpy(y)
+        found = fit(linear(fed).double(), *rows, **options, **spent)
         samples = found if isinstance(found, Samples) else found.sample(1000)
         draws = samples.draws.flatten(0, 1)
         mean.append(intercept_first(draws.mean(0)))
@@ -626,13 +628,13 @@ OWN: dict[str, Way] = {
     "own rows, bf.stats.glm": Way(own_fit, 200, ("glm",)),
     "own rows, Laplace": Way(own_laplace, 200, ("Laplace",)),
     **{
-        f"own rows, {name}": Way(partial(own_draws, fit), 20, (name,))
-        for name, fit in (
-            ("MeanField", MeanField.fit),
-            ("FullGaussian", FullGaussian.fit),
-            ("sgld", partial(sgld, draws=1000, warmup=2000)),
-            ("sghmc", partial(sghmc, draws=1000, warmup=2000)),
-            ("ensemble", ensemble),
+        f"own rows, {name}": Way(partial(own_draws, fit, lengths), 20, (name,))
+        for name, fit, lengths in (
+            ("MeanField", MeanField.fit, {"steps": 2000}),
+            ("FullGaussian", FullGaussian.fit, {"steps": 2000}),
+            ("sgld", sgld, {"draws": 1000, "warmup": 2000}),
+            ("sghmc", sghmc, {"draws": 1000, "warmup": 2000}),
+            ("ensemble", ensemble, {"steps": 1000}),
         )
     },
     "pfedvem": Way(trained(METHODS.pfedvem, heads), 60, ("pfedvem", "MeanField")),

@@ -82,10 +82,10 @@ SIZES = {
     "two_inputs": Size("mnist", clients=8, train=200, test=300, rounds=40),
 }
 QUICK = {
-    "resnet": Size("digits", clients=3, train=20, test=20, rounds=2),
-    "transformer": Size("pages", clients=4, train=60, test=20, rounds=2),
-    "adapters": Size("digits", clients=4, train=40, test=40, rounds=2),
-    "two_inputs": Size("digits", clients=4, train=40, test=40, rounds=2),
+    "resnet": Size("digits", clients=2, train=10, test=10, rounds=1),
+    "transformer": Size("pages", clients=3, train=30, test=10, rounds=1),
+    "adapters": Size("digits", clients=3, train=20, test=20, rounds=1),
+    "two_inputs": Size("digits", clients=3, train=20, test=20, rounds=1),
 }
 
 
