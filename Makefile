@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-durability test-deploy lint types docs examples smoke wheel readme benchmarks check clean
+.PHONY: demo test test-slow test-durability test-deploy lint types docs examples smoke smoke-studies wheel readme benchmarks check clean
 
 demo: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --out runs/demo
@@ -51,11 +51,11 @@ examples: $(VENV)/.plain
 	$(BIN)/python examples/promises.py --data digits --rounds 3 --out runs/smoke-promises
 
 smoke: $(VENV)/.plain
-	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
+	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10
 	$(BIN)/python benchmarks/memory.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick --rates
-	$(BIN)/python benchmarks/curvature.py --quick --threads 1
+	$(BIN)/python benchmarks/curvature.py --quick --threads 1 --rows diagonal factor predict lenet_diagonal
 	$(BIN)/python benchmarks/gpu.py --quick --device cpu
 	$(BIN)/python benchmarks/fedsi.py --quick
 	$(BIN)/python benchmarks/curvature_every.py --quick
@@ -65,6 +65,8 @@ smoke: $(VENV)/.plain
 	$(BIN)/python benchmarks/promises.py --quick
 	$(BIN)/python benchmarks/simplex.py --quick
 	$(BIN)/python benchmarks/privacy.py --quick
+
+smoke-studies: $(VENV)/.plain
 	$(BIN)/python benchmarks/truth.py --quick
 	$(BIN)/python benchmarks/papers/fedsi.py --quick
 	$(BIN)/python benchmarks/papers/perinvfl.py --quick
@@ -93,7 +95,7 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/privacy.py
 	$(BIN)/python benchmarks/networks.py
 
-check: test test-slow lint types docs examples smoke wheel
+check: test test-slow lint types docs examples smoke smoke-studies wheel
 	$(MAKE) test-deploy DEPLOY=ci
 
 $(VENV)/bin/python:
