@@ -438,7 +438,9 @@ class Result:
         Mean w and tau, one for each tensor of the layer, are found by a handful of questions whose
         answers are sums over clients; nothing is trained. Validation rows, where there are some,
         choose how wide the prior is, and whether the mean or draws predict: Gaussians of many
-        weights are not always better than their means. New clients `adapt` to their own rows under
+        weights are not always better than their means. tau is an estimate: where it is too
+        small, so are intervals (docs/truth.md), for which `bayesfl.stats.mixed.mixed` integrates
+        over it. New clients `adapt` to their own rows under
         the same prior. `bf.load` takes `bf.with_heads(method)`, with draws=0 where the mean
         predicts.
 
