@@ -168,7 +168,7 @@ class Hierarchy:
     Args:
         head: The layer.
         sizes: Numbers of weights of its tensors, whose sum is D.
-        start: Centre at first, [D].
+        start_at: Centre at first, [D].
     """
 
     head: Head

@@ -1,6 +1,7 @@
 """Fits over sites: estimates with their errors, and what they rest on."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +21,7 @@ ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
 
 
 @dataclass(frozen=True, repr=False)
-class Refits:
+class Refits(ABC):
     """What a fit to some of its sites, which are asked anew, tells of the others.
 
     A subclass has `interval`.
@@ -48,9 +49,9 @@ class Refits:
         """Return how many questions were asked."""
         return len(self.released.questions)
 
+    @abstractmethod
     def interval(self, term: str, level: float) -> dict[str, float]:
         """Return `estimate`, `low` and `high` of a coefficient."""
-        raise NotImplementedError
 
     def without(self, *sites: str) -> Any:
         """Return the same fit to the other sites, which are asked anew.

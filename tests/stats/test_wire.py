@@ -103,8 +103,3 @@ def test_every_question_of_the_library_is_known():
 def test_anything_else_is_refused(text: str, words: str):
     with pytest.raises(ValueError, match=words):
         wire.read(text)
-
-
-def test_what_is_no_plain_value_is_not_sent():
-    with pytest.raises(TypeError, match="made of plain values"):
-        wire.written(Sums(3, 2, print))  # type: ignore[arg-type]
