@@ -85,10 +85,24 @@ def sgld(
     >>> bf.posteriors.sgld(nn.Linear(2, 3), x, y, precision=1.0, draws=5, warmup=20, chains=2)
     Samples(2 chains of 5 draws of 9 weights)
     """
-    target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
-    # Without memory a velocity is one step of SGLD.
-    plan = (draws, warmup, thin, chains, batch_size, seed)
-    return _chains(target, 0.0, rate, temperature, *plan)
+    return sghmc(  # whose velocity, without memory, is one step
+        model,
+        x,
+        y,
+        precision=precision,
+        temperature=temperature,
+        rate=rate,
+        momentum=0.0,
+        centre=centre,
+        likelihood=likelihood,
+        pattern=pattern,
+        draws=draws,
+        warmup=warmup,
+        thin=thin,
+        chains=chains,
+        batch_size=batch_size,
+        seed=seed,
+    )
 
 
 @declared
@@ -146,23 +160,6 @@ def sghmc(
     Samples(2 chains of 5 draws of 9 weights)
     """
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
-    plan = (draws, warmup, thin, chains, batch_size, seed)
-    return _chains(target, momentum, rate, temperature, *plan)
-
-
-def _chains(
-    target: Target,
-    momentum: float,
-    rate: float,
-    temperature: float,
-    draws: int,
-    warmup: int,
-    thin: int,
-    chains: int,
-    batch_size: int | None,
-    seed: int,
-) -> Samples:
-    """Run chains one after another, each of warmup + draws * thin steps."""
     width = (2 * (1 - momentum) * rate * temperature / target.examples) ** 0.5
     kept = torch.empty(chains, draws, target.layout.size).to(target.loc)
     for chain in range(chains):
