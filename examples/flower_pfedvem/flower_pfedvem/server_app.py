@@ -18,6 +18,7 @@ def main(grid: Grid, context: Context) -> None:
     """Runs the federation; where there are checkpoints, it goes on from the newest."""
     config = context.run_config
     options = {
-        name: config[name] for name in ("clients", "rounds", "seed", "timeout", "checkpoint")
+        name: config[name]
+        for name in ("clients", "rounds", "seed", "timeout", "evaluate_every", "checkpoint")
     }
     serve(grid, method(), **options)
