@@ -16,6 +16,7 @@ from typing import Any
 import script
 
 import bayesfl as bf
+from bayesfl.evaluation.history import History
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, OKABE_ITO, clean, new_figure
 from bayesfl.flower import load
 
@@ -58,7 +59,7 @@ def simulated(clients: int, rounds: int) -> dict[str, list[float]]:
     return by_round(result.history)
 
 
-def by_round(history: bf.History) -> dict[str, list[float]]:
+def by_round(history: History) -> dict[str, list[float]]:
     """Return measures, [rounds] each."""
     return {name: history[name].tolist() for name in MEASURES}
 
