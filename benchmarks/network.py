@@ -26,7 +26,7 @@ sys.path.insert(0, str(APP))
 from flower_pfedvem.task import federation, method  # noqa: E402 (after the path is set)
 from loopback import network  # noqa: E402 (after the path is set)
 
-CLIENTS, ROUNDS = 4, 20
+CLIENTS, ROUNDS = 4, 10
 MEASURES = ("train_nll", "personal_accuracy", "personal_nll")
 WAYS = {
     "exact posterior": "exact posterior",
@@ -45,7 +45,7 @@ def over_a_network(folder: Path, clients: int, rounds: int) -> dict[str, list[fl
         run = loopback.submit(
             APP, clients=clients, rounds=rounds, evaluate_every=1, checkpoint=str(folder / "server")
         )
-        ended = loopback.finish(run, seconds=900)
+        ended = loopback.finish(run, seconds=3600)
         if ended != "finished:completed":
             raise RuntimeError(f"the run ended as {ended}:\n{loopback.said(run)}")
     return by_round(load(folder / "server", method()).history)
