@@ -242,8 +242,8 @@ def refuse_divergence(
     """Raise ValueError if steps of SGD towards the centre of a tie diverge, naming what fits with
     half of the limit left.
 
-    Of other optimisers and of schedules nothing is said: the rates of a schedule are known in a run
-    alone, where `simulate` looks at them.
+    Other optimisers and schedules are not checked here: a schedule's rates are known only in a run,
+    where `simulate` checks them.
 
     Args:
         optimiser: The steps.

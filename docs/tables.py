@@ -1402,7 +1402,7 @@ PAGES = {
     ROOT / "README.md": (demo,),
     ROOT / "docs" / "demo.md": (demo, demo_rates, demo_settings),
     ROOT / "docs" / "methods.md": (implemented,),
-    ROOT / "docs" / "deployment.md": (leaving,),
+    ROOT / "docs" / "howto" / "deployment.md": (leaving,),
     ROOT / "docs" / "api" / "names.md": (names,),
     ROOT / "docs" / "selection.md": (selection,),
     ROOT / "docs" / "long-training.md": (pfedvem,),
@@ -1413,7 +1413,7 @@ PAGES = {
     ROOT / "docs" / "same-digits.md": (same_digits, published_digits, many_rows),
     ROOT / "docs" / "howto" / "posteriors.md": (alone,),
     ROOT / "docs" / "truth.md": (truth,),
-    ROOT / "docs" / "privacy.md": (privacy,),
+    ROOT / "docs" / "howto" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (
         engines,
         rivals,

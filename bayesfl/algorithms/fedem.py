@@ -1,5 +1,5 @@
-"""FedEM: M components shared by all, of which every client has its own mixture, learned by EM;
-D-FedEM: the same between neighbours.
+"""FedEM: M components shared by all and mixed differently by each client, learned by EM; D-FedEM:
+the same between neighbours.
 
 Model.  example i of client j comes from component z_i ~ pi_j:
 p_j(y | x) = sum_m pi_jm p(y | x, theta_m).

@@ -82,7 +82,7 @@ def conduct(survey: Survey, ask: Ask, about: Any) -> Tensors:
     Args:
         survey: The survey.
         ask: How a question is put.
-        about: As of `Survey.start`.
+        about: As in `Survey.start`.
 
     Raises:
         ValueError: The survey does not fit, or an answer's sum has another shape, is not finite, or

@@ -43,7 +43,7 @@ from bayesfl.models.purity import refuse_impure
 
 @dataclass(frozen=True)
 class Made:
-    """Of which method an algorithm is made: by these, a saved run knows it again.
+    """The method from which an algorithm was made, by which a saved run recognises it.
 
     Args:
         function: The function that makes it.
@@ -179,8 +179,8 @@ class Algorithm:
             part.check(self)
 
     def described_as(self) -> dict[str, Any]:
-        """Return by what a saved run knows the method again, see `bayesfl.base.described`: name and
-        options, or the fields.
+        """Return the description by which a saved run recognises the method, see
+        `bayesfl.base.described`: name and options, or the fields.
         """
         if self.made is None:
             name = "composed by hand"

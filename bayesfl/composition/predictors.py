@@ -227,8 +227,8 @@ class LinearisedBelief:
     Args:
         block: Name of the only block whose Gaussian counts, the others being constants, at their
             means; None for all of the method's `parts` that draw, which are independent.
-        link: As of `LinearisedLaplace`.
-        centre: As of `LinearisedLaplace`.
+        link: As in `LinearisedLaplace`.
+        centre: As in `LinearisedLaplace`.
 
     Raises:
         ValueError: `link` is not `per_class` and `centre` is False.

@@ -277,8 +277,8 @@ class FederatedData:
         """Return the SHA-256 over the recipe, the partition and the data, the same on every
         platform, device and precision.
 
-        Of a transform or an augmentation it covers the name, the source text and the values that it
-        holds, see `bayesfl.base.described`.
+        It covers the name, the source text and the values of a transform or an augmentation, see
+        `bayesfl.base.described`.
         """
         changes = {
             (name, kind): getattr(split, kind)

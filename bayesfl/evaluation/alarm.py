@@ -1,5 +1,5 @@
-"""Alarms that may be read after every row: evidence that a client's new rows are unlike those on
-which its promises were made.
+"""Alarms that may be read after every row: evidence that a client's new rows differ from its
+calibration rows.
 
 Each new score is compared with the client's calibration scores and those seen since. If all are
 exchangeable, the conformal p-values
@@ -71,8 +71,8 @@ class Scores(np.ndarray):
 
 
 class Alarm:
-    """An alarm for the rows to come of one client; `see` takes their scores, and `raised` says
-    whether it was ever raised.
+    """Watch one client's new rows: `see` takes their scores, and `raised` says whether the alarm
+    was ever raised.
 
     >>> watch = Alarm([0.1, 0.2, 0.3], delta=0.05)
     >>> watch.see([0.25, 0.15]).raised

@@ -1,5 +1,5 @@
-"""Audits: what predictions keep of their promises, by client, label or group, with exact
-intervals.
+"""Audits: coverage and accuracy by client, label or group, with exact intervals, beside what was
+guaranteed.
 """
 
 import math
@@ -43,14 +43,14 @@ _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """Tell what predictions keep of their promises, unit by unit.
+    """Report coverage and accuracy of each client, label or group, with exact intervals.
 
     Args:
         by: What the units are: `client`, `label` or `group`.
         units: Their names, G.
         rows: Numbers of examples, [G]; where an example has several labels, of labels, which are
             not independent: then intervals are too narrow.
-        level: The probability that sets or intervals promise; None where there are none.
+        level: The guaranteed coverage of sets or intervals; None without any.
         delta: Probability with which any of the intervals of a column may miss.
         held: Numbers of examples whose set or interval holds the truth, [G]; None where there are
             none.
@@ -121,13 +121,13 @@ class Audit:
 
     @property
     def below(self) -> tuple[str, ...]:
-        """Return the units whose coverage lies below the promise by more than chance explains: that
-        have it above their whole interval.
+        """Return the units whose coverage lies below the guaranteed level by more than chance
+        explains: their whole interval lies below it.
 
-        The sets are taken as they are. The promise of conformal sets is an average over calibration
-        rows, too: where n rows of its own set a client's threshold, as under `shrink=0`, coverage
-        itself has about the standard deviation sqrt(level (1 - level) / n), which is no part of the
-        interval.
+        The interval is that of the given sets. Conformal coverage is guaranteed on average over
+        calibration rows: where a client's n own rows set its threshold, as under `shrink=0`, its
+        coverage has a standard deviation of about sqrt(level (1 - level) / n), which the interval
+        leaves out.
         """
         if self.held is None or self.level is None:
             return ()

@@ -152,11 +152,11 @@ class Predictions:
 
         Classes by `classification_summary`, label by label where an example has several; numbers by
         `regression_summary`, under the likelihood's distribution; intervals by `interval_summary`.
-        Of conformal sets or intervals also `coverage`, the share that holds the truth, of all an
-        example's targets together, and `set_size`, the mean number of classes, or `width`. After
-        `Abstention` also `answered`, the share of examples that have an answer, and
-        `answered_accuracy`. Of these, too, with the prefix `pooled_`, over all clients' examples
-        pooled.
+        With conformal sets or intervals, also `coverage`, the share of examples whose set contains
+        the label, or whose intervals contain all targets, and `set_size`, the mean number of
+        classes, or `width`. After `Abstention`, also `answered`, the share of examples with an
+        answer, and `answered_accuracy`. The prefix `pooled_` marks the same over all clients'
+        examples pooled.
 
         Args:
             split: The split that was predicted.
@@ -213,7 +213,7 @@ class Predictions:
         return 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
 
     def promised(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Say of every example whether its set or interval holds the truth, and how large it is;
+        """Return for every example whether its set or interval contains the truth, and its size;
         None where there are none.
 
         Args:

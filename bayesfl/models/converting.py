@@ -28,9 +28,9 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
     statistics are dropped, so a network that was trained with them computes something else and has
     to be trained on. A norm has the largest number of groups that divides its channels and is at
     most `groups`, where a group has at least 2 channels, or all; and at least 16, or all, in the
-    place of an `nn.BatchNorm1d`, which may see vectors. Maps of a single pixel are vectors, too, of
-    which small groups leave little: give fewer `groups`. `nn.SyncBatchNorm`, `nn.InstanceNorm1d`
-    and so on stay as they are.
+    place of an `nn.BatchNorm1d`, which may see vectors. Maps of a single pixel are vectors, too, in
+    which small groups lose almost all information: give fewer `groups`. `nn.SyncBatchNorm`,
+    `nn.InstanceNorm1d` and so on stay as they are.
 
     Args:
         module: Any module with `nn.BatchNorm1d`, `2d` or `3d` among its parts, or one of these
@@ -41,7 +41,8 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
         ValueError: A batch norm does more than torch's.
 
     Warns:
-        UserWarning: A norm of vectors has few channels, of which a group norm leaves little.
+        UserWarning: A norm of vectors has so few channels that a group norm loses almost all
+            information.
 
     References:
         Wu and He, "Group normalization", ECCV 2018: 32 groups, or 16 channels in each. Hsieh,
@@ -88,9 +89,9 @@ def _check(module: nn.Module) -> None:
             )
         if isinstance(part, nn.BatchNorm1d) and part.num_features < OF_VECTORS:
             warn(
-                f"batch norm {name!r} has {part.num_features} channels, and of vectors with so "
-                "few a group norm leaves little, of two their order alone; for inputs, "
-                "standardise with fixed numbers in its place",
+                f"batch norm {name!r} has {part.num_features} channels, too few for a group "
+                "norm of vectors, which would lose almost all information; standardise inputs by "
+                "fixed numbers in its place",
             )
 
 

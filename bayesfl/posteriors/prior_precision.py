@@ -26,10 +26,10 @@ def by_evidence(fitted: Laplace, x: Data, *, centre: float | Tensor = 0.0) -> La
     """Return the approximation under the one precision of largest log marginal likelihood, see
     `best_precision`.
 
-    It is the evidence of the Gaussian approximation, and speaks of the prior that the weights were
-    trained under. Of a network that was trained under another one, or that fits its training data
-    nearly exactly, predictions can be far worse than those of the weights alone; `by_validation`
-    looks at predictions.
+    This is the evidence of the Gaussian approximation, under the prior with which the weights were
+    trained. If the network was trained under another prior, or fits its training data nearly
+    exactly, predictions can be far worse than those of the weights alone; `by_validation` looks at
+    predictions.
 
     Where there is none, `fitted` is returned unchanged, with a warning. Labels are not needed: the
     likelihood at the weights does not depend on the precision.
@@ -124,9 +124,9 @@ def by_validation(
     """Return the approximation under the largest precision whose predictions fit held-out data as
     well as the best, see `largest_alike`.
 
-    Of candidates that the data do not tell apart, the largest changes the predictions least. So
-    they are no worse than those of the weights alone, which a large precision leaves as they are,
-    but for the noise of the held-out data.
+    Among precisions that fit equally well, the largest changes the predictions least. So
+    predictions are no worse than those of the weights alone, but for the noise of the held-out
+    data.
 
     Args:
         fitted: The approximation, under any precision.

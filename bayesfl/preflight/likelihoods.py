@@ -11,7 +11,7 @@ from bayesfl.data import FederatedData
 from bayesfl.evaluation.metrics.distributions import DISTRIBUTIONS
 
 FAR_TARGETS = 10.0
-"""Root mean square of targets beyond which a learned scale is warned of."""
+"""Root mean square of targets beyond which a learned scale gives a warning."""
 
 
 def width(likelihood: Likelihood, data: FederatedData) -> tuple[int, ...]:

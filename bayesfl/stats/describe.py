@@ -256,7 +256,7 @@ def describe(
     Args:
         sites: The sites, of `tables`.
         by: The groups: the sites, or the levels of a column, of `levels`.
-        aggregation: As of `glm`.
+        aggregation: As in `glm`.
 
     Raises:
         ValueError: A row has no level or another one.

@@ -22,7 +22,7 @@ ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
 
 @dataclass(frozen=True, repr=False)
 class Refits(ABC):
-    """What a fit to some of its sites, which are asked anew, tells of the others.
+    """A fit that can be repeated without some of its sites.
 
     A subclass has `interval`.
 

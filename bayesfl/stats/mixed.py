@@ -274,7 +274,7 @@ class Mixed(Refits):
         group and effect.
 
         Args:
-            level: As of `table`.
+            level: As in `table`.
         """
         found = {
             (site, *([group] if draws.shape[1] > 1 else []), self.names[place]): draws[:, at, place]
@@ -291,7 +291,7 @@ class Mixed(Refits):
 
         Args:
             term: Name of a coefficient with own effects.
-            level: As of `table`.
+            level: As in `table`.
 
         Raises:
             ValueError: There is no such coefficient with own effects.
@@ -437,7 +437,7 @@ def mixed(
             for standardised columns; times the outcome's, where that is `gaussian`.
         draws: Number K of draws of the shared parameters, each a number that every site answers.
         seed: Seed of the draws.
-        aggregation: As of `glm`.
+        aggregation: As in `glm`.
 
     Raises:
         ValueError: A name in `random` is no column, an outcome is outside the family's range, a

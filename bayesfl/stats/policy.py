@@ -51,7 +51,7 @@ class Policy:
     """Say what a site answers.
 
     Args:
-        min_rows: Fewest rows of a site of which anything is told.
+        min_rows: Fewest rows with which a site answers at all.
         min_level: Fewest rows of each level that a site has, of categories, of outcomes and other
             columns with two values, and of products of these; a level without rows may be.
         max_parameters_per_row: Largest number of parameters, or of columns, for each row.
@@ -62,8 +62,7 @@ class Policy:
         max_draws: Most log likelihoods at shared draws, as of `mixed`, in all; over a network in
             one run.
 
-    A site with a rarer level than `min_level` is left out of what is asked, which names it; any
-    other refusal ends a fit.
+    A site with a level rarer than `min_level` is left out by name; any other refusal ends the fit.
 
     Example:
         >>> import pandas as pd

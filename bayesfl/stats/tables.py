@@ -311,6 +311,6 @@ def _warn_of_columns(found: Tables) -> None:
                 ([f"constant: {', '.join(constant)}"] if constant else [])
                 + ([f"levels at one site: {', '.join(alone)}"] if alone else [])
             )
-            + ". Coefficients then rest on the other sites, or on that one alone, and under "
-            "intercept='per_site' such a level says nothing"
+            + ". Coefficients then depend on the other sites, or on that one alone, and under "
+            "intercept='per_site' such a level has no effect"
         )

@@ -48,7 +48,7 @@ def epochs(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0) -> flo
     Args:
         algorithm: The method.
         counts: Number of training examples of each client, [J].
-        seed: As of `gradient_steps`.
+        seed: As in `gradient_steps`.
     """
     if _strange(algorithm):
         return math.nan
@@ -78,7 +78,7 @@ def with_steps(
         algorithm: The method.
         steps: Number of gradient steps, counted as by `gradient_steps`.
         counts: Number of training examples of each client, [J].
-        seed: As of `gradient_steps`.
+        seed: As in `gradient_steps`.
     """
     if strange := _strange(algorithm):
         return algorithm, f"not scaled, as {type(strange[0]).__name__} is no Descend or Repeat"

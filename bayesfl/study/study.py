@@ -188,8 +188,8 @@ class Study:
         `--cell INDEX` runs one, for the array jobs of a cluster.
 
         Args:
-            folder: As of `run`.
-            keep: As of `run`.
+            folder: As in `run`.
+            keep: As in `run`.
         """
         parser = argparse.ArgumentParser(description=f"Run {self!r} in {str(folder)!r}.")
         what = parser.add_mutually_exclusive_group()
@@ -244,8 +244,8 @@ class Study:
                 continue
             if not found and self._chooses and "validation" not in clients.splits:
                 warn(
-                    "the data have no validation split, so no options can be chosen: they never "
-                    "are on test data; make the data with validation=0.2"
+                    "the data have no validation split, so no options can be chosen: test data "
+                    "never choose; make the data with validation=0.2"
                 )
             for number in mine:
                 try:

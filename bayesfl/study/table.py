@@ -225,7 +225,7 @@ class Table:
 
         Args:
             reference: The method from which the others differ.
-            columns: As of `summary`.
+            columns: As in `summary`.
 
         Raises:
             ValueError: There is no such method, or it has no seed on the same data as another; or

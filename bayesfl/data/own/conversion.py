@@ -90,9 +90,9 @@ def _warn_of_rounding(values: Tensor, name: str) -> None:
     columns = ((spread > 0) & (lost > COARSE * spread)).nonzero().flatten().tolist()
     if columns:
         warn(
-            f"column {columns[0]} of {name} differs between rows by hardly more than float32 tells "
-            "apart, as dates in seconds do: subtract the mean and divide by the standard deviation "
-            "before",
+            f"column {columns[0]} of {name} differs between rows by hardly more than float32 "
+            "resolves, as dates in seconds do: subtract the mean and divide by the standard "
+            "deviation first",
         )
 
 

@@ -44,20 +44,19 @@ def from_frame(
     source: SourceInfo | None = None,
     seed: int = 0,
 ) -> tuple[FederatedData, Columns]:
-    """Make federated data of a data frame with a row for each example, and what turns later rows
-    into inputs.
+    """Make federated data from a data frame with a row for each example, and the columns that turn
+    later rows into inputs.
 
-    Rows are split first. Of the training rows alone, validation and calibration rows left out, come
-    the means and deviations by which numbers are standardised, the means that stand where numbers
-    are missing, beside an indicator, and the levels of categories. A level that no training row
-    has, and a missing one, is 0 in all columns of its category. These statistics are sums over
-    clients of what `frame_statistics` makes of each, so hospitals that may not pool rows get the
-    same by `Columns.of`.
+    Rows are split first. Means, standard deviations and levels are then learnt from the training
+    rows alone, without validation and calibration rows. Numbers are standardised; a missing number
+    becomes the mean, and an indicator column says so. A level that no training row has, and a
+    missing one, is 0 in all columns of its category. Hospitals that may not pool rows get the same
+    columns from `frame_statistics` and `Columns.of`.
 
-    Columns other than `client`, `target` and `group` are inputs; leave others out of the frame
-    before. Numbers and truth values are numbers, text is a category. Of all text, later frames'
-    too, blanks around it and double ones are left out, Unicode is composed (NFC), and blanks alone
-    are missing. A table on the page about your own data says what becomes of each kind of column.
+    All columns but `client`, `target` and `group` are inputs; drop others first. Numbers and truth
+    values are numbers, text is a category. In all text, surrounding and double blanks are removed
+    and Unicode is composed (NFC); blank text is missing. A table on the page about your own data
+    says what becomes of each kind of column.
 
     Args:
         frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which
@@ -167,12 +166,12 @@ def frame_statistics(
     class_names: Sequence[str] | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return the statistics of the training rows of a frame's clients, of which `Columns.of` learns
-    columns without anybody's rows.
+    """Return statistics of the training rows of a frame's clients, from which `Columns.of` learns
+    columns without seeing rows.
 
     For each client and column these are the number of rows and of missing values, and the mean and
-    the sum of squared deviations, or the levels. They can be written as JSON. A level that a single
-    patient has is told by its name: rename such levels before.
+    the sum of squared deviations, or the levels. They can be written as JSON. Levels are named,
+    also one that a single patient has: rename such levels first.
 
     The options are those of `from_frame`, and must be the same there for the same training rows.
 

@@ -1,5 +1,5 @@
-"""Warnings of what a data frame holds that is seldom meant: ids, dates as numbers, slips of the
-pen, copies of the target, levels that differ by case alone. All of a frame's are one warning.
+"""Warnings about a data frame's likely mistakes: ids, dates as numbers, typing errors, copies of
+the target, levels that differ by case alone. Each frame gives one warning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,8 +31,8 @@ def warn_of_columns(told: Sequence[str]) -> None:
     """Warn of all that is told of a frame's columns."""
     if told:
         warn(
-            f"look at these columns: {'; '.join(told)}. Leave them out or mend them, if that is "
-            "not meant"
+            f"look at these columns: {'; '.join(told)}. Drop or correct them unless this is "
+            "intended"
         )
 
 

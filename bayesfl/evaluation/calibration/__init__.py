@@ -1,7 +1,7 @@
-"""Calibration after training: temperatures, biases, conformal sets and more, fitted by surveys of
-the clients.
+"""Calibration after training: temperatures, biases, and prediction sets with guaranteed coverage,
+fitted from aggregate sums.
 
-Of one model alone `temperature(logits, y)` is its temperature.
+For a single model, `temperature(logits, y)` returns its temperature.
 
 >>> served = result.calibrate(Temperature(), Bias(), Conformal(level=0.9))  # doctest: +SKIP
 >>> served.predict().sets  # doctest: +SKIP

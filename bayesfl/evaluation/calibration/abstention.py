@@ -1,4 +1,4 @@
-"""Answers where doubt is low: a threshold below which the share of wrong answers is promised."""
+"""Abstention: a threshold of doubt below which the share of wrong answers is bounded."""
 
 import math
 from collections.abc import Mapping
@@ -23,25 +23,23 @@ THRESHOLDS = 200
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Abstention:
-    """Answer rows whose doubt, 1 less the largest probability, is at most a threshold, so that at
+    """Answer rows whose doubt, 1 minus the largest probability, is at most a threshold, so that at
     most `risk` of the answers are wrong.
 
-    Thresholds are fixed beforehand, from doubt = `risk` upwards. One after the other is tested on
-    all clients' rows together: whether the Clopper-Pearson bound, at 1 - `delta`, of the share of
-    wrong answers is at most `risk`. The first that fails ends the sequence, and the one before it
-    is taken. So the promise, that the true share of wrong answers among those given is at most
-    `risk`, holds with a probability of at least 1 - `delta` over the data (Angelopoulos, Bates,
-    Candès, Jordan and Lei, "Learn then test", Annals of Applied Statistics 19, 2025, fixed-sequence
-    testing). It is of all clients' rows together; a client's own share may be higher, see the
-    column `answered_accuracy` of `Predictions.table`.
+    Thresholds are fixed beforehand, from doubt = `risk` upwards, and tested in sequence on all
+    clients' rows together: is the Clopper-Pearson bound, at 1 - `delta`, of the share of wrong
+    answers at most `risk`? The last threshold before the first failure is taken. The true share of
+    wrong answers is then at most `risk` with a probability of at least 1 - `delta` over the data
+    (Angelopoulos, Bates, Candès, Jordan and Lei, "Learn then test", Annals of Applied Statistics
+    19, 2025, fixed-sequence testing). This holds for all clients' rows together; a client's own
+    share may be higher, see the column `answered_accuracy` of `Predictions.table`.
 
-    Of calibrated probabilities the share of wrong answers below a doubt of `risk` is below `risk`,
-    so the first test is one that should pass: fit a `Temperature` before. It needs at least
-    log(delta) / log(1 - risk) rows below it, 59 for 5 % and 5 %.
+    Fit a `Temperature` before: with calibrated probabilities the first test should pass. The
+    test needs at least log(delta) / log(1 - risk) rows, 59 for 5 % and 5 %.
 
     Args:
         risk: Largest share of wrong answers, in (0, 1).
-        delta: Probability with which the promise may fail, in (0, 1).
+        delta: Probability that the bound fails, in (0, 1).
         split: The split on which thresholds are tested, to which nothing else was fitted.
     """
 

@@ -20,15 +20,15 @@ _ROUNDING = 1e-13
 
 @dataclass(frozen=True, kw_only=True)
 class Bias(PerClient):
-    """Add to each client's logits a vector b_j [O] of its own, with prior N(0, I), for what differs
-    between clients in frequent classes.
+    """Add a vector b_j [O] to each client's logits, with prior N(0, I), for classes that are more
+    frequent at one client than at others.
 
     b_j maximises sum_i log softmax(z_i + b)_{y_i} - |b|^2 / 2 over the client's examples, z_i the
     logits after the steps before. The objective is strictly concave; Newton's steps are halved
     until they improve it. Nothing is sent. A client without examples has b_j = 0.
 
-    Under label skew it mends what a global model cannot know; where clients are alike it costs
-    little, as the prior holds b at 0.
+    Under label skew it corrects a global model for each client's class frequencies; where clients
+    are alike, the prior keeps b near 0.
 
     Args:
         split: The split that it is fitted to.

@@ -55,8 +55,8 @@ _ROUNDING = (
 @dataclass(frozen=True, kw_only=True)
 @declared
 class Conformal:
-    """Make a set of classes, or an interval, for every example, which holds the truth with a
-    probability of `level`.
+    """Make a prediction set, or for regression an interval, that contains the truth with
+    probability `level`.
 
     A set holds what scores at most the client's threshold t_j. With its own n_j scores s_ij, the
     share F(s) of all clients' N scores up to s, and n0 = `shrink`,
@@ -81,7 +81,7 @@ class Conformal:
     true ones did. `never_empty` adds the most probable class, which only raises coverage.
 
     Args:
-        level: Probability with which a set is to hold the truth, in (0, 1).
+        level: Guaranteed coverage, in (0, 1).
         score: What is compared, of classes, see `class_scores`; numbers have one score, see
             `number_scores`.
         shrink: n0, >= 0, in examples; or `pinball`.

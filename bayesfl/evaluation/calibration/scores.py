@@ -1,5 +1,5 @@
-"""Scores by which conformal sets are made: how badly a class or a number fits a prediction; sets
-hold what scores at most a threshold.
+"""Nonconformity scores: how badly a class or a number fits a prediction. A conformal set contains
+what scores at most a threshold.
 """
 
 from typing import Literal, TypeAlias

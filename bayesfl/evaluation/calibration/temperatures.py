@@ -135,7 +135,7 @@ class Temperature:
             + (
                 "every label, or nearly so, is the most probable class"
                 if beta > 1
-                else "predictions do not tell the labels"
+                else "predictions say nothing about the labels"
             ),
         )
         return now | {
@@ -172,8 +172,8 @@ def temperature(logits: Tensor, y: Tensor) -> float:
     softmax(logits / T) at held-out labels.
 
     Guo, Pleiss, Sun, Weinberger, "On calibration of modern neural networks", ICML 2017, section
-    4.2. Where no T does, as every label is the most probable class, it is an end of the range 0.05
-    to 20, with a warning.
+    4.2. If no T minimises it, as when every label is the most probable class, T is an end of the
+    range 0.05 to 20, with a warning.
 
     Args:
         logits: Outputs of the model, [N, O], or logarithms of its probabilities; [N] or [N, 1] for

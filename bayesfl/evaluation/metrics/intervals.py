@@ -79,7 +79,7 @@ def interval_table(
         targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
         level: Probability that an interval should hold its target, in (0, 1).
-        middle: As of `interval_summary`.
+        middle: As in `interval_summary`.
         names: Names of the clients, as `clients.client_names`; None for their numbers.
 
     Returns:

@@ -48,8 +48,8 @@ def survey(
 ) -> Tensors:
     """Ask clients about their rows, and return what the question makes of the answers' sums.
 
-    Of a client its answers leave it, which are added; of a trained method's predictions
-    `result.survey` asks.
+    Only the answers leave a client, and they are added. `result.survey` asks about a trained
+    method's predictions.
 
     Args:
         question: The question; its `answer(state, local)` reads the `LocalRows` of its split, and

@@ -244,8 +244,8 @@ class ClientModel:
 
         Args:
             x: Inputs, as of `predict`.
-            y: Their labels [N] or targets [N, O], of which the scores of `Conformal` are made; None
-                for the epistemic uncertainty of the predictions, which needs no labels.
+            y: Their labels [N] or targets [N, O], for the scores of `Conformal`; None for the
+                epistemic uncertainty of the predictions, which needs no labels.
 
         Raises:
             ValueError: As by `predict`; or the client's model has no conformal sets, `y` does not
@@ -770,14 +770,14 @@ def load_client(
     no data are needed.
 
     Args:
-        path: The folder, or a folder in which only one client's models lie, as a node's folder of
-            states, of which the one written last is taken; the files say when that was, so that
-            they may be copied.
+        path: The folder, or a folder with models of one client only, such as a node's folder of
+            states, from which the model that was written last is taken. Each file holds its time,
+            so copies keep their order.
         algorithm: The network, with any weights; or the method that made it, with the same options,
             which is needed only where a function or a class of your own has part in predictions, as
             a likelihood or a rule of selection.
-        transform: The transform of the federation's data, of which the file holds a description and
-            no code; None where it had none.
+        transform: The transform of the federation's data, since the file describes it and holds no
+            code; None where it had none.
         device: The device that is to hold it and to compute its predictions.
 
     Raises:

@@ -138,8 +138,8 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
                     if step.split == "train"
                     else "by which the result is judged"
                 )
-                + ": what it promises does not hold for other rows, or cannot be seen; give it "
-                "'validation' or 'calibration'",
+                + ": its guarantee then does not hold for other rows, or cannot be checked; give "
+                "it 'validation' or 'calibration'",
             )
         shared = [
             type(one).__name__
@@ -149,8 +149,8 @@ def checked_steps(steps: Sequence[Step], before: Sequence[Step] = ()) -> tuple[S
         if isinstance(step, Conformal | Abstention) and shared:
             warn(
                 f"{', '.join(shared)} and {type(step).__name__} are fitted to the same split, "
-                f"{step.split!r}: then less is kept than is promised, hardly less after a pooled "
-                "temperature, one or two per cent of coverage after a bias, more after a choice; "
+                f"{step.split!r}: coverage then falls below the level, hardly after a pooled "
+                "temperature, by one or two per cent after a bias, by more after a choice; "
                 "fit the former to 'validation', the latter to 'calibration'",
             )
     return tuple(steps)

@@ -248,7 +248,7 @@ class Result:
 
         Args:
             split: Name of the split that is predicted, as `validation`.
-            draws: As of `predict`.
+            draws: As in `predict`.
 
         Returns:
             Columns `train_rows`, `test_rows` and so on, the client's rows in each split; then of
@@ -292,7 +292,7 @@ class Result:
 
         Args:
             *splits: The splits, on the run's device and in its precision.
-            draws: As of `predict`.
+            draws: As in `predict`.
             steps: Steps of calibration that are to read it, beside the result's own, by which it
                 holds what they need.
         """
@@ -371,9 +371,9 @@ class Result:
         kB of that layer, pattern="head.*"); and its number of rows and their log likelihood.
 
         Args:
-            structure: As of `bf.predictors.PooledLaplace`.
-            precision: As of `bf.predictors.PooledLaplace`.
-            pattern: As of `bf.predictors.PooledLaplace`.
+            structure: As in `bf.predictors.PooledLaplace`.
+            precision: As in `bf.predictors.PooledLaplace`.
+            pattern: As in `bf.predictors.PooledLaplace`.
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
                 openly.
 
@@ -513,8 +513,8 @@ class Result:
             used = "training" if split == "train" else "calibration"
             other = "rows that had no part in either" if split == "test" else "'test'"
             warn(
-                f"the split {split!r} was used for {used}, so the audit shows more than is kept "
-                f"for other rows; audit {other}",
+                f"the split {split!r} was used for {used}, so the audit is too favourable; "
+                f"audit {other}",
             )
         survey = units(self.data, split, rows, by, groups)
         outputs = Outputs(self.data.task, self.data.outputs)

@@ -289,8 +289,8 @@ def _from_where(
     """Return the result or folder from which this run goes on, None for a run that begins.
 
     Args:
-        resume: As of `simulate`.
-        checkpoint: As of `simulate`.
+        resume: As in `simulate`.
+        checkpoint: As in `simulate`.
         held: The checkpoints in that folder.
 
     Raises:
@@ -431,13 +431,13 @@ class _Simulation:
     Args:
         rules: The rules of the rounds.
         data: The clients' data, on the run's device and in its precision.
-        faults: As of `simulate`.
-        callbacks: As of `simulate`.
-        measures: As of `simulate`.
+        faults: As in `simulate`.
+        callbacks: As in `simulate`.
+        measures: As in `simulate`.
         recorded: `record_clients` of `simulate`.
-        checkpoint: As of `simulate`.
-        every: As of `simulate`.
-        progress: As of `simulate`.
+        checkpoint: As in `simulate`.
+        every: As in `simulate`.
+        progress: As in `simulate`.
     """
 
     rules: Rules

@@ -50,9 +50,7 @@ def from_where(
     found = started(start, algorithm, device)
     same_problem("clients", clients, found.known)
     if other := other_transform(clients, found.known):
-        warn(
-            f"clients has another function of inputs, {other}: the start has learnt to read others"
-        )
+        warn(f"clients has another function of inputs, {other}: the start was trained on others")
     warn_of_seed(found.settings.seed, seed)
     return found
 

@@ -304,12 +304,12 @@ def logrank(
 
     Args:
         sites: The sites, of `tables`, whose design and outcome are not read.
-        time: As of `kaplan_meier`.
-        event: As of `kaplan_meier`.
+        time: As in `kaplan_meier`.
+        event: As in `kaplan_meier`.
         by: Column of groups, as of `kaplan_meier`.
-        grid: As of `kaplan_meier`.
-        exact_times: As of `kaplan_meier`.
-        aggregation: As of `kaplan_meier`.
+        grid: As in `kaplan_meier`.
+        exact_times: As in `kaplan_meier`.
+        aggregation: As in `kaplan_meier`.
 
     Raises:
         ValueError: A group has no row, or as by `kaplan_meier`.

@@ -182,9 +182,9 @@ def score_residuals(rows: Rows, at_risk: Tensor, of_tied: Tensor, mean: Tensor) 
 
     Args:
         rows: The rows.
-        at_risk: As of `Hazards`, of all rows of the baseline.
-        of_tied: As of `Hazards`.
-        mean: As of `Hazards`.
+        at_risk: As in `Hazards`, of all rows of the baseline.
+        of_tied: As in `Hazards`.
+        mean: As in `Hazards`.
 
     Source: Lin and Wei, "The robust inference for the Cox proportional hazards model", JASA 84,
     1989; tied events as in Therneau and Grambsch, section 7.2.

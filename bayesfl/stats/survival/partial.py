@@ -122,10 +122,10 @@ class AfterFit(SiteSurvey):
     Args:
         likelihood: The partial likelihood.
         theta: Where it was asked last, [p].
-        at_risk: As of `efron.Hazards`, of the baseline that sites share, [T, 1 + p]; empty where
+        at_risk: As in `efron.Hazards`, of the baseline that sites share, [T, 1 + p]; empty where
             each has its own.
-        of_tied: As of `efron.Hazards`, [T, 1 + p].
-        mean: As of `efron.Hazards`, [T, p].
+        of_tied: As in `efron.Hazards`, [T, 1 + p].
+        mean: As in `efron.Hazards`, [T, p].
     """
 
     likelihood: PartialLikelihood

@@ -189,7 +189,7 @@ def piecewise(
         cuts: Times between intervals, increasing; each interval needs an event.
         intercept: One for all sites, or one of each site's own, of a baseline of one shape; then a
             site without an event says nothing and is left out.
-        prior: As of `glm`.
+        prior: As in `glm`.
         aggregation: How the sites' answers are added, as `SecureSum()`; None adds them openly.
 
     Raises:
