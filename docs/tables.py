@@ -1400,21 +1400,21 @@ def leaving() -> str:
 
 PAGES = {
     ROOT / "README.md": (demo,),
-    ROOT / "docs" / "demo.md": (demo, demo_rates, demo_settings),
+    ROOT / "docs" / "studies" / "demo.md": (demo, demo_rates, demo_settings),
     ROOT / "docs" / "methods.md": (implemented,),
     ROOT / "docs" / "deployment.md": (leaving,),
     ROOT / "docs" / "api" / "names.md": (names,),
-    ROOT / "docs" / "selection.md": (selection,),
-    ROOT / "docs" / "long-training.md": (pfedvem,),
-    ROOT / "docs" / "links.md": (links,),
-    ROOT / "docs" / "promises.md": (promises,),
+    ROOT / "docs" / "studies" / "selection.md": (selection,),
+    ROOT / "docs" / "studies" / "long-training.md": (pfedvem,),
+    ROOT / "docs" / "studies" / "links.md": (links,),
+    ROOT / "docs" / "studies" / "promises.md": (promises,),
     ROOT / "docs" / "howto" / "networks.md": (networks,),
     ROOT / "docs" / "howto" / "statistics.md": (coverage,),
-    ROOT / "docs" / "same-digits.md": (same_digits, published_digits, many_rows),
+    ROOT / "docs" / "studies" / "same-digits.md": (same_digits, published_digits, many_rows),
     ROOT / "docs" / "howto" / "posteriors.md": (alone,),
-    ROOT / "docs" / "truth.md": (truth,),
+    ROOT / "docs" / "studies" / "truth.md": (truth,),
     ROOT / "docs" / "privacy.md": (privacy,),
-    ROOT / "docs" / "speed.md": (
+    ROOT / "docs" / "studies" / "speed.md": (
         engines,
         rivals,
         curvature,
@@ -1422,9 +1422,9 @@ PAGES = {
         curvature_every,
         programs,
     ),
-    ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
-    ROOT / "docs" / "papers" / "fedem.md": (fedem,),
-    ROOT / "docs" / "papers" / "perinvfl.md": (perinvfl,),
+    ROOT / "docs" / "studies" / "fedsi.md": (fedsi,),
+    ROOT / "docs" / "studies" / "fedem.md": (fedem,),
+    ROOT / "docs" / "studies" / "perinvfl.md": (perinvfl,),
 }
 
 
