@@ -76,8 +76,7 @@ def fedsi() -> Figure:
     for ax, (title, table) in zip(axes, tables.items(), strict=True):
         for (name, marker), colour in zip(shown.items(), OKABE_ITO, strict=False):
             row = table[name]
-            scores = [row.get(f"near_{kind}_auroc", [0.0]) for kind in ("tempered", "epistemic")]
-            found = row["nll_pooled"], max(scores, key=statistics.fmean)
+            found = row["nll_pooled"], row["near_auroc"]
             (x, dx), (y, dy) = (
                 (statistics.fmean(one), statistics.stdev(one) / math.sqrt(len(one)))
                 for one in found
