@@ -1,21 +1,10 @@
-"""Says in figures, from the committed results, what the studies answer and what the README claims;
-docs/tables.py writes both into their pages.
-
-A study's answer is a function here, three sentences long. A figure of the README is a number with
-the expression that makes it in a comment behind it, which no reader sees:
-
-    takes 0.67<!-- = engines["rows"]["mlp10"]["sides"]["1 worker"]["ratio"] --> of the time
-
-Names in it are those of files under benchmarks/results; `lines("ditto")` counts the lines of a
-method's composition. As many decimals are written as stand there; a sign before the number and
-units behind it stay.
+"""Says in three sentences, with figures from the committed results, what each study answers;
+docs/tables.py writes them into their pages.
 """
 
-import ast
 import fnmatch
 import json
 import math
-import re
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -25,10 +14,6 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FIGURE = re.compile(
-    r"(?P<sign>[-−]?)(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)"
-    r"(?P<unit>(?:\s?%|\*\*|\s(?:s|nats|points|MiB|GiB))*)<!-- = (?P<made>.+?) -->"
-)
 
 
 @cache
@@ -71,15 +56,6 @@ def minus(these: Sequence[float], those: Sequence[float]) -> list[float]:
 def said(text: str) -> str:
     """Wrap a paragraph as the pages are."""
     return textwrap.fill(" ".join(text.split()), 140, break_on_hyphens=False)
-
-
-def lines(method: str) -> int:
-    """Count the lines of a method's function below its docstring."""
-    for path in (ROOT / "bayesfl" / "algorithms").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name == method:
-                return (node.body[-1].end_lineno or 0) - node.body[1].lineno + 1
-    raise KeyError(f"no method {method!r}")
 
 
 def demo_answer() -> str:
@@ -365,32 +341,3 @@ def speed_answer() -> str:
         advance, {targets.count(False)} are missed.
         """
     )
-
-
-def written(text: str) -> str:
-    """Return a page's text with every marked figure as the committed results give it.
-
-    Raises:
-        KeyError, NameError, SyntaxError: An expression names what is not there; the message has the
-            expression.
-    """
-    names = {path.stem: results(path.stem) for path in RESULTS.glob("*.json")}
-
-    def write(found: re.Match[str]) -> str:
-        number, made = found["number"], found["made"]
-        try:
-            # An expression of a page may raise anything; it is named and passed on.
-            value = float(eval(made, {**names, "lines": lines, "__builtins__": {}}))
-        except Exception as error:
-            raise type(error)(f"{made}: {error}") from error
-        places = len(number.partition(".")[2])
-        size = (
-            f"{abs(value):,.{places}f}"
-            if "," in number or abs(value) >= 10_000
-            else f"{abs(value):.{places}f}"
-        )
-        size = size.removeprefix("0") if number.startswith(".") else size
-        sign = (found["sign"] or "-") if value < 0 and size.strip("0.") else ""
-        return f"{sign}{size}{found['unit']}<!-- = {made} -->"
-
-    return FIGURE.sub(write, text)

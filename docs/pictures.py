@@ -4,13 +4,11 @@ Those of subnetworks, links, truth and long training are drawn by their benchmar
 `make demo`.
 """
 
-import json
 import math
 import runpy
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,11 +17,6 @@ from bayesfl.evaluation.plots.look import GREY, INK, OKABE_ITO, clean, new_figur
 
 ROOT = Path(__file__).parent.parent
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
-
-
-def results(name: str) -> dict[str, Any]:
-    """Read a file of the committed results."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
 def spots(
@@ -102,7 +95,7 @@ def fedsi() -> Figure:
 
 def fedem() -> Figure:
     """Published and measured accuracies."""
-    saved = results("papers/fedem")
+    saved = TABLES["results"]("papers/fedem")
     names = list(dict.fromkeys(key.split("/")[0] for key in saved["cells"]))
     figure = new_figure((8, 3.6))
     axes = figure.subplots(1, 2, sharey=True)
@@ -164,7 +157,7 @@ def promises() -> Figure:
 
 def same_digits() -> Figure:
     """The largest difference from the pooled fit."""
-    rows: Mapping[str, dict[str, float]] = results("same_digits")["rows"]
+    rows: Mapping[str, dict[str, float]] = TABLES["results"]("same_digits")["rows"]
     kinds = {
         "coefficient": "coefficients, curves, statistics",
         "error": "standard errors",
@@ -188,7 +181,7 @@ def speed() -> Figure:
     """Time of a round in units of a plain loop."""
     rows = [
         row
-        for name, row in results("engines")["rows"].items()
+        for name, row in TABLES["results"]("engines")["rows"].items()
         if "bare" in row["sides"] and not name.endswith("_busy")
     ]
     figure = new_figure((8, 4.6))

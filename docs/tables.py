@@ -171,7 +171,7 @@ def leaving() -> str:
 
 def demo() -> str:
     """The demo's table, in Markdown."""
-    saved = json.loads((RESULTS / "demo.json").read_text())
+    saved = results("demo")
     table = runpy.run_path(str(ROOT / "examples" / "pfedvem.py"))["table"](
         saved["rows"], "markdown"
     )
@@ -180,7 +180,7 @@ def demo() -> str:
 
 def demo_rates() -> str:
     """NLL on validation data by the demo's methods and rates, the chosen in bold, in Markdown."""
-    saved = json.loads((RESULTS / "sensitivity.json").read_text())["rates"]
+    saved = results("sensitivity")["rates"]
     lines = []
     for name, by in saved["nll"].items():
         cells = []
@@ -194,8 +194,8 @@ def demo_rates() -> str:
 
 def demo_settings() -> str:
     """The demo's accuracy and NLL beside those in other settings, in Markdown."""
-    saved = json.loads((RESULTS / "sensitivity.json").read_text())["settings"]
-    rows = json.loads((RESULTS / "demo.json").read_text())["rows"]
+    saved = results("sensitivity")["settings"]
+    rows = results("demo")["rows"]
     names = list(next(iter(saved["rows"].values())))
     at_mean = {name: rows.get(f"{name}, mean", rows.get(name)) for name in names}
     settings = {"the demo": at_mean, **saved["rows"]}
@@ -211,7 +211,7 @@ def engines() -> str:
     """Time of a round, in Markdown: ratios to the row's unit, beside the target where the file has
     one for that row.
     """
-    saved = json.loads((RESULTS / "engines.json").read_text())
+    saved = results("engines")
     heads = ["work", "unit", "1 worker", "target", "2 workers", "target", "unit on 2 threads"]
     lines = []
     for name, row in saved["rows"].items():
@@ -231,7 +231,7 @@ def engines() -> str:
 
 def overhead() -> str:
     """Show the share of a round that is no training, and what a busy neighbour costs."""
-    saved = json.loads((RESULTS / "engines.json").read_text())["rows"]
+    saved = results("engines")["rows"]
     heads = ["work", "1 worker", "target", "2 workers", "target"]
     heads += ["with a busy neighbour, time on 2 workers / on 1"]
     lines = []
@@ -250,7 +250,7 @@ def overhead() -> str:
 
 def rivals() -> str:
     """Rounds of further methods in units of FedAvg's."""
-    saved = json.loads((RESULTS / "rivals.json").read_text())
+    saved = results("rivals")
     lines = [
         [
             bf.algorithms.PAPERS[name][1],
@@ -266,7 +266,7 @@ def rivals() -> str:
 
 def memory() -> str:
     """Show the memory of runs of many clients, and of a federation of many images."""
-    saved = json.loads((RESULTS / "memory.json").read_text())
+    saved = results("memory")
     lines = [
         [
             bf.algorithms.PAPERS[name][1],
@@ -295,7 +295,7 @@ def curvature() -> str:
     """Curvature beside laplace-torch, row by row: how many times as long the other takes, and how
     much of its memory ours does.
     """
-    saved = json.loads((RESULTS / "curvature.json").read_text())
+    saved = results("curvature")
     heads = [
         "work",
         "bayesfl (s)",
@@ -338,7 +338,7 @@ def curvature() -> str:
 
 def fedsi_round() -> str:
     """Show what a round of FedSI costs."""
-    saved = json.loads((RESULTS / "fedsi.json").read_text())
+    saved = results("fedsi")
     lines = []
     for name, one in saved["workers"]["1"].items():
         two = saved["workers"]["2"][name]
@@ -372,7 +372,7 @@ def curvature_every() -> str:
     """Return what FedSI loses where its Laplace approximations are made anew only every few rounds,
     mean and error over seeds.
     """
-    saved = json.loads((RESULTS / "curvature_every.json").read_text())
+    saved = results("curvature_every")
     rows: dict[str, dict[str, list[float]]] = {}
     for key, cell in saved["cells"].items():
         rule = {"wasserstein": "", "curved_wasserstein": "curved weights, "}[key.split("/")[1]]
@@ -398,7 +398,7 @@ def curvature_every() -> str:
 
 def programs() -> str:
     """FedPAC's quadratic programs."""
-    saved = json.loads((RESULTS / "simplex.json").read_text())
+    saved = results("simplex")
     lines = []
     for name, row in saved["rows"].items():
         theirs = [f"{row['slsqp_cpu_seconds']:.1f}", f"{row['slsqp_violation']:.0e}"]
@@ -424,7 +424,7 @@ def programs() -> str:
 
 def _selection(part: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """A part of the study of subnetworks, and what it found of each network."""
-    saved = json.loads((RESULTS / "selection.json").read_text())[part]
+    saved = results("selection")[part]
     found = {
         f"{DATASETS[dataset]} {scaling}": cell
         for dataset, by in saved["results"].items()
@@ -522,7 +522,7 @@ def _fedsi() -> tuple[dict[str, Any], Tables]:
     """The cells of FedSI's tables, by data set and row, beside what was published; other images are
     told by the better of two scores, entropy after one temperature and the epistemic part.
     """
-    saved = json.loads((RESULTS / "papers" / "fedsi.json").read_text())
+    saved = results("papers/fedsi")
     tables = by_seed(
         (DATASETS[key.split("/")[0]], title, row)
         for key, cell in saved["cells"].items()
@@ -609,7 +609,7 @@ def fedsi_more() -> str:
 
 def fedem() -> str:
     """The synthetic row of FedEM's Table 2 beside what was measured."""
-    saved = json.loads((RESULTS / "papers" / "fedem.json").read_text())
+    saved = results("papers/fedem")
     cells = {key: cell for key, cell in saved["cells"].items() if "/validation/" not in key}
     (rows,) = by_seed(
         ("", key.split("/")[0], _numbers(cell)) for key, cell in cells.items()
@@ -640,7 +640,7 @@ def _numbers(cell: Mapping[str, Any]) -> dict[str, float]:
 
 def fedem_rates() -> str:
     """Accuracy on validation data by learning rate, the chosen in bold."""
-    saved = json.loads((RESULTS / "papers" / "fedem.json").read_text())["cells"]
+    saved = results("papers/fedem")["cells"]
     rates = sorted({float(key.split("/")[2]) for key in saved if "/validation/" in key})
     lines = []
     for name in dict.fromkeys(key.split("/")[0] for key in saved):
@@ -663,7 +663,7 @@ OURS = ("PerInvFL-IRM", "PerInvFL-DRO")
 
 def _perinvfl() -> tuple[dict[str, Any], Tables]:
     """The cells of the coloured sets, set by set."""
-    saved = json.loads((RESULTS / "papers" / "perinvfl.json").read_text())
+    saved = results("papers/perinvfl")
     tables = by_seed(
         (COLOURED[name], method, cell["row"])
         for key, cell in saved["cells"].items()
@@ -779,7 +779,7 @@ def perinvfl_more() -> str:
 
 def fedpac() -> str:
     """FedPAC and others on digits in two kinds of groups, and its margins, paired by seed."""
-    saved = json.loads((RESULTS / "fedpac_digits.json").read_text())
+    saved = results("fedpac_digits")
     columns = [
         report.Column("before_accuracy", title="accuracy", better="higher"),
         report.Column("after_accuracy", title="after local training", better="higher"),
@@ -811,7 +811,7 @@ def links() -> str:
     """Return the measures of FedSI's whole body under each link, means and standard errors over
     seeds, one table for each data set.
     """
-    saved = json.loads((RESULTS / "links.json").read_text())
+    saved = results("links")
     tables = by_seed(
         (DATASETS[key.split("/")[0]], name, row)
         for key, cell in saved["cells"].items()
@@ -835,7 +835,7 @@ def links() -> str:
 
 def _promises() -> tuple[dict[str, Any], Tables]:
     """Steps of calibration for each method, by data set."""
-    saved = json.loads((RESULTS / "promises.json").read_text())
+    saved = results("promises")
     return saved, by_seed(
         (DATASETS.get(dataset, "Digits"), name, cell["row"])
         for key, cell in saved["cells"].items()
@@ -915,7 +915,7 @@ def promises_kept() -> str:
     """Show how often alarms and abstentions break their promises on made-up scores, and their
     speed.
     """
-    cells = json.loads((RESULTS / "promises.json").read_text())["cells"]
+    cells = results("promises")["cells"]
     rest = cells["alarms"]["row"] | cells["answers"]["row"] | cells["speed"]["row"]
     said = {
         "alarm": "clients with an alarm within 2,000 rows, nothing changed",
@@ -943,7 +943,7 @@ def promises_kept() -> str:
 
 def _pfedvem(rounds: Collection[str]) -> tuple[dict[str, Any], Tables]:
     """PFedVEM and its kin at some rounds, by data set."""
-    saved = json.loads((RESULTS / "pfedvem.json").read_text())
+    saved = results("pfedvem")
     methods = list(dict.fromkeys(key.split("/")[1] for key in saved["cells"]))
     cells = sorted(saved["cells"].items(), key=lambda one: methods.index(one[0].split("/")[1]))
     return saved, by_seed(
@@ -987,7 +987,7 @@ def pfedvem_more() -> str:
 
 def privacy() -> str:
     """Accuracy against epsilon, and what masks cost."""
-    saved = json.loads((RESULTS / "privacy.json").read_text())
+    saved = results("privacy")
     columns = [
         report.Column("epsilon", title="epsilon", digits=2),
         report.Column("epsilon_own", title="epsilon, own rounds", digits=2),
@@ -1003,7 +1003,7 @@ def networks() -> str:
     """Return the measures of each network of examples/networks.py under each method, means and
     standard errors over seeds.
     """
-    saved = json.loads((RESULTS / "networks.json").read_text())
+    saved = results("networks")
     tables: dict[str, dict[str, dict[str, list[float]]]] = {}
     sizes: dict[str, dict[str, Any]] = {}
     for key, cell in saved["cells"].items():
@@ -1033,7 +1033,7 @@ def networks() -> str:
 
 def alone() -> str:
     """Posteriors of one network, beside laplace-torch: mean and error over seeds."""
-    saved = json.loads((RESULTS / "alone.json").read_text())
+    saved = results("alone")
 
     def told(values: list[float], digits: int) -> str:
         error = statistics.stdev(values) / math.sqrt(len(values))
@@ -1051,7 +1051,7 @@ def alone() -> str:
 
 def coverage() -> str:
     """How often 90 % intervals of sites' own coefficients hold, by size of site."""
-    saved = json.loads((RESULTS / "truth.json").read_text())
+    saved = results("truth")
     said = {
         "bf.stats.mixed": "mixed model",
         "own rows, bf.stats.glm": "own rows alone",
@@ -1082,7 +1082,7 @@ def coverage() -> str:
 
 def truth() -> str:
     """Coverage of clients' own coefficients by every way, linear and logistic side by side."""
-    saved = json.loads((RESULTS / "truth.json").read_text())
+    saved = results("truth")
     problems = {"linear": "linear", "logistic": "logistic"}
     ways = list(
         dict.fromkeys(key.split("/")[1] for key in saved["cells"] if key.split("/")[0] in problems)
@@ -1107,7 +1107,7 @@ def truth() -> str:
 
 def truth_more() -> str:
     """Every way to believe beside the truth, or beside a reference where nobody knows it."""
-    saved = json.loads((RESULTS / "truth.json").read_text())
+    saved = results("truth")
     parts = []
     for problem, title in TRUTHS.items():
         cells = {
@@ -1181,7 +1181,7 @@ def _spent(cell: dict[str, Any]) -> list[str]:
 
 def same_digits() -> str:
     """Fits over sites beside statsmodels' and lifelines' to the pooled rows."""
-    saved = json.loads((RESULTS / "same_digits.json").read_text())
+    saved = results("same_digits")
     lines = [
         [
             name.replace("_", " "),
@@ -1209,7 +1209,7 @@ def same_digits() -> str:
 
 def published_digits() -> str:
     """Cox's regressions over sites beside figures that others printed."""
-    saved = json.loads((RESULTS / "same_digits.json").read_text())
+    saved = results("same_digits")
     lines = [
         [
             f"`{one['data']}`, {one['term']}",
@@ -1224,7 +1224,7 @@ def published_digits() -> str:
 
 def many_rows() -> str:
     """How long a logistic regression of a million rows takes."""
-    saved = json.loads((RESULTS / "same_digits.json").read_text())
+    saved = results("same_digits")
     row = saved["many"]
     lines = [
         [title, f"{row[key]:.1f}", f"{row[key] / row['rival']:.2f}"]
@@ -1236,6 +1236,11 @@ def many_rows() -> str:
     ]
     size = f"{row['rows']:,} rows of {row['sites']} sites, {row['columns']} columns"
     return f"{ruled([size, 'seconds', 'ratio'], lines)}\n\n{made(saved)}"
+
+
+def results(name: str) -> dict[str, Any]:
+    """Read a file of the committed results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def by_seed(found: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Tables:
@@ -1348,10 +1353,8 @@ def written(text: str) -> str:
     """Return a page's text with what its marks name made anew: `<!-- engines: begin -->`, `<!--
     engines: end -->` hold what `engines()` returns.
     """
-    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
-    makers = {**figures, **globals()}
-    made_anew = MADE.sub(lambda mark: f"{mark[1]}{mark[2]}{makers[mark[1]]()}\n", text)
-    return figures["written"](made_anew)
+    makers = {**runpy.run_path(str(ROOT / "docs" / "figures.py")), **globals()}
+    return MADE.sub(lambda mark: f"{mark[1]}{mark[2]}{makers[mark[1]]()}\n", text)
 
 
 def pages() -> list[Path]:

@@ -1,4 +1,4 @@
-"""Tables, answers and figures of the pages are those of the committed results."""
+"""Tables and answers of the pages are those of the committed results."""
 
 import re
 import runpy
@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FIGURES, TABLES = (
-    runpy.run_path(str(ROOT / "docs" / name)) for name in ("figures.py", "tables.py")
-)
+TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
 STUDIES = sorted(
     path for path in (ROOT / "docs" / "studies").glob("*.md") if path.name != "index.md"
 )
@@ -29,37 +27,14 @@ PLAIN = set(
 
 def plain(text: str) -> list[str]:
     """Return the decimals in a page's prose, tables included, that no script has written."""
-    return DECIMAL.findall(ASIDE.sub(" ", FIGURES["FIGURE"].sub(" ", text)))
+    return DECIMAL.findall(ASIDE.sub(" ", text))
 
 
-def test_a_figure_is_written_as_its_expression_says():
-    """With the decimals and the unit that stand there; what is no figure stays."""
-    text = (
-        'version 3.11, **1.5 %**<!-- = 100 * 0.25 -->, .05<!-- = 1 / 8 -->, 7 nats<!-- = lines("d'
-        'itto") - 5 -->, 1,000<!-- = 2e4 -->'
-    )
-    assert FIGURES["written"](text) == text.replace("1.5", "25.0").replace(".05", ".12").replace(
-        "7 ", "2 "
-    ).replace("1,000", "20,000")
-    assert plain(text + " `0.1` and $0.2$\n| 0.3 |\n0.4 (see v1.2.3)") == ["3.11", "0.3", "0.4"]
+def test_decimals_of_prose_are_found():
+    """Those of tables typed by hand included; not those of code, formulas and what is generated."""
+    found = plain("-0.3, 0.3x, `0.1` and $0.2$\n| 0.4 |\n.5 (see v1.2.3)")
+    assert found == ["-0.3", "0.3", "0.4", ".5"]
     assert plain("<!-- a: begin -->\nprecision 0.1\n<!-- a: end --> 0.2") == ["0.2"]
-
-
-def test_a_sign_is_part_of_a_figure():
-    """A direction that turns round changes the page, and so does a sign that an expression does not
-    give.
-    """
-    assert (
-        FIGURES["written"]("gains 0.50<!-- = -0.5 -->, -2.0<!-- = 2 -->, −1<!-- = -3 -->")
-        == "gains -0.50<!-- = -0.5 -->, 2.0<!-- = 2 -->, −3<!-- = -3 -->"
-    )
-    assert plain("-0.3 and 0.3x") == ["-0.3", "0.3"]
-
-
-@pytest.mark.parametrize("made", ["nothing[0]", 'demo["rows"]["FedAvgg"]'])
-def test_a_figure_of_nothing_is_an_error(made: str):
-    with pytest.raises((KeyError, NameError), match=r"nothing|FedAvgg"):
-        FIGURES["written"](f"1<!-- = {made} -->")
 
 
 def test_a_mark_of_nothing_is_an_error():
@@ -70,12 +45,10 @@ def test_a_mark_of_nothing_is_an_error():
 @pytest.mark.parametrize("page", TABLES["pages"](), ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_show_what_was_made(page: Path):
     """What the committed results, the methods and the docstrings give; beside it prose has no
-    decimal but settings, and figures with expressions stand in the README alone.
+    decimal but settings.
     """
     text = page.read_text()
     assert TABLES["written"](text) == text
-    if page.name != "README.md":
-        assert not FIGURES["FIGURE"].search(text)
     if "decisions" not in page.parts:  # what they saw, once
         assert set(plain(text)) <= PLAIN
 
