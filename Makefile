@@ -79,10 +79,9 @@ wheel: $(VENV)/.test
 	cd dist && ../.venv-wheel/bin/python ../tests/ten_lines.py
 	rm -rf .venv-wheel
 
-# The README's table of what is implemented, from the compositions themselves.
+# Tables and answers of the pages, from the committed results.
 readme: $(VENV)/.plain
 	$(BIN)/python docs/tables.py
-	$(BIN)/python docs/figures.py
 
 benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/engines.py

@@ -15,7 +15,7 @@ validation images of all, as the clients of a federation would. Part `control` n
 tells images apart by how many pixels they change that were constant in training.
 
 Results: benchmarks/results/selection.json and docs/images/selection.png (--figure draws it from the
-results that are there); `python docs/tables.py` writes docs/selection.md's tables from them.
+results that are there); `python docs/tables.py` writes the tables of docs/studies/selection.md.
 """
 
 import math

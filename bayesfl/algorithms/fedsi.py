@@ -106,7 +106,7 @@ def fedsi(
 
     Its uncertainty is not true: the curvature is of one client's rows at weights that all clients
     determine, which makes it two to three times too wide for a shared linear model, and it has none
-    outside the subnetwork (docs/truth.md).
+    outside the subnetwork (docs/studies/truth.md).
 
     Args:
         structure: Which part of the body is uncertain: a `subnetwork` (FedSI); every weight without
@@ -133,7 +133,7 @@ def fedsi(
         curvature_every: Number of rounds from one Laplace approximation to the next; between them g
             stays, and aggregation="product" gathers the body by a plain mean. The paper's 1 takes
             most of the time where subnetworks have curvature; what 20 cost in NLL is in
-            docs/speed.md.
+            docs/studies/speed.md.
         train_head: Whether every client trains its own head together with the body, as in the
             authors' code, instead of the frozen common head.
         prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`,

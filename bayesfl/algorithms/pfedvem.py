@@ -7,8 +7,8 @@ M step  (client)  rho_j^2 = (sum sigma_j^2 + |mu_j - w|^2) / D.
 M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  small rho_j, more weight.
 
 Started at widths of 0.1 and trained for long, the method loses accuracy after pooling
-(docs/long-training.md): rho_j follows the width of q_j and not the spread of the heads, so that the
-tie to the centre stays strong. `pfedvem_held` has one rho for all clients, which nothing learns,
+(docs/studies/long-training.md): rho_j follows the width of q_j and not the spread of the heads, so
+that the tie to the centre stays strong. `pfedvem_held` has one rho for all clients, which nothing learns,
 and the server's mean is then plain.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
@@ -86,12 +86,12 @@ def pfedvem(
 
     Its intervals are too narrow: where the truth is known, nominal 90 % ones of a client's own
     coefficients hold about three times in four, and less often the longer it trains
-    (docs/truth.md).
+    (docs/studies/truth.md).
 
     Args:
         init_scale: Standard deviation of q_j at the start, and of the server's first head. On
             images the default may kill the body's units in the first round, of which `simulate`
-            warns; 0.1 does not there (docs/long-training.md).
+            warns; 0.1 does not there (docs/studies/long-training.md).
         scale_floor: Smallest rho_j, in units of `init_scale`. It matters only above sqrt(rate / (1
             + momentum)) of `head_optimiser` at the round's rate, in the head's own units, below
             which rho_j never falls: at 1 / sqrt(2) of that, steps towards the centre diverge, and
@@ -163,10 +163,10 @@ def pfedvem_held(
 
     It is `pfedmap` with noise of fixed size on the weights of the heads, and does not fall as
     `pfedvem` does when it is trained for long. The width was chosen on validation data of MNIST
-    (docs/long-training.md); prior scale and start were not chosen on any. So its intervals are not
-    true: where the truth is known, nominal 90 % ones hold in a third to three quarters of all
+    (docs/studies/long-training.md); prior scale and start were not chosen on any. So its intervals
+    are not true: where the truth is known, nominal 90 % ones hold in a third to three quarters of all
     cases, and nearly as often as they should if `scale_rate=1.0` lets widths be learned
-    (docs/truth.md).
+    (docs/studies/truth.md).
 
     Args:
         prior_scale: The rho of all clients. One under which steps of SGD towards the centre diverge

@@ -57,7 +57,7 @@ class LinearisedLaplace:
 
     The curvature is that of the client's *own* rows, also around weights that were trained on the
     rows of all, as FedAvg's: the posterior is then too wide, two to five times for a linear
-    model that eight clients share (docs/truth.md). `PooledLaplace` has the rows of all.
+    model that eight clients share (docs/studies/truth.md). `PooledLaplace` has the rows of all.
 
     Args:
         block: Name of the block whose weights are uncertain, while the others are constants; None

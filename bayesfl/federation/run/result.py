@@ -439,8 +439,8 @@ class Result:
         answers are sums over clients; nothing is trained. Validation rows, where there are some,
         choose how wide the prior is, and whether the mean or draws predict: Gaussians of many
         weights are not always better than their means. tau is an estimate: where it is too
-        small, so are intervals (docs/truth.md), for which `bayesfl.stats.mixed.mixed` integrates
-        over it. New clients `adapt` to their own rows under
+        small, so are intervals (docs/studies/truth.md), for which `bayesfl.stats.mixed.mixed`
+        integrates over it. New clients `adapt` to their own rows under
         the same prior. `bf.load` takes `bf.with_heads(method)`, with draws=0 where the mean
         predicts.
 

@@ -1,0 +1,208 @@
+"""Draws pictures of studies from the committed results: python docs/pictures.py.
+
+Those of subnetworks, links, truth and long training are drawn by their benchmarks, the demo's by
+`make demo`.
+"""
+
+import math
+import runpy
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bayesfl.evaluation.plots.look import GREY, INK, OKABE_ITO, clean, new_figure
+
+ROOT = Path(__file__).parent.parent
+TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+
+
+def spots(
+    ax: Axes, rows: Iterable[Sequence[float]], colour: str, label: str, *, marker: str = "o"
+) -> None:
+    """Draw one spot a row, mean and standard error, from the top down; an empty row has none."""
+    for place, values in enumerate(rows):
+        if values:
+            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0
+            ax.errorbar(
+                statistics.fmean(values),
+                place,
+                xerr=error,
+                color=colour,
+                marker=marker,
+                markersize=5,
+                linestyle="none",
+                label=label if place == 0 else None,
+            )
+
+
+def named(ax: Axes, names: Sequence[str], title: str) -> None:
+    """Name rows from the top down."""
+    clean(ax)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.grid(True, axis="y", color="0.93", linewidth=0.8)
+    ax.set_title(title, fontsize="medium", loc="left")
+
+
+def below(figure: Figure, ax: Axes) -> None:
+    """Write the legend of one panel below all."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+
+
+def fedsi() -> Figure:
+    """What a form of FedSI detects, and what its probabilities lose."""
+    _, tables = TABLES["_fedsi"]()
+    shown = {
+        "FedAvg-FT": "s",
+        "FedSI's MAP": "D",
+        "FedSI, contrasts": "o",
+        "FedSI, 100 draws": "o",
+        "FedSI-Fac, contrasts": "v",
+        "FedSI, whole body, contrasts": "P",
+    }
+    figure = new_figure((8, 4))
+    axes = figure.subplots(1, 2)
+    for ax, (title, table) in zip(axes, tables.items(), strict=True):
+        for (name, marker), colour in zip(shown.items(), OKABE_ITO, strict=False):
+            row = table[name]
+            found = row["nll_pooled"], row["near_auroc"]
+            (x, dx), (y, dy) = (
+                (statistics.fmean(one), statistics.stdev(one) / math.sqrt(len(one)))
+                for one in found
+            )
+            ax.errorbar(
+                x,
+                y,
+                xerr=dx,
+                yerr=dy,
+                color=colour,
+                marker=marker,
+                markersize=6,
+                label=name,
+                linestyle="none",
+            )
+        clean(ax, grid="both")
+        ax.set_title(title, fontsize="medium", loc="left")
+        ax.set_xlabel("NLL after one temperature (nats), lower is better")
+    axes[0].set_ylabel("AUROC of unseen labels")
+    below(figure, axes[0])
+    return figure
+
+
+def fedem() -> Figure:
+    """Published and measured accuracies."""
+    saved = TABLES["results"]("papers/fedem")
+    names = list(dict.fromkeys(key.split("/")[0] for key in saved["cells"]))
+    figure = new_figure((8, 3.6))
+    axes = figure.subplots(1, 2, sharey=True)
+    panels = {"accuracy": "Average over clients", "accuracy_decile": "Bottom decile of clients"}
+    for ax, (key, title) in zip(axes, panels.items(), strict=True):
+        ours = [
+            [cell[key] for other, cell in saved["cells"].items() if other[:-2] == name]
+            for name in names
+        ]
+        theirs = [
+            [saved["published"][name][key] / 100] if name in saved["published"] else []
+            for name in names
+        ]
+        named(ax, names, title)
+        spots(ax, ours, OKABE_ITO[0], "measured")
+        spots(ax, theirs, OKABE_ITO[1], "published", marker="D")
+        ax.set_xlabel("accuracy")
+    below(figure, axes[0])
+    return figure
+
+
+def perinvfl() -> Figure:
+    """The worst case on each coloured set, seed by seed."""
+    _, tables = TABLES["_perinvfl"]()
+    figure = new_figure((8, 5.6))
+    axes = figure.subplots(2, 2, sharex=True, sharey=True).flat
+    for ax, (title, rows) in zip(axes, tables.items(), strict=True):
+        named(ax, list(rows), title)
+        for place, (name, row) in enumerate(rows.items()):
+            colour = OKABE_ITO[0] if name.startswith("PerInvFL") else INK
+            mean = statistics.fmean(row["worst"])
+            ax.plot(row["worst"], [place] * len(row["worst"]), "o", color=colour, markersize=4)
+            ax.plot([mean, mean], [place - 0.3, place + 0.3], color=colour, linewidth=2)
+        ax.axvline(0.5, color=GREY, linestyle="--", linewidth=1, zorder=0)
+        ax.text(0.51, 0, "chance", va="center", fontsize=8, color=GREY)
+    figure.supxlabel("accuracy in the worst case: three seeds, and their mean", fontsize="medium")
+    return figure
+
+
+def promises() -> Figure:
+    """NLL of each method by the steps of calibration."""
+    _, tables = TABLES["_promises"]()
+    steps = {
+        "nll": "as trained",
+        "nll_t": "after one temperature",
+        "nll_b": "and a bias for each client",
+    }
+    figure = new_figure((9, 3.6))
+    axes = figure.subplots(1, 3, sharey=True)
+    for ax, (title, rows) in zip(axes, tables.items(), strict=True):
+        named(ax, list(rows), title)
+        for (key, said), colour, marker in zip(steps.items(), OKABE_ITO, "Dos", strict=False):
+            spots(ax, [row[key] for row in rows.values()], colour, said, marker=marker)
+        ax.set_xlabel("NLL (nats)")
+        ax.set_xlim(left=0)
+    below(figure, axes[0])
+    return figure
+
+
+def same_digits() -> Figure:
+    """The largest difference from the pooled fit."""
+    rows: Mapping[str, dict[str, float]] = TABLES["results"]("same_digits")["rows"]
+    kinds = {
+        "coefficient": "coefficients, curves, statistics",
+        "error": "standard errors",
+    }
+    figure = new_figure((8, 4.6))
+    ax = figure.subplots()
+    named(ax, [name.replace("_", " ") for name in rows], "")
+    for (key, said), colour, marker in zip(kinds.items(), OKABE_ITO, "oD", strict=False):
+        found = [[row[key]] if key in row else [] for row in rows.values()]
+        spots(ax, found, colour, said, marker=marker)
+    ax.set_xscale("log")
+    ax.set_xlim(1e-17, 1e-5)
+    ax.axvline(2**-52, color=GREY, linestyle="--", linewidth=1, zorder=0)
+    ax.text(2**-52, -0.6, "rounding of float64", ha="center", va="bottom", fontsize=8, color=GREY)
+    ax.set_xlabel("largest absolute difference from the fit to the pooled rows")
+    below(figure, ax)
+    return figure
+
+
+def speed() -> Figure:
+    """Time of a round in units of a plain loop."""
+    rows = [
+        row
+        for name, row in TABLES["results"]("engines")["rows"].items()
+        if "bare" in row["sides"] and not name.endswith("_busy")
+    ]
+    figure = new_figure((8, 4.6))
+    ax = figure.subplots()
+    titles, before = list[str](), ""
+    for row in rows:
+        if not row["title"].startswith("the same"):
+            before = row["title"].split(",")[0]
+        titles.append(row["title"].replace("the same", before))
+    named(ax, titles, "")
+    for side, colour, marker in (("1 worker", OKABE_ITO[0], "o"), ("2 workers", OKABE_ITO[1], "D")):
+        spots(ax, [[row["sides"][side]["ratio"]] for row in rows], colour, side, marker=marker)
+    ax.axvline(1, color=GREY, linestyle="--", linewidth=1, zorder=0)
+    ax.text(1, -0.6, "plain loop, one thread", ha="center", va="bottom", fontsize=8, color=GREY)
+    ax.set_xlim(left=0)
+    ax.set_xlabel("time of a round, in units of a plain loop over clients")
+    below(figure, ax)
+    return figure
+
+
+if __name__ == "__main__":
+    for draw in (fedsi, fedem, perinvfl, promises, same_digits, speed):
+        name = draw.__name__.replace("_", "-")
+        draw().savefig(ROOT / "docs" / "images" / f"{name}.png")
