@@ -956,8 +956,15 @@ def _pfedvem(rounds: Collection[str]) -> tuple[dict[str, Any], Tables]:
 
 
 def pfedvem() -> str:
-    """Accuracy after pooling and NLL of pFedVEM and its kin, early and late."""
+    """Accuracy after pooling and NLL of pFedVEM and its kin, early and late, but for two settings
+    that fail.
+    """
     _, tables = _pfedvem(("20", "800"))
+    failing = ("pFedVEM, start 1", "pFedMAP, precision 100")
+    tables = {
+        dataset: {name: row for name, row in rows.items() if not name.startswith(failing)}
+        for dataset, rows in tables.items()
+    }
     columns = [
         report.Column("accuracy", title="accuracy", better="higher"),
         report.Column("nll", title="NLL (nats)", better="lower"),
