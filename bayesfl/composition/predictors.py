@@ -126,8 +126,8 @@ class LinearisedLaplace:
         _check_linearised(self, algorithm)
         if not getattr(algorithm.likelihood, "plain", True):
             raise ValueError(
-                f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is "
-                f"made; take {type(algorithm.likelihood).__name__}()"
+                f"{algorithm.likelihood} is a training loss without a Laplace approximation; "
+                f"take {type(algorithm.likelihood).__name__}()"
             )
 
     @property

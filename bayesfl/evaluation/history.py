@@ -173,7 +173,7 @@ class History:
             which = better(column)
             if which is None:
                 raise ValueError(
-                    f"column {column!r} is of no measure of which the best is known; pass "
+                    f"whether the best value of column {column!r} is the lowest is not known; pass "
                     "lowest=True or lowest=False"
                 )
             lowest = which == "lower"

@@ -64,8 +64,8 @@ class LocalPredictions:
         probs, mask = self.predictions.probs, self.predictions.mask
         if probs is None:
             raise ValueError(
-                "this step changes probabilities of classes, and the predictions are of numbers, "
-                "of which Conformal makes intervals"
+                "this step changes probabilities of classes, and the predictions are of numbers; "
+                "for regression, Conformal gives intervals"
             )
         inside = mask.reshape(*mask.shape, *[1] * (probs.dim() - 2)).cpu()
         probs = probs.detach().cpu()

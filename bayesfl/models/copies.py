@@ -188,8 +188,8 @@ def check_original(made: nn.Module) -> None:
     ]:
         warn(
             f"{changed[:3]} of the model {type(module).__name__} have changed since the method "
-            "was made, which begins with the numbers they had then; make the method anew to "
-            "begin with the present ones",
+            "was made, which begins with the old ones; make the method anew to begin with the "
+            "new ones",
         )
 
 

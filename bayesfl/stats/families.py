@@ -242,5 +242,5 @@ def _need(holds: bool, site: str, what: str, y: Tensor) -> None:
         some = sorted({float(value) for value in y.tolist() if not math.isnan(value)})[:5]
         raise ValueError(
             f"outcomes of this family are {what}, and site {site!r} has {some}; take another "
-            "family, or code the outcome anew"
+            "family, or recode the outcome"
         )

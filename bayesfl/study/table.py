@@ -350,13 +350,13 @@ class Table:
             )
         if not known:
             raise ValueError(
-                "there are no measures of validation data, by which options are chosen, and on "
-                "test data they never are; give the data a validation split, as in "
+                "options are chosen on validation data, never on test data, and there are no "
+                "measures of validation data; give the data a validation split, as in "
                 "partial(bf.data.dirichlet, 'digits', validation=0.2)"
             )
         if by not in known or report.better(by) is None:
             raise ValueError(
-                f"{by!r} is no validation measure of these runs of which the best is known; the "
+                f"{by!r} is no validation measure of these runs with a known best; the "
                 f"nearest are {nearest(str(by), [c for c in known if report.better(c)], 4)}"
             )
         return by

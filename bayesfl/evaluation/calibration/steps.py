@@ -109,7 +109,7 @@ def refuse_numbers(step: object, outputs: Outputs) -> None:
     if outputs.task != "classification":
         raise ValueError(
             f"{type(step).__name__} works on probabilities of classes, and this is a regression: "
-            "leave it out; Conformal makes intervals"
+            "leave it out; for regression, Conformal gives intervals"
         )
 
 

@@ -274,9 +274,8 @@ class ClientPrivacy:
         counted = last.get("releases", -1)
         if not (result.round <= counted < 2**31 and counted == int(counted)):
             raise CheckpointError(
-                f"the history of the run to go on from counts {last.get('releases', 'no')} "
-                f"releases after {result.round} rounds, so that nothing can be said of its "
-                "epsilon; start it anew"
+                f"the history of the resumed run counts {last.get('releases', 'no')} releases "
+                f"after {result.round} rounds, so that its epsilon is unknown; start a new run"
             )
         run = _PrivateRun(self, result, repeats + int(counted))
         run.spent(run.releases + 1)  # as after the first round; without dp-accounting it fails now

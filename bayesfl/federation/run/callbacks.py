@@ -146,8 +146,8 @@ class EarlyStopping:
         round = History(values).best(self.column, lowest=self._lowest)["round"]
         if not self._is_of(result, round):
             warn(
-                f"the best {self.column} is of round {round}, whose state is gone, as of a run "
-                "that was resumed without a folder; the last state is returned. Pass "
+                f"the best {self.column} is of round {round}, whose state is gone, as after a run "
+                "is resumed without a folder; the last state is returned. Pass "
                 "EarlyStopping(folder=...) to keep the best one on disk",
             )
             return result

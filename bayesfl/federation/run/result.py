@@ -763,8 +763,8 @@ class Result:
         if not algorithm.blocks[block].stochastic:
             drawn = [name for name, this in algorithm.blocks.items() if this.stochastic]
             raise ValueError(
-                f"block {block!r} is a point, of which there are no draws; the blocks with a "
-                f"distribution are {drawn}"
+                f"block {block!r} is a point and has no draws; the blocks with a distribution "
+                f"are {drawn}"
             )
         view = tree_map(lambda t: t[0], self._unadapted(j)[1])
         index = list(algorithm.blocks).index(block)

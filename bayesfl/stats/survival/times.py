@@ -72,7 +72,7 @@ def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
     if not bool(((events == 0) | (events == 1)).all()):
         raise ValueError(
             f"events are 0 or 1, and site {site.name!r} has {sorted({*events.tolist()})[:5]} in "
-            f"{event!r}; code it anew"
+            f"{event!r}; recode it"
         )
     return times, events == 1
 
