@@ -230,6 +230,8 @@ class LinearisedBelief:
             means; None for all of the method's `parts` that draw, which are independent.
         link: As of `LinearisedLaplace`.
         centre: As of `LinearisedLaplace`.
+        width: Name of a number in a client's view by which standard deviations are multiplied, as
+            one that validation data have chosen; None for 1.
 
     Raises:
         ValueError: `link` is not `per_class` and `centre` is False.
@@ -242,11 +244,16 @@ class LinearisedBelief:
     block: str | None = None
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
+    width: str | None = None
     precision = None
     tunes = ""
     grid = ()
-    reads = ()
     needs_data = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the name of `width`, see `StoredPredictor`."""
+        return () if self.width is None else (self.width,)
 
     def __post_init__(self) -> None:
         refuse_idle_centre(self.link, centre=self.centre)
@@ -290,14 +297,15 @@ class LinearisedBelief:
                 roots.append(layout.leaves(posterior.cholesky(view[name]).mT))
                 variance = torch.zeros_like(variance)
             variances |= layout.leaves(variance)
+        width = 1.0 if self.width is None else view[self.width].double()
         layout = Layout(algorithm.model, tuple(variances))
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
-        variance = layout.ravel(variances).double().clamp_max(1e29)
+        variance = (width**2 * layout.ravel(variances).double()).clamp_max(1e29)
         rows = [variance.new_zeros(0, len(variance))]
         for root in roots:
             count = len(next(iter(root.values())))
             nothing = {key: t.new_zeros(count, *t.shape) for key, t in variances.items()}
-            rows.append(layout.ravel(nothing | root).double())
+            rows.append(width * layout.ravel(nothing | root).double())
         every = torch.ones_like(variance, dtype=torch.bool)
         covariance = Covariance(curvature, variance, torch.cat(rows).mT, 1, every, None)
         return _Linearised(self, algorithm, view, lambda value: covariance)

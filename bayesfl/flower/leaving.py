@@ -17,7 +17,7 @@ from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients import heads
 from bayesfl.federation.clients.tuning import Tuning
 from bayesfl.flower import records
-from bayesfl.posteriors.heads import SCALES
+from bayesfl.posteriors.heads import SCALES, WIDTHS
 
 HELLO = {
     "protocol": "version of the messages",
@@ -74,8 +74,8 @@ def leaves(
         sums = "sums over training rows: how the client's head lies to the centre of all"
         for name, shape in question.shapes(question.start(None)).items():
             found.append(Sent("each of the first questions", name, math.prod(shape), sums))
-        nll = "sums over validation rows, in nats, of each multiple of tau"
-        found.append(Sent("once after them", "nll", len(SCALES), nll))
+        nll = "sums over validation rows, in nats, of each width of prior and predictions"
+        found.append(Sent("once after them", "nll", len(SCALES) * len(WIDTHS), nll))
     when = "each round of its cohort"
     for name, (shape, _) in algorithm.uplink(algorithm.init(1)).items():
         of = name.split(".")[0]

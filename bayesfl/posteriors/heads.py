@@ -12,8 +12,10 @@ A^-1 = (sum M_j + W^-1)^-1. Of the logarithm of a tensor's tau the marginal like
     known = sum tau^2 M_j,    shared = sum tau^2 M_j A^-1 M_j,
 
 sums over clients and the diagonal entries of the tensor's weights; the last one is there as the
-centre is integrated out. Its expected curvature is 2 sum (tau M_j tau)^2, over the tensor's block.
-The prior of tau is uniform, so that log tau has a mode.
+centre is integrated out. Its curvature is that of as many normal numbers of one variance each,
+2 (known - squares - fit (known - 2 squares)), by the squares of the tensor's block of tau M_j tau
+and fit = sum (w_j - centre)^2 / tau^2 / known. The prior of tau is uniform, so that log tau has a
+mode.
 
 A point estimate of tau makes intervals too short where the data say little of it. So the posterior
 is a mixture over a grid of log tau around its mode, and each client's own posterior is the Gaussian
@@ -55,6 +57,9 @@ NODES = (-2.0, -1.0, 0.0, 1.0, 2.0)
 """Places of the grid of another tau, in standard deviations of its logarithm."""
 SCALES = (0.25, 0.5, 1.0, 2.0)
 """Multiples of tau that are tried on validation data."""
+WIDTHS = (0.0, 0.5, 1.0)
+"""Multiples of the heads' standard deviations that predictions are tried with there; 0 is the mean.
+"""
 
 
 @dataclass(frozen=True)
@@ -223,7 +228,7 @@ class Hierarchy:
             "square": (t,),
             "known": (t,),
             "shared": (t,),
-            "sure": (t,),
+            "squares": (t,),
         }
 
     def answer(self, state: Tensors, local: LocalHeads) -> Tensors:
@@ -235,8 +240,7 @@ class Hierarchy:
             away = mode - state["centre"]
             information = precision.diag() - precision[:, None] * covariance * precision
             shared = ((information @ state["spread"]) * information).sum(1)
-            squares = (tau[:, None] * information * tau) ** 2
-            sure = [part.sum() for part in self._blocks(squares)]
+            blocks = self._blocks((tau[:, None] * information * tau) ** 2)
             found.append(
                 {
                     "n_clients": torch.tensor(1),
@@ -246,7 +250,7 @@ class Hierarchy:
                     "square": self._by_tensor(away**2),
                     "known": self._by_tensor(tau**2 * information.diagonal()),
                     "shared": self._by_tensor(tau**2 * shared),
-                    "sure": 2 * torch.stack(sure),
+                    "squares": torch.stack([block.sum() for block in blocks]),
                 }
             )
         return {name: torch.stack([one[name] for one in found]) for name in found[0]}
@@ -269,7 +273,9 @@ class Hierarchy:
         count = total["n_clients"] * torch.tensor(self.sizes)
         share = (total["known"] / count).clamp(1e-9, 1 - 1e-9)
         slope = total["square"] / state["tau"] ** 2 - total["known"] + total["shared"] + 1
-        sure = total["sure"].clamp_min(1e-9)
+        fit, squares = total["square"] / state["tau"] ** 2 / total["known"], total["squares"]
+        sure = 2 * (total["known"] - squares - fit * (total["known"] - 2 * squares))
+        sure = torch.maximum(sure, squares).clamp_min(1e-9)
         alike = state["tau"] * ((1 - share) / share).sqrt()
         tau = torch.minimum(_moved(state["tau"], slope / sure), FREE * alike)
         of_centre = self._by_tensor(1 - weak * spread.diagonal())
@@ -338,7 +344,8 @@ def _moved(width: Tensor, step: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Scaled:
     """A survey of validation rows, which chooses by their negative log likelihood how wide the
-    prior of heads is; it ends with `scale`, the multiple of tau.
+    prior of heads is, and how much of the heads' uncertainty predictions have. It ends with the
+    multiples of tau, `scale`, and of the heads' standard deviations, `width`.
 
     Args:
         head: The layer.
@@ -354,12 +361,12 @@ class Scaled:
         return {}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of an answer, a sum over rows for each multiple, in nats."""
-        return {"nll": (len(SCALES),)}
+        """Return the shape of an answer, a sum over rows for each pair, in nats."""
+        return {"nll": (len(WIDTHS), len(SCALES))}
 
     def answer(self, state: Tensors, local: LocalHeads) -> Tensors:
         """Return the clients' answers, [J, ...]."""
-        found = torch.zeros(len(local.ids), len(SCALES), dtype=torch.float64)
+        found = torch.zeros(len(local.ids), len(WIDTHS), len(SCALES), dtype=torch.float64)
         for j, (rows, train) in enumerate(zip(local.rows, local.train, strict=True)):
             if rows is None:
                 continue
@@ -368,10 +375,12 @@ class Scaled:
                 mean, covariance = self.head.posterior(train, prior)
                 outputs = rows.features @ self.head.matrix(mean).T
                 spread = self.head.spread(rows, covariance)
-                predicted = predictive(self.head.likelihood, outputs, spread)
-                found[j, k] = nll_of_predictive(predicted, rows.y).sum()
+                for w, width in enumerate(WIDTHS):
+                    predicted = predictive(self.head.likelihood, outputs, width**2 * spread)
+                    found[j, w, k] = nll_of_predictive(predicted, rows.y).sum()
         return {"nll": found}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the multiple of the least sum."""
-        return {"scale": torch.tensor(SCALES[int(total["nll"].argmin())])}, True
+        """Return the multiples of the least sum."""
+        width, scale = divmod(int(total["nll"].argmin()), len(SCALES))
+        return {"scale": torch.tensor(SCALES[scale]), "width": torch.tensor(WIDTHS[width])}, True

@@ -1,5 +1,7 @@
 """Heads of clients' own: a client's posterior by autograd, the hierarchy where all is normal."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from bayesfl.base.surveys import conduct, together
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import FullGaussian, heads
 from bayesfl.posteriors.heads import Head, Hierarchy, LocalHeads, Rows, Scaled
+from bayesfl.posteriors.linearised import predictive
 
 SIZES = (6, 2)
 ONE = torch.eye(2).double()
@@ -179,5 +182,18 @@ def test_validation_rows_are_scored_at_each_multiple_of_tau():
     found = survey.answer({}, LocalHeads([rows[1], None], rows, np.arange(2)))["nll"]
     outputs = rows[1].features @ head.matrix(centre).T
     wanted = torch.nn.functional.cross_entropy(outputs, rows[1].y, reduction="sum")
-    np.testing.assert_allclose(found[0], np.full(4, float(wanted)), rtol=1e-5)
+    np.testing.assert_allclose(found[0], np.full((3, 4), float(wanted)), rtol=1e-5)
     assert not found[1].any()
+    wide = replace(survey, prior=prior | {"tau": 1 + 0 * prior["tau"]})
+    total = wide.answer({}, LocalHeads([rows[1], None], rows, np.arange(2)))["nll"].sum(0)
+    mean, covariance = head.posterior(rows[0], wide.prior | {"tau": 2 * wide.prior["tau"]})
+    outputs, spread = rows[1].features @ head.matrix(mean).T, head.spread(rows[1], covariance)
+    for width, nll in zip((0.0, 0.5, 1.0), total[:, 3], strict=True):
+        probs = predictive(Categorical(), outputs, width**2 * spread)["probs"]
+        wanted = torch.nn.functional.nll_loss(probs.log(), rows[1].y, reduction="sum")
+        np.testing.assert_allclose(nll, wanted, rtol=1e-9)
+    chosen, _ = wide.solve({}, {"nll": total})
+    at = (total == total.min()).nonzero()[0]
+    np.testing.assert_array_equal(
+        [chosen["width"], chosen["scale"]], [(0.0, 0.5, 1.0)[at[0]], (0.25, 0.5, 1.0, 2.0)[at[1]]]
+    )

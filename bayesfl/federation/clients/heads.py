@@ -31,7 +31,7 @@ from bayesfl.posteriors.full_gaussian import FullGaussian
 if TYPE_CHECKING:
     from bayesfl.federation.run.result import Result
 
-HEAD, BODY = "own_head", "body"
+HEAD, BODY, WIDTH = "own_head", "body", "width"
 
 
 HIERARCHY, SCALED = "heads", "heads-scaled"
@@ -77,13 +77,13 @@ def with_heads(method: Algorithm) -> Algorithm:
         server=_prior,
         broadcast=("prior",),
         address=lambda server, ids: {},
-        private={},
+        private={WIDTH: 1.0},
         reports={},
         combine=lambda server, ids, uplink: {},
         finetune=(),
         adapt=(Once(_settle, data=True, batched=False),),
         measured={},
-        predictor=LinearisedBelief(HEAD),
+        predictor=LinearisedBelief(HEAD, width=WIDTH),
         draws=0,
         watch=None,
     )
@@ -151,13 +151,15 @@ def _common(method: Algorithm, head: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _prior(blocks: Server, clients: int) -> Server:
-    """Return the prior of heads before it is fitted: around the network's own, with a width of 1;
-    a row for each point of the hierarchy, see `bayesfl.posteriors.heads.Hierarchy`.
+    """Return the prior of heads before it is fitted: around the network's own, with a tau of 1; a
+    row for each point of the hierarchy, see `bayesfl.posteriors.heads.Hierarchy`; and the width of
+    predictions, see `bayesfl.posteriors.heads.Scaled`.
     """
     centre = blocks[HEAD]["loc"][None].clone()
     none = centre.new_zeros(1, centre.shape[1], centre.shape[1])
     one = centre.new_ones(1)
-    return {"prior": {"centre": centre, "tau": one + 0 * centre, "spread": none, "weight": one}}
+    points = {"centre": centre, "tau": one + 0 * centre, "spread": none, "weight": one}
+    return {"prior": {**points, WIDTH: torch.tensor(1.0)}}
 
 
 def _rows_of(algorithm: Algorithm, view: View, x: Inputs, y: Tensor) -> heads.Rows:
@@ -210,7 +212,8 @@ def _settle(algorithm: Algorithm, given: Server, view: View, batch: Batch) -> Vi
     rows = _rows_of(algorithm, view, batch["x"], batch["y"])
     prior = {name: t.cpu().double() for name, t in given["prior"].items()}
     found = FullGaussian().of_moments(*_head(algorithm).posterior(rows, prior))
-    return view | {HEAD: {name: t.to(view[HEAD]["loc"]) for name, t in found.items()}}
+    own = {name: t.to(view[HEAD]["loc"]) for name, t in found.items()}
+    return view | {HEAD: own, WIDTH: given["prior"][WIDTH]}
 
 
 def hierarchy(algorithm: Algorithm, server: Server) -> heads.Hierarchy:
@@ -236,15 +239,15 @@ def with_prior(algorithm: Algorithm, server: Server, ask: AskHeads, *, validates
         algorithm: The method, of `with_heads`.
         server: The server's state, with the body that was trained.
         ask: How a survey is conducted.
-        validates: Whether there are validation rows, on which tau is scaled.
+        validates: Whether there are validation rows, on which tau and predictions are scaled.
     """
-    prior = ask(hierarchy(algorithm, server), HIERARCHY, {})
+    prior, width = ask(hierarchy(algorithm, server), HIERARCHY, {}), torch.tensor(1.0)
     if validates:
         found = ask(scaled(algorithm, prior), SCALED, {HIERARCHY: prior})
-        prior = prior | {"tau": prior["tau"] * found["scale"]}
+        prior, width = prior | {"tau": prior["tau"] * found["scale"]}, found["width"]
     like = server[HEAD]["loc"]
     mean = prior["weight"] @ prior["centre"]
-    prior = {name: t.to(like) for name, t in prior.items()}
+    prior = {name: t.to(like) for name, t in (prior | {WIDTH: width}).items()}
     return {**server, HEAD: {"loc": mean.to(like)}, "prior": prior}
 
 

@@ -437,9 +437,10 @@ class Result:
 
         Mean w and tau, one for each tensor of the layer, are found by a handful of questions whose
         answers are sums over clients; nothing is trained. The Gaussians have the uncertainty of w
-        and tau in them. Validation rows, where there are some, choose a multiple of tau by how
-        well the heads predict. Clients predict by the outputs' Gaussians, in closed form. New
-        clients `adapt` to their own rows under the same prior. `bf.load` takes
+        and tau in them. Clients predict by the outputs' Gaussians, in closed form. Validation
+        rows, where there are some, choose a multiple of tau, and how much of the uncertainty
+        predictions have: all, half or none, as Gaussians of many weights may predict worse than
+        their means. New clients `adapt` to their own rows under the same prior. `bf.load` takes
         `bf.with_heads(method)`; over Flower, `bayesfl.flower.serve` asks the same questions.
 
         Args:
