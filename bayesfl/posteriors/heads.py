@@ -53,7 +53,7 @@ centre: two clients do not bound the tau of a single weight.
 """
 KNOWN = 0.2
 """A tau of which the data leave less doubt than so large a share is taken for its estimate."""
-NODES = (-2.0, -1.0, 0.0, 1.0, 2.0)
+NODES = (-1.5, 0.0, 1.5)
 """Places of the grid of another tau, in standard deviations of its logarithm."""
 SCALES = (0.25, 0.5, 1.0, 2.0)
 """Multiples of tau that are tried on validation data."""

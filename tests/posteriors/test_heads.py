@@ -140,7 +140,7 @@ def test_the_grid_integrates_over_centre_and_tau(monkeypatch: pytest.MonkeyPatch
     local = LocalHeads(clients, clients, np.arange(6))
     width = at_the_mode(survey, local)["width"]
     prior = conduct(survey, together(survey, local), None)
-    assert 5 < len(prior["weight"]) <= 25
+    assert 3 < len(prior["weight"]) <= 9
     mean, covariance = survey.head.posterior(clients[1], prior)
     x, y = stacked(clients)
     logs, means, covariances = [], [], []

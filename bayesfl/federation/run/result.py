@@ -445,7 +445,7 @@ class Result:
 
         Args:
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
-                openly. One is D^2 numbers for a layer of D weights, in each of some five to forty
+                openly. One is D^2 numbers for a layer of D weights, in each of some ten to thirty
                 questions.
 
         Raises:
