@@ -575,7 +575,7 @@ class Algorithm:
     def given(self, common: Server, round: int, rounds: int) -> Server:
         """Return what every client receives in a round, with the keys "round" and "rounds"."""
         # Fine-tuning and adaptation after the last round use the learning rate of the last round.
-        return common | {"round": min(round, rounds - 1), "rounds": rounds}
+        return common | {"round": min(round, max(rounds, 1) - 1), "rounds": rounds}
 
     def belief(self, block: str, entry: Tensors) -> Tensors:
         """Return a client's belief about a block, made from the server's entry; may alias it."""

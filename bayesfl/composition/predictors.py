@@ -18,10 +18,10 @@ from bayesfl.base.warning import warn
 from bayesfl.composition.priors import Parameter
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
-from bayesfl.curvature.dual import independent
 from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Categorical
 from bayesfl.posteriors import prior_precision as precision
+from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, kappa, predictive, refuse_idle_centre
 from bayesfl.posteriors.mixture import responsibilities
@@ -219,16 +219,19 @@ class LinearisedBelief:
     their means.
 
     Any block whose posterior draws can have it, as that of `pfedvem`, of a mean-field posterior on
-    all weights, or of online Laplace. It needs no training data and no validation data. Where
-    weights are many, draws of them leave the region in which the network is as it was trained, and
-    may predict other classes; under link="contrasts" the linearised network keeps the classes of
-    its mean. A belief that is too wide makes it underconfident all the same.
+    all weights, or of online Laplace; of a `FullGaussian` all covariances count. It needs no
+    training data and no validation data. Where weights are many, draws of them leave the region in
+    which the network is as it was trained, and may predict other classes; under link="contrasts"
+    the linearised network keeps the classes of its mean. A belief that is too wide makes it
+    underconfident all the same.
 
     Args:
         block: Name of the only block whose Gaussian counts, the others being constants, at their
             means; None for all of the method's `parts` that draw, which are independent.
         link: As in `LinearisedLaplace`.
         centre: As in `LinearisedLaplace`.
+        width: Name of a number in a client's view by which standard deviations are multiplied, as
+            one that validation data have chosen; None for 1.
 
     Raises:
         ValueError: `link` is not `per_class` and `centre` is False.
@@ -241,11 +244,16 @@ class LinearisedBelief:
     block: str | None = None
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
+    width: str | None = None
     precision = None
     tunes = ""
     grid = ()
-    reads = ()
     needs_data = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the name of `width`, see `StoredPredictor`."""
+        return () if self.width is None else (self.width,)
 
     def __post_init__(self) -> None:
         refuse_idle_centre(self.link, centre=self.centre)
@@ -280,21 +288,27 @@ class LinearisedBelief:
             if self.block is None
             else [self.block]
         )
-        leaves: Tensors = {}
+        variances: Tensors = {}
+        roots: list[Tensors] = []
         for name in names:
-            leaves |= algorithm.layout(name).leaves(
-                algorithm.blocks[name].posterior.moments(view[name])[1]
-            )
-        layout = Layout(algorithm.model, tuple(leaves))
+            layout, posterior = algorithm.layout(name), algorithm.blocks[name].posterior
+            variance = posterior.moments(view[name])[1]
+            if isinstance(posterior, FullGaussian):
+                roots.append(layout.leaves(posterior.cholesky(view[name]).mT))
+                variance = torch.zeros_like(variance)
+            variances |= layout.leaves(variance)
+        width = 1.0 if self.width is None else view[self.width].double()
+        layout = Layout(algorithm.model, tuple(variances))
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
-        variance = layout.ravel(leaves)
-        # precisions must lie within 1e-30 and 1e30
-        inverse = independent(
-            curvature,
-            1 / variance.double().clamp(1e-29, 1e29),
-            torch.zeros_like(variance, dtype=torch.float64),
-        )
-        return _Linearised(self, algorithm, view, lambda value: inverse)
+        variance = (width**2 * layout.ravel(variances).double()).clamp_max(1e29)
+        rows = [variance.new_zeros(0, len(variance))]
+        for root in roots:
+            count = len(next(iter(root.values())))
+            nothing = {key: t.new_zeros(count, *t.shape) for key, t in variances.items()}
+            rows.append(width * layout.ravel(nothing | root).double())
+        every = torch.ones_like(variance, dtype=torch.bool)
+        covariance = Covariance(curvature, variance, torch.cat(rows).mT, 1, every, None)
+        return _Linearised(self, algorithm, view, lambda value: covariance)
 
     def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
         """Return nothing, since the belief is all, see `StoredPredictor`."""

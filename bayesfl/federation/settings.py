@@ -62,7 +62,8 @@ class Settings:
     run that it continues.
 
     Args:
-        rounds: Number of rounds in all; learning-rate schedules depend on it.
+        rounds: Number of rounds in all; learning-rate schedules depend on it. 0 only where a
+            deployment trains nothing.
         participation: Expected share of the clients in a cohort, in (0, 1].
         sampling: How cohorts are drawn. `fixed`: max(1, floor(J participation)) clients.
             `bernoulli`: each client with that probability, given that at least min(2, J) are drawn.
@@ -74,7 +75,7 @@ class Settings:
         aggregation: How uplinks are added up, in words; by default the server sees every uplink.
     """
 
-    rounds: Count
+    rounds: Natural
     participation: Annotated[float, Range(0, 1, "]", why="it is a share of the clients")]
     sampling: Literal["fixed", "bernoulli", "poisson"]
     train: Literal["cohort", "all"]

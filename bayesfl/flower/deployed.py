@@ -16,6 +16,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import PooledLaplace
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
+from bayesfl.federation.clients import heads
 from bayesfl.federation.clients.modules import server_module
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.loading import check_state, reloaded
@@ -285,7 +286,11 @@ def opened(
             "start must be a Deployed or the folder of its checkpoints, got "
             f"{type(start).__name__}; bf.simulate(start=) takes a Result"
         )
-    found = start if isinstance(start, Deployed) else read_deployed(start, algorithm, same=False)[0]
+    if isinstance(start, Deployed):
+        algorithm, found = heads.trained(algorithm, identity(start.algorithm)), start
+    else:
+        algorithm = heads.trained(algorithm, files.read(start, DEPLOYMENT)["algorithm"])
+        found = read_deployed(start, algorithm, same=False)[0]
     same_network("start", identity(found.algorithm), algorithm)
     check_state(
         "start",
@@ -330,6 +335,8 @@ def begun(
                 "name its client",
                 twice,
             )
+    elif heads.makes(algorithm) and not heads.makes(before.algorithm):
+        server = heads.carried(before.algorithm, before.server, algorithm, clients)
     else:
         new, old = warm.matched(names, before.names or ("",) * before.clients)
         server = warm.carried(
@@ -341,6 +348,8 @@ def begun(
             tuple(map(known.get, range(clients))),
             {name: before.initial(name) for name in sorted(initial)},
         )
+    if past is None and heads.makes(algorithm):
+        past = Before((None,) * clients, {})  # as all adapt to what they have in common
     return Deployed(
         algorithm,
         settings,

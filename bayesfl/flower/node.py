@@ -29,7 +29,7 @@ from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, means, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions
-from bayesfl.federation.clients import surveying
+from bayesfl.federation.clients import heads, surveying
 from bayesfl.federation.clients.asking import LocalRows
 from bayesfl.federation.clients.client_model import client_model
 from bayesfl.federation.clients.local import Done, Local, Received, kept_phases
@@ -41,6 +41,7 @@ from bayesfl.federation.settings import FEDERATION
 from bayesfl.flower import records
 from bayesfl.flower.orders import TUNING, Order
 from bayesfl.flower.states import States
+from bayesfl.posteriors.heads import LocalHeads, Rows
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ class Node:
         self._states(order.experiment).write(
             order.round, order.sessions[-1], {key: done.views[key] for key in received.rows}
         )
+        self._states(order.experiment).forget_kept()
         return RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, "round": order.round})})
 
     def survey(self, order: Order) -> RecordDict:
@@ -206,6 +208,9 @@ class Node:
             return LocalRows(self._of_one(split, order), self._ids)
         if order.survey == TUNING:
             return self._candidates(order)
+        if order.survey in (heads.HIERARCHY, heads.SCALED):
+            of_split, train = (self._of_head(order, name) for name in (split, "train"))
+            return LocalHeads([of_split], [train], self._ids)
         return applied(self._steps(order, int(order.survey)), self._predicted(order, split))
 
     def _surveying(self, order: Order) -> Any:
@@ -219,6 +224,11 @@ class Node:
             return predictor.question(self.algorithm, order.common)
         if name == TUNING and predictor is not None:
             return Tuning(predictor)
+        if name == heads.HIERARCHY and heads.makes(self.algorithm):
+            # Its answers do not depend on the centre at first.
+            return heads.hierarchy(self.algorithm, self.algorithm.init(1))
+        if name == heads.SCALED and heads.makes(self.algorithm):
+            return heads.scaled(self.algorithm, order.survey_states[heads.HIERARCHY])
         if name.isdecimal() and int(name) < len(self.calibration):
             return self.calibration[int(name)]
         raise Refused(
@@ -230,6 +240,31 @@ class Node:
         local = self._local(order)
         done = local.finetuned(self._ids, self._received(order), order.round)
         return candidates(local, done, self._split("validation", order), round=order.round)
+
+    def _of_head(self, order: Order, split: str) -> Rows:
+        """Return what this client's rows in a split say of its last layer; they are computed once,
+        and kept in its folder.
+
+        Raises:
+            Refused: They are no longer in the folder, and the request has no model by which to make
+                them.
+        """
+        rows = int(np.bitwise_xor.reduce(mixed(self._hashed(split, order))))
+        made_by = {"model": list(order.model), "head": rows, "dtype": str(order.dtype)}
+        states = self._states(order.experiment)
+        if (found := states.read_kept(split, made_by)) is None:
+            self._refuse_lost(order, split)
+            own = self._received(order)
+            found = vars(heads.rows_of(self.algorithm, own, self._of_one(split, order), 0))
+            states.write_kept(split, made_by, found)
+        return Rows(**found)
+
+    def _refuse_lost(self, order: Order, split: str) -> None:
+        """Refuse a request that has no model by which to make again what is no longer kept."""
+        if not order.whole:
+            raise Refused(
+                f"this client's predictions for its split {split!r} are no longer in its folder"
+            )
 
     def _steps(self, order: Order, steps: int) -> tuple[Fitted, ...]:
         """Return the first steps of calibration by their surveys' states, with this client's own
@@ -272,10 +307,7 @@ class Node:
         }
         states = self._states(order.experiment)
         if (found := states.read_kept(split, made_by)) is None:
-            if not order.whole:
-                raise Refused(
-                    f"this client's predictions for its split {split!r} are no longer in its folder"
-                )
+            self._refuse_lost(order, split)
             local, value = self._local(order), None if np.isnan(order.value) else order.value
             done = local.finetuned(self._ids, self._received(order), order.round)
             [[(_, computed)]] = of_chunk(

@@ -24,7 +24,7 @@ from bayesfl.composition.predictors import POOLED, PooledLaplace
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.surveys import Outputs
-from bayesfl.federation.clients import surveying
+from bayesfl.federation.clients import heads, surveying
 from bayesfl.federation.clients.tuning import Tuning, needs_validation, no_validation, without_data
 from bayesfl.federation.errors import FailedRound, FailedSurvey
 from bayesfl.federation.rounds.admission import PROTOCOL, Admission, attempts
@@ -101,7 +101,9 @@ def serve(
         grid: Flower's grid, as a ServerApp receives it.
         algorithm: The method, with the same options as the clients'.
         clients: Number of clients J; their ids are 0 to J - 1.
-        rounds: Number of rounds in all, including those done before.
+        rounds: Number of rounds in all, including those done before. 0 trains nothing: clients that
+            `start` does not know adapt, and all predict, as with `bf.with_heads(method)` after the
+            run of the method itself.
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
         sampling: How a cohort is drawn, `fixed` or `bernoulli`; None for the method's default.
         train: Which clients train, the `cohort` or `all`; None for the method's default.
@@ -243,7 +245,7 @@ class _Service:
             state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
             self.kept = deployed.bases(self.folder, clients)
-        elif before is not None:
+        elif before is not None and settings.rounds:
             warm.warn_of_seed(before.settings.seed, settings.seed)
         experiment = secrets.token_hex(8) if state is None else state.experiment
         known = (
@@ -300,6 +302,7 @@ class _Service:
         self._check_calibration(state)
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
+            state = self._with_heads(state)
             state = self._adapted(
                 state,
                 [
@@ -321,6 +324,25 @@ class _Service:
             if isinstance(best, Deployed) and best.experiment == state.experiment:
                 named.append(best.base)
         return named
+
+    def _with_heads(self, state: Deployed) -> Deployed:
+        """Return the state with the prior of heads, for which clients are asked once.
+
+        Raises:
+            FailedSurvey: A survey was given up.
+        """
+        if not heads.lacks_prior(state.algorithm, state.server):
+            return state
+        ask, outputs = self._questions(state).conduct, self._outputs(state)
+        server = heads.with_prior(
+            state.algorithm,
+            state.server,
+            lambda survey, name, before: ask(survey, name, outputs, before),
+            validates=bool(self.network.roster.having("validation")),
+        )
+        state = replace(state, server=server)
+        self.save(state)
+        return state
 
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
         """Let new clients adapt to the server's state, from which they then begin; one that does
@@ -516,6 +538,8 @@ class _Service:
             if own:
                 each[client] = own
         if found:
+            if not state.history.rows:
+                state.history.append({"round": state.round})
             last = state.history.rows[-1]
             last |= {
                 **{name: float(np.mean(values)) for name, values in found.items()},

@@ -94,10 +94,14 @@ class FullGaussian(Family):
     def of_natural(self, precision: Tensor, weighted: Tensor) -> Tensors:
         """Return the belief with these natural parameters."""
         covariance = torch.cholesky_inverse(torch.linalg.cholesky(precision))
+        return self.of_moments((covariance @ weighted.unsqueeze(-1)).squeeze(-1), covariance)
+
+    def of_moments(self, mean: Tensor, covariance: Tensor) -> Tensors:
+        """Return the belief with this mean [..., D] and covariance [..., D, D]."""
         root = torch.linalg.cholesky(covariance)
         scale = root.diagonal(dim1=-2, dim2=-1)
         return {
-            "loc": (covariance @ weighted.unsqueeze(-1)).squeeze(-1),
+            "loc": mean,
             "rho": inverse_softplus(scale),
             "lower": (root / scale.unsqueeze(-2)).tril(-1) * scale.shape[-1] ** 0.5,
         }

@@ -4,19 +4,30 @@ hierarchy is fitted by sums over clients.
 The outputs of a network are linear in its last layer, so a client's posterior given centre and tau
 has one mode, found by Newton's steps, and the Gaussian around it has the exact Hessian. With its
 covariance S_j, T = diag(tau^2) and pull_j = T^-1 (w_j - centre), Laplace's marginal likelihood of a
-client has by the centre the slope pull_j and the information M_j = T^-1 - T^-1 S_j T^-1. So the
-centre makes Newton's steps on their sums, and each tensor's tau those of MacKay's fixed point,
+client has by the centre the slope pull_j and the information M_j = T^-1 - T^-1 S_j T^-1. With the
+centre's own prior N(0, W), the centre given tau is normal by Newton's steps, with the covariance
+A^-1 = (sum M_j + W^-1)^-1. Of the logarithm of a tensor's tau the marginal likelihood has the slope
 
-    tau^2 = sum (w_j - centre)^2 / sum (1 - diag(S_j) / tau^2),
+    sum (w_j - centre)^2 / tau^2 - known + shared,
+    known = sum tau^2 M_j,    shared = sum tau^2 M_j A^-1 M_j,
 
-sums over clients and the tensor's weights; both stop where the marginal likelihood is stationary
-but for what tau changes in the clients' Hessians.
+sums over clients and the diagonal entries of the tensor's weights; the last one is there as the
+centre is integrated out. Its curvature is that of as many normal numbers of one variance each,
+2 (known - squares - fit (known - 2 squares)), by the squares of the tensor's block of tau M_j tau
+and fit = sum (w_j - centre)^2 / tau^2 / known. The prior of tau is uniform, so that log tau has a
+mode.
 
-Source: MacKay, "The evidence framework applied to classification networks", Neural Computation 4,
-1992; Lindley, Smith, "Bayes estimates for the linear model", JRSS B 34, 1972.
+A point estimate of tau makes intervals too short where the data say little of it. So the posterior
+is a mixture over a grid of log tau around its mode, and each client's own posterior is the Gaussian
+with that mixture's moments, in which, given tau, the centre's covariance adds S_j T^-1 A^-1 T^-1
+S_j. Where the data say what tau is, the grid is one point.
+
+Source: Lindley, Smith, "Bayes estimates for the linear model", JRSS B 34, 1972; Gelman, "Prior
+distributions for variance parameters in hierarchical models", Bayesian Analysis 1, 2006, for the
+prior of tau; Rue, Martino, Chopin, "Approximate Bayesian inference for latent Gaussian models",
+JRSS B 71, 2009, for the grid.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +37,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Likelihood, Tensors
-from bayesfl.base.random import Purpose, generator
 from bayesfl.curvature.roots import root
-from bayesfl.posteriors.full_gaussian import FullGaussian
 from bayesfl.posteriors.linearised import nll_of_predictive, predictive
 
 ENOUGH = 1e-10
@@ -37,9 +46,20 @@ CLOSE = 1e-2
 """The hierarchy is found where no tau changes by more than this share, and the centre's step
 promises less than so many nats for each client."""
 SMALL, MOST = 1e-3, 50
-"""The least tau, of heads that do not differ, and the largest number of questions."""
+"""The least tau, of heads that do not differ, and the largest number of questions for the mode."""
+FREE = 100.0
+"""The largest tau, as a multiple of that under which a head takes half of what it is from the
+centre: two clients do not bound the tau of a single weight.
+"""
+KNOWN = 0.2
+"""A tau of which the data leave less doubt than so large a share is taken for its estimate."""
+NODES = (-1.5, 0.0, 1.5)
+"""Places of the grid of another tau, in standard deviations of its logarithm."""
 SCALES = (0.25, 0.5, 1.0, 2.0)
 """Multiples of tau that are tried on validation data."""
+WIDTHS = (0.0, 0.5, 1.0)
+"""Multiples of the heads' standard deviations that predictions are tried with there; 0 is the mean.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,9 +102,9 @@ class Head:
         at = torch.arange(self.outputs * inputs).reshape(self.outputs, inputs)
         return at.flatten() if not self.bias else torch.cat([at[:, :-1].flatten(), at[:, -1]])
 
-    def posterior(self, rows: Rows, centre: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mode [D] of a client's posterior under N(centre, diag(tau^2)), and the Hessian
-        there, [D, D], in nats.
+    def given(self, rows: Rows, centre: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mode [D] of a client's posterior under N(centre, diag(tau^2)), its covariance
+        there, [D, D], and Laplace's log marginal likelihood, in nats.
 
         Args:
             rows: The client's rows.
@@ -94,28 +114,46 @@ class Head:
         w, precision = centre, tau**-2
         value, slope = self._loss(rows, w)
         for _ in range(100):
+            here = value + (precision * (w - centre) ** 2).sum() / 2
             gradient = slope + precision * (w - centre)
-            hessian = self._hessian(rows, w) + precision.diag()
-            move = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(hessian))[:, 0]
+            factor = torch.linalg.cholesky(self._hessian(rows, w) + precision.diag())
+            move = torch.cholesky_solve(gradient[:, None], factor)[:, 0]
             if float(gradient @ move) < ENOUGH:
                 break
-            here = value + (precision * (w - centre) ** 2).sum() / 2
             for _ in range(40):
                 value, slope = self._loss(rows, w - move)
                 if value + (precision * (w - move - centre) ** 2).sum() / 2 <= here:
                     break
                 move = move / 2
             w = w - move
-        return w, hessian  # pyright: ignore[reportPossiblyUnboundVariable]
+        volume = factor.diagonal().log().sum() + tau.log().sum()  # pyright: ignore[reportPossiblyUnboundVariable]
+        return w, torch.cholesky_inverse(factor), -here - volume  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def spread(self, rows: Rows, hessian: Tensor) -> Tensor:
-        """Return the covariances of the outputs of rows, [n, O, O], under a Gaussian of the
-        weights with this Hessian [D, D].
+    def posterior(self, rows: Rows, prior: Tensors) -> tuple[Tensor, Tensor]:
+        """Return mean [D] and covariance [D, D] of a client's posterior.
+
+        Args:
+            rows: The client's rows.
+            prior: What `Hierarchy` ends with.
+        """
+        means, covariances = [], []
+        for centre, tau, spread in zip(prior["centre"], prior["tau"], prior["spread"], strict=True):
+            mode, covariance, _ = self.given(rows, centre, tau)
+            by_centre = covariance * tau**-2
+            means.append(mode)
+            covariances.append(covariance + by_centre @ spread @ by_centre.T)
+        mean = prior["weight"] @ torch.stack(means)
+        around = torch.stack(means) - mean
+        between = (prior["weight"] * around.T) @ around
+        return mean, torch.einsum("k,kab->ab", prior["weight"], torch.stack(covariances)) + between
+
+    def spread(self, rows: Rows, covariance: Tensor) -> Tensor:
+        """Return the covariances of the outputs of rows, [n, O, O], by that of the weights,
+        [D, D].
         """
         inputs = rows.features.shape[1]
         back = self.order(inputs).argsort()
-        covariance = torch.cholesky_inverse(torch.linalg.cholesky(hessian))[back][:, back]
-        covariance = covariance.reshape(self.outputs, inputs, self.outputs, inputs)
+        covariance = covariance[back][:, back].reshape(self.outputs, inputs, self.outputs, inputs)
         through = torch.einsum("ni,oipj->nopj", rows.features, covariance)
         return torch.einsum("nopj,nj->nop", through, rows.features)
 
@@ -138,13 +176,6 @@ class Head:
         return full.reshape(o * inputs, -1)[order][:, order]
 
 
-def belief(mode: Tensor, hessian: Tensor) -> Tensors:
-    """Return the Gaussian around a mode [D] with this Hessian [D, D] as a belief of
-    `FullGaussian`.
-    """
-    return {**FullGaussian().of_natural(hessian, hessian @ mode), "loc": mode}
-
-
 @dataclass(frozen=True)
 class LocalHeads:
     """Hold what clients know of their last layers when they are asked.
@@ -162,12 +193,13 @@ class LocalHeads:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A survey of clients' heads, which finds centre and tau; it ends with `centre` [D] and `tau`,
-    one for each tensor.
+    """A survey of clients' heads, which finds what they have in common. It ends with K points of
+    the hierarchy: `centre` [K, D], `tau` [K, D], the centre's covariance `spread` [K, D, D], and
+    the points' probabilities `weight` [K].
 
     Args:
         head: The layer.
-        sizes: Numbers of weights of its tensors, whose sum is D.
+        sizes: Numbers of weights of its tensors, whose sum is D; each has one tau.
         start_at: Centre at first, [D].
     """
 
@@ -178,95 +210,150 @@ class Hierarchy:
 
     def start(self, about: Any, /) -> Tensors:
         """Return centre and tau at first: of each tensor the root mean square of its weights."""
-        parts = self.start_at.split(self.sizes)
+        centre = self.start_at.double()
+        parts = centre.split(self.sizes)
         tau = torch.stack([part.square().mean().sqrt().clamp_min(1e-2) for part in parts])
-        centre, tau = self.start_at.double(), tau.double()
-        return {"centre": centre, "tau": tau, "width": tau, "n_asked": torch.tensor(0)}
+        none = centre.new_zeros(len(centre), len(centre))
+        asked = torch.tensor(0)
+        return {"centre": centre, "tau": tau, "width": tau, "spread": none, "n_asked": asked}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of one client's answer, D^2 numbers and some."""
         d, t = len(state["centre"]), len(self.sizes)
         return {
             "n_clients": (),
+            "log_marginal": (),
             "pull": (d,),
             "information": (d, d),
             "square": (t,),
             "known": (t,),
+            "shared": (t,),
+            "squares": (t,),
         }
 
     def answer(self, state: Tensors, local: LocalHeads) -> Tensors:
         """Return the clients' answers, [J, ...]."""
-        tau = state["tau"].repeat_interleave(torch.tensor(self.sizes))
-        precision, found = tau**-2, []
+        tau, found = self._each(state["tau"]), []
+        precision = tau**-2
         for rows in local.train:
-            mode, hessian = self.head.posterior(rows, state["centre"], tau)
-            covariance = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+            mode, covariance, log_marginal = self.head.given(rows, state["centre"], tau)
             away = mode - state["centre"]
-            known = 1 - covariance.diagonal() * precision
+            information = precision.diag() - precision[:, None] * covariance * precision
+            shared = ((information @ state["spread"]) * information).sum(1)
+            blocks = self._blocks((tau[:, None] * information * tau) ** 2)
             found.append(
                 {
                     "n_clients": torch.tensor(1),
+                    "log_marginal": log_marginal,
                     "pull": precision * away,
-                    "information": precision.diag() - precision[:, None] * covariance * precision,
+                    "information": information,
                     "square": self._by_tensor(away**2),
-                    "known": self._by_tensor(known),
+                    "known": self._by_tensor(tau**2 * information.diagonal()),
+                    "shared": self._by_tensor(tau**2 * shared),
+                    "squares": torch.stack([block.sum() for block in blocks]),
                 }
             )
         return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Make a step of the centre, of each tau, and of each width of the centre's own prior."""
-        weak = (state["width"] ** -2).repeat_interleave(torch.tensor(self.sizes))
+        """Make a step of the centre, of each tau, and of each width of the centre's own prior; or,
+        after these, weigh a point of the grid, and go to the next.
+        """
+        weak = self._each(state["width"] ** -2)
         factor = torch.linalg.cholesky(total["information"] + weak.diag())
         gradient = total["pull"] - weak * state["centre"]
         move = torch.cholesky_solve(gradient[:, None], factor)[:, 0]
-        centre = state["centre"] + move
-        known = 1 - weak * torch.cholesky_inverse(factor).diagonal()
-        tau = _towards(state["tau"], total["square"], total["known"])
-        width = _towards(state["width"], self._by_tensor(centre**2), self._by_tensor(known))
+        centre, spread = state["centre"] + move, torch.cholesky_inverse(factor)
         promised = float(gradient @ move) / 2
+        if "grid" in state:
+            log = total["log_marginal"] - (weak * state["centre"] ** 2).sum() / 2 + promised
+            log = log - factor.diagonal().log().sum()
+            log = log + state["tau"].log().sum()
+            return self._weighed(state, centre, spread, log)
+        count = total["n_clients"] * torch.tensor(self.sizes)
+        share = (total["known"] / count).clamp(1e-9, 1 - 1e-9)
+        slope = total["square"] / state["tau"] ** 2 - total["known"] + total["shared"] + 1
+        fit, squares = total["square"] / state["tau"] ** 2 / total["known"], total["squares"]
+        sure = 2 * (total["known"] - squares - fit * (total["known"] - 2 * squares))
+        sure = torch.maximum(sure, squares).clamp_min(1e-9)
+        alike = state["tau"] * ((1 - share) / share).sqrt()
+        tau = torch.minimum(_moved(state["tau"], slope / sure), FREE * alike)
+        of_centre = self._by_tensor(1 - weak * spread.diagonal())
+        narrower = self._by_tensor(centre**2) / state["width"] ** 2 - of_centre
+        width = _moved(state["width"], narrower / (2 * of_centre.clamp_min(1e-300)))
         asked = state["n_asked"] + 1
-        after = {"centre": centre, "tau": tau, "width": width, "n_asked": asked}
-        before, now = (torch.cat([one["tau"], one["width"]]) for one in (state, after))
+        after = {"centre": centre, "tau": tau, "width": width, "spread": spread, "n_asked": asked}
         # What the data know a tenth of a weight of goes on towards 0, and changes nothing.
-        idle = torch.cat([total["known"], self._by_tensor(known)]) < 0.1
-        settled = idle | ((now / before).log().abs() < CLOSE)
-        done = promised < CLOSE * float(total["n_clients"]) and bool(settled.all())
-        return after, done or int(asked) >= MOST
+        settled = (of_centre < 0.1) | ((width / state["width"]).log().abs() < CLOSE)
+        settled &= (tau / state["tau"]).log().abs() < CLOSE
+        close = promised < CLOSE * float(total["n_clients"]) and bool(settled.all())
+        if not close and int(asked) < MOST:
+            return after, False
+        return after | self._grid(tau, sure.rsqrt()), False
+
+    def _grid(self, tau: Tensor, doubt: Tensor) -> Tensors:
+        """Return the points of tau around its mode [T], by the standard deviations of its
+        logarithms, and an empty list of what was found at them.
+        """
+        parts = [
+            t * (torch.tensor(NODES if sd > KNOWN else (0.0,)).double() * sd.clamp_max(1)).exp()
+            for t, sd in zip(tau, doubt, strict=True)
+        ]
+        grid = torch.cartesian_prod(*parts).reshape(-1, len(tau)).clamp_min(SMALL)
+        d = len(self.start_at)
+        empty = {"centres": (0, d), "spreads": (0, d, d), "logs": (0,)}
+        found = {name: tau.new_zeros(shape) for name, shape in empty.items()}
+        return {"grid": grid, "tau": grid[0], **found}
+
+    def _weighed(
+        self, state: Tensors, centre: Tensor, spread: Tensor, log: Tensor
+    ) -> tuple[Tensors, bool]:
+        """Return the state after a point of the grid: the next one, or all with their weights."""
+        new = {"centres": centre, "spreads": spread, "logs": log}
+        state = state | {name: torch.cat([state[name], t[None]]) for name, t in new.items()}
+        place = len(state["logs"])
+        if place < len(state["grid"]):
+            return state | {"tau": state["grid"][place]}, False
+        weight = state["logs"].softmax(0)
+        kept = weight > 1e-3 * weight.max()
+        return {
+            "centre": state["centres"][kept],
+            "tau": self._each(state["grid"][kept]),
+            "spread": state["spreads"][kept],
+            "weight": weight[kept] / weight[kept].sum(),
+        }, True
+
+    def _each(self, values: Tensor) -> Tensor:
+        """Return each tensor's number [..., T] for each of its weights, [..., D]."""
+        return values.repeat_interleave(torch.tensor(self.sizes), -1)
+
+    def _blocks(self, matrix: Tensor) -> list[Tensor]:
+        """Return the diagonal blocks of a matrix [D, D] that are of one tensor each."""
+        rows = matrix.split(self.sizes)
+        return [row.split(self.sizes, 1)[place] for place, row in enumerate(rows)]
 
     def _by_tensor(self, values: Tensor) -> Tensor:
         return torch.stack([part.sum() for part in values.split(self.sizes)])
 
 
-def _towards(width: Tensor, square: Tensor, known: Tensor) -> Tensor:
-    """Return MacKay's next standard deviations, at most a factor e off the present ones."""
-    ratio = (square / known.clamp_min(1e-300)).sqrt() / width
-    return (width * ratio.clamp(math.exp(-1), math.e)).clamp_min(SMALL)
+def _moved(width: Tensor, step: Tensor) -> Tensor:
+    """Return standard deviations after a step of their logarithms, at most a factor e off."""
+    return (width * step.clamp(-1, 1).exp()).clamp_min(SMALL)
 
 
 @dataclass(frozen=True)
 class Scaled:
     """A survey of validation rows, which chooses by their negative log likelihood how wide the
-    prior of heads is, and whether the mean or draws predict.
-
-    It ends with `loss`, [2, K] in nats, a sum over all rows, of the mean and of draws for each
-    multiple of tau.
+    prior of heads is, and how much of the heads' uncertainty predictions have. It ends with the
+    multiples of tau, `scale`, and of the heads' standard deviations, `width`.
 
     Args:
         head: The layer.
-        sizes: As of `Hierarchy`.
-        centre: The centre, [D].
-        tau: Of each tensor.
-        draws: Number S of draws.
-        seed: Seed of the draws.
+        prior: What `Hierarchy` has ended with.
     """
 
     head: Head
-    sizes: tuple[int, ...]
-    centre: Tensor
-    tau: Tensor
-    draws: int
-    seed: int
+    prior: Tensors
     split = "validation"
 
     def start(self, about: Any, /) -> Tensors:
@@ -274,28 +361,26 @@ class Scaled:
         return {}
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of an answer."""
-        return {"loss": (2, len(SCALES))}
+        """Return the shape of an answer, a sum over rows for each pair, in nats."""
+        return {"nll": (len(WIDTHS), len(SCALES))}
 
     def answer(self, state: Tensors, local: LocalHeads) -> Tensors:
         """Return the clients' answers, [J, ...]."""
-        tau = self.tau.repeat_interleave(torch.tensor(self.sizes))
-        found = torch.zeros(len(local.ids), 2, len(SCALES), dtype=torch.float64)
-        likelihood = self.head.likelihood
+        found = torch.zeros(len(local.ids), len(WIDTHS), len(SCALES), dtype=torch.float64)
         for j, (rows, train) in enumerate(zip(local.rows, local.train, strict=True)):
             if rows is None:
                 continue
-            rng = generator(self.seed, Purpose.POSTERIOR, client=int(local.ids[j]) + 1)
-            shape = (self.draws, len(rows.features), self.head.outputs)
-            noise = torch.from_numpy(rng.standard_normal(shape))
             for k, scale in enumerate(SCALES):
-                mode, hessian = self.head.posterior(train, self.centre, scale * tau)
-                outputs = rows.features @ self.head.matrix(mode).T
-                plain = likelihood.nll_and_slope(outputs, rows.y)[0]
-                drawn = predictive(likelihood, outputs, self.head.spread(rows, hessian), noise)
-                found[j, :, k] = torch.stack([plain.sum(), nll_of_predictive(drawn, rows.y).sum()])
-        return {"loss": found}
+                prior = self.prior | {"tau": scale * self.prior["tau"]}
+                mean, covariance = self.head.posterior(train, prior)
+                outputs = rows.features @ self.head.matrix(mean).T
+                spread = self.head.spread(rows, covariance)
+                for w, width in enumerate(WIDTHS):
+                    predicted = predictive(self.head.likelihood, outputs, width**2 * spread)
+                    found[j, w, k] = nll_of_predictive(predicted, rows.y).sum()
+        return {"nll": found}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the sums."""
-        return total, True
+        """Return the multiples of the least sum."""
+        width, scale = divmod(int(total["nll"].argmin()), len(SCALES))
+        return {"scale": torch.tensor(SCALES[scale]), "width": torch.tensor(WIDTHS[width])}, True

@@ -13,7 +13,7 @@ import bayesfl as bf
 from bayesfl.composition import Block, LinearisedBelief, Normal, server_mean
 from bayesfl.data import FederatedData
 from bayesfl.optim import SGD
-from bayesfl.posteriors import MeanField
+from bayesfl.posteriors import FullGaussian, MeanField
 from bayesfl.posteriors.linearised import predictive
 
 
@@ -60,6 +60,41 @@ def test_predictions_by_the_belief_that_a_block_holds(
     assert torch.equal(
         bf.load_client(tmp_path, method).predict(x).probs, result.client(1).predict(x).probs
     )
+
+
+def test_a_full_gaussian_counts_with_its_covariances(clients: FederatedData, model: nn.Module):
+    """J S J' by autograd, S all of one block's and the variances of another one's."""
+    plain = diffuse(model)
+    blocks = {
+        name: replace(plain.blocks["w"], pattern=f"{name}.*", posterior=posterior, keep=True)
+        for name, posterior in (("body", MeanField(init_scale=0.1)), ("head", FullGaussian()))
+    }
+    prior = {name: replace(plain.blocks["w"].prior, centre=server_mean(name)) for name in blocks}
+    blocks = {name: replace(block, prior=prior[name]) for name, block in blocks.items()}
+    parts = ("body", "head")
+    method = replace(plain, blocks=blocks, phases=(), parts=parts, predictor=LinearisedBelief())
+    layouts = {name: method.layout(name) for name in parts}
+    rng = torch.Generator().manual_seed(0)
+    size = layouts["head"].size
+    root = torch.randn(size, size, generator=rng, dtype=torch.float64) / size
+    loc = {name: torch.randn(layouts[name].size, generator=rng).double() for name in parts}
+    view = {
+        "body": MeanField(init_scale=0.1).init(loc["body"]),
+        "head": FullGaussian().of_moments(loc["head"], root @ root.T),
+        "n": torch.ones(()).double(),
+    }
+    x = clients.test.client(1)[0].double()
+
+    def outputs(body: Tensor, head: Tensor) -> Tensor:
+        return method.outputs({**layouts["body"].leaves(body), **layouts["head"].leaves(head)}, x)
+
+    mean = outputs(loc["body"], loc["head"])
+    of_body, of_head = torch.func.jacrev(outputs, (0, 1))(loc["body"], loc["head"])
+    covariance = 0.01 * of_body @ of_body.mT + of_head @ root @ root.T @ of_head.mT
+    wanted = predictive(method.likelihood, mean, covariance)["probs"]
+    assert method.predictor is not None
+    found = method.predictor(method, {}, view, {})(x)["probs"]
+    assert_close(found, wanted, atol=1e-9, rtol=0)
 
 
 def test_several_blocks_that_draw_count_together(clients: FederatedData, model: nn.Module):

@@ -111,6 +111,36 @@ def test_a_deployment_is_the_simulation(net: loopback.Loopback, names: tuple[str
         assert 0 <= found.history["personal_accuracy"][-1] <= 1
 
 
+def test_a_pooled_posterior_and_heads(net: loopback.Loopback):
+    """The simulation's posterior of the server's network, and on its body a head of each client's
+    own, which the nodes keep.
+    """
+    run, trained = submit(net, "pooled")
+    assert net.finish(run) == "finished:completed", net.said(run)
+    found = assert_the_simulation(net, "pooled", trained)
+    sim = bf.simulate(
+        task.method("pooled"),
+        task.federation(),
+        rounds=3,
+        seed=task.SEED,
+        dtype=torch.float64,
+        evaluate_every=None,
+        progress=False,
+    )
+    assert_close(found.posterior.moments(), sim.posterior.moments(), atol=1e-6, rtol=0)
+    run, folder = submit(net, "heads", start=str(trained), rounds=0)
+    assert net.finish(run) == "finished:completed", net.said(run)
+    heads, wanted = load(folder, task.method("heads")), sim.heads()
+    assert_close(flatten(heads.server), flatten(wanted.server), atol=1e-6, rtol=0)
+    expected = wanted.predict()
+    for client in range(task.CLIENTS):
+        (file,) = net.folder.glob(
+            f"states/client-{client}*/{heads.experiment}/client-{client}/predictions.safetensors"
+        )
+        predicted = files.read_file(file, files.NODE)["predictions"]
+        assert_close(predicted["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
+
+
 def test_who_is_refused(net: loopback.Loopback, tmp_path: Path):
     """A node whose key is not registered, one that does not know the server's certificate, and one
     without a key.

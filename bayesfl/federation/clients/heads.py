@@ -2,8 +2,9 @@
 has trained: the method that predicts with them, and how they are found by sums over clients.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -11,18 +12,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import Inputs
-from bayesfl.base.options import Natural
-from bayesfl.base.protocols import Batch, Server, View
-from bayesfl.base.surveys import conduct
+from bayesfl.base.protocols import Batch, Server, Tensors, View
+from bayesfl.base.surveys import Survey, conduct
 from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
 from bayesfl.composition.phases import Once
+from bayesfl.composition.predictors import LinearisedBelief
 from bayesfl.curvature import Curvature
 from bayesfl.data import ClientData
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.surveys import Outputs
-from bayesfl.federation.clients.local import State, private_rows
+from bayesfl.federation.clients.local import Received, State, private_rows
 from bayesfl.federation.clients.surveying import Adder, ask_here, refuse_released
 from bayesfl.posteriors import heads
 from bayesfl.posteriors.full_gaussian import FullGaussian
@@ -30,20 +31,26 @@ from bayesfl.posteriors.full_gaussian import FullGaussian
 if TYPE_CHECKING:
     from bayesfl.federation.run.result import Result
 
-HEAD, BODY = "own_head", "body"
+HEAD, BODY, WIDTH = "own_head", "body", "width"
+
+
+HIERARCHY, SCALED = "heads", "heads-scaled"
+"""The names of the surveys of heads in messages."""
+AskHeads: TypeAlias = Callable[[Survey[heads.LocalHeads], str, Mapping[str, Tensors]], Tensors]
+"""Conduct a survey of heads of this name, after others with these last states, to its own."""
 
 
 @options.method()
-def with_heads(method: Algorithm, *, draws: Natural = 100) -> Algorithm:
+def with_heads(method: Algorithm) -> Algorithm:
     """Return a method whose clients predict with a head of their own on the body that another
     method trains for all, by a Gaussian with all covariances under a normal prior that they share.
 
     It trains nothing: `result.heads()` makes its federation of a trained one, and it loads what
-    that has saved.
+    that has saved. Over Flower, `bayesfl.flower.serve(grid, bf.with_heads(method), rounds=0,
+    start=trained, clients=...)` asks the nodes the same questions.
 
     Args:
         method: The method that trains the network.
-        draws: Number of draws of a prediction; 0 predicts at the mean.
 
     Raises:
         ValueError: The network has no linear layer, or clients have no body in common.
@@ -70,16 +77,42 @@ def with_heads(method: Algorithm, *, draws: Natural = 100) -> Algorithm:
         server=_prior,
         broadcast=("prior",),
         address=lambda server, ids: {},
-        private={},
+        private={WIDTH: 1.0},
         reports={},
         combine=lambda server, ids, uplink: {},
         finetune=(),
         adapt=(Once(_settle, data=True, batched=False),),
         measured={},
-        predictor=None,
-        draws=draws,
+        predictor=LinearisedBelief(HEAD, width=WIDTH),
+        draws=0,
         watch=None,
     )
+
+
+def makes(algorithm: Algorithm) -> bool:
+    """Say whether a method is one of `with_heads`."""
+    return any(isinstance(one, Once) and one.fn is _settle for one in algorithm.adapt)
+
+
+def trained(algorithm: Algorithm, made_with: Mapping[str, Any]) -> Algorithm:
+    """Return the method of which a state is with which a run begins: of a method of `with_heads`
+    the one that has trained, unless the state has heads already.
+
+    Args:
+        algorithm: The method of the run.
+        made_with: The identity of the method that made the state.
+    """
+    made = algorithm.made
+    if not makes(algorithm) or made is None or made_with["method"] == with_heads.__name__:
+        return algorithm
+    return made.options["method"]
+
+
+def lacks_prior(algorithm: Algorithm, server: Server) -> bool:
+    """Say whether clients are to be asked for the prior of their heads, which is then as at first,
+    with a centre that is known.
+    """
+    return makes(algorithm) and not bool(server["prior"]["spread"].any())
 
 
 def _last_linear(model: nn.Module) -> str:
@@ -118,9 +151,15 @@ def _common(method: Algorithm, head: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _prior(blocks: Server, clients: int) -> Server:
-    """Return the prior of heads before it is fitted: the network's own, with a width of 1."""
-    loc = blocks[HEAD]["loc"]
-    return {"prior": {"centre": loc.clone(), "tau": torch.ones_like(loc)}}
+    """Return the prior of heads before it is fitted: around the network's own, with a tau of 1; a
+    row for each point of the hierarchy, see `bayesfl.posteriors.heads.Hierarchy`; and the width of
+    predictions, see `bayesfl.posteriors.heads.Scaled`.
+    """
+    centre = blocks[HEAD]["loc"][None].clone()
+    none = centre.new_zeros(1, centre.shape[1], centre.shape[1])
+    one = centre.new_ones(1)
+    points = {"centre": centre, "tau": one + 0 * centre, "spread": none, "weight": one}
+    return {"prior": {**points, WIDTH: torch.tensor(1.0)}}
 
 
 def _rows_of(algorithm: Algorithm, view: View, x: Inputs, y: Tensor) -> heads.Rows:
@@ -140,7 +179,25 @@ def _rows_of(algorithm: Algorithm, view: View, x: Inputs, y: Tensor) -> heads.Ro
     features = found[0]
     if len(layout.names) == 2:
         features = torch.cat([features, torch.ones_like(features[:, :1])], 1)
-    return heads.Rows(features, y)
+    return heads.Rows(features.cpu(), y.cpu())
+
+
+def rows_of(algorithm: Algorithm, received: Received, split: ClientData, client: int) -> heads.Rows:
+    """Return what a client's rows in a split say of its last layer.
+
+    Args:
+        algorithm: The method, of `with_heads`.
+        received: What the client has received.
+        split: The split.
+        client: The client's place in it.
+
+    Raises:
+        ValueError: The last linear layer does not make the network's outputs.
+    """
+    given = algorithm.given(received.common, 0, 1)
+    count = torch.ones(1, dtype=split.dtype, device=split.device)
+    view = algorithm.views(given, received.addressed, received.rows, count)
+    return _rows_of(algorithm, tree_map(lambda t: t[0], view), *split.client(client))
 
 
 def _head(algorithm: Algorithm) -> heads.Head:
@@ -153,44 +210,74 @@ def _head(algorithm: Algorithm) -> heads.Head:
 def _settle(algorithm: Algorithm, given: Server, view: View, batch: Batch) -> View:
     """Return a client's view with its posterior under the prior."""
     rows = _rows_of(algorithm, view, batch["x"], batch["y"])
-    centre, tau = (given["prior"][name].double() for name in ("centre", "tau"))
-    found = heads.belief(*_head(algorithm).posterior(rows, centre, tau))
-    return view | {HEAD: {name: t.to(view[HEAD]["loc"]) for name, t in found.items()}}
+    prior = {name: t.cpu().double() for name, t in given["prior"].items()}
+    found = FullGaussian().of_moments(*_head(algorithm).posterior(rows, prior))
+    own = {name: t.to(view[HEAD]["loc"]) for name, t in found.items()}
+    return view | {HEAD: own, WIDTH: given["prior"][WIDTH]}
 
 
-def fitted(result: "Result", draws: int, aggregation: Adder | None) -> "Result":
+def hierarchy(algorithm: Algorithm, server: Server) -> heads.Hierarchy:
+    """Return the survey that finds the prior of a method of `with_heads`.
+
+    Args:
+        algorithm: The method.
+        server: The server's state, or what it sends to every client.
+    """
+    centre = server[HEAD]["loc"].double().cpu()
+    return heads.Hierarchy(_head(algorithm), algorithm.layout(HEAD).sizes, centre)
+
+
+def scaled(algorithm: Algorithm, prior: Tensors) -> heads.Scaled:
+    """Return the survey that scales this prior on validation rows."""
+    return heads.Scaled(_head(algorithm), prior)
+
+
+def with_prior(algorithm: Algorithm, server: Server, ask: AskHeads, *, validates: bool) -> Server:
+    """Return the server's state with the prior of heads that clients' answers give.
+
+    Args:
+        algorithm: The method, of `with_heads`.
+        server: The server's state, with the body that was trained.
+        ask: How a survey is conducted.
+        validates: Whether there are validation rows, on which tau and predictions are scaled.
+    """
+    prior, width = ask(hierarchy(algorithm, server), HIERARCHY, {}), torch.tensor(1.0)
+    if validates:
+        found = ask(scaled(algorithm, prior), SCALED, {HIERARCHY: prior})
+        prior, width = prior | {"tau": prior["tau"] * found["scale"]}, found["width"]
+    like = server[HEAD]["loc"]
+    mean = prior["weight"] @ prior["centre"]
+    prior = {name: t.to(like) for name, t in (prior | {WIDTH: width}).items()}
+    return {**server, HEAD: {"loc": mean.to(like)}, "prior": prior}
+
+
+def fitted(result: "Result", aggregation: Adder | None) -> "Result":
     """Return the federation with heads of clients' own; see `Result.heads`."""
-    method = with_heads(result.algorithm, draws=draws)
+    method, outputs = with_heads(result.algorithm), Outputs(result.known.task, result.known.outputs)
     data = result.data.to(result.device, result.dtype)
-    clients = data.clients
-    state = _carried(result, method)
-    train = _rows(method, state, data.train)
-    ids = np.arange(clients)
-    layout, head = method.layout(HEAD), _head(method)
-    question = heads.Hierarchy(head, layout.sizes, state.server[HEAD]["loc"].double().cpu())
-    refuse_released([question], Outputs(data.task, data.outputs), result.settings)
-    local = heads.LocalHeads(train, train, ids)
-    found = conduct(question, ask_here(question, local, aggregation), None)
-    centre, tau = found["centre"], found["tau"]
-    if "validation" in data.splits and data.splits["validation"].counts.any():
-        held = _rows(method, state, data.splits["validation"])
-        scaled = heads.Scaled(
-            head, layout.sizes, centre, tau, max(draws, 100), result.settings.seed
-        )
-        asked = heads.LocalHeads(held, train, ids)
-        loss = conduct(scaled, ask_here(scaled, asked, aggregation), None)["loss"]
-        by, scale = divmod(int(loss.argmin()), len(heads.SCALES))
-        tau = tau * heads.SCALES[scale]
-        method = with_heads(result.algorithm, draws=draws if by else 0)
-    each = tau.repeat_interleave(torch.tensor(layout.sizes))
-    like = state.server[HEAD]["loc"]
-    state.server["prior"] = {"centre": centre.to(like), "tau": each.to(like)}
-    state.server[HEAD] = {"loc": centre.to(like)}
+    server = carried(result.algorithm, result.server, method, data.clients)
+    refuse_released([hierarchy(method, server)], outputs, result.settings)
+    ids = np.arange(data.clients)
+    state = State(server, private_rows(method, server, data.clients), result.round)
+
+    def rows(split: ClientData, j: int) -> heads.Rows:
+        return rows_of(method, state.received(method, ids[j : j + 1]), split, j)
+
+    train = [rows(data.train, j) for j in range(data.clients)]
+
+    def ask(survey: Survey[Any], name: str, before: Mapping[str, Tensors]) -> Tensors:
+        split = data.splits[survey.split]
+        asked = [rows(split, j) if split.counts[j] else None for j in range(data.clients)]
+        local = heads.LocalHeads(asked, train, ids)
+        return conduct(survey, ask_here(survey, local, aggregation), outputs)
+
+    validates = "validation" in data.splits and bool(data.validation.counts.any())
+    server = with_prior(method, server, ask, validates=validates)
     made = replace(
         result,
         algorithm=method,
-        server=state.server,
-        private=state.private,
+        server=server,
+        private=private_rows(method, server, data.clients),
         history=History(),
         novel=True,
         chosen=None,
@@ -202,26 +289,19 @@ def fitted(result: "Result", draws: int, aggregation: Adder | None) -> "Result":
     return made
 
 
-def _carried(result: "Result", method: Algorithm) -> State:
-    """Return the state of a method of `with_heads` on the bodies that a federation has trained."""
-    before, clients = result.algorithm, result.known.clients
-    server = method.init(clients, dtype=result.dtype, device=result.device)
+def carried(before: Algorithm, trained: Server, method: Algorithm, clients: int) -> Server:
+    """Return the server's state of a method of `with_heads` on the body that another has trained.
+
+    Args:
+        before: The method that has trained.
+        trained: The server's state of that.
+        method: The method of `with_heads`.
+        clients: Number of clients.
+    """
     parts = _common(before, method.layout(HEAD).names)
-    held = {name: before.centre(name, result.server) for name in before.whole(parts)}
+    held = {name: before.centre(name, trained) for name in before.whole(parts)}
     leaves = before.leaves(parts, held)
-    for name in method.blocks:
-        server[name] = {"loc": method.layout(name).ravel(leaves)}
-    return State(server, private_rows(method, server, clients), result.round)
-
-
-def _rows(method: Algorithm, state: State, split: ClientData) -> list[heads.Rows]:
-    """Return each client's rows at its last layer; of one without rows in the split none."""
-    found: list[heads.Rows] = []
-    for j in range(split.clients):
-        got = state.received(method, np.array([j]))
-        given = method.given(got.common, state.round, state.round + 1)
-        count = torch.ones(1, dtype=split.dtype, device=split.device)
-        view = tree_map(lambda t: t[0], method.views(given, got.addressed, got.rows, count))
-        x, y = split.client(j)
-        found.append(_rows_of(method, view, x, y))
-    return found
+    like = next(iter(leaves.values()))
+    server = method.init(clients, dtype=like.dtype, device=like.device)
+    bodies = {name: {"loc": method.layout(name).ravel(leaves)} for name in method.blocks}
+    return server | bodies

@@ -431,23 +431,21 @@ class Result:
             )
         return rule.question(self.algorithm, self.server).posterior(pooled.state)
 
-    def heads(self, *, draws: int = 100, aggregation: surveying.Adder | None = None) -> "Result":
+    def heads(self, *, aggregation: surveying.Adder | None = None) -> "Result":
         """Return the federation with heads of clients' own on the bodies that it has trained: last
         layers w_j ~ N(w, diag tau^2), each with a Gaussian of all its weights by its own rows.
 
         Mean w and tau, one for each tensor of the layer, are found by a handful of questions whose
-        answers are sums over clients; nothing is trained. Validation rows, where there are some,
-        choose how wide the prior is, and whether the mean or draws predict: Gaussians of many
-        weights are not always better than their means. tau is an estimate: where it is too
-        small, so are intervals (docs/studies/truth.md), for which `bayesfl.stats.mixed.mixed`
-        integrates over it. New clients `adapt` to their own rows under
-        the same prior. `bf.load` takes `bf.with_heads(method)`, with draws=0 where the mean
-        predicts.
+        answers are sums over clients; nothing is trained. The Gaussians have the uncertainty of w
+        and tau in them. Clients predict by the outputs' Gaussians, in closed form. Validation
+        rows, where there are some, choose a multiple of tau, and how much of the uncertainty
+        predictions have: all, half or none, as Gaussians of many weights may predict worse than
+        their means. New clients `adapt` to their own rows under the same prior. `bf.load` takes
+        `bf.with_heads(method)`; over Flower, `bayesfl.flower.serve` asks the same questions.
 
         Args:
-            draws: Number of draws of a prediction.
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them
-                openly. One is D^2 numbers for a layer of D weights, in each of some five to twenty
+                openly. One is D^2 numbers for a layer of D weights, in each of some ten to thirty
                 questions.
 
         Raises:
@@ -455,7 +453,7 @@ class Result:
                 common, an answer is outside the aggregation's range, or the federation was trained
                 under `ClientPrivacy`.
         """
-        return heads.fitted(self, draws, aggregation)
+        return heads.fitted(self, aggregation)
 
     def survey(self, survey: Survey, *, aggregation: surveying.Adder | None = None) -> Tensors:
         """Ask the clients about their own predictions, as this result makes them, and return what

@@ -62,7 +62,7 @@ def simulate(
     algorithm: Method,
     clients: Federation,
     *,
-    rounds: int,
+    rounds: Count,
     participation: float = 1.0,
     sampling: Literal["fixed", "bernoulli"] | None = None,
     train: Literal["cohort", "all"] | None = None,

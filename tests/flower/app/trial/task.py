@@ -1,5 +1,7 @@
 """Methods and data of the test, for server, clients and the simulation beside them."""
 
+from dataclasses import replace
+
 import torch
 
 import bayesfl as bf
@@ -12,7 +14,12 @@ torch.set_num_threads(1)
 
 def method(name: str) -> bf.Algorithm:
     """A method at test size."""
+    if name == "heads":
+        return bf.with_heads(method("pooled"))
     model = bf.models.mlp(64, hidden=16, outputs=5, seed=0)
+    if name == "pooled":
+        plain = bf.algorithms.fedavg(model, epochs=1, batch_size=10)
+        return replace(plain, predictor=bf.predictors.PooledLaplace())
     options = {
         "pfedvem": {"head_epochs": 2, "body_epochs": 1, "init_scale": 0.3},
         "ditto": {"epochs": 1},
