@@ -32,6 +32,11 @@ def multistep(
 ) -> Schedule:
     """Return a schedule that starts at `rate` and multiplies by `factor` as each share of the
     rounds in `milestones` has passed.
+
+    Example:
+        >>> rate = bf.optim.multistep(0.1)
+        >>> [round(rate(at, 100), 4) for at in (0, 50, 75)]
+        [0.1, 0.01, 0.001]
     """
     return partial(_multistep, rate, tuple(milestones), factor)
 
@@ -45,6 +50,11 @@ def _multistep(
 def cosine(rate: float, *, final: float = 0.0) -> Schedule:
     """Return a schedule that falls from `rate` in the first round to `final` at the end of the
     last, along half a cosine.
+
+    Example:
+        >>> rate = bf.optim.cosine(0.1)
+        >>> [round(rate(at, 100), 4) for at in (0, 50, 100)]
+        [0.1, 0.05, 0.0]
     """
     return partial(_cosine, rate, final)
 
@@ -79,6 +89,12 @@ def rate_at(rate: Rate, round: int, rounds: int) -> float:
 class Optimiser(Protocol):
     """The interface of an optimiser, as phases use it; `state` holds nests of tensors and the
     number of steps taken.
+
+    Example:
+        >>> optimiser, w = bf.optim.SGD(0.1), torch.tensor([1.0])
+        >>> w, state = optimiser.update(w, torch.tensor([2.0]), optimiser.init(w), rate=0.1)
+        >>> round(w.item(), 4)
+        0.8
     """
 
     @property
@@ -163,6 +179,14 @@ class SGD:
 
     Args:
         momentum: Heavy-ball coefficient, undamped, in [0, 1).
+
+    Example:
+        >>> optimiser, w = bf.optim.SGD(0.1, momentum=0.9), torch.tensor([1.0])
+        >>> state = optimiser.init(w)
+        >>> for _ in range(2):
+        ...     w, state = optimiser.update(w, torch.tensor([1.0]), state, rate=0.1)
+        >>> round(w.item(), 4)  # 1 - 0.1 - 0.19
+        0.71
     """
 
     rate: Rate = 0.01
@@ -229,6 +253,10 @@ def rate_limit(curvature: float, precision: float, momentum: float, *, prox: boo
         precision: Precision of the tie to a centre, >= 0.
         momentum: Heavy-ball coefficient, in [0, 1).
         prox: Whether the tie is solved after each step and not part of the gradient.
+
+    Example:
+        >>> bf.optim.rate_limit(curvature=4.0, precision=1.0, momentum=0.0)  # 2 / 5
+        0.4
     """
     left = (
         curvature - (1 + momentum) / (1 - momentum) * precision if prox else curvature + precision
@@ -251,6 +279,9 @@ def refuse_divergence(
         name: The option that gives the tie its strength.
         value: What the option is.
         named: Function from a precision to the option's value.
+
+    Example:
+        >>> bf.optim.refuse_divergence(bf.optim.SGD(0.1), 4.0, "scale", 0.5, lambda tie: tie**-0.5)
     """
     if not isinstance(optimiser, SGD) or callable(optimiser.rate):
         return
@@ -270,6 +301,12 @@ def refuse_divergence(
 class Adam:
     """Adam with L2 weight decay in the gradient (Kingma and Ba, "Adam: a method for stochastic
     optimization", ICLR 2015).
+
+    Example:
+        >>> optimiser, w = bf.optim.Adam(0.1), torch.tensor([1.0])
+        >>> w, state = optimiser.update(w, torch.tensor([50.0]), optimiser.init(w), rate=0.1)
+        >>> round(w.item(), 4)
+        0.9
     """
 
     rate: Rate = 1e-3
@@ -354,6 +391,12 @@ class AdamW(Adam):
     References:
         Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019, algorithm 2, with
         the schedule in the rate.
+
+    Example:
+        >>> optimiser, w = bf.optim.AdamW(0.1, weight_decay=0.5), torch.tensor([1.0])
+        >>> w, state = optimiser.update(w, torch.tensor([50.0]), optimiser.init(w), rate=0.1)
+        >>> round(w.item(), 4)  # 0.95 - 0.1
+        0.85
     """
 
     weight_decay: Annotated[
@@ -388,6 +431,12 @@ class Clip:
     Bengio, "On the difficulty of training recurrent neural networks", ICML 2013). The gradient is
     that of the phase's energy: of a sum over n examples it is n times as long as of their mean.
     Weight decay is added by the inner optimiser, after the clipping.
+
+    Example:
+        >>> optimiser, w = bf.optim.Clip(bf.optim.SGD(0.1), norm=1.0), torch.zeros(2)
+        >>> w, state = optimiser.update(w, torch.tensor([30.0, 40.0]), None, rate=0.1)
+        >>> w
+        tensor([-0.0600, -0.0800])
     """
 
     optimiser: Annotated[Optimiser, check_optimiser, "The optimiser that takes the steps."]

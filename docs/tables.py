@@ -61,8 +61,37 @@ def implemented() -> str:
     return "\n".join(lines)
 
 
-def names() -> str:
-    """List what a user imports, with the first sentence of each docstring, in Markdown."""
+def sections() -> dict[str, dict[str, Any]]:
+    """Return what a user imports, is given or catches, by heading and by name."""
+
+    def public(module: ModuleType) -> list[Any]:
+        listed = getattr(module, "__all__", None)
+        found = [getattr(module, name) for name in listed or vars(module) if name[0] != "_"]
+        own = [
+            thing
+            for thing in found
+            if (inspect.isclass(thing) or inspect.isfunction(thing))
+            and thing.__name__ not in INTERNAL
+            and (listed or thing.__module__ == module.__name__)
+        ]
+        return sorted(own, key=lambda thing: thing.__name__.lower())
+
+    every = {name: getattr(bf, name) for name in sorted(bf.__all__, key=str.lower)}
+    modules = {name: thing for name, thing in every.items() if isinstance(thing, ModuleType)}
+    return {
+        "bf": {f"bf.{name}": thing for name, thing in every.items() if name not in modules},
+        "What these return and raise": {
+            name: getattr(importlib.import_module(module), name) for module, name in GIVEN
+        },
+        **{
+            f"bf.{name}": {f"bf.{name}.{thing.__name__}": thing for thing in public(module)}
+            for name, module in modules.items()
+        },
+    }
+
+
+def names(heads: Collection[str]) -> str:
+    """List names under some headings, with the first sentence of each docstring, in Markdown."""
 
     def row(shown: str, thing: Any) -> str:
         first = (
@@ -90,59 +119,17 @@ def names() -> str:
             f"| {{py:obj}}`{shown} <{home}.{name}>` | {' '.join(str(said).split()).rstrip('.')} |"
         )
 
-    def public(module: ModuleType) -> list[Any]:
-        found = [
-            getattr(module, name)
-            for name in getattr(
-                module, "__all__", [name for name in vars(module) if name[0] != "_"]
-            )
-        ]
-        own = [
-            thing
-            for thing in found
-            if (inspect.isclass(thing) or inspect.isfunction(thing))
-            and thing.__name__ not in INTERNAL
-        ]
-        return (
-            own
-            if hasattr(module, "__all__")
-            else [thing for thing in own if thing.__module__ == module.__name__]
-        )
-
-    heads = ["| name | what it does or is |", "|---|---|"]
-    top = [
-        (name, thing)
-        for name in bf.__all__
-        if not isinstance(thing := getattr(bf, name), ModuleType)
-    ]
-    parts = [
-        "## bf\n\n"
-        + "\n".join(
-            [
-                *heads,
-                *(
-                    row(f"bf.{name}", thing)
-                    for name, thing in sorted(top, key=lambda entry: entry[0].lower())
-                ),
-            ]
-        )
-    ]
-    given = [(name, getattr(importlib.import_module(module), name)) for module, name in GIVEN]
-    parts.append(
-        "## What these return and raise\n\n"
-        + "\n".join([*heads, *(row(name, thing) for name, thing in given)])
-    )
-    for name in sorted(bf.__all__):
-        module = getattr(bf, name)
-        if isinstance(module, ModuleType) and name != "algorithms":
-            things = sorted(public(module), key=lambda thing: thing.__name__.lower())
-            rows = [row(f"bf.{name}.{thing.__name__}", thing) for thing in things]
+    parts = []
+    for head, things in sections().items():
+        if head in heads:
+            rows = [row(shown, thing) for shown, thing in things.items()]
             rows += [
                 constant(shown, home)
                 for shown, home in CONSTANTS.items()
-                if shown.startswith(f"bf.{name}.")
+                if shown.startswith(f"{head}.") and head != "bf"
             ]
-            parts.append(f"## bf.{name}\n\n" + "\n".join([*heads, *rows]))
+            lines = [f"## {head}", "", "| name | what it does or is |", "|---|---|", *rows]
+            parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
@@ -167,6 +154,27 @@ def leaving() -> str:
     lines = ["| when | what is sent | which is |", "|---|---|---|"]
     lines += [f"| {when} | {'; '.join(names)} | {what} |" for (when, what), names in sent.items()]
     return "\n".join(lines)
+
+
+TRAINING = (
+    "bf",
+    "What these return and raise",
+    *(
+        f"bf.{name}"
+        for name in ("callbacks", "data", "engine", "faults", "flower", "models", "optim", "stats")
+    ),
+)
+"""Headings of the first page of public names; the methods have a page of their own."""
+
+
+def names_to_train() -> str:
+    """List what one trains with, and the statistics."""
+    return names(TRAINING)
+
+
+def names_of_parts() -> str:
+    """List the parts of methods, and what measures them."""
+    return names(set(sections()) - {*TRAINING, "bf.algorithms"})
 
 
 def demo() -> str:

@@ -245,12 +245,11 @@ def test_modules_are_imported_by_their_short_names():
 
 
 def test_every_public_name_is_listed():
-    """What `__all__` of `bf` and of its modules offers stands on the page of public names; the
+    """What `__all__` of `bf` and of its modules offers stands on the pages of public names; the
     methods have a page of their own.
     """
-    listed = set(
-        re.findall(r"`(bf\.[\w.]+) <", (PACKAGE.parent / "docs" / "api" / "names.md").read_text())
-    )
+    pages = (PACKAGE.parent / "docs" / "api").glob("names*.md")
+    listed = {name for page in pages for name in re.findall(r"`(bf\.[\w.]+) <", page.read_text())}
     modules = {
         name: thing for name in bf.__all__ if isinstance(thing := getattr(bf, name), ModuleType)
     }

@@ -79,6 +79,11 @@ class Entry(NamedTuple):
 
     Then, as text: the class of a client's belief about each block, the tensors that leave a client
     each round, and what stays there.
+
+    Example:
+        >>> by_name = {entry.name: entry for entry in bf.algorithms.available()}
+        >>> by_name["fedper"].sent, by_name["fedper"].private
+        ('body', 'head')
     """
 
     name: str
@@ -90,7 +95,13 @@ class Entry(NamedTuple):
 
 
 def available() -> list[Entry]:
-    """Return the table of implemented methods, read from the compositions themselves."""
+    """Return the table of implemented methods, read from the compositions themselves.
+
+    Example:
+        >>> row = bf.algorithms.available()[0]
+        >>> row.title, row.sent
+        ('Local', 'nothing')
+    """
     from bayesfl.models import SplitModel, mlp
 
     entries = []

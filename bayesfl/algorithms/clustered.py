@@ -18,11 +18,6 @@ optimization under privacy constraints", IEEE Transactions on Neural Networks an
 authors' code, github.com/felisat/clustered-federated-learning. That code takes the positions of
 clients within their cluster for their ids, which is wrong from the second split on; here positions
 are mapped back to ids.
-
->>> import bayesfl as bf
->>> clients = bf.data.swapped_labels("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.clustered(model), clients, rounds=1)
 """
 
 import logging
@@ -73,6 +68,14 @@ def clustered(
             small for splits.
         weight: (server, uplink) -> weights [C] of clients in their cluster's mean, not normalised;
             by size by default, equal in the authors' code (`bayesfl.pools.equal`).
+
+    Example:
+        >>> clients = bf.data.swapped_labels("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.clustered(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc', 'joined']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
 
     def server(blocks: Server, clients: int) -> Server:

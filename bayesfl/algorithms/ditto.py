@@ -9,11 +9,6 @@ The centre is fixed during the round, so neither model's steps depend on the oth
 
 Source: Li, Hu, Beirami, Smith, "Ditto: fair and robust federated learning through personalization",
 ICML 2021, algorithm 1.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.ditto(model, lam=0.5), clients, rounds=1)
 """
 
 from dataclasses import replace
@@ -54,6 +49,14 @@ def ditto(
             (curvature + lam) < 2.
         epochs: Number of passes over a client's data each round, for each of the two models.
         optimiser: Optimiser of both models; the authors' code has no momentum.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.ditto(model, lam=0.5)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     plain = fedavg(
         model, epochs=epochs, batch_size=batch_size, optimiser=optimiser, likelihood=likelihood

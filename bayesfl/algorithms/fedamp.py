@@ -17,11 +17,6 @@ defaults are the library's: with an `alpha` of sigma / J no client's own weight 
 
 Source: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized cross-silo federated learning on
 non-IID data", AAAI 2021, algorithm 1 and its equations 3 to 6.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedamp(model), clients, rounds=1)
 """
 
 from dataclasses import replace
@@ -62,6 +57,14 @@ def fedamp(
 
     Raises:
         ValueError: In a round, `alpha` is so large that a client's own weight is negative.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.fedamp(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
 
     def start(blocks: Server, clients: int) -> Server:

@@ -5,11 +5,6 @@ Source: McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-efficie
 networks from decentralized data", AISTATS 2017, algorithm 1. Fine-tuning: Marfoq et al., "Federated
 multi-task learning under a mixture of distributions", NeurIPS 2021, where FedAvg+ takes one more
 local epoch before each evaluation.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedavg(model, epochs=1), clients, rounds=1)
 """
 
 from dataclasses import replace
@@ -30,6 +25,14 @@ def fedavg(
 ) -> Algorithm:
     """Federate `model` by FedAvg: clients train the common model, and the server averages their
     weights.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.fedavg(model, epochs=1)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     step = Descend(
         Energy("w", ("w",), likelihood="mean"),
@@ -53,6 +56,12 @@ def fedavg_ft(
 ) -> Algorithm:
     """Federate `model` by FedAvg-FT: FedAvg, after which every client fine-tunes a copy of the
     whole model before it predicts.
+
+    Example:
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.fedavg_ft(model, finetune_epochs=2)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
     """
     plain = fedavg(
         model, epochs=epochs, batch_size=batch_size, optimiser=optimiser, likelihood=likelihood

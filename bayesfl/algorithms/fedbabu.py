@@ -3,11 +3,6 @@ fine-tune both to predict.
 
 Source: Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification",
 ICLR 2022, algorithm 1.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedbabu(model), clients, rounds=1)
 """
 
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, equal, options
@@ -32,6 +27,14 @@ def fedbabu(
     Args:
         optimiser: Optimiser of the body; the paper's MobileNet takes rates of
             `bayesfl.optim.multistep(0.1)`.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.fedbabu(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     both = ("body", "head")
     tuner = finetune_optimiser or optimiser

@@ -5,14 +5,6 @@ Source: Li, Jiang, Zhang, Kamp, Dou, "FedBN: federated learning on non-IID featu
 normalization", ICLR 2021, algorithm 1. The paper has batch norms; here the weights and biases of
 layer, group and instance norms stay, too. The authors' code knows a norm by `bn` in its name, here
 its class tells.
-
->>> import bayesfl as bf
->>> from torch import nn
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = nn.Sequential(
-...     nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, clients.classes)
-... )
->>> result = bf.simulate(bf.algorithms.fedbn(model), clients, rounds=1)
 """
 
 from glob import escape
@@ -51,6 +43,14 @@ def fedbn(
 
     Raises:
         ValueError: `model` has no norm with trainable weights, or has one in two places.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
+        >>> method = bf.algorithms.fedbn(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     patterns, both = _patterns(model), ("w", "norms")
     rest = {"batch_size": batch_size, "optimiser": optimiser}

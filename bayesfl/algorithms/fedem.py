@@ -14,11 +14,6 @@ Without a server  theta_jm <- sum_k W_jk theta_km  over neighbours k, W doubly s
 Source: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of
 distributions", NeurIPS 2021, algorithms 1 and 4; order of steps and hyperparameters from the
 authors' code, github.com/omarfoq/FedEM.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedem(model, components=2), clients, rounds=1)
 """
 
 import logging
@@ -113,6 +108,14 @@ def fedem(
         prior_variance: Prior variance of each weight of a component around the mean received; for
             `MeanField` only.
         draws: Number of posterior draws of a step; for `MeanField` only.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.fedem(model, components=2)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['components.loc', 'pi']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     uniform = torch.full((components,), 1 / components)
 
@@ -217,6 +220,12 @@ def d_fedem(
         ValueError: The matrix is not doubly stochastic, its graph is not connected, or repeated
             mixing oscillates for ever. In a round: the matrix is for another number of clients, or
             is not symmetric while a client is absent.
+
+    Example:
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.d_fedem(model, components=2)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['components.loc', 'pi']
     """
     rest = {
         "epochs": epochs,

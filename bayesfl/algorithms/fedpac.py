@@ -26,11 +26,6 @@ collaboration", ICLR 2023, arXiv:2306.11867; order of steps, threshold and hyper
 authors' code, github.com/JianXu95/FedPAC. That code drops small eigenvalues of a program that
 rounding made indefinite, and the variances with them; here the programs are solved exactly, in
 float64.
-
->>> import bayesfl as bf
->>> clients = bf.data.dominant_classes("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedpac(model), clients, rounds=1)
 """
 
 import torch
@@ -100,6 +95,14 @@ def fedpac(
     Raises:
         ValueError: `model` is not a `SplitModel` with a linear head, or `likelihood` is not for
             classes.
+
+    Example:
+        >>> clients = bf.data.dominant_classes("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.fedpac(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc', 'head.loc', 'counts', 'h', 'variance', 'centroids']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     if likelihood.task != "classification" or isinstance(likelihood, MultiLabel | Ordinal | Tokens):
         kind = f"likelihood {type(likelihood).__name__} ({likelihood.task})"

@@ -2,11 +2,6 @@
 
 Source: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated learning with personalization layers",
 arXiv:1912.00818, 2019.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedper(model), clients, rounds=1)
 """
 
 from bayesfl.composition import Algorithm, Block, Descend, Energy, options
@@ -26,6 +21,14 @@ def fedper(
 ) -> Algorithm:
     """Federate `model` by FedPer: the server averages the body; heads stay on their clients, and
     newcomers train one.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.fedper(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": optimiser}

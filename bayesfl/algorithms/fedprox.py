@@ -6,11 +6,6 @@ so with momentum it enters the velocity; some public implementations add it afte
 
 Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in heterogeneous
 networks", MLSys 2020, algorithm 2.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedprox(model, mu=0.1), clients, rounds=1)
 """
 
 from bayesfl.composition import (
@@ -43,6 +38,14 @@ def fedprox(
     Args:
         mu: Strength of the pull towards the received model; 0 is FedAvg.
         optimiser: Optimiser of the clients' steps; the paper's has no momentum.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.fedprox(model, mu=0.1)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     prior = Normal(centre=server_mean("w"), variance=inverse_size(mu))
     step = Descend(

@@ -3,11 +3,6 @@ with the head fixed.
 
 Source: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting shared representations for personalized
 federated learning", ICML 2021, algorithm 1; defaults from its CIFAR-10 experiments.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedrep(model), clients, rounds=1)
 """
 
 from bayesfl.composition import Algorithm, Block, Descend, Energy, options
@@ -31,6 +26,14 @@ def fedrep(
     Args:
         head_epochs: Number of passes over a client's data for its head each round; also of a client
             that joins later.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.fedrep(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": optimiser}

@@ -17,11 +17,6 @@ where a network makes phi from n_k, is not here.
 
 Source: Chen, Chao, "On bridging generic and personalized federated learning for image
 classification", ICLR 2022, equations 6 to 8; the authors' code is not public.
-
->>> import bayesfl as bf
->>> clients = bf.data.dirichlet("digits", clients=4, alpha=0.3)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedrod(model), clients, rounds=1)
 """
 
 from dataclasses import replace
@@ -60,6 +55,14 @@ def fedrod(
 
     Raises:
         ValueError: The head is not one `nn.Linear`, or the likelihood another.
+
+    Example:
+        >>> clients = bf.data.dirichlet("digits", clients=4, alpha=0.3)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.fedrod(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc', 'head.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     head = model.get_submodule("head")
     fits = isinstance(likelihood, Categorical) and not likelihood.smoothing

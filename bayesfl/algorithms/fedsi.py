@@ -15,13 +15,6 @@ Source: Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for effi
 quantification", arXiv:2404.15657, 2024, equations 10 to 15 and algorithm 1. Where the text and the
 authors' code (github.com/hyLiu1994/BPFedMePD) differ, docs/derivations/fedsi.md says which is
 followed.
-
->>> import bayesfl as bf
->>> clients = bf.data.label_groups("digits", clients=4, validation=0.1)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(
-...     bf.algorithms.fedsi(model, selection="predictive_variance"), clients, rounds=1
-... )
 """
 
 from dataclasses import replace
@@ -152,6 +145,14 @@ def fedsi(
     Raises:
         ValueError: `variance_floor` is larger than alpha, or the likelihood's curvature is not
             known.
+
+    Example:
+        >>> clients = bf.data.label_groups("digits", clients=4, validation=0.1)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.fedsi(model, selection="predictive_variance")
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc', 'std', 'uncurved']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     alpha = 1 / prior_precision
     if variance_floor > alpha:
@@ -261,6 +262,12 @@ def fedsi(
 def fedsi_fac(model: nn.Module, **others: Any) -> Algorithm:
     """Federate `model` by FedSI-Fac: every weight of the body uncertain on its own, sigma_r^2 = 1 /
     (GGN_rr + 1 / g_r), no selection.
+
+    Example:
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.fedsi_fac(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc', 'std', 'uncurved']
     """
     return fedsi(model, structure="diagonal", **others)
 
@@ -268,6 +275,12 @@ def fedsi_fac(model: nn.Module, **others: Any) -> Algorithm:
 def fedsi_full(model: nn.Module, **others: Any) -> Algorithm:
     """Federate `model` by FedSI with the whole body uncertain: isotropic prior in training, all
     covariances in predictions.
+
+    Example:
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.fedsi_full(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc']
     """
     return fedsi(model, structure="full", **others)
 

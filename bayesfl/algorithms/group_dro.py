@@ -15,11 +15,6 @@ ICLR 2020, algorithm 1 (there for one machine); distributed as a baseline and as
 of PerInvFL (see `perinvfl`). The released code of that paper keeps the first round's losses for
 ever and uses q twice, in the local loss and in the mean; here losses are measured anew each round
 and q is used once.
-
->>> import bayesfl as bf
->>> clients = bf.data.coloured("digits")
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
->>> result = bf.simulate(bf.algorithms.group_dro(model), clients, rounds=1)
 """
 
 import math
@@ -66,6 +61,14 @@ def group_dro(
 
     Raises:
         ValueError: In the first round, a client has more than `environments` environments.
+
+    Example:
+        >>> clients = bf.data.coloured("digits")
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
+        >>> method = bf.algorithms.group_dro(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc', 'risk', 'present']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     if loss_examples is not None and loss_examples < environments:
         raise ValueError(

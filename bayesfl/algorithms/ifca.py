@@ -3,11 +3,6 @@ are averaged within these clusters.
 
 Source: Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning",
 NeurIPS 2020, algorithm 1 with model averaging.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.ifca(model, clusters=2), clients, rounds=1)
 """
 
 import torch
@@ -37,6 +32,14 @@ def ifca(
     Args:
         model: Any module; the clusters' models draw their starts anew from its layers.
         clusters: Number M of models. A model that no client of a round chose stays as it is.
+
+    Example:
+        >>> clients = bf.data.swapped_labels("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.ifca(model, clusters=2)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['models.loc', 'cluster']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
 
     def choose(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:

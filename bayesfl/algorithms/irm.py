@@ -23,11 +23,6 @@ Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2
 arXiv:1907.02893; distributed, and the two personal forms, as baselines in Tang, Guo, Zhang,
 arXiv:2211.11243 (see `perinvfl`). The defaults of gamma and the ridge are those of IRM's published
 run on coloured MNIST, those of rounds and mini-batches are from PerInvFL's code.
-
->>> import bayesfl as bf
->>> clients = bf.data.coloured("digits")
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
->>> result = bf.simulate(bf.algorithms.irm(model, anneal=0), clients, rounds=1)
 """
 
 from typing import Any
@@ -66,6 +61,14 @@ def irm(
 ) -> Algorithm:
     """Federate `model` by distributed IRM: one model is trained to be optimal in every environment
     at once; the data need environments.
+
+    Example:
+        >>> clients = bf.data.coloured("digits")
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
+        >>> method = bf.algorithms.irm(model, anneal=0)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     annealed = Annealed(gamma, start=anneal)
     energy = irm_energy("w", likelihood, annealed, estimator=estimator)
@@ -110,6 +113,12 @@ def irm_l2(
         personal_steps: Number of steps on theta for each of the `steps`; also of a client that
             joins later.
         personal_optimiser: Optimiser of theta; its state starts anew each round.
+
+    Example:
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.irm_l2(model, lam=0.5)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
     """
     rest = {
         "steps": steps,
@@ -130,5 +139,11 @@ def irm_l2(
 def irm_ft(model: nn.Module, **others: Any) -> Algorithm:
     """Federate `model` by IRM-FT: IRM, fine-tuned on each client's plain risk in every round;
     `irm_l2` without the pull.
+
+    Example:
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.irm_ft(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
     """
     return irm_l2(model, lam=0.0, **others)

@@ -5,11 +5,6 @@ weights.
 
 Source: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think locally, act
 globally: federated learning with local and global representations", arXiv:2001.01523, 2020.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.lg_fedavg(model), clients, rounds=1)
 """
 
 from bayesfl.composition import Algorithm, Block, Descend, Energy, options
@@ -33,6 +28,14 @@ def lg_fedavg(
     Args:
         optimiser: Optimiser of the clients' steps; the paper's rate is 0.05 on MNIST and 0.1 on
             CIFAR-10.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.lg_fedavg(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['head.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": optimiser}

@@ -1,10 +1,5 @@
 """Local training: every client trains alone, from a common start, and nothing is sent. It is the
 baseline of personalised methods.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.local(model), clients, rounds=1)
 """
 
 from bayesfl.composition import Algorithm, Block, Descend, Energy, options
@@ -27,6 +22,14 @@ def local(
     Args:
         epochs: Number of passes over a client's data each round; Zhu et al. (FL-NeurIPS 2022) train
             100 rounds of one pass.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.local(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        []
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     energy = Energy("w", ("w",), likelihood="mean")
     rest = {"batch_size": batch_size, "optimiser": optimiser}

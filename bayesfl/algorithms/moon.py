@@ -16,11 +16,6 @@ in evaluation mode.
 
 Source: Li, He, Song, "Model-contrastive federated learning", CVPR 2021, equation 3 and algorithm 1;
 the defaults are those of the same authors' code for CIFAR-10, github.com/QinbinLi/MOON.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.moon(model, mu=1.0, epochs=1), clients, rounds=1)
 """
 
 from typing import Any
@@ -50,6 +45,14 @@ def moon(
     Args:
         mu: Strength of the contrastive term, added to the mean loss; 0 is FedAvg.
         temperature: Temperature tau of the cosines, > 0.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.moon(model, mu=1.0, epochs=1)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     energy = Energy(
         "w",

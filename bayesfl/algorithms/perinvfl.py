@@ -29,11 +29,6 @@ Source: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-
 generalization in federated learning", 2022, arXiv:2211.11243, equations 2 to 5 as far as they are
 legible, and the code of the same authors, github.com/Tangx-yy/Per-InvFL. Where neither is definite,
 the text above says what is done.
-
->>> import bayesfl as bf
->>> clients = bf.data.coloured("digits")
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
->>> result = bf.simulate(bf.algorithms.perinvfl(model, lam=0.5), clients, rounds=1)
 """
 
 import math
@@ -110,6 +105,14 @@ def perinvfl(
 
     Raises:
         ValueError: `variant` is `contrastive` and `model` is not a `SplitModel`.
+
+    Example:
+        >>> clients = bf.data.coloured("digits")
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
+        >>> method = bf.algorithms.perinvfl(model, lam=0.5)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     if variant == "contrastive" and not cut(model):
         raise ValueError(

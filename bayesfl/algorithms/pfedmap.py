@@ -10,11 +10,6 @@ Unlike Ditto, the centre is the mean of the personal heads; no separate global m
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
 hierarchical Bayesian modeling", FL-NeurIPS 2022. The paper does not state its rho; tune it and
 report it.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.pfedmap(model, precision=0.1), clients, rounds=1)
 """
 
 from typing import Annotated
@@ -58,6 +53,14 @@ def pfedmap(
     Raises:
         ValueError: Steps of SGD by `head_optimiser` towards the centre diverge under `precision`.
             Rates of a schedule are looked at in the rounds that `simulate` looks at.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.pfedmap(model, precision=0.1)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc', 'head.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     refuse_divergence(head_optimiser, precision, "precision", precision, lambda tie: tie)
     parts = ("body", "head") if has_body(model) else ("head",)

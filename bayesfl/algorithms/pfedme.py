@@ -8,11 +8,6 @@ clients train; only a cohort is gathered.
 Source: Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020,
 algorithm 1. As in the authors' code the inner steps continue from the previous theta_j within a
 round, which starts at w; the server's mean is uniform, as in the paper.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.pfedme(model), clients, rounds=1)
 """
 
 from bayesfl.base.protocols import Batch, Server, View
@@ -64,6 +59,14 @@ def pfedme(
         beta: The server's step size, > 0; 1 is the mean, the authors' tuned runs take 2.
         warm_start: Whether an inner problem starts from the previous one's theta_j, as in the
             authors' code, or from w_j.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.pfedme(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     tied = Normal(centre=own_mean("w"), variance=inverse_size(lam))
     inner = Descend(

@@ -13,11 +13,6 @@ and the server's mean is then plain.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
 hierarchical Bayesian modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.pfedvem(model), clients, rounds=1)
 """
 
 import math
@@ -100,6 +95,14 @@ def pfedvem(
             a tiny rho_j from dominating the centre; None for no prior.
         scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or
             after, as in a textbook M step.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.pfedvem(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc', 'head.loc', 'rho2']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
     parts = BOTH if has_body(model) else ("head",)
     q = MeanField(init_scale=init_scale, scale_rate=scale_rate)
@@ -176,6 +179,12 @@ def pfedvem_held(
 
     Raises:
         ValueError: Steps of `head_optimiser` towards the centre diverge under `prior_scale`.
+
+    Example:
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> method = bf.algorithms.pfedvem_held(model, prior_scale=0.5)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['body.loc', 'head.loc']
     """
     refuse_divergence(
         head_optimiser, prior_scale**-2, "prior_scale", prior_scale, lambda tie: tie**-0.5

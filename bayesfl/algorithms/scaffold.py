@@ -17,11 +17,6 @@ Option I of the paper, c_i+ = the gradient of all of a client's data at x, is no
 Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: stochastic controlled averaging
 for federated learning", ICML 2020, algorithm 1 and equations 3 to 5. The paper's server step is 1;
 its rates are tuned, and its batches are a fifth of a client's data.
-
->>> import bayesfl as bf
->>> clients = bf.data.concept_drift("digits", clients=4)
->>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.scaffold(model), clients, rounds=1)
 """
 
 import torch
@@ -59,6 +54,14 @@ def scaffold(
 
     Args:
         server_lr: The server's step size, > 0; 1 is the mean of the clients' models.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> model = bf.models.mlp(64, hidden=8, outputs=5)
+        >>> method = bf.algorithms.scaffold(model)
+        >>> list(method.uplink(method.init(4)))  # what a client sends each round
+        ['w.loc', 'change']
+        >>> result = bf.simulate(method, clients, rounds=1)
     """
 
     def vary(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:

@@ -26,6 +26,13 @@ FORMAT = 5
 class CheckpointError(RuntimeError):
     """An error raised when a saved run, or another file of bayesfl, is absent, damaged, of another
     format, or of another method or other data than given.
+
+    Example:
+        >>> try:
+        ...     bf.load("nowhere", bf.algorithms.fedavg(bf.models.mlp(64, outputs=10)))
+        ... except RuntimeError as error:
+        ...     print(type(error).__name__)
+        CheckpointError
     """
 
 

@@ -434,7 +434,10 @@ def _sections(doc: str) -> tuple[str, dict[str, str], str]:
     after them.
     """
     before, *rest = re.split(
-        r"^(?=(?:Args|Returns|Raises|Warns|References):$)", doc, maxsplit=1, flags=re.MULTILINE
+        r"^(?=(?:Args|Returns|Raises|Warns|References|Example):$)",
+        doc,
+        maxsplit=1,
+        flags=re.MULTILINE,
     )
     after = "".join(rest)
     if not after.startswith("Args:"):

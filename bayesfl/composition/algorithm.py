@@ -113,6 +113,13 @@ class Algorithm:
             a tuple is none.
         ValueError: A pattern matches no parameter, two parts claim one parameter, a name is
             reserved or has a dot, or the model cannot be trained here.
+
+    Example:
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> step = bf.Descend(bf.Energy("w", ("w",), likelihood="mean"), batch_size=50)
+        >>> method = bf.Algorithm(model, {"w": bf.Block()}, (step,), parts=("w",))
+        >>> method.uplink(method.init(1))
+        {'w.loc': ((610,), torch.float32)}
     """
 
     model: nn.Module

@@ -58,6 +58,12 @@ class Block:
     Raises:
         ValueError: Several copies would have the same start, or the pool sends what the belief has
             not.
+
+    Example:
+        >>> shared, frozen = bf.Block("body.*"), bf.Block("head.*", pool=None)
+        >>> private = bf.Block("head.*", pool=None, keep=True)
+        >>> [block.private for block in (shared, frozen, private)]
+        [False, False, True]
     """
 
     pattern: Pattern = "*"

@@ -86,6 +86,13 @@ class Energy:
         kl_weight: Factor of the KL, >= 0. Another than 1 tempers the posterior: below 1 it is
             colder than Bayes' rule makes it, as if each example counted 1 / kl_weight times, and
             the energy is no longer an evidence bound.
+
+    Example:
+        >>> fit = bf.Energy("head", ("body", "head"), likelihood="mean")
+        >>> fit.blocks
+        ('head',)
+        >>> fit.scales(torch.tensor(50.0))  # factors of the mean loss and of the KL
+        (tensor(1.), tensor(0.0200))
     """
 
     block: str | tuple[str, ...]

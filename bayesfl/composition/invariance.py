@@ -48,6 +48,11 @@ def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
     Returns:
         Slopes [..., B] in nats, through which gradients flow; (sigmoid(a) - y) a for two classes,
         sum_c (p_c - 1[c = y]) a_c for more.
+
+    Example:
+        >>> outputs, y = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+        >>> bf.invariance.scale_slopes(bf.likelihoods.Categorical(), outputs, y)
+        tensor([-0.2384])
     """
 
     # jvp will not do, as torch's forward mode has one level for all threads; nor will
@@ -66,6 +71,11 @@ def members(batch: Batch) -> Tensor:
 
     Raises:
         ValueError: The data have no environments.
+
+    Example:
+        >>> batch = {"environment": torch.eye(2), "weight": torch.tensor([1.0, 0.0])}
+        >>> bf.invariance.members(batch).tolist()
+        [[1.0, 0.0], [0.0, 0.0]]
     """
     if "environment" not in batch:
         raise ValueError(
@@ -78,6 +88,13 @@ def members(batch: Batch) -> Tensor:
 def by_environment(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the mean of `values` [..., B] by environment, 0 where a batch has no example of it,
     and the counts; both [..., E].
+
+    Example:
+        >>> own = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> batch = {"environment": own, "weight": torch.ones(3)}
+        >>> mean, count = bf.invariance.by_environment(torch.tensor([1.0, 3.0, 5.0]), batch)
+        >>> mean.tolist(), count.tolist()
+        ([2.0, 5.0], [2.0, 1.0])
     """
     counted = members(batch)
     count = counted.sum(-2)
@@ -103,6 +120,13 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
 
     Raises:
         ValueError: The data have no environments.
+
+    Example:
+        >>> own = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> batch = {"environment": own, "weight": torch.ones(3)}
+        >>> slopes = torch.tensor([1.0, 3.0, 5.0])  # means 2 and 5
+        >>> bf.invariance.squared_slopes(slopes, batch).item()
+        29.0
     """
     mean, count = by_environment(slopes, batch)
     if estimator == "biased":
@@ -123,6 +147,11 @@ class Annealed:
     Args:
         gamma: Weight of the penalty, >= 0.
         start: Number of rounds before the full weight.
+
+    Example:
+        >>> annealed = bf.invariance.Annealed(100.0, start=5)
+        >>> annealed.weight(4), annealed.weight(5), annealed.scale(5)
+        (1.0, 100.0, 100.0)
     """
 
     gamma: NotNegative
@@ -149,6 +178,11 @@ def irm_energy(
 
     Terms that tie the block to others belong in its prior, see `tied`. The loss that a phase
     reports is divided, too.
+
+    Example:
+        >>> annealed = bf.invariance.Annealed(100.0, start=5)
+        >>> bf.invariance.irm_energy("w", bf.likelihoods.Categorical(), annealed).likelihood
+        'mean'
     """
 
     def share(given: Server, view: View, batch: Batch) -> Tensor:
@@ -192,6 +226,12 @@ def tied(
 
     Raises:
         ValueError: `lam` > 0 comes without `centre`.
+
+    Example:
+        >>> annealed = bf.invariance.Annealed(1.0)
+        >>> prior = bf.invariance.tied(annealed, l2=0.5)  # variance 1 / (2 l2 n)
+        >>> prior.variance({"round": 0}, {"n": torch.tensor(4.0)}).tolist()
+        [0.25]
     """
     if lam and centre is None:
         raise ValueError("a pull needs a centre, as centre=server_mean('w')")
@@ -227,6 +267,10 @@ def anew_at(annealed: Annealed, state: str) -> tuple[Once, ...]:
 
     Returns:
         A tuple of this phase; empty where there is no jump.
+
+    Example:
+        >>> len(bf.invariance.anew_at(bf.invariance.Annealed(100.0, start=5), "adam"))
+        1
     """
     if annealed.weight(0) == annealed.gamma:
         return ()
@@ -254,6 +298,12 @@ def evenly(data: Batch, most: int | None) -> Batch:
 
     Raises:
         ValueError: The data have no environments.
+
+    Example:
+        >>> own = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> data = {"environment": own, "weight": torch.ones(4)}
+        >>> bf.invariance.evenly(data, 2)["environment"].tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
     """
     if most is None or most >= data["weight"].shape[-1]:
         return data
@@ -286,6 +336,12 @@ def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tens
         present: Above 0 where a client has the environment, [C, E]; elsewhere the result is the
             lowest finite number of log_q's precision, which stands for no weight.
         eta: Step size, >= 0.
+
+    Example:
+        >>> log_q, risk = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]])
+        >>> q = bf.invariance.reweighted(log_q, risk, torch.ones(1, 2), eta=1.0).exp()
+        >>> q
+        tensor([[0.7311, 0.2689]], dtype=torch.float64)
     """
     there = present > 0
     before = torch.where(there, log_q.double(), -torch.inf)

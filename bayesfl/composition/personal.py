@@ -45,6 +45,13 @@ def with_personal(
         ValueError: The phases do not train exactly one new block; no single pattern covers the
             parameters of the method's predictor; no single model is sent to everyone; or the method
             has fine-tuning phases or a predictor, which would be lost.
+
+    Example:
+        >>> plain = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> own = bf.Descend(bf.Energy("v", ("v",), likelihood="mean"), batch_size=50)
+        >>> method = bf.with_personal(plain, own)
+        >>> list(method.blocks), method.parts
+        (['w', 'v'], ('v',))
     """
     names, later = _new_blocks(method, phases), _new_blocks(method, adapt or ())
     if len(names) != 1 or set(later) - set(names):

@@ -134,6 +134,13 @@ class Descend:
         counts: A name under which the phase puts the number of steps that the client took into its
             view, a floating-point number, for the phases after it; inside `Repeat`, those on the
             last batch.
+
+    Example:
+        >>> fit = bf.Energy("w", ("w",), likelihood="mean")
+        >>> step = bf.Descend(fit, epochs=5, batch_size=50, optimiser=bf.optim.SGD(0.1))
+        >>> model = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> bf.Algorithm(model, {"w": bf.Block()}, (step,), parts=("w",))  # FedAvg
+        Algorithm(SplitModel; w: Point; 1 phases)
     """
 
     energy: Energy
@@ -306,6 +313,13 @@ class Once:
         kept: {name: start} of tensors that the client keeps from round to round for this phase
             alone.
         batched: Whether vmap can run `fn`.
+
+    Example:
+        >>> def halve(algorithm, given, view, batch):
+        ...     return view | {"w": {"loc": view["w"]["loc"] / 2}}
+        >>> model = nn.Linear(2, 2)
+        >>> bf.Algorithm(model, {"w": bf.Block()}, (bf.Once(halve),), parts=("w",))
+        Algorithm(Linear; w: Point; 1 phases)
     """
 
     fn: Update
@@ -371,6 +385,14 @@ class Repeat:
     Raises:
         ValueError: There is no inner phase, or one is a `Repeat`, or has a batch size of its own or
             epochs by client.
+
+    Example:
+        >>> both = ("body", "head")
+        >>> head = bf.Descend(bf.Energy("head", both, likelihood="mean"))
+        >>> body = bf.Descend(bf.Energy("body", both, likelihood="mean"))
+        >>> phase = bf.Repeat((head, body), epochs=2, batch_size=50)  # both steps on each batch
+        >>> len(phase.inner)
+        2
     """
 
     phases: tuple[Descend | Once, ...]

@@ -30,12 +30,22 @@ COLUMNS = 256  # weights of all clients' models that are averaged at once
 
 
 def by_size(server: Server, uplink: Uplink) -> Tensor:
-    """Weigh each client by its number of examples, [C]."""
+    """Weigh each client by its number of examples, [C].
+
+    Example:
+        >>> bf.pools.by_size({}, {"n": torch.tensor([10, 30])}).tolist()
+        [10, 30]
+    """
     return uplink["n"]
 
 
 def equal(server: Server, uplink: Uplink) -> Tensor:
-    """Weigh all clients equally, [C]."""
+    """Weigh all clients equally, [C].
+
+    Example:
+        >>> bf.pools.equal({}, {"n": torch.tensor([10, 30])}).tolist()
+        [1, 1]
+    """
     return torch.ones_like(uplink["n"])
 
 
@@ -46,6 +56,11 @@ def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor
         ValueError: `weight` does not give one real number for each client, or for each copy.
             Whether the numbers are finite depends on what clients report, and is checked at the end
             of the round.
+
+    Example:
+        >>> uplink = {"n": torch.tensor([10, 30]), "w": {"loc": torch.zeros(2, 5)}}
+        >>> bf.pools.counted(bf.pools.by_size, {}, uplink, "w").tolist()
+        [10.0, 30.0]
     """
     loc = uplink[name]["loc"]
     allowed = [loc.shape[:axes] for axes in range(1, loc.dim())]
@@ -90,6 +105,13 @@ class Mean:
             block; `by_size` gives FedAvg.
         sends: Names of the belief's tensors that travel, each averaged as it is: `("loc", "rho")`
             for a `MeanField`'s raw parameters.
+
+    Example:
+        >>> server = {"w": {"loc": torch.zeros(1)}}
+        >>> uplink = {"n": torch.tensor([10, 30]), "w": {"loc": torch.tensor([[1.0], [5.0]])}}
+        >>> pool = bf.pools.Mean()
+        >>> pool.solve(server, "w", pool.accumulate(None, server, "w", uplink))["loc"].tolist()
+        [4.0]
     """
 
     weight: Weight = by_size
@@ -130,6 +152,13 @@ class Relaxed:
     Args:
         pool: The inner pool, which gives `new`.
         step: Share of the way, > 0; may exceed 1, as pFedMe's server step beta.
+
+    Example:
+        >>> server = {"w": {"loc": torch.zeros(1)}}
+        >>> uplink = {"n": torch.tensor([10, 30]), "w": {"loc": torch.tensor([[1.0], [5.0]])}}
+        >>> pool = bf.pools.Relaxed(bf.pools.Mean(), step=0.5)
+        >>> pool.solve(server, "w", pool.accumulate(None, server, "w", uplink))["loc"].tolist()
+        [2.0]
     """
 
     pool: AdditivePool
@@ -189,6 +218,15 @@ class PrecisionWeighted:
         prior: (server) -> (mean, precision) [D] of a prior that every client's posterior already
             contains, to be counted once instead of once for each client; None where they contain
             none.
+
+    Example:
+        >>> q = bf.posteriors.MeanField(init_scale=1.0)
+        >>> server = {"w": q.init(torch.zeros(1))}
+        >>> uplink = {"w": q.init(torch.tensor([[1.0], [3.0]]))}
+        >>> pool = bf.pools.PrecisionWeighted(posterior=q)
+        >>> found = pool.solve(server, "w", pool.accumulate(None, server, "w", uplink))
+        >>> [round(t.item(), 4) for t in q.moments(found)]  # the variance of a product of two
+        [2.0, 0.5]
     """
 
     posterior: Family = MeanField()
@@ -249,6 +287,15 @@ class MomentMatched(_Gaussian):
     Args:
         posterior: Posterior that converts `loc` and `rho` to moments.
         weight: (server, uplink) -> mixture weights [C], not normalised.
+
+    Example:
+        >>> q = bf.posteriors.MeanField(init_scale=1.0)
+        >>> server = {"w": q.init(torch.zeros(1))}
+        >>> uplink = {"n": torch.ones(2), "w": q.init(torch.tensor([[1.0], [3.0]]))}
+        >>> pool = bf.pools.MomentMatched(posterior=q)
+        >>> found = pool.solve(server, "w", pool.accumulate(None, server, "w", uplink))
+        >>> [round(t.item(), 4) for t in q.moments(found)]  # variance within, plus that between
+        [2.0, 2.0]
     """
 
     weight: Weight = by_size
@@ -290,6 +337,15 @@ class Barycentre(_Gaussian):
     Args:
         posterior: Posterior that converts `loc` and `rho` to moments.
         weight: (server, uplink) -> weights [C], not normalised.
+
+    Example:
+        >>> q = bf.posteriors.MeanField(init_scale=1.0)
+        >>> server = {"w": q.init(torch.zeros(1))}
+        >>> uplink = {"n": torch.ones(2), "w": q.init(torch.tensor([[1.0], [3.0]]))}
+        >>> pool = bf.pools.Barycentre(posterior=q)
+        >>> found = pool.solve(server, "w", pool.accumulate(None, server, "w", uplink))
+        >>> [round(t.item(), 4) for t in q.moments(found)]
+        [2.0, 1.0]
     """
 
     weight: Weight = by_size
@@ -319,6 +375,12 @@ class Stack:
 
     Args:
         sends: Names of the posterior's tensors that travel.
+
+    Example:
+        >>> server = {"w": {"loc": torch.zeros(1)}}
+        >>> uplink = {"w": {"loc": torch.tensor([[1.0], [5.0]])}}
+        >>> bf.pools.Stack()(server, "w", uplink)["loc"].tolist()
+        [0.0]
     """
 
     sends: tuple[str, ...] = ("loc",)
@@ -344,6 +406,14 @@ class Mixed:
 
     Raises:
         ValueError: In a round, `weights` does not return a [C, C] tensor.
+
+    Example:
+        >>> weights = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+        >>> pool = bf.pools.Mixed(lambda server, ids, uplink: weights)
+        >>> server = {"w": pool.start({"loc": torch.zeros(1)}, clients=2)}
+        >>> uplink = {"ids": torch.arange(2), "w": {"loc": torch.tensor([[1.0], [5.0]])}}
+        >>> pool(server, "w", uplink)["each"].tolist()
+        [[1.0], [3.0]]
     """
 
     weights: Callable[[Server, Tensor, Uplink], Tensor]
@@ -403,6 +473,12 @@ class Median:
     References:
         Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal
         statistical rates", ICML 2018, option I.
+
+    Example:
+        >>> server = {"w": {"loc": torch.zeros(1)}}
+        >>> uplink = {"n": torch.ones(3), "w": {"loc": torch.tensor([[1.0], [2.0], [1e6]])}}
+        >>> bf.pools.Median()(server, "w", uplink)["loc"].tolist()
+        [2.0]
     """
 
     sends: tuple[str, ...] = ("loc",)
@@ -430,6 +506,12 @@ class TrimmedMean:
     References:
         Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal
         statistical rates", ICML 2018, option II.
+
+    Example:
+        >>> server = {"w": {"loc": torch.zeros(1)}}
+        >>> uplink = {"n": torch.ones(4), "w": {"loc": torch.tensor([[0.0], [1.0], [3.0], [1e6]])}}
+        >>> bf.pools.TrimmedMean(share=0.25)(server, "w", uplink)["loc"].tolist()
+        [2.0]
     """
 
     share: Annotated[float, Range(0, 0.5, "[")] = 0.1
@@ -467,6 +549,13 @@ class Clipped:
     References:
         Sun, Kairouz, Suresh, McMahan, "Can you really backdoor federated learning?", 2019, section
         4.
+
+    Example:
+        >>> server = {"w": {"loc": torch.zeros(1)}}
+        >>> uplink = {"n": torch.ones(2), "w": {"loc": torch.tensor([[1.0], [1e6]])}}
+        >>> pool = bf.pools.Clipped(bf.pools.Mean(), norm=2.0)
+        >>> pool.solve(server, "w", pool.accumulate(None, server, "w", uplink))["loc"].tolist()
+        [1.5]
     """
 
     pool: AdditivePool

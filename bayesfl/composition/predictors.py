@@ -81,6 +81,14 @@ class LinearisedLaplace:
 
     Raises:
         ValueError: `link` is not `per_class` and `centre` is False, or `selection` is unknown.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> plain = bf.algorithms.fedper(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> rule = bf.predictors.LinearisedLaplace(structure="diagonal", precision=10.0)
+        >>> method = replace(plain, predictor=rule)
+        >>> method.predictor.grid  # the prior precisions that are tried
+        (10.0,)
     """
 
     block: str | None = None
@@ -239,6 +247,12 @@ class LinearisedBelief:
     References:
         Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local
         linearization", AISTATS 2021.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> plain = bf.algorithms.pfedvem(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> replace(plain, predictor=bf.predictors.LinearisedBelief("head")).predictor.block
+        'head'
     """
 
     block: str | None = None
@@ -341,6 +355,14 @@ class PooledLaplace:
 
     Raises:
         ValueError: `structure` is `last_layer` and a pattern is given.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> plain = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = replace(plain, predictor=bf.predictors.PooledLaplace(precision=1.0))
+        >>> bf.simulate(method, clients, rounds=1).posterior
+        Laplace(full, 90 of 90 weights, 1438 examples, precision 1)
     """
 
     structure: Structure = "last_layer"
@@ -432,6 +454,10 @@ def _of_rows(rule: "LinearisedLaplace | PooledLaplace", whose: str) -> str:
 def size_of(share: float, weights: int) -> int:
     """Return the number of weights in a subnetwork: a share of D weights, rounded down, at least
     one.
+
+    Example:
+        >>> bf.predictors.size_of(0.05, 1000)
+        50
     """
     return max(1, int(share * weights + 1e-9))
 
@@ -463,6 +489,10 @@ class Mixture:
         block: Name of the block with copies.
         weights: Name of the mixture weights pi [M] in a client's view.
         each: Predictor of one copy, `LinearisedLaplace` or `LinearisedBelief`; None for its mean.
+
+    Example:
+        >>> bf.algorithms.fedem(bf.models.mlp(64, hidden=8, outputs=10)).predictor
+        Mixture(block='components', weights='pi', each=None)
     """
 
     block: str

@@ -22,6 +22,10 @@ start of a phase: (given, view) -> tensor that broadcasts against [..., D].
 class Flat:
     """No prior: an improper constant density, of energy 0. Only posteriors that draw nothing, such
     as `Point`, can have it.
+
+    Example:
+        >>> bf.priors.Flat().energy(torch.ones(3), torch.zeros(3), {}, {}).item()
+        0.0
     """
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
@@ -41,6 +45,13 @@ class Normal:
         variance: (given, view) -> tensor that broadcasts against [..., D]; one number per client is
             [..., 1]. Where the energy's likelihood is a mean over n examples, a pull of lambda / 2
             |w_j - w|^2 is the variance 1 / (lambda n).
+
+    Example:
+        >>> centre = bf.priors.server_mean("w")
+        >>> tied = bf.priors.Normal(centre=centre, variance=lambda given, view: torch.ones(1))
+        >>> w, given = torch.tensor([2.0]), {"w": {"loc": torch.tensor([0.0])}}
+        >>> round(tied.energy(w, torch.zeros(1), given, {}).item(), 3)  # 2 + log(2 pi) / 2
+        2.919
     """
 
     centre: Parameter
@@ -66,6 +77,11 @@ class Tilt:
     Args:
         slope: (given, view) -> tensor that broadcasts against [..., D]. Where the energy's
             likelihood is a mean over n examples, a term c . w_j is the slope n c.
+
+    Example:
+        >>> prior = bf.priors.Tilt(slope=lambda given, view: torch.tensor([1.0, 2.0]))
+        >>> prior.energy(torch.tensor([3.0, 1.0]), torch.zeros(2), {}, {}).item()
+        5.0
     """
 
     slope: Parameter
@@ -78,6 +94,10 @@ class Tilt:
 def is_normal(prior: Prior) -> TypeGuard[Normal]:
     """Say whether a prior is a `Normal` with the energy of its class, whose slope is (w - centre) /
     variance.
+
+    Example:
+        >>> bf.priors.is_normal(bf.priors.Flat())
+        False
     """
     return isinstance(prior, Normal) and type(prior).energy is Normal.energy
 
@@ -86,6 +106,10 @@ def server_mean(block: str) -> Parameter:
     """Return a parameter that reads the centre of `block` as the server sent it to everyone, [D].
 
     What the server addresses to a client is in that client's view, where `own_mean` reads it.
+
+    Example:
+        >>> bf.priors.server_mean("w")({"w": {"loc": torch.tensor([1.0, 2.0])}}, {}).tolist()
+        [1.0, 2.0]
     """
     return partial(_sent_mean, block)
 
@@ -95,7 +119,12 @@ def _sent_mean(block: str, given: Server, view: View) -> Tensor:
 
 
 def own_mean(block: str) -> Parameter:
-    """Return a parameter that reads the client's own centre of `block`, [..., D]."""
+    """Return a parameter that reads the client's own centre of `block`, [..., D].
+
+    Example:
+        >>> bf.priors.own_mean("w")({}, {"w": {"loc": torch.tensor([1.0, 2.0])}}).tolist()
+        [1.0, 2.0]
+    """
     return partial(_own_mean, block)
 
 
@@ -123,6 +152,11 @@ def closest_variance(
     References:
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
         hierarchical Bayesian modeling", FL-NeurIPS 2022, the update of rho_j.
+
+    Example:
+        >>> mean, variance = torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5])
+        >>> bf.priors.closest_variance((mean, variance), torch.zeros(2)).item()
+        1.5
     """
     loc, var = moments
     total = (var + (loc - centre).square()).sum(-1)
@@ -135,6 +169,10 @@ def closest_variance(
 def inverse_size(strength: NotNegative) -> Parameter:
     """Return a parameter that is the variance 1 / (strength n) [..., 1]: under a mean over n
     examples, a pull strength / 2 |w_j - w|^2.
+
+    Example:
+        >>> bf.priors.inverse_size(0.5)({}, {"n": torch.tensor(100.0)})
+        tensor([0.0200])
     """
     return partial(_inverse_size, strength)
 

@@ -46,6 +46,12 @@ def with_server_optimiser(
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step
         has no bias correction.
+
+    Example:
+        >>> plain = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> fedadam = bf.with_server_optimiser(plain, bf.optim.Adam(0.01))
+        >>> list(fedadam.init(1))
+        ['w', 'server_optimiser']
     """
     gathered = [
         name

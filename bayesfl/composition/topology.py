@@ -23,6 +23,10 @@ PERIODIC = 1e-7  # an eigenvalue whose modulus exceeds 1 minus this counts as 1
 def ring(clients: Count) -> Tensor:
     """Return the edges [J, J] bool of a ring: each client has two neighbours; of two clients each
     has one, a single client none.
+
+    Example:
+        >>> bf.topology.ring(4).int().tolist()
+        [[0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0]]
     """
     places = torch.arange(clients)
     edges = torch.zeros(clients, clients, dtype=torch.bool)
@@ -34,6 +38,10 @@ def ring(clients: Count) -> Tensor:
 def grid(rows: Count, columns: Count) -> Tensor:
     """Return the edges [J, J] bool of a grid of rows x columns clients; client r columns + c at (r,
     c) has up to four neighbours.
+
+    Example:
+        >>> bf.topology.grid(2, 3).sum(1).tolist()  # numbers of neighbours
+        [2, 3, 2, 2, 3, 2]
     """
     places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).double()
     return torch.cdist(places, places, p=1).round() == 1
@@ -41,7 +49,12 @@ def grid(rows: Count, columns: Count) -> Tensor:
 
 @declared
 def complete(clients: Count) -> Tensor:
-    """Return the edges [J, J] bool of the complete graph, in which all clients are neighbours."""
+    """Return the edges [J, J] bool of the complete graph, in which all clients are neighbours.
+
+    Example:
+        >>> bf.topology.complete(3).int().tolist()
+        [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
+    """
     return torch.ones(clients, clients, dtype=torch.bool).fill_diagonal_(False)
 
 
@@ -53,6 +66,11 @@ def erdos_renyi(
 
     Raises:
         ValueError: p is so small that no connected graph was drawn.
+
+    Example:
+        >>> edges = bf.topology.erdos_renyi(10, p=0.4, seed=1)
+        >>> bf.topology.connected(edges), torch.equal(edges, edges.T)
+        (True, True)
     """
     for index in range(TRIES):
         rng = generator(seed, Purpose.GRAPH, index=index)
@@ -69,7 +87,13 @@ def erdos_renyi(
 
 
 def connected(edges: Tensor) -> bool:
-    """Say whether every client can be reached from every other, over edges [J, J] bool."""
+    """Say whether every client can be reached from every other, over edges [J, J] bool.
+
+    Example:
+        >>> edges = bf.topology.ring(5)
+        >>> bf.topology.connected(edges), bf.topology.connected(edges & False)
+        (True, False)
+    """
     reached = torch.zeros(len(edges), dtype=torch.bool)
     last = reached.clone()
     last[:1] = True
@@ -91,6 +115,10 @@ def metropolis(edges: Tensor, clients: Tensor | None = None) -> Tensor:
 
     Raises:
         ValueError: `edges` is not a symmetric matrix of bools, False on its diagonal.
+
+    Example:
+        >>> bf.topology.metropolis(bf.topology.ring(4)).mul(3).round().int().tolist()  # thirds
+        [[1, 1, 0, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 1, 1]]
     """
     edges = torch.as_tensor(edges)
     if (

@@ -56,6 +56,12 @@ class Inverse:
         data: In the dual form `x` [N', ...] and `cotangents` [N', Q, O] of the examples whose rows
             are not zero; else empty.
         rows: In the dual form the rows of these examples over the curved weights; else None.
+
+    Example:
+        >>> x, model = torch.tensor([[1.0], [2.0]]), nn.Linear(1, 1, bias=False)
+        >>> curvature = bf.curvature.Curvature(model, bf.likelihoods.Gaussian())
+        >>> bf.curvature.invert(curvature, x, precision=5.0).marginals()  # 1 / (5 + 5)
+        tensor([0.1000], dtype=torch.float64)
     """
 
     curvature: Curvature
@@ -252,6 +258,14 @@ def invert(
             curvature is not finite; or there are no data.
         MemoryError: The factor needs more bytes than may be used; the message says how many.
         torch.linalg.LinAlgError: M has no Cholesky factor, even with jitter.
+
+    Example:
+        >>> curvature = bf.curvature.Curvature(bf.models.mlp(64, hidden=20, outputs=10))
+        >>> x = torch.rand(5, 64)
+        >>> bf.curvature.invert(curvature, x, precision=1.0).form  # 5 x 10 outputs, 1,510 weights
+        'dual'
+        >>> bf.curvature.invert(curvature, x, precision=1.0, indices=torch.arange(30)).form
+        'primal'
     """
     precision = curvature.vector(precision)
     if diagonal is None:

@@ -68,6 +68,12 @@ class Curvature:
         ValueError: No parameter fits `pattern`; the backend does not support a layer; batch norm or
             dropout is in training mode, or batch norm tracks no statistics; or the likelihood is a
             training loss alone.
+
+    Example:
+        >>> x, model = torch.tensor([[1.0], [2.0]]), nn.Linear(1, 1, bias=False)
+        >>> curvature = bf.curvature.Curvature(model, bf.likelihoods.Gaussian())
+        >>> curvature.diagonal(x).tolist()  # the sum of squares
+        [5.0]
     """
 
     def __init__(

@@ -51,6 +51,13 @@ class FederatedData:
         ValueError: Labels or inputs are invalid, a client has no training data, the splits do not
             fit each other, or they share examples.
         TypeError: `client_names` or `class_names` is no list.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> clients
+        FederatedData(digits, 2 clients; train 1438, test 359)
+        >>> clients.counts["train"].tolist(), clients.inputs, clients.classes
+        ([719, 719], (64,), 10)
     """
 
     splits: Mapping[str, ClientData]

@@ -21,6 +21,10 @@ class SourceInfo:
         licence: The licence as the origin states it.
         citation: The publication that its authors ask users to cite.
         url: Address where it is published.
+
+    Example:
+        >>> bf.data.SourceInfo(name="wards", licence="internal").name
+        'wards'
     """
 
     name: str
@@ -56,6 +60,12 @@ class Source:
         TypeError: `class_names` is no list.
         ValueError: `x` and `y` have different numbers of rows, `train` is out of range, a label is
             outside [0, `outputs`), or there is not one name for each class.
+
+    Example:
+        >>> x, y = torch.rand(20, 3), torch.arange(20) % 2
+        >>> source = bf.data.Source.from_parts(x[:15], y[:15], x[15:], y[15:], name="mine")
+        >>> bf.data.iid(source, clients=2)
+        FederatedData(mine, 2 clients; train 15, test 5)
     """
 
     x: Tensor
@@ -245,6 +255,10 @@ INFO = {
 def available() -> dict[str, SourceInfo]:
     """Return every data set that `load` and the recipes know, by name, with its licence and
     citation.
+
+    Example:
+        >>> "digits" in bf.data.available()
+        True
     """
     return dict(INFO)
 

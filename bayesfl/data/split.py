@@ -130,6 +130,14 @@ class ClientData:
 
     Raises:
         ValueError: The tensors have wrong types or shapes, or do not fit each other.
+
+    Example:
+        >>> split = bf.data.iid("digits", clients=2).test
+        >>> split
+        ClientData(2 clients of 179 to 180 examples; x [64], int64 y [])
+        >>> x, y = split.client(0)
+        >>> x.shape
+        torch.Size([180, 64])
     """
 
     x: Tensor | Any

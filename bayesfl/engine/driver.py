@@ -55,6 +55,14 @@ class Engine:
         workers: Number of threads that run chunks, each with one intra-op thread; None for the
             number of cores that this process may use (1 on a GPU, and with the kernel `vmap`, whose
             Python code holds the interpreter's lock).
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2, max_size=60)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10), epochs=1)
+        >>> slow = bf.simulate(method, clients, rounds=1, engine=bf.Engine("reference"))
+        >>> quick = bf.simulate(method, clients, rounds=1, engine=bf.Engine(workers=1))
+        >>> torch.allclose(slow.server["w"]["loc"], quick.server["w"]["loc"], atol=1e-4)
+        True
     """
 
     kernel: KernelName = "auto"

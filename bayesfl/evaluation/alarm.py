@@ -74,10 +74,6 @@ class Alarm:
     """Watch one client's new rows: `see` takes their scores, and `raised` says whether the alarm
     was ever raised.
 
-    >>> watch = Alarm([0.1, 0.2, 0.3], delta=0.05)
-    >>> watch.see([0.25, 0.15]).raised
-    False
-
     Args:
         reference: Scores of the client's calibration rows, [n]: the larger, the stranger.
         alpha: Share of rows whose rank counts as a miss, in (0, 1); a client's model takes what its
@@ -91,6 +87,12 @@ class Alarm:
 
     Raises:
         ValueError: `alpha` or `delta` is out of range, or the reference is empty or not finite.
+
+    Example:
+        >>> from bayesfl.evaluation.alarm import Alarm
+        >>> watch = Alarm([0.1, 0.2, 0.3], delta=0.05)
+        >>> watch.see([0.25, 0.15]).raised
+        False
     """
 
     @declared

@@ -35,6 +35,10 @@ def doubt(probs: Tensor) -> Tensor:
     Hendrycks and Gimpel, "A baseline for detecting misclassified and out-of-distribution examples",
     ICLR 2017. It is the sum of the other probabilities, so that certain examples keep their order
     where 1 - p would round to 0.
+
+    Example:
+        >>> bf.detection.doubt(torch.tensor([[0.75, 0.25], [0.5, 0.5]])).tolist()
+        [0.25, 0.5]
     """
     probs = torch.as_tensor(probs).detach().cpu().double()
     return probs.scatter(-1, probs.argmax(-1, keepdim=True), 0).sum(-1)
@@ -43,6 +47,10 @@ def doubt(probs: Tensor) -> Tensor:
 def entropy(probs: Tensor) -> Tensor:
     """Compute the entropy of the predictive distribution in nats, [..., N] of [..., N, O];
     epistemic and aleatoric together.
+
+    Example:
+        >>> bf.detection.entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))  # 0 and log 2
+        tensor([0.0000, 0.6931], dtype=torch.float64)
     """
     return torch.special.entr(torch.as_tensor(probs).detach().cpu().double()).sum(-1)
 
@@ -56,6 +64,13 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
 
     Raises:
         ValueError: The predictions are of regression.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
+        >>> predictions = bf.simulate(method, clients, rounds=1).predict(clients.test)
+        >>> list(bf.detection.scores(predictions))
+        ['doubt', 'entropy']
     """
     if predictions.probs is None:
         raise ValueError(
@@ -79,6 +94,11 @@ def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tenso
 
     Raises:
         ValueError: The shapes do not fit.
+
+    Example:
+        >>> labels, mask = torch.tensor([[0, 1, 2]]), torch.ones(1, 3, dtype=torch.bool)
+        >>> bf.detection.unseen(labels, mask, torch.tensor([[0, 1]]), mask[:, :2]).tolist()
+        [[False, False, True]]
     """
     labels, mask, train_labels, train_mask = (
         torch.as_tensor(t).detach().cpu() for t in (labels, mask, train_labels, train_mask)
@@ -107,6 +127,12 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
 
     Raises:
         ValueError: The shapes do not fit.
+
+    Example:
+        >>> inside, outside = torch.tensor([[0.1, 0.4]]), torch.tensor([[0.3, 0.9]])
+        >>> mask = torch.tensor([[True, True]])
+        >>> bf.detection.auroc(inside, outside, mask, mask).tolist()
+        [0.75]
     """
 
     def area(own: Tensor, other: Tensor) -> Tensor:
@@ -140,6 +166,12 @@ def fpr(
 
     Raises:
         ValueError: The shapes do not fit.
+
+    Example:
+        >>> inside, outside = torch.tensor([[0.1, 0.4]]), torch.tensor([[0.3, 0.9]])
+        >>> mask = torch.tensor([[True, True]])
+        >>> bf.detection.fpr(inside, outside, mask, mask).tolist()
+        [0.5]
     """
 
     def passing(own: Tensor, other: Tensor) -> Tensor:
@@ -169,6 +201,12 @@ def detection_summary(
 
     Raises:
         ValueError: The shapes do not fit, or no name is in both.
+
+    Example:
+        >>> inside, outside = torch.tensor([[0.1, 0.4]]), torch.tensor([[0.3, 0.9]])
+        >>> mask = torch.tensor([[True, True]])
+        >>> bf.detection.detection_summary({"doubt": inside}, {"doubt": outside}, mask, mask)
+        {'doubt_auroc': 0.75, 'doubt_fpr95': 0.5}
     """
     shared = [name for name in inside if name in outside]
     if not shared:
@@ -194,6 +232,13 @@ class RiskCoverage:
     Args:
         coverage: Share of examples answered, [n]: 1 / n to 1.
         risk: Expected share of errors among them, [n].
+
+    Example:
+        >>> score = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+        >>> right = torch.tensor([[True, True, False, True]])
+        >>> curve = bf.detection.risk_coverage(score, right, torch.ones_like(right))
+        >>> round(curve.aurc, 4), curve.best
+        (0.1458, 0.0625)
     """
 
     coverage: np.ndarray
@@ -234,6 +279,13 @@ def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
 
     Raises:
         ValueError: The shapes do not fit, or the score of an example is NaN.
+
+    Example:
+        >>> score = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+        >>> right = torch.tensor([[True, True, False, True]])
+        >>> curve = bf.detection.risk_coverage(score, right, torch.ones_like(right))
+        >>> curve.coverage.tolist(), curve.risk.round(2).tolist()
+        ([0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 0.33, 0.25])
     """
     score, right, mask = _selective(score, right, mask)
     if bool((score.isnan() & mask).any()):
@@ -259,6 +311,12 @@ def aurc(score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
 
     Raises:
         ValueError: The shapes do not fit.
+
+    Example:
+        >>> score = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+        >>> right = torch.tensor([[True, True, True, False]])
+        >>> bf.detection.aurc(score, right, torch.ones_like(right)).tolist()
+        [0.0625]
     """
     return _curves(lambda risk: risk.mean(), score, right, mask)
 
@@ -281,6 +339,13 @@ def selective_accuracy(
 
     Raises:
         ValueError: The shapes do not fit.
+
+    Example:
+        >>> score = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+        >>> right = torch.tensor([[True, True, True, False]])
+        >>> mask = torch.ones_like(right)
+        >>> bf.detection.selective_accuracy(score, right, mask, coverage=0.75).tolist()
+        [1.0]
     """
     return _curves(
         lambda risk: 1 - risk[max(math.ceil(coverage * len(risk) - _ROUNDING), 1) - 1],
@@ -308,6 +373,12 @@ def selective_summary(
 
     Raises:
         ValueError: The shapes or types do not fit, or a label or probability is out of range.
+
+    Example:
+        >>> probs = torch.tensor([[[0.9, 0.1], [0.6, 0.4]]])  # one client of two examples
+        >>> labels, mask = torch.tensor([[0, 1]]), torch.tensor([[True, True]])
+        >>> bf.detection.selective_summary(probs, labels, mask)["aurc"]
+        0.25
     """
     probs, labels, mask = (torch.as_tensor(t).detach().cpu() for t in (probs, labels, mask))
     # Raises if the input does not fit.

@@ -45,6 +45,15 @@ class History:
         rows: Mappings from column to number.
         absent: {round: ids of clients that were asked and whose work was not taken}.
         recorded: {round: {column: a value for each client, [J]}}, where a run records them.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> history = bf.simulate(method, clients, rounds=2).history
+        >>> history["round"].tolist(), history["personal_accuracy"].shape
+        ([1.0, 2.0], (2,))
+        >>> history.best("personal_nll")["round"]
+        2
     """
 
     def __init__(
@@ -127,19 +136,19 @@ class History:
 
         The clients stand in the order of `clients.client_names`.
 
-        >>> history = History([{"round": 1, "personal_nll": 0.5}])
-        >>> history.record({"personal_nll": np.array([0.25, 0.75])})
-        >>> history.append({"round": 2})
-        >>> history.clients("personal_nll")
-        array([[0.25, 0.75],
-               [ nan,  nan]])
-
         Args:
             column: The column, as `personal_accuracy`, of which `history["personal_accuracy"]` is
                 the mean over clients.
 
         Raises:
             KeyError: The run did not record it; the message says how to.
+
+        Example:
+            >>> clients = bf.data.iid("digits", clients=3)
+            >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+            >>> history = bf.simulate(method, clients, rounds=2, record_clients=["nll"]).history
+            >>> history.clients("personal_nll").shape
+            (2, 3)
         """
         found = {
             round: values[column] for round, values in self.recorded.items() if column in values

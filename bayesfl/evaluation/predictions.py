@@ -48,6 +48,15 @@ class Predictions:
         class_names: One name for each class, see `named_sets`; None for classes without names.
         likelihood: The likelihood, by whose distribution numbers are measured; None for normal
             ones.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
+        >>> found = bf.simulate(method, clients, rounds=1).predict(clients.test)
+        >>> found
+        Predictions(2 clients of 179 to 180 examples; probs [2, 180, 10])
+        >>> list(found.summary(clients.test))[:3]
+        ['accuracy', 'nll', 'ece']
     """
 
     mask: Tensor

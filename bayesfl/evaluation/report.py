@@ -1,5 +1,6 @@
 """Tables of results, files written atomically, and a record of the machine.
 
+>>> from bayesfl.evaluation.report import Column, table
 >>> rows = {"FedAvg": {"accuracy": [0.811, 0.807]}, "FedEM": {"accuracy": [0.835, 0.841]}}
 >>> print(table(rows, columns=[Column("accuracy", better="higher")]))
 method        accuracy

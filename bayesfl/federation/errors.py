@@ -12,6 +12,15 @@ class DivergenceError(RuntimeError):
         round: The round in which it diverged, from 1.
         phase: The phase of the method in which it diverged, from 1; None for the server.
         result: The run up to its last finite round; None while new clients are adapted.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> wild = bf.algorithms.fedavg(bf.models.mlp(64, outputs=10), optimiser=bf.optim.SGD(1e30))
+        >>> try:
+        ...     bf.simulate(wild, clients, rounds=1)
+        ... except bf.DivergenceError as error:
+        ...     print(error.result.round)
+        0
     """
 
     def __init__(
@@ -25,6 +34,14 @@ class DivergenceError(RuntimeError):
 class BadClients(RuntimeError):
     """An error raised when clients' replies are missing or bad and the admission rules stop the run
     for that.
+
+    Example:
+        >>> def train(grid, method):
+        ...     try:
+        ...         strict = bf.Admission("stop")
+        ...         return bf.flower.serve(grid, method, clients=4, rounds=10, admission=strict)
+        ...     except bf.flower.BadClients as error:
+        ...         print(error)
     """
 
 
@@ -40,6 +57,17 @@ class FailedRound(RuntimeError):
     Args:
         message: The reason.
         row: Columns of the history for this round, beyond its number.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> rules = bf.Admission("skip", min_clients=2, below_minimum="repeat")
+        >>> plan = bf.faults.at_random(1.0, kinds=("lost",))
+        >>> try:
+        ...     bf.simulate(method, clients, rounds=1, admission=rules, faults=plan)
+        ... except RuntimeError as error:
+        ...     print(error)
+        round 1 comes to 0 replies and needs 2 (min_clients)
     """
 
     def __init__(self, message: str, **row: float) -> None:

@@ -66,6 +66,10 @@ class Deployed:
             they are fitted.
         pooled: The state of the pooled posterior under `PooledLaplace`; empty until clients are
             asked for it.
+
+    Example:
+        >>> def watch(run):  # for serve(on_round=[watch]); a Deployed is what it is given
+        ...     print(run.round, run.history[-1].get("personal_accuracy"))
     """
 
     algorithm: Algorithm
@@ -196,6 +200,10 @@ def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
         TypeError: `algorithm` is no `Algorithm`.
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made
             with another method.
+
+    Example:
+        >>> def read(folder, method):
+        ...     return bf.flower.load(folder, method).history
     """
     instance("algorithm", algorithm, Algorithm, BUILD_METHOD)
     return read_deployed(folder, algorithm)[0]

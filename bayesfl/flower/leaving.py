@@ -58,15 +58,16 @@ def leaves(
 
     Not among it is the text of an error in the client's code, which can quote the data.
 
-    >>> import bayesfl as bf
-    >>> method = bf.algorithms.pfedvem(bf.models.mlp(4, hidden=3, outputs=2))
-    >>> [one.name for one in leaves(method, outputs=2) if one.when == "each round of its cohort"]
-    ['body.loc', 'head.loc', 'rho2', 'train_nll']
-
     Args:
         algorithm: The method.
         calibration: The steps of calibration that are fitted after training.
         outputs: Number of classes or of targets.
+
+    Example:
+        >>> method = bf.algorithms.pfedvem(bf.models.mlp(4, hidden=3, outputs=2))
+        >>> sent = bf.flower.leaves(method, outputs=2)
+        >>> [one.name for one in sent if one.when == "each round of its cohort"]
+        ['body.loc', 'head.loc', 'rho2', 'train_nll']
     """
     found = [Sent("once, at the start", name, 1, what) for name, what in HELLO.items()]
     if heads.makes(algorithm):

@@ -80,6 +80,12 @@ def client_app(
 
     Warns:
         UserWarning: Sets are made on a split to which another step is fitted.
+
+    Example:
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> def load_data(context):  # a real one reads the client's own files
+        ...     return bf.data.iid("digits", clients=4).select([context.node_config["client-id"]])
+        >>> app = bf.flower.client_app(method, load_data)  # in client_app.py
     """
     steps = checked_steps(calibration)
     described_steps(steps)

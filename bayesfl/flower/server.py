@@ -57,6 +57,10 @@ def server_app(algorithm: Method, **options: Any) -> ServerApp:
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, or `serve` has no such option.
+
+    Example:
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> app = bf.flower.server_app(method, clients=4, rounds=10)  # in server_app.py
     """
     inspect.signature(serve).bind(None, algorithm, **options)
     app = ServerApp()
@@ -148,6 +152,15 @@ def serve(
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
         DivergenceError: The server's state is no longer finite.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
+
+    Example:
+        >>> from flwr.serverapp import ServerApp
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> app = ServerApp()
+        >>> @app.main()
+        ... def main(grid, context):
+        ...     run = bf.flower.serve(grid, method, clients=4, rounds=10, checkpoint="checkpoints")
+        ...     print(run.history[-1])
     """
     settings = Settings(
         rounds,

@@ -54,6 +54,13 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
         load_tables: Function from the context to the tables of this one site, by
             `bf.stats.tables({name: frame}, ...)`. All sites must have the same terms. It is called
             for each question.
+
+    Example:
+        >>> import pandas as pd
+        >>> def load_tables(context):  # a real one reads the site's own file
+        ...     frame = pd.DataFrame({"age": [50, 60, 70], "ill": [0, 1, 1]})
+        ...     return bf.stats.tables({"va": frame}, outcome="ill", terms=["age"])
+        >>> app = bf.flower.site_app(load_tables)
     """
     app = ClientApp()
 
@@ -154,6 +161,11 @@ def analysis_app(
         analysis: As of `analyse`.
         sites: As of `analyse`.
         timeout: As of `analyse`.
+
+    Example:
+        >>> def analysis(sites):
+        ...     return bf.stats.glm(sites, family="binomial")
+        >>> app = bf.flower.analysis_app(analysis, sites=["va", "ohio", "texas"])
     """
     app = ServerApp()
 
@@ -192,6 +204,16 @@ def analyse(
             have different terms.
         bayesfl.stats.policy.Refusal: A site's policy refuses a question.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
+
+    Example:
+        >>> from flwr.serverapp import ServerApp
+        >>> app = ServerApp()
+        >>> @app.main()
+        ... def main(grid, context):
+        ...     fit = bf.flower.analyse(
+        ...         grid, lambda sites: bf.stats.glm(sites, family="binomial"), sites=["va", "ohio"]
+        ...     )
+        ...     fit.save("fit")
     """
     return analysis(_met(grid, sites, timeout))
 

@@ -111,6 +111,11 @@ class Categorical:
 
     Raises:
         ValueError: A weight is negative or not finite.
+
+    Example:
+        >>> logits, y = torch.zeros(1, 4), torch.tensor([2])
+        >>> round(bf.likelihoods.Categorical().nll(logits, y).item(), 3)  # log 4
+        1.386
     """
 
     weights: tuple[float, ...] | None = None
@@ -200,6 +205,11 @@ class Bernoulli:
 
     Raises:
         ValueError: A weight is negative or not finite.
+
+    Example:
+        >>> logits, y = torch.zeros(2, 1), torch.tensor([0, 1])
+        >>> bf.likelihoods.Bernoulli(weights=(1.0, 3.0)).nll(logits, y)
+        tensor([0.6931, 2.0794])
     """
 
     weights: tuple[float, ...] | None = None
@@ -263,6 +273,12 @@ class Ordinal:
 
     References:
         McCullagh, "Regression models for ordinal data", JRSS B 42(2), 1980, eq. 2.3.
+
+    Example:
+        >>> outputs = torch.zeros(1, 1, 2)  # one draw, one example, three classes
+        >>> probs = bf.likelihoods.Ordinal().predictive(outputs)["probs"]
+        >>> probs
+        tensor([[0.5000, 0.1667, 0.3333]])
     """
 
     task = "classification"

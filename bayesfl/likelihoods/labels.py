@@ -36,6 +36,11 @@ class Tokens:
     over examples: its steps are T times those of a mean over places. Places with the label -100,
     such as those that fill up short texts, add nothing to losses and measures; an example counts as
     one in means and weights, however many of its labels are known.
+
+    Example:
+        >>> outputs, y = torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]])  # the last is not known
+        >>> round(bf.likelihoods.Tokens().nll(outputs, y).item(), 3)
+        2.773
     """
 
     task = "classification"
@@ -83,6 +88,11 @@ class MultiLabel:
 
     Labels that are not known are -100: they add nothing to losses and measures. An example counts
     as one in means and weights, however many of its labels are known.
+
+    Example:
+        >>> outputs, y = torch.zeros(1, 3), torch.tensor([[0, 1, 1]])
+        >>> round(bf.likelihoods.MultiLabel().nll(outputs, y).item(), 3)  # 3 log 2
+        2.079
     """
 
     task = "classification"

@@ -60,6 +60,11 @@ class Gaussian:
     References:
         Nix and Weigend, "Estimating the mean and variance of the target probability distribution",
         ICNN 1994.
+
+    Example:
+        >>> outputs, y = torch.zeros(1, 1), torch.tensor([[2.0]])
+        >>> round(bf.likelihoods.Gaussian(scale=2.0).nll(outputs, y).item(), 3)
+        2.112
     """
 
     scale: float | Literal["learned"] = 1.0
@@ -143,6 +148,11 @@ class Poisson:
 
     References:
         McCullagh and Nelder, "Generalized linear models", 2nd ed. 1989, section 6.2.
+
+    Example:
+        >>> outputs, y = torch.zeros(1, 1), torch.tensor([[0.0]])  # rate 1
+        >>> bf.likelihoods.Poisson().nll(outputs, y).tolist()
+        [1.0]
     """
 
     task = "regression"
@@ -206,6 +216,11 @@ class Quantiles:
 
     References:
         Koenker and Bassett, "Regression quantiles", Econometrica 46(1), 1978.
+
+    Example:
+        >>> outputs, y = torch.tensor([[0.0, 2.0]]), torch.tensor([[5.0]])  # ends, and a target
+        >>> bf.likelihoods.Quantiles(level=0.9).nll(outputs, y)
+        tensor([2.9794])
     """
 
     level: Annotated[float, PROBABILITY] = 0.9

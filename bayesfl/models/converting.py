@@ -48,6 +48,11 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
         Wu and He, "Group normalization", ECCV 2018: 32 groups, or 16 channels in each. Hsieh,
         Phanishayee, Mutlu, Gibbons, "The non-IID data quagmire of decentralized machine learning",
         ICML 2020, who take group norm where clients' labels differ.
+
+    Example:
+        >>> network = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
+        >>> bf.models.group_norm(network, groups=4)[1]
+        GroupNorm(4, 8, eps=1e-05, affine=True, bias=True)
     """
     _check(module)
     made = copy.deepcopy(module)

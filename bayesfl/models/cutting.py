@@ -17,6 +17,11 @@ class SplitModel(nn.Module):
     Args:
         body: First part, which clients usually share.
         head: Second part, which clients usually keep.
+
+    Example:
+        >>> model = bf.models.SplitModel(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), nn.Linear(3, 2))
+        >>> [name for name, _ in model.named_parameters()]
+        ['body.0.weight', 'body.0.bias', 'head.weight', 'head.bias']
     """
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
@@ -54,6 +59,12 @@ def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None)
         AttributeError: There is no submodule `head`.
         ValueError: An `nn.Sequential` has modules after it (without `example`), or the cut network
             computes something else on `example`.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> model = bf.models.split(network, head="2", example=torch.rand(5, 4))
+        >>> model.head
+        Linear(in_features=3, out_features=2, bias=True)
     """
     body = copy.deepcopy(module)
     last = body.get_submodule(head)

@@ -48,5 +48,13 @@ def logits(model: nn.Module) -> nn.Module:
 
     Args:
         model: The model; its outputs have an attribute `logits`, [B, O].
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> class Classifier(nn.Module):  # stands for one of the classes of transformers
+        ...     def forward(self, input_ids):
+        ...         return SimpleNamespace(logits=torch.zeros(len(input_ids), 2))
+        >>> bf.models.logits(Classifier())(torch.zeros(3, 7)).shape
+        torch.Size([3, 2])
     """
     return _Logits(model)

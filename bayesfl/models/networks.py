@@ -63,6 +63,11 @@ def mlp(
 
     Raises:
         ValueError: A size is no whole number >= 1.
+
+    Example:
+        >>> model = bf.models.mlp(64, hidden=(32, 16), outputs=10)
+        >>> model.head
+        Linear(in_features=16, out_features=10, bias=True)
     """
     shape, widths = sizes("inputs", inputs), sizes("hidden", hidden)
 
@@ -111,6 +116,10 @@ def lenet(
     References:
         LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the
         IEEE 86(11), 1998.
+
+    Example:
+        >>> bf.models.lenet((1, 28, 28), outputs=10)(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
     """
     depth, height, width = _image(inputs, 12)
     first, second = channels
@@ -161,6 +170,10 @@ def leaky_cnn(
         Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier
         collaboration", ICLR 2023, arXiv:2306.11867, experiments; details from the authors' code,
         github.com/JianXu95/FedPAC.
+
+    Example:
+        >>> bf.models.leaky_cnn((3, 32, 32), outputs=10)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     depth, height, width = _image(inputs, 12)
     deep = depth > 1
@@ -207,6 +220,10 @@ def cifar100_cnn(
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
         hierarchical Bayesian modeling", FL-NeurIPS 2022, experiments; details from the authors'
         code, github.com/JunyiZhu-AI/confidence_aware_PFL.
+
+    Example:
+        >>> bf.models.cifar100_cnn()(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 20])
     """
     depth = _image(inputs, 1)[0]
     widths = (32, 64, 128, 256, 100)
@@ -283,6 +300,11 @@ def resnet18(
         federated learning: Hsieh et al., "The non-IID data quagmire of decentralized machine
         learning", ICML 2020; two groups: Reddi et al., "Adaptive federated optimization", ICLR
         2021.
+
+    Example:
+        >>> model = bf.models.resnet18((3, 32, 32), outputs=10)
+        >>> model(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 10])
     """
     depth = _image(inputs, 8)[0]
 
@@ -358,6 +380,11 @@ def char_lstm(
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data",
         AISTATS 2017, section 3; 100 characters in Marfoq et al., "Federated multi-task learning
         under a mixture of distributions", NeurIPS 2021.
+
+    Example:
+        >>> model = bf.models.char_lstm(80, outputs=100, hidden=16)
+        >>> model(torch.zeros(2, 80, dtype=torch.long)).shape
+        torch.Size([2, 100])
     """
     (_,) = sizes("inputs", inputs)  # a text has one axis
     return seeded(

@@ -52,6 +52,12 @@ def anew(
     Raises:
         ValueError: A layer has parameters but no method `reset_parameters`, or no parameter fits
             `pattern`.
+
+    Example:
+        >>> import numpy as np
+        >>> start = bf.models.anew(bf.models.mlp(4, hidden=3, outputs=2))
+        >>> start(np.random.default_rng(0), 23).shape
+        torch.Size([23])
     """
     stuck = [
         name

@@ -100,6 +100,11 @@ def transformer(
         Vaswani et al., "Attention is all you need", NeurIPS 2017, sections 3.1 to 3.4, and table 3,
         row (E), on learned places. Norms before the layers: Xiong et al., "On layer normalization
         in the transformer architecture", ICML 2020.
+
+    Example:
+        >>> model = bf.models.transformer(12, outputs=2, tokens=50, d=16)
+        >>> model(torch.zeros(3, 12, dtype=torch.long)).shape
+        torch.Size([3, 2])
     """
     (length,) = sizes("inputs", inputs)
     different = outputs if tokens is None else tokens

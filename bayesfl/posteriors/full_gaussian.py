@@ -31,6 +31,11 @@ class FullGaussian(Family):
     References:
         Kucukelbir, Tran, Ranganath, Gelman, Blei, "Automatic differentiation variational
         inference", JMLR 18, 2017, section 2.4.
+
+    Example:
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> bf.posteriors.FullGaussian.fit(nn.Linear(2, 3), x, y, precision=1.0, steps=20)
+        FullGaussian(9 weights, 30 examples)
     """
 
     def init(self, loc: Tensor) -> Tensors:

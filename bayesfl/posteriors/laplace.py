@@ -74,6 +74,12 @@ class Laplace(Drawn):
         inverse: H_S^-1, the covariance of the P selected weights; its `form` and `reason` say which
             form was chosen and why.
         weight: How many times each example counts, [N]; None for once.
+
+    Example:
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> posterior = bf.posteriors.Laplace.fit(nn.Linear(2, 3), x, y, precision=1.0)
+        >>> posterior.predict(x)["probs"].shape
+        torch.Size([30, 3])
     """
 
     curvature: Curvature
@@ -138,10 +144,11 @@ class Laplace(Drawn):
             MemoryError: A factor needs more bytes than `memory`; the message says how many.
             torch.linalg.LinAlgError: A matrix has no Cholesky factor.
 
-        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
-        >>> model = nn.Linear(2, 3)
-        >>> bf.posteriors.Laplace.fit(model, x, y, precision=1.0, structure="kfac")
-        Laplace(kfac, 9 of 9 weights, 30 examples, precision 1)
+        Example:
+            >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+            >>> model = nn.Linear(2, 3)
+            >>> bf.posteriors.Laplace.fit(model, x, y, precision=1.0, structure="kfac")
+            Laplace(kfac, 9 of 9 weights, 30 examples, precision 1)
         """
         _check_structure(structure, indices, weight)
         if weight is not None and not isinstance(x, Tensor | Mapping | Sequence):

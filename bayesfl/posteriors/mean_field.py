@@ -33,6 +33,11 @@ class MeanField(Family):
         scale_rate: How fast gradient steps move rho, as a multiple of the optimiser's rate, >= 0; 0
             holds the standard deviations. Adam heeds only whether it is 0, as its steps do not
             depend on the size of gradients.
+
+    Example:
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> bf.posteriors.MeanField.fit(nn.Linear(2, 3), x, y, precision=1.0, steps=20)
+        MeanField(9 weights, 30 examples)
     """
 
     scale_rate: NotNegative = 1.0

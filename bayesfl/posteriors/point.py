@@ -17,6 +17,12 @@ class Point:
 
     Its entropy is 0 by convention, so energy minus entropy is -log p(w), which must not be reported
     as a KL divergence or an ELBO.
+
+    Example:
+        >>> q = bf.posteriors.Point()
+        >>> mean, variance = q.moments(q.init(torch.tensor([1.0, 2.0])))
+        >>> mean.tolist(), variance.tolist()
+        ([1.0, 2.0], [0.0, 0.0])
     """
 
     def init(self, loc: Tensor) -> Tensors:

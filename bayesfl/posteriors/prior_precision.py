@@ -79,6 +79,7 @@ def best_precision(eigenvalues: Tensor, square: Tensor) -> float | None:
         selection in deep learning", ICML 2021.
 
     Example:
+        >>> from bayesfl.posteriors.prior_precision import best_precision
         >>> eigenvalues = torch.tensor([4.0, 4.0], dtype=torch.float64)
         >>> round(best_precision(eigenvalues, torch.tensor(1.0)), 6)  # d = 8 / (4 + d)
         1.464102

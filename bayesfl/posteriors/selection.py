@@ -34,6 +34,12 @@ class Evidence:
 
     Raises:
         ValueError: An entry of `curvature` is < 0, or one of `variance` is not > 0.
+
+    Example:
+        >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
+        >>> evidence = bf.selection.Evidence(weights, curvature, variance=torch.ones(3))
+        >>> evidence.posterior_variance
+        tensor([1.0000, 0.5000, 0.1000])
     """
 
     loc: Tensor
@@ -77,6 +83,12 @@ def wasserstein(evidence: Evidence) -> Tensor:
 
     Weights without curvature have the largest variances of all, so they come first; their posterior
     is the prior, and on inputs like the training data they change no prediction.
+
+    Example:
+        >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
+        >>> evidence = bf.selection.Evidence(weights, curvature, variance=torch.ones(3))
+        >>> bf.selection.wasserstein(evidence)
+        tensor([1.0000, 0.5000, 0.1000])
     """
     return evidence.posterior_variance
 
@@ -84,18 +96,38 @@ def wasserstein(evidence: Evidence) -> Tensor:
 def curved_wasserstein(evidence: Evidence) -> Tensor:
     """Score by `wasserstein`, but select only weights with non-zero curvature; the subnetwork is
     smaller if there are too few.
+
+    Example:
+        >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
+        >>> evidence = bf.selection.Evidence(weights, curvature, variance=torch.ones(3))
+        >>> bf.selection.curved_wasserstein(evidence)
+        tensor([  -inf, 0.5000, 0.1000])
     """
     return wasserstein(evidence).masked_fill(~evidence.curved, -torch.inf)
 
 
 def magnitude(evidence: Evidence) -> Tensor:
-    """Score weights by their absolute value."""
+    """Score weights by their absolute value.
+
+    Example:
+        >>> weights, curvature = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
+        >>> evidence = bf.selection.Evidence(weights, curvature, variance=torch.ones(3))
+        >>> bf.selection.magnitude(evidence)
+        tensor([1., 2., 3.])
+    """
     return evidence.loc.abs()
 
 
 def random(evidence: Evidence) -> Tensor:
     """Score at random, so that all subnetworks are equally likely; equal seeds choose equal ones,
     so the indices need not be sent.
+
+    Example:
+        >>> ones = torch.ones(100)
+        >>> evidence = bf.selection.Evidence(ones, ones, ones, seed=1)
+        >>> chosen = bf.selection.select(bf.selection.random, evidence, 3)
+        >>> torch.equal(chosen, bf.selection.select("random", evidence, 3))
+        True
     """
     scores = generator(evidence.seed, Purpose.SELECTION).standard_normal(len(evidence.loc))
     return torch.as_tensor(scores).to(evidence.loc)
@@ -104,6 +136,12 @@ def random(evidence: Evidence) -> Tensor:
 def predictive_variance(evidence: Evidence) -> Tensor:
     """Score by each weight's share in the predictions' variance on the training data: GGN_rr times
     its posterior variance on its own.
+
+    Example:
+        >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
+        >>> evidence = bf.selection.Evidence(weights, curvature, variance=torch.ones(3))
+        >>> bf.selection.predictive_variance(evidence)
+        tensor([0.0000, 0.5000, 0.9000])
     """
     return evidence.curvature * evidence.posterior_variance
 
@@ -115,6 +153,13 @@ class ByName:
 
     Args:
         pattern: Shell-style pattern over parameter names.
+
+    Example:
+        >>> curvature = bf.curvature.Curvature(bf.models.mlp(2, hidden=2, outputs=2))
+        >>> ones = torch.ones(curvature.size)
+        >>> evidence = bf.selection.Evidence(ones, ones, ones, layout=curvature.layout)
+        >>> bf.selection.select(bf.selection.ByName("head.weight"), evidence, 4).tolist()
+        [6, 7, 8, 9]
     """
 
     pattern: str
@@ -145,6 +190,12 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
     Raises:
         ValueError: `rule` is unknown, `count` lies outside 1 to D, or the scores have another
             shape, are NaN, or are all -inf.
+
+    Example:
+        >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
+        >>> evidence = bf.selection.Evidence(weights, curvature, variance=torch.ones(3))
+        >>> bf.selection.select("predictive_variance", evidence, 2).tolist()
+        [1, 2]
     """
     size = len(evidence.loc)
     check_rule(rule)
@@ -189,5 +240,12 @@ def check_rule(rule: object) -> None:
 
 
 def uncurved_share(evidence: Evidence, indices: Tensor) -> float:
-    """Return the share of the weights `indices` that have no curvature."""
+    """Return the share of the weights `indices` that have no curvature.
+
+    Example:
+        >>> weights, curvature = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 9.0])
+        >>> evidence = bf.selection.Evidence(weights, curvature, variance=torch.ones(3))
+        >>> bf.selection.uncurved_share(evidence, torch.tensor([0, 1]))
+        0.5
+    """
     return float((~evidence.curved[indices]).double().mean()) if len(indices) else 0.0

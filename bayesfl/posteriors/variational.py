@@ -50,6 +50,12 @@ class Variational(Drawn):
         target: The model, its likelihood, the prior and the number of examples; its data are those
             of the fit, or none after `load`.
         history: Estimates of the ELBO at every step, in nats, sums over the data, [steps].
+
+    Example:
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> fitted = bf.posteriors.MeanField.fit(nn.Linear(2, 3), x, y, precision=1.0, steps=20)
+        >>> fitted.history.shape, fitted.predict(x)["probs"].shape
+        (torch.Size([20]), torch.Size([30, 3]))
     """
 
     family: "Family"
@@ -232,13 +238,14 @@ class Family(ABC):
             ValueError: The data do not fit the module or the likelihood, or can be read only once;
                 `precision` is not > 0; or the ELBO is not finite.
 
-        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
-        >>> model = nn.Linear(2, 3)
-        >>> fitted = bf.posteriors.FullGaussian.fit(model, x, y, precision=1.0, steps=100)
-        >>> fitted
-        FullGaussian(9 weights, 30 examples)
-        >>> fitted.predict(x)["probs"].shape
-        torch.Size([30, 3])
+        Example:
+            >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+            >>> model = nn.Linear(2, 3)
+            >>> fitted = bf.posteriors.FullGaussian.fit(model, x, y, precision=1.0, steps=100)
+            >>> fitted
+            FullGaussian(9 weights, 30 examples)
+            >>> fitted.predict(x)["probs"].shape
+            torch.Size([30, 3])
         """
         target = Target.of(
             model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern

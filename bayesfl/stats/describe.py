@@ -170,6 +170,14 @@ class Description:
         dropped: {site: rows left out as a value is missing}.
         left_out: {site: why it has no part}.
         released: What left each site.
+
+    Example:
+        >>> import pandas as pd
+        >>> ages = {"north": [40.0, 50, 60], "south": [50.0, 60, 70]}
+        >>> frames = {site: pd.DataFrame({"age": age}) for site, age in ages.items()}
+        >>> found = bf.stats.describe(bf.stats.tables(frames, terms=["age"]))
+        >>> found.table().columns.tolist()
+        ['north', 'south', 'all', 'difference']
     """
 
     statistics: Any

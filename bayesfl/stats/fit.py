@@ -123,6 +123,14 @@ class Fit(Refits):
             `glm`, `check` and `concordance` of `cox`.
         design: Function (data frame) -> the columns of its rows.
         offset: Column of what is added to the linear predictor; None where there is none.
+
+    Example:
+        >>> import pandas as pd
+        >>> a = pd.DataFrame({"x": [0.0, 1, 2], "y": [0.0, 3, 3]})
+        >>> frames = {"a": a, "b": a + 1}
+        >>> fit = bf.stats.glm(bf.stats.tables(frames, outcome="y", terms=["x"]), family="gaussian")
+        >>> fit.table().index.tolist()
+        ['(intercept)', 'x']
     """
 
     estimate: Tensor

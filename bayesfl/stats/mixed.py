@@ -240,6 +240,15 @@ class Mixed(Refits):
         effective: Effective number of the weighted draws.
         k_hat: Pareto's k of their weights; below .7 their means can be relied on.
         evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
+
+    Example:
+        >>> import pandas as pd
+        >>> rows = pd.DataFrame({"dose": [0.0, 1, 2, 3], "gain": [0.0, 1, 1, 3]})
+        >>> frames = {site: rows.assign(gain=rows["gain"] + k) for k, site in enumerate("abcd")}
+        >>> sites = bf.stats.tables(frames, outcome="gain", terms=["dose"])
+        >>> fit = bf.stats.mixed(sites, family="gaussian")
+        >>> fit.sites().shape
+        (4, 4)
     """
 
     effects: tuple[str, ...]

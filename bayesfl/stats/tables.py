@@ -75,6 +75,14 @@ class Tables:
         policy: What the sites answer, or {site: what it answers}; None for all that is asked.
         offset: Name of the column of what is added to the linear predictor; None where there is
             none.
+
+    Example:
+        >>> import pandas as pd
+        >>> ages = {"north": [40, 50], "south": [60]}
+        >>> frames = {site: pd.DataFrame({"age": age}) for site, age in ages.items()}
+        >>> sites = bf.stats.tables(frames, terms=["age"])
+        >>> sites.names, sites.columns
+        (('north', 'south'), ('age',))
     """
 
     sites: tuple[Site, ...]

@@ -125,7 +125,7 @@ def levels(column: str, values: Sequence[Any]) -> Levels:
         ValueError: There are fewer than two levels, or one is named twice.
 
     Example:
-        >>> levels("cp", [1, 2, 3]).columns
+        >>> bf.stats.levels("cp", [1, 2, 3]).columns
         ('cp[2]', 'cp[3]')
     """
     found = tuple(values)
@@ -142,7 +142,7 @@ def interaction(*terms: str | Levels) -> Interaction:
         *terms: Names of columns of numbers, or `levels`.
 
     Example:
-        >>> interaction("age", levels("sex", ["f", "m"])).columns
+        >>> bf.stats.interaction("age", bf.stats.levels("sex", ["f", "m"])).columns
         ('age:sex[m]',)
     """
     return Interaction(tuple(Number(t) if isinstance(t, str) else t for t in terms))

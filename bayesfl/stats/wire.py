@@ -40,6 +40,7 @@ def written(value: Any) -> str:
 
     Example:
         >>> from bayesfl.stats.asking import Sums
+        >>> from bayesfl.stats.wire import written
         >>> written(Sums(sites=3, columns=2))
         '{"class": "Sums", "fields": {"sites": 3, "columns": 2, "family": null}}'
     """
@@ -53,6 +54,7 @@ def read(text: str) -> Any:
         ValueError: It is no JSON, or there is no such question or term, or it has other fields.
 
     Example:
+        >>> from bayesfl.stats.wire import read
         >>> read('{"class": "Number", "fields": {"column": "age"}}')
         Number(column='age')
     """

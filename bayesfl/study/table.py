@@ -46,6 +46,13 @@ class Summary(Mapping[str, Mapping[str, Estimate]]):
 
     Args:
         runs: {method: {measure: one value a seed}}.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
+        >>> runs = {"FedAvg": bf.simulate(method, clients, rounds=1)}
+        >>> "personal_accuracy" in bf.table(runs).summary()["FedAvg"]
+        True
     """
 
     runs: Mapping[str, Mapping[str, Sequence[float]]]
@@ -118,6 +125,13 @@ class Table:
         notes: What a reader has to know, one sentence each.
         at: The round that counts, see `chosen`.
         by: The measure by which options, and the best round, were chosen; None where none were.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
+        >>> runs = {"FedAvg": bf.simulate(method, clients, rounds=1)}
+        >>> bf.table(runs).methods
+        ('FedAvg',)
     """
 
     rows: tuple[Row, ...]

@@ -1,6 +1,5 @@
 """Prior precisions by evidence and by validation."""
 
-import doctest
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.posteriors import Laplace, prior_precision
+from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll_of_predictive
 from bayesfl.posteriors.prior_precision import (
     GRID,
@@ -67,7 +66,6 @@ def test_evidence_is_not_that_of_a_grid():
     found = best_precision(eigenvalues, square)
     assert found is not None
     assert found * 3 == pytest.approx(float((eigenvalues / (eigenvalues + found)).sum()), rel=1e-12)
-    assert doctest.testmod(prior_precision).failed == 0
 
 
 def test_precision_by_validation():

@@ -2,7 +2,6 @@
 process changes a number.
 """
 
-import doctest
 import json
 import os
 import shutil
@@ -217,12 +216,6 @@ def test_whole_results_are_kept(tmp_path: Path):
     methods = {"FedAvg": partial(bf.algorithms.fedavg, optimiser=SGD(1e30))}
     with pytest.raises(ValueError, match=r"seed 0 failed: DivergenceError: "):
         one(methods=methods).run(tmp_path, progress=False, keep="result").result("FedAvg", 0)
-
-
-@pytest.mark.parametrize("thing", [bf.Study, bf.table])
-def test_the_example_of_a_docstring_runs(thing: Any):
-    (found,) = doctest.DocTestFinder(recurse=False).find(thing, globs={})
-    assert doctest.DocTestRunner(verbose=False).run(found).failed == 0
 
 
 def test_a_record_that_cannot_be_read_is_made_anew(tmp_path: Path):

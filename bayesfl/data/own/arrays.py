@@ -100,6 +100,14 @@ def from_arrays(
         RuntimeError: Rows have different shapes.
         TypeError: An argument is no array, such as a torch data set: pass those to `from_datasets`;
             or names are no list.
+
+    Example:
+        >>> x, y = torch.rand(20, 3), torch.arange(20) % 2
+        >>> bf.data.from_arrays(x, y, client_ids=["north", "south"] * 10)
+        FederatedData(arrays, 2 clients; train 16, test 4)
+        >>> clients = bf.data.from_arrays([x[:5], x[5:]], [y[:5], y[5:]], names=["north", "south"])
+        >>> clients.client_names
+        ('north', 'south')
     """
     pooled = client_ids is not None
     if not pooled:

@@ -97,6 +97,14 @@ def from_frame(
         UserWarning: Columns are probably no measurements, are constant, or have no value at some
             client, or levels that differ by case alone, all in one warning; or a client has no rows
             in a split.
+
+    Example:
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"site": list("aabb") * 5, "age": range(20)})
+        >>> frame["sex"], frame["ill"] = list("mf") * 10, [0, 1] * 10
+        >>> clients, columns = bf.data.from_frame(frame, client="site", target="ill")
+        >>> clients
+        FederatedData(frame, 2 clients; train 16, test 4)
     """
     table, names = _opened(frame, client, target, group, categories)
     here = columns is None
@@ -191,6 +199,13 @@ def frame_statistics(
     Raises:
         TypeError: As by `from_frame`.
         ValueError: As by `from_frame`.
+
+    Example:
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"site": ["a"] * 10, "age": range(10), "ill": [0, 1] * 5})
+        >>> found = bf.data.frame_statistics(frame, client="site", target="ill", test_share=0.0)
+        >>> list(found), len(found["clients"])
+        (['classes', 'ordered', 'outputs', 'clients'], 1)
     """
     table, names = _opened(frame, client, target, group, categories)
     targets = _targets(table, target, class_names, None, task)

@@ -64,6 +64,12 @@ def from_datasets(
             classes differently; the folder holds something else; or `from_arrays` refuses them.
         KeyError: A row lacks a column.
         TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> sets = [TensorDataset(torch.rand(10, 3), torch.arange(10) % 2) for _ in range(3)]
+        >>> bf.data.from_datasets(sets)
+        FederatedData(arrays, 3 clients; train 24, test 6)
     """
     # Options that are none are refused now, not after all items were read.
     inspect.signature(from_arrays).bind([], [], client_ids=None, test=None, **options)

@@ -72,6 +72,11 @@ def dominant_classes(
         Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier
         collaboration", ICLR 2023, arXiv:2306.11867, experiments; the groups and the queues from the
         authors' code, github.com/JianXu95/FedPAC.
+
+    Example:
+        >>> clients = bf.data.dominant_classes("digits", clients=5)
+        >>> torch.bincount(clients.train.client(0)[1], minlength=10).tolist()
+        [15, 14, 14, 1, 1, 1, 1, 1, 1, 1]
     """
     options = shared.Options(
         source=source,
@@ -181,6 +186,11 @@ def label_groups(
         Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty
         quantification", 2024, arXiv:2404.15657, experiments; the groups, the pooling and the
         centring from the authors' code, github.com/hyLiu1994/BPFedMePD.
+
+    Example:
+        >>> clients = bf.data.label_groups("digits", clients=2, labels=5)
+        >>> clients.train.client(0)[1].unique().tolist()
+        [0, 1, 2, 3, 4]
     """
     options = shared.Options(
         source=source,

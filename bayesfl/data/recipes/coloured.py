@@ -105,6 +105,10 @@ def coloured(
         "Exploiting personalized invariance for better out-of-distribution generalization in
         federated learning", 2022, arXiv:2211.11243; shares and order of the draws from its code,
         github.com/Tangx-yy/Per-InvFL.
+
+    Example:
+        >>> bf.data.coloured("digits", agreement=(0.9, 0.8))
+        FederatedData(digits, 2 clients, one environment each; train 1438, test 359)
     """
     options = shared.Options(
         source=source,
@@ -188,6 +192,11 @@ def recoloured(clients: FederatedData, agreement: shared.Share) -> ClientData:
 
     Raises:
         ValueError: `clients` was not made by `coloured`.
+
+    Example:
+        >>> clients = bf.data.coloured("digits", agreement=(0.9, 0.8))
+        >>> bf.data.recoloured(clients, agreement=0.5).clients
+        2
     """
     if clients.recipe.get("recipe") != "coloured":
         raise ValueError(

@@ -54,6 +54,11 @@ def concept_drift(
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
         hierarchical Bayesian modeling", FL-NeurIPS 2022, experiments; details from the authors'
         code, github.com/JunyiZhu-AI/confidence_aware_PFL.
+
+    Example:
+        >>> clients = bf.data.concept_drift("digits", clients=4)
+        >>> clients.classes  # pairs of digits
+        5
     """
     options = shared.Options(
         source=source,
@@ -132,6 +137,11 @@ def swapped_labels(
 
     Raises:
         ValueError: There are more clients than rows, or too many groups for all to differ.
+
+    Example:
+        >>> clients = bf.data.swapped_labels("digits", clients=4, groups=2, swaps=1)
+        >>> clients.recipe["names"][1]
+        [0, 3, 2, 1, 4, 5, 6, 7, 8, 9]
     """
     options = shared.Options(
         source=source,

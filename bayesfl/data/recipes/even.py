@@ -46,6 +46,10 @@ def iid(
 
     Raises:
         ValueError: There are more clients than training or test rows.
+
+    Example:
+        >>> bf.data.iid("digits", clients=4, validation=0.1)
+        FederatedData(digits, 4 clients; train 1294, test 359, validation 144)
     """
     options = shared.Options(
         source=source,
@@ -88,6 +92,10 @@ def diabetes(
 
     Raises:
         ValueError: There are more clients than test rows.
+
+    Example:
+        >>> bf.data.diabetes(clients=4, by="age")
+        FederatedData(diabetes, 4 clients; train 354, test 88)
     """
     if by is None:
         return iid(

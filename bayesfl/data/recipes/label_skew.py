@@ -42,6 +42,11 @@ def labels_per_client(
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data",
         AISTATS 2017, section 3, for two classes per client.
+
+    Example:
+        >>> clients = bf.data.labels_per_client("digits", clients=4, labels=2)
+        >>> clients.train.client(0)[1].unique().tolist()
+        [2, 3]
     """
     options = shared.Options(
         source=source,
@@ -106,6 +111,11 @@ def shards(
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data",
         AISTATS 2017, section 3.
+
+    Example:
+        >>> clients = bf.data.shards("digits", clients=4, shards=2)
+        >>> clients.counts["train"].tolist()
+        [360, 358, 360, 360]
     """
     options = shared.Options(
         source=source,
@@ -175,6 +185,10 @@ def dirichlet(
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019,
         section 4. Groups: Marfoq et al., "Federated multi-task learning under a mixture of
         distributions", NeurIPS 2021, experiments.
+
+    Example:
+        >>> bf.data.dirichlet("digits", clients=4, alpha=0.1).counts["train"].tolist()
+        [209, 243, 435, 551]
     """
     options = shared.Options(
         source=source,
@@ -262,6 +276,11 @@ def pachinko(
         Reddi et al., "Adaptive federated optimization", ICLR 2021, appendix on CIFAR-100 (after Li
         and McCallum, "Pachinko allocation", ICML 2006); the values of Marfoq et al., "Federated
         multi-task learning under a mixture of distributions", NeurIPS 2021.
+
+    Example:
+        >>> clients = bf.data.pachinko("digits", clients=4, size=100)
+        >>> clients.counts["train"].tolist()
+        [100, 100, 100, 100]
     """
     options = shared.Options(
         source=source,

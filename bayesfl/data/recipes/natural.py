@@ -43,6 +43,10 @@ def heart_disease(
         Ogier du Terrail et al., "FLamby: datasets and benchmarks for cross-silo federated learning
         in realistic healthcare settings", NeurIPS 2022 (datasets and benchmarks), appendix on
         Fed-Heart-Disease.
+
+    Example:
+        >>> bf.data.heart_disease()  # doctest: +SKIP
+        FederatedData(heart, 4 clients; train 486, test 254)
     """
     options = shared.Options(
         source="heart", seed=seed, validation=validation, calibration=calibration, root=root
@@ -105,6 +109,9 @@ def shakespeare(
         AISTATS 2017; Caldas et al., "LEAF: a benchmark for federated settings", 2018,
         arXiv:1812.01097; Marfoq et al., "Federated multi-task learning under a mixture of
         distributions", NeurIPS 2021.
+
+    Example:
+        >>> clients = bf.data.shakespeare(max_size=100)  # doctest: +SKIP
     """
     options = shared.Options(
         source="shakespeare",

@@ -39,6 +39,11 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False) -
     Raises:
         ValueError: No data set has that name.
         FileNotFoundError: Its files are absent; the message lists where they were looked for.
+
+    Example:
+        >>> source = bf.data.load("digits")
+        >>> source.x.shape, source.outputs, source.info.licence
+        (torch.Size([1797, 64]), 10, 'CC BY 4.0')
     """
     if name not in INFO:
         raise ValueError(

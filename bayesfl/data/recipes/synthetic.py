@@ -62,6 +62,10 @@ def linear_mixture(
         Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of
         distributions", NeurIPS 2021, experiments; sizes from the authors' code,
         github.com/omarfoq/FedEM.
+
+    Example:
+        >>> bf.data.linear_mixture(clients=3, inputs=5, test=20)
+        FederatedData(linear mixture, 3 clients; train 347, test 60)
     """
     rng = np.random.RandomState(seed)
     sizes = np.minimum(rng.lognormal(4, 2, clients).astype(int) + 50, 1000)

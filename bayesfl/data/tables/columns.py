@@ -67,6 +67,14 @@ class Columns:
         classes: Names of the classes of a target that is text, in the order of their numbers; None
             for others.
         outputs: Number of classes; None where it is not known, or for numbers.
+
+    Example:
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"site": list("aabb") * 5, "age": range(20)})
+        >>> frame["sex"], frame["ill"] = list("mf") * 10, [0, 1] * 10
+        >>> clients, columns = bf.data.from_frame(frame, client="site", target="ill")
+        >>> columns.names
+        ('age', 'sex is f', 'sex is m')
     """
 
     parts: tuple[Number | Category, ...]

@@ -41,6 +41,15 @@ class Abstention:
         risk: Largest share of wrong answers, in (0, 1).
         delta: Probability that the bound fails, in (0, 1).
         split: The split on which thresholds are tested, to which nothing else was fitted.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2, validation=0.2, calibration=0.3)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=16, outputs=10))
+        >>> result = bf.simulate(method, clients, rounds=10, evaluate_every=None)
+        >>> steps = bf.calibration.Temperature(), bf.calibration.Abstention(risk=0.1)
+        >>> found = result.calibrate(*steps).predict(clients.test)
+        >>> bool(found.answered.any()), bool(found.answered.all())
+        (True, False)
     """
 
     risk: Annotated[float, PROBABILITY] = 0.05

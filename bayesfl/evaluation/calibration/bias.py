@@ -32,6 +32,14 @@ class Bias(PerClient):
 
     Args:
         split: The split that it is fitted to.
+
+    Example:
+        >>> clients = bf.data.label_groups("digits", clients=4, validation=0.2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> result = bf.simulate(method, clients, rounds=1, evaluate_every=None)
+        >>> local, rows = result.calibrate(bf.calibration.Bias()), clients.test
+        >>> local.predict(rows).summary(rows)["nll"] < result.predict(rows).summary(rows)["nll"]
+        True
     """
 
     split: str = "validation"

@@ -31,6 +31,14 @@ class Choice(PerClient):
         delta: Probability with which a client may take the server's model although that is no
             better, in (0, 1).
         split: The split on which the two are compared, which neither was trained on.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2, validation=0.2)
+        >>> method = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> result = bf.simulate(method, clients, rounds=1, evaluate_every=None)
+        >>> (fitted,) = result.calibrate(bf.calibration.Choice()).steps
+        >>> list(fitted.own)  # who takes the server's model, and on how many rows it wins and loses
+        ['shared', 'better', 'worse']
     """
 
     delta: Annotated[float, PROBABILITY] = 0.05

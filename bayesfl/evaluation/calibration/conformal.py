@@ -89,6 +89,15 @@ class Conformal:
             for examples of each class.
         never_empty: Whether sets of classes hold at least the most probable class.
         split: The split whose scores are used, to which nothing else was fitted.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2, calibration=0.2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> result = bf.simulate(method, clients, rounds=1, evaluate_every=None)
+        >>> found = result.calibrate(bf.calibration.Conformal(level=0.9)).predict(clients.test)
+        >>> held, labels = found.sets, found.labels  # of 360 test rows
+        >>> bool(held.gather(-1, labels[..., None]).double().mean() > 0.85)
+        True
     """
 
     level: Annotated[float, PROBABILITY] = 0.9

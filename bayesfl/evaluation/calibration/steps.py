@@ -19,6 +19,10 @@ class Step(Survey[LocalPredictions], Protocol):
 
     A step may say `compares = True`, and is then given `LocalPredictions.shared`; and
     `draws = True`, and is then given `LocalPredictions.rows`.
+
+    Example:
+        >>> isinstance(bf.calibration.Temperature(), bf.calibration.Step)
+        True
     """
 
     def settle(self, state: Tensors, local: LocalPredictions) -> Tensors:
@@ -62,6 +66,14 @@ class Fitted:
         step: The step.
         state: What all clients know, as a pooled temperature or the histogram of all scores.
         own: The clients' own parameters, [J, ...], which never leave them.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2, validation=0.2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> result = bf.simulate(method, clients, rounds=1, evaluate_every=None)
+        >>> (fitted,) = result.calibrate(bf.calibration.Temperature()).steps
+        >>> fitted.step, list(fitted.own)
+        (Temperature(split='validation', strength=10.0), ['temperature'])
     """
 
     step: Step
@@ -95,6 +107,14 @@ def fit(step: Step, local: LocalPredictions, outputs: Outputs, ask: Ask | None =
 
     Raises:
         ValueError: The step does not fit such predictions, or a prediction is not finite.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2, validation=0.2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
+        >>> (local,) = bf.simulate(method, clients, rounds=1).local_predictions(clients.validation)
+        >>> outputs = bf.evaluation.surveys.Outputs("classification", 10)
+        >>> bf.calibration.fit(bf.calibration.Bias(), local, outputs)
+        Fitted(Bias(split='validation'); bias [2, 10])
     """
     state = conduct(step, ask or together(step, local), outputs)
     return Fitted(step, state, step.settle(state, local))
@@ -138,7 +158,17 @@ def any_draws(steps: "Iterable[Step]") -> bool:
 
 
 def applied(steps: Iterable[Fitted], local: LocalPredictions) -> LocalPredictions:
-    """Return predictions as all steps change them, one after the other, with whose they are."""
+    """Return predictions as all steps change them, one after the other, with whose they are.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2, validation=0.2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10))
+        >>> result = bf.simulate(method, clients, rounds=1)
+        >>> result = result.calibrate(bf.calibration.Bias())
+        >>> (local,) = result.local_predictions(clients.test)
+        >>> bf.calibration.applied(result.steps, local).predictions.probs.shape
+        torch.Size([2, 180, 10])
+    """
     for one in steps:
         local = one.apply(local)
     return local

@@ -61,6 +61,15 @@ class Temperature:
     References:
         Guo, Pleiss, Sun, Weinberger, "On calibration of modern neural networks", ICML 2017, section
         4.2.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2, validation=0.2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> result = bf.simulate(method, clients, rounds=1, evaluate_every=None)
+        >>> warm = result.calibrate(bf.calibration.Temperature())
+        >>> rows = clients.validation
+        >>> warm.predict(rows).summary(rows)["nll"] < result.predict(rows).summary(rows)["nll"]
+        True
     """
 
     split: str = "validation"
@@ -180,9 +189,10 @@ def temperature(logits: Tensor, y: Tensor) -> float:
             the logit of the second of two classes.
         y: Labels [N], integers in [0, O).
 
-    >>> logits, y = torch.tensor([[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1, 1])
-    >>> round(temperature(logits, y), 2)
-    5.77
+    Example:
+        >>> logits, y = torch.tensor([[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1, 1])
+        >>> round(bf.calibration.temperature(logits, y), 2)
+        5.77
     """
     logits, y = torch.as_tensor(logits).detach().cpu().double(), torch.as_tensor(y).cpu().long()
     if logits.dim() == 1 or logits.shape[-1] == 1:

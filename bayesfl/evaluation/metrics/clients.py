@@ -42,6 +42,12 @@ def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, T
 
     Returns:
         The three tensors of one client.
+
+    Example:
+        >>> probs = torch.tensor([[[0.9, 0.1]], [[0.2, 0.8]]])  # two clients of one example
+        >>> labels, mask = torch.tensor([[0], [0]]), torch.ones(2, 1, dtype=torch.bool)
+        >>> bf.metrics.accuracy(*bf.metrics.pool(probs, labels, mask)).tolist()
+        [0.5]
     """
     return probs.flatten(0, 1)[None], labels.flatten(0, 1)[None], mask.flatten(0, 1)[None]
 
@@ -58,6 +64,12 @@ def pooled(
         labels: True classes, [J, N], integers in [0, O).
         mask: Which rows are examples, [J, N] bool.
         options: Further arguments of `measure`.
+
+    Example:
+        >>> probs = torch.tensor([[[0.9, 0.1]], [[0.2, 0.8]]])  # two clients of one example
+        >>> labels, mask = torch.tensor([[0], [0]]), torch.ones(2, 1, dtype=torch.bool)
+        >>> round(bf.metrics.pooled(bf.metrics.ece, probs, labels, mask, bins=10), 2)
+        0.35
     """
     return float(measure(*pool(probs, labels, mask), **options))
 
@@ -77,6 +89,10 @@ def bottom_decile(values: Tensor | np.ndarray) -> float:
 
     Raises:
         ValueError: `values` is not of shape [J].
+
+    Example:
+        >>> bf.metrics.bottom_decile(torch.arange(20.0))
+        2.0
     """
     values = torch.as_tensor(values).detach().to("cpu", torch.float64)
     if values.dim() != 1:

@@ -45,6 +45,13 @@ def interval_summary(
     References:
         Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102,
         2007, eq. 43.
+
+    Example:
+        >>> low, high = torch.tensor([[[0.0], [1.0]]]), torch.tensor([[[2.0], [3.0]]])
+        >>> y, mask = torch.tensor([[1.0, 4.0]]), torch.tensor([[True, True]])
+        >>> found = bf.metrics.interval_summary(low, high, y, mask)
+        >>> found["coverage"], found["width"]
+        (0.5, 2.0)
     """
     values, broken, mask = _measures(lower, upper, targets, mask, level, middle)
     each = {
@@ -85,6 +92,13 @@ def interval_table(
     Returns:
         `client` (names or numbers) and `examples` (integers), `rmse`, `pinball`, `coverage`,
         `width` and `interval_score`.
+
+    Example:
+        >>> low, high = torch.tensor([[[0.0]], [[1.0]]]), torch.tensor([[[2.0]], [[3.0]]])
+        >>> y, mask = torch.tensor([[1.0], [4.0]]), torch.tensor([[True], [True]])
+        >>> found = bf.metrics.interval_table(low, high, y, mask, names=["a", "b"])
+        >>> dict(zip(found["client"].tolist(), found["coverage"].tolist()))
+        {'a': 1.0, 'b': 0.0}
     """
     values, broken, mask = _measures(lower, upper, targets, mask, level, middle)
     return index_of(names, mask) | {

@@ -34,6 +34,10 @@ def rmse(mean: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         Shape [J], [] of one model, >= 0.
+
+    Example:
+        >>> bf.metrics.rmse(torch.zeros(2), torch.tensor([1.0, 7.0])).item()  # the root of 25
+        5.0
     """
     return _Fitted.of(mean, None, targets, mask).rmse()
 
@@ -52,6 +56,11 @@ def gaussian_nll(
 
     Returns:
         Shape [J], [] of one model.
+
+    Example:
+        >>> mean, variance, y = torch.zeros(2), torch.ones(2), torch.tensor([0.0, 1.0])
+        >>> round(bf.metrics.gaussian_nll(mean, variance, y).item(), 3)  # log(2 pi) / 2 + 1 / 4
+        1.169
     """
     return _Fitted.of(mean, variance, targets, mask).nll()
 
@@ -81,6 +90,11 @@ def coverage(
 
     Returns:
         Shape [J], [] of one model, in [0, 1]; above `level` means too wide, below it too narrow.
+
+    Example:
+        >>> mean, variance, y = torch.zeros(4), torch.ones(4), torch.tensor([0.0, 1.0, -1.0, 2.0])
+        >>> bf.metrics.coverage(mean, variance, y, level=0.9).item()
+        0.75
     """
     return _Fitted.of(mean, variance, targets, mask, distribution).coverage(level)
 
@@ -109,6 +123,10 @@ def crps(
 
     Returns:
         Shape [J], [] of one model, >= 0.
+
+    Example:
+        >>> round(bf.metrics.crps(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
+        0.2337
     """
     return _Fitted.of(mean, variance, targets, mask, distribution).crps()
 
@@ -140,6 +158,11 @@ def pit_histogram(
 
     Returns:
         Share of the targets in each bin, [J, bins], [bins] of one model.
+
+    Example:
+        >>> mean, variance, y = torch.zeros(4), torch.ones(4), torch.tensor([-2.0, -0.1, 0.1, 2.0])
+        >>> bf.metrics.pit_histogram(mean, variance, y, bins=2).tolist()
+        [0.5, 0.5]
     """
     return _Fitted.of(mean, variance, targets, mask, distribution).pit(bins)
 
@@ -164,6 +187,13 @@ def regression_summary(
     Returns:
         `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90`: means over the clients that have
         examples. The same names with the prefix `pooled_`: of all clients' examples pooled.
+
+    Example:
+        >>> mean, y = torch.zeros(2, 3, 1), torch.tensor([[1.0, -1.0, 1.0], [2.0, 2.0, -2.0]])
+        >>> mask = torch.ones(2, 3, dtype=torch.bool)
+        >>> found = bf.metrics.regression_summary(mean, torch.ones(2, 3, 1), y, mask)
+        >>> found["rmse"], round(found["pooled_rmse"] ** 2, 6), found["coverage_90"]
+        (1.5, 2.5, 0.5)
     """
     fitted = _Fitted.of(mean, variance, targets, mask, distribution)
     summary = {
@@ -196,6 +226,12 @@ def regression_table(
     Returns:
         `client` (names or numbers) and `examples` (integers), `rmse`, `nll`, `crps`, `coverage_50`,
         `coverage_90`, and `width_90`, the mean width of the 90% intervals in the targets' unit.
+
+    Example:
+        >>> mean, y = torch.zeros(2, 3, 1), torch.tensor([[1.0, -1.0, 1.0], [2.0, 2.0, -2.0]])
+        >>> mask = torch.ones(2, 3, dtype=torch.bool)
+        >>> bf.metrics.regression_table(mean, torch.ones(2, 3, 1), y, mask)["rmse"].tolist()
+        [1.0, 2.0]
     """
     fitted = _Fitted.of(mean, variance, targets, mask, distribution)
     return index_of(names, fitted.mask) | {

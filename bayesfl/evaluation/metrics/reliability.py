@@ -42,6 +42,11 @@ def ece(
 
     Returns:
         Shape [J], [] of one model, in [0, 1].
+
+    Example:
+        >>> probs, y = torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])
+        >>> bf.metrics.ece(probs, y).item()
+        0.25
     """
     return calibration_error(Scored.of(probs, labels, mask), bins, norm)
 
@@ -59,6 +64,11 @@ def mce(probs: Tensor, labels: Tensor, mask: Tensor | None = None, bins: Count =
 
     Returns:
         Shape [J], [] of one model, in [0, 1].
+
+    Example:
+        >>> probs, y = torch.tensor([[0.75, 0.25], [0.0, 1.0]]), torch.tensor([0, 1])
+        >>> bf.metrics.mce(probs, y).item()
+        0.25
     """
     return calibration_error(Scored.of(probs, labels, mask), bins, "max")
 
@@ -73,6 +83,12 @@ class ReliabilityBins:
         confidence: Mean confidence in each bin, [bins]; NaN in an empty one.
         accuracy: Share of right predictions in each bin, [bins]; NaN in an empty one.
         count: Number of examples in each bin, [bins], integers.
+
+    Example:
+        >>> probs, y = torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])
+        >>> bins = bf.metrics.reliability_bins(probs, y, bins=2)
+        >>> bins.examples, bins.ece
+        (2, 0.25)
     """
 
     edges: np.ndarray
@@ -117,6 +133,12 @@ def reliability_bins(
 
     Raises:
         ValueError: The prediction of an example is not finite.
+
+    Example:
+        >>> probs, y = torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])
+        >>> bins = bf.metrics.reliability_bins(probs, y, bins=2)
+        >>> bins.confidence.tolist(), bins.accuracy.tolist(), bins.count.tolist()
+        ([nan, 0.75], [nan, 0.5], [0, 2])
     """
     scored = Scored.of(probs, labels, mask)
     if scored.broken.any():

@@ -22,6 +22,13 @@ def accuracy(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tenso
 
     Returns:
         Shape [J], [] of one model, in [0, 1].
+
+    Example:
+        >>> probs, y = torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 0])
+        >>> bf.metrics.accuracy(probs, y).item()
+        0.5
+        >>> bf.metrics.accuracy(probs[None], y[None], torch.tensor([[True, False]])).tolist()
+        [1.0]
     """
     return Scored.of(probs, labels, mask).accuracy()
 
@@ -39,6 +46,11 @@ def nll(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         Shape [J], [] of one model, >= 0.
+
+    Example:
+        >>> probs, y = torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([0, 1])
+        >>> round(bf.metrics.nll(probs, y).item(), 3)  # (log 2 + log 4) / 2
+        1.04
     """
     return Scored.of(probs, labels, mask).nll()
 
@@ -57,6 +69,10 @@ def brier(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         Shape [J], [] of one model, in [0, 2].
+
+    Example:
+        >>> bf.metrics.brier(torch.tensor([[0.75, 0.25]]), torch.tensor([0])).item()
+        0.125
     """
     return Scored.of(probs, labels, mask).brier()
 
@@ -72,6 +88,11 @@ def macro_f1(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tenso
 
     Returns:
         Shape [J], [] of one model, in [0, 1].
+
+    Example:
+        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
+        >>> round(bf.metrics.macro_f1(probs, torch.tensor([0, 1, 1])).item(), 3)
+        0.667
     """
     return Scored.of(probs, labels, mask).macro_f1()
 
@@ -91,6 +112,11 @@ def auroc(probs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         Shape [J], [] of one model, in [0, 1] or NaN.
+
+    Example:
+        >>> probs = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.4, 0.6]])
+        >>> bf.metrics.auroc(probs, torch.tensor([0, 0, 1])).item()
+        0.5
     """
     return Scored.of(probs, labels, mask).auroc()
 

@@ -31,6 +31,13 @@ def classification_summary(
         client counting once, those without examples (or without an AUROC) left out.
         `accuracy_decile`: accuracy of the worst-served tenth of the clients. `pooled_accuracy`,
         `pooled_nll`, `pooled_ece`, `pooled_mce`, `pooled_brier`: of all clients' examples pooled.
+
+    Example:
+        >>> probs = torch.tensor([[[0.9, 0.1]], [[0.2, 0.8]]])  # two clients of one example
+        >>> labels, mask = torch.tensor([[0], [0]]), torch.ones(2, 1, dtype=torch.bool)
+        >>> found = bf.metrics.classification_summary(probs, labels, mask)
+        >>> found["accuracy"], found["accuracy_decile"], found["pooled_accuracy"]
+        (0.5, 0.0, 0.5)
     """
     scored = Scored.of(probs, labels, mask)
     clients, pooled = _measures(scored, bins), scored.pooled()
@@ -69,6 +76,13 @@ def per_client_table(
     Returns:
         `client` (names or numbers) and `examples` (integers), `accuracy`, `nll`, `ece`, `mce`,
         `brier`, `macro_f1`, `auroc`.
+
+    Example:
+        >>> probs = torch.tensor([[[0.9, 0.1]], [[0.2, 0.8]]])  # two clients of one example
+        >>> labels, mask = torch.tensor([[0], [0]]), torch.ones(2, 1, dtype=torch.bool)
+        >>> found = bf.metrics.per_client_table(probs, labels, mask, names=["north", "south"])
+        >>> dict(zip(found["client"].tolist(), found["accuracy"].tolist()))
+        {'north': 1.0, 'south': 0.0}
     """
     scored = Scored.of(probs, labels, mask)
     return index_of(names, scored.mask) | {

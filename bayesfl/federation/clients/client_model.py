@@ -111,6 +111,15 @@ class ClientModel:
         common: The beliefs about the server's model, where a step of calibration compares it with
             the client's own; empty otherwise.
         calibrated: How the method predicted when the steps were fitted; None without steps.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> model = bf.simulate(method, clients, rounds=1).client(0)
+        >>> model
+        ClientModel('client 0' after round 1; inputs (64,))
+        >>> model.predict(torch.rand(3, 64)).probs.shape
+        torch.Size([3, 10])
     """
 
     algorithm: Algorithm
@@ -787,6 +796,17 @@ def load_client(
         CheckpointError: There is no model of a client, or several clients'; or the file is damaged,
             or was made with another method, another network or another transform, see
             `bayesfl.base.described`.
+
+    Example:
+        >>> import tempfile
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> network = bf.models.mlp(64, hidden=8, outputs=10)
+        >>> result = bf.simulate(bf.algorithms.fedavg(network), clients, rounds=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result.client(0).save(folder)
+        ...     model = bf.load_client(folder, network)
+        >>> model
+        ClientModel('client 0' after round 1; inputs (64,))
     """
     if not isinstance(algorithm, Algorithm):
         instance("algorithm", algorithm, nn.Module, "pass the network, or the method")

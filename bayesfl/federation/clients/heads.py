@@ -54,6 +54,11 @@ def with_heads(method: Algorithm) -> Algorithm:
 
     Raises:
         ValueError: The network has no linear layer, or clients have no body in common.
+
+    Example:
+        >>> method = bf.with_heads(bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10)))
+        >>> method
+        Algorithm(SplitModel; own_head: FullGaussian, body: Point; 0 phases)
     """
     layer = _last_linear(method.model)
     mine = tuple(

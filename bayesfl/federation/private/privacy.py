@@ -197,6 +197,14 @@ class ClientPrivacy:
     Raises:
         ValueError: At the start of a run, the method or its settings do not fit, or statistics of
             norms would be sent.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=4)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> noise = bf.ClientPrivacy(clip=0.5, noise_multiplier=1.0)
+        >>> result = bf.simulate(method, clients, rounds=1, participation=0.5, aggregation=noise)
+        >>> [name in result.history.columns for name in ("releases", "epsilon")]
+        [True, True]
     """
 
     clip: Positive

@@ -161,6 +161,15 @@ class Admission:
             the median client is multiplied by their `shares`. The same multiple bounds the entries
             that a method reports. None for no such check.
         norm_floor: A distance that is always allowed, >= 0.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=4)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> plan = bf.faults.at_random(0.5, kinds=("nan",))
+        >>> rules = bf.Admission("skip", min_clients=2)
+        >>> result = bf.simulate(method, clients, rounds=2, faults=plan, admission=rules)
+        >>> result.history["cohort"].tolist()
+        [3.0, 3.0]
     """
 
     on_bad_client: Literal["stop", "skip"] = "stop"

@@ -22,7 +22,17 @@ from bayesfl.federation.rounds.admission import Message
 
 @dataclass(frozen=True)
 class Lost:
-    """A fault that leaves the server without the client's reply."""
+    """A fault that leaves the server without the client's reply.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=3)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> def plan(round, attempt, ids):
+        ...     return {0: bf.faults.Lost()}
+        >>> result = bf.simulate(method, clients, rounds=1, faults=plan)
+        >>> result.history["lost"].tolist()
+        [1.0]
+    """
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,10 @@ class Altered:
 
     Args:
         change: Function from the client's `Message` to the one that the server receives.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> late = bf.faults.Altered(lambda message: replace(message, round=message.round - 1))
     """
 
     change: Callable[[Message], Message]
@@ -100,6 +114,12 @@ def at_random(
 
     Raises:
         KeyError: `kinds` has an unknown name.
+
+    Example:
+        >>> import numpy as np
+        >>> plan = bf.faults.at_random(0.5, kinds=("lost",))
+        >>> plan(0, 0, np.arange(4))
+        {0: Lost()}
     """
     faults = [FAULTS[kind] for kind in kinds]
 

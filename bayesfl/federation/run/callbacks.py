@@ -41,6 +41,16 @@ Callback: TypeAlias = Callable[[Any], Any]
 def snapshot(result: Any) -> Any:
     """Return a copy of the run so far that further rounds do not change; what a callback is given
     shares the running state.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> kept = []
+        >>> def keep(run):
+        ...     kept.append(bf.callbacks.snapshot(run))
+        >>> result = bf.simulate(method, clients, rounds=2, on_round=[keep], evaluate_every=None)
+        >>> [run.round for run in kept]
+        [1, 2]
     """
     own = (
         {"private": tree_map(lambda t: t.clone(), result.private)}
@@ -70,6 +80,14 @@ class EarlyStopping:
 
     Raises:
         ValueError: `folder` is given for `last`.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2, validation=0.1)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10), epochs=1)
+        >>> stop = bf.callbacks.EarlyStopping("validation_nll", patience=2)
+        >>> result = bf.simulate(method, clients, rounds=3, on_round=[stop])
+        >>> result.history.best("validation_nll")["round"]
+        3
     """
 
     @declared
@@ -179,6 +197,16 @@ class CSV:
 
     Args:
         path: Path of the file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = pathlib.Path(folder, "history.csv")
+        ...     result = bf.simulate(method, clients, rounds=2, on_round=[bf.callbacks.CSV(file)])
+        ...     print(len(file.read_text().splitlines()))
+        3
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -197,6 +225,10 @@ class TensorBoard:
 
     Raises:
         ImportError: The package tensorboard is not installed.
+
+    Example:
+        >>> board = bf.callbacks.TensorBoard("runs/board")  # doctest: +SKIP
+        >>> bf.simulate(method, clients, rounds=10, on_round=[board])  # doctest: +SKIP
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

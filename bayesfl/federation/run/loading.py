@@ -50,6 +50,16 @@ def load(
             those of the run, or another order.
         CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made
             with another method or on other data.
+
+    Example:
+        >>> import tempfile
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     bf.simulate(method, clients, rounds=1).save(folder)
+        ...     result = bf.load(folder, method, clients)
+        >>> result.round
+        1
     """
     result, made_with = _read(path, algorithm, device)
     algorithm = result.algorithm

@@ -84,6 +84,15 @@ class Result:
         began: What the run began from, in words that differ for other states.
         pooled: The pooled posterior where clients were asked for it already; it counts for the
             predictor that asked.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
+        >>> result = bf.simulate(method, clients, rounds=1)
+        >>> result.predict(clients.test)
+        Predictions(2 clients of 179 to 180 examples; probs [2, 180, 10])
+        >>> result.client(1)
+        ClientModel('client 1' after round 1; inputs (64,))
     """
 
     algorithm: Algorithm

@@ -147,6 +147,13 @@ def simulate(
         DivergenceError: Training is no longer finite; the error carries the result up to the last
             finite round.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=2)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.outputs)
+        >>> result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=2)
+        >>> result.round, len(result.history)
+        (2, 2)
     """
     aggregation = aggregation or OpenAggregation()
     admission = admission or Admission("stop" if faults is None else "skip")

@@ -62,9 +62,10 @@ def ensemble(
         ValueError: The data do not fit the module or the likelihood, or can be read only once;
             `precision` is not > 0; a layer has no `reset_parameters`; or a member is not finite.
 
-    >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
-    >>> bf.posteriors.ensemble(nn.Linear(2, 3), x, y, precision=1.0, members=3, steps=20)
-    Samples(1 chain of 3 draws of 9 weights)
+    Example:
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> bf.posteriors.ensemble(nn.Linear(2, 3), x, y, precision=1.0, members=3, steps=20)
+        Samples(1 chain of 3 draws of 9 weights)
     """
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
     start, trained = anew(model, pattern=pattern), []

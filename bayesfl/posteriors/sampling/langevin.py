@@ -81,9 +81,10 @@ def sgld(
         ValueError: The data do not fit the module or the likelihood, or can be read only once;
             `precision` is not > 0; or a chain is not finite.
 
-    >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
-    >>> bf.posteriors.sgld(nn.Linear(2, 3), x, y, precision=1.0, draws=5, warmup=20, chains=2)
-    Samples(2 chains of 5 draws of 9 weights)
+    Example:
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> bf.posteriors.sgld(nn.Linear(2, 3), x, y, precision=1.0, draws=5, warmup=20, chains=2)
+        Samples(2 chains of 5 draws of 9 weights)
     """
     return sghmc(  # whose velocity, without memory, is one step
         model,
@@ -155,9 +156,10 @@ def sghmc(
         ValueError: The data do not fit the module or the likelihood, or can be read only once;
             `precision` is not > 0; or a chain is not finite.
 
-    >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
-    >>> bf.posteriors.sghmc(nn.Linear(2, 3), x, y, precision=1.0, draws=5, warmup=20, chains=2)
-    Samples(2 chains of 5 draws of 9 weights)
+    Example:
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> bf.posteriors.sghmc(nn.Linear(2, 3), x, y, precision=1.0, draws=5, warmup=20, chains=2)
+        Samples(2 chains of 5 draws of 9 weights)
     """
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
     width = (2 * (1 - momentum) * rate * temperature / target.examples) ** 0.5

@@ -85,6 +85,12 @@ def nuts(
         ValueError: There are more than `LIMIT` weights, `pattern` matches no parameter, there are
             no data, sizes, labels or outputs do not fit, or the posterior's density at a start is
             not finite.
+
+    Example:
+        >>> x, y = torch.zeros(4, 1), torch.tensor([0.0, 1.0, 2.0, 1.0])
+        >>> model, likelihood = nn.Linear(1, 1), bf.likelihoods.Gaussian()
+        >>> bf.posteriors.nuts(model, likelihood, x, y, precision=1.0, draws=5, warmup=5, chains=1)
+        Samples(1 chain of 5 draws of 2 weights; 0 transitions diverged)
     """
     from pyro.infer import mcmc
 

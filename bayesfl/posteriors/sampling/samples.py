@@ -41,14 +41,15 @@ class Samples:
         diverging: Which of NUTS's transitions diverged, [K, S] bool; if more than a few did, the
             draws miss part of the posterior. None of other samplers.
 
-    >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
-    >>> model = nn.Linear(2, 3)
-    >>> fitted = bf.posteriors.Laplace.fit(model, x, y, precision=1.0)
-    >>> draws = fitted.sample(500)
-    >>> draws
-    Samples(1 chain of 500 draws of 9 weights)
-    >>> draws.predict(x)["probs"].shape
-    torch.Size([30, 3])
+    Example:
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> model = nn.Linear(2, 3)
+        >>> fitted = bf.posteriors.Laplace.fit(model, x, y, precision=1.0)
+        >>> draws = fitted.sample(500)
+        >>> draws
+        Samples(1 chain of 500 draws of 9 weights)
+        >>> draws.predict(x)["probs"].shape
+        torch.Size([30, 3])
     """
 
     draws: Tensor

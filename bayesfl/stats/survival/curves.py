@@ -89,6 +89,14 @@ class KaplanMeier:
         dropped: {site: rows left out as a value is missing}.
         left_out: {site: why it has no part}.
         released: What left each site.
+
+    Example:
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"t": [2, 3, 5, 8], "d": [1, 1, 0, 1]})
+        >>> sites = bf.stats.tables({"north": frame}, also=["t", "d"])
+        >>> curve = bf.stats.kaplan_meier(sites, time="t", event="d", exact_times=True)
+        >>> curve.survival[0, -1].item()  # nobody is left
+        0.0
     """
 
     groups: tuple[str, ...]

@@ -20,6 +20,15 @@ class Tested:
         released: What left each site.
         said: What follows, in words.
         left_out: {site: why it has no part}.
+
+    Example:
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"t": [2, 3, 5, 8] * 5, "d": [1, 1, 0, 1] * 5})
+        >>> frame["arm"] = list("aabb") * 5
+        >>> sites = bf.stats.tables({"north": frame, "south": frame}, also=["t", "d", "arm"])
+        >>> test = bf.stats.logrank(sites, time="t", event="d", by="arm", exact_times=True)
+        >>> test.p < 0.01
+        True
     """
 
     what: str

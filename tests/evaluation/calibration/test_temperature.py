@@ -2,7 +2,6 @@
 own.
 """
 
-import doctest
 import math
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.surveys import together
-from bayesfl.evaluation.calibration import Temperature, fit, temperatures
+from bayesfl.evaluation.calibration import Temperature, fit
 from bayesfl.evaluation.calibration.temperatures import COLDEST, HOTTEST
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from tests.evaluation.calibration.made import CLASSES, alone, local, part
@@ -173,8 +172,3 @@ def test_the_temperature_of_one_model():
     assert bf.calibration.temperature(logits.numpy(), y.numpy()) == pytest.approx(found)
     with pytest.warns(UserWarning, match=r"do not bound the temperature, .* 0\.05"):
         assert bf.calibration.temperature(logits, logits.argmax(-1)) == pytest.approx(0.05)
-
-
-def test_examples_print_what_they_say():
-    """Of the function of one model."""
-    assert doctest.testmod(temperatures).failed == 0

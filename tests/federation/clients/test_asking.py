@@ -1,6 +1,5 @@
 """Surveys of clients' rows, without a trained method."""
 
-import doctest
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +97,3 @@ def test_what_is_asked(clients: bf.data.FederatedData):
         bf.survey(Spread(3, "validation"), clients)
     with pytest.raises(ValueError, match=r"'sum' of shape \[1, 3\], .* declares \[1, 2\]"):
         bf.survey(Spread(2), clients)
-
-
-def test_the_example_runs():
-    assert doctest.testmod(asking).failed == 0

@@ -2,7 +2,6 @@
 is stored, and who is refused.
 """
 
-import doctest
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,6 +90,7 @@ def test_everyone_predicts_by_the_posterior_of_all_rows(fedavg: Result, structur
         raw = fedavg.data.test.client(j, raw=True)[0]
         assert_close(found.client(j).predict(raw).probs, probs, rtol=1e-8, atol=1e-9)
     assert repr(found).endswith(f"; pooled Laplace, {structure})")
+    assert len(repr(found.posterior)) < 100
     assert found.history.rows == fedavg.history.rows
 
 
@@ -138,11 +138,6 @@ def test_newcomers_predict_by_it(clients: FederatedData):
     assert_close(joined.predict().client(1).probs, probs, **NEAR)
     with pytest.raises(ValueError, match=r"own result\.laplace\(\), then adapt"):
         joined.laplace()
-
-
-def test_the_example_runs():
-    for found in doctest.DocTestFinder().find(Result.laplace, globs={}):
-        assert doctest.DocTestRunner().run(found).failed == 0
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
