@@ -315,14 +315,11 @@ class _Service:
         self._check_calibration(state)
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
+            places = state.before.places
             state = self._with_heads(state)
             state = self._adapted(
                 state,
-                [
-                    j
-                    for j, place in enumerate(state.before.places)
-                    if place is None and not state.base[j]
-                ],
+                [j for j, place in enumerate(places) if place is None and not state.base[j]],
             )
             self.save(state)
         return state

@@ -127,7 +127,8 @@ class Head:
                 move = move / 2
             w = w - move
         volume = factor.diagonal().log().sum() + tau.log().sum()  # pyright: ignore[reportPossiblyUnboundVariable]
-        return w, torch.cholesky_inverse(factor), -here - volume  # pyright: ignore[reportPossiblyUnboundVariable]
+        log_marginal = -here - volume  # pyright: ignore[reportPossiblyUnboundVariable, reportOperatorIssue]
+        return w, torch.cholesky_inverse(factor), log_marginal  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def posterior(self, rows: Rows, prior: Tensors) -> tuple[Tensor, Tensor]:
         """Return mean [D] and covariance [D, D] of a client's posterior.

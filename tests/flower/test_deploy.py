@@ -111,10 +111,8 @@ def test_a_deployment_is_the_simulation(net: loopback.Loopback, names: tuple[str
         assert 0 <= found.history["personal_accuracy"][-1] <= 1
 
 
-def test_a_pooled_posterior_and_heads(net: loopback.Loopback):
-    """The simulation's posterior of the server's network, and on its body a head of each client's
-    own, which the nodes keep.
-    """
+def test_a_pooled_posterior(net: loopback.Loopback):
+    """The simulation's posterior of the server's network."""
     run, trained = submit(net, "pooled")
     assert net.finish(run) == "finished:completed", net.said(run)
     found = assert_the_simulation(net, "pooled", trained)
@@ -128,17 +126,6 @@ def test_a_pooled_posterior_and_heads(net: loopback.Loopback):
         progress=False,
     )
     assert_close(found.posterior.moments(), sim.posterior.moments(), atol=1e-6, rtol=0)
-    run, folder = submit(net, "heads", start=str(trained), rounds=0)
-    assert net.finish(run) == "finished:completed", net.said(run)
-    heads, wanted = load(folder, task.method("heads")), sim.heads()
-    assert_close(flatten(heads.server), flatten(wanted.server), atol=1e-6, rtol=0)
-    expected = wanted.predict()
-    for client in range(task.CLIENTS):
-        (file,) = net.folder.glob(
-            f"states/client-{client}*/{heads.experiment}/client-{client}/predictions.safetensors"
-        )
-        predicted = files.read_file(file, files.NODE)["predictions"]
-        assert_close(predicted["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
 
 
 def test_who_is_refused(net: loopback.Loopback, tmp_path: Path):

@@ -52,12 +52,6 @@ def train(message: Message, context: Context) -> Message:
     return hello(message, context)
 
 
-@app.train("adapt")
-def adapt(message: Message, context: Context) -> Message:
-    """A head of its own."""
-    return hello(message, context)
-
-
 @app.evaluate("survey")
 def survey(message: Message, context: Context) -> Message:
     """Questions about its rows and predictions."""

@@ -27,6 +27,5 @@ def main(grid: Grid, context: Context) -> None:
         seed=SEED,
         dtype=torch.float64,
         calibration=steps(name),
-        start=config["start"] or None,
         **options,
     )

@@ -14,8 +14,6 @@ torch.set_num_threads(1)
 
 def method(name: str) -> bf.Algorithm:
     """A method at test size."""
-    if name == "heads":
-        return bf.with_heads(method("pooled"))
     model = bf.models.mlp(64, hidden=16, outputs=5, seed=0)
     if name == "pooled":
         plain = bf.algorithms.fedavg(model, epochs=1, batch_size=10)
