@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import bayesfl
@@ -61,6 +62,13 @@ nitpick_ignore_regex = [
         rf"({_BUILTIN}|Tensor|Any|Callable|Mapping|Sequence|Iterator|Literal|Axes|Figure|optional|default|Ellipsis|None|\.\.\.)",
     ),
 ]
+# Of internals the pages have the modules alone.
+_INTERNAL = "|".join(
+    name.replace(".", r"\.")
+    for page in (Path(__file__).parent / "api" / "internals").glob("*.md")
+    for name in re.findall(r"automodule:: (\S+)", page.read_text())
+)
+nitpick_ignore_regex.append((r"py:.*", rf"({_INTERNAL})\.\w+"))
 
 
 def _table(rows: list[str]) -> list[str]:
@@ -117,6 +125,7 @@ def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: li
     """The docstrings are plain text with a little Markdown; autodoc wants reStructuredText."""
     out: list[str] = []
     table: list[str] = []
+    example: Any = False  # it goes on to the next empty line
     for line in [*lines, ""]:
         if re.fullmatch(r"\s*\|.*\|.*\|\s*", line):
             table.append(line)
@@ -124,7 +133,8 @@ def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: li
         if table:
             out += _table(table)
             table = []
-        out.append(_prose(line))
+        example = line.strip() and (example or line.lstrip().startswith(">>> "))
+        out.append(line if example else _prose(line))
     # Napoleon reads the first line of these as "type: text", which is not how they are written
     # here.
     lines[:] = ["..", "", *out] if what in ("attribute", "data", "property") else out

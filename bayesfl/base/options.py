@@ -305,7 +305,9 @@ def documented(checked: Callable[P, R], function: Callable[P, R]) -> Callable[P,
     its signature, in plain types.
     """
     checked.__doc__ = completed(function)
-    checked.__signature__ = _plain(function)  # type: ignore[attr-defined]  # which `help` and Sphinx read
+    # `help` reads the one, Sphinx the other.
+    checked.__signature__ = _plain(function)  # type: ignore[attr-defined]
+    checked.__annotations__ = get_type_hints(function)
     return checked
 
 
