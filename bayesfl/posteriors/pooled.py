@@ -45,7 +45,7 @@ FORMS: Mapping[Structure, Form] = {
 """The structure of `Laplace` that each is."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PooledPosterior(Laplace):
     """A Laplace approximation of rows that are not here, made by `PooledCurvature`.
 
