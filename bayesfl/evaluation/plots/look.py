@@ -5,10 +5,9 @@ quiet axes.
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from itertools import cycle
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -40,7 +39,7 @@ def new_figure(size: tuple[float, float]) -> "Figure":
     return Shown(figsize=size, dpi=150, layout="constrained")
 
 
-def key(ax: "Axes", handles: "Sequence[Artist] | None" = None, *, lift: float = 0.0) -> None:
+def key(ax: "Axes", handles: Sequence[Any] | None = None, *, lift: float = 0.0) -> None:
     """Put the legend above the axes, where it hides nothing, and the title above the legend.
 
     Args:
