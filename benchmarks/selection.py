@@ -431,7 +431,10 @@ def draw(saved: dict[str, Any]) -> None:
         for scaling, found in by.items()
     ]
     names = [name for name in reversed(panels[0][2]) if "scaled" not in name]
-    labels = [in_words(name).replace(" among", "\namong") for name in names]
+    labels = [
+        in_words(name).replace(" of weights", "").replace(" among weights with", " and")
+        for name in names
+    ]
     figure = new_figure((9, 4.6 * len(panels)))
     axes = figure.subplots(len(panels), 2, sharey=True, squeeze=False)
     for (left, right), (dataset, scaling, rows) in zip(axes, panels, strict=True):
@@ -444,7 +447,7 @@ def draw(saved: dict[str, Any]) -> None:
                         ax.errorbar(mean, y, xerr=error, markersize=5, capsize=2, **look)
             level = report.mean_and_error(rows["MAP, one temperature"][keys[0]])[0]
             ax.axvline(level, linewidth=1, **looks[2])
-            ax.set_yticks(range(len(names)), labels, linespacing=0.9)
+            ax.set_yticks(range(len(names)), labels)
             ax.set_xlabel(title)
             ax.grid(axis="x", alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)

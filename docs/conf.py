@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ copyright = author
 version = release = bayesfl.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx-mathjax-offline",  # formulas without a network
@@ -30,6 +31,15 @@ html_css_files = ["bayesfl.css"]
 html_show_sourcelink = False
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 copybutton_exclude = ".linenos, .gp, .go"
+
+# Tutorials and the gallery are text notebooks, which every build runs anew in a folder of its own.
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_timeout = 60  # seconds for a cell
+nb_execution_raise_on_error = True
+nb_output_stderr = "error"
+nb_merge_streams = True
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's, where ipywidgets are not there
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3

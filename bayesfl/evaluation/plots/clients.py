@@ -1,20 +1,88 @@
-"""Diagrams client by client: a measure against the rounds, and the weights by which models are
-mixed.
+"""Diagrams client by client: who has which labels, a measure against the rounds, and the weights
+by which models are mixed.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
+from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import check_names
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.plots.look import BLUE, INK, clean, new_figure, some
+from bayesfl.evaluation.plots.look import BLUE, INK, clean, key, new_figure, some
 from bayesfl.evaluation.report import in_prose
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import LinearSegmentedColormap
+
+
+_CELLS = 300  # cells of a table of labels that have their numbers written in them
+
+
+def labels(
+    clients: FederatedData,
+    *,
+    split: str = "train",
+    ax: "Axes | None" = None,
+    title: str | None = None,
+) -> "Axes":
+    """Draw who has which labels: a row for each client, a column for each class, darker where a
+    larger share of the client's rows has that label. Numbers of rows stand in the cells where there
+    is room.
+
+    Args:
+        clients: Data of classes.
+        split: The split that is counted.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    Raises:
+        ValueError: The task is a regression.
+
+    >>> clients = bf.data.dirichlet("digits", clients=5, alpha=0.3)
+    >>> bf.plots.labels(clients).get_xlabel()
+    'class'
+    """
+    names, classes = clients.client_names, clients.classes
+    of = clients.splits[split]
+    y = of.y[of.index].cpu().numpy().reshape(len(of.index), -1)
+    owner = np.repeat(np.arange(clients.clients), of.counts)[:, None] + 0 * y
+    counts = np.zeros((clients.clients, classes), int)
+    np.add.at(counts, (owner[y >= 0], y[y >= 0]), 1)
+    shares = counts / counts.sum(1, keepdims=True).clip(1)
+    told = [str(name) for name in clients.class_names or range(classes)]
+    if ax is None:
+        size = max(3.6, 1.6 + 0.42 * min(classes, 20)), max(2.0, 1.0 + 0.26 * min(len(names), 30))
+        ax = new_figure(size).add_subplot()
+    image = ax.imshow(shares, cmap=_white_to_blue(), vmin=0, vmax=shares.max(), aspect="auto")
+    if counts.size <= _CELLS:
+        for (row, column), count in np.ndenumerate(counts):
+            if count:
+                colour = "white" if shares[row, column] > 0.6 * shares.max() else INK
+                centre: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "x-small"}
+                ax.text(column, row, f"{count}", color=colour, **centre)
+    rows, columns = some(len(names)), some(classes)
+    ax.set_yticks(rows, [names[j] for j in rows])
+    longest = max(map(len, told))
+    ax.set_xticks(columns, [told[c] for c in columns], rotation=90 if longest > 6 else 0)
+    ax.set(xlabel="class", title=title or "")
+    clean(ax)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.figure.colorbar(image, ax=ax, label="share of the client's rows", shrink=0.9)
+    return ax
+
+
+def _white_to_blue() -> "LinearSegmentedColormap":
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("", ["white", BLUE])
 
 
 def client_curves(
@@ -50,7 +118,7 @@ def client_curves(
     )
     ax.set(xlabel="round", ylabel=in_prose(column), title=title or "")
     clean(ax, grid="both")
-    ax.legend(frameon=False, fontsize="small")
+    key(ax)
     return ax
 
 
@@ -82,8 +150,6 @@ def collaboration(
         ValueError: The weights are not square, not finite or negative, or `groups` or `names` has
             another length.
     """
-    from matplotlib.colors import LinearSegmentedColormap
-
     shown = np.asarray(
         weights.detach().cpu() if isinstance(weights, Tensor) else weights, dtype=float
     )
@@ -104,7 +170,7 @@ def collaboration(
     ax = new_figure((4.6, 4.0)).add_subplot() if ax is None else ax
     image = ax.imshow(
         shown[np.ix_(order, order)],
-        cmap=LinearSegmentedColormap.from_list("", ["white", BLUE]),
+        cmap=_white_to_blue(),
         vmin=0,
         vmax=shown.max() or 1,
     )

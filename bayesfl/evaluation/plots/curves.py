@@ -12,7 +12,7 @@ from bayesfl.evaluation.detection import risk_coverage as risk_coverage_of
 from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.metrics import reliability_bins
 from bayesfl.evaluation.plots.inputs import predictions
-from bayesfl.evaluation.plots.look import clean, looks, new_figure
+from bayesfl.evaluation.plots.look import clean, key, looks, new_figure
 from bayesfl.evaluation.report import in_prose, mean_and_error
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def learning_curves(
     ax.set(xlabel=in_prose(x), ylabel=in_prose(metric), title=title or "")
     clean(ax, grid="both")
     if len(histories) > 1:
-        ax.legend(frameon=False, fontsize="small")
+        key(ax)
     return ax
 
 
@@ -136,7 +136,7 @@ def risk_coverage(
     settled = [float(c.risk[c.coverage >= _SETTLED].max()) for c in curves.values()]
     ax.set_ylim(0, 1.1 * max(1e-3, *settled))
     clean(ax, grid="both")
-    ax.legend(frameon=False, fontsize="small", loc="best")
+    key(ax)
     return ax
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
 from bayesfl.evaluation.plots.inputs import names_of_results, predictions
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,12 +32,12 @@ _UNDER: dict[str, Any] = {
     "gid": "underconfident",
 }
 _CLIENTS = 12  # panels that by="client" draws unless told which
+_COLUMNS = 3  # panels in a row, so that they can be read at the width of a page
 _FEW = 20  # a bin of fewer examples is an outline, filled palely
 _PALE = 0.2
 _PALE_OVER = "#ECB78C"  # vermilion, less than half of it, on white
 _PALE_UNDER = "#8FB6D3"  # blue, about half of it, on white
-# The box of numbers reaches this far right of the upper left corner, and this far down.
-_BOX = (0.6, 0.75)
+_LINE = 11.0  # points that a line of numbers above a diagram takes
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,19 @@ class _Panel:
 
     @property
     def numbers(self) -> str:
-        """Give the numbers in the diagram's box; errors are fractions, as in tables."""
+        """Give the numbers above the diagram; errors are fractions, as in tables."""
         if not self.bins.examples:
             return "no examples"
         examples = f"n = {self.bins.examples:,}".replace(",", "\u2009")
         if self.mean_ece is None:
-            return f"ECE {self.bins.ece:.3f}\n{examples}"
-        return (
-            f"ECE, pooled {self.bins.ece:.3f}\nECE, clients' mean {self.mean_ece:.3f}\n{examples}"
-        )
+            return f"ECE {self.bins.ece:.3f}, {examples}"
+        pooled, mean = f"ECE, pooled {self.bins.ece:.3f}", f"ECE, clients' mean {self.mean_ece:.3f}"
+        return f"{pooled}, {examples}\n{mean}"
+
+    @property
+    def height(self) -> float:
+        """Give the height of the numbers, in points."""
+        return _LINE * len(self.numbers.splitlines())
 
 
 def reliability(
@@ -129,17 +133,9 @@ def reliability(
         pooled = _Panel.of(probs, labels, mask if chosen is None else _only(mask, chosen), bins)
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
-        _diagram(ax, _split(ax), pooled, corner=False)
-        ax.legend(
-            handles=_key(),
-            loc="upper left",
-            fontsize="small",
-            handlelength=1.3,
-            edgecolor="none",
-            framealpha=0.9,
-            borderaxespad=0.2,
-        )
+        _diagram(ax, _split(ax), pooled)
         ax.set_title(title or "")
+        key(ax, _key(), lift=pooled.height)
         return ax
     if by != "client":
         raise ValueError(f"by must be 'pooled' or 'client', got {by!r}")
@@ -153,7 +149,7 @@ def reliability(
     if not chosen:
         raise ValueError("there is no client with examples to draw; check mask")
     panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in chosen]
-    lines = -(-len(panels) // 4)
+    lines = -(-len(panels) // _COLUMNS)
     titles = [
         f"client {called[j]}" if names is None and called[j].isdigit() else called[j]
         for j in chosen
@@ -174,7 +170,7 @@ def reliability_compare(
     Args:
         entries: {method: a simulation's result, or (probs, labels, mask)} as in `reliability`.
         bins: Number of bins of equal width.
-        columns: Diagrams in a row; by default up to 4.
+        columns: Diagrams in a row; by default up to 3.
 
     Returns:
         A matplotlib Figure, to be saved by `.savefig`.
@@ -187,7 +183,9 @@ def reliability_compare(
             "entries is empty: give at least one {method: result or (probs, labels, mask)}"
         )
     panels = [_Panel.of(*predictions(entry, None, None), bins) for entry in entries.values()]
-    return _panels(panels, list(entries), min(4, len(panels)) if columns is None else columns)[0]
+    return _panels(
+        panels, list(entries), min(_COLUMNS, len(panels)) if columns is None else columns
+    )[0]
 
 
 def _panels(
@@ -195,7 +193,7 @@ def _panels(
     titles: Sequence[str],
     columns: int,
     *,
-    size: tuple[float, float] = (3.0, 3.4),
+    size: tuple[float, float] = (2.4, 3.0),
 ) -> tuple["Figure", np.ndarray]:
     """Draw a grid of diagrams whose histograms have one scale, the outer ones with the words."""
     columns = min(columns, len(panels))
@@ -216,11 +214,11 @@ def _panels(
             up=column == 0,
             tallest=tallest,
         )
-        ax.set_title(title, fontsize="medium")
+        ax.set_title(title, fontsize="medium", pad=panel.height + 6)
     figure.legend(
         handles=_key(),
         loc="outside lower center",
-        ncols={1: 2, 2: 3}.get(columns, 5),
+        ncols={1: 2, 2: 2, 3: 3}.get(columns, 5),
         frameon=False,
         fontsize="small",
         handlelength=1.3,
@@ -235,7 +233,6 @@ def _diagram(
     *,
     across: bool = True,
     up: bool = True,
-    corner: bool = True,
     tallest: int | None = None,
 ) -> None:
     """Draw one reliability diagram in `ax` and its histogram in `beneath`, which shares the x axis.
@@ -246,8 +243,6 @@ def _diagram(
         panel: What to draw.
         across: Whether to write along the x axis.
         up: Whether to write along the y axes.
-        corner: Whether the upper left corner is free for the box of numbers, if no bar is there;
-            else it is in the lower right one.
         tallest: Count that the histogram's axis reaches; by default its own largest.
     """
     from scipy.stats import binomtest
@@ -298,22 +293,15 @@ def _diagram(
     ax.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1, gid="diagonal")
     ax.set(xlim=(0, 1), ylim=(0, 1))
     clean(ax, grid="y")
-    free = corner and not (filled & (left < _BOX[0]) & (high > _BOX[1])).any()
-    ax.text(
-        0.03 if free else 0.97,
-        0.97 if free else 0.04,
+    ax.annotate(
         panel.numbers,
-        transform=ax.transAxes,
-        ha="left" if free else "right",
-        va="top" if free else "bottom",
-        fontsize="x-small" if panel.mean_ece is not None else "small",
-        linespacing=1.4,
-        bbox={
-            "boxstyle": "round,pad=0.35",
-            "facecolor": "white",
-            "edgecolor": "none",
-            "alpha": 0.75,
-        },
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 3),
+        textcoords="offset points",
+        va="bottom",
+        fontsize="small",
+        linespacing=1.2,
     )
     beneath.bar(
         left,

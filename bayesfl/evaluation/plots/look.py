@@ -2,9 +2,10 @@
 quiet axes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from io import BytesIO
 from itertools import cycle
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,10 +25,53 @@ def looks() -> Iterator[tuple[str, str]]:
 
 
 def new_figure(size: tuple[float, float]) -> "Figure":
-    """Make a figure, width and height in inches, that is not registered with pyplot."""
+    """Make a figure, width and height in inches, that is not registered with pyplot; notebooks show
+    it where it is a cell's last line.
+    """
     from matplotlib.figure import Figure
 
-    return Figure(figsize=size, dpi=150, layout="constrained")
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:
+            buffer = BytesIO()
+            self.savefig(buffer, format="png", bbox_inches="tight")
+            return buffer.getvalue()
+
+    return Shown(figsize=size, dpi=150, layout="constrained")
+
+
+def key(ax: "Axes", handles: Sequence[Any] | None = None, *, lift: float = 0.0) -> None:
+    """Put the legend above the axes, where it hides nothing, and the title above the legend.
+
+    Args:
+        ax: The axes.
+        handles: What the legend explains; by default all that has a label.
+        lift: Points above the axes that are taken already.
+    """
+    from matplotlib.transforms import ScaledTranslation
+
+    shown = ax.get_legend_handles_labels()[0] if handles is None else list(handles)
+    if not shown:
+        return
+    figure = ax.figure
+    longest = max(len(str(handle.get_label())) for handle in shown)
+    width = ax.bbox.width / figure.dpi  # inches
+    columns = max(1, min(len(shown), int(width / (0.5 + 0.068 * longest))))
+    above = ScaledTranslation(0, (lift + 3) / 72, figure.dpi_scale_trans)
+    ax.legend(
+        handles=shown,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        bbox_transform=ax.transAxes + above,
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+        handlelength=1.8,
+        columnspacing=1.4,
+        borderpad=0,
+        borderaxespad=0,
+    )
+    lines = -(-len(shown) // columns)
+    ax.set_title(ax.get_title(), pad=lift + 8 + 13 * lines)
 
 
 def clean(ax: "Axes", *, grid: Literal["both", "y"] | None = None) -> None:

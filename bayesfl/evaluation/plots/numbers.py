@@ -11,7 +11,7 @@ from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import coverage, pit_histogram, pool
 from bayesfl.evaluation.metrics.distributions import DistributionName
 from bayesfl.evaluation.plots.inputs import names_of_results
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +114,7 @@ def interval_reliability(
         title=title or "",
     )
     clean(ax, grid="both")
-    ax.legend(loc="upper left", fontsize="small", edgecolor="none", framealpha=0.9)
+    key(ax)
     number = f"n = {count:,}".replace(",", "\u2009")
     ax.text(0.97, 0.04, number, transform=ax.transAxes, ha="right", va="bottom", fontsize="small")
     histogram = pit_histogram(*pooled, bins=bins, distribution=kind)[0].numpy()

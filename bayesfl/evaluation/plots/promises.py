@@ -9,7 +9,17 @@ import numpy as np
 
 from bayesfl.evaluation.alarm import Alarm, Merged
 from bayesfl.evaluation.audit import Audit
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, OKABE_ITO, clean, looks, new_figure, some
+from bayesfl.evaluation.plots.look import (
+    BLUE,
+    GREY,
+    INK,
+    OKABE_ITO,
+    clean,
+    key,
+    looks,
+    new_figure,
+    some,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,8 +176,7 @@ def evidence(
         )
     counted = {"rows seen" if isinstance(one, Alarm) else "reports" for one in named.values()}
     ax.set(xlabel=" or ".join(sorted(counted, reverse=True)), ylabel="evidence", title=title or "")
-    if any(named):
-        ax.legend(frameon=False, fontsize="small")
+    key(ax)
     clean(ax, grid="y")
     return ax
 

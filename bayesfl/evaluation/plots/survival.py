@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import clean, looks, new_figure
+from bayesfl.evaluation.plots.look import clean, key, looks, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,7 +50,7 @@ def kaplan_meier(
     ax.set(xlim=(0, None), ylim=(0, 1.02), xlabel="time", ylabel="survival", title=title or "")
     clean(ax, grid="y")
     if len(found.groups) > 1:
-        ax.legend(frameon=False)
+        key(ax)
     if at_risk:
         _numbers(ax, found, colours)
     return ax

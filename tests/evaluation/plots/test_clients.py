@@ -4,11 +4,46 @@ import numpy as np
 import pytest
 import torch
 
+import bayesfl as bf
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.history import History
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
+
+
+def test_labels_are_counted_by_client():
+    """Shares of each client's rows, with the numbers where there is room; labels by place, those
+    left out not counted.
+    """
+    y = np.array([0, 0, 0, 2, 1, 1])
+    clients = bf.data.from_arrays(
+        np.zeros((6, 2), "float32"),
+        y,
+        client_ids=["Bern"] * 4 + ["Chur"] * 2,
+        class_names=["a", "b", "c"],
+        test_share=0,
+    )
+    mine = Figure().add_subplot()
+    ax = plots.labels(clients, ax=mine, title="t")
+    (image,) = ax.images
+    np.testing.assert_allclose(image.get_array(), [[0.75, 0, 0.25], [0, 1, 0]])
+    assert [text.get_text() for text in ax.texts] == ["3", "1", "2"]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["Bern", "Chur"]
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["a", "b", "c"]
+    assert (ax, ax.get_title()) == (mine, "t")
+    by_place = bf.data.from_arrays(
+        np.zeros((2, 3), "float32"),
+        np.array([[0, 1, -100], [1, 1, 1]]),
+        client_ids=["Bern", "Chur"],
+        test_share=0,
+    )
+    np.testing.assert_allclose(plots.labels(by_place).images[0].get_array(), [[0.5, 0.5], [0, 1]])
+    many = plots.labels(bf.data.iid("digits", clients=40), split="test")
+    assert not many.texts
+    many.figure.canvas.draw()
+    with pytest.raises(ValueError, match="a regression has no classes"):
+        plots.labels(bf.data.diabetes(clients=3))
 
 
 def test_client_curves_have_a_line_for_each_client_and_their_mean():

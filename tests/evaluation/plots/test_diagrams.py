@@ -53,9 +53,8 @@ def test_diagram_shows_the_bins(own):
     (words,) = [text.get_text() for text in ax.texts]
     own = ece(*case, bins=10)
     assert words.split("\n") == [
-        f"ECE, pooled {bins.ece:.3f}",
+        f"ECE, pooled {bins.ece:.3f}, n = {bins.examples}",
         f"ECE, clients' mean {own[~own.isnan()].mean():.3f}",
-        f"n = {bins.examples}",
     ]
     assert (ax, ax.get_title()) == (given or ax, "here")
     legend = ax.get_legend() or ax.figure.legends[0]
@@ -108,14 +107,29 @@ def test_few_examples_do_not_shout():
         )
 
 
-@pytest.mark.parametrize(
-    ("confidence", "corner"), [(0.9, ("left", "top")), (0.55, ("right", "bottom"))]
-)
-def test_the_numbers_hide_no_bar(confidence: float, corner: tuple[str, str]):
-    """They stand in the upper left corner, unless a bar reaches it."""
-    probs = torch.tensor([[confidence, 1 - confidence]]).expand(30, 2)
-    (numbers,) = plots.reliability(probs, torch.zeros(30, dtype=torch.long), bins=10).texts
-    assert (numbers.get_ha(), numbers.get_va()) == corner
+def test_numbers_and_legend_stand_above_the_bars():
+    """The numbers at one place in every panel, above its axes; over them the legend of given axes,
+    and the title above all.
+    """
+    case = federation()
+    panels = plots.reliability(*case, by="client", clients=[0, 2, 3, 4])
+    panels[0].figure.canvas.draw()
+    places = [panel.texts[0].get_window_extent() for panel in panels]
+    tops = [panel.get_window_extent() for panel in panels]
+    assert all(words.y0 > top.y1 for words, top in zip(places, tops, strict=True))
+    assert len({round(w.y0 - t.y1, 3) for w, t in zip(places, tops, strict=True)}) == 1
+    assert len({round(w.x0 - t.x0, 3) for w, t in zip(places, tops, strict=True)}) == 1
+    ax = plots.reliability(*case, ax=Figure(figsize=(4, 5)).add_subplot(), title="t")
+    ax.figure.canvas.draw()
+    heights = [
+        ax.get_window_extent().y1,
+        ax.texts[0].get_window_extent().y0,
+        ax.texts[0].get_window_extent().y1,
+        ax.get_legend().get_window_extent().y0,
+        ax.get_legend().get_window_extent().y1,
+        ax.title.get_window_extent().y0,
+    ]
+    assert heights == sorted(heights)
 
 
 @pytest.mark.parametrize(

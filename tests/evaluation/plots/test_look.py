@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("matplotlib")
-from bayesfl.evaluation.plots.look import OKABE_ITO, clean, looks, new_figure
+from bayesfl.evaluation.plots.look import OKABE_ITO, clean, key, looks, new_figure
 
 
 @pytest.mark.slow
@@ -44,3 +44,25 @@ def test_axes_are_quiet(grid):
         grid is not None,
     ]
     assert tuple(ax.figure.get_size_inches()) == (3, 2)
+
+
+@pytest.mark.parametrize(("names", "columns"), [(["a", "b"], 2), (["a" * 60, "b" * 60], 1)])
+def test_the_legend_is_above_the_axes(names: list[str], columns: int):
+    """In as many columns as fit, below the title; without a label there is none."""
+    ax: Any = new_figure((5.6, 3.6)).add_subplot()
+    ax.set_title("t")
+    key(ax)
+    assert ax.get_legend() is None
+    for name in names:
+        ax.plot([0, 1], [0, 1], label=name)
+    key(ax)
+    ax.figure.canvas.draw()
+    box = ax.get_legend().get_window_extent()
+    assert ax.get_window_extent().y1 < box.y0 < box.y1 < ax.title.get_window_extent().y0
+    assert ax.get_legend()._ncols == columns
+
+
+def test_a_notebook_shows_a_figure():
+    """As PNG, without pyplot."""
+    figure: Any = new_figure((3, 2))
+    assert figure._repr_png_().startswith(b"\x89PNG")

@@ -1,0 +1,159 @@
+"""Diagrams of posteriors: weights' marginals beside those of another posterior, and the subnetwork
+as an image.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.layout import Layout
+from bayesfl.curvature import Curvature
+from bayesfl.evaluation.plots.look import clean, key, looks, new_figure
+from bayesfl.posteriors.sampling.samples import Drawn, Samples
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Ends of the 90 % and 50 % intervals of a marginal, and its median."""
+
+
+class Selected(Protocol):
+    """Declare what has a subnetwork: a `Laplace`, or the inverse of a client's predictor."""
+
+    @property
+    def curvature(self) -> Curvature:
+        """Return the curvature, whose layout says which parameter each weight belongs to."""
+        ...
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Return the indices of the selected weights, [P]; None for all."""
+        ...
+
+
+def marginals(
+    entries: Mapping[str, Samples | Drawn],
+    *,
+    weights: Sequence[int] | None = None,
+    draws: int = 4000,
+    ax: "Axes | None" = None,
+    title: str | None = None,
+) -> "Axes":
+    """Draw marginals of single weights, one posterior beside another: the median, a thick line for
+    the 50 % interval and a thin one for that of 90 %.
+
+    Beside a reference such as `bf.posteriors.nuts`, an approximation that is too sure has shorter
+    lines.
+
+    Args:
+        entries: {name: `Samples`, or a Gaussian that is drawn from, as a `Laplace`}, all of the
+            same weights.
+        weights: Which weights, as places in their flat vector; None for the first 12.
+        draws: Number of draws of a Gaussian.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    Raises:
+        ValueError: The posteriors are of different weights.
+
+    >>> x, y = torch.randn(30, 2), torch.arange(30) % 2
+    >>> model = nn.Linear(2, 2)
+    >>> fitted = bf.posteriors.Laplace.fit(model, x, y, precision=1.0)
+    >>> ax = bf.plots.marginals({"Laplace": fitted})
+    >>> ax.get_yticklabels()[1].get_text()
+    'weight[0, 1]'
+    """
+    samples = {
+        name: one if isinstance(one, Samples) else one.sample(draws)
+        for name, one in entries.items()
+    }
+    first, *others = (one.layout for one in samples.values())
+    if any(other.shapes != first.shapes for other in others):
+        raise ValueError(f"the posteriors {list(entries)} are of different weights")
+    places = range(min(12, first.size)) if weights is None else weights
+    names = _names(first)
+    if ax is None:
+        height = 0.9 + (0.16 + 0.13 * len(samples)) * len(places)
+        ax = new_figure((5.4, height)).add_subplot()
+    step = 0.7 / len(samples)
+    for line, (one, (colour, _)) in enumerate(zip(samples.values(), looks(), strict=False)):
+        flat = one.draws.flatten(0, 1)[:, list(places)].double().cpu().numpy()
+        low, lower, middle, upper, high = np.quantile(flat, QUANTILES, axis=0)
+        y = np.arange(len(places)) + (line - (len(samples) - 1) / 2) * step
+        ax.hlines(y, low, high, color=colour, linewidth=1)
+        ax.hlines(y, lower, upper, color=colour, linewidth=3)
+        label = list(samples)[line]
+        ax.plot(middle, y, "o", color=colour, markeredgecolor="white", markersize=5, label=label)
+    ax.set_yticks(range(len(places)), [names[place] for place in places])
+    ax.set_ylim(len(places) - 0.5, -0.5)  # the first weight on top
+    ax.set(xlabel="weight", title=title or "")
+    ax.grid(True, axis="x", color="0.92", linewidth=0.8)
+    clean(ax)
+    key(ax)
+    return ax
+
+
+def subnetwork(
+    fitted: Selected,
+    *,
+    shape: tuple[int, int] | None = None,
+    parameter: str | None = None,
+    ax: "Axes | None" = None,
+    title: str | None = None,
+) -> "Axes":
+    """Draw the subnetwork as an image: for each input of a layer the share of its weights that are
+    in the subnetwork.
+
+    Args:
+        fitted: A Laplace approximation of a subnetwork, or a client's,
+            `result.client(name).predictor.inverse(result.tuned)` of FedSI.
+        shape: Height and width of the inputs, which are the layer's in order; by default a square,
+            where they fill one, else a single row.
+        parameter: Name of the layer's weights, [O, I]; by default the first with two axes.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes; by default the share of all weights.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    >>> x = torch.randn(30, 9)
+    >>> model = nn.Linear(9, 2)
+    >>> fitted = bf.posteriors.Laplace.fit(
+    ...     model, x, precision=1.0, structure="subnetwork", indices=torch.arange(5)
+    ... )
+    >>> bf.plots.subnetwork(fitted).get_title()
+    '5 of 20 weights'
+    """
+    layout = fitted.curvature.layout
+    chosen = torch.zeros(layout.size)
+    chosen[slice(None) if fitted.indices is None else fitted.indices.cpu()] = 1.0
+    leaves = layout.leaves(chosen)
+    name = parameter or next(name for name, leaf in leaves.items() if leaf.dim() == 2)
+    share = leaves[name].mean(0).numpy()
+    if shape is None:
+        side = round(len(share) ** 0.5)
+        shape = (side, side) if side**2 == len(share) else (1, len(share))
+    ax = new_figure((4.4, 3.6)).add_subplot() if ax is None else ax
+    image = ax.imshow(share.reshape(shape), cmap="viridis", vmin=0)
+    ax.set_xticks([])
+    ax.set_yticks([])
+    counted = f"{int(chosen.sum())} of {layout.size} weights"
+    ax.set(title=counted if title is None else title, xlabel=f"inputs of {name}")
+    ax.figure.colorbar(image, ax=ax, label="share of the input's weights", shrink=0.9)
+    return ax
+
+
+def _names(layout: Layout) -> list[str]:
+    """Name every weight by its parameter and its place there."""
+    return [
+        name if not shape else f"{name}[{', '.join(map(str, place))}]"
+        for name, shape in layout.shapes.items()
+        for place in np.ndindex(*shape)
+    ]
