@@ -62,6 +62,7 @@ from bayesfl.flower import server_app
 from APP.task import CLIENTS, method
 
 logging.basicConfig(level=logging.INFO)  # each round is a line of the log
+logging.getLogger("httpx").setLevel(logging.WARNING)  # and not each look for replies
 app = server_app(method(), clients=CLIENTS, rounds=3, seed=0, checkpoint="checkpoints")
 ''',
     "APP/node.py": '''\

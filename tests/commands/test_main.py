@@ -66,7 +66,7 @@ def test_a_saved_run(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["show", str(run / "clients")]) == 0
     assert "client: client 0\n" in capsys.readouterr().out
     assert main(["report", str(run)]) == 0
-    assert "fedavg on digits" in Path(capsys.readouterr().out.strip()).read_text()
+    assert "FedAvg on digits" in Path(capsys.readouterr().out.strip()).read_text()
 
 
 def test_a_damaged_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bayesfl.base.described import described
 from bayesfl.base.display.html import facts, picture, size, table, text
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.data import FederatedData
@@ -51,10 +52,12 @@ def write_report(
         found: What a saved run holds, see `bayesfl.federation.store.files.RUN`.
         run: The run itself, for what its method and its data tell; None where it is not known.
     """
+    from bayesfl.algorithms import PAPERS
+
     known, settings, history = found["known"], found["settings"], found["history"]
     source = known.source if isinstance(known, Outline) else known.source.name
-    name = found["algorithm"]["method"]
-    method = "A method of one's own" if name == "composed by hand" else name
+    made = found["algorithm"]["method"]
+    method = PAPERS[made][1] if made in PAPERS else f"A method {made}" if " " in made else made
     headline: dict[str, Any] = {}
     measured = []
     if run is not None and isinstance(known, FederatedData) and _held(known):
@@ -105,27 +108,36 @@ def _settings(found: Mapping[str, Any]) -> str:
     }
     if "seconds" in history.columns:
         run["time"] = f"{np.nansum(history['seconds']):.1f} s"
-    if steps:
-        run["calibrated by"] = ", ".join(repr(one.step) for one in steps)
     options = algorithm.get(algorithm["method"], {})
-    told = {name.replace("_", " "): _words(value) for name, value in options.items()}
-    return f"{facts(run)}<h3>Method: {text(algorithm['method'])}</h3>{facts(told)}"
+    parts = {f"Method: {algorithm['method']}": options}
+    for one in steps:
+        parts[f"Calibration: {type(one.step).__name__}"] = described(one.step)
+    return facts(run) + "".join(
+        f"<h3>{text(title)}</h3>{facts(_told(of))}" for title, of in parts.items()
+    )
 
 
-def _words(described: Any) -> str:
-    """Return what `bayesfl.base.described` says of a value in words."""
-    if isinstance(described, Mapping):
-        name = described.get("class", described.get("name"))
+def _told(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return options in words, {name: value}."""
+    return {
+        name.replace("_", " "): _words(value) for name, value in options.items() if name != "class"
+    }
+
+
+def _words(said: Any) -> str:
+    """Return in words what `bayesfl.base.described` says of a value."""
+    if isinstance(said, Mapping):
+        name = said.get("class", said.get("name"))
         name = _words(name) if name else ""
         inner = ", ".join(
             f"{key} {_words(value)}"
-            for key, value in described.items()
+            for key, value in said.items()
             if key not in ("class", "name", "source", "holds")
         )
         return f"{name}({inner})" if inner else name
-    if isinstance(described, list):
-        return ", ".join(map(_words, described)) or "none"
-    return "none" if described is None else str(described).removeprefix("bayesfl.")
+    if isinstance(said, list):
+        return ", ".join(map(_words, said)) or "none"
+    return "none" if said is None else str(said).removeprefix("bayesfl.")
 
 
 def _data(known: FederatedData | Outline) -> str:
@@ -182,7 +194,8 @@ def _recorded(history: History, outline: Outline) -> str:
     if not history.recorded:
         return ""
     round, last = max(history.recorded.items())
-    columns = {"client": outline.client_names} | {in_prose(key): of for key, of in last.items()}
+    columns: dict[str, Any] = {"client": outline.client_names}
+    columns |= {in_prose(key): of for key, of in last.items() if key.startswith("personal_")}
     return f"<p>As recorded in round {round}. {WITHOUT}</p>" + table(columns)
 
 

@@ -846,7 +846,7 @@ class Result:
             >>> result = bf.simulate(method, clients, rounds=2, progress=False)
             >>> path = Path(mkdtemp()) / "report.html"
             >>> result.report(path)
-            >>> "fedavg on digits" in path.read_text()
+            >>> "FedAvg on digits" in path.read_text()
             True
         """
         found = {**vars(self), "algorithm": identity(self.algorithm)}

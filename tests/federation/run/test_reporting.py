@@ -60,7 +60,8 @@ def test_a_calibrated_run(run: Result, report: Path):
         assert f'data-value="{accuracy}"' in found
     sent = run.algorithm.uplink(run.server)
     assert all(f'<th scope="row">{name}</th>' in found for name in sent)
-    assert "<dt>rounds</dt><dd>2</dd>" in found
+    for fact in ("rounds</dt><dd>2", "beta</dt><dd>0.0", "score</dt><dd>lac"):
+        assert f"<dt>{fact}</dd>" in found
 
 
 def test_a_saved_run(run: Result, method: bf.Algorithm, tmp_path: Path):
