@@ -87,7 +87,13 @@ class Predictions:
     def _repr_html_(self) -> str:
         if self.mask.dim() == 2:
             names = known_names(self.names, len(self.mask))
-            return preview({"client": names, "rows": self.mask.sum(1).numpy()}, repr(self))
+            columns: dict[str, Any] = {"client": names, "rows": self.mask.sum(1).numpy()}
+            if self.probs is not None and self.labels is not None:
+                probs, labels, mask = per_place(self.probs, self.labels.long(), self.mask)
+                top = probs.max(-1)
+                columns["accuracy"] = _share(top.indices == labels, mask).numpy()
+                columns["mean confidence"] = _share(top.values, mask).numpy()
+            return preview(columns, repr(self))
         if self.probs is None:
             found = [("mean", self.mean), ("lower", self.lower), ("upper", self.upper)]
             numbers = {name: t[:, 0].numpy() for name, t in found if t is not None}

@@ -14,10 +14,11 @@ from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.report import environment, in_prose
 
 if TYPE_CHECKING:
+    import bayesfl.study.table
     from bayesfl.study.table import Table
 
 
-def write_report(path: str | os.PathLike[str], study: "Table") -> None:
+def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table") -> None:
     """Write the report of a study.
 
     Args:

@@ -46,13 +46,15 @@ def test_a_run(run: Result):
     last = run.history[-1]["personal_nll"]
     for found in (run._repr_html_(), run.history._repr_html_()):
         assert f'data-value="{last}"' in found
-    assert "Result(12 clients of digits" in run._repr_html_()
+    assert "Result(12 clients of digits, round 2 of 2)" in run._repr_html_()
 
 
 def test_predictions(run: Result):
     """Of all clients their rows, of one client its classes; of numbers their means."""
     found = run.predict()
     assert "&lt;Basel&gt;" in found._repr_html_()
+    right = run.table()["accuracy"].iloc[0]
+    assert f'data-value="{right}"' in found._repr_html_()
     one = found.client(0)
     assert one.probs is not None
     assert f'data-value="{float(one.probs[0].max())}"' in one._repr_html_()

@@ -1,13 +1,10 @@
 """Bars of progress: a widget in a notebook that can show one, otherwise a line on a terminal."""
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from typing import Any
 
 
-def progress_bar(*iterables: Any, **options: Any) -> "tqdm[Any]":
+def progress_bar(*iterables: Any, **options: Any) -> Any:
     """Return a bar of tqdm.
 
     With `disable=None` it is shown on a terminal, and in a notebook with ipywidgets.

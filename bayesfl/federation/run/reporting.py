@@ -49,7 +49,7 @@ def write_report(
 
     Args:
         path: The file.
-        found: What a saved run holds, see `bayesfl.federation.store.files.RUN`.
+        found: What a saved run holds, as `bayesfl.federation.store.files.read` returns it.
         run: The run itself, for what its method and its data tell; None where it is not known.
     """
     from bayesfl.algorithms import PAPERS

@@ -121,7 +121,8 @@ class Result:
         )
 
     def _repr_html_(self) -> str:
-        return f"<p>{text(repr(self))}</p>{self.history._repr_html_()}"
+        told = repr(self).replace(f"; {self.history}", "")
+        return f"<p>{text(told)}</p>{self.history._repr_html_()}"
 
     @property
     def data(self) -> FederatedData:
