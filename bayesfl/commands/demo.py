@@ -13,7 +13,7 @@ PASSES = 25
 """Passes over a client's rows in a round, the same for every method: pFedVEM's by default."""
 
 
-def demo(folder: Path) -> None:
+def demo(folder: Path = Path("bayesfl-demo")) -> None:
     """Train three methods on digits of twenty clients, print their table, and write reports.
 
     Each client holds one digit of each pair and predicts the pair, so that no single model fits all

@@ -1,6 +1,7 @@
 """The commands, their words and their errors."""
 
 import argparse
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from bayesfl.commands import demo, new_app
 from bayesfl.data.recipes.readers import default_root, load
 from bayesfl.data.sources import available
 from bayesfl.evaluation.history import History
-from bayesfl.federation.run.reporting import write_report
+from bayesfl.federation.run.reporting import write_deployed_report, write_report
 from bayesfl.federation.store import files
 from bayesfl.study.table import Table, read
 
@@ -31,45 +32,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after `bayesfl`; None for those of the process.
 
     Example:
-        >>> main(["version"]) == 0
+        >>> main(["version"])  # doctest: +ELLIPSIS
         bayesfl ...
-        True
+        0
     """
     parser = _Parser(prog="bayesfl", description="Bayesian inference for federated models.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for run, name, argument, default, words in (
-        (
-            demo.demo,
-            "demo",
-            "FOLDER",
-            "bayesfl-demo",
-            "train three methods on digits, with reports",
-        ),
-        (show, "show", "FOLDER", None, "say what a saved run, a model or a study's folder holds"),
-        (
-            report,
-            "report",
-            "FOLDER",
-            None,
-            "write report.html into a saved run's or study's folder",
-        ),
-        (study, "study", "FOLDER", None, "print the table of a study's folder"),
-        (data, "data", None, None, "list the data sets, and where their files are looked for"),
-        (new_app.new_app, "new-app", "FOLDER", None, "make a small Flower app in a new folder"),
-        (print_version, "version", None, None, "print the version"),
+    for run, name, words in (
+        (demo.demo, "demo", "train three methods on digits, with reports"),
+        (show, "show", "say what a saved run, a model or a study's folder holds"),
+        (report, "report", "write report.html into the folder of a run or a study"),
+        (study, "study", "print the table of a study's folder"),
+        (data, "data", "list the data sets, and where their files are looked for"),
+        (new_app.new_app, "new-app", "make a small Flower app in a new folder"),
+        (print_version, "version", "print the version"),
     ):
-        command = commands.add_parser(
-            name, help=words, description=f"{words[0].upper()}{words[1:]}."
-        )
-        command.set_defaults(run=run, argument=bool(argument))
-        if argument:
-            many = None if default is None else "?"
-            command.add_argument("folder", metavar=argument, type=Path, nargs=many, default=default)
-    given = parser.parse_args(argv)
+        told = f"{words[0].upper()}{words[1:]}."
+        command = commands.add_parser(name, help=words, description=told)
+        command.set_defaults(run=run)
+        for one in inspect.signature(run).parameters.values():
+            given = {} if one.default is one.empty else {"nargs": "?", "default": one.default}
+            command.add_argument(one.name, metavar="FOLDER", type=Path, **given)
+    words = vars(parser.parse_args(argv))
+    name, run = words.pop("command"), words.pop("run")
     try:
-        given.run(*([Path(given.folder)] if given.argument else []))
+        run(**words)
     except (ValueError, OSError, ImportError, archive.CheckpointError) as error:
-        print(f"bayesfl {given.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"bayesfl {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 
@@ -104,14 +93,20 @@ def show(folder: Path) -> None:
 
 
 def report(folder: Path) -> None:
-    """Write `report.html` into the folder of a saved run, or of a study, and print its path.
+    """Write `report.html` into the folder of a saved run, of a server's checkpoints, or of a study,
+    and print its path.
 
     Raises:
         ValueError: The folder holds neither.
         CheckpointError: The run is damaged.
     """
     path = folder / "report.html"
-    if files.checkpoints(folder):
+    saved = files.checkpoints(folder)
+    if saved and archive.said_of(saved[0]).get("kind") == "deployment":
+        from bayesfl.flower.deployed import DEPLOYMENT
+
+        write_deployed_report(path, files.read(folder, DEPLOYMENT))
+    elif saved:
         write_report(path, files.read(folder, files.RUN))
     else:
         _study(folder).report(path)

@@ -29,7 +29,7 @@ ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
 class Refits(ABC):
     """What a fit to some of its sites, which are asked anew, tells of the others.
 
-    A subclass has `interval`, `table` and `facts`.
+    A subclass has `interval`, `table` and `_facts`.
 
     Args:
         model: What was fitted, in words.
@@ -66,7 +66,7 @@ class Refits(ABC):
         """Return the parameters with their intervals as a data frame of pandas."""
 
     @abstractmethod
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """Return what the fit rests on, {what: value}, for a report."""
 
     def report(self, path: str | os.PathLike[str], *, by_site: Sequence[str] = ()) -> None:
@@ -115,7 +115,7 @@ class Refits(ABC):
             Section("Parameters", frame(self.table().rename_axis("parameter"))),
             *([Section("By site", f'<div class="pictures">{forests}</div>')] if forests else []),
             Section("Sites", table({"site": list(self.rows), **sites}) + absent),
-            Section("Fit", facts(self.facts())),
+            Section("Fit", facts(self._facts())),
             Section("What left the sites", self.released.html()),
             Section("Environment", facts(environment())),
         ]
@@ -265,7 +265,7 @@ class Fit(Refits):
             columns["exp(coef)"] = np.exp(estimate)
         return pandas.DataFrame(columns, index=list(self.names))
 
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """Return what the fit rests on, {what: value}, for a report."""
         found = {"errors by": self.errors, "log likelihood": self.log_likelihood}
         found |= {"AIC": self.aic, "BIC": self.bic}

@@ -316,7 +316,7 @@ class Mixed(Refits):
         row = self.table(level).loc[term]
         return {"estimate": row.iloc[0], "low": row.iloc[2], "high": row.iloc[3]}
 
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """Return what the fit rests on, {what: value}, for a report."""
         return {
             "effective draws": round(self.effective),

@@ -99,7 +99,7 @@ def _clients(study: "Table") -> list[Section]:
 
 
 def _budgets(study: "Table") -> str:
-    told = study.budgets()
+    told = study._budget()
     columns: dict[str, Any] = {"method": list(told)}
     for key in dict.fromkeys(key for row in told.values() for key in row):
         columns[in_prose(key)] = [row.get(key, "–") for row in told.values()]

@@ -449,7 +449,7 @@ class Table:
         """Return the table of what a client does and sends in a round, and of the settings in which
         methods differ.
         """
-        told = self.budgets()
+        told = self._budget()
         shown = list(dict.fromkeys(key for row in told.values() for key in row))
         heads = [report.in_prose(key) for key in shown]
         lines = [["per training client and round", *heads]]
@@ -463,7 +463,7 @@ class Table:
             for line in lines
         )
 
-    def budgets(self) -> dict[str, dict[str, str]]:
+    def _budget(self) -> dict[str, dict[str, str]]:
         """Return in words what a client of each method does and sends in a round, and the settings
         in which methods differ, {method: {what: words}}.
         """

@@ -1,8 +1,10 @@
 """Commands: what they print, and errors in one line."""
 
+import doctest
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,29 @@ def test_a_saved_run(run: Path, capsys: pytest.CaptureFixture[str]):
     assert "client: client 0\n" in capsys.readouterr().out
     assert main(["report", str(run)]) == 0
     assert "FedAvg on digits" in Path(capsys.readouterr().out.strip()).read_text()
+
+
+def test_a_deployment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of the server's checkpoints: what clients share, by the names that they told."""
+    from tests.flower.made import deploy, method
+
+    clients = bf.data.iid("digits", clients=2, max_size=40)
+    made = method("ditto", bf.models.mlp(clients.inputs, hidden=4, outputs=10))
+    found = deploy(made, clients, tmp_path / "nodes", rounds=1)
+    measures = {0: {"nll": 0.25}, 1: {"nll": 0.5, "accuracy": 0.75}}
+    replace(found, measures=measures, names=("Basel", "<Chur>")).save(tmp_path / "server")
+    assert main(["report", str(tmp_path / "server")]) == 0
+    page = Path(capsys.readouterr().out.strip()).read_text()
+    assert "2 clients over a network; round 1 of 1." in page
+    assert f"<dd>{found.history['personal_accuracy'][-1]:.3f}</dd>" in page
+    row = '<th scope="row">&lt;Chur&gt;</th><td class="number" data-value="0.5">0.500</td>'
+    assert row in page
+
+
+def test_examples_run():
+    from bayesfl.commands import main as whole
+
+    assert doctest.testmod(whole).failed == 0
 
 
 def test_a_damaged_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

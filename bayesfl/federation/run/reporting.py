@@ -52,14 +52,9 @@ def write_report(
         found: What a saved run holds, as `bayesfl.federation.store.files.read` returns it.
         run: The run itself, for what its method and its data tell; None where it is not known.
     """
-    from bayesfl.algorithms import PAPERS
-
     known, settings, history = found["known"], found["settings"], found["history"]
     source = known.source if isinstance(known, Outline) else known.source.name
-    made = found["algorithm"]["method"]
-    method = PAPERS[made][1] if made in PAPERS else f"A method {made}" if " " in made else made
-    headline: dict[str, Any] = {}
-    measured = []
+    headline, measured = _last(history), []
     if run is not None and isinstance(known, FederatedData) and _held(known):
         predicted = run.predict(known.test)
         summary = predicted.summary(known.test)
@@ -80,11 +75,56 @@ def write_report(
         *(measured or [Section("Clients", recorded)]),
         *_curves(history),
         Section("Data", _data(known)),
+        *_about(found, run),
+    ]
+    write_page(path, f"{_method(found)} on {source}", parts, lead=lead, headline=headline)
+
+
+def write_deployed_report(path: str | os.PathLike[str], found: Mapping[str, Any]) -> None:
+    """Write the report of a run over a network, as its server knows it: measures are of the clients
+    that share theirs.
+
+    Args:
+        path: The file.
+        found: What a deployment's checkpoint holds, as `bayesfl.federation.store.files.read`
+            returns it.
+    """
+    measures, names = found["measures"], dict(enumerate(found["names"]))
+    columns: dict[str, Any] = {"client": [names.get(j) or f"client {j}" for j in measures]}
+    for key in dict.fromkeys(key for of in measures.values() for key in of):
+        columns[in_prose(key)] = [of.get(key) for of in measures.values()]
+    steps = [Fitted(step, {}, {}) for step in found["calibration"]]
+    found = {**found, "steps": steps, "private": found["start"]}
+    shared = table(columns) if measures else "<p>No client shares its measures.</p>"
+    parts = [Section("Clients", shared), *_curves(found["history"]), *_about(found, None)]
+    clients, rounds = len(found["base"]), found["settings"].rounds
+    lead = f"{clients} clients over a network; round {found['round']} of {rounds}."
+    write_page(path, _method(found), parts, lead=lead, headline=_last(found["history"]))
+
+
+def _last(history: History) -> dict[str, Any]:
+    """Return the last measures of a history that stand at the head of a report."""
+    evaluated = [row for row in history if any(key.startswith("personal_") for key in row)]
+    last = {
+        key.removeprefix("personal_"): value for row in evaluated[-1:] for key, value in row.items()
+    }
+    return {in_prose(key): last[key] for key in HEADLINE if key in last}
+
+
+def _method(found: Mapping[str, Any]) -> str:
+    """Return the method's name in print."""
+    from bayesfl.algorithms import PAPERS
+
+    name = found["algorithm"]["method"]
+    return PAPERS[name][1] if name in PAPERS else f"A method {name}" if " " in name else name
+
+
+def _about(found: Mapping[str, Any], run: "Result | None") -> list[Section]:
+    return [
         Section("What was sent", _sent(found, run)),
         Section("Settings", _settings(found)),
         Section("Environment", "<p>Where this report was made.</p>" + facts(environment())),
     ]
-    write_page(path, f"{method} on {source}", parts, lead=lead, headline=headline)
 
 
 def _held(data: FederatedData) -> bool:
@@ -243,7 +283,7 @@ def _sent(found: Mapping[str, Any], run: "Result | None") -> str:
         if settings.aggregation == OPEN
         else settings.aggregation
     )
-    told["kept by clients alone"] = ", ".join(found["private"]) or "nothing"
+    told["kept by a client between rounds"] = ", ".join(found["private"]) or "nothing"
     if run is None:
         return facts(told)
     sent = run.algorithm.uplink(run.server)
