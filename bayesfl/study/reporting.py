@@ -79,12 +79,13 @@ def _curves(study: "Table") -> list[Section]:
 
 
 def _clients(study: "Table") -> list[Section]:
-    """Show a measure of every client under every method, of the first seed of each."""
-    first = {row.method: row for row in reversed(study.rows) if row.record.error is None}
-    found = {method: first[method].clients() for method in study.methods if method in first}
+    """Show measures of every client under every method, of the first seed that all have."""
+    done = {(row.method, row.seed): row for row in study.rows if row.record.error is None}
+    seeds = [row.seed for row in study.rows if all((m, row.seed) in done for m in study.methods)]
+    found = {method: done[method, seed].clients() for seed in seeds[:1] for method in study.methods}
     known = {method: of for method, of in found.items() if of is not None}
     names = {tuple(of["client"]) for of in known.values()}
-    if not known or len(names) > 1:
+    if len(names) != 1:
         return []
     columns: dict[str, Any] = {"client": names.pop()}
     for measure in ("accuracy", "rmse", "nll"):
@@ -93,8 +94,7 @@ def _clients(study: "Table") -> list[Section]:
             for method, of in known.items()
             if measure in of
         }
-    seed = next(iter(first.values())).seed
-    told = f"<p>Test data of each client after the last round, seed {seed}.</p>"
+    told = f"<p>Test data of each client after the last round, seed {seeds[0]}.</p>"
     return [Section("Clients", told + table(columns))]
 
 

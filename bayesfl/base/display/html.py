@@ -14,6 +14,8 @@ import numpy as np
 
 PIXELS = 96
 """Pixels of a page for an inch of a figure; its image has twice as many."""
+LARGEST = 10_000
+"""Largest side of an image in pixels: figures grow with the number of clients."""
 
 
 class Cell(NamedTuple):
@@ -165,10 +167,12 @@ def picture(figure: Any, alt: str) -> str:
         alt: What it shows, for those who do not see it.
     """
     file = io.BytesIO()
+    inches = figure.get_size_inches()
     # As SVG, hatched areas would be far larger; on a dark page, a white ground would shine.
-    figure.savefig(file, format="png", dpi=2 * PIXELS, transparent=True)
+    dpi = min(2 * PIXELS, LARGEST / max(inches))
+    figure.savefig(file, format="png", dpi=dpi, transparent=True)
     data = base64.b64encode(file.getvalue()).decode()
-    width, height = (round(PIXELS * inches) for inches in figure.get_size_inches())
+    width, height = (round(PIXELS * side) for side in inches)
     return (
         f'<figure><img width="{width}" height="{height}" alt="{html.escape(alt, quote=True)}" '
         f'src="data:image/png;base64,{data}"></figure>'

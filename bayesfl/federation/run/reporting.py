@@ -60,7 +60,7 @@ def write_report(
         summary = predicted.summary(known.test)
         headline = {in_prose(key): summary[key] for key in HEADLINE if key in summary}
         rows = by_client(predicted, known.test)
-        means = [float(np.nanmean(column)) for column in list(rows.values())[2:]]
+        means = [summary.get(key, math.nan) for key in list(rows)[2:]]
         shown = {in_prose(key): column for key, column in rows.items()}
         told = "Every client's own model on its own test rows. A click on a title sorts."
         foot = ["mean over clients", int(np.sum(rows["examples"])), *means]

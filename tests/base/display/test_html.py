@@ -61,3 +61,4 @@ def test_facts_and_pictures():
     assert facts({"a": "<b>"}) == '<dl class="facts"><div><dt>a</dt><dd>&lt;b&gt;</dd></div></dl>'
     found = picture(Figure((2, 1)), 'a "b"')
     assert 'width="192" height="96" alt="a &quot;b&quot;" src="data:image/png;base64,iVBOR' in found
+    assert len(picture(Figure((2000, 2)), "wider than images may be")) > 100
