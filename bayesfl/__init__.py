@@ -6,7 +6,10 @@ own.
 """
 
 import importlib
+import inspect
 import sys
+from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bayesfl import curvature, data, engine, likelihoods, models, optim, posteriors
@@ -122,4 +125,21 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
+
+
+def _offers(module: ModuleType) -> list[str]:
+    """Return the names that completion offers of a public module: not those that it imports."""
+    if hasattr(module, "__all__"):
+        return sorted(module.__all__)
+    own = [
+        name
+        for name, it in vars(module).items()
+        if getattr(it, "__module__", None) == module.__name__
+    ]
+    return sorted(name for name in {*own, *inspect.get_annotations(module)} if name[0] != "_")
+
+
+for _module in list(map(globals().get, __all__)):
+    if isinstance(_module, ModuleType):
+        vars(_module)["__dir__"] = partial(_offers, _module)

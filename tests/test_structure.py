@@ -30,6 +30,8 @@ ORDER = (
     {"federation"},
     {"stats", "study"},
     {"flower"},
+    {"commands"},
+    {"__main__"},
 )
 """A folder or file imports only from lines above its own."""
 
@@ -210,6 +212,19 @@ def test_the_top_level_holds_what_it_offers():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split() == ["Curvature"]
     assert {"calibration", "curvature", "detection", "selection"} <= set(bf.__all__)
+
+
+def test_completion_offers_what_is_public():
+    """And nothing that a module imports."""
+    assert dir(bf) == sorted(bf.__all__)
+    for name in ("algorithms", "data", "flower", "plots", "stats"):
+        module = getattr(bf, name)
+        assert dir(module) == sorted(module.__all__), name
+    assert {"SGD", "Adam", "cosine", "Rate"} <= {*dir(bf.optim)}
+    for module in (bf.optim, bf.pools, bf.priors, bf.callbacks):
+        assert not {"torch", "np", "Any", "Tensor", "Callable", "dataclass"} & {*dir(module)}, (
+            module
+        )
 
 
 def test_modules_are_imported_by_their_short_names():

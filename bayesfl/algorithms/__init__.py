@@ -171,3 +171,7 @@ __all__ = [
     "pfedvem_held",
     "scaffold",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.described import described
+from bayesfl.base.display.html import preview
 from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.options import Count, declared
 from bayesfl.base.random import Purpose, generator
@@ -82,6 +83,13 @@ class FederatedData:
             else ""
         )
         return f"FederatedData({self.source.name}, {self.clients} clients{environments}; {counts})"
+
+    def _repr_html_(self) -> str:
+        columns: dict[str, Any] = {"client": self.client_names} | self.counts
+        if (labels := self.label_counts) is not None and self.outputs <= 20:
+            names = self.class_names or range(self.outputs)
+            columns |= {f"label {name}": n for name, n in zip(names, labels.T, strict=True)}
+        return preview(columns, repr(self))
 
     def __post_init__(self) -> None:
         ordered("client_names", self.client_names, "pass a list in the order of the clients")
@@ -485,22 +493,29 @@ class FederatedData:
             else replace(self, splits=splits)
         )
 
+    @property
+    def label_counts(self) -> np.ndarray | None:
+        """Return how many training rows of each class each client has, [J, O]; None for numbers,
+        and where a row has several labels.
+        """
+        if self.task != "classification" or self.train.y.dim() > 1:
+            return None
+        owner = np.repeat(np.arange(self.clients), self.train.counts)
+        label = self.train.y[self.train.index].cpu().numpy()
+        counts = np.bincount(owner * self.outputs + label, minlength=self.clients * self.outputs)
+        return counts.reshape(self.clients, self.outputs)
+
     def table(self) -> str:
         """Return a table with a row per client: its examples in each split, and in each class of
         the training data if it has at most 20.
         """
         columns = [["client", *self.client_names]]
         columns += [[name, *map(str, split.counts)] for name, split in self.splits.items()]
-        if self.task == "classification" and self.outputs <= 20 and self.train.y.dim() == 1:
-            owner = np.repeat(np.arange(self.clients), self.train.counts)
-            label = self.train.y[self.train.index].cpu().numpy()
-            counts = np.bincount(
-                owner * self.outputs + label, minlength=self.clients * self.outputs
-            ).reshape(self.clients, self.outputs)
+        if (labels := self.label_counts) is not None and self.outputs <= 20:
             columns += [
                 [str(name)[:12], *map(str, column)]
                 for name, column in zip(
-                    self.class_names or range(self.outputs), counts.T, strict=True
+                    self.class_names or range(self.outputs), labels.T, strict=True
                 )
             ]
         first, *others = (max(map(len, column)) for column in columns)

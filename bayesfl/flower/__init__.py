@@ -21,3 +21,7 @@ __all__ = [
     "server_app",
     "site_app",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,7 +7,7 @@ what a fit needs to know of them, wherever they are.
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.display.html import table, text
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey, conduct, uplink_bytes
 from bayesfl.federation.clients.surveying import Adder
@@ -127,7 +128,6 @@ class Released:
         return sum(torch.Size(shape).numel() for shape in shapes)
 
     def __str__(self) -> str:
-        everyone = list(self.bytes)
         by_size: dict[int, list[str]] = {}
         for site, size in self.bytes.items():
             by_size.setdefault(size, []).append(site)
@@ -137,7 +137,19 @@ class Released:
         if self.log_likelihoods:
             sent.append(f"{self.log_likelihoods} log likelihoods at shared draws among them")
         lines = [f"What left the sites: {'; '.join(sent)}; {self.seen}."]
-        at = 1
+        lines += [f"  {rounds}, {question}: {told}" for rounds, question, told in self._rounds()]
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """Return the sheet as HTML, for a report."""
+        titles = ("when", "question", "what each site answered")
+        rounds = zip(*self._rounds(), strict=True)
+        told = self.seen[0].upper() + self.seen[1:]
+        return f"<p>{text(told)}.</p>{table(dict(zip(titles, rounds, strict=True)))}"
+
+    def _rounds(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the questions that were asked alike in turn: when, what, and the answer."""
+        everyone, at = list(self.bytes), 1
         for asked, alike in groupby(self.questions):
             times = len(list(alike))
             rounds = f"round {at}" if times == 1 else f"rounds {at} to {at + times - 1}"
@@ -151,9 +163,8 @@ class Released:
                 without += f", refused by {', '.join(asked.refused)}"
             if not asked.sites:
                 told = "no site answered"
-            lines.append(f"  {rounds}, {asked.question}{without}: {told}")
+            yield rounds, asked.question + without, told
             at += times
-        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return the sheet as JSON."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bayesfl.base.display.html import frame
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
@@ -230,6 +231,9 @@ class Description:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return frame(self.table())
 
     def markdown(self) -> str:
         """Return the printed table in Markdown."""

@@ -1,6 +1,7 @@
 """Fits over sites: estimates with their errors, and what they rest on."""
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from bayesfl.base.display.html import facts, frame, picture, table, text
+from bayesfl.base.display.page import Section, write_page
 from bayesfl.base.random import Purpose, generator
+from bayesfl.evaluation import plots
+from bayesfl.evaluation.report import environment
 from bayesfl.stats.asking import Released
 from bayesfl.stats.diagnostics import Diagnostics
 from bayesfl.stats.newton import Minimum
@@ -24,7 +29,7 @@ ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
 class Refits(ABC):
     """A fit that can be repeated without some of its sites.
 
-    A subclass has `interval`.
+    A subclass has `interval`, `table` and `_facts`.
 
     Args:
         model: What was fitted, in words.
@@ -44,6 +49,9 @@ class Refits(ABC):
     released: Released
     refit: Callable[[Sequence[str]], Any]
 
+    def _repr_html_(self) -> str:
+        return frame(self.table(), caption=self.model)
+
     @property
     def questions(self) -> int:
         """Return how many questions were asked."""
@@ -52,6 +60,73 @@ class Refits(ABC):
     @abstractmethod
     def interval(self, term: str, level: float) -> dict[str, float]:
         """Return `estimate`, `low` and `high` of a coefficient."""
+
+    @abstractmethod
+    def table(self, level: float = 0.95) -> Any:
+        """Return the parameters with their intervals as a data frame of pandas."""
+
+    @abstractmethod
+    def _facts(self) -> dict[str, Any]:
+        """Return what the fit rests on, {what: value}, for a report."""
+
+    def report(self, path: str | os.PathLike[str], *, by_site: Sequence[str] = ()) -> None:
+        """Write a report of the fit: one page of HTML that needs no other file.
+
+        It has the table of parameters, the sites, what left each of them (the release sheet), and
+        the environment.
+
+        Args:
+            path: The file, as `report.html`.
+            by_site: Names of coefficients whose forest plot is in the report. `glm` and `cox` ask
+                each site anew for them, which is not on the release sheet; `mixed` does not.
+
+        Raises:
+            ValueError: There is no such coefficient.
+
+        Example:
+            >>> from pathlib import Path
+            >>> from tempfile import mkdtemp
+            >>> import pandas as pd
+            >>> import bayesfl as bf
+            >>> a = pd.DataFrame({"dose": [0.0, 1, 2, 3] * 9, "ill": [0, 0, 1] * 12})
+            >>> sites = bf.stats.tables({"a": a, "b": a}, outcome="ill", terms=["dose"])
+            >>> path = Path(mkdtemp()) / "report.html"
+            >>> bf.stats.glm(sites, family="binomial").report(path, by_site=["dose"])
+            >>> "What left the sites" in path.read_text()
+            True
+        """
+        counts: dict[str, Mapping[str, float]] = {
+            "rows": self.rows,
+            "events": getattr(self, "events", {}),
+            "rows left out": self.dropped if any(self.dropped.values()) else {},
+            "bytes sent": self.released.bytes,
+        }
+        sites = {
+            what: [_whole(of.get(site, 0)) for site in self.rows]
+            for what, of in counts.items()
+            if of
+        }
+        absent = "".join(
+            f"<p>{text(site)}: {text(why)}.</p>" for site, why in self.left_out.items()
+        )
+        fit: Any = self
+        forests = "".join(picture(plots.forest(fit, term).figure, term) for term in by_site)
+        parts = [
+            Section("Parameters", frame(self.table().rename_axis("parameter"))),
+            *([Section("By site", f'<div class="pictures">{forests}</div>')] if forests else []),
+            Section("Sites", table({"site": list(self.rows), **sites}) + absent),
+            Section("Fit", facts(self._facts())),
+            Section("What left the sites", self.released.html()),
+            Section("Environment", facts(environment())),
+        ]
+        large = {what: sum(sites[what]) for what in ("rows", "events") if what in sites}
+        write_page(
+            path,
+            self.model[0].upper() + self.model[1:],
+            parts,
+            lead="A fit to the rows of several sites, each of which sent sums alone.",
+            headline={"sites": len(self.rows), **large, "questions": self.questions},
+        )
 
     def without(self, *sites: str) -> Any:
         """Return the same fit to the other sites, which are asked anew.
@@ -197,6 +272,12 @@ class Fit(Refits):
         if self.ratio is not None:
             columns["exp(coef)"] = np.exp(estimate)
         return pandas.DataFrame(columns, index=list(self.names))
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the fit rests on, {what: value}, for a report."""
+        found = {"errors by": self.errors, "log likelihood": self.log_likelihood}
+        found |= {"AIC": self.aic, "BIC": self.bic}
+        return found if self.evidence is None else found | {"log evidence": self.evidence}
 
     def __str__(self) -> str:
         with_events = [
@@ -388,6 +469,11 @@ class Fit(Refits):
         """Return `estimate`, `low` and `high` of a coefficient."""
         row = self.table(level).loc[term]
         return {"estimate": row.iloc[0], "low": row.iloc[4], "high": row.iloc[5]}
+
+
+def _whole(count: float) -> float:
+    """Return a whole number as an int."""
+    return int(count) if float(count).is_integer() else count
 
 
 def scaled_back(

@@ -325,6 +325,14 @@ class Mixed(Refits):
         row = self.table(level).loc[term]
         return {"estimate": row.iloc[0], "low": row.iloc[2], "high": row.iloc[3]}
 
+    def _facts(self) -> dict[str, Any]:
+        """Return what the fit rests on, {what: value}, for a report."""
+        return {
+            "effective draws": round(self.effective),
+            "Pareto's k-hat": self.k_hat,
+            "log evidence": self.evidence,
+        }
+
     def __str__(self) -> str:
         counted = "; ".join(
             f"{site} {count}"

@@ -33,7 +33,7 @@ from bayesfl.federation.run.simulation import simulate
 from bayesfl.federation.store.files import refuse_nameless
 from bayesfl.federation.store.identity import identity
 from bayesfl.study.budget import epochs, gradient_steps, with_steps
-from bayesfl.study.settings import in_words
+from bayesfl.study.settings import in_words, value_in_words
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Record:
     """Hold what is kept of one run.
 
     Args:
+        method: The method's name in the study that ran it.
+        options: The options that this study set, in words.
+        seed: The seed.
         data: SHA-256 of the data, see `FederatedData.hash`.
         history: The measures of every evaluated round.
         clients: Every measure of test data by client, {measure: [J]}, after the last round; None
@@ -56,6 +59,9 @@ class Record:
         error: `class`, `text` and `traceback` of the error that ended it; None where none did.
     """
 
+    method: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
     data: str = ""
     history: History = field(default_factory=History)
     clients: Mapping[str, list[Any]] | None = None
@@ -170,7 +176,9 @@ class Cell:
             record = failed(error)
         finally:
             torch.set_num_threads(threads)
-        record.write(file)
+        rounds = self.settings["rounds"]
+        told = {name: value_in_words(value, rounds) for name, value in self.options.items()}
+        replace(record, method=self.method, options=told, seed=self.seed).write(file)
 
     def _ran(self, kept: Path | None, workers: int | None) -> Record:
         clients, model = self.federation()

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from bayesfl.base import files
+from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.options import Count, declared
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
@@ -150,14 +151,13 @@ class Study:
                 `concurrent.futures.ProcessPoolExecutor`, Dask's `client.get_executor()`, or those
                 of mpi4py and submitit.
             keep: `result` to save every run beside its record, from which `Table.result` loads it.
-            progress: Whether to show a progress bar, with the time left; None shows one if standard
-                error is a terminal.
+            progress: Whether to show a progress bar, with the time left; None shows one on a
+                terminal, and in a notebook with ipywidgets.
 
         Warns:
             UserWarning: There are options to choose among, and the data have no validation split.
         """
         import joblib
-        from tqdm import tqdm
 
         inside, kept = files.folder("folder", folder), keep == "result"
         places = self._places()
@@ -173,7 +173,7 @@ class Study:
         ]
         done = _with_joblib(calls, n_jobs) if executor is None else _with_executor(calls, executor)
         hidden = None if progress is None else not progress
-        with tqdm(
+        with progress_bar(
             done, total=len(places), initial=len(places) - len(calls), unit="cell", disable=hidden
         ) as bar:
             for _ in bar:

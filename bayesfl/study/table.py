@@ -3,19 +3,23 @@ paired differences, and what of the methods' training differs.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from bayesfl.base.display import html
 from bayesfl.base.options import nearest
 from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
 from bayesfl.study.cells import Record, by_client, recorded
 from bayesfl.study.grid import Grid, edges
+from bayesfl.study.reporting import write_report
 from bayesfl.study.settings import value_in_words
 
 SHOWN = ("accuracy", "rmse", "nll", "pinball", "ece", "pooled_ece", "brier")
@@ -38,6 +42,9 @@ class Estimate(NamedTuple):
     mean: float
     error: float
     seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,17 @@ class Summary(Mapping[str, Mapping[str, Estimate]]):
 
     def __str__(self) -> str:
         return report.table(self.runs)
+
+    def _repr_html_(self) -> str:
+        measures = dict.fromkeys(key for of in self.runs.values() for key in of)
+        columns: dict[str, list[Any]] = {"method": list(self.runs)}
+        for measure in measures:
+            found = [self[method].get(measure) for method in self.runs]
+            columns[report.in_prose(measure)] = [
+                html.Cell(math.nan, "–") if one is None else html.Cell(one.mean, str(one))
+                for one in found
+            ]
+        return html.table(columns)
 
     def to_markdown(self) -> str:
         """Return the table in Markdown."""
@@ -149,6 +167,39 @@ class Table:
 
     def __str__(self) -> str:
         return self._told("text")
+
+    def _repr_html_(self) -> str:
+        try:
+            return self.summary()._repr_html_()
+        except ValueError:  # as of no run, or where no options can be chosen
+            return f"<pre>{html.text(self)}</pre>"
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a report of the study: one page of HTML that needs no other file.
+
+        It has the table of means over seeds, learning curves, the chosen options, every method's
+        measures by client, what a client computes and sends, all runs, and the environment.
+
+        Args:
+            path: The file, as `report.html`.
+
+        Raises:
+            ValueError: As by `chosen`.
+
+        Example:
+            >>> from pathlib import Path
+            >>> from tempfile import mkdtemp
+            >>> import bayesfl as bf
+            >>> clients = bf.data.iid("digits", clients=4)
+            >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+            >>> method = bf.algorithms.fedavg(model)
+            >>> runs = [bf.simulate(method, clients, rounds=2, seed=s) for s in range(2)]
+            >>> path = Path(mkdtemp()) / "report.html"
+            >>> bf.table({"FedAvg": runs}).report(path)
+            >>> "FedAvg" in path.read_text()
+            True
+        """
+        write_report(path, self._settled())
 
     def to_markdown(self) -> str:
         """Return the table in Markdown: measures, budgets and settings that differ, and notes.
@@ -398,10 +449,11 @@ class Table:
     def _told(self, style: Literal["text", "markdown"]) -> str:
         try:
             table = self._settled()
+            summary = table.summary()
         except ValueError as error:  # which `print` should show, not raise
             return f"{self!r}\n{error}"
         parts = [
-            report.table(table.summary().runs, style=style),
+            report.table(summary.runs, style=style),
             table._budgets(style),
             "\n".join([*table._choices(style), *table._remarks(style)]),
         ]
@@ -410,6 +462,24 @@ class Table:
     def _budgets(self, style: Literal["text", "markdown"]) -> str:
         """Return the table of what a client does and sends in a round, and of the settings in which
         methods differ.
+        """
+        told = self._budget()
+        shown = list(dict.fromkeys(key for row in told.values() for key in row))
+        heads = [report.in_prose(key) for key in shown]
+        lines = [["per training client and round", *heads]]
+        lines += [[name, *(row.get(key, "-") for key in shown)] for name, row in told.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        if style == "markdown":
+            return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
+
+    def _budget(self) -> dict[str, dict[str, str]]:
+        """Return in words what a client of each method does and sends in a round, and the settings
+        in which methods differ, {method: {what: words}}.
         """
         done = {
             method: [r.record for r in self.rows if r.method == method and r.record.error is None]
@@ -435,17 +505,7 @@ class Table:
             for key in dict.fromkeys(key for row in told.values() for key in row)
             if key in BUDGET or len({row.get(key) for row in told.values()}) > 1
         ]
-        heads = [report.in_prose(key) for key in shown]
-        lines = [["per training client and round", *heads]]
-        lines += [[name, *(row.get(key, "-") for key in shown)] for name, row in told.items()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        lines.insert(1, ["-" * width for width in widths])
-        if style == "markdown":
-            return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        return {name: {key: row[key] for key in shown if key in row} for name, row in told.items()}
 
     def _choices(self, style: Literal["text", "markdown"]) -> list[str]:
         """Say which options were chosen, and where one lies on the edge of its grid."""
@@ -534,3 +594,33 @@ def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
 
 def _same(run: Result) -> Result:
     return run
+
+
+def read(folder: str | os.PathLike[str]) -> Table:
+    """Return the table of all runs of which a folder holds records, those of a study in progress
+    too, without the code that made them.
+
+    Methods have the names, and options the words, of the study that ran them.
+
+    Args:
+        folder: The folder, as of `Study.run`.
+
+    Raises:
+        ValueError: There is no record.
+    """
+    records = []
+    for file in Path(folder).glob("[!.]*.json"):
+        try:
+            records.append(Record.read(file))
+        except (ValueError, KeyError, TypeError):  # another file
+            continue
+    if not records:
+        raise ValueError(f"{str(folder)!r} holds no runs of a study")
+    records.sort(key=lambda one: (one.method, str(one.options), one.seed))
+    shared: dict[str, Mapping[str, str]] = {}  # runs of one choice share the mapping
+    return Table(
+        tuple(
+            Row(one.method, shared.setdefault(str(one.options), one.options), one.seed, one, None)
+            for one in records
+        )
+    )

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.inputs import at, unnamed
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
@@ -104,7 +104,7 @@ def from_datasets(
     ):
         options |= {"class_names": classes, "outputs": len(classes)}
     sizes = [len(one) for _, one in given]
-    with tqdm(
+    with progress_bar(
         total=sum(len(one) for _, one in given + held), unit="row", disable=None, leave=False
     ) as bar:
         read = [items(one, name, columns, bar.update) for name, one in given + held]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base import archive
+from bayesfl.base.display.html import text
 from bayesfl.base.files import folder
 from bayesfl.base.layout import Pattern
 from bayesfl.base.options import PROBABILITY, Count, declared, instance, whole
@@ -42,6 +43,7 @@ from bayesfl.federation.clients.client_model import (
 from bayesfl.federation.clients.form import other_transform, same_form
 from bayesfl.federation.clients.local import Local, State, private_rows
 from bayesfl.federation.clients.modules import module_at, server_module
+from bayesfl.federation.run import reporting
 from bayesfl.federation.settings import FEDERATION, Settings, same_problem
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import Chosen, Pooled, identity, reading
@@ -126,6 +128,10 @@ class Result:
             f"Result({self.known.clients} clients of {source}, round {self.round} of "
             f"{self.settings.rounds}; {self.history}{laplace}{steps})"
         )
+
+    def _repr_html_(self) -> str:
+        told = repr(self).replace(f"; {self.history}", "")
+        return f"<p>{text(told)}</p>{self.history._repr_html_()}"
 
     @property
     def data(self) -> FederatedData:
@@ -822,6 +828,37 @@ class Result:
         files.write(path, files.RUN, self._content())
         if other := next(filter(None, map(self._other, befores)), ""):
             warn(f"{str(path)!r} held another run, {other}, which this one replaces")
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a report of the run: one page of HTML that needs no other file.
+
+        It has the settings, the data by client, learning curves, a table of every client's measures
+        on its test rows, a reliability diagram, coverage where `calibrate` has made sets or
+        intervals, what clients sent, and the environment. A result that was loaded without data
+        has no measures but those of its history.
+
+        Args:
+            path: The file, as `report.html`.
+
+        Raises:
+            ValueError: As by `predict`.
+            DivergenceError: As by `predict`.
+
+        Example:
+            >>> from pathlib import Path
+            >>> from tempfile import mkdtemp
+            >>> import bayesfl as bf
+            >>> clients = bf.data.iid("digits", clients=3, max_size=60)
+            >>> model = bf.models.mlp(clients.inputs, hidden=5, outputs=clients.outputs)
+            >>> method = bf.algorithms.fedavg(model)
+            >>> result = bf.simulate(method, clients, rounds=2, progress=False)
+            >>> path = Path(mkdtemp()) / "report.html"
+            >>> result.report(path)
+            >>> "FedAvg on digits" in path.read_text()
+            True
+        """
+        found = {**vars(self), "algorithm": identity(self.algorithm)}
+        reporting.write_report(path, found, self)
 
     def _other(self, before: Mapping[str, Any]) -> str:
         """Say in words of which other run a file was, by what it says; '' if it was of this one, or

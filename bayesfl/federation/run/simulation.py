@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl import preflight
 from bayesfl.base.described import described
+from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.numerics import without_autocast
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
@@ -135,7 +136,8 @@ def simulate(
         record_clients: Measures, as `("accuracy", "nll")`, of which the history keeps every
             client's own at each evaluation, beside the mean: `history.clients("personal_accuracy")`
             has them, `validation_accuracy` and other prefixes likewise.
-        progress: Whether to show a progress bar; None shows one if standard error is a terminal.
+        progress: Whether to show a progress bar; None shows one on a terminal, and in a notebook
+            with ipywidgets.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -461,14 +463,13 @@ class _Simulation:
         """Return the run after its remaining rounds, or after that with which a callback
         ends it.
         """
-        from tqdm import tqdm
-
         settings = result.settings
         local = result.local(self.data.train, predicts=False)
         stopped = over(self.callbacks, result)
         measure = "personal_accuracy" if self.data.task == "classification" else "personal_rmse"
         hidden = None if self.progress is None else not self.progress
-        with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=hidden) as bar:
+        span = {"total": settings.rounds, "initial": result.round}
+        with progress_bar(**span, unit="round", disable=hidden) as bar:
             while result.round < settings.rounds and not stopped:
                 evaluates = settings.evaluates(result.round)
                 result, before = self._round(result, local, crew, evaluates)

@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from bayesfl.base.display.html import frame
 from bayesfl.base.options import Count, Share, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
@@ -205,6 +206,9 @@ class KaplanMeier:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return frame(self.median(), caption=f"Kaplan-Meier, {self.told}")
 
 
 def _percent(share: float) -> str:

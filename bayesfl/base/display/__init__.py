@@ -1,0 +1,1 @@
+"""What people look at: pieces of HTML, whole pages of them, bars of progress."""

@@ -1,0 +1,195 @@
+"""Pieces of HTML that notebooks and reports share: tables, lists of facts, pictures.
+
+Every text is escaped: the names of clients and columns are whatever their owners wrote.
+"""
+
+import base64
+import html
+import io
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PIXELS = 96
+"""Pixels of a page for an inch of a figure; its image has twice as many."""
+LARGEST = 10_000
+"""Largest side of an image in pixels: figures grow with the number of clients."""
+
+
+class Cell(NamedTuple):
+    """A cell of a table that is sorted by one thing and shows another.
+
+    Args:
+        value: The number by which it is sorted.
+        shown: The text that is shown, as `0.971 ± 0.002`.
+    """
+
+    value: float
+    shown: str
+
+
+def text(value: Any) -> str:
+    """Return a value as escaped text: numbers in three decimals, or three digits where those say
+    nothing; NaN and None as a dash.
+
+    >>> text(0.12345), text(1e-5), text(20_000), text("<a>")
+    ('0.123', '1e-05', '20,000', '&lt;a&gt;')
+    """
+    if isinstance(value, Cell):
+        return html.escape(value.shown)
+    if value is None or (_number(value) and math.isnan(value)):
+        return "–"
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return f"{value:,}"
+    if _number(value):
+        size = abs(float(value))
+        told = f"{value:.3f}" if size == 0 or 1e-3 <= size < 1e4 else f"{value:.3g}"
+        return told.replace("-", "\N{MINUS SIGN}", told.startswith("-"))
+    return html.escape(str(value))
+
+
+def table(
+    columns: Mapping[Any, Sequence[Any] | np.ndarray],
+    *,
+    caption: str = "",
+    foot: Sequence[Any] = (),
+    shaded: Collection[Any] = (),
+) -> str:
+    """Return a table of HTML; one with a class of pandas', so that notebooks give it their look.
+
+    Args:
+        columns: {title: a value for each row}; the first column names the rows. Columns of numbers
+            are set to the right, and a page sorts by them as numbers.
+        caption: What is said above the table.
+        foot: A last row that is not sorted with the others, such as means.
+        shaded: Columns of numbers >= 0 whose cells are darker the larger they are among all of
+            these columns.
+
+    Returns:
+        The HTML; a page has it sort its rows, see `bayesfl.base.display.page`.
+
+    Example:
+        >>> print(table({"client": ["<b>", "c"], "accuracy": [0.5, 1.0]}))
+        <div class="scrolls"><table class="dataframe">
+        <thead><tr><th>client</th><th class="number">accuracy</th></tr></thead>
+        <tbody>
+        <tr><th scope="row">&lt;b&gt;</th><td class="number" data-value="0.5">0.500</td></tr>
+        <tr><th scope="row">c</th><td class="number" data-value="1.0">1.000</td></tr>
+        </tbody>
+        </table></div>
+    """
+    values = {title: list(column) for title, column in columns.items()}
+    numeric = {
+        title: all(one is None or isinstance(one, Cell) or _number(one) for one in column)
+        for title, column in values.items()
+    }
+    most = max((one for title in shaded for one in values[title]), default=0) or 1
+    heads = [
+        f'<th class="number">{text(title)}</th>'
+        if numeric[title] and i
+        else f"<th>{text(title)}</th>"
+        for i, title in enumerate(values)
+    ]
+
+    def cell(title: Any, one: Any, *, first: bool, inside: bool = True) -> str:
+        if first:
+            return f'<th scope="row">{text(one)}</th>'
+        if not numeric[title]:
+            return f"<td>{text(one)}</td>"
+        number = one.value if isinstance(one, Cell) else math.nan if one is None else float(one)
+        shade = f' style="--share: {number / most:.3f}"' if title in shaded and inside else ""
+        return f'<td class="number" data-value="{number}"{shade}>{text(one)}</td>'
+
+    rows = [
+        "".join(
+            cell(title, one, first=not i)
+            for i, (title, one) in enumerate(zip(values, row, strict=True))
+        )
+        for row in zip(*values.values(), strict=True)
+    ]
+    last = "".join(
+        cell(title, one, first=not i, inside=False)
+        for i, (title, one) in enumerate(zip(values, foot, strict=False))
+    )
+    return "\n".join(
+        [
+            *([f"<p>{text(caption)}</p>"] if caption else []),
+            '<div class="scrolls"><table class="dataframe">',
+            f"<thead><tr>{''.join(heads)}</tr></thead>",
+            "<tbody>",
+            *(f"<tr>{row}</tr>" for row in rows),
+            "</tbody>",
+            *([f"<tfoot><tr>{last}</tr></tfoot>"] if last else []),
+            "</table></div>",
+        ]
+    )
+
+
+def frame(found: Any, **options: Any) -> str:
+    """Return the table of a data frame of pandas, whose index names the rows.
+
+    Args:
+        found: The data frame.
+        **options: As of `table`.
+    """
+    index = [", ".join(map(str, one)) if isinstance(one, tuple) else one for one in found.index]
+    return table({found.index.name or "": index, **dict(found.items())}, **options)
+
+
+def preview(
+    columns: Mapping[Any, Sequence[Any] | np.ndarray], caption: str, *, most: int = 10
+) -> str:
+    """Return a table for a notebook, of the first rows alone where there are many.
+
+    Args:
+        columns: As of `table`.
+        caption: What is said above it.
+        most: Number of rows that are shown.
+    """
+    count = max((len(column) for column in columns.values()), default=0)
+    more = f"; the first {most} of {count:,} rows" if count > most else ""
+    return table({title: of[:most] for title, of in columns.items()}, caption=caption + more)
+
+
+def facts(of: Mapping[str, Any]) -> str:
+    """Return a list of facts, {what: value}."""
+    pairs = "".join(f"<div><dt>{text(k)}</dt><dd>{text(v)}</dd></div>" for k, v in of.items())
+    return f'<dl class="facts">{pairs}</dl>'
+
+
+def picture(figure: Any, alt: str) -> str:
+    """Return a figure of matplotlib as an image that is in the page itself.
+
+    Args:
+        figure: The figure.
+        alt: What it shows, for those who do not see it.
+    """
+    file = io.BytesIO()
+    inches = figure.get_size_inches()
+    # As SVG, hatched areas would be far larger; on a dark page, a white ground would shine.
+    dpi = min(2 * PIXELS, LARGEST / max(inches))
+    figure.savefig(file, format="png", dpi=dpi, transparent=True)
+    data = base64.b64encode(file.getvalue()).decode()
+    width, height = (round(PIXELS * side) for side in inches)
+    return (
+        f'<figure><img width="{width}" height="{height}" alt="{html.escape(alt, quote=True)}" '
+        f'src="data:image/png;base64,{data}"></figure>'
+    )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in words.
+
+    >>> size(500), size(41_000), size(4.1e6)
+    ('500 bytes', '41.0 kB', '4.1 MB')
+    """
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.0f} bytes"

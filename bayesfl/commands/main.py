@@ -1,0 +1,147 @@
+"""The commands, their words and their errors."""
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from bayesfl.base import archive
+from bayesfl.commands import demo, new_app
+from bayesfl.data.recipes.readers import default_root, load
+from bayesfl.data.sources import available
+from bayesfl.evaluation.history import History
+from bayesfl.federation.run.reporting import write_deployed_report, write_report
+from bayesfl.federation.store import files
+from bayesfl.study.table import Table, read
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 0, or 2 after an error, which is one line of
+    standard error.
+
+    Args:
+        argv: The words after `bayesfl`; None for those of the process.
+
+    Example:
+        >>> main(["version"])  # doctest: +ELLIPSIS
+        bayesfl ...
+        0
+    """
+    parser = _Parser(prog="bayesfl", description="Bayesian inference for federated models.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for run, name, words in (
+        (demo.demo, "demo", "train three methods on digits, with reports"),
+        (show, "show", "say what a saved run, a model or a study's folder holds"),
+        (report, "report", "write report.html into the folder of a run or a study"),
+        (study, "study", "print the table of a study's folder"),
+        (data, "data", "list the data sets, and where their files are looked for"),
+        (new_app.new_app, "new-app", "make a small Flower app in a new folder"),
+        (print_version, "version", "print the version"),
+    ):
+        told = f"{words[0].upper()}{words[1:]}."
+        command = commands.add_parser(name, help=words, description=told)
+        command.set_defaults(run=run)
+        for one in inspect.signature(run).parameters.values():
+            given = {} if one.default is one.empty else {"nargs": "?", "default": one.default}
+            command.add_argument(one.name, metavar="FOLDER", type=Path, **given)
+    words = vars(parser.parse_args(argv))
+    name, run = words.pop("command"), words.pop("run")
+    try:
+        run(**words)
+    except (ValueError, OSError, ImportError, archive.CheckpointError) as error:
+        print(f"bayesfl {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def show(folder: Path) -> None:
+    """Print what a folder, or one file, holds: a saved run, a client's model, another file of
+    bayesfl's, or the runs of a study.
+
+    Raises:
+        ValueError: It holds nothing of bayesfl's.
+    """
+    found = (
+        [folder]
+        if folder.is_file()
+        else files.checkpoints(folder) or sorted(folder.glob("*.safetensors"))
+    )
+    said = archive.said_of(found[0]) if found else {}
+    if not said:
+        print(_study(folder))
+        return
+    print(f"{said['kind']}, written by bayesfl {said['version']}: {found[0]}")
+    if "algorithm" in said:
+        print(f"method: {said['algorithm']['method']}")
+    if "name" in said:
+        print(f"client: {said['name']}")
+    if "known" in said:
+        print(f"data: {said['known']['source']}, {len(said['known']['client_names'])} clients")
+    if "settings" in said:
+        settings = said["settings"]
+        print(f"round: {said['round']} of {settings['rounds']}, seed {settings['seed']}")
+        print(History(said["history"]["rows"]))
+
+
+def report(folder: Path) -> None:
+    """Write `report.html` into the folder of a saved run, of a server's checkpoints, or of a study,
+    and print its path.
+
+    Raises:
+        ValueError: The folder holds neither.
+        CheckpointError: The run is damaged.
+    """
+    path = folder / "report.html"
+    saved = files.checkpoints(folder)
+    if saved and archive.said_of(saved[0]).get("kind") == "deployment":
+        from bayesfl.flower.deployed import DEPLOYMENT
+
+        write_deployed_report(path, files.read(folder, DEPLOYMENT))
+    elif saved:
+        write_report(path, files.read(folder, files.RUN))
+    else:
+        _study(folder).report(path)
+    print(path)
+
+
+def study(folder: Path) -> None:
+    """Print the table of a study's folder.
+
+    Raises:
+        ValueError: It holds no runs.
+    """
+    print(_study(folder))
+
+
+def _study(folder: Path) -> Table:
+    try:
+        return read(folder)
+    except ValueError:
+        raise ValueError(f"{str(folder)!r} holds neither a saved run nor a study") from None
+
+
+def data() -> None:
+    """Print the data sets by name, whether their files are there, and where they are looked for."""
+    for name, info in available().items():
+        try:
+            source = load(name)
+            there = f"{len(source.x):,} rows"
+        except FileNotFoundError:
+            there = "no files"
+        print(f"{name:15} {there:12} {info.licence}")
+    named = "BAYESFL_DATA" if os.environ.get("BAYESFL_DATA") else "BAYESFL_DATA is not set"
+    print(f"Files are looked for in {default_root()} ({named}).")
+
+
+def print_version() -> None:
+    """Print the version."""
+    print(f"bayesfl {version('bayesfl')}")

@@ -1,0 +1,300 @@
+"""Reports of runs: one page with the settings, the data, how the run learnt, what it measures by
+client, and what was sent.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bayesfl.base.described import described
+from bayesfl.base.display.html import facts, picture, size, table, text
+from bayesfl.base.display.page import Section, write_page
+from bayesfl.data import FederatedData
+from bayesfl.data.outline import Outline
+from bayesfl.evaluation import plots
+from bayesfl.evaluation.calibration import Fitted
+from bayesfl.evaluation.history import HEADLINES, History
+from bayesfl.evaluation.predictions import Predictions, by_client
+from bayesfl.evaluation.report import environment, in_prose
+from bayesfl.federation.settings import OPEN, Settings, dtype_name
+
+if TYPE_CHECKING:
+    from bayesfl.federation.run.result import Result
+
+HEADLINE = (
+    "accuracy",
+    "rmse",
+    "nll",
+    "pinball",
+    "ece",
+    "pooled_ece",
+    "coverage",
+    "set_size",
+    "width",
+)
+"""Measures of test data that stand large at the head of a report, where there are some."""
+WITHOUT = (
+    "Measures by client and reliability diagrams need the clients' data: load the run with them, "
+    "and write its report by result.report(path)."
+)
+
+
+def write_report(
+    path: str | os.PathLike[str], found: Mapping[str, Any], run: "Result | None" = None
+) -> None:
+    """Write the report of a run.
+
+    Args:
+        path: The file.
+        found: What a saved run holds, as `bayesfl.federation.store.files.read` returns it.
+        run: The run itself, for what its method and its data tell; None where it is not known.
+    """
+    known, settings, history = found["known"], found["settings"], found["history"]
+    source = known.source if isinstance(known, Outline) else known.source.name
+    headline, measured = _last(history), []
+    if run is not None and isinstance(known, FederatedData) and _held(known):
+        predicted = run.predict(known.test)
+        summary = predicted.summary(known.test)
+        headline = {in_prose(key): summary[key] for key in HEADLINE if key in summary}
+        rows = by_client(predicted, known.test)
+        means = [summary.get(key, math.nan) for key in list(rows)[2:]]
+        shown = {in_prose(key): column for key, column in rows.items()}
+        told = "Every client's own model on its own test rows. A click on a title sorts."
+        foot = ["mean over clients", int(np.sum(rows["examples"])), *means]
+        measured = [
+            Section("Clients", f"<p>{told}</p>" + table(shown, foot=foot)),
+            *_reliability(run, predicted),
+            *_coverage(run, predicted),
+        ]
+    lead = f"{known.outline.clients} clients; round {found['round']} of {settings.rounds}."
+    recorded = _recorded(history, known.outline) or f"<p>{WITHOUT}</p>"
+    parts = [
+        *(measured or [Section("Clients", recorded)]),
+        *_curves(history),
+        Section("Data", _data(known)),
+        *_about(found, run),
+    ]
+    write_page(path, f"{_method(found)} on {source}", parts, lead=lead, headline=headline)
+
+
+def write_deployed_report(path: str | os.PathLike[str], found: Mapping[str, Any]) -> None:
+    """Write the report of a run over a network, as its server knows it: measures are of the clients
+    that share theirs.
+
+    Args:
+        path: The file.
+        found: What a deployment's checkpoint holds, as `bayesfl.federation.store.files.read`
+            returns it.
+    """
+    measures, names = found["measures"], dict(enumerate(found["names"]))
+    columns: dict[str, Any] = {"client": [names.get(j) or f"client {j}" for j in measures]}
+    for key in dict.fromkeys(key for of in measures.values() for key in of):
+        columns[in_prose(key)] = [of.get(key) for of in measures.values()]
+    steps = [Fitted(step, {}, {}) for step in found["calibration"]]
+    found = {**found, "steps": steps, "private": found["start"]}
+    shared = table(columns) if measures else "<p>No client shares its measures.</p>"
+    parts = [Section("Clients", shared), *_curves(found["history"]), *_about(found, None)]
+    clients, rounds = len(found["base"]), found["settings"].rounds
+    lead = f"{clients} clients over a network; round {found['round']} of {rounds}."
+    write_page(path, _method(found), parts, lead=lead, headline=_last(found["history"]))
+
+
+def _last(history: History) -> dict[str, Any]:
+    """Return the last measures of a history that stand at the head of a report."""
+    evaluated = [row for row in history if any(key.startswith("personal_") for key in row)]
+    last = {
+        key.removeprefix("personal_"): value for row in evaluated[-1:] for key, value in row.items()
+    }
+    return {in_prose(key): last[key] for key in HEADLINE if key in last}
+
+
+def _method(found: Mapping[str, Any]) -> str:
+    """Return the method's name in print."""
+    from bayesfl.algorithms import PAPERS
+
+    name = found["algorithm"]["method"]
+    return PAPERS[name][1] if name in PAPERS else f"A method {name}" if " " in name else name
+
+
+def _about(found: Mapping[str, Any], run: "Result | None") -> list[Section]:
+    return [
+        Section("What was sent", _sent(found, run)),
+        Section("Settings", _settings(found)),
+        Section("Environment", "<p>Where this report was made.</p>" + facts(environment())),
+    ]
+
+
+def _held(data: FederatedData) -> bool:
+    return "test" in data.splits and bool(data.test.counts.any())
+
+
+def _settings(found: Mapping[str, Any]) -> str:
+    settings: Settings = found["settings"]
+    steps: tuple[Fitted, ...] = found["steps"]
+    algorithm, history = found["algorithm"], found["history"]
+    run = {
+        "rounds": settings.rounds,
+        "clients in a round": "all"
+        if settings.participation == 1
+        else f"{settings.participation:.3g} of all, {settings.sampling}",
+        "who trains": settings.train,
+        "seed": settings.seed,
+        "aggregation": "open" if settings.aggregation == OPEN else settings.aggregation,
+        "precision": dtype_name(found["dtype"]),
+        "began from": found["began"],
+    }
+    if "seconds" in history.columns:
+        run["time"] = f"{np.nansum(history['seconds']):.1f} s"
+    options = algorithm.get(algorithm["method"], {})
+    parts = {f"Method: {algorithm['method']}": options}
+    for one in steps:
+        parts[f"Calibration: {type(one.step).__name__}"] = described(one.step)
+    return facts(run) + "".join(
+        f"<h3>{text(title)}</h3>{facts(_told(of))}" for title, of in parts.items()
+    )
+
+
+def _told(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return options in words, {name: value}."""
+    return {
+        name.replace("_", " "): _words(value) for name, value in options.items() if name != "class"
+    }
+
+
+def _words(said: Any) -> str:
+    """Return in words what `bayesfl.base.described` says of a value."""
+    if isinstance(said, Mapping):
+        name = said.get("class", said.get("name"))
+        name = _words(name) if name else ""
+        inner = ", ".join(
+            f"{key} {_words(value)}"
+            for key, value in said.items()
+            if key not in ("class", "name", "source", "holds")
+        )
+        return f"{name}({inner})" if inner else name
+    if isinstance(said, list):
+        return ", ".join(map(_words, said)) or "none"
+    return "none" if said is None else str(said).removeprefix("bayesfl.")
+
+
+def _data(known: FederatedData | Outline) -> str:
+    outline = known.outline
+    told: dict[str, Any] = {
+        "data": outline.source,
+        "task": outline.task,
+        "inputs": str(outline.inputs),
+        "classes" if outline.task == "classification" else "targets": outline.outputs,
+        "hash": outline.hash[:12],
+    }
+    columns: dict[str, Any] = {"client": outline.client_names}
+    if isinstance(known, Outline):
+        columns["train"] = known.counts
+        return facts(told) + table(columns, foot=["all", sum(known.counts)])
+    told["licence"] = known.source.licence
+    cite = f'<p class="quiet">{text(known.source.citation)}</p>' * bool(known.source.citation)
+    columns |= {name: split.counts for name, split in known.splits.items()}
+    labels = known.label_counts
+    if labels is None or known.outputs > 40:
+        return facts(told) + cite + table(columns, foot=["all", *_sums(columns)])
+    names = [str(name) for name in known.class_names or range(known.outputs)]
+    heads = [f"label {name}" if name.isdigit() or name in columns else name for name in names]
+    classes = dict(zip(heads, labels.T, strict=True))
+    both = columns | classes
+    caption = "Rows in each split, and training rows of each label: darker where there are more."
+    counts = table(both, caption=caption, foot=["all", *_sums(both)], shaded=classes)
+    return facts(told) + cite + counts
+
+
+def _sums(columns: Mapping[str, Any]) -> list[int]:
+    return [int(np.sum(column)) for column in list(columns.values())[1:]]
+
+
+def _curves(history: History) -> list[Section]:
+    """Draw the measures that sum a run up against its rounds, where there are two at least."""
+    found = []
+    for column in (*HEADLINES, "personal_nll"):
+        if column in history.columns and np.isfinite(history[column]).sum() > 1:
+            drawn = plots.learning_curves({"run": history}, metric=column)
+            found.append(picture(drawn.figure, f"{in_prose(column)} against the rounds"))
+    recorded = [column for of in history.recorded.values() for column in of]
+    for column in dict.fromkeys(recorded):
+        if column.startswith("personal_") and len(history) > 1:
+            drawn = plots.client_curves(history, column)
+            found.append(picture(drawn.figure, f"{in_prose(column)} of every client"))
+    if not found:
+        return []
+    return [Section("Learning curves", f'<div class="pictures">{"".join(found)}</div>')]
+
+
+def _recorded(history: History, outline: Outline) -> str:
+    """Return the table of what the run itself recorded of its clients; nothing where it did not."""
+    if not history.recorded:
+        return ""
+    round, last = max(history.recorded.items())
+    columns: dict[str, Any] = {"client": outline.client_names}
+    columns |= {in_prose(key): of for key, of in last.items() if key.startswith("personal_")}
+    return f"<p>As recorded in round {round}. {WITHOUT}</p>" + table(columns)
+
+
+def _reliability(run: "Result", predicted: Predictions) -> list[Section]:
+    told = ""
+    if predicted.probs is not None:
+        flat = predicted.places()
+        given = (flat.probs, flat.labels, flat.mask)
+        drawn = plots.reliability(given)
+        own = plots.reliability(given, by="client", names=run.known.client_names)[0]
+        name = "client by client" if len(flat.mask) <= 12 else "the first twelve clients"
+        told = f"<details><summary>{name}</summary>{picture(own.figure, name)}</details>"
+    elif predicted.variance is not None:
+        drawn = plots.interval_reliability(run)
+    else:  # intervals of one level
+        return []
+    all_of = "<p>Of all clients' test rows together.</p>" + picture(drawn.figure, "reliability")
+    return [Section("Reliability", all_of + told)]
+
+
+def _coverage(run: "Result", predicted: Predictions) -> list[Section]:
+    """Show by client how often the sets or intervals that calibration has made hold the truth."""
+    if predicted.level is None or run.settings.sampling == "poisson":
+        return []
+    audit = run.audit()
+    shown = {key: of for key, of in audit.columns().items() if "accuracy" not in key}
+    told = f"<p>Sets or intervals promise to hold the truth with probability {audit.level:g}.</p>"
+    drawn = picture(plots.coverage(audit), "coverage by client")
+    counts = table({in_prose(key).removeprefix("coverage "): of for key, of in shown.items()})
+    return [Section("Coverage", f'{told}<div class="pictures">{drawn}{counts}</div>')]
+
+
+def _sent(found: Mapping[str, Any], run: "Result | None") -> str:
+    """Say what left clients in training: totals of the history, and each tensor where the method is
+    known.
+    """
+    history, settings = found["history"], found["settings"]
+    told: dict[str, Any] = {}
+    for column, what in (("bytes_up", "from clients"), ("bytes_down", "to clients")):
+        if column in history.columns and math.isfinite(total := np.nansum(history[column])):
+            told[f"{what}, in all"] = size(total)
+            told[f"{what}, a round"] = size(total / max(1, len(history)))
+    told["who saw it"] = (
+        "the server saw what each client sent"
+        if settings.aggregation == OPEN
+        else settings.aggregation
+    )
+    told["kept by a client between rounds"] = ", ".join(found["private"]) or "nothing"
+    if run is None:
+        return facts(told)
+    sent = run.algorithm.uplink(run.server)
+    numbers = [math.prod(shape) for shape, _ in sent.values()]
+    bytes_ = [n * dtype.itemsize for n, (_, dtype) in zip(numbers, sent.values(), strict=True)]
+    columns = {
+        "tensor": list(sent),
+        "shape": [str(list(shape)) for shape, _ in sent.values()],
+        "numbers": numbers,
+        "bytes": bytes_,
+    }
+    caption = "What a client sends after each round in which it trains."
+    foot = ["all", "", sum(numbers), sum(bytes_)]
+    return facts(told) + (table(columns, caption=caption, foot=foot) if sent else "")

@@ -1,0 +1,118 @@
+"""Reports of studies: one page with means over seeds, learning curves, methods client by client,
+and every run.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bayesfl.base.display.html import facts, frame, picture, table, text
+from bayesfl.base.display.page import Section, write_page
+from bayesfl.evaluation import plots
+from bayesfl.evaluation.history import HEADLINES
+from bayesfl.evaluation.report import environment, in_prose
+
+if TYPE_CHECKING:
+    import bayesfl.study.table
+    from bayesfl.study.table import Table
+
+
+def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table") -> None:
+    """Write the report of a study.
+
+    Args:
+        path: The file.
+        study: Its table, with one choice of options a method.
+    """
+    summary = study.summary()
+    drawn = picture(plots.study(study).figure, "every method's measure, a dot for each seed")
+    notes = [*study._choices("text"), *study._remarks("text")]
+    means = "<p>Mean ± standard error over seeds, of test data.</p>"
+    parts = [
+        Section("Methods", means + summary._repr_html_() + drawn),
+        *(
+            [Section("Options and notes", "".join(f"<p>{text(note)}</p>" for note in notes))]
+            * bool(notes)
+        ),
+        *_curves(study),
+        *_clients(study),
+        Section("Cost of a round", _budgets(study)),
+        Section("Runs", _runs(study)),
+        Section("Environment", facts(study.rows[0].record.environment or environment())),
+    ]
+    failed = sum(row.record.error is not None for row in study.rows)
+    headline = {"methods": len(study.methods), "runs": len(study.rows)}
+    headline |= {"seeds": len({row.seed for row in study.rows})}
+    headline |= {"failed": failed} if failed else {}
+    *others, last = study.methods
+    title = f"{', '.join(others)} and {last}" if others else last
+    write_page(
+        path,
+        title,
+        parts,
+        lead="A study: the same data for every method, seed by seed.",
+        headline=headline,
+    )
+
+
+def _curves(study: "Table") -> list[Section]:
+    histories: dict[str, list[Any]] = {}
+    for row in study.rows:
+        if row.record.error is None:
+            histories.setdefault(row.method, []).append(row.record.history)
+    drawn = [
+        picture(
+            plots.learning_curves(histories, metric=column).figure,
+            f"{in_prose(column)} against the rounds",
+        )
+        for column in (*HEADLINES, "personal_nll")
+        if all(
+            column in one.columns and np.isfinite(one[column]).sum() > 1
+            for seeds in histories.values()
+            for one in seeds
+        )
+    ]
+    if not drawn:
+        return []
+    return [Section("Learning curves", f'<div class="pictures">{"".join(drawn)}</div>')]
+
+
+def _clients(study: "Table") -> list[Section]:
+    """Show measures of every client under every method, of the first seed that all have."""
+    done = {(row.method, row.seed): row for row in study.rows if row.record.error is None}
+    seeds = [row.seed for row in study.rows if all((m, row.seed) in done for m in study.methods)]
+    found = {method: done[method, seed].clients() for seed in seeds[:1] for method in study.methods}
+    known = {method: of for method, of in found.items() if of is not None}
+    names = {tuple(of["client"]) for of in known.values()}
+    if len(names) != 1:
+        return []
+    columns: dict[str, Any] = {"client": names.pop()}
+    for measure in ("accuracy", "rmse", "nll"):
+        columns |= {
+            f"{in_prose(measure)}, {method}": of[measure]
+            for method, of in known.items()
+            if measure in of
+        }
+    told = f"<p>Test data of each client after the last round, seed {seeds[0]}.</p>"
+    return [Section("Clients", told + table(columns))]
+
+
+def _budgets(study: "Table") -> str:
+    told = study._budget()
+    columns: dict[str, Any] = {"method": list(told)}
+    for key in dict.fromkeys(key for row in told.values() for key in row):
+        columns[in_prose(key)] = [row.get(key, "–") for row in told.values()]
+    return "<p>What a client computes and sends in a round in which it trains.</p>" + table(columns)
+
+
+def _runs(study: "Table") -> str:
+    found = study.to_pandas().set_index("method")
+    measures = {measure for of in study.summary().values() for measure in of}
+    shown = [
+        name
+        for name in found.columns
+        if name in ("seed", *measures, study.by, "seconds", "error") or name.startswith("option_")
+    ]
+    titles = {name: in_prose(str(name).removeprefix("option_")) for name in shown}
+    return frame(found[shown].rename(columns=titles))

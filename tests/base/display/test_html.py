@@ -1,0 +1,64 @@
+"""Pieces of HTML: numbers as people write them, text escaped."""
+
+import doctest
+import math
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from bayesfl.base.display import html
+from bayesfl.base.display.html import Cell, facts, frame, picture, preview, table, text
+
+
+def test_examples_run():
+    assert doctest.testmod(html).failed == 0
+
+
+def test_text():
+    """Numbers in few digits, what is not known as a dash, the rest escaped."""
+    pairs = {
+        0.5: "0.500",
+        -2.5: "−2.500",
+        1e6: "1e+06",
+        12: "12",
+        True: "True",
+        "a & b": "a &amp; b",
+    }
+    assert {value: text(value) for value in pairs} == pairs
+    assert [text(np.float32(0.25)), text(np.int64(1200)), text(0)] == ["0.250", "1,200", "0"]
+    assert [text(None), text(math.nan), text(Cell(1.0, "<1>"))] == ["–", "–", "&lt;1&gt;"]
+
+
+def test_table():
+    """Names, numbers that are missing, a last row, shades by the largest number."""
+    found = table(
+        {"who": ["a", "b"], "<n>": [4, None], "m": [2, 1], "why": ["", "no"]},
+        caption="Who & how",
+        foot=["all", 4],
+        shaded=["m"],
+    )
+    assert found.startswith("<p>Who &amp; how</p>")
+    assert '<th class="number">&lt;n&gt;</th>' in found
+    assert '<td class="number" data-value="nan">–</td>' in found
+    assert 'style="--share: 1.000">2</td>' in found
+    assert 'style="--share: 0.500">1</td>' in found
+    assert "<td>no</td>" in found
+    assert '<tfoot><tr><th scope="row">all</th><td class="number" data-value="4.0">4</td>' in found
+
+
+def test_frame_and_preview():
+    """A data frame's index names the rows; a long table shows its first ones."""
+    found = pd.DataFrame({"x": [1.0]}, index=pd.MultiIndex.from_tuples([("a", 2)]))
+    assert '<th scope="row">a, 2</th>' in frame(found)
+    found = preview({"x": range(30)}, "Numbers", most=3)
+    assert "Numbers; the first 3 of 30 rows" in found
+    assert found.count("<tr>") == 4
+
+
+def test_facts_and_pictures():
+    """A picture is in the page itself, and says in words what it shows."""
+    assert facts({"a": "<b>"}) == '<dl class="facts"><div><dt>a</dt><dd>&lt;b&gt;</dd></div></dl>'
+    found = picture(Figure((2, 1)), 'a "b"')
+    assert 'width="192" height="96" alt="a &quot;b&quot;" src="data:image/png;base64,iVBOR' in found
+    assert len(picture(Figure((2000, 2)), "wider than images may be")) > 100

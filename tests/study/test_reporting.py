@@ -1,0 +1,68 @@
+"""Reports of studies, and the table that a folder alone gives."""
+
+import doctest
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import bayesfl as bf
+from bayesfl.study.table import Table, read
+from tests.browser import assert_fits, needs_browser
+from tests.study.made import one
+
+
+def test_a_study(table: Table, tmp_path: Path):
+    """Every method with its means, the options that were chosen, all runs."""
+    table.report(tmp_path / "report.html")
+    found = (tmp_path / "report.html").read_text()
+    titles = [part.partition("</h2>")[0] for part in found.split("<h2>")[1:]]
+    assert titles == [
+        *("Methods", "Options and notes", "Learning curves", "Clients"),
+        *("Cost of a round", "Runs", "Environment"),
+    ]
+    for estimate in (of["personal_nll"] for of in table.summary().values()):
+        assert f'data-value="{estimate.mean}">{estimate}</td>' in found
+    assert "Options chosen by validation_nll" in found
+
+
+def test_a_folder_has_the_table(tmp_path: Path):
+    """Of what is finished, without the code of its methods."""
+    made = one().run(tmp_path, progress=False)
+    (tmp_path / "notes.json").write_text("[]")
+    found = read(tmp_path)
+    assert str(found) == str(made)
+    assert [row.seed for row in found.rows] == [0, 1]
+    with pytest.raises(ValueError, match="no runs of a study"):
+        read(tmp_path / "elsewhere")
+
+
+def test_a_folder_has_the_options(table: Table, tmp_path: Path):
+    """By which methods are chosen, in words."""
+    for place, row in enumerate(table.rows):
+        words = {name: repr(value) for name, value in row.options.items()}
+        record = replace(row.record, method=row.method, options=words, seed=row.seed)
+        record.write(tmp_path / f"{place}.json")
+    found, wanted = read(tmp_path).summary(), table.summary()
+    assert {name: dict(found[name]) for name in found} == {
+        name: dict(wanted[name]) for name in wanted
+    }
+
+
+def test_in_notebooks(table: Table):
+    """The summary as a table; where options cannot be chosen, why not."""
+    assert "personal NLL" in table._repr_html_()
+    assert "±" in table.summary()._repr_html_()
+    assert "<pre>" in Table(())._repr_html_()
+
+
+def test_the_example_runs():
+    for found in doctest.DocTestFinder().find(Table.report, globs={"bf": bf}):
+        assert doctest.DocTestRunner().run(found).failed == 0
+
+
+@needs_browser
+@pytest.mark.slow
+def test_it_fits(table: Table, tmp_path: Path):
+    table.report(tmp_path / "report.html")
+    assert_fits(tmp_path / "report.html")
