@@ -48,7 +48,7 @@ from bayesfl.study.table import table
 if TYPE_CHECKING:
     from bayesfl import algorithms, flower, stats
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.4.0"
 __all__ = [
     "Admission",
     "Algorithm",
