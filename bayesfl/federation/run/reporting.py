@@ -261,10 +261,13 @@ def _coverage(run: "Result", predicted: Predictions) -> list[Section]:
     if predicted.level is None or run.settings.sampling == "poisson":
         return []
     audit = run.audit()
-    shown = {key: of for key, of in audit.columns().items() if "accuracy" not in key}
+    kept = ("client", "rows", "coverage", "coverage_low", "coverage_high", "size", "width")
+    shown = {key: of for key, of in audit.columns().items() if key in kept}
     told = f"<p>Sets or intervals promise to hold the truth with probability {audit.level:g}.</p>"
     drawn = picture(plots.coverage(audit), "coverage by client")
     counts = table({in_prose(key).removeprefix("coverage "): of for key, of in shown.items()})
+    if len(audit.units) > 40:  # too wide a picture for half a page
+        return [Section("Coverage", f'{told}<div class="scrolls">{drawn}</div><br>{counts}')]
     return [Section("Coverage", f'{told}<div class="pictures">{drawn}{counts}</div>')]
 
 
