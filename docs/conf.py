@@ -39,7 +39,9 @@ nb_execution_timeout = 60  # seconds for a cell
 nb_execution_raise_on_error = True
 nb_output_stderr = "error"
 nb_merge_streams = True
-os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's, where ipywidgets are not there
+nb_render_image_options = {"alt": "What the lines above draw"}
+# The warning of tqdm where ipywidgets are not installed, for the notebooks' processes.
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3

@@ -55,14 +55,14 @@ def key(ax: "Axes", handles: Sequence[Any] | None = None, *, lift: float = 0.0) 
     figure = ax.figure
     longest = max(len(str(handle.get_label())) for handle in shown)
     width = ax.bbox.width / figure.dpi  # inches
-    columns = max(1, min(len(shown), int(width / (0.5 + 0.068 * longest))))
+    lines = -(-len(shown) // max(1, int(width / (0.5 + 0.068 * longest))))
     above = ScaledTranslation(0, (lift + 3) / 72, figure.dpi_scale_trans)
     ax.legend(
         handles=shown,
         loc="lower left",
         bbox_to_anchor=(0, 1),
         bbox_transform=ax.transAxes + above,
-        ncols=columns,
+        ncols=-(-len(shown) // lines),  # lines of the same length
         frameon=False,
         fontsize="small",
         handlelength=1.8,
@@ -70,7 +70,6 @@ def key(ax: "Axes", handles: Sequence[Any] | None = None, *, lift: float = 0.0) 
         borderpad=0,
         borderaxespad=0,
     )
-    lines = -(-len(shown) // columns)
     ax.set_title(ax.get_title(), pad=lift + 8 + 13 * lines)
 
 
