@@ -8,8 +8,8 @@ M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  small rho_
 
 Started at widths of 0.1 and trained for long, the method loses accuracy after pooling
 (docs/studies/long-training.md): rho_j follows the width of q_j and not the spread of the heads, so
-that the tie to the centre stays strong. `pfedvem_held` has one rho for all clients, which nothing learns,
-and the server's mean is then plain.
+that the tie to the centre stays strong. `pfedvem_held` has one rho for all clients, which nothing
+learns, and the server's mean is then plain.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via
 hierarchical Bayesian modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
@@ -167,8 +167,8 @@ def pfedvem_held(
     It is `pfedmap` with noise of fixed size on the weights of the heads, and does not fall as
     `pfedvem` does when it is trained for long. The width was chosen on validation data of MNIST
     (docs/studies/long-training.md); prior scale and start were not chosen on any. So its intervals
-    are not true: where the truth is known, nominal 90 % ones hold in a third to three quarters of all
-    cases, and nearly as often as they should if `scale_rate=1.0` lets widths be learned
+    are not true: where the truth is known, nominal 90 % ones hold in a third to three quarters of
+    all cases, and nearly as often as they should if `scale_rate=1.0` lets widths be learned
     (docs/studies/truth.md).
 
     Args:
