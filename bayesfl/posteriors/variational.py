@@ -119,11 +119,10 @@ class Variational(Drawn):
         target, total = self.target.on(x, y), 0.0
         with torch.no_grad():
             for inputs, labels in target.once():
-                share = len(labels) / target.examples
                 for pair in range(draws):
                     noise = _normals(seed, Purpose.POSTERIOR, pair, self.noise_size, target.loc)
                     energy = _energy(target, self.family, self.belief, noise, inputs, labels)
-                    total -= float(energy) * share / draws
+                    total -= float(energy) / (max(1, target.passed) * draws)
         return torch.tensor(total, dtype=torch.float64)
 
     def save(self, path: str | os.PathLike[str]) -> None:

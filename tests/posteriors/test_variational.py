@@ -12,6 +12,7 @@ from bayesfl.base.archive import OtherFileError
 from bayesfl.likelihoods import Gaussian, Poisson
 from bayesfl.optim import SGD, Adam, cosine
 from bayesfl.posteriors import FullGaussian, Laplace, MeanField
+from bayesfl.posteriors.sampling.target import Target
 from bayesfl.posteriors.variational import Family, Variational
 from tests.cases import numbers
 from tests.posteriors.made import linear_model, network
@@ -232,3 +233,18 @@ def test_a_family_is_a_belief_of_blocks(family):
     """As the protocol asks."""
     assert isinstance(family(), bf.base.protocols.Posterior)
     assert family().noise_size(7) == 7
+
+
+def test_batches_of_unequal_size_weigh_every_row_alike():
+    """Slopes of a pass have the mean of the slope of all rows, and the ELBO is that of all rows."""
+    model, x, y, precision = linear_model()
+    batches = [(x[:13], y[:13]), (x[13:], y[13:])]
+    options = {"precision": precision, "centre": 0.0, "pattern": "*"}
+    whole, parted = (
+        Target.of(model, *data, Gaussian(0.5), **options) for data in ((x, y), (batches, None))
+    )
+    w = numbers(3, seed=0)
+    mean = torch.stack([parted.slope(w, *batch) for batch in parted.once()]).mean(0)
+    assert_close(mean, whole.slope(w, *next(whole.once())))
+    found = fitted(FullGaussian)
+    assert_close(found.elbo(batches), found.elbo(x, y))

@@ -46,6 +46,7 @@ class Target:
         centre: Mean of the prior, [D].
         data: Inputs and labels, or batches of them; None where they are not kept.
         examples: Number N of examples.
+        passed: Number of batches in a pass over the data, where they come in batches; 0 otherwise.
         width: Shape of the outputs for one example.
     """
 
@@ -57,6 +58,7 @@ class Target:
     centre: Tensor
     data: tuple[Data, Tensor | None] | None
     examples: int = 0
+    passed: int = 0
     width: tuple[int, ...] = ()
 
     @classmethod
@@ -96,14 +98,15 @@ class Target:
         Raises:
             ValueError: As by `of`; or there is another number of examples than the target has.
         """
-        examples, width = 0, ()
+        examples, passed, width = 0, 0, ()
         for inputs, labels in labelled(x, y, self.loc):
             with torch.no_grad():
                 outputs = self.outputs(self.loc, in_precision(inputs, self.loc.dtype))
             checked(self.likelihood, outputs, labels)
             if not examples:
                 refuse_unseen(self.model, in_precision(inputs, self.loc.dtype))
-            examples, width = examples + count(inputs), tuple(outputs.shape[1:])
+            examples, passed = examples + count(inputs), passed + 1
+            width = tuple(outputs.shape[1:])
         if not examples or next(labelled(x, y, self.loc), None) is None:
             raise ValueError(
                 "there are no data, or they can be read only once, as an iterator: pass inputs and "
@@ -114,7 +117,8 @@ class Target:
                 f"the posterior is of {self.examples} examples, and these are {examples}; pass "
                 "those that it was fitted to"
             )
-        return replace(self, data=(x, y), examples=examples, width=width)
+        passed = 0 if one_batch(x) else passed
+        return replace(self, data=(x, y), examples=examples, passed=passed, width=width)
 
     def outputs(self, w: Tensor, x: Inputs) -> Tensor:
         """Compute the module's outputs [B, O] at weights `w` [D]."""
@@ -123,9 +127,12 @@ class Target:
     def nll(self, w: Tensor, x: Inputs, y: Tensor) -> Tensor:
         """Compute the negative log likelihood of a batch at weights `w` [D], in nats, scaled to the
         sum over all N examples that it is an estimate of.
+
+        Batches that were passed need not be drawn at random. One counts as often as there are
+        batches in a pass, whatever its size, so that every example weighs the same.
         """
         losses = self.likelihood.nll(self.outputs(w, x), y)
-        return losses.sum() * (self.examples / len(losses))
+        return losses.sum() * (self.passed or self.examples / len(losses))
 
     def prior(self, w: Tensor) -> Tensor:
         """Compute the negative log density of the prior at weights `w` [D], in nats."""
