@@ -242,7 +242,7 @@ class SGD:
 
 
 def rate_limit(curvature: float, precision: float, momentum: float, *, prox: bool = False) -> float:
-    """Return the learning rate from which on steps of `SGD` diverge on a quadratic under a tie;
+    """Return the learning rate above which steps of `SGD` diverge on a quadratic under a tie;
     infinite if none does.
 
     Source: Polyak, "Some methods of speeding up the convergence of iteration methods", 1964;
@@ -267,8 +267,8 @@ def rate_limit(curvature: float, precision: float, momentum: float, *, prox: boo
 def refuse_divergence(
     optimiser: Optimiser, precision: float, name: str, value: float, named: Callable[[float], float]
 ) -> None:
-    """Raise ValueError if steps of SGD towards the centre of a tie diverge, naming what fits with
-    half of the limit left.
+    """Raise ValueError if steps of SGD towards the centre of a tie diverge, and name a setting at
+    half of the limit.
 
     Other optimisers and schedules are not checked here: a schedule's rates are known only in a run,
     where `simulate` checks them.
@@ -424,8 +424,8 @@ class AdamW(Adam):
 @dataclass(frozen=True)
 @declared
 class Clip:
-    """An optimiser whose gradients are clipped to a Euclidean norm, for each client separately,
-    before another optimiser takes the step.
+    """Clip the gradients of each client to a Euclidean norm before another optimiser takes the
+    step.
 
     The length is Euclidean, over all parameters that one step trains together (Pascanu, Mikolov,
     Bengio, "On the difficulty of training recurrent neural networks", ICML 2013). The gradient is

@@ -224,9 +224,9 @@ def promises_answer() -> str:
         global model: FedAvg on Fashion-MNIST goes from {of(fashion, "FedAvg", "nll")} nats to
         {of(fashion, "FedAvg", "nll_t")} by a temperature and to {of(fashion, "FedAvg", "nll_b")} by
         a bias on top. Shrunk sets raise the worst client's coverage in every row, though mean
-        coverage on Fashion-MNIST is up to a hundredth below the guarantee, and alarms keep theirs:
-        {alarms["alarm"]:.3f} of clients have a false one, where a 5 % test repeated after every row
-        is false for {alarms["test of 5 % at every look"]:.3f}.
+        coverage on Fashion-MNIST is up to a hundredth below the guarantee; on simulated scores
+        alarms keep theirs: {alarms["alarm"]:.3f} of clients have a false one, where a 5 % test
+        repeated after every row is false for {alarms["test of 5 % at every look"]:.3f}.
         """
     )
 

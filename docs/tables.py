@@ -946,7 +946,7 @@ def promises_kept() -> str:
         [said[name], f"{value:,.0f}" if value > 10 else f"{value:.3f}"]
         for name, value in rest.items()
     ]
-    return ruled(["on made-up scores, a share where nothing else is said", ""], lines)
+    return ruled(["on simulated scores; shares unless another unit is named", ""], lines)
 
 
 def _pfedvem(rounds: Collection[str]) -> tuple[dict[str, Any], Tables]:

@@ -24,8 +24,8 @@ FORMAT = 5
 
 
 class CheckpointError(RuntimeError):
-    """An error raised when a saved run, or another file of bayesfl, is absent, damaged, of another
-    format, or of another method or other data than given.
+    """Raised when a saved run, or another file of bayesfl, is absent, damaged or of another format,
+    or belongs to another method or other data.
 
     Example:
         >>> try:

@@ -60,8 +60,8 @@ class Made:
 @dataclass(frozen=True)
 @declared
 class Algorithm:
-    """A federated method: its blocks, its phases, and what server and clients hold, send and
-    combine beyond the blocks.
+    """Describe a federated method: its blocks, its phases, and what server and clients hold, send
+    and combine besides the blocks.
 
     Args:
         model: Architecture and initial weights; copied, never changed. Parameters that no block

@@ -34,7 +34,7 @@ def _drawn(scale: float, rng: np.random.Generator, size: int) -> Tensor:
 @dataclass(frozen=True)
 @declared
 class Block:
-    """One part of the model, and how clients and server treat its parameters.
+    """Describe one part of the model, and how clients and server treat its parameters.
 
     | each round starts from | `pool` is a rule (sent) | `pool=None` (never sent) |
     |---|---|---|

@@ -60,8 +60,8 @@ def tempering(likelihood_scale: Literal["sum", "mean"]) -> ExampleWeight | None:
 @dataclass(frozen=True)
 @declared(idle={("likelihood", "none"): ("weight",)})
 class Energy:
-    """The expected negative log likelihood of a client's data plus the KL divergence of the trained
-    blocks to their priors, in nats.
+    """Add the expected negative log likelihood of a client's data and the KL divergence of the
+    trained blocks from their priors, in nats.
 
     Priors, weights and `at` read the view as it was when the phase began, the trained blocks
     included: they are constant during the phase.

@@ -102,8 +102,7 @@ class Phase(Protocol):
 @dataclass(frozen=True)
 @declared
 class Descend:
-    """A phase that minimises an energy over one block, or over several blocks together, by gradient
-    steps.
+    """Minimise an energy over one block, or over several blocks together, by gradient steps.
 
     Priors are constant during the phase: they read the view as it was before the first step, the
     trained blocks included.
@@ -298,8 +297,8 @@ def by_algebra(phase: "Phase | Repeat") -> TypeGuard[Descend]:
 
 @dataclass(frozen=True)
 class Once:
-    """A phase of one step that applies a pure function to a client's view, for closed-form updates,
-    statistics, or a new start.
+    """Apply a pure function to a client's view once, for closed-form updates, statistics, or a new
+    start.
 
     Args:
         fn: (algorithm, given, view, batch) -> view. An entry that it adds to the view is dropped
@@ -370,8 +369,8 @@ class Once:
 @dataclass(frozen=True)
 @declared
 class Repeat:
-    """A loop over batches that runs the inner phases one after another on each. It is no phase
-    itself: engines unroll it.
+    """Loop over batches, and run the inner phases one after another on each. A `Repeat` is
+    not a phase itself: engines unroll it.
 
     Args:
         phases: Inner phases, each a `Descend` (which takes `epochs`, or `steps`, steps on the

@@ -146,8 +146,8 @@ class Mean:
 @dataclass(frozen=True)
 @declared
 class Relaxed:
-    """A pool that goes part of the way from the server's entry to another pool's: (1 - step) old +
-    step new, on the tensors that travel.
+    """Go part of the way from the server's entry to another pool's: (1 - step) old + step new, on
+    the tensors that travel.
 
     Args:
         pool: The inner pool, which gives `new`.
@@ -370,8 +370,8 @@ class Barycentre(_Gaussian):
 
 @dataclass(frozen=True)
 class Stack:
-    """A pool that leaves the server's entry unchanged and passes all clients' tensors, stacked, to
-    the algorithm's `combine`.
+    """Leave the server's entry unchanged, and pass all clients' tensors, stacked, to the
+    algorithm's `combine`.
 
     Args:
         sends: Names of the posterior's tensors that travel.
@@ -392,8 +392,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A pool that gives every client its own mixture of what the cohort sends: sum_k A_jk w_k for
-    client j.
+    """Give every client its own mixture of what the cohort sends: sum_k A_jk w_k for client j.
 
     The server's entry holds the mean over clients, `loc`; the model that each client is sent next,
     `each` [J, ...], which stays as it was for a client outside the cohort; and of the last round
@@ -536,8 +535,8 @@ class TrimmedMean:
 @dataclass(frozen=True)
 @declared
 class Clipped:
-    """A pool that limits the influence of one client: it shortens updates longer than `norm`, and
-    then pools them by another pool.
+    """Limit the influence of one client: shorten updates longer than `norm`, and then pool them by
+    another pool.
 
     An update is the difference of a client's tensors from those that the server sent.
 

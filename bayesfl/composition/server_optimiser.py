@@ -21,8 +21,7 @@ OPTIMISER_STATE = "server_optimiser"
 def with_server_optimiser(
     algorithm: Algorithm, optimiser: Annotated[Optimiser, check_optimiser]
 ) -> Algorithm:
-    """Return the method with an optimiser on the server, which treats the difference that a round
-    makes to the model as a gradient.
+    """Add an optimiser on the server, which treats each round's change of the model as a gradient.
 
         w <- update(w, w - pooled)
 

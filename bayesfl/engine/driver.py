@@ -42,8 +42,8 @@ COPIES = 8
 @dataclass(frozen=True)
 @declared
 class Engine:
-    """The way in which the local work of a round is run; it changes speed and rounding only, and
-    under `ClientPrivacy` the noise.
+    """Choose how the local work of a round is run, which changes speed and rounding only, and under
+    `ClientPrivacy` the noise.
 
     Args:
         kernel: `reference` (pure steps, one client after another), `live` (client by client),

@@ -113,7 +113,7 @@ def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tenso
 
 def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor) -> Tensor:
     """Compute the area under the ROC curve: the probability that an outsider scores above one of
-    the client's own examples, ties half.
+    the client's own examples, ties counting half.
 
     Args:
         inside: Scores of each client's own examples, [J, N].

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class DivergenceError(RuntimeError):
-    """An error raised when training, or the server's state, is no longer finite.
+    """Raised when training, or the server's state, is no longer finite.
 
     Attributes:
         client: The client whose training diverged; None for the server.
@@ -32,8 +32,7 @@ class DivergenceError(RuntimeError):
 
 
 class BadClients(RuntimeError):
-    """An error raised when clients' replies are missing or bad and the admission rules stop the run
-    for that.
+    """Raised when clients' replies are missing or bad and the admission rules stop the run.
 
     Example:
         >>> def train(grid, method):
@@ -52,7 +51,7 @@ class FailedSurvey(RuntimeError):
 
 
 class FailedRound(RuntimeError):
-    """An error raised when a round gives no new state of the server.
+    """Raised when a round gives no new state of the server.
 
     Args:
         message: The reason.

@@ -186,7 +186,7 @@ def analyse(
     sites: Count | Sequence[str],
     timeout: Seconds = 600.0,
 ) -> Any:
-    """Wait for the sites, and return what an analysis makes of them.
+    """Wait for the sites, run an analysis of them, and return its result.
 
     The numbers are those of the simulation with the same tables, as answers are added in the order
     of the sites' names. What is a site's own, as intercepts or effects, stays on its node; a mixed

@@ -148,8 +148,8 @@ def predictive_variance(evidence: Evidence) -> Tensor:
 
 @dataclass(frozen=True)
 class ByName:
-    """A rule that takes the weights of parameters whose names fit a pattern, such as `body.0.*`;
-    the first ones if there are too many.
+    """Take the weights of parameters whose names fit a pattern, such as `body.0.*`; the first ones
+    if there are too many.
 
     Args:
         pattern: Shell-style pattern over parameter names.

@@ -254,7 +254,7 @@ def _number_told(mean: float, sd: float, middle: float, low: float, high: float)
 def describe(
     sites: Sites, *, by: Literal["site"] | Levels = "site", aggregation: Adder | None = None
 ) -> Description:
-    """Describe the columns of the design and the outcome, by group and over all rows, by sums.
+    """Summarise the columns of the design and the outcome, by group and over all rows, from sums.
 
     Means and standard deviations (n - 1) are those of all rows together to rounding. A quantile is
     the smallest value at or below which such a share of the rows lies: 12 questions halve the

@@ -440,8 +440,8 @@ def mixed(
     seed: int = 0,
     aggregation: Adder | None = None,
 ) -> Mixed:
-    """Fit a mixed model to the rows of all sites, with effects of each site's own, and return its
-    posterior.
+    """Fit a mixed model, in which sites have effects of their own, to the rows of all sites, and
+    return its posterior.
 
     Args:
         sites: The sites, of `tables`.

@@ -48,7 +48,7 @@ class Refusal(ValueError):
 @dataclass
 @declared
 class Policy:
-    """Say what a site answers.
+    """Set the rules for what a site answers.
 
     Args:
         min_rows: Fewest rows with which a site answers at all.

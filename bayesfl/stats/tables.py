@@ -63,7 +63,7 @@ class Site:
 
 @dataclass(frozen=True, repr=False)
 class Tables:
-    """The rows of several sites, which questions of `bf.stats` are about; see `tables`.
+    """Hold the rows of several sites, to which `bf.stats` puts its questions; see `tables`.
 
     Args:
         sites: The sites, by name.
@@ -164,7 +164,7 @@ def tables(
     missing: Literal["refuse", "complete"] = "refuse",
     policy: Policy | Mapping[str, Policy] | None = None,
 ) -> Tables:
-    """Make the tables of several sites, a row for each person, of data frames.
+    """Make the tables of several sites, a row for each person, from data frames.
 
     Nothing is split, imputed or standardised. On a machine of one site, pass its frame alone.
 

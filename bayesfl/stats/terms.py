@@ -135,8 +135,7 @@ def levels(column: str, values: Sequence[Any]) -> Levels:
 
 
 def interaction(*terms: str | Levels) -> Interaction:
-    """Declare the products of the columns of several terms, beside which the terms themselves are
-    to be named, too.
+    """Declare the products of the columns of several terms; name the terms themselves, too.
 
     Args:
         *terms: Names of columns of numbers, or `levels`.

@@ -38,7 +38,7 @@ class Executor(Protocol):
 
 
 class Study:
-    """A grid of runs: methods x options x seeds, on data and models that are made for each seed.
+    """Run a grid of methods x options x seeds, on data and models that are made for each seed.
 
     Every cell makes its own data, model and method, and trains it by `bf.simulate`. With functions
     at the top level of a script, or lambdas, the study travels to other processes.

@@ -556,7 +556,7 @@ def _error(error: Mapping[str, str]) -> str:
 
 
 def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
-    """Return the table of finished runs: means over seeds, paired differences, and the budgets and
+    """Compare finished runs in a table: means over seeds, paired differences, and the budgets and
     settings in which they differ.
 
     Nothing is marked as the best: the measures are of test data, on which no method is chosen.

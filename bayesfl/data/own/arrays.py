@@ -48,7 +48,7 @@ def from_arrays(
     environments: Array | Sequence[Array] | None = None,
     seed: int = 0,
 ) -> FederatedData:
-    """Make federated data of your own arrays or tensors.
+    """Make federated data from your own arrays or tensors.
 
     Either a list with one array per client, `from_arrays([x_0, x_1], [y_0, y_1])`, or pooled arrays
     and the client of each row, `from_arrays(x, y, client_ids=hospital)`. A network of several

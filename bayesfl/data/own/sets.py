@@ -30,8 +30,8 @@ def from_datasets(
     folder: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> FederatedData:
-    """Make federated data of one map-style data set per client; every item is read once, a few of
-    them again.
+    """Make federated data from one map-style data set for each client; every item is read once, a
+    few of them again.
 
     Items are pairs (x, y), or, with `inputs` and `target`, rows by name as those of Hugging Face's
     `datasets` and of a partition that Flower Datasets loads. `x` is a tensor or an array, or a

@@ -41,8 +41,8 @@ def iid(
     root: shared.Root = None,
     download: shared.Download = False,
 ) -> FederatedData:
-    """Divide shuffled rows into equal parts, to within one, without any skew; for classification
-    and regression.
+    """Divide shuffled rows into parts whose sizes differ by at most one, without any skew; for
+    classification and regression.
 
     Raises:
         ValueError: There are more clients than training or test rows.

@@ -26,7 +26,8 @@ def heart_disease(
     calibration: shared.Calibration = 0.0,
     root: shared.Root = None,
 ) -> FederatedData:
-    """Make a federation of four hospitals, heart disease yes or no: 740 patients, 13 inputs.
+    """Make a federation of four hospitals that predict heart disease, yes or no: 740 patients, 13
+    inputs.
 
     The protocol of FLamby: three attributes that are mostly missing are dropped (slope, ca, thal),
     then incomplete patients; dummies for chest pain and resting electrocardiogram; each hospital

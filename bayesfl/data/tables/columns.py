@@ -59,7 +59,7 @@ class Category:
 
 @dataclass(frozen=True)
 class Columns:
-    """Turn rows of a data frame into inputs; learnt of training rows, applied to all others,
+    """Turn rows of a data frame into inputs: learnt from training rows, applied to all others,
     never fitted again.
 
     Args:

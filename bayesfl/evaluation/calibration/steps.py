@@ -96,8 +96,7 @@ class Fitted:
 
 
 def fit(step: Step, local: LocalPredictions, outputs: Outputs, ask: Ask | None = None) -> Fitted:
-    """Fit a step to clients' predictions on its split, to which the steps before it have been
-    applied.
+    """Fit a step to clients' predictions on its split, after the steps before it.
 
     Args:
         step: The step.
@@ -158,7 +157,7 @@ def any_draws(steps: "Iterable[Step]") -> bool:
 
 
 def applied(steps: Iterable[Fitted], local: LocalPredictions) -> LocalPredictions:
-    """Return predictions as all steps change them, one after the other, with whose they are.
+    """Apply all steps to local predictions, one after the other.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2, validation=0.2)

@@ -108,7 +108,7 @@ def crps(
     distribution: DistributionName = "normal",
 ) -> Tensor:
     """Compute the mean continuous ranked probability score, averaged over outputs, in the targets'
-    unit; of point predictions |y - m|.
+    unit; for point predictions it is |y - m|.
 
     It is proper, as the NLL, and a target far out counts by its distance, not by its square.
     Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102,

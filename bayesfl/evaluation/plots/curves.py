@@ -30,8 +30,8 @@ def learning_curves(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw a measure against the rounds, one line a method; of several seeds the mean, and a band
-    of one standard error to each side.
+    """Draw a measure against the rounds, one line for each method; with several seeds their mean,
+    and a band of one standard error to each side.
 
     Args:
         histories: {method: a history, or a list of histories, one a seed}. A history has arrays of

@@ -108,7 +108,7 @@ def subnetwork(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw the subnetwork as an image: for each input of a layer the share of its weights that are
+    """Draw the subnetwork as an image: for each input of a layer, the share of its weights that are
     in the subnetwork.
 
     Args:

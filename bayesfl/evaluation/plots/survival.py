@@ -18,8 +18,8 @@ def kaplan_meier(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw curves of survival, with bands of their intervals, and below them how many rows are at
-    risk at the first time at or after a tick.
+    """Draw survival curves, with bands of their intervals, and below them how many rows are at risk
+    at the first time at or after a tick.
 
     A curve ends where nobody is at risk.
 

@@ -46,7 +46,8 @@ class LocalRows:
 def survey(
     question: Survey[LocalRows], clients: Federation, *, aggregation: Adder | None = None
 ) -> Tensors:
-    """Ask clients about their rows, and return what the question makes of the answers' sums.
+    """Ask clients a question about their rows, and return what it makes of the sum of their
+    answers.
 
     Only the answers leave a client, and they are added. `result.survey` asks about a trained
     method's predictions.

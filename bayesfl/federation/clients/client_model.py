@@ -85,8 +85,8 @@ UNCERTAIN = (
 
 @dataclass(frozen=True, eq=False)
 class ClientModel:
-    """One client's own model, made by `Result.client` or `load_client`: it predicts for any rows,
-    without labels, other clients or server.
+    """Predict by one client's own model for any rows, without labels, other clients or the server;
+    made by `Result.client` or `load_client`.
 
     Args:
         algorithm: The method.
@@ -775,8 +775,8 @@ def load_client(
     transform: Change | None = None,
     device: torch.device | str = "cpu",
 ) -> ClientModel:
-    """Load one client's model, which `ClientModel.save` or a node of a deployed federation wrote;
-    no data are needed.
+    """Load one client's model, which `ClientModel.save` or a node of a deployed federation wrote,
+    without any data.
 
     Args:
         path: The folder, or a folder with models of one client only, such as a node's folder of

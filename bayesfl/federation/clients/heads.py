@@ -42,8 +42,8 @@ AskHeads: TypeAlias = Callable[[Survey[heads.LocalHeads], str, Mapping[str, Tens
 
 @options.method()
 def with_heads(method: Algorithm) -> Algorithm:
-    """Return a method whose clients predict with a head of their own on the body that another
-    method trains for all, by a Gaussian with all covariances under a normal prior that they share.
+    """Give every client its own head on the body that another method trains for all: a Gaussian
+    with full covariance, under a normal prior that all heads share.
 
     It trains nothing: `result.heads()` makes its federation of a trained one, and it loads what
     that has saved. Over Flower, `bayesfl.flower.serve(grid, bf.with_heads(method), rounds=0,

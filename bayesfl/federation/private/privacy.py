@@ -162,8 +162,7 @@ def normals(secret: bytes, *address: bytes, size: int) -> np.ndarray:
 @dataclass(frozen=True, kw_only=True)
 @declared
 class ClientPrivacy:
-    """An aggregation whose rounds are differentially private for clients, for
-    `simulate(aggregation=)`.
+    """Make rounds differentially private for clients, by `simulate(aggregation=)`.
 
     Every client is in a cohort with probability `participation`, independently of the others; leave
     out `sampling`. All pools of the method must be `Mean`s; `weights` takes the place of their

@@ -135,8 +135,7 @@ def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: floa
 @dataclass(frozen=True, kw_only=True)
 @declared
 class SecureSum:
-    """An aggregation in which the server sees only the sum of what the clients send, for
-    `simulate(aggregation=)`.
+    """Show the server only the sum of what the clients send, by `simulate(aggregation=)`.
 
     A client computes what it adds to the pools' sums, already multiplied by its weight, and masks
     that. The history gains two columns: `clipped`, how many numbers were clipped in a round (the

@@ -144,8 +144,8 @@ def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
 @dataclass(frozen=True)
 @declared
 class Admission:
-    """The rules by which a run accepts clients' replies, and by which it treats a round with too
-    few of them.
+    """Set the rules by which a run accepts clients' replies and treats a round with too few of
+    them.
 
     Args:
         on_bad_client: `stop` the run, or `skip` the client: its reply and its new state are

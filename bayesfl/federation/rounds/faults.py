@@ -22,7 +22,7 @@ from bayesfl.federation.rounds.admission import Message
 
 @dataclass(frozen=True)
 class Lost:
-    """A fault that leaves the server without the client's reply.
+    """Leave the server without the client's reply.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=3)
@@ -37,7 +37,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Altered:
-    """A fault that replaces the client's reply by another one.
+    """Replace the client's reply by another one.
 
     Args:
         change: Function from the client's `Message` to the one that the server receives.

@@ -39,8 +39,8 @@ Callback: TypeAlias = Callable[[Any], Any]
 
 
 def snapshot(result: Any) -> Any:
-    """Return a copy of the run so far that further rounds do not change; what a callback is given
-    shares the running state.
+    """Copy the run so far, so that further rounds do not change it; what a callback is given shares
+    the running state.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -61,8 +61,7 @@ def snapshot(result: Any) -> Any:
 
 
 class EarlyStopping:
-    """A callback that ends a run when a column of the history has not improved for some
-    evaluations.
+    """End a run when a column of the history has not improved for some evaluations.
 
     It reads the history alone, so that a resumed run keeps its patience. Take a column of
     validation data: the best value of a test column is too good.
@@ -193,7 +192,7 @@ class EarlyStopping:
 
 
 class CSV:
-    """A callback that writes the history to a file after every round; the file is always whole.
+    """Write the history to a file after every round; the file is always whole.
 
     Args:
         path: Path of the file.
@@ -218,7 +217,7 @@ class CSV:
 
 
 class TensorBoard:
-    """A callback that writes the numbers of every round for TensorBoard.
+    """Write the numbers of every round for TensorBoard.
 
     Args:
         folder: The folder of the events.

@@ -77,7 +77,7 @@ class Counts(SiteSurvey):
 
 @dataclass(frozen=True, repr=False)
 class KaplanMeier:
-    """Curves of survival by Kaplan and Meier, with Greenwood's errors; `print` shows medians, and
+    """Hold survival curves by Kaplan and Meier, with Greenwood's errors; `print` shows medians, and
     `bf.plots.kaplan_meier` draws them.
 
     Args:
@@ -226,7 +226,7 @@ def kaplan_meier(
     exact_times: bool = False,
     aggregation: Adder | None = None,
 ) -> KaplanMeier:
-    """Estimate curves of survival of the rows of all sites, by Kaplan and Meier.
+    """Estimate survival curves of the rows of all sites, by Kaplan and Meier.
 
     Args:
         sites: The sites, of `tables`, whose design and outcome are not read.
@@ -312,7 +312,8 @@ def logrank(
     exact_times: bool = False,
     aggregation: Adder | None = None,
 ) -> Tested:
-    """Test by the log-rank of all sites' rows that two groups or more have one hazard.
+    """Test whether two or more groups have the same hazard, by the log-rank test over the rows of
+    all sites.
 
     Args:
         sites: The sites, of `tables`, whose design and outcome are not read.

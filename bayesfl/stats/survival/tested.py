@@ -9,7 +9,7 @@ from bayesfl.stats.asking import Released
 
 @dataclass(frozen=True, repr=False)
 class Tested:
-    """A test by sums over sites; `print` shows it.
+    """Hold the result of a test by sums over sites; `print` shows it.
 
     Args:
         what: What was tested, in words.
