@@ -1114,7 +1114,7 @@ def truth() -> str:
             width = f"{cell['ratio']:.2f}" if "ratio" in cell else "-"
             cells += [f"{share:.3f}" + (f" ± {error:.3f}" if error else ""), width, _verdict(cell)]
         lines.append(cells)
-    heads = ["way"]
+    heads = ["method"]
     for problem in problems:
         heads += [f"{problem}: 90 % intervals", "sd", "true"]
     return ruled(heads, lines)
@@ -1133,14 +1133,14 @@ def truth_more() -> str:
         if not cells:
             continue
         if "shift" in next(iter(cells.values())):
-            heads = ["way", "mean", "sd: least", "sd: most", *SPENT]
+            heads = ["method", "mean", "sd: least", "sd: most", *SPENT]
             lines = [
                 [way, f"{cell['shift']:.2f}", *(f"{t:.2f}" for t in cell["ratios"]), *_spent(cell)]
                 for way, cell in cells.items()
             ]
         else:
             ends = [f"{n} rows" for n in (saved["sizes"][0], saved["sizes"][-1])]
-            heads = ["way", "federations", "true", "90 % intervals", *ends, "50 % intervals"]
+            heads = ["method", "federations", "true", "90 % intervals", *ends, "50 % intervals"]
             heads += ["even ranks", "sd", *(f"sd, {end}" for end in ends), "error", *SPENT]
             lines = [[way, *_judged(cell), *_spent(cell)] for way, cell in cells.items()]
         parts.append(f"{title}\n\n{ruled(heads, lines)}")

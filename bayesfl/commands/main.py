@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after `bayesfl`; None for those of the process.
 
     Example:
+        >>> from bayesfl.commands.main import main
         >>> main(["version"])  # doctest: +ELLIPSIS
         bayesfl ...
         0

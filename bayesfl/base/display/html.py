@@ -34,6 +34,7 @@ def text(value: Any) -> str:
     """Return a value as escaped text: numbers in three decimals, or three digits where those say
     nothing; NaN and None as a dash.
 
+    >>> from bayesfl.base.display.html import text
     >>> text(0.12345), text(1e-5), text(20_000), text("<a>")
     ('0.123', '1e-05', '20,000', '&lt;a&gt;')
     """
@@ -71,6 +72,7 @@ def table(
         The HTML; a page has it sort its rows, see `bayesfl.base.display.page`.
 
     Example:
+        >>> from bayesfl.base.display.html import table
         >>> print(table({"client": ["<b>", "c"], "accuracy": [0.5, 1.0]}))
         <div class="scrolls"><table class="dataframe">
         <thead><tr><th>client</th><th class="number">accuracy</th></tr></thead>
@@ -186,6 +188,7 @@ def _number(value: Any) -> bool:
 def size(count: float) -> str:
     """Return a number of bytes in words.
 
+    >>> from bayesfl.base.display.html import size
     >>> size(500), size(41_000), size(4.1e6)
     ('500 bytes', '41.0 kB', '4.1 MB')
     """

@@ -35,6 +35,7 @@ def page(
         headline: {what: number}, shown large below it.
 
     Example:
+        >>> from bayesfl.base.display.page import Section, page
         >>> made = page("Wards", [Section("Rows", "<p>1,438</p>")], headline={"accuracy": 0.97})
         >>> made.count("https://")
         0
