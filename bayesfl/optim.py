@@ -30,7 +30,7 @@ L2: TypeAlias = Annotated[float, AT_LEAST_0, "L2 coefficient; its term is added 
 def multistep(
     rate: float, *, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1
 ) -> Schedule:
-    """Return a schedule that starts at `rate` and multiplies by `factor` as each share of the
+    """Return a schedule that starts at `rate` and multiplies by `factor` each time a share of the
     rounds in `milestones` has passed.
 
     Example:

@@ -60,7 +60,7 @@ def tempering(likelihood_scale: Literal["sum", "mean"]) -> ExampleWeight | None:
 @dataclass(frozen=True)
 @declared(idle={("likelihood", "none"): ("weight",)})
 class Energy:
-    """Add the expected negative log likelihood of a client's data and the KL divergence of the
+    """Compute the expected negative log likelihood of a client's data plus the KL divergence of the
     trained blocks from their priors, in nats.
 
     Priors, weights and `at` read the view as it was when the phase began, the trained blocks

@@ -49,7 +49,7 @@ PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at on
     idle={("structure", other): ("share", "selection", "seed") for other in ("full", "diagonal")}
 )
 class LinearisedLaplace:
-    """Predict by a Laplace approximation around a client's own weights, fitted to its training
+    """Predict from a Laplace approximation around a client's own weights, fitted to its training
     data, with the linearised network.
 
     Any method can have it: `replace(bf.algorithms.fedper(model), predictor=LinearisedLaplace())` is
@@ -223,7 +223,7 @@ class LinearisedLaplace:
 @dataclass(frozen=True)
 @declared
 class LinearisedBelief:
-    """Predict by the Gaussians that blocks already hold, with the network linearised around their
+    """Predict from the Gaussians that blocks already hold, with the network linearised around their
     means.
 
     Any block whose posterior draws can have it, as that of `pfedvem`, of a mean-field posterior on
@@ -336,7 +336,7 @@ class LinearisedBelief:
 @dataclass(frozen=True)
 @declared(idle={("structure", "last_layer"): ("pattern",)})
 class PooledLaplace:
-    """Predict by the Laplace approximation of the server's model on the training rows of *all*
+    """Predict from the Laplace approximation of the server's model on the training rows of *all*
     clients, with the linearised network.
 
     The clients' curvatures are summed by a survey (`bayesfl.posteriors.pooled`), so that every
@@ -464,8 +464,8 @@ def size_of(share: float, weights: int) -> int:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Predict by all copies of a block together: sum_m pi_m p(y | x, copy m), each copy at its mean
-    or by a posterior of its own.
+    """Predict with all copies of a block together: sum_m pi_m p(y | x, copy m), each copy at its
+    mean or by a posterior of its own.
 
     Probabilities are averaged, not logits; for targets, the result has the moments of the mixture;
     of intervals by quantiles the ends are averaged. Copies of weight 0 take no part.

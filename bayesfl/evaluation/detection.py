@@ -84,7 +84,7 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
 
 
 def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tensor) -> Tensor:
-    """Mark the examples of a class of which their client has no training example, [J, N] bool.
+    """Mark the examples whose class is absent from their client's training data, [J, N] bool.
 
     Args:
         labels: Classes [J, N].

@@ -20,8 +20,8 @@ _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @declared
 def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
-    """Return a copy of a module with a group norm in the place of each batch norm, whatever mode
-    that is in; the module is not changed.
+    """Return a copy of a module with a group norm in place of each batch norm, whatever its mode;
+    the module is not changed.
 
     A group norm looks at each example alone: there are no statistics to average, and every kernel
     and every method takes the network. Weights, biases, `eps` and what is frozen stay. The

@@ -161,7 +161,8 @@ class Quantiles(Grouped):
 
 @dataclass(frozen=True, repr=False)
 class Description:
-    """The rows of all sites by group, as a paper's first table; see `describe`.
+    """Hold a description of the rows of all sites by group, as in a paper's first table; see
+    `describe`.
 
     Args:
         statistics: Data frame of pandas: a row for each column and statistic, a column for each

@@ -75,8 +75,7 @@ def coverage(
     *,
     distribution: DistributionName = "normal",
 ) -> Tensor:
-    """Compute the share of targets inside the central interval that should hold a share `level` of
-    them.
+    """Compute the share of targets inside the central interval of nominal coverage `level`.
 
     Args:
         mean: Predictive means, [J, N, O].

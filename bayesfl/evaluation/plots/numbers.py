@@ -29,8 +29,8 @@ def interval_reliability(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw the share of targets inside central intervals against the share that should be there,
-    and the PIT histogram beneath.
+    """Draw the share of targets inside central intervals against the nominal share, and the PIT
+    histogram beneath.
 
     The blue line is of all targets pooled, grey ones of each client. Below the diagonal intervals
     are too narrow, above it too wide. The band is where the blue line lies with probability 0.95,

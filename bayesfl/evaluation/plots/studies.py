@@ -63,8 +63,8 @@ def paired(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draw two methods client by client: a dot for each client and seed, at its measure of test
-    data after the last round under the one method and under the other.
+    """Draw two methods client by client: a dot for each client and seed, at its test measures after
+    the last round under the two methods.
 
     A dot's area grows with the client's number of test examples.
 

@@ -85,8 +85,8 @@ UNCERTAIN = (
 
 @dataclass(frozen=True, eq=False)
 class ClientModel:
-    """Predict by one client's own model for any rows, without labels, other clients or the server;
-    made by `Result.client` or `load_client`.
+    """Predict with one client's own model for any rows, without labels, other clients or the
+    server; made by `Result.client` or `load_client`.
 
     Args:
         algorithm: The method.
