@@ -43,8 +43,8 @@ PAIRS = 10
 """Bins whose counts are compared with even ones."""
 SPENT = ("rounds", "bytes", "seconds")
 ERRORS, LEAST = 3.0, 1e-3
-"""A way is true if its coverage is within so many standard errors of both levels, and even counts
-of ranks are not less likely than this."""
+"""A way is true if its coverage is within so many standard errors of both levels, over all clients
+and at each, and even counts of ranks are not less likely than this."""
 Score = dict[str, Any]
 TITLES = {
     "linear": "Clients' own coefficients, linear",
@@ -98,6 +98,17 @@ def covered(bins: np.ndarray, level: float) -> np.ndarray:
     return bins[..., edge : BINS - edge].sum(-1)
 
 
+def client_errors(own: np.ndarray, level: float) -> np.ndarray:
+    """Return the standard error of each client's coverage [J], by ranks [federations, J, BINS]: that
+    between federations, or of as many independent intervals, where it is larger.
+    """
+    counts = own.sum(2)
+    shares = covered(own, level) / np.where(counts > 0, counts, np.nan)
+    between = np.nanstd(shares, 0, ddof=1) / np.sqrt((counts > 0).sum(0))
+    independent = np.sqrt(level * (1 - level) / np.maximum(counts.sum(0), 1))
+    return np.fmax(between, independent)
+
+
 def summary(scores: Sequence[Score], references: Sequence[Score]) -> dict[str, Any]:
     """Return what the results hold of a way, over its federations and by client.
 
@@ -136,12 +147,13 @@ def summary(scores: Sequence[Score], references: Sequence[Score]) -> dict[str, A
         found |= {"rms": rms(away[both]), "least_rms": rms(least[both])}
     if not found["intervals"]:
         return found  # of points
-    found |= {"coverage": {}, "by_client": {}, "common": {}}
+    found |= {"coverage": {}, "by_client": {}, "client_errors": {}, "common": {}}
     for name, level in LEVELS.items():
         shares = covered(own, level).sum(1) / own.sum((1, 2))
         found["coverage"][name] = report.mean_and_error(shares)
         total = covered(bins.sum(0), level) / np.maximum(bins.sum((0, 2)), 1)
         found["by_client"][name] = total[:clients].tolist()
+        found["client_errors"][name] = client_errors(own, level).tolist()
         if bins[:, clients:].any():
             found["common"][name] = float(total[-1])
     if not np.isnan(ratio).all():
@@ -163,7 +175,11 @@ def is_true(found: Mapping[str, Any]) -> bool | None:
         return None  # of one federation
     near = all(
         abs(share - LEVELS[name]) <= ERRORS * error
-        for name, (share, error) in found["coverage"].items()
+        for name, over_all in found["coverage"].items()
+        for share, error in (
+            over_all,
+            *zip(found["by_client"][name], found["client_errors"][name], strict=True),
+        )
     )
     return (None if found["even"] is None else found["even"] >= LEAST) if near else False
 

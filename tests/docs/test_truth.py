@@ -22,7 +22,7 @@ sys.path.pop(0)
 Belief, Way = beliefs.Belief, beliefs.Way
 
 
-def judged(problem: str, name: str, federations: int, widths: float = 1.0) -> dict[str, Any]:
+def judged(problem: str, name: str, federations: int, widths: Any = 1.0) -> dict[str, Any]:
     """Judge a way, whose standard deviations may be made wrong, beside the reference."""
     ways, scores, references = beliefs.WAYS[problem], [], []
     for seed in range(federations):
@@ -54,6 +54,15 @@ def test_half_the_variances_are_not():
         share, error = found["coverage"][name]
         assert abs(share - (2 * stats.norm.cdf(reach) - 1)) < 3 * error
     np.testing.assert_allclose(found["ratios"], 0.5**0.5)
+
+
+def test_a_way_that_is_true_on_average_alone_is_not():
+    """Too wide at the four small clients, and too narrow at the large ones."""
+    widths = np.array([1.18] * 4 + [0.84] * 4 + [1.0])[:, None]
+    found = judged("linear", "exact posterior", 200, widths)
+    share, error = found["coverage"]["90"]
+    assert abs(share - 0.9) < 3 * error
+    assert found["true"] is False
 
 
 @pytest.mark.parametrize("widths", [0.9, 1.12])
