@@ -99,8 +99,8 @@ def covered(bins: np.ndarray, level: float) -> np.ndarray:
 
 
 def client_errors(own: np.ndarray, level: float) -> np.ndarray:
-    """Return the standard error of each client's coverage [J], by ranks [federations, J, BINS]: that
-    between federations, or of as many independent intervals, where it is larger.
+    """Return the standard error of each client's coverage [J], by ranks [federations, J, BINS]:
+    that between federations, or of as many independent intervals, where it is larger.
     """
     counts = own.sum(2)
     shares = covered(own, level) / np.where(counts > 0, counts, np.nan)
