@@ -90,13 +90,14 @@ def test_the_calibration_error_is_that_of_the_diagrams():
     found = audited(Counting("client", ("a", "b", "c")), given)
     of = (given.probs, given.labels, MASK)
     drawn = plots.reliability(*of).texts[0].get_text().split("\n")
+    drawn[0] = drawn[0].partition(", n = ")[0]
     assert drawn[:2] == [
         f"ECE, pooled {found.pooled_ece:.3f}",
         f"ECE, clients' mean {found.ece.mean():.3f}",
     ]
     assert f"\n{drawn[0]}; {drawn[1]}.\n" in found.table() + "\n"
     for u, ax in enumerate(plots.reliability(*of, by="client")):
-        number = ax.texts[0].get_text().split("\n")[0].removeprefix("ECE ")
+        number = ax.texts[0].get_text().removeprefix("ECE ").partition(", n = ")[0]
         assert number == f"{found.ece[u]:.3f}"
         assert found.table().split("\n")[1 + u].split()[-1] == number
     alone = audited(Counting("group", ("all",), groups=torch.zeros(3, 30).long()), given)
