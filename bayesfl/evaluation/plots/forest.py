@@ -64,7 +64,7 @@ def forest(
     Raises:
         ValueError: There is no such coefficient.
     """
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     found = (fit.leave_one_out if without else fit.by_site)(term, level)
     ratio = fit.ratio is not None
@@ -112,8 +112,12 @@ def forest(
             ax.text(1.02, place, told, transform=across, fontsize="small", va="center")
     if ratio:
         ax.set_xscale("log")
-        few = shown(max(inner[1], 0.0)) / shown(min(inner[0], 0.0)) < 50
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+        span = shown(max(inner[1], 0.0)) / shown(min(inner[0], 0.0))
+        if span < 8:  # powers of ten would leave one number on the axis, or none
+            ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+            ax.xaxis.set_minor_locator(NullLocator())
+        else:
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if span < 50 else (1,)))
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.xaxis.set_minor_formatter(lambda value, _: "")
     ax.set_xlim(shown(min(inner[0], 0.0) - margin), shown(max(inner[1], 0.0) + margin))

@@ -39,6 +39,12 @@ def test_labels_are_counted_by_client():
         test_share=0,
     )
     np.testing.assert_allclose(plots.labels(by_place).images[0].get_array(), [[0.5, 0.5], [0, 1]])
+    named = bf.data.from_arrays(
+        np.zeros((6, 2), "float32"), y, client_ids=[0] * 6, class_names=["benign", "malignant", "c"]
+    )
+    for few in (named, clients):  # upright where they would overlap
+        shown = plots.labels(few).get_xticklabels()
+        assert {text.get_rotation() for text in shown} == {90.0 if few is named else 0.0}
     many = plots.labels(bf.data.iid("digits", clients=40), split="test")
     assert not many.texts
     many.figure.canvas.draw()

@@ -64,6 +64,19 @@ def test_ratios_are_drawn_on_a_logarithmic_axis():
     ax.figure.canvas.draw()
 
 
+@pytest.mark.parametrize("scale", [0.02, 0.1, 0.5, 1.0, 2.0])
+def test_ratios_have_numbers_on_their_axis(scale: float):
+    """Three or more, also where all ratios lie close to one."""
+    near = {
+        name: (*(scale * v for v in row[:3]), row[3]) for name, row in PLAIN.items() if name != "c"
+    }
+    ax = bf.plots.forest(fit("odds ratio", **near), "age")
+    ax.figure.canvas.draw()
+    low, high = ax.get_xlim()
+    written = [float(label.get_text()) for label in ax.get_xticklabels() if label.get_text()]
+    assert len([value for value in written if low <= value <= high]) >= 3
+
+
 def test_what_lies_far_away_is_an_arrow():
     """So that one site's interval does not hide all others."""
     wild = {"a": PLAIN["a"], "b": PLAIN["b"], "w": (109.0, -1e4, 1e4, 46), "x": (50.0, 49, 51, 9)}
