@@ -14,6 +14,7 @@ from bayesfl.commands import demo, new_app
 from bayesfl.data.recipes.readers import default_root, load
 from bayesfl.data.sources import available
 from bayesfl.evaluation.history import History
+from bayesfl.federation.clients.client_model import only_file
 from bayesfl.federation.run.reporting import write_deployed_report, write_report
 from bayesfl.federation.store import files
 from bayesfl.study.table import Table, read
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     parser = _Parser(prog="bayesfl", description="Bayesian inference for federated models.")
+    parser.add_argument("--version", action="version", version=f"bayesfl {version('bayesfl')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for run, name, words in (
         (demo.demo, "demo", "train three methods on digits, with reports"),
@@ -65,22 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(folder: Path) -> None:
-    """Print what a folder, or one file, holds: a saved run, a client's model, another file of
-    bayesfl's, or the runs of a study.
+    """Print what a folder, or one file, holds: a saved run, a client's model, also in a node's
+    folder of states, another file of bayesfl's, or the runs of a study.
 
     Raises:
         ValueError: It holds nothing of bayesfl's.
     """
-    found = (
-        [folder]
-        if folder.is_file()
-        else files.checkpoints(folder) or sorted(folder.glob("*.safetensors"))
-    )
-    said = archive.said_of(found[0]) if found else {}
+    found = _file(folder)
+    said = archive.said_of(found) if found else {}
     if not said:
         print(_study(folder))
         return
-    print(f"{said['kind']}, written by bayesfl {said['version']}: {found[0]}")
+    print(f"{said['kind']}, written by bayesfl {said['version']}: {found}")
     if "algorithm" in said:
         print(f"method: {said['algorithm']['method']}")
     if "name" in said:
@@ -91,6 +89,17 @@ def show(folder: Path) -> None:
         settings = said["settings"]
         print(f"round: {said['round']} of {settings['rounds']}, seed {settings['seed']}")
         print(History(said["history"]["rows"]))
+
+
+def _file(folder: Path) -> Path | None:
+    """Return the file that says what a folder holds; None for a study's, or without one."""
+    if folder.is_file():
+        return folder
+    for found in (files.checkpoints(folder), sorted(folder.glob("*.safetensors"))):
+        if found:
+            return found[0]
+    alone = any(folder.rglob(files.CLIENT_FILE)) and not any(folder.glob("*.json"))
+    return only_file(folder) if alone else None
 
 
 def report(folder: Path) -> None:

@@ -96,7 +96,7 @@ address = "127.0.0.1:8000"
 insecure = true
 ```
 
-Then, each in a terminal of its own:
+Then, in this folder, each in a terminal of its own:
 
 ```bash
 flower-superlink --insecure --disable-runtime-dependency-installation
@@ -107,8 +107,20 @@ flower-supernode --insecure --superlink 127.0.0.1:8000 --port 8101 \\
 flwr run . here --stream
 ```
 
-Afterwards `node-0` and `node-1` hold each node's own model, which `bayesfl.load_client` reads. A
-real network needs certificates and keys of nodes.
+The three rounds take about a minute. Afterwards `node-0` and `node-1` hold each node's own model,
+which needs neither the server nor the training data. In this folder:
+
+```python
+import bayesfl as bf
+from APP.task import data, method
+
+own = bf.load_client("node-0", method())
+x, y = data(0).test.client(0)
+print(own.predict(x[:5]).probs, y[:5])
+```
+
+`bayesfl report checkpoints` writes a report of the run. A real network needs certificates and keys
+of nodes.
 """,
 }
 """{path: text}, where APP stands for the app's name."""

@@ -2,6 +2,7 @@
 
 import doctest
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,14 +60,22 @@ def test_errors_are_one_line(
     assert said in error
 
 
-def test_a_saved_run(run: Path, capsys: pytest.CaptureFixture[str]):
-    """It is shown, and its report is written beside it; a client's model is shown."""
+def test_a_saved_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It is shown, and its report is written beside it; a client's model is shown, also in a node's
+    folder of states.
+    """
     assert main(["show", str(run)]) == 0
     found = capsys.readouterr().out
     for part in ("method: fedavg\n", "data: digits, 3 clients\n", "round: 2 of 2, seed 0\n"):
         assert part in found
     assert main(["show", str(run / "clients")]) == 0
     assert "client: client 0\n" in capsys.readouterr().out
+    node = tmp_path / "experiment" / "client-0"
+    shutil.copytree(run / "clients", node)
+    assert main(["show", str(tmp_path)]) == 0
+    assert f"{node / 'client.safetensors'}\nmethod: fedavg\nclient: client 0\n" in (
+        capsys.readouterr().out
+    )
     assert main(["report", str(run)]) == 0
     assert "FedAvg on digits" in Path(capsys.readouterr().out.strip()).read_text()
 
@@ -139,6 +148,7 @@ def test_the_demo(
 @pytest.mark.slow
 def test_python_m_bayesfl(tmp_path: Path):
     """The same, as a process."""
-    command = [sys.executable, "-m", "bayesfl", "version"]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
-    assert (done.returncode, done.stdout) == (0, f"bayesfl {bf.__version__}\n")
+    for word in ("version", "--version"):
+        command = [sys.executable, "-m", "bayesfl", word]
+        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+        assert (done.returncode, done.stdout) == (0, f"bayesfl {bf.__version__}\n")
