@@ -266,7 +266,8 @@ class Algorithm:
                 if name in owner:
                     raise ValueError(
                         f"blocks {owner[name]!r} and {part!r} both claim parameter {name!r} in one "
-                        "predictor; narrow one pattern, or name only one of them in parts"
+                        "predictor; narrow one pattern, as Block('head.*'), or name only one of "
+                        "them in parts"
                     )
                 owner[name] = part
         counts = {

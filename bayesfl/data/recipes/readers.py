@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bayesfl.base.options import nearest
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.partitions import OFFICIAL, stratified
 from bayesfl.data.recipes.images import read_images
@@ -47,8 +48,8 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False) -
     """
     if name not in INFO:
         raise ValueError(
-            f"there is no data set {name!r}; known are {', '.join(INFO)}. Your own data: "
-            "bf.data.from_arrays(x, y)"
+            f"there is no data set {name!r}; nearest is {nearest(name, list(INFO), 1)[0]!r}, known "
+            f"are {', '.join(INFO)}. Your own data: bf.data.from_arrays(x, y)"
         )
     return _load(name, Path(root) if root is not None else default_root(), download)
 
