@@ -108,6 +108,8 @@ def _budgets(study: "Table") -> str:
 
 def _runs(study: "Table") -> str:
     found = study.to_pandas().set_index("method")
+    if "error" in found and not found["error"].notna().any():
+        found = found.drop(columns="error")
     measures = {measure for of in study.summary().values() for measure in of}
     shown = [
         name

@@ -24,6 +24,7 @@ def test_a_study(table: Table, tmp_path: Path):
     for estimate in (of["personal_nll"] for of in table.summary().values()):
         assert f'data-value="{estimate.mean}">{estimate}</td>' in found
     assert "Options chosen by validation_nll" in found
+    assert ">error</th>" not in found  # as no run failed
 
 
 def test_a_folder_has_the_table(tmp_path: Path):
