@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
+
 import bayesfl
 
 project = "bayesfl"
@@ -167,7 +170,36 @@ def _signature(
     return signature, returns
 
 
+def _public() -> dict[tuple[str, str], str]:
+    """{(module, name): what a user writes}, as bf.plots.forest, of what is public."""
+    found = {}
+    for name in dir(bayesfl):
+        thing = getattr(bayesfl, name)
+        inner = dir(thing) if inspect.ismodule(thing) else ()
+        for path, one in [(f"bf.{name}", thing)] + [
+            (f"bf.{name}.{leaf}", getattr(thing, leaf)) for leaf in inner
+        ]:
+            if not inspect.ismodule(one) and hasattr(one, "__qualname__"):
+                found.setdefault((one.__module__, one.__qualname__), path)
+    return found
+
+
+_PUBLIC = _public()
+
+
+def _heading(app: Any, domain: str, kind: str, content: Any) -> None:
+    """A public name is headed as users write it, not by the file that has it."""
+    for signature in content.parent.findall(addnodes.desc_signature):
+        path = _PUBLIC.get((signature.get("module"), signature.get("fullname")))
+        for prefix in signature.findall(addnodes.desc_addname) if path else ():
+            told = path.removesuffix(signature["fullname"])
+            if told != path:
+                prefix.clear()
+                prefix += nodes.Text(told)
+
+
 def setup(app: Any) -> None:
-    """Connects the two."""
+    """Connect the three."""
     app.connect("autodoc-process-docstring", _docstring, priority=400)
     app.connect("autodoc-process-signature", _signature)
+    app.connect("object-description-transform", _heading)
