@@ -158,7 +158,9 @@ def evidence(
     ax.annotate(
         f"raised at {height:g}",
         (1, height),
+        (0, 3),
         xycoords=ax.get_yaxis_transform(),
+        textcoords="offset points",
         ha="right",
         va="bottom",
         fontsize="small",
