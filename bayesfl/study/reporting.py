@@ -28,7 +28,12 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
     summary = study.summary()
     drawn = picture(plots.study(study).figure, "every method's measure, a dot for each seed")
     notes = [*study._choices("text"), *study._remarks("text")]
-    means = "<p>Mean ± standard error over seeds, of test data.</p>"
+    seeds = len({row.seed for row in study.rows})
+    means = (
+        "<p>Mean ± standard error over seeds, of test data.</p>"
+        if seeds > 1
+        else "<p>Of test data. One seed gives no standard error.</p>"
+    )
     parts = [
         Section("Methods", means + summary._repr_html_() + drawn),
         *(
@@ -43,7 +48,7 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
     ]
     failed = sum(row.record.error is not None for row in study.rows)
     headline = {"methods": len(study.methods), "runs": len(study.rows)}
-    headline |= {"seeds": len({row.seed for row in study.rows})}
+    headline |= {"seeds": seeds}
     headline |= {"failed": failed} if failed else {}
     *others, last = study.methods
     title = f"{', '.join(others)} and {last}" if others else last

@@ -25,6 +25,10 @@ def test_a_study(table: Table, tmp_path: Path):
         assert f'data-value="{estimate.mean}">{estimate}</td>' in found
     assert "Options chosen by validation_nll" in found
     assert ">error</th>" not in found  # as no run failed
+    assert "Mean ± standard error over seeds" in found
+    alone = replace(table, rows=tuple(row for row in table.rows if row.seed == 0))
+    alone.report(tmp_path / "alone.html")
+    assert "One seed gives no standard error" in (tmp_path / "alone.html").read_text()
 
 
 def test_a_folder_has_the_table(tmp_path: Path):
