@@ -1,5 +1,6 @@
 """A small Flower app that runs, to be changed into one's own."""
 
+import keyword
 import re
 from pathlib import Path
 
@@ -136,8 +137,11 @@ def new_app(folder: Path) -> None:
         ValueError: It holds something already, or its name can be no package's.
     """
     name = re.sub(r"\W", "_", folder.resolve().name).lower()
-    if not name.isidentifier():
-        raise ValueError(f"{folder.name!r} can be no package's name; begin it with a letter")
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(
+            f"{folder.name!r} can be no package's name; take one that begins with a letter and "
+            "is no word of Python's"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{str(folder)!r} holds something already; give a new folder")
     for path, text in FILES.items():

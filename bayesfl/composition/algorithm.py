@@ -250,7 +250,8 @@ class Algorithm:
             "kept by the client": ["yes" if b.keep else "no" for b in self.blocks.values()],
         }
         name = self.described_as()["method"] if self.made else "Algorithm"
-        return preview(columns, f"{name}: {type(self.model).__name__}, {len(self.phases)} phases")
+        phases = f"{len(self.phases)} phase{'s' * (len(self.phases) != 1)}"
+        return preview(columns, f"{name}: {type(self.model).__name__}, {phases}")
 
     def check_parts(self, parts: Iterable[str]) -> None:
         """Check that `parts` claim each parameter at most once.

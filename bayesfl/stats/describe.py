@@ -287,10 +287,10 @@ def describe(
     """
     import pandas
 
+    asked = Questions(sites, aggregation)
     grouped: dict[str, Any] = {"columns": len(sites.columns)}
     if isinstance(by, Levels):
         grouped |= {"column": by.column, "levels": by.levels}
-    asked = Questions(sites, aggregation)
     totals = asked.first(lambda count: Totals(count, **grouped))
     sites = asked.sites
     grouped["sites"] = len(sites.names)

@@ -475,6 +475,7 @@ def mixed(
         >>> list(fit.table().index)
         ['(intercept)', 'dose', 'tau (intercept)', 'sigma']
     """
+    asked = Questions(sites, aggregation)
     names = ("(intercept)", *sites.columns)
     terms = list(dict.fromkeys("(intercept)" if name == "1" else name for name in random))
     if strangers := [name for name in terms if name not in names]:
@@ -483,7 +484,6 @@ def mixed(
             f"of {list(sites.columns)}"
         )
     effects = tuple(names.index(name) for name in terms)
-    asked = Questions(sites, aggregation)
     sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
     everyone, sites = sites, asked.sites
     centre, scale = standard(sums, sites.columns)

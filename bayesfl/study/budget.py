@@ -20,6 +20,9 @@ from bayesfl.composition.phases import (
 )
 from bayesfl.engine.plan import passes
 
+BUDGET = {"steps": 1, "epochs": 2, "bytes_up": 0, "bytes_down": 0}
+"""What a client computes and sends in a round, as it is recorded, and decimals to show."""
+
 
 def gradient_steps(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0) -> float:
     """Return the number of gradient steps of a client in a round, mean over clients that have data.

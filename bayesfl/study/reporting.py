@@ -2,16 +2,18 @@
 and every run.
 """
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesfl.base.display.html import facts, frame, picture, table, text
+from bayesfl.base.display.html import Cell, facts, frame, picture, table, text
 from bayesfl.base.display.page import Section, write_page
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.report import environment, in_prose
+from bayesfl.study.budget import BUDGET
 
 if TYPE_CHECKING:
     import bayesfl.study.table
@@ -56,9 +58,20 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
         path,
         title,
         parts,
-        lead="A study: the same data for every method, seed by seed.",
+        lead=_lead(study),
         headline=headline,
     )
+
+
+def _lead(study: "Table") -> str:
+    """Say whether all methods saw the same data."""
+    seen = {
+        frozenset((row.seed, row.record.data) for row in study.rows if row.method == method)
+        for method in study.methods
+    }
+    if len(seen) == 1:
+        return "A study: the same data for every method, seed by seed."
+    return "Runs of several methods, not all with the same seeds and data."
 
 
 def _curves(study: "Table") -> list[Section]:
@@ -72,15 +85,21 @@ def _curves(study: "Table") -> list[Section]:
             f"{in_prose(column)} against the rounds",
         )
         for column in (*HEADLINES, "personal_nll")
-        if all(
-            column in one.columns and np.isfinite(one[column]).sum() > 1
-            for seeds in histories.values()
-            for one in seeds
-        )
+        if all(len(_evaluated(seeds, column)) > 1 for seeds in histories.values())
     ]
     if not drawn:
         return []
     return [Section("Learning curves", f'<div class="pictures">{"".join(drawn)}</div>')]
+
+
+def _evaluated(seeds: list[Any], column: str) -> set[float]:
+    """Return the rounds in which a measure is known under every seed."""
+    return set[float].intersection(
+        *(
+            set(one["round"][np.isfinite(one[column])]) if column in one.columns else set()
+            for one in seeds
+        )
+    )
 
 
 def _clients(study: "Table") -> list[Section]:
@@ -107,8 +126,14 @@ def _budgets(study: "Table") -> str:
     told = study._budget()
     columns: dict[str, Any] = {"method": list(told)}
     for key in dict.fromkeys(key for row in told.values() for key in row):
-        columns[in_prose(key)] = [row.get(key, "–") for row in told.values()]
+        found = [row.get(key) for row in told.values()]
+        columns[in_prose(key)] = [_counted(one) if key in BUDGET else one for one in found]
     return "<p>What a client computes and sends in a round in which it trains.</p>" + table(columns)
+
+
+def _counted(shown: str | None) -> Cell:
+    """Return a number in words, as 28,020, with the number by which it is sorted."""
+    return Cell(math.nan, "–") if shown is None else Cell(float(shown.replace(",", "")), shown)
 
 
 def _runs(study: "Table") -> str:

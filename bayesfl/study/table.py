@@ -17,6 +17,7 @@ from bayesfl.base.options import nearest
 from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
+from bayesfl.study.budget import BUDGET
 from bayesfl.study.cells import Record, by_client, recorded
 from bayesfl.study.grid import Grid, edges
 from bayesfl.study.reporting import write_report
@@ -24,8 +25,11 @@ from bayesfl.study.settings import value_in_words
 
 SHOWN = ("accuracy", "rmse", "nll", "pinball", "ece", "pooled_ece", "brier")
 """Measures that a table shows where its cells have them."""
-BUDGET = {"steps": 1, "epochs": 2, "bytes_up": 0, "bytes_down": 0}
-"""What a client computes and sends in a round, as it is recorded, and decimals to show."""
+INCOMPLETE = (
+    "Some methods or options lack seeds that others have, as while a study runs: means, and "
+    "choices of options, are over different seeds."
+)
+"""What is said of a folder in which some runs are missing."""
 LOSSES = ("validation_nll", "validation_pinball")
 """Measures by which options are chosen by default: the first that the cells have."""
 
@@ -618,9 +622,14 @@ def read(folder: str | os.PathLike[str]) -> Table:
         raise ValueError(f"{str(folder)!r} holds no runs of a study")
     records.sort(key=lambda one: (one.method, str(one.options), one.seed))
     shared: dict[str, Mapping[str, str]] = {}  # runs of one choice share the mapping
+    seeds: dict[tuple[str, str], set[int]] = {}
+    for one in records:
+        seeds.setdefault((one.method, str(one.options)), set()).add(one.seed)
+    alike = len(set(map(frozenset, seeds.values()))) == 1
     return Table(
         tuple(
             Row(one.method, shared.setdefault(str(one.options), one.options), one.seed, one, None)
             for one in records
-        )
+        ),
+        notes=() if alike else (INCOMPLETE,),
     )

@@ -11,6 +11,12 @@ from bayesfl.flower import load, serve
 from tests.flower.grid import LocalGrid
 
 
+def test_names_that_cannot_be_imported(tmp_path: Path):
+    for name in ("1st", "class"):
+        with pytest.raises(ValueError, match="no package's name"):
+            new_app(tmp_path / name)
+
+
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two nodes and a server, in this process."""
     folder = tmp_path / "My-App"

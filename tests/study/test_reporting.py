@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import bayesfl as bf
+from bayesfl.study.cells import Record
 from bayesfl.study.table import Table, read
 from tests.browser import assert_fits, needs_browser
-from tests.study.made import one
+from tests.study.made import one, study
 
 
 def test_a_study(table: Table, tmp_path: Path):
@@ -52,6 +53,37 @@ def test_a_folder_has_the_options(table: Table, tmp_path: Path):
     assert {name: dict(found[name]) for name in found} == {
         name: dict(wanted[name]) for name in wanted
     }
+
+
+def test_a_folder_of_a_study_that_runs(tmp_path: Path):
+    """Seeds that some methods lack are told of, in the table and in the report."""
+    made = study().run(tmp_path, progress=False)
+    assert not read(tmp_path).notes
+    lacks = next(row for row in made.rows if row.method == "FedAvg")
+    for file in tmp_path.glob("*.json"):
+        found = Record.read(file)
+        if (found.method, found.seed) == (lacks.method, lacks.seed):
+            file.unlink()
+    found = read(tmp_path)
+    assert "lack seeds that others have" in str(found)
+    found.report(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "lack seeds that others have" in text
+    assert "not all with the same seeds and data" in text
+
+
+def test_rounds_that_seeds_do_not_share(tmp_path: Path):
+    """No curves; numbers with commas are sorted as numbers."""
+    clients = bf.data.iid("digits", clients=2)
+    method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=4, outputs=10), epochs=1)
+    runs = [
+        bf.simulate(method, clients, rounds=rounds, evaluate_every=every, seed=every)
+        for rounds, every in ((2, 1), (6, 3))
+    ]
+    bf.table({"FedAvg": runs}).report(tmp_path / "report.html")
+    found = (tmp_path / "report.html").read_text()
+    assert "Learning curves" not in found
+    assert 'data-value="1240.0">1,240</td>' in found
 
 
 def test_in_notebooks(table: Table):

@@ -102,7 +102,8 @@ def table(
             return f"<td>{text(one)}</td>"
         number = one.value if isinstance(one, Cell) else math.nan if one is None else float(one)
         shade = f' style="--share: {number / most:.3f}"' if title in shaded and inside else ""
-        return f'<td class="number" data-value="{number}"{shade}>{text(one)}</td>'
+        told = str(number).replace("inf", "Infinity")  # JavaScript's word
+        return f'<td class="number" data-value="{told}"{shade}>{text(one)}</td>'
 
     rows = [
         "".join(

@@ -102,6 +102,14 @@ def client_curves(
 
     Raises:
         KeyError: The run did not record it.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=3)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+        >>> result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=2,
+        ...     record_clients=["nll"])
+        >>> bf.plots.client_curves(result.history, "personal_nll").get_ylabel()
+        'personal NLL'
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -149,6 +157,10 @@ def collaboration(
     Raises:
         ValueError: The weights are not square, not finite or negative, or `groups` or `names` has
             another length.
+
+    Example:
+        >>> bf.plots.collaboration(torch.tensor([[0.9, 0.1], [0.2, 0.8]])).get_xlabel()
+        'whose model'
     """
     shown = np.asarray(
         weights.detach().cpu() if isinstance(weights, Tensor) else weights, dtype=float

@@ -49,6 +49,14 @@ def learning_curves(
     Raises:
         KeyError: A history has no such column.
         ValueError: Nothing was evaluated.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=3)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+        >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
+        >>> runs = {name: bf.simulate(method, clients, rounds=2) for name, method in made.items()}
+        >>> bf.plots.learning_curves(runs, metric="personal_nll").get_ylabel()
+        'personal NLL'
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -115,6 +123,14 @@ def risk_coverage(
 
     Raises:
         ValueError: An entry does not fit or has no examples.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=3)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+        >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
+        >>> runs = {name: bf.simulate(method, clients, rounds=2) for name, method in made.items()}
+        >>> bf.plots.risk_coverage(runs).get_xlabel()
+        'share of the examples answered'
     """
     curves = {name: _risks(entry) for name, entry in entries.items()}
     ax = new_figure((5.0, 3.6)).add_subplot() if ax is None else ax

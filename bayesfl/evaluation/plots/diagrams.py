@@ -119,6 +119,13 @@ def reliability(
     Raises:
         TypeError: A client is neither a name nor a number.
         ValueError: The shapes do not fit, or a client is not there.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=3)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+        >>> result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1)
+        >>> bf.plots.reliability(result).get_ylabel()
+        'accuracy'
     """
     probs, labels, mask = predictions(source, labels, mask)
     called = names_of_results(source, names, len(probs))
@@ -177,6 +184,15 @@ def reliability_compare(
 
     Raises:
         ValueError: There is no entry, or one does not fit.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=3)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+        >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
+        >>> runs = {name: bf.simulate(method, clients, rounds=2) for name, method in made.items()}
+        >>> figure = bf.plots.reliability_compare(runs)
+        >>> figure.axes[0].get_title()
+        'FedAvg'
     """
     if not entries:
         raise ValueError(

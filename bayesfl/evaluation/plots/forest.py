@@ -63,6 +63,17 @@ def forest(
 
     Raises:
         ValueError: There is no such coefficient.
+
+    Example:
+        >>> import pandas as pd
+        >>> frames = {
+        ...     "north": pd.DataFrame({"dose": [0.0, 1, 2, 3], "ill": [0, 1, 0, 1]}),
+        ...     "south": pd.DataFrame({"dose": [0.0, 2, 3, 4], "ill": [0, 0, 1, 1]}),
+        ... }
+        >>> sites = bf.stats.tables(frames, outcome="ill", terms=["dose"])
+        >>> fit = bf.stats.glm(sites, family="binomial")
+        >>> bf.plots.forest(fit, "dose").get_xlabel()
+        'odds ratio of dose'
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 

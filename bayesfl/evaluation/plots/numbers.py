@@ -55,6 +55,12 @@ def interval_reliability(
         TypeError: A client is neither a name nor a number.
         ValueError: The source is of classes or of intervals of one level, the shapes do not fit, or
             a client is not there.
+
+    Example:
+        >>> mean, variance = torch.zeros(1, 50, 1), torch.ones(1, 50, 1)
+        >>> given = (mean, variance, torch.randn(1, 50), torch.ones(1, 50, dtype=torch.bool))
+        >>> bf.plots.interval_reliability(given).get_xlabel()
+        'probability of the interval'
     """
     mean, variance, targets, mask, kind = _predictions(source)
     if clients is not None:

@@ -49,6 +49,15 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
 
     Raises:
         ValueError: An entry has no rows or no sets.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=3, calibration=0.3)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+        >>> result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1)
+        >>> served = result.calibrate(bf.calibration.Conformal())
+        >>> figure = bf.plots.coverage(served.audit())
+        >>> [ax.get_ylabel() for ax in figure.axes]
+        ['coverage', 'set size']
     """
     named = {"": entries} if isinstance(entries, Audit) else dict(entries)
     for name, found in named.items():
@@ -119,6 +128,12 @@ def evidence(
 
     Raises:
         ValueError: There is no alarm, none has seen a row, or they are raised at different heights.
+
+    Example:
+        >>> from bayesfl.evaluation.alarm import Alarm
+        >>> watch = Alarm([0.1, 0.2, 0.3], delta=0.05).see([0.25, 0.15])
+        >>> bf.plots.evidence(watch).get_xlabel()
+        'rows seen'
     """
     named: dict[str, Alarm | Merged] = (
         {"": entries} if isinstance(entries, Alarm | Merged) else dict(entries)

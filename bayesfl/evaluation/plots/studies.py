@@ -33,6 +33,14 @@ def study(
 
     Raises:
         ValueError: No run has such a measure, or as by `Table.chosen`.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=3)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+        >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
+        >>> runs = {name: bf.simulate(method, clients, rounds=2) for name, method in made.items()}
+        >>> bf.plots.study(bf.table(runs)).get_xlabel()
+        'personal accuracy'
     """
     summary = table.summary(None if metric is None else [metric])
     there = list(dict.fromkeys(name for values in summary.runs.values() for name in values))
@@ -83,6 +91,14 @@ def paired(
         KeyError: The clients have no such measure.
         ValueError: The methods have no seed on the same data, there are no test data, the table is
             of the best rounds, or as by `Table.chosen`.
+
+    Example:
+        >>> clients = bf.data.iid("digits", clients=3)
+        >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+        >>> made = {"FedAvg": bf.algorithms.fedavg(model), "Local": bf.algorithms.local(model)}
+        >>> runs = {name: bf.simulate(method, clients, rounds=2) for name, method in made.items()}
+        >>> bf.plots.paired(bf.table(runs), "FedAvg", "Local", metric="nll").get_xlabel()
+        'NLL, FedAvg'
     """
     if table.at == "best":
         raise ValueError(

@@ -32,6 +32,14 @@ def kaplan_meier(
 
     Returns:
         The matplotlib Axes. `axes.figure` is the figure.
+
+    Example:
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"t": [2, 3, 5, 8], "d": [1, 1, 0, 1]})
+        >>> sites = bf.stats.tables({"north": frame}, also=["t", "d"])
+        >>> curves = bf.stats.kaplan_meier(sites, time="t", event="d", exact_times=True)
+        >>> bf.plots.kaplan_meier(curves).get_ylabel()
+        'survival'
     """
     height = 3.6 + 0.22 * len(found.groups) * at_risk
     ax = new_figure((5.6, height)).add_subplot() if ax is None else ax

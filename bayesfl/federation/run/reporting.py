@@ -41,6 +41,8 @@ WITHOUT = (
     "and write its report by result.report(path)."
 )
 
+BEFORE = "Measures are of training, before the steps of calibration."
+
 
 def write_report(
     path: str | os.PathLike[str], found: Mapping[str, Any], run: "Result | None" = None
@@ -63,13 +65,14 @@ def write_report(
         means = [summary.get(key, math.nan) for key in list(rows)[2:]]
         shown = {in_prose(key): column for key, column in rows.items()}
         told = "Every client's own model on its own test rows. A click on a title sorts."
-        foot = ["mean over clients", int(np.sum(rows["examples"])), *means]
+        foot = ["total rows, mean measures", int(np.sum(rows["examples"])), *means]
         measured = [
             Section("Clients", f"<p>{told}</p>" + table(shown, foot=foot)),
             *_reliability(run, predicted),
             *_coverage(run, predicted),
         ]
     lead = f"{known.outline.clients} clients; round {found['round']} of {settings.rounds}."
+    lead += f" {BEFORE}" * bool(found["steps"] and not measured)
     recorded = _recorded(history, known.outline) or f"<p>{WITHOUT}</p>"
     parts = [
         *(measured or [Section("Clients", recorded)]),
@@ -99,6 +102,7 @@ def write_deployed_report(path: str | os.PathLike[str], found: Mapping[str, Any]
     parts = [Section("Clients", shared), *_curves(found["history"]), *_about(found, None)]
     clients, rounds = len(found["base"]), found["settings"].rounds
     lead = f"{clients} clients over a network; round {found['round']} of {rounds}."
+    lead += f" {BEFORE}" * bool(steps)
     write_page(path, _method(found), parts, lead=lead, headline=_last(found["history"]))
 
 

@@ -44,6 +44,7 @@ def test_table():
     assert 'style="--share: 1.000">2</td>' in found
     assert 'style="--share: 0.500">1</td>' in found
     assert "<td>no</td>" in found
+    assert 'data-value="-Infinity"' in table({"who": ["a"], "n": [-math.inf]})
     assert '<tfoot><tr><th scope="row">all</th><td class="number" data-value="4.0">4</td>' in found
 
 

@@ -78,6 +78,15 @@ def test_a_saved_run(run: Result, method: bf.Algorithm, tmp_path: Path):
         assert f'data-value="{run.history.clients("personal_accuracy")[-1][0]}"' in found
 
 
+def test_a_saved_run_that_is_calibrated(run: Result, tmp_path: Path):
+    """Its measures are those of its training, and it says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few rows to calibrate on
+        run.calibrate(Conformal(split="calibration")).save(tmp_path)
+    write_report(tmp_path / "report.html", files.read(tmp_path, files.RUN))
+    assert "before the steps of calibration" in (tmp_path / "report.html").read_text()
+
+
 def test_numbers_and_no_test_rows(tmp_path: Path):
     """Regressions have a diagram of their own; without test rows there are no measures."""
     clients = bf.data.iid("diabetes", clients=2)
