@@ -121,6 +121,23 @@ class Inverse:
         )
         return out
 
+    def ggn(self) -> Tensor:
+        """Compute the GGN of the selected weights, [P, P]: of the primal form the factor's, to some
+        1e-15 of the precision, and 0 for weights that have no curvature.
+        """
+        if self.rows is None:
+            scale = self.variance[self.curved].sqrt()
+            own = self.chol @ self.chol.mT
+            own.diagonal().sub_(1)
+            own /= scale[:, None] * scale
+        else:
+            rows = self.rows.dense().flatten(0, 1)
+            own = rows.mT @ rows
+        out = own.new_zeros(self.size, self.size)
+        curved = self.curved.nonzero().squeeze(1)
+        out[curved[:, None], curved] = own
+        return out
+
     @property
     def noise_size(self) -> int:
         """Return how many standard normals one draw takes."""

@@ -23,7 +23,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -159,17 +159,10 @@ class Laplace(Drawn):
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend, memory=memory)
         counts: list[int] = []
         diagonal = curvature.diagonal(_counted(x, counts, curvature.device), weight=weight)
-        return cls._of(
-            curvature,
-            x,
-            _weights(model, curvature),
-            precision,
-            structure,
-            indices,
-            diagonal,
-            sum(counts),
-            weight,
-        )
+        prior, examples = curvature.vector(precision), sum(counts)
+        inverse = _inverse(curvature, x, prior, structure, indices, diagonal, examples, weight)
+        loc = _weights(model, curvature)
+        return cls(curvature, loc, prior, diagonal, structure, examples, inverse, weight)
 
     @classmethod
     def load(
@@ -224,28 +217,6 @@ class Laplace(Drawn):
         )
         own = tensors["loc"], tensors["precision"], tensors["diagonal"]
         return cls(curvature, *own, structure, meta["examples"], inverse, tensors.get("weight"))
-
-    @classmethod
-    def _of(
-        cls,
-        curvature: Curvature,
-        x: Data,
-        loc: Tensor,
-        precision: float | Tensor,
-        structure: Structure,
-        indices: Tensor | None,
-        diagonal: Tensor,
-        examples: int,
-        weight: Tensor | None,
-    ) -> "Laplace":
-        prior = curvature.vector(precision)
-        if structure == "diagonal":
-            inverse = independent(curvature, prior, diagonal)
-        elif structure == "kfac":
-            inverse = kronecker.invert_factors(curvature, x, prior, diagonal=diagonal)
-        else:
-            inverse = invert(curvature, x, prior, indices=indices, diagonal=diagonal, weight=weight)
-        return cls(curvature, loc, prior, diagonal, structure, examples, inverse, weight)
 
     def __repr__(self) -> str:
         return (
@@ -389,37 +360,33 @@ class Laplace(Drawn):
         centre = centre and isinstance(likelihood, Categorical)
         return predictive(likelihood, *spread(x, centre=centre), noise, link=link)
 
-    def with_precision(self, x: Data, precision: float | Tensor) -> "Laplace":
+    def with_precision(self, x: Data | None, precision: float | Tensor) -> Self:
         """Return the approximation under another prior precision, for the same `x`; the GGN's
         diagonal and Kronecker factors are reused.
 
+        Args:
+            x: The inputs that the posterior was fitted to; None where it is `diagonal` or `kfac`,
+                which do not read them.
+            precision: The new precision, as in `fit`.
+
         Raises:
-            ValueError: As in `fit`, or `x` is one batch of another number of examples than the
-                posterior was fitted to.
+            ValueError: As in `fit`, or `x` has another number of examples than the posterior was
+                fitted to.
             MemoryError: As in `fit`.
             torch.linalg.LinAlgError: As in `fit`.
         """
-        self._check_fitted_to(x)
+        if x is not None and one_batch(x):
+            self._check_count(count(of_batch(x)))
+        prior = self.curvature.vector(precision)
         if isinstance(self.inverse, Kronecker):
-            prior = self.curvature.vector(precision)
-            return replace(
-                self, precision=prior, inverse=self.inverse.with_precision(prior, self.diagonal)
-            )
-        return self._of(
-            self.curvature,
-            x,
-            self.loc,
-            precision,
-            self.structure,
-            self.indices,
-            self.diagonal,
-            self.examples,
-            self.weight,
-        )
+            inverse = self.inverse.with_precision(prior, self.diagonal)
+        else:
+            inverse = self._inverted(x, prior, self.structure, self.indices)
+        return replace(self, precision=prior, inverse=inverse)
 
     def with_structure(
         self, x: Data, structure: Structure, *, indices: Tensor | None = None
-    ) -> "Laplace":
+    ) -> Self:
         """Return the approximation under another structure, for the same `x`, weights and
         precision; the GGN's diagonal is reused.
 
@@ -432,16 +399,22 @@ class Laplace(Drawn):
             indices: Indices of the subnetwork, see `fit`.
 
         Raises:
-            ValueError: As in `fit`.
+            ValueError: As in `fit`, or `x` has another number of examples than the posterior was
+                fitted to.
             MemoryError: As in `fit`.
             torch.linalg.LinAlgError: As in `fit`.
         """
         _check_structure(structure, indices, self.weight)
-        return self._of(
+        inverse = self._inverted(x, self.precision, structure, indices)
+        return replace(self, structure=structure, inverse=inverse)
+
+    def _inverted(
+        self, x: Data | None, prior: Tensor, structure: Structure, indices: Tensor | None
+    ) -> Inverse | Kronecker:
+        return _inverse(
             self.curvature,
             x,
-            self.loc,
-            self.precision,
+            prior,
             structure,
             indices,
             self.diagonal,
@@ -449,16 +422,9 @@ class Laplace(Drawn):
             self.weight,
         )
 
-    def _check_fitted_to(self, x: Data) -> None:
-        if one_batch(x):
-            self._check_count(count(of_batch(x)))
-
     def _check_count(self, found: int) -> None:
         if found != self.examples:
-            raise ValueError(
-                f"x must be the {self.examples} examples that it was fitted to, got {found}; fit "
-                "other data anew by Laplace.fit"
-            )
+            raise _other_data(self.examples, found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the posterior into one file, whole or not at all; `Laplace.load` reads it on any
@@ -485,6 +451,57 @@ def _counted(x: Data, counts: list[int], device: torch.device) -> Iterator[Data]
     for inputs in batches(x, torch.empty(0, device=device)):
         counts.append(count(inputs))
         yield {"x": inputs}
+
+
+@dataclass(frozen=True)
+class _Same:
+    """The batches of `x`, as often as they are read: at the end ValueError if they were not so many
+    examples.
+    """
+
+    x: Data
+    examples: int
+    device: torch.device
+
+    def __iter__(self) -> Iterator[Data]:
+        counts: list[int] = []
+        yield from _counted(self.x, counts, self.device)
+        if counts and sum(counts) != self.examples:
+            raise _other_data(self.examples, sum(counts))
+
+
+def _other_data(examples: int, found: int) -> ValueError:
+    return ValueError(
+        f"x must be the {examples} examples that it was fitted to, got {found}; fit other data "
+        "anew by Laplace.fit"
+    )
+
+
+def _inverse(
+    curvature: Curvature,
+    x: Data | None,
+    prior: Tensor,
+    structure: Structure,
+    indices: Tensor | None,
+    diagonal: Tensor,
+    examples: int,
+    weight: Tensor | None,
+) -> Inverse | Kronecker:
+    """Return the covariance of the selected weights, of a structure, by a diagonal of the GGN that
+    is known and by `x`, which must be so many examples.
+
+    Raises:
+        TypeError: `x` is None, and the structure needs it.
+        ValueError: `x` is another number of examples.
+    """
+    if structure == "diagonal":
+        return independent(curvature, prior, diagonal)
+    if x is None:
+        raise TypeError(f"structure {structure!r} needs the inputs x that it was fitted to")
+    same = _Same(x, examples, curvature.device)
+    if structure == "kfac":
+        return kronecker.invert_factors(curvature, same, prior, diagonal=diagonal)
+    return invert(curvature, same, prior, indices=indices, diagonal=diagonal, weight=weight)
 
 
 @declared

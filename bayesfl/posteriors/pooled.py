@@ -13,9 +13,9 @@ likelihood, as in `bayesfl.stats`.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,28 @@ class PooledPosterior(Laplace):
         if x is None and self.log_likelihood is not None:
             return self.evidence(self.log_likelihood, centre)
         return super().log_marginal_likelihood([] if x is None else x, y, centre=centre)
+
+    def with_precision(
+        self, x: Data | None = None, precision: float | Tensor | None = None
+    ) -> Self:
+        """Return the approximation of the same rows under another prior precision; the rows
+        themselves are not needed, as in `with_precision(precision=1.0)`.
+
+        Args:
+            x: All rows' inputs, which are then read; None reads the curvature from the posterior.
+            precision: The new precision, one number or one for each covered weight, [D].
+
+        Raises:
+            TypeError: `precision` is missing.
+            ValueError: As by `Laplace.with_precision`.
+        """
+        if precision is None:
+            raise TypeError("precision is missing, as in with_precision(precision=1.0)")
+        if x is not None or self.structure != "full" or isinstance(self.inverse, Kronecker):
+            return super().with_precision(x, precision)
+        prior = self.curvature.vector(precision)
+        inverse = invert_ggn(self.curvature, self.inverse.ggn(), prior)
+        return replace(self, precision=prior, inverse=inverse)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 BISECTIONS = 60  # of the logarithm's range, 138, to its last digit
 
 
-def by_evidence(fitted: Laplace, x: Data, *, centre: float | Tensor = 0.0) -> Laplace:
+def by_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0) -> Laplace:
     """Return the approximation under the one precision of largest log marginal likelihood, see
     `best_precision`.
 
@@ -36,11 +36,12 @@ def by_evidence(fitted: Laplace, x: Data, *, centre: float | Tensor = 0.0) -> La
 
     Args:
         fitted: The approximation, under any precision.
-        x: The inputs that it was fitted to, [N, ...], or batches.
+        x: The inputs that it was fitted to, [N, ...], or batches; None for a posterior of clients'
+            rows, as `result.laplace().posterior`, or where it is `diagonal` or `kfac`.
         centre: Mean of the prior, one number or one for each weight, [D].
 
     Raises:
-        ValueError: `x` or `centre` does not fit the approximation.
+        ValueError: `x` has another number of examples, or `centre` does not fit.
     """
     uniform = bool((fitted.precision == fitted.precision[0]).all())
     own = fitted if uniform else fitted.with_precision(x, 1.0)
@@ -114,7 +115,7 @@ def _eigenvalues(fitted: Laplace) -> Tensor:
 
 def by_validation(
     fitted: Laplace,
-    x: Data,
+    x: Data | None,
     held: Data,
     labels: Tensor | None = None,
     *,
@@ -131,7 +132,7 @@ def by_validation(
 
     Args:
         fitted: The approximation, under any precision.
-        x: The inputs that it was fitted to.
+        x: The inputs that it was fitted to, or None, as in `by_evidence`.
         held: Validation inputs [M, ...], or batches of (x, y).
         labels: Labels or targets of `held`; None where batches bring them.
         link: The closed form by which the approximation will predict, see `Laplace.predict`.
@@ -139,7 +140,8 @@ def by_validation(
         grid: Precisions to try, ascending.
 
     Raises:
-        ValueError: `grid` is empty, no precision of it works, or labels or targets do not fit.
+        ValueError: `grid` is empty, no precision of it works, labels or targets do not fit, or `x`
+            has another number of examples.
     """
     # Read once: losses are compared by example, and a DataLoader that shuffles changes its order.
     pairs = list(labelled(held, labels, fitted.loc))
@@ -218,7 +220,7 @@ def _losses(
 
 
 def _scores(
-    fitted: Laplace, x: Data, grid: Sequence[float], score: Callable[[Laplace], Tensor]
+    fitted: Laplace, x: Data | None, grid: Sequence[float], score: Callable[[Laplace], Tensor]
 ) -> dict[float, Tensor]:
     """Compute the score, or scores, of each precision; those without Cholesky factor or finite
     scores are left out.

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesfl as bf
-from bayesfl.curvature import Curvature
+from bayesfl.curvature import Curvature, invert
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll_of_predictive
@@ -459,6 +459,46 @@ def test_what_is_asked_of_a_fit_is_checked(structure):
         with pytest.raises(ValueError, match=r"noise .*\[S, 12, 3\].* got \["):
             fitted.predict(x, noise=torch.zeros(shape))
     assert fitted.inverse.backend == "layers"
+
+
+SOME = torch.tensor([1, 4, 17, 30, 50])
+
+
+@pytest.mark.parametrize("rows", [60, 8])  # in the primal form, in the dual one
+@pytest.mark.parametrize(
+    "other", [lambda x: [x[:4], x[4:7]], lambda x: DataLoader(TensorDataset(x[:7]), 4)]
+)
+def test_other_rows_do_not_replace_the_curvature(other, rows):
+    """They are counted as they are read; the same rows in other batches give a fresh fit."""
+    x, y = numbers(rows, 4), torch.arange(rows) % 3
+    some = Laplace.fit(network(), x, precision=1.0, structure="subnetwork", indices=SOME)
+    whole = Laplace.fit(network(), x, precision=1.0)
+    for call in (
+        lambda: some.with_precision(other(x), 2.0),
+        lambda: whole.with_precision(other(x), 2.0),
+        lambda: whole.with_structure(other(x), "kfac"),
+        lambda: by_evidence(whole, other(x)),
+        lambda: by_validation(whole, other(x), x, y),
+    ):
+        with pytest.raises(ValueError, match=rf"^x .*{rows} examples .*got 7; fit .*Laplace\.fit"):
+            call()
+    again = Laplace.fit(network(), x, precision=2.0)
+    assert_close(whole.with_precision(x.split(7), 2.0).moments(), again.moments())
+    with pytest.raises(TypeError, match="'full' needs the inputs x"):
+        whole.with_precision(None, 2.0)
+
+
+@pytest.mark.parametrize("rows", [60, 8])
+@pytest.mark.parametrize("indices", [None, SOME])
+def test_an_inverse_gives_back_its_ggn(rows, indices):
+    """That of the Jacobian written out, also where a weight has no curvature."""
+    x = numbers(rows, 4)
+    x[:, 2] = 0
+    curvature = Curvature(network())
+    precision = 0.5 + torch.rand(curvature.size, dtype=torch.float64)
+    found = invert(curvature, x, precision, indices=indices)
+    assert found.form == ("primal" if rows == 60 or indices is not None else "dual")
+    assert_close(found.ggn(), curvature.ggn(x, indices), rtol=1e-9, atol=1e-11)
 
 
 FORMS: dict[str, dict] = {

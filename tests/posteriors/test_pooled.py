@@ -18,6 +18,7 @@ from bayesfl.federation.clients.asking import LocalRows
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import Laplace, pooled
 from bayesfl.posteriors.pooled import FORMS, PooledCurvature, PooledPosterior
+from bayesfl.posteriors.prior_precision import by_evidence, by_validation
 from tests.cases import numbers
 
 COUNTS = (17, 3, 0, 20)  # one client has no rows
@@ -133,6 +134,31 @@ def test_it_is_that_of_the_pooled_rows(structure: Any, task: str):
     assert_close(found.log_marginal_likelihood(centre=0.3), away, **near)
     again = summed(PooledCurvature(model, structure, 0.7, likelihood=likelihood), x, y, (1,) * 40)
     assert_close(again.moments(), found.moments(), **near)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_another_precision_needs_no_rows(structure: Any):
+    """Neither from a smaller nor from a larger one: posterior and evidence are those that clients
+    would be asked for; rows of one client alone are refused.
+    """
+    x, y = rows("classification")
+    near = {"rtol": 1e-9, "atol": 1e-11}
+    want = summed(PooledCurvature(network(), structure, 0.7), x, y)
+    for first in (1e-3, 50.0):
+        made = summed(PooledCurvature(network(), structure, first), x, y)
+        for found in (made.with_precision(precision=0.7), made.with_precision(x.split(9), 0.7)):
+            assert isinstance(found, PooledPosterior)
+            assert_close(found.moments(), want.moments(), **near)
+            assert_close(found.log_marginal_likelihood(), want.log_marginal_likelihood(), **near)
+    best = summed(PooledCurvature(network(), structure), x, y)
+    assert_close(by_evidence(want, None).precision, best.precision, **near)
+    held = by_validation(want, None, x, y, grid=(0.1, 100.0))
+    assert_close(held.moments(), want.with_precision(precision=held.precision).moments(), **near)
+    if FORMS[structure] == "full":
+        with pytest.raises(ValueError, match="40 examples that it was fitted to, got 17"):
+            want.with_precision([x[:17]], 1.0)
+    with pytest.raises(TypeError, match=r"precision is missing, as in .*\(precision=1\.0\)"):
+        want.with_precision(1.0)
 
 
 def test_a_linear_model_has_the_errors_of_least_squares():
