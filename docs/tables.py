@@ -47,15 +47,46 @@ CONSTANTS = {"bf.plots.OKABE_ITO": "bayesfl.evaluation.plots.look"}
 """Public values that are neither classes nor functions, and the files that define them."""
 
 
+ARXIV = {
+    **dict.fromkeys(("fedem", "d_fedem", "fedavg_ft"), "2108.10252"),
+    **dict.fromkeys(("irm_l2", "irm_ft", "perinvfl"), "2211.11243"),
+    **dict.fromkeys(("pfedmap", "pfedvem", "pfedvem_held"), "2305.12557"),
+    **dict.fromkeys(("fedsi", "fedsi_fac", "fedsi_full"), "2404.15657"),
+    "clustered": "1910.01991",
+    "ditto": "2012.04221",
+    "fedamp": "2007.03797",
+    "fedavg": "1602.05629",
+    "fedbabu": "2106.06042",
+    "fedbn": "2102.07623",
+    "fedpac": "2306.11867",
+    "fedper": "1912.00818",
+    "fedprox": "1812.06127",
+    "fedrep": "2102.07078",
+    "fedrod": "2107.00778",
+    "group_dro": "1911.08731",
+    "ifca": "2006.04088",
+    "irm": "1907.02893",
+    "lg_fedavg": "2001.01523",
+    "moon": "2103.16257",
+    "pfedme": "2006.08848",
+    "scaffold": "1910.06378",
+}
+"""Where each method's paper stands on arXiv."""
+
+
 def implemented() -> str:
     """List what is implemented, in Markdown."""
+
+    def paper(e: bf.algorithms.Entry) -> str:
+        return e.paper if e.paper == "-" else f"[{e.paper}](https://arxiv.org/abs/{ARXIV[e.name]})"
+
     lines = [
         "| method | in `bf.algorithms` | paper | belief of a client | sent each round | never "
         "leaves the client |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {e.title} | `{e.name}` | {e.paper} | {e.posterior} | {e.sent} | {e.private} |"
+        f"| {e.title} | `{e.name}` | {paper(e)} | {e.posterior} | {e.sent} | {e.private} |"
         for e in bf.algorithms.available()
     ]
     return "\n".join(lines)
