@@ -475,7 +475,7 @@ class Result:
                 questions.
 
         Raises:
-            ValueError: The network does not end with a linear layer, clients have no body in
+            ValueError: No linear layer is known to make the outputs, clients have no body in
                 common, an answer is outside the aggregation's range, or the federation was trained
                 under `ClientPrivacy`.
         """
