@@ -28,6 +28,7 @@ from bayesfl.curvature import Curvature, Inverse, kronecker
 from bayesfl.curvature.batches import Data, require
 from bayesfl.curvature.dual import independent, invert_ggn, restore
 from bayesfl.curvature.kronecker import Kronecker
+from bayesfl.models.cutting import output_layer
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.laplace import Structure as Form
 from bayesfl.posteriors.prior_precision import best_precision
@@ -101,8 +102,9 @@ class PooledCurvature:
 
     Args:
         model: The network, in evaluation mode.
-        structure: Which covariances are kept; `last_layer` takes the layer that the network holds
-            last, which must be linear and make its outputs.
+        structure: Which covariances are kept; `last_layer` takes the layer that makes the network's
+            outputs, which must be linear; where `forward` does not show it, the one that is held
+            last, if it makes them.
         precision: Prior precision of every weight, for a likelihood that is a sum over the rows; or
             `evidence` for the one of largest log marginal likelihood.
         pattern: Which parameters are covered: a layout, or a pattern over their names; `*` of
@@ -154,8 +156,8 @@ class PooledCurvature:
             local: The clients' inputs and labels or targets, as `LocalRows` yields them.
 
         Raises:
-            ValueError: The network's outputs or its curvature are not finite, or the layer that it
-                holds last is not the one that makes its outputs.
+            ValueError: The network's outputs or its curvature are not finite, or no linear layer is
+                known to make its outputs.
         """
         shapes = self.shapes(state)
         none = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -176,7 +178,7 @@ class PooledCurvature:
         if self.structure == "last_layer" and curvature.last_layer(x) is None:
             raise ValueError(
                 f"the layer that the network holds last, {curvature.layout.names}, does not make "
-                "its outputs alone; name the last one, as structure='full', pattern='head.*'"
+                "its outputs alone; name the one that does, as structure='full', pattern='head.*'"
             )
         return found | {"ggn": _lower(curvature.ggn(data))}
 
@@ -280,11 +282,14 @@ _SMALLER = "take structure='last_layer', 'kronecker' or 'diagonal'"
 
 
 def last_layer(model: nn.Module) -> str:
-    """Return a pattern of the parameters of the layer that a network holds last.
+    """Return a pattern of the parameters of the linear layer that makes a network's outputs; of the
+    layer that the network holds last, where `output_layer` does not know it.
 
     Raises:
         ValueError: That layer is not linear.
     """
+    if (made := output_layer(model)) is not None:
+        return f"{made}.*" if made else "*"
     layers = [
         (name, layer)
         for name, layer in model.named_modules()

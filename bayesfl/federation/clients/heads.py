@@ -25,6 +25,7 @@ from bayesfl.evaluation.history import History
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.local import Received, State, private_rows
 from bayesfl.federation.clients.surveying import Adder, ask_here, refuse_released
+from bayesfl.models.cutting import output_layer
 from bayesfl.posteriors import heads
 from bayesfl.posteriors.full_gaussian import FullGaussian
 
@@ -121,11 +122,14 @@ def lacks_prior(algorithm: Algorithm, server: Server) -> bool:
 
 
 def _last_linear(model: nn.Module) -> str:
-    """Return the name of a network's last linear layer.
+    """Return the name of the linear layer that makes a network's outputs; of the last that the
+    network holds, where `output_layer` does not know it.
 
     Raises:
         ValueError: It has none.
     """
+    if (made := output_layer(model)) is not None:
+        return made
     names = [name for name, part in model.named_modules() if type(part) is nn.Linear]
     if not names:
         raise ValueError("the network has no nn.Linear, whose weights would be a client's head")
@@ -171,15 +175,16 @@ def _rows_of(algorithm: Algorithm, view: View, x: Inputs, y: Tensor) -> heads.Ro
     """Return what a client's rows say of its last layer.
 
     Raises:
-        ValueError: The last linear layer does not make the network's outputs.
+        ValueError: No linear layer is known to make the network's outputs.
     """
     layout = algorithm.layout(HEAD)
     curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
     found = curvature.last_layer(x)
     if found is None:
         raise ValueError(
-            f"the last linear layer, {layout.names}, does not make the network's outputs: heads "
-            "are for networks that end with a linear layer"
+            f"the linear layer that the network holds last, {layout.names}, does not make its "
+            "outputs: heads are for networks whose last step is a linear layer, which __init__ "
+            "must make last where `forward` looks at shapes"
         )
     features = found[0]
     if len(layout.names) == 2:
@@ -197,7 +202,7 @@ def rows_of(algorithm: Algorithm, received: Received, split: ClientData, client:
         client: The client's place in it.
 
     Raises:
-        ValueError: The last linear layer does not make the network's outputs.
+        ValueError: No linear layer is known to make the network's outputs.
     """
     given = algorithm.given(received.common, 0, 1)
     count = torch.ones(1, dtype=split.dtype, device=split.device)

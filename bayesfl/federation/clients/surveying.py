@@ -184,11 +184,33 @@ def fitted(
 
 
 def _say_if_worse(step: Step, split: str, before: Predictions, after: Predictions) -> None:
-    """Warn if a step makes the loss of rows to which it was not fitted larger, by more than two
-    standard errors of the difference.
+    """Warn if a step makes the loss of rows to which it was not fitted larger."""
+    if worse := _worse(before, after):
+        warn(
+            f"{type(step).__name__} raises the loss of the rows in {split!r}, to which it was not "
+            f"fitted, from {worse[0]:.3g} to {worse[1]:.3g} nats a row: leave it out, or hold more "
+            f"rows back in {step.split!r}",
+        )
+
+
+def say_if_unsure(plain: Predictions, averaged: Predictions) -> None:
+    """Warn if predictions that average over a posterior have a larger loss on validation rows than
+    the network's own, by more than two standard errors and by more than one per cent.
+    """
+    if (worse := _worse(plain, averaged)) and worse[1] > 1.01 * worse[0]:
+        warn(
+            f"the loss of validation rows is {worse[0]:.3g} nats a row by the network alone, and "
+            f"{worse[1]:.3g} by this posterior, whose predictions are too unsure: fit a "
+            "temperature to them, .calibrate(bf.calibration.Temperature())",
+        )
+
+
+def _worse(before: Predictions, after: Predictions) -> tuple[float, float] | None:
+    """Return the mean losses of the same rows by two predictions of classes, in nats, if the second
+    is larger by more than two standard errors of the difference.
     """
     if before.probs is None or before.labels is None:
-        return
+        return None
     losses = []
     for found in (before, after):
         assert found.probs is not None
@@ -197,11 +219,8 @@ def _say_if_worse(step: Step, split: str, before: Predictions, after: Prediction
         losses.append(-of_label[mask.cpu()].clamp_min(torch.finfo(probs.dtype).tiny).log())
     more = losses[1] - losses[0]
     if len(more) > 1 and float(more.mean()) > 2 * float(more.std()) / len(more) ** 0.5:
-        warn(
-            f"{type(step).__name__} raises the loss of the rows in {split!r}, to which it was not "
-            f"fitted, from {float(losses[0].mean()):.3g} to {float(losses[1].mean()):.3g} nats a "
-            f"row: leave it out, or hold more rows back in {step.split!r}",
-        )
+        return float(losses[0].mean()), float(losses[1].mean())
+    return None
 
 
 def settled(

@@ -376,9 +376,12 @@ class Result:
         approximation of all clients' training rows has: clients' curvatures are summed.
 
         Every client predicts by that one posterior, linearised, and so do clients that `adapt`
-        brings; `posterior` is it, and `save` keeps it. Predictions of a network that is not linear
-        may be too unsure, most of all under `diagonal`: `calibrate(Temperature())` fits a
-        temperature to them on validation data. Training goes on from the result before.
+        brings; `posterior` is it, and `save` keeps it. Training goes on from the result before.
+
+        The posterior is right only around a mode of likelihood times prior: train until the loss no
+        longer falls, with weight_decay = precision / rows of all clients. Predictions may be too
+        unsure, most of all under `diagonal`: `calibrate(bf.calibration.Temperature())` fits a
+        temperature to them on validation rows.
 
         Each client is asked once and sends eight bytes a number: D (D + 1) / 2 numbers of D weights
         under `last_layer` and `full` (4.1 MB of a last layer of 100 inputs and 10 classes), D under
@@ -399,6 +402,9 @@ class Result:
                 in this way; the run was trained under `ClientPrivacy`; or its clients joined after
                 training, by `adapt`, or it was loaded without their data.
             MemoryError: The curvature needs more bytes than there are.
+
+        Warns:
+            UserWarning: The loss of validation rows is larger than by the network alone.
 
         References:
             Daxberger et al., "Laplace Redux", NeurIPS 2021, whose laplace-torch makes the same of
@@ -430,7 +436,12 @@ class Result:
         data = self.data.to(self.device, self.dtype)
         pooled = pooling.asked(method, server, data, aggregation=aggregation)
         own = {"private": {}, "chosen": None, "steps": (), "calibrated": None, "pooled": pooled}
-        return replace(self, algorithm=method, server=server, **own)
+        made = replace(self, algorithm=method, server=server, **own)
+        held = data.splits.get("validation")
+        if held is not None and held.counts.any() and self.known.task == "classification":
+            plain, averaged = (made.local_predictions(held, draws=draws)[0] for draws in (0, None))
+            surveying.say_if_unsure(plain.predictions, averaged.predictions)
+        return made
 
     @property
     def posterior(self) -> PooledPosterior:
@@ -464,7 +475,7 @@ class Result:
                 questions.
 
         Raises:
-            ValueError: The network does not end with a linear layer, clients have no body in
+            ValueError: No linear layer is known to make the outputs, clients have no body in
                 common, an answer is outside the aggregation's range, or the federation was trained
                 under `ClientPrivacy`.
         """

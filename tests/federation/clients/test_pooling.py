@@ -35,6 +35,9 @@ METHODS: dict[str, Callable[..., bf.Algorithm]] = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:the loss of validation rows")
+
+
 @pytest.fixture(scope="module")
 def clients() -> FederatedData:
     """Five clients of a hundred digits at most, in a form of their own."""
@@ -208,6 +211,32 @@ def test_a_temperature_and_sets_are_fitted_to_its_predictions(fedavg: Result, tm
     assert torch.equal(again.predict().sets, both.predict().sets)
     assert fedavg.calibrate(Temperature()).laplace().steps == ()
     assert both.audit().rows.sum() == fedavg.data.test.counts.sum()
+
+
+@pytest.mark.parametrize("precision", [1e-3, 1e6])
+def test_where_the_network_alone_is_better(fedavg: Result, precision: float):
+    """It is said by how much; a temperature mends it. Of two that predict alike nothing is said."""
+    posterior = of_all(fedavg, "diagonal", precision)
+    losses = []
+    for j in range(5):
+        x, y = fedavg.data.to(dtype=torch.float64).validation.client(j)
+        probs = fedavg.model()(x).softmax(-1), posterior.predict(x)["probs"]
+        losses.append(torch.stack([-p[torch.arange(len(y)), y].log().detach() for p in probs]))
+    plain, averaged = torch.cat(losses, 1)
+    more = averaged - plain
+    if precision == 1e6:
+        assert_close(plain, averaged, rtol=0, atol=1e-4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fedavg.laplace("diagonal", precision=precision)
+        return
+    assert float(more.mean()) > 2 * float(more.std()) / len(more) ** 0.5
+    told = f"{float(plain.mean()):.3g} nats .* {float(averaged.mean()):.3g} by .*Temperature\\(\\)"
+    with pytest.warns(UserWarning, match=told):
+        found = fedavg.laplace("diagonal", precision=precision)
+    rows = fedavg.data.validation
+    mended = found.calibrate(Temperature()).predict(rows).summary(rows)["pooled_nll"]
+    assert mended < float(averaged.mean())
 
 
 def test_it_is_the_predictor_of_a_method(clients: FederatedData, fedavg: Result, tmp_path: Path):
