@@ -254,14 +254,14 @@ def truth_answer() -> str:
     return said(
         f"""
         Those of `bf.stats.mixed` do: 90 % intervals of clients' own coefficients contain the truth
-        in {held("bf.stats.mixed")} of cases, for linear and logistic models, and those of
-        `result.laplace()` have the right width for a linear model that all clients share
-        ({wide("fedavg, PooledLaplace")} times the exact standard deviations). Trained methods fall
-        short: 90 % intervals of `pfedvem` contain the truth in {held("pfedvem")} of cases, of
-        `pfedvem_held` in {held("pfedvem_held")}, of `result.heads()` in {held("fedavg, heads")}.
-        Around weights that all clients trained, a Laplace approximation from one client's rows is
-        {wide("fedavg, LinearisedLaplace")} times as wide as the exact posterior, and FedSI's
-        {wide("fedsi, half the weights")} times.
+        in {held("bf.stats.mixed")} of cases, for linear and logistic models, those of
+        `result.heads()` in {held("fedavg, heads")}; and `result.laplace()` has the right width for
+        a linear model that all clients share ({wide("fedavg, PooledLaplace")} times the exact
+        standard deviations). Methods that train a belief fall short: 90 % intervals of `pfedvem`
+        contain the truth in {held("pfedvem")} of cases, those of `pfedvem_held` in
+        {held("pfedvem_held")}. Around weights that all clients trained, a Laplace approximation
+        from one client's rows is {wide("fedavg, LinearisedLaplace")} times as wide as the exact
+        posterior, and FedSI's {wide("fedsi, half the weights")} times.
         """
     )
 
