@@ -111,6 +111,7 @@ def test_a_deployment_is_the_simulation(net: loopback.Loopback, names: tuple[str
         assert 0 <= found.history["personal_accuracy"][-1] <= 1
 
 
+@slow
 def test_a_pooled_posterior(net: loopback.Loopback):
     """The simulation's posterior of the server's network."""
     run, trained = submit(net, "pooled")
