@@ -38,10 +38,8 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
     )
     parts = [
         Section("Methods", means + summary._repr_html_() + drawn),
-        *(
-            [Section("Options and notes", "".join(f"<p>{text(note)}</p>" for note in notes))]
-            * bool(notes)
-        ),
+        *[Section("Options and notes", "".join(f"<p>{text(note)}</p>" for note in notes))]
+        * bool(notes),
         *_curves(study),
         *_clients(study),
         Section("Cost of a round", _budgets(study)),
@@ -49,18 +47,11 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
         Section("Environment", facts(study.rows[0].record.environment or environment())),
     ]
     failed = sum(row.record.error is not None for row in study.rows)
-    headline = {"methods": len(study.methods), "runs": len(study.rows)}
-    headline |= {"seeds": seeds}
+    headline = {"methods": len(study.methods), "runs": len(study.rows), "seeds": seeds}
     headline |= {"failed": failed} if failed else {}
     *others, last = study.methods
     title = f"{', '.join(others)} and {last}" if others else last
-    write_page(
-        path,
-        title,
-        parts,
-        lead=_lead(study),
-        headline=headline,
-    )
+    write_page(path, title, parts, lead=_lead(study), headline=headline)
 
 
 def _lead(study: "Table") -> str:
