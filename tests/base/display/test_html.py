@@ -46,9 +46,9 @@ def test_frame_and_preview():
     """A data frame's index names the rows; a long table shows its first ones."""
     found = pd.DataFrame({"x": [1.0]}, index=pd.MultiIndex.from_tuples([("a", 2)]))
     assert '<th scope="row">a, 2</th>' in frame(found)
-    found = preview({"x": range(30)}, "Numbers", most=3)
-    assert "Numbers; the first 3 of 30 rows" in found
-    assert found.count("<tr>") == 4
+    found = preview({"x": range(30)}, "Numbers")
+    assert "Numbers; the first 10 of 30 rows" in found
+    assert found.count("<tr>") == 11
 
 
 def test_facts_and_pictures():
