@@ -2,7 +2,6 @@
 and every run.
 """
 
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -117,14 +116,11 @@ def _budgets(study: "Table") -> str:
     told = study._budget()
     columns: dict[str, Any] = {"method": list(told)}
     for key in dict.fromkeys(key for row in told.values() for key in row):
-        found = [row.get(key) for row in told.values()]
-        columns[in_prose(key)] = [_counted(one) if key in BUDGET else one for one in found]
+        found: list[Any] = [row.get(key) for row in told.values()]
+        if key in BUDGET:  # numbers in words, as 28,020
+            found = [one and Cell(float(one.replace(",", "")), one) for one in found]
+        columns[in_prose(key)] = found
     return "<p>What a client computes and sends in a round in which it trains.</p>" + table(columns)
-
-
-def _counted(shown: str | None) -> Cell:
-    """Return a number in words, as 28,020, with the number by which it is sorted."""
-    return Cell(math.nan, "–") if shown is None else Cell(float(shown.replace(",", "")), shown)
 
 
 def _runs(study: "Table") -> str:

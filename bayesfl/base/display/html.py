@@ -153,10 +153,10 @@ def preview(columns: Mapping[Any, Sequence[Any] | np.ndarray], caption: str) -> 
     return table({title: of[:10] for title, of in columns.items()}, caption=caption + more)
 
 
-def facts(of: Mapping[str, Any]) -> str:
-    """Return a list of facts, {what: value}."""
+def facts(of: Mapping[str, Any], kind: str = "facts") -> str:
+    """Return a list of facts, {what: value}, with this class."""
     pairs = "".join(f"<div><dt>{text(k)}</dt><dd>{text(v)}</dd></div>" for k, v in of.items())
-    return f'<dl class="facts">{pairs}</dl>'
+    return f'<dl class="{kind}">{pairs}</dl>'
 
 
 def picture(figure: Any, alt: str) -> str:
