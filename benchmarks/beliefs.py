@@ -55,13 +55,12 @@ class Federation:
 
     Args:
         seed: Seed of all that is drawn.
-        family: `gaussian` with noise of known scale, or `binomial`.
+        family: `gaussian`, whose noise is known to be 1, or `binomial`.
         x: Inputs of each client, [n_j, p].
         y: Outcomes, [n_j].
         truth: The quantities, [R, q]: a row for each client, then one for what they have in common
             where that is asked; None where nobody knows them.
         at: New rows at which a shared model is asked for its values, [NEW, p].
-        noise: Standard deviation of normal outcomes.
         quick: Whether ways take few rounds and draws, which shows that they run.
     """
 
@@ -71,13 +70,12 @@ class Federation:
     y: list[np.ndarray]
     truth: np.ndarray | None
     at: np.ndarray | None = None
-    noise: float = 1.0
     quick: bool = False
 
     @property
     def likelihood(self) -> Any:
         """Of the outcomes, with the scale of their noise."""
-        return Gaussian(self.noise) if self.family == "gaussian" else Bernoulli()
+        return Gaussian() if self.family == "gaussian" else Bernoulli()
 
     @cached_property
     def clients(self) -> bf.data.FederatedData:
@@ -279,8 +277,8 @@ def exact_shared(fed: Federation) -> Belief:
     """The posterior of the shared linear model, of all rows, in closed form."""
     x, y = (t.numpy() for t in fed.rows())
     x, at = (np.column_stack([np.ones(len(rows)), rows]) for rows in (x, fed.at))
-    covariance = np.linalg.inv(x.T @ x / fed.noise**2 + np.eye(x.shape[1]))
-    mean = at @ covariance @ x.T @ y / fed.noise**2
+    covariance = np.linalg.inv(x.T @ x + np.eye(x.shape[1]))
+    mean = at @ covariance @ x.T @ y
     sd = np.sqrt(np.einsum("np,pq,nq->n", at, covariance, at))
     return Belief(*(np.tile(t, (len(fed.x), 1)) for t in (mean, sd)))
 
@@ -327,7 +325,6 @@ def by_nuts(
     widest: float = 1.0,
     intercept: bool = True,
     chains: int = 1,
-    draws: int = 1000,
 ) -> Belief:
     """The hierarchy's posterior by the No-U-Turn sampler; beta has a flat prior where tau is not
     known.
@@ -348,7 +345,7 @@ def by_nuts(
         x,
         y,
         precision=precision,
-        draws=fed.few(draws),
+        draws=fed.few(1000),
         warmup=fed.few(400),
         chains=chains,
         seed=fed.seed,
@@ -404,17 +401,8 @@ def by_hierarchy(fed: Federation) -> Belief:
 def network_by_nuts(fed: Federation) -> Belief:
     """The values of the network under its posterior of all rows, by the No-U-Turn sampler."""
     x, y = fed.rows()
-    found = nuts(
-        network(fed.seed),
-        fed.likelihood,
-        x,
-        y,
-        precision=1.0,
-        draws=fed.few(250),
-        warmup=fed.few(250),
-        chains=1,
-        seed=fed.seed,
-    )
+    draws = {"draws": fed.few(250), "warmup": fed.few(250), "chains": 1, "seed": fed.seed}
+    found = nuts(network(fed.seed), fed.likelihood, x, y, precision=1.0, **draws)
     return everywhere(fed, found)
 
 
@@ -593,16 +581,14 @@ def predicting(make: Callable[..., Any], predictor: Any) -> Callable[..., Any]:
 METHODS = bf.algorithms
 KNOWN = LinearisedLaplace(precision=1.0)
 """The prior of the shared models has precision 1, and all ways are told so."""
+FEDSI_NET: dict[str, Any] = {"prior_precision": 1.0, "predictive_precision": 1.0}
 FEDSI: dict[str, Any] = {
-    "prior_precision": 1.0,
-    "predictive_precision": 1.0,
+    **FEDSI_NET,
     # The head passes a linear model on, and stays as it is.
     "finetune_optimiser": SGD(1e-12),
     "finetune_steps": 1,
 }
-FEDSI_NET: dict[str, Any] = {"prior_precision": 1.0, "predictive_precision": 1.0}
 FASTER = SGD(1e-2, momentum=0.9)
-AVERAGED = METHODS.fedavg
 
 
 def mode(model: nn.Module, **given: Any) -> bf.Algorithm:
@@ -655,7 +641,7 @@ OWN: dict[str, Way] = {
         trained(partial(METHODS.pfedvem_held, scale_rate=1.0), heads), 60, ("pfedvem_held",)
     ),
     "pfedmap, Laplace of heads": Way(trained(METHODS.pfedmap, laplace_of_heads), 60, ("Laplace",)),
-    "fedavg, heads": Way(trained(AVERAGED, own_heads), 60, ("heads",)),
+    "fedavg, heads": Way(trained(METHODS.fedavg, own_heads), 60, ("heads",)),
     "ditto, points": Way(trained(METHODS.ditto, points), 30),
     "local, points": Way(trained(LOCAL, points), 30),
 }
@@ -666,15 +652,12 @@ def of_one_model(model: Callable[[Federation], nn.Module], count: int) -> dict[s
     one = partial(trained, model=model)
     at_mode = partial(one, rounds=300)
     return {
-        "fedavg, Laplace of all rows": Way(
-            at_mode(mode, partial(laplace_of_rows, "full")), count, ("Laplace",)
-        ),
-        "fedavg, kfac of all rows": Way(
-            at_mode(mode, partial(laplace_of_rows, "kfac")), count, ("Laplace",)
-        ),
-        "fedavg, diagonal of all rows": Way(
-            at_mode(mode, partial(laplace_of_rows, "diagonal")), count, ("Laplace",)
-        ),
+        **{
+            f"fedavg, {name} of all rows": Way(
+                at_mode(mode, partial(laplace_of_rows, structure)), count, ("Laplace",)
+            )
+            for name, structure in (("Laplace", "full"), ("kfac", "kfac"), ("diagonal", "diagonal"))
+        },
         "fedavg, LinearisedLaplace": Way(
             at_mode(predicting(mode, KNOWN), predictions), count, ("LinearisedLaplace",)
         ),

@@ -195,16 +195,12 @@ def one(problem: str, name: str, seed: int, *, quick: bool) -> Score:
     return {**score(belief, fed.truth), "seconds": time.perf_counter() - start}
 
 
-def read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {"scores": []}
-
-
 def way(
     folder: Path, problem: str, name: str, *, wanted: int, quick: bool, jobs: int
 ) -> dict[str, Any]:
     """Return the scores of a way for so many federations at least, and where they were made."""
     file, environment = folder / problem / f"{name}.json", report.environment()
-    kept = read(file)
+    kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"scores": []}
     done: list[Score] = kept["scores"]
     if len(done) >= wanted:
         return kept

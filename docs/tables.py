@@ -24,6 +24,8 @@ import bayesfl as bf
 from bayesfl.evaluation import report
 
 ROOT = Path(__file__).parent.parent
+FIGURES = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+both = FIGURES["both"]
 RESULTS = ROOT / "benchmarks" / "results"
 Tables = dict[str, dict[str, dict[str, list[float]]]]
 """By table, row and measure, the values of all seeds."""
@@ -354,8 +356,8 @@ def curvature() -> str:
                 f"{side['threads'][count]['times_ours']:.2f}" if count in side["threads"] else "-"
                 for count in ("1", "2")
             ]
-            both = side["memory_mib"] and ours["memory_mib"]
-            share = f"{ours['memory_mib'] / side['memory_mib']:.3f}" if both else "-"
+            known = side["memory_mib"] and ours["memory_mib"]
+            share = f"{ours['memory_mib'] / side['memory_mib']:.3f}" if known else "-"
             targets = [
                 f"{value:.3g}" if value else ""
                 for value in (side["aim_times_ours"], side["aim_memory_share"])
@@ -412,13 +414,13 @@ def curvature_every() -> str:
     mean and error over seeds.
     """
     saved = results("curvature_every")
-    rows: dict[str, dict[str, list[float]]] = {}
-    for key, cell in saved["cells"].items():
-        rule = {"wasserstein": "", "curved_wasserstein": "curved weights, "}[key.split("/")[1]]
-        for every, row in cell["rows"].items():
-            name = rule + (f"every {every} rounds" if every != "1" else "every round")
-            for measure, value in row.items():
-                rows.setdefault(name, {}).setdefault(measure, []).append(value)
+    rules = {"wasserstein": "", "curved_wasserstein": "curved weights, "}
+    (rows,) = by_seed(
+        ("", rules[key.split("/")[1]] + when, row)
+        for key, cell in saved["cells"].items()
+        for every, row in cell["rows"].items()
+        for when in [f"every {every} rounds" if every != "1" else "every round"]
+    ).values()
     columns = [
         report.Column("map_accuracy", title="MAP: accuracy", better="higher"),
         report.Column("map_nll", title="NLL (nats)", better="lower"),
@@ -427,12 +429,7 @@ def curvature_every() -> str:
         report.Column("contrasts_nll", title="contrasts: NLL", better="lower"),
         report.Column("global_nll", title="the server's prior: NLL", better="lower"),
     ]
-    return "\n\n".join(
-        [
-            report.table(rows, columns=columns, style="markdown"),
-            versions(saved),
-        ]
-    )
+    return f"{report.table(rows, columns=columns, style='markdown')}\n\n{versions(saved)}"
 
 
 def programs() -> str:
@@ -595,21 +592,17 @@ def fedsi() -> str:
         report.Column(f"{kind}_auroc", title=f"AUROC, {what}", better="higher")
         for kind, what in KINDS.items()
     ]
-    parts = []
-    for dataset, table in tables.items():
-        rows = {name: table[name] for name in names}
-        shown = report.table(rows, columns=columns, style="markdown")
-        parts.append(f"**{dataset}**\n\n{shown}")
-    return "\n\n".join(parts)
+    kept = {dataset: {name: rows[name] for name in names} for dataset, rows in tables.items()}
+    return titled(kept, columns)
 
 
 def fedsi_more() -> str:
     """Every row of FedSI's tables: calibration beside the paper's, NLL, and detection."""
     saved, tables = _fedsi()
-    both = [("ece", "ECE"), ("mce", "MCE"), ("brier", "Brier")]
+    kinds = [("ece", "ECE"), ("mce", "MCE"), ("brier", "Brier")]
     first = [
         report.Column(f"{prefix}{key}", title=f"{title}, {word}")
-        for key, title in both
+        for key, title in kinds
         for prefix, word in (("published_", "published"), ("", "measured"))
     ]
     second = [
@@ -641,8 +634,7 @@ def fedsi_more() -> str:
             ("NLL", second),
             ("AUROC of other images", third),
         ):
-            shown = report.table(rows, columns=columns, style="markdown")
-            parts.append(f"**{dataset}, {title}**\n\n{shown}")
+            parts.append(titled({f"{dataset}, {title}": rows}, columns))
     return "\n\n".join([*parts, versions(saved)])
 
 
@@ -800,10 +792,7 @@ def perinvfl_more() -> str:
     columns = [report.Column(case, title=f"p = {case[1:]}") for case in CASES]
     columns.append(report.Column("average", title="average", better="higher"))
     columns.append(report.Column("held_back", title="training colours"))
-    parts = [
-        f"**{name}**\n\n{report.table(rows, columns=columns, style='markdown')}"
-        for name, rows in tables.items()
-    ]
+    every = titled(tables, columns)
     (central,) = by_seed(
         ("", key.split("/")[1], cell["row"])
         for key, cell in saved["cells"].items()
@@ -812,8 +801,7 @@ def perinvfl_more() -> str:
     for method, row in saved["published"].items():
         central[f"{method}, published"] = {key: [value / 100] for key, value in row.items()}
     columns = [report.Column(key, title=key) for key in ("training", "test")]
-    shown = report.table(central, columns=columns, style="markdown")
-    return "\n\n".join([*parts, f"**Coloured MNIST on one machine**\n\n{shown}"])
+    return f"{every}\n\n{titled({'Coloured MNIST on one machine': central}, columns)}"
 
 
 def fedpac() -> str:
@@ -865,11 +853,7 @@ def links() -> str:
         report.Column("entropy_auroc", title="AUROC of unseen classes, entropy", better="higher"),
         report.Column("epistemic_auroc", title="epistemic", better="higher"),
     ]
-    parts = [
-        f"**{name}**\n\n{report.table(rows, columns=columns, style='markdown')}"
-        for name, rows in tables.items()
-    ]
-    return "\n\n".join([*parts, made(next(iter(saved["cells"].values())) | saved)])
+    return f"{titled(tables, columns)}\n\n{made(next(iter(saved['cells'].values())) | saved)}"
 
 
 def _promises() -> tuple[dict[str, Any], Tables]:
@@ -892,11 +876,7 @@ def promises() -> str:
         report.Column("pooled_worst", title="worst client, pooled sets"),
         report.Column("shrunk_worst", title="shrunk sets"),
     ]
-    parts = [
-        f"**{name}**\n\n{report.table(rows, columns=columns, style='markdown')}"
-        for name, rows in tables.items()
-    ]
-    return "\n\n".join(parts)
+    return titled(tables, columns)
 
 
 def promises_more() -> str:
@@ -929,8 +909,7 @@ def promises_more() -> str:
     parts = []
     for dataset, rows in tables.items():
         for title, columns in (("probabilities", quality), ("sets for 0.9", sets)):
-            shown = report.table(rows, columns=columns, style="markdown")
-            parts.append(f"**{dataset}, {title}**\n\n{shown}")
+            parts.append(titled({f"{dataset}, {title}": rows}, columns))
     made_up = saved["cells"]["sets"]["row"]
     alike = {case: row for case, row in made_up.items() if case.startswith("alike")}
     ((_, unlike),) = ((case, row) for case, row in made_up.items() if case not in alike)
@@ -1024,11 +1003,7 @@ def pfedvem_more() -> str:
         report.Column("width", title="width"),
         report.Column("distance", title="distance"),
     ]
-    parts = [
-        f"**{name}**\n\n{report.table(rows, columns=columns, style='markdown')}"
-        for name, rows in tables.items()
-    ]
-    return "\n\n".join([*parts, versions(saved)])
+    return f"{titled(tables, columns)}\n\n{versions(saved)}"
 
 
 def privacy() -> str:
@@ -1050,13 +1025,8 @@ def networks() -> str:
     standard errors over seeds.
     """
     saved = results("networks")
-    tables: dict[str, dict[str, dict[str, list[float]]]] = {}
-    sizes: dict[str, dict[str, Any]] = {}
-    for key, cell in saved["cells"].items():
-        part, title, _ = key.split("/")
-        sizes[part] = cell["size"]
-        for name, value in cell["row"].items():
-            tables.setdefault(part, {}).setdefault(title, {}).setdefault(name, []).append(value)
+    tables = by_seed((*key.split("/")[:2], cell["row"]) for key, cell in saved["cells"].items())
+    sizes = {key.split("/")[0]: cell["size"] for key, cell in saved["cells"].items()}
     columns = [
         report.Column("before_accuracy", title="before pooling", better="higher"),
         report.Column("accuracy", better="higher"),
@@ -1081,14 +1051,10 @@ def alone() -> str:
     """Posteriors of one network, beside laplace-torch: mean and error over seeds."""
     saved = results("alone")
 
-    def told(values: list[float], digits: int) -> str:
-        error = statistics.stdev(values) / math.sqrt(len(values))
-        return f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
-
     def line(name: str, row: Any) -> list[str]:
         by = {key: [one[key] for one in row["seeds"]] for key in row["seeds"][0]}
         seconds = [f"{statistics.fmean(by[f'{key}_seconds']):.2g}" for key in ("fit", "predict")]
-        return [name, row["precision"], told(by["nll"], 3), told(by["ece"], 3), *seconds]
+        return [name, row["precision"], both(by["nll"]), both(by["ece"]), *seconds]
 
     lines = [line(name, row) for name, row in saved["rows"].items()]
     heads = ["posterior", "precision", "NLL (nats)", "ECE", "fit (s)", "597 predictions (s)"]
@@ -1129,7 +1095,7 @@ def coverage() -> str:
 def truth() -> str:
     """Coverage of clients' own coefficients by every way, linear and logistic side by side."""
     saved = results("truth")
-    problems = {"linear": "linear", "logistic": "logistic"}
+    problems = ("linear", "logistic")
     ways = list(
         dict.fromkeys(key.split("/")[1] for key in saved["cells"] if key.split("/")[0] in problems)
     )
@@ -1207,7 +1173,7 @@ def _judged(cell: dict[str, Any]) -> list[str]:
         even = f"{cell['even']:.3f}" if cell["even"] >= 1e-3 else "< 0.001"
     return [
         str(cell["federations"]),
-        {True: "yes", False: "no", None: "too few"}[cell["true"]],
+        _verdict(cell),
         shares["90"],
         *(f"{cell['by_client']['90'][place]:.2f}" for place in (0, -1)),
         shares["50"],
@@ -1298,6 +1264,14 @@ def by_seed(found: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Tables:
         for key, value in measures.items():
             tables.setdefault(table, {}).setdefault(row, {}).setdefault(key, []).append(value)
     return tables
+
+
+def titled(tables: Tables, columns: Sequence[report.Column]) -> str:
+    """Tables one below another, each under its title, in Markdown."""
+    return "\n\n".join(
+        f"**{title}**\n\n{report.table(rows, columns=columns, style='markdown')}"
+        for title, rows in tables.items()
+    )
 
 
 def beside(tables: Tables, columns: Sequence[report.Column], *, corner: str = "method") -> str:
@@ -1399,7 +1373,7 @@ def written(text: str) -> str:
     """Return a page's text with what its marks name made anew: `<!-- engines: begin -->`, `<!--
     engines: end -->` hold what `engines()` returns.
     """
-    makers = {**runpy.run_path(str(ROOT / "docs" / "figures.py")), **globals()}
+    makers = {**FIGURES, **globals()}
     return MADE.sub(lambda mark: f"{mark[1]}{mark[2]}{makers[mark[1]]()}\n", text)
 
 

@@ -300,6 +300,25 @@ def burst_by_fine_tuning(model: nn.Module) -> bf.Algorithm:
     return replace(bf.algorithms.fedavg(model, epochs=1), finetune=(bf.Once(burst),))
 
 
+class Turned(nn.Module):
+    """A network that declares its head before its body."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.body = nn.Linear(hidden, outputs), nn.Linear(inputs, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+class Hidden(Turned):
+    """One whose `forward` looks at shapes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1) if x.dim() > 2 else x)
+
+
 def with_batch_norm(dropout: float = 0.0) -> bf.models.SplitModel:
     """A network for `federation` whose body has a batch norm and dropout."""
     plain = bf.models.mlp(8, hidden=16, outputs=3)

@@ -3,7 +3,7 @@ data or several models.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -414,12 +414,12 @@ class PooledLaplace:
         `POOLED`. Before models are aggregated there is none, and a client predicts at the mean.
         """
         if POOLED not in given:
-            return _AtMean(algorithm, view)
-        return self._fitted(algorithm, view, given[POOLED])
+            return lambda x, **_: _at_mean(algorithm, view, x)
+        return self.restored(algorithm, view, given[POOLED])
 
     def stored(self, fitted: FittedPredictor, value: float | None, *, limit: int) -> Tensors:
         """Return the survey's state, see `StoredPredictor`."""
-        assert isinstance(fitted, _Pooled)
+        assert isinstance(fitted, _Linearised)
         for name, t in fitted.state.items():
             if t.nbytes > limit:
                 raise MemoryError(f"its {name} takes {t.nbytes} bytes, more than {limit}")
@@ -427,12 +427,9 @@ class PooledLaplace:
 
     def restored(self, algorithm: "Algorithm", view: View, tensors: Tensors) -> FittedPredictor:
         """Return one client's predictor, see `StoredPredictor`."""
-        return self._fitted(algorithm, view, tensors)
-
-    def _fitted(self, algorithm: "Algorithm", view: View, state: Tensors) -> FittedPredictor:
         # All clients have the server's weights, so that a view has them, too.
-        inverse = self.question(algorithm, view).posterior(state).inverse
-        return _Pooled(self, algorithm, view, lambda value: inverse, state)
+        inverse = self.question(algorithm, view).posterior(tensors).inverse
+        return _Linearised(self, algorithm, view, lambda value: inverse, tensors)
 
     def _view(self, algorithm: "Algorithm", given: Server) -> View:
         own = {name: algorithm.centre(name, given) for name in algorithm.whole(algorithm.parts)}
@@ -440,9 +437,8 @@ class PooledLaplace:
         return own | {"n": loc.new_ones(())}
 
     def _layout(self, algorithm: "Algorithm") -> Layout:
-        model = algorithm.model
         last = self.structure == "last_layer"
-        return Layout(model, last_layer(model) if last else self.pattern)
+        return Layout(algorithm.model, last_layer(algorithm.model) if last else self.pattern)
 
 
 def _of_rows(rule: "LinearisedLaplace | PooledLaplace", whose: str) -> str:
@@ -653,6 +649,7 @@ class _Mixed:
         return mean | {"epistemic": mean["epistemic"] + spread.sum(-1)}
 
 
+@dataclass(frozen=True, eq=False)
 class _Linearised:
     """One client's predictor by the linearised network, see `FittedPredictor`.
 
@@ -662,16 +659,14 @@ class _Linearised:
         view: The client's view.
         inverse: Function from the prior precision that is tuned, or None, to the covariance of the
             weights.
+        state: The state of the survey that `PooledLaplace` needs.
     """
 
-    def __init__(
-        self,
-        rule: "LinearisedLaplace | LinearisedBelief | PooledLaplace",
-        algorithm: "Algorithm",
-        view: View,
-        inverse: Callable[[float | None], Any],
-    ) -> None:
-        self._rule, self._algorithm, self._view, self.inverse = rule, algorithm, view, inverse
+    rule: "LinearisedLaplace | LinearisedBelief | PooledLaplace"
+    algorithm: "Algorithm"
+    view: View
+    inverse: Callable[[float | None], Any]
+    state: Tensors = field(default_factory=dict)
 
     def __call__(
         self,
@@ -684,9 +679,9 @@ class _Linearised:
         """Return the prediction, see `FittedPredictor`; warn where it is the prior's, under a
         precision that was given.
         """
-        algorithm, rule, likelihood = self._algorithm, self._rule, self._algorithm.likelihood
+        algorithm, rule, likelihood = self.algorithm, self.rule, self.algorithm.likelihood
         if plain:
-            return _at_mean(algorithm, self._view, x)
+            return _at_mean(algorithm, self.view, x)
         inverse = self.inverse(value)
         mean, covariance = inverse.predict(
             {"x": x}, centre=rule.centre and isinstance(likelihood, Categorical)
@@ -694,7 +689,7 @@ class _Linearised:
         # Kappa is defined for logits, not for the variance of targets.
         classes = likelihood.task == "classification"
         # A copy that made no example has the prior under any precision.
-        fixed = rule.precision not in (None, "evidence") and float(self._view["n"]) >= 1
+        fixed = rule.precision not in (None, "evidence") and float(self.view["n"]) >= 1
         if (
             fixed
             and classes
@@ -712,42 +707,9 @@ class _Linearised:
             )
         link: Link = "contrasts" if rule.link == "draws" else rule.link
         return {
-            name: t.to(self._view["n"])
+            name: t.to(self.view["n"])
             for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()
         }
-
-
-class _Pooled(_Linearised):
-    """One client's predictor by the pooled posterior, with the state of its survey."""
-
-    def __init__(
-        self,
-        rule: PooledLaplace,
-        algorithm: "Algorithm",
-        view: View,
-        inverse: Callable[[float | None], Any],
-        state: Tensors,
-    ) -> None:
-        super().__init__(rule, algorithm, view, inverse)
-        self.state = state
-
-
-@dataclass(frozen=True)
-class _AtMean:
-    """One client's predictor by its blocks at their means, see `FittedPredictor`."""
-
-    algorithm: "Algorithm"
-    view: View
-
-    def __call__(
-        self,
-        x: Inputs,
-        *,
-        value: float | None = None,
-        noise: Tensor | None = None,
-        plain: bool = False,
-    ) -> Tensors:
-        return _at_mean(self.algorithm, self.view, x)
 
 
 def _at_mean(algorithm: "Algorithm", view: View, x: Inputs) -> Tensors:

@@ -121,11 +121,7 @@ def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None)
         try:
             # What comes after the head takes no inputs of the head.
             now = _outputs(cut, example)
-        except (
-            RuntimeError,
-            ValueError,
-            IndexError,
-        ):
+        except (RuntimeError, ValueError, IndexError):
             now = None
         if (
             now is None

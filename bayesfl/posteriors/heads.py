@@ -241,7 +241,8 @@ class Hierarchy:
             away = mode - state["centre"]
             information = precision.diag() - precision[:, None] * covariance * precision
             shared = ((information @ state["spread"]) * information).sum(1)
-            blocks = self._blocks((tau[:, None] * information * tau) ** 2)
+            squares = ((tau[:, None] * information * tau) ** 2).split(self.sizes)
+            blocks = [rows.split(self.sizes, 1)[place] for place, rows in enumerate(squares)]
             found.append(
                 {
                     "n_clients": torch.tensor(1),
@@ -268,8 +269,7 @@ class Hierarchy:
         promised = float(gradient @ move) / 2
         if "grid" in state:
             log = total["log_marginal"] - (weak * state["centre"] ** 2).sum() / 2 + promised
-            log = log - factor.diagonal().log().sum()
-            log = log + state["tau"].log().sum()
+            log = log - factor.diagonal().log().sum() + state["tau"].log().sum()
             return self._weighed(state, centre, spread, log)
         count = total["n_clients"] * torch.tensor(self.sizes)
         share = (total["known"] / count).clamp(1e-9, 1 - 1e-9)
@@ -327,11 +327,6 @@ class Hierarchy:
     def _each(self, values: Tensor) -> Tensor:
         """Return each tensor's number [..., T] for each of its weights, [..., D]."""
         return values.repeat_interleave(torch.tensor(self.sizes), -1)
-
-    def _blocks(self, matrix: Tensor) -> list[Tensor]:
-        """Return the diagonal blocks of a matrix [D, D] that are of one tensor each."""
-        rows = matrix.split(self.sizes)
-        return [row.split(self.sizes, 1)[place] for place, row in enumerate(rows)]
 
     def _by_tensor(self, values: Tensor) -> Tensor:
         return torch.stack([part.sum() for part in values.split(self.sizes)])

@@ -298,7 +298,7 @@ class Laplace(Drawn):
             [self._losses(inputs, own) for inputs, own in labelled(x, y, self.loc)]
             or [self.loc[:0]]
         )
-        self._check_count(len(losses))
+        _check_count(self.examples, len(losses))
         nll = losses.sum() if self.weight is None else losses @ self.weight.to(losses)
         return self.evidence(-nll, centre)
 
@@ -376,7 +376,7 @@ class Laplace(Drawn):
             torch.linalg.LinAlgError: As in `fit`.
         """
         if x is not None and one_batch(x):
-            self._check_count(count(of_batch(x)))
+            _check_count(self.examples, count(of_batch(x)))
         prior = self.curvature.vector(precision)
         if isinstance(self.inverse, Kronecker):
             inverse = self.inverse.with_precision(prior, self.diagonal)
@@ -422,10 +422,6 @@ class Laplace(Drawn):
             self.weight,
         )
 
-    def _check_count(self, found: int) -> None:
-        if found != self.examples:
-            raise _other_data(self.examples, found)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the posterior into one file, whole or not at all; `Laplace.load` reads it on any
         device.
@@ -466,15 +462,16 @@ class _Same:
     def __iter__(self) -> Iterator[Data]:
         counts: list[int] = []
         yield from _counted(self.x, counts, self.device)
-        if counts and sum(counts) != self.examples:
-            raise _other_data(self.examples, sum(counts))
+        if counts:
+            _check_count(self.examples, sum(counts))
 
 
-def _other_data(examples: int, found: int) -> ValueError:
-    return ValueError(
-        f"x must be the {examples} examples that it was fitted to, got {found}; fit other data "
-        "anew by Laplace.fit"
-    )
+def _check_count(examples: int, found: int) -> None:
+    if found != examples:
+        raise ValueError(
+            f"x must be the {examples} examples that it was fitted to, got {found}; fit other data "
+            "anew by Laplace.fit"
+        )
 
 
 def _inverse(

@@ -145,7 +145,8 @@ class PooledCurvature:
                 common |= {f"outputs_{place}": _triangle(outputs)}
                 common |= {f"inputs_{place}": _triangle(inputs)}
             return common
-        require(8 * size**2, self.curvature.memory, f"a GGN of {size} weights", _SMALLER)
+        smaller = "take structure='last_layer', 'kronecker' or 'diagonal'"
+        require(8 * size**2, self.curvature.memory, f"a GGN of {size} weights", smaller)
         return common | {"ggn": _triangle(size)}
 
     def answer(self, state: Tensors, local: Iterable[tuple[Inputs, Tensor]]) -> Tensors:
@@ -276,9 +277,6 @@ class PooledCurvature:
             else restore(curvature, parts),
             log_likelihood=-own["nll"],
         )
-
-
-_SMALLER = "take structure='last_layer', 'kronecker' or 'diagonal'"
 
 
 def last_layer(model: nn.Module) -> str:

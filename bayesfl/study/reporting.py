@@ -2,7 +2,6 @@
 and every run.
 """
 
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +37,8 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
     )
     parts = [
         Section("Methods", means + summary._repr_html_() + drawn),
-        *(
-            [Section("Options and notes", "".join(f"<p>{text(note)}</p>" for note in notes))]
-            * bool(notes)
-        ),
+        *[Section("Options and notes", "".join(f"<p>{text(note)}</p>" for note in notes))]
+        * bool(notes),
         *_curves(study),
         *_clients(study),
         Section("Cost of a round", _budgets(study)),
@@ -49,18 +46,11 @@ def write_report(path: str | os.PathLike[str], study: "bayesfl.study.table.Table
         Section("Environment", facts(study.rows[0].record.environment or environment())),
     ]
     failed = sum(row.record.error is not None for row in study.rows)
-    headline = {"methods": len(study.methods), "runs": len(study.rows)}
-    headline |= {"seeds": seeds}
+    headline = {"methods": len(study.methods), "runs": len(study.rows), "seeds": seeds}
     headline |= {"failed": failed} if failed else {}
     *others, last = study.methods
     title = f"{', '.join(others)} and {last}" if others else last
-    write_page(
-        path,
-        title,
-        parts,
-        lead=_lead(study),
-        headline=headline,
-    )
+    write_page(path, title, parts, lead=_lead(study), headline=headline)
 
 
 def _lead(study: "Table") -> str:
@@ -126,14 +116,11 @@ def _budgets(study: "Table") -> str:
     told = study._budget()
     columns: dict[str, Any] = {"method": list(told)}
     for key in dict.fromkeys(key for row in told.values() for key in row):
-        found = [row.get(key) for row in told.values()]
-        columns[in_prose(key)] = [_counted(one) if key in BUDGET else one for one in found]
+        found: list[Any] = [row.get(key) for row in told.values()]
+        if key in BUDGET:  # numbers in words, as 28,020
+            found = [one and Cell(float(one.replace(",", "")), one) for one in found]
+        columns[in_prose(key)] = found
     return "<p>What a client computes and sends in a round in which it trains.</p>" + table(columns)
-
-
-def _counted(shown: str | None) -> Cell:
-    """Return a number in words, as 28,020, with the number by which it is sorted."""
-    return Cell(math.nan, "–") if shown is None else Cell(float(shown.replace(",", "")), shown)
 
 
 def _runs(study: "Table") -> str:

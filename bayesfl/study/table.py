@@ -89,8 +89,7 @@ class Summary(Mapping[str, Mapping[str, Estimate]]):
         for measure in measures:
             found = [self[method].get(measure) for method in self.runs]
             columns[report.in_prose(measure)] = [
-                html.Cell(math.nan, "–") if one is None else html.Cell(one.mean, str(one))
-                for one in found
+                None if one is None else html.Cell(one.mean, str(one)) for one in found
             ]
         return html.table(columns)
 

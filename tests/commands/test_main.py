@@ -1,6 +1,5 @@
 """Commands: what they print, and errors in one line."""
 
-import doctest
 import os
 import shutil
 import subprocess
@@ -95,12 +94,6 @@ def test_a_deployment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert f"<dd>{found.history['personal_accuracy'][-1]:.3f}</dd>" in page
     row = '<th scope="row">&lt;Chur&gt;</th><td class="number" data-value="0.5">0.500</td>'
     assert row in page
-
-
-def test_examples_run():
-    from bayesfl.commands import main as whole
-
-    assert doctest.testmod(whole).failed == 0
 
 
 def test_a_damaged_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -19,7 +19,7 @@ from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import Laplace, pooled
 from bayesfl.posteriors.pooled import FORMS, PooledCurvature, PooledPosterior
 from bayesfl.posteriors.prior_precision import by_evidence, by_validation
-from tests.cases import numbers
+from tests.cases import Hidden, Turned, numbers
 
 COUNTS = (17, 3, 0, 20)  # one client has no rows
 STRUCTURES = ("last_layer", "diagonal", "kronecker", "full")
@@ -218,28 +218,14 @@ def test_the_last_layer_makes_the_outputs():
     """It is found where it is declared first; or is refused, by its name or when rows pass
     through.
     """
-
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.head, self.body = nn.Linear(6, 3), nn.Linear(4, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x).tanh())
-
-    class Hidden(Turned):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.flatten(1) if x.dim() > 2 else x)
-
     with pytest.raises(ValueError, match=r"'1', is a LayerNorm .* pattern='head\.\*'"):
         PooledCurvature(nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))).shapes({})
     x, y = rows("classification")
     with pytest.raises(ValueError, match=r"\('body.weight', 'body.bias'\), does not make"):
-        summed(PooledCurvature(Hidden().double()), x, y)
-    given = summed(PooledCurvature(Hidden().double(), "full", 1.0, "head.*"), x, y)
+        summed(PooledCurvature(Hidden(4, 6, 3).double()), x, y)
+    given = summed(PooledCurvature(Hidden(4, 6, 3).double(), "full", 1.0, "head.*"), x, y)
     assert given.examples == 40
-    model = Turned().double()
+    model = Turned(4, 6, 3).double()
     found = summed(PooledCurvature(model, "last_layer", 1.0), x, y)
     want = Laplace.fit(model, x, precision=1.0, pattern="head.*")
     assert_close(found.moments(), want.moments(), rtol=1e-10, atol=1e-11)

@@ -1,6 +1,5 @@
 """Reports of studies, and the table that a folder alone gives."""
 
-import doctest
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,11 +90,6 @@ def test_in_notebooks(table: Table):
     assert "personal NLL" in table._repr_html_()
     assert "±" in table.summary()._repr_html_()
     assert "<pre>" in Table(())._repr_html_()
-
-
-def test_the_example_runs():
-    for found in doctest.DocTestFinder().find(Table.report, globs={"bf": bf}):
-        assert doctest.DocTestRunner().run(found).failed == 0
 
 
 @needs_browser

@@ -141,25 +141,22 @@ def frame(found: Any, **options: Any) -> str:
     return table({found.index.name or "": index, **dict(found.items())}, **options)
 
 
-def preview(
-    columns: Mapping[Any, Sequence[Any] | np.ndarray], caption: str, *, most: int = 10
-) -> str:
-    """Return a table for a notebook, of the first rows alone where there are many.
+def preview(columns: Mapping[Any, Sequence[Any] | np.ndarray], caption: str) -> str:
+    """Return a table for a notebook, of the first ten rows alone where there are more.
 
     Args:
         columns: As of `table`.
         caption: What is said above it.
-        most: Number of rows that are shown.
     """
     count = max((len(column) for column in columns.values()), default=0)
-    more = f"; the first {most} of {count:,} rows" if count > most else ""
-    return table({title: of[:most] for title, of in columns.items()}, caption=caption + more)
+    more = f"; the first 10 of {count:,} rows" if count > 10 else ""
+    return table({title: of[:10] for title, of in columns.items()}, caption=caption + more)
 
 
-def facts(of: Mapping[str, Any]) -> str:
-    """Return a list of facts, {what: value}."""
+def facts(of: Mapping[str, Any], kind: str = "facts") -> str:
+    """Return a list of facts, {what: value}, with this class."""
     pairs = "".join(f"<div><dt>{text(k)}</dt><dd>{text(v)}</dd></div>" for k, v in of.items())
-    return f'<dl class="facts">{pairs}</dl>'
+    return f'<dl class="{kind}">{pairs}</dl>'
 
 
 def picture(figure: Any, alt: str) -> str:

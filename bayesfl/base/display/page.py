@@ -6,7 +6,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from bayesfl.base.display.html import text
+from bayesfl.base.display.html import facts, text
 from bayesfl.base.files import atomic_write
 
 
@@ -44,10 +44,6 @@ def page(
     look, behaviour = (
         (here / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
     )
-    tiles = "".join(
-        f"<div><dt>{text(what)}</dt><dd>{text(value)}</dd></div>"
-        for what, value in headline.items()
-    )
     links = "".join(f'<a href="#part-{i}">{text(one.title)}</a>' for i, one in enumerate(sections))
     parts = [
         f'<section id="part-{i}">\n<h2>{text(one.title)}</h2>\n{one.html}\n</section>'
@@ -66,7 +62,7 @@ def page(
             "</head>",
             "<body>",
             f"<header>\n<h1>{text(title)}</h1>\n<p>{text(lead)}</p>",
-            f'<dl class="headline">{tiles}</dl>' if tiles else "",
+            facts(headline, "headline") if headline else "",
             f"<nav>{links}</nav>\n</header>",
             "<main>",
             *parts,

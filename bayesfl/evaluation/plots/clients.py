@@ -11,13 +11,12 @@ from torch import Tensor
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import check_names
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.plots.look import BLUE, INK, clean, key, new_figure, some
+from bayesfl.evaluation.plots.look import BLUE, INK, clean, key, new_figure, some, whole
 from bayesfl.evaluation.report import in_prose
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import LinearSegmentedColormap
-
 
 _CELLS = 300  # cells of a table of labels that have their numbers written in them
 
@@ -111,8 +110,6 @@ def client_curves(
         >>> bf.plots.client_curves(result.history, "personal_nll").get_ylabel()
         'personal NLL'
     """
-    from matplotlib.ticker import MaxNLocator
-
     values, rounds = history.clients(column), history["round"]
     ax = new_figure((5.6, 3.6)).add_subplot() if ax is None else ax
     for own in values.T:
@@ -121,9 +118,7 @@ def client_curves(
     mean = history[column]
     there = np.isfinite(mean)
     ax.plot(rounds[there], mean[there], color=INK, linewidth=2.4, label="mean over clients")
-    ax.xaxis.set_major_locator(
-        MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
-    )
+    whole(ax)
     ax.set(xlabel="round", ylabel=in_prose(column), title=title or "")
     clean(ax, grid="both")
     key(ax)

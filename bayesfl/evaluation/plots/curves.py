@@ -12,7 +12,7 @@ from bayesfl.evaluation.detection import risk_coverage as risk_coverage_of
 from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.metrics import reliability_bins
 from bayesfl.evaluation.plots.inputs import predictions
-from bayesfl.evaluation.plots.look import clean, key, looks, new_figure
+from bayesfl.evaluation.plots.look import clean, key, looks, new_figure, whole
 from bayesfl.evaluation.report import in_prose, mean_and_error
 
 if TYPE_CHECKING:
@@ -58,8 +58,6 @@ def learning_curves(
         >>> bf.plots.learning_curves(runs, metric="personal_nll").get_ylabel()
         'personal NLL'
     """
-    from matplotlib.ticker import MaxNLocator
-
     runs: dict[str, list[Any]] = {}
     for name, history in histories.items():
         seeds = history if isinstance(history, list | tuple) else [history]
@@ -93,9 +91,7 @@ def learning_curves(
             low, high = stats[:, 0] - stats[:, 1], stats[:, 0] + stats[:, 1]
             ax.fill_between(common, low, high, color=colour, alpha=0.18, linewidth=0)
     if x == "round":
-        ax.xaxis.set_major_locator(
-            MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
-        )
+        whole(ax)
     ax.set(xlabel=in_prose(x), ylabel=in_prose(metric), title=title or "")
     clean(ax, grid="both")
     if len(histories) > 1:

@@ -139,8 +139,7 @@ def forest(
     ax.set_yticks(range(len(found)), named)
     ax.set_ylim(len(found) - 0.4, -0.6)  # the first site on top
     ax.set(xlabel=f"{fit.ratio} of {term}" if ratio else term, title=title or "")
-    ax.grid(True, axis="x", color="0.92", linewidth=0.8)
-    clean(ax)
+    clean(ax, grid="x")
     return ax
 
 

@@ -73,7 +73,7 @@ def key(ax: "Axes", handles: Sequence[Any] | None = None, *, lift: float = 0.0) 
     ax.set_title(ax.get_title(), pad=lift + 8 + 13 * lines)
 
 
-def clean(ax: "Axes", *, grid: Literal["both", "y"] | None = None) -> None:
+def clean(ax: "Axes", *, grid: Literal["both", "x", "y"] | None = None) -> None:
     """Take away the upper and the right side of the frame, and put axes behind what is drawn; draw
     a grid where asked to.
     """
@@ -83,6 +83,15 @@ def clean(ax: "Axes", *, grid: Literal["both", "y"] | None = None) -> None:
     ax.set_axisbelow(True)
     if grid is not None:
         ax.grid(True, axis=grid, color="0.9", linewidth=0.8)
+
+
+def whole(ax: "Axes") -> None:
+    """Put whole numbers along the x axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(
+        MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+    )
 
 
 def some(count: int) -> list[int]:

@@ -83,19 +83,18 @@ def marginals(
         height = 0.9 + (0.16 + 0.13 * len(samples)) * len(places)
         ax = new_figure((5.4, height)).add_subplot()
     step = 0.7 / len(samples)
-    for line, (one, (colour, _)) in enumerate(zip(samples.values(), looks(), strict=False)):
+    looked = zip(samples.items(), looks(), strict=False)
+    for line, ((label, one), (colour, _)) in enumerate(looked):
         flat = one.draws.flatten(0, 1)[:, list(places)].double().cpu().numpy()
         low, lower, middle, upper, high = np.quantile(flat, QUANTILES, axis=0)
         y = np.arange(len(places)) + (line - (len(samples) - 1) / 2) * step
         ax.hlines(y, low, high, color=colour, linewidth=1)
         ax.hlines(y, lower, upper, color=colour, linewidth=3)
-        label = list(samples)[line]
         ax.plot(middle, y, "o", color=colour, markeredgecolor="white", markersize=5, label=label)
     ax.set_yticks(range(len(places)), [names[place] for place in places])
     ax.set_ylim(len(places) - 0.5, -0.5)  # the first weight on top
     ax.set(xlabel="weight", title=title or "")
-    ax.grid(True, axis="x", color="0.92", linewidth=0.8)
-    clean(ax)
+    clean(ax, grid="x")
     key(ax)
     return ax
 

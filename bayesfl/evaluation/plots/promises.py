@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 RED = OKABE_ITO[1]
 _LOW, _HIGH = 1e-3, 1e9
-_LINES = ((0, "coverage"), (1, "size"))
 
 
 def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None) -> "Figure":
@@ -73,7 +72,7 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
     grid = figure.add_gridspec(2, len(named), height_ratios=(3, 1))
     uppers, lowers = (
         [figure.add_subplot(grid[line, column], label=kind) for column in range(len(named))]
-        for line, kind in _LINES
+        for line, kind in enumerate(("coverage", "size"))
     )
     for (name, found), upper, lower in zip(named.items(), uppers, lowers, strict=True):
         _covered(upper, lower, found, alone=len(named) == 1)

@@ -57,8 +57,7 @@ def study(
     ax.set_yticks(range(len(found)), list(found))
     ax.set_ylim(len(found) - 0.5, -0.5)  # the first method on top
     ax.set(xlabel=in_prose(shown), title=title or "")
-    ax.grid(True, axis="x", color="0.9", linewidth=0.8)
-    clean(ax)
+    clean(ax, grid="x")
     return ax
 
 

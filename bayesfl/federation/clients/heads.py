@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from bayesfl.federation.run.result import Result
 
 HEAD, BODY, WIDTH = "own_head", "body", "width"
-
-
 HIERARCHY, SCALED = "heads", "heads-scaled"
 """The names of the surveys of heads in messages."""
 AskHeads: TypeAlias = Callable[[Survey[heads.LocalHeads], str, Mapping[str, Tensors]], Tensors]

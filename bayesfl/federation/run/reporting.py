@@ -40,7 +40,6 @@ WITHOUT = (
     "Measures by client and reliability diagrams need the clients' data: load the run with them, "
     "and write its report by result.report(path)."
 )
-
 BEFORE = "Measures are of training, before the steps of calibration."
 
 
@@ -57,7 +56,8 @@ def write_report(
     known, settings, history = found["known"], found["settings"], found["history"]
     source = known.source if isinstance(known, Outline) else known.source.name
     headline, measured = _last(history), []
-    if run is not None and isinstance(known, FederatedData) and _held(known):
+    tested = isinstance(known, FederatedData) and "test" in known.splits
+    if run is not None and tested and known.test.counts.any():
         predicted = run.predict(known.test)
         summary = predicted.summary(known.test)
         headline = {in_prose(key): summary[key] for key in HEADLINE if key in summary}
@@ -131,10 +131,6 @@ def _about(found: Mapping[str, Any], run: "Result | None") -> list[Section]:
     ]
 
 
-def _held(data: FederatedData) -> bool:
-    return "test" in data.splits and bool(data.test.counts.any())
-
-
 def _settings(found: Mapping[str, Any]) -> str:
     settings: Settings = found["settings"]
     steps: tuple[Fitted, ...] = found["steps"]
@@ -156,16 +152,11 @@ def _settings(found: Mapping[str, Any]) -> str:
     parts = {f"Method: {algorithm['method']}": options}
     for one in steps:
         parts[f"Calibration: {type(one.step).__name__}"] = described(one.step)
-    return facts(run) + "".join(
-        f"<h3>{text(title)}</h3>{facts(_told(of))}" for title, of in parts.items()
-    )
-
-
-def _told(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return options in words, {name: value}."""
-    return {
-        name.replace("_", " "): _words(value) for name, value in options.items() if name != "class"
-    }
+    found = facts(run)
+    for title, of in parts.items():
+        told = {name.replace("_", " "): _words(of[name]) for name in of if name != "class"}
+        found += f"<h3>{text(title)}</h3>{facts(told)}"
+    return found
 
 
 def _words(said: Any) -> str:
@@ -193,27 +184,27 @@ def _data(known: FederatedData | Outline) -> str:
         "classes" if outline.task == "classification" else "targets": outline.outputs,
         "hash": outline.hash[:12],
     }
-    columns: dict[str, Any] = {"client": outline.client_names}
+    rows: dict[str, Any] = {}
+    classes: dict[str, Any] = {}
+    cite, caption = "", ""
     if isinstance(known, Outline):
-        columns["train"] = known.counts
-        return facts(told) + table(columns, foot=["all", sum(known.counts)])
-    told["licence"] = known.source.licence
-    cite = f'<p class="quiet">{text(known.source.citation)}</p>' * bool(known.source.citation)
-    columns |= {name: split.counts for name, split in known.splits.items()}
-    labels = known.label_counts
-    if labels is None or known.outputs > 40:
-        return facts(told) + cite + table(columns, foot=["all", *_sums(columns)])
-    names = [str(name) for name in known.class_names or range(known.outputs)]
-    heads = [f"label {name}" if name.isdigit() or name in columns else name for name in names]
-    classes = dict(zip(heads, labels.T, strict=True))
-    both = columns | classes
-    caption = "Rows in each split, and training rows of each label: darker where there are more."
-    counts = table(both, caption=caption, foot=["all", *_sums(both)], shaded=classes)
-    return facts(told) + cite + counts
-
-
-def _sums(columns: Mapping[str, Any]) -> list[int]:
-    return [int(np.sum(column)) for column in list(columns.values())[1:]]
+        rows["train"] = known.counts
+    else:
+        told["licence"] = known.source.licence
+        cite = f'<p class="quiet">{text(known.source.citation)}</p>' * bool(known.source.citation)
+        rows |= {name: split.counts for name, split in known.splits.items()}
+        labels = known.label_counts
+        if labels is not None and known.outputs <= 40:
+            names = [str(name) for name in known.class_names or range(known.outputs)]
+            taken = {"client", *rows}
+            heads = [f"label {name}" if name.isdigit() or name in taken else name for name in names]
+            classes = dict(zip(heads, labels.T, strict=True))
+            caption = "Rows in each split, and training rows of each label: "
+            caption += "darker where there are more."
+    rows |= classes
+    foot = ["all", *(int(np.sum(column)) for column in rows.values())]
+    columns = {"client": outline.client_names, **rows}
+    return facts(told) + cite + table(columns, caption=caption, foot=foot, shaded=classes)
 
 
 def _curves(history: History) -> list[Section]:

@@ -1,12 +1,10 @@
 """A page of one file, whose tables a browser sorts."""
 
-import doctest
 import re
 from pathlib import Path
 
 import pytest
 
-from bayesfl.base.display import page as whole
 from bayesfl.base.display.html import facts, picture, table
 from bayesfl.base.display.page import Section, page, write_page
 from tests.browser import assert_fits, needs_browser, seen
@@ -18,10 +16,6 @@ SORTED = """
   const names = () => rows().map((row) => row.cells[0].innerText);
   return [1, 1, 0].map((column) => (heads[column].click(), names()));
 """
-
-
-def test_examples_run():
-    assert doctest.testmod(whole).failed == 0
 
 
 def test_it_needs_no_other_file():

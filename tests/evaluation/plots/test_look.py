@@ -34,14 +34,14 @@ def test_lines_look_different():
     assert many[28] == many[0] == (OKABE_ITO[0], "-")
 
 
-@pytest.mark.parametrize("grid", [None, "both", "y"])
+@pytest.mark.parametrize("grid", [None, "both", "x", "y"])
 def test_axes_are_quiet(grid):
     ax: Any = new_figure((3, 2)).add_subplot()
     clean(ax, grid=grid)
     assert [side for side, spine in ax.spines.items() if spine.get_visible()] == ["left", "bottom"]
     assert [axis.get_tick_params()["gridOn"] for axis in (ax.xaxis, ax.yaxis)] == [
-        grid == "both",
-        grid is not None,
+        grid in ("both", "x"),
+        grid in ("both", "y"),
     ]
     assert tuple(ax.figure.get_size_inches()) == (3, 2)
 

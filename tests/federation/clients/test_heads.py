@@ -12,7 +12,7 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Gaussian
-from tests.cases import numbers
+from tests.cases import Hidden, Turned, numbers
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +27,8 @@ def trained(name: str, clients: FederatedData) -> tuple[Any, Result]:
     return method, bf.simulate(method, clients, **settings, dtype=torch.float64)
 
 
-NAMES = ("fedper", "fedavg", "ditto", "pfedvem")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["fedper", "fedavg", "ditto", "pfedvem"])
 def test_a_head_of_each_clients_own(name: str, clients: FederatedData, tmp_path: Any):
     """A newcomer with the same rows gets the same; files and secure sums keep the numbers."""
     method, result = trained(name, clients)
@@ -78,25 +75,6 @@ def test_a_head_of_each_clients_own(name: str, clients: FederatedData, tmp_path:
     assert {"head.weight", "head.bias"} == set(posterior.data_vars)
 
 
-class _Turned(torch.nn.Module):
-    """A network that declares its head before its body."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.head, self.body = torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x).tanh())
-
-
-class _Hidden(_Turned):
-    """One whose `forward` looks at shapes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(1) if x.dim() > 2 else x)
-
-
 def test_the_head_is_what_makes_the_outputs():
     """Wherever the network declares it: the heads are those of the network cut in body and head."""
     xs, ys = zip(*((numbers(6, 3, seed=j), numbers(6, seed=9 + j)) for j in range(3)), strict=True)
@@ -107,14 +85,14 @@ def test_the_head_is_what_makes_the_outputs():
         options: dict[str, Any] = {"rounds": 1, "progress": False, "evaluate_every": None}
         return bf.simulate(method, clients, dtype=torch.float64, **options).heads()
 
-    before = _Turned()
+    before = Turned(3, 2, 1)
     found, want = heads(before), heads(bf.models.split(before, head="head"))
     assert found.algorithm.layout("own_head").names == ("head.weight", "head.bias")
     for name in ("mean", "variance"):
         pair = [getattr(one.predict(), name) for one in (found, want)]
         assert_close(*pair, rtol=1e-8, atol=1e-8, equal_nan=True)
     with pytest.raises(ValueError, match=r"holds last, \('body.*__init__ must make last"):
-        heads(_Hidden())
+        heads(Hidden(3, 2, 1))
 
 
 def test_what_has_no_head(clients: FederatedData):

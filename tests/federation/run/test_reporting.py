@@ -1,6 +1,5 @@
 """Reports of runs: what is in them, with data and without."""
 
-import doctest
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -100,11 +99,6 @@ def test_numbers_and_no_test_rows(tmp_path: Path):
     run = bf.simulate(method, alone, rounds=1, evaluate_every=None, progress=False)
     run.report(tmp_path / "report.html")
     assert titles(tmp_path / "report.html")[:2] == ["Clients", "Data"]
-
-
-def test_the_example_runs():
-    for found in doctest.DocTestFinder().find(Result.report, globs={}):
-        assert doctest.DocTestRunner().run(found).failed == 0
 
 
 @needs_browser
