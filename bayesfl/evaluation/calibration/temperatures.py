@@ -18,6 +18,7 @@ from bayesfl.base.warning import warn
 from bayesfl.evaluation.calibration.steps import changed, refuse_empty, refuse_numbers
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.posteriors.linearised import as_labels
 
 COLDEST, HOTTEST = 0.05, 20.0
 """Smallest and largest temperature considered. If every prediction is right, the likelihood alone
@@ -189,14 +190,18 @@ def temperature(logits: Tensor, y: Tensor) -> float:
             the logit of the second of two classes.
         y: Labels [N], integers in [0, O).
 
+    Raises:
+        ValueError: There are more or fewer labels than logits, or one is no class.
+
     Example:
         >>> logits, y = torch.tensor([[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1, 1])
         >>> round(bf.calibration.temperature(logits, y), 2)
         5.77
     """
-    logits, y = torch.as_tensor(logits).detach().cpu().double(), torch.as_tensor(y).cpu().long()
+    logits, y = torch.as_tensor(logits).detach().cpu().double(), torch.as_tensor(y).cpu()
     if logits.dim() == 1 or logits.shape[-1] == 1:
         logits = torch.stack([torch.zeros(len(logits)).double(), logits.reshape(-1)], -1)
+    y = as_labels(y, *logits.shape)
     logits = logits - logits.amax(-1, keepdim=True)
     grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64)
     none = torch.zeros(1, dtype=torch.float64)

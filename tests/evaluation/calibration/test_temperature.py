@@ -172,3 +172,9 @@ def test_the_temperature_of_one_model():
     assert bf.calibration.temperature(logits.numpy(), y.numpy()) == pytest.approx(found)
     with pytest.warns(UserWarning, match=r"do not bound the temperature, .* 0\.05"):
         assert bf.calibration.temperature(logits, logits.argmax(-1)) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("y", [torch.tensor([0, 1]), torch.tensor([0, 1, 2]), torch.rand(3)])
+def test_labels_that_are_not_of_the_logits_are_refused(y):
+    with pytest.raises(ValueError, match="labels must be"):
+        bf.calibration.temperature(torch.rand(3, 2), y)
