@@ -312,13 +312,6 @@ class Turned(nn.Module):
         return self.head(self.body(x).tanh())
 
 
-class Hidden(Turned):
-    """One whose `forward` looks at shapes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(1) if x.dim() > 2 else x)
-
-
 def with_batch_norm(dropout: float = 0.0) -> bf.models.SplitModel:
     """A network for `federation` whose body has a batch norm and dropout."""
     plain = bf.models.mlp(8, hidden=16, outputs=3)

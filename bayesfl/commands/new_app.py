@@ -1,7 +1,5 @@
 """A small Flower app that runs, to be changed into one's own."""
 
-import keyword
-import re
 from pathlib import Path
 
 from bayesfl.base.files import atomic_write
@@ -13,7 +11,7 @@ requires = ["hatchling"]
 build-backend = "hatchling.build"
 
 [project]
-name = "APP"
+name = "federated"
 version = "1.0.0"
 description = "A personal, calibrated model for each node"
 license = "MIT"
@@ -26,13 +24,13 @@ packages = ["."]
 publisher = "us"
 
 [tool.flwr.app.components]
-serverapp = "APP.server:app"
-clientapp = "APP.node:app"
+serverapp = "federated.server:app"
+clientapp = "federated.node:app"
 """,
-    "APP/__init__.py": '''\
+    "federated/__init__.py": '''\
 """A personal, calibrated model for each node."""
 ''',
-    "APP/task.py": '''\
+    "federated/task.py": '''\
 """What server and nodes share: the method, and how a node finds its data."""
 
 import torch
@@ -53,27 +51,27 @@ def data(client: int) -> bf.data.FederatedData:
     """Return one client's data. Read your own files here, as by `bf.data.from_arrays`."""
     return bf.data.concept_drift("digits", clients=CLIENTS, seed=0).select([client])
 ''',
-    "APP/server.py": '''\
+    "federated/server.py": '''\
 """The server: how long to train, and where its checkpoints go."""
 
 import logging
 
 from bayesfl.flower import server_app
 
-from APP.task import CLIENTS, method
+from federated.task import CLIENTS, method
 
 logging.basicConfig(level=logging.INFO)  # each round is a line of the log
 logging.getLogger("httpx").setLevel(logging.WARNING)  # and not each look for replies
 app = server_app(method(), clients=CLIENTS, rounds=3, seed=0, checkpoint="checkpoints")
 ''',
-    "APP/node.py": '''\
+    "federated/node.py": '''\
 """A node: its data, and the same method."""
 
 from bayesfl.data import FederatedData
 from bayesfl.flower import client_app
 from flwr.app import Context
 
-from APP.task import data, method
+from federated.task import data, method
 
 
 def load_data(context: Context) -> FederatedData:
@@ -84,10 +82,10 @@ def load_data(context: Context) -> FederatedData:
 app = client_app(method(), load_data)
 ''',
     "README.md": """\
-# APP
+# A small federation
 
-A federation of two nodes that learn from handwritten digits. `APP/task.py` has the method and the
-data: put your own there.
+A federation of two nodes that learn from handwritten digits. `federated/task.py` has the method and
+the data: put your own there.
 
 On one machine, to try it, name the SuperLink in `~/.flwr/config.toml`:
 
@@ -113,7 +111,7 @@ which needs neither the server nor the training data. In this folder:
 
 ```python
 import bayesfl as bf
-from APP.task import data, method
+from federated.task import data, method
 
 own = bf.load_client("node-0", method())
 x, y = data(0).test.client(0)
@@ -124,26 +122,20 @@ print(own.predict(x[:5]).probs, y[:5])
 of nodes.
 """,
 }
-"""{path: text}, where APP stands for the app's name."""
+"""{path: text}"""
 
 
 def new_app(folder: Path) -> None:
     """Write a Flower app that runs into a new folder, and print what to do next.
 
     Args:
-        folder: The folder, whose name becomes that of the app's package.
+        folder: The folder.
 
     Raises:
-        ValueError: It holds something already, or its name can be no package's.
+        ValueError: It holds something already.
     """
-    name = re.sub(r"\W", "_", folder.resolve().name).lower()
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(
-            f"{folder.name!r} can be no package's name; take one that begins with a letter and "
-            "is no word of Python's"
-        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{str(folder)!r} holds something already; give a new folder")
     for path, text in FILES.items():
-        atomic_write(folder / path.replace("APP", name), text.replace("APP", name))
+        atomic_write(folder / path, text)
     print(f"Made {folder}; {folder / 'README.md'} says how to run it.")

@@ -3,12 +3,10 @@ differently.
 """
 
 import copy
-import inspect
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.fx.proxy import GraphAppendingTracer
+from torch import Tensor, nn
 
 from bayesfl.base.inputs import Inputs, call
 
@@ -43,44 +41,6 @@ def has_body(module: nn.Module) -> bool:
     if not isinstance(module, nn.Module):  # refused elsewhere, with a remedy
         return True
     return any(name.startswith("body.") for name, p in module.named_parameters() if p.requires_grad)
-
-
-def output_layer(module: nn.Module) -> str | None:
-    """Return the name of the linear layer that makes a network's outputs, wherever the network
-    declares it.
-
-    `forward` is called with stand-ins for values, in a copy whose layers are not called: as by
-    `torch.fx`, whose own tracing would disturb other threads.
-
-    Returns:
-        The name; None where something else makes the outputs, or `forward` looks at shapes or
-        values.
-
-    Example:
-        >>> from bayesfl.models.cutting import output_layer
-        >>> output_layer(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
-        '2'
-    """
-    network, graph = copy.deepcopy(module), fx.Graph()
-    tracer = GraphAppendingTracer(graph)
-    for name, layer in network.named_modules():
-        if fx.Tracer().is_leaf_module(layer, name):
-            layer.forward = lambda *_, _name=name, **named: tracer.create_proxy(
-                "call_module", _name, (), {}
-            )
-    needed = [
-        one.name
-        for one in inspect.signature(module.forward).parameters.values()
-        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-    ]
-    try:
-        made = network(*(tracer.proxy(graph.placeholder(name)) for name in needed or ["x"]))
-    except Exception:  # which a stand-in raises, or whatever it is given to
-        return None
-    if not isinstance(made, fx.Proxy) or made.node.op != "call_module":
-        return None
-    name = str(made.node.target)
-    return name if type(module.get_submodule(name)) is nn.Linear else None
 
 
 def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None) -> SplitModel:

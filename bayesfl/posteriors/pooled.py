@@ -28,7 +28,6 @@ from bayesfl.curvature import Curvature, Inverse, kronecker
 from bayesfl.curvature.batches import Data, require
 from bayesfl.curvature.dual import independent, invert_ggn, restore
 from bayesfl.curvature.kronecker import Kronecker
-from bayesfl.models.cutting import output_layer
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.laplace import Structure as Form
 from bayesfl.posteriors.prior_precision import best_precision
@@ -67,22 +66,17 @@ class PooledPosterior(Laplace):
             return self.evidence(self.log_likelihood, centre)
         return super().log_marginal_likelihood([] if x is None else x, y, centre=centre)
 
-    def with_precision(
-        self, x: Data | None = None, precision: float | Tensor | None = None
-    ) -> Self:
+    def with_precision(self, x: Data | None, precision: float | Tensor) -> Self:
         """Return the approximation of the same rows under another prior precision; the rows
-        themselves are not needed, as in `with_precision(precision=1.0)`.
+        themselves are not needed, as in `with_precision(None, 1.0)`.
 
         Args:
             x: All rows' inputs, which are then read; None reads the curvature from the posterior.
             precision: The new precision, one number or one for each covered weight, [D].
 
         Raises:
-            TypeError: `precision` is missing.
             ValueError: As by `Laplace.with_precision`.
         """
-        if precision is None:
-            raise TypeError("precision is missing, as in with_precision(precision=1.0)")
         if x is not None or self.structure != "full" or isinstance(self.inverse, Kronecker):
             return super().with_precision(x, precision)
         prior = self.curvature.vector(precision)
@@ -178,8 +172,9 @@ class PooledCurvature:
             return found
         if self.structure == "last_layer" and curvature.last_layer(x) is None:
             raise ValueError(
-                f"the layer that the network holds last, {curvature.layout.names}, does not make "
-                "its outputs alone; name the one that does, as structure='full', pattern='head.*'"
+                f"the layer that the network declares last, {curvature.layout.names}, does not "
+                "make its outputs alone; name the one that does, as structure='full', "
+                "pattern='head.*'"
             )
         return found | {"ggn": _lower(curvature.ggn(data))}
 
@@ -280,14 +275,11 @@ class PooledCurvature:
 
 
 def last_layer(model: nn.Module) -> str:
-    """Return a pattern of the parameters of the linear layer that makes a network's outputs; of the
-    layer that the network holds last, where `output_layer` does not know it.
+    """Return a pattern of the parameters of the layer that a network declares last.
 
     Raises:
         ValueError: That layer is not linear.
     """
-    if (made := output_layer(model)) is not None:
-        return f"{made}.*" if made else "*"
     layers = [
         (name, layer)
         for name, layer in model.named_modules()
@@ -296,8 +288,8 @@ def last_layer(model: nn.Module) -> str:
     name, layer = layers[-1] if layers else ("", model)
     if type(layer) is not nn.Linear:
         raise ValueError(
-            f"the layer that the network holds last, {name!r}, is a {type(layer).__name__} and not "
-            "linear; name the last one, as structure='full', pattern='head.*'"
+            f"the layer that the network declares last, {name!r}, is a {type(layer).__name__} and "
+            "not linear; name the last one, as structure='full', pattern='head.*'"
         )
     return f"{name}.*" if name else "*"
 

@@ -227,11 +227,6 @@ class Questions:
     """
 
     def __init__(self, sites: Sites, aggregation: Adder | None = None) -> None:
-        if isinstance(sites, Mapping):
-            raise TypeError(
-                "sites is a mapping; make tables of its frames first, as by bf.stats.tables(sites, "
-                "outcome='ill', terms=['age'])"
-            )
         self.sites, self._aggregation = sites, aggregation
         self.left_out: dict[str, str] = {}
         self._asked: list[Asked] = []

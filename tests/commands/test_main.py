@@ -35,7 +35,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["show", "nowhere"], "'nowhere' holds neither a saved run nor a study"),
         (["report", "nowhere"], "'nowhere' holds neither a saved run nor a study"),
         (["new-app", "."], "holds something already; give a new folder"),
-        (["new-app", "1st"], "can be no package's name"),
     ],
 )
 def test_errors_are_one_line(

@@ -11,26 +11,18 @@ from bayesfl.flower import load, serve
 from tests.flower.grid import LocalGrid
 
 
-def test_names_that_cannot_be_imported(tmp_path: Path):
-    for name in ("1st", "class"):
-        with pytest.raises(ValueError, match="no package's name"):
-            new_app(tmp_path / name)
-
-
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two nodes and a server, in this process."""
     folder = tmp_path / "My-App"
     new_app(folder)
-    assert 'serverapp = "my_app.server:app"' in (folder / "pyproject.toml").read_text()
-    assert "APP" not in "".join(p.read_text() for p in folder.rglob("*") if p.is_file())
     monkeypatch.syspath_prepend(str(folder))
     task, server, node = (
-        importlib.import_module(f"my_app.{name}") for name in ("task", "server", "node")
+        importlib.import_module(f"federated.{name}") for name in ("task", "server", "node")
     )
     assert server.app is not None
     grid = LocalGrid({100: node.app, 101: node.app}, tmp_path / "states")
     serve(grid, task.method(), clients=task.CLIENTS, rounds=1, seed=0, checkpoint=tmp_path / "run")
     found = load(tmp_path / "run", task.method())
     assert (found.round, found.clients) == (1, 2)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "my_app"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "federated"]:
         monkeypatch.delitem(sys.modules, name)

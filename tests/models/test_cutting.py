@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from bayesfl import models
-from bayesfl.models.cutting import has_body, output_layer
+from bayesfl.models.cutting import has_body
 
 
 class Pretrained(nn.Module):
@@ -102,19 +102,3 @@ def test_whether_there_is_a_body_to_train():
     frozen.get_submodule("body").requires_grad_(False)
     plain = [models.mlp(4, outputs=2, hidden=hidden) for hidden in (3, ())]
     assert [has_body(model) for model in (*plain, frozen)] == [True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (models.mlp(4, hidden=3, outputs=2), "head"),
-        (nn.Linear(4, 2), ""),
-        (nn.Sequential(nn.Linear(4, 2), nn.LayerNorm(2)), None),
-        (nn.Sequential(nn.Linear(4, 2), nn.Flatten()), None),
-    ],
-)
-def test_the_layer_that_makes_the_outputs(module: nn.Module, name: str | None):
-    """Also where it is all, or the network takes any inputs; the module itself stays as it was."""
-    before = {**vars(module)}
-    assert output_layer(module) == name
-    assert vars(module) == before

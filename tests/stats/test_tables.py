@@ -1,7 +1,6 @@
 """Tables of sites: the design that they make, and what is refused or warned of by name."""
 
 import builtins
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -249,16 +248,3 @@ def test_without_formulaic_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"pip install formulaic.*terms="):
         bf.stats.tables(two(), formula="ill ~ age")
-
-
-def test_frames_are_no_tables():
-    """A mapping of frames is refused with what to do."""
-    bare: Any = {"north": pd.DataFrame({"x": [1.0, 2.0], "y": [0, 1]})}
-    for ask in (
-        partial(bf.stats.glm, bare, family="binomial"),
-        partial(bf.stats.describe, bare),
-        partial(bf.stats.mixed, bare, family="binomial"),
-        partial(bf.stats.kaplan_meier, bare, time="x", event="y"),
-    ):
-        with pytest.raises(TypeError, match=r"bf\.stats\.tables"):
-            ask()

@@ -25,7 +25,6 @@ from bayesfl.evaluation.history import History
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.local import Received, State, private_rows
 from bayesfl.federation.clients.surveying import Adder, ask_here, refuse_released
-from bayesfl.models.cutting import output_layer
 from bayesfl.posteriors import heads
 from bayesfl.posteriors.full_gaussian import FullGaussian
 
@@ -120,14 +119,11 @@ def lacks_prior(algorithm: Algorithm, server: Server) -> bool:
 
 
 def _last_linear(model: nn.Module) -> str:
-    """Return the name of the linear layer that makes a network's outputs; of the last that the
-    network holds, where `output_layer` does not know it.
+    """Return the name of the linear layer that a network declares last.
 
     Raises:
         ValueError: It has none.
     """
-    if (made := output_layer(model)) is not None:
-        return made
     names = [name for name, part in model.named_modules() if type(part) is nn.Linear]
     if not names:
         raise ValueError("the network has no nn.Linear, whose weights would be a client's head")
@@ -173,16 +169,15 @@ def _rows_of(algorithm: Algorithm, view: View, x: Inputs, y: Tensor) -> heads.Ro
     """Return what a client's rows say of its last layer.
 
     Raises:
-        ValueError: No linear layer is known to make the network's outputs.
+        ValueError: The linear layer that the network declares last does not make its outputs.
     """
     layout = algorithm.layout(HEAD)
     curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout)
     found = curvature.last_layer(x)
     if found is None:
         raise ValueError(
-            f"the linear layer that the network holds last, {layout.names}, does not make its "
-            "outputs: heads are for networks whose last step is a linear layer, which __init__ "
-            "must make last where `forward` looks at shapes"
+            f"the linear layer that the network declares last, {layout.names}, does not make its "
+            "outputs: declare the one that does last in __init__; its weights keep their names"
         )
     features = found[0]
     if len(layout.names) == 2:

@@ -56,12 +56,12 @@ def write_report(
     known, settings, history = found["known"], found["settings"], found["history"]
     source = known.source if isinstance(known, Outline) else known.source.name
     headline, measured = _last(history), []
-    tested = isinstance(known, FederatedData) and "test" in known.splits
-    if run is not None and tested and known.test.counts.any():
-        predicted = run.predict(known.test)
-        summary = predicted.summary(known.test)
+    tests = known.splits.get("test") if isinstance(known, FederatedData) else None
+    if run is not None and tests is not None and tests.counts.any():
+        predicted = run.predict(tests)
+        summary = predicted.summary(tests)
         headline = {in_prose(key): summary[key] for key in HEADLINE if key in summary}
-        rows = by_client(predicted, known.test)
+        rows = by_client(predicted, tests)
         means = [summary.get(key, math.nan) for key in list(rows)[2:]]
         shown = {in_prose(key): column for key, column in rows.items()}
         told = "Every client's own model on its own test rows. A click on a title sorts."
@@ -152,11 +152,11 @@ def _settings(found: Mapping[str, Any]) -> str:
     parts = {f"Method: {algorithm['method']}": options}
     for one in steps:
         parts[f"Calibration: {type(one.step).__name__}"] = described(one.step)
-    found = facts(run)
+    shown = facts(run)
     for title, of in parts.items():
         told = {name.replace("_", " "): _words(of[name]) for name in of if name != "class"}
-        found += f"<h3>{text(title)}</h3>{facts(told)}"
-    return found
+        shown += f"<h3>{text(title)}</h3>{facts(told)}"
+    return shown
 
 
 def _words(said: Any) -> str:

@@ -278,13 +278,8 @@ def _check_recorded(recorded: Sequence[str], known: Sequence[str], settings: Set
     """Check, before anything is trained, that clients have these measures and may tell them.
 
     Raises:
-        TypeError: They are no sequence of names.
         ValueError: There is no such measure, or the run is one of `ClientPrivacy`.
     """
-    if isinstance(recorded, bool):
-        raise TypeError(
-            f"record_clients takes a sequence of measures, as ('accuracy', 'nll'), got {recorded!r}"
-        )
     if unknown := [name for name in recorded if name not in known]:
         raise ValueError(
             f"record_clients takes some of {list(known)}, without a prefix such as personal_; got "

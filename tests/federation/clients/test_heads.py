@@ -12,7 +12,7 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Gaussian
-from tests.cases import Hidden, Turned, numbers
+from tests.cases import Turned, numbers
 
 
 @pytest.fixture(scope="module")
@@ -75,24 +75,19 @@ def test_a_head_of_each_clients_own(name: str, clients: FederatedData, tmp_path:
     assert {"head.weight", "head.bias"} == set(posterior.data_vars)
 
 
-def test_the_head_is_what_makes_the_outputs():
-    """Wherever the network declares it: the heads are those of the network cut in body and head."""
+def test_a_network_that_declares_its_head_first():
+    """It is refused; cut into body and head, it has heads."""
     xs, ys = zip(*((numbers(6, 3, seed=j), numbers(6, seed=9 + j)) for j in range(3)), strict=True)
     clients = bf.data.from_arrays(xs, ys, task="regression", seed=0)
 
     def heads(model: torch.nn.Module) -> Result:
         method = bf.algorithms.fedavg(model, likelihood=Gaussian(0.5))
-        options: dict[str, Any] = {"rounds": 1, "progress": False, "evaluate_every": None}
-        return bf.simulate(method, clients, dtype=torch.float64, **options).heads()
+        return bf.simulate(method, clients, rounds=1, progress=False, evaluate_every=None).heads()
 
-    before = Turned(3, 2, 1)
-    found, want = heads(before), heads(bf.models.split(before, head="head"))
-    assert found.algorithm.layout("own_head").names == ("head.weight", "head.bias")
-    for name in ("mean", "variance"):
-        pair = [getattr(one.predict(), name) for one in (found, want)]
-        assert_close(*pair, rtol=1e-8, atol=1e-8, equal_nan=True)
-    with pytest.raises(ValueError, match=r"holds last, \('body.*__init__ must make last"):
-        heads(Hidden(3, 2, 1))
+    with pytest.raises(ValueError, match=r"declares last, \('body.*declare the one that does last"):
+        heads(Turned(3, 2, 1))
+    cut = heads(bf.models.split(Turned(3, 2, 1), head="head"))
+    assert cut.algorithm.layout("own_head").names == ("head.weight", "head.bias")
 
 
 def test_what_has_no_head(clients: FederatedData):

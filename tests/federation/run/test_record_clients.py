@@ -36,12 +36,6 @@ def method(parted: FederatedData) -> bf.Algorithm:
     return bf.algorithms.ditto(model, epochs=1, batch_size=20)
 
 
-def test_names_are_a_sequence(method: bf.Algorithm, parted: FederatedData):
-    wrong_kind: Any = True
-    with pytest.raises(TypeError, match="sequence of measures"):
-        bf.simulate(method, parted, rounds=1, record_clients=wrong_kind)
-
-
 def recording(method: bf.Algorithm, parted: FederatedData, **options: Any) -> Result:
     """Four rounds, of which the second, the third and the last are evaluated."""
     options = {
