@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 Inputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """Inputs [N, ...]: a tensor, with which a model is called as `model(x)`; a tuple, `model(*x)`; or a
@@ -28,22 +27,9 @@ WIDE = (torch.uint16, torch.uint32, torch.uint64)
 
 def call(module: nn.Module, x: Inputs) -> Any:
     """Call a module with inputs: `module(x)`, `module(*x)` or `module(**x)`."""
-    args, named = _arguments(x)
-    return module(*args, **named)
-
-
-def call_at(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, *, tied: bool = True) -> Any:
-    """Call a module with inputs at the parameters `leaves`, as `torch.func.functional_call` does;
-    faster if none is known to be `tied`.
-    """
-    args, named = _arguments(x)
-    return functional_call(module, leaves, args, named, tie_weights=tied)
-
-
-def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(x, Mapping):
-        return (), dict(x)
-    return (x if isinstance(x, tuple) else (x,)), {}
+        return module(**x)
+    return module(*x) if isinstance(x, tuple) else module(x)
 
 
 def each(function: Callable[[Any], Any], x: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.described import described
 from bayesfl.base.display.html import preview
-from bayesfl.base.inputs import Inputs, call_at
+from bayesfl.base.inputs import Inputs
 from bayesfl.base.layout import Layout, aliases, covers
 from bayesfl.base.options import AT_LEAST_0, declared, instance
 from bayesfl.base.protocols import (
@@ -40,6 +40,7 @@ from bayesfl.models.altered import cut
 from bayesfl.models.copies import copied
 from bayesfl.models.modes import own_copy
 from bayesfl.models.purity import refuse_impure
+from bayesfl.models.weights import call_at
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,7 @@ class Algorithm:
         """Compute the model's outputs [B, O] for one client's `x` [B, *] at the parameters
         `leaves`.
         """
-        return call_at(self.module(next(iter(leaves.values()))), dict(leaves), x)
+        return call_at(self.module(next(iter(leaves.values()))), leaves, x)
 
     def features(self, leaves: Mapping[str, Tensor], x: Inputs) -> tuple[Tensor | None, Tensor]:
         """Compute the features [B, F] that the head of a `SplitModel` receives (None for another

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 
-from bayesfl.base.inputs import Inputs, at, call, call_at, each, named
+from bayesfl.base.inputs import Inputs, at, call, each, named
 from bayesfl.base.layout import Layout
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood
@@ -16,6 +16,8 @@ from bayesfl.curvature import layers
 from bayesfl.curvature.jacobians import PulledRows, Rows
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.models.altered import altered
+from bayesfl.models.copies import duplicate
+from bayesfl.models.weights import bound, call_at
 
 Name = Literal["auto", "layers", "func", "backpack"]
 
@@ -88,10 +90,10 @@ def error_in_words(error: Exception) -> str:
 
 class Func:
     """The `func` backend: torch.func's vector-Jacobian product for each row, vectorised over
-    examples; for any architecture and inputs.
+    examples, or one row after another where torch.func cannot; for any architecture and inputs.
 
     Args:
-        module: Any module whose operations torch.func supports.
+        module: Any module.
         layout: The parameters with respect to which derivatives are taken.
     """
 
@@ -103,6 +105,7 @@ class Func:
             name: p.detach() for name, p in module.named_parameters() if name not in layout.shapes
         }
         self._free = {name: module.get_parameter(name).detach() for name in layout.names}
+        self._batched = True
 
     @torch.no_grad()
     def floats(self, x: Inputs) -> tuple[int, int, int]:
@@ -122,6 +125,24 @@ class Func:
         return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
 
     def _pull(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        if self._batched:
+            try:
+                return self._pull_at_once(x, cotangents)
+            except RuntimeError:  # as of a GRU, or of control flow that depends on the data
+                self._batched = False
+        return torch.stack([self._pull_one(at(x, slice(n, n + 1)), c) for n, c in enumerate(cotangents)])
+
+    def _pull_one(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        """Return the rows [Q, D] of one example for its cotangents [Q, O], one after another."""
+        with torch.enable_grad(), bound(self._module, self._free, self._free) as own:
+            outputs, ends = call(self._module, x)[0], list(own.values())
+            rows = [
+                torch.autograd.grad(outputs, ends, c, retain_graph=True, materialize_grads=True)
+                for c in cotangents
+            ]
+        return torch.stack([self._layout.ravel(dict(zip(own, row, strict=True))) for row in rows])
+
+    def _pull_at_once(self, x: Inputs, cotangents: Tensor) -> Tensor:
         def one(x: Inputs, cotangents: Tensor) -> Tensor:
             alone = each(lambda t: t[None], x)
             back = vjp(
@@ -147,7 +168,7 @@ class BackPack:
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         import backpack
 
-        self._layout, module = layout, copy.deepcopy(module)  # BackPACK adds hooks that stay
+        self._layout, module = layout, duplicate(module)  # BackPACK adds hooks that stay
         self._parameters = [module.get_parameter(name) for name in layout.names]
         for p in module.parameters():
             # BackPACK cannot skip frozen layers; results for other parameters are not used.

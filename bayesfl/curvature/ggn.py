@@ -11,14 +11,13 @@ curvature matrix-vector products for second-order gradient descent", Neural Comp
 for Laplace: Daxberger et al., "Bayesian deep learning via subnetwork inference", ICML 2021.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, call_at, count, in_rows, shape_of, structure
+from bayesfl.base.inputs import Inputs, call, count, in_rows, shape_of, structure
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature.backends import (
@@ -36,8 +35,8 @@ from bayesfl.curvature.jacobians import Rows
 from bayesfl.curvature.roots import basis, root, variances
 from bayesfl.likelihoods import Bernoulli, Categorical
 from bayesfl.models.altered import altered
-from bayesfl.models.copies import differentiable
-from bayesfl.models.unseen import refuse_unseen
+from bayesfl.models.copies import differentiable, duplicate
+from bayesfl.models.weights import bound, refuse_unseen
 
 
 class Curvature:
@@ -94,7 +93,7 @@ class Curvature:
             )
         self.layout = pattern if isinstance(pattern, Layout) else Layout(model, pattern)
         self._memory = memory
-        self.module = copy.deepcopy(model)
+        self.module = duplicate(model)
         differentiable(self.module)
         self.engine: Backend = choose(backend, self.module, self.layout)
         self._asked, self._proven = backend, not isinstance(self.engine, BackPack)
@@ -255,17 +254,13 @@ class Curvature:
         layer = self.module.get_submodule(owners.pop())
         if owners or type(layer) is not nn.Linear or altered(layer):
             return None
-        leaves = {
-            name: p.detach().requires_grad_(name in self.layout.shapes)
-            for name, p in self.module.named_parameters()
-        }
         passed: list[tuple[Tensor, Any]] = []
         hook = layer.register_forward_hook(
             lambda _, xs, named, out: passed.append((*xs, *named.values(), out.grad_fn)),
             with_kwargs=True,
         )
-        with hook, torch.enable_grad():
-            outputs = call_at(self.module, leaves, x)
+        with hook, torch.enable_grad(), bound(self.module, {}, self.layout.names):
+            outputs = call(self.module, x)
         # Inputs that need a gradient depend on the covered weights, which are used before, too.
         if (
             len(passed) != 1

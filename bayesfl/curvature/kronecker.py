@@ -25,7 +25,6 @@ approximation for neural networks", ICLR 2018; in this form: Daxberger et al., "
 NeurIPS 2021 (laplace-torch).
 """
 
-import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -44,6 +43,7 @@ from bayesfl.curvature.jacobians import FactorRows, Rows
 from bayesfl.curvature.roots import total
 from bayesfl.curvature.spectral import Spectral
 from bayesfl.likelihoods import Categorical, Gaussian, Poisson
+from bayesfl.models.copies import duplicate
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Layers whose weight and bias scale and shift, each a vector with a block of its own."""
@@ -419,7 +419,7 @@ def _factors(
     outer: list[Any] = [0.0] * len(names)
     inner: list[Any] = [0.0] * len(names)
     examples = 0
-    module = copy.deepcopy(curvature.module).requires_grad_(False)
+    module = duplicate(curvature.module).requires_grad_(False)
     for name in names:
         module.get_submodule(name).requires_grad_(True)
     for batch in curvature.batches(x):

@@ -5,7 +5,6 @@ Whether a recording is true is not argued but seen: it is compared once with the
 two clients of different numbers of rows, in outputs, slopes and running statistics.
 """
 
-import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.inputs import Inputs, call_at, count, each, first, in_precision, named
+from bayesfl.base.inputs import Inputs, count, each, first, in_precision, named
 from bayesfl.engine.network import Pass, Passage, Rows
 from bayesfl.engine.recording import (
     PRECISION,
@@ -29,7 +28,9 @@ from bayesfl.engine.recording import (
 )
 from bayesfl.engine.rules import LIFTING, RULES, Backward, Call, Rule, at_draws, batched
 from bayesfl.models.altered import cut
+from bayesfl.models.copies import duplicate
 from bayesfl.models.modes import twin
+from bayesfl.models.weights import call_at
 
 T = TypeVar("T")
 EXAMPLES = 8
@@ -202,7 +203,7 @@ def _made(module: nn.Module, recording: Recording, x: Inputs) -> _Plan:
 
 def _wide(module: nn.Module) -> nn.Module:
     """Return a copy in double precision, in which rounding hides no difference."""
-    return copy.deepcopy(module).to(device="cpu", dtype=torch.float64)
+    return duplicate(module).to(device="cpu", dtype=torch.float64)
 
 
 def _examples(x: Inputs) -> Inputs:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.inputs import Inputs, call_at, count, each
-from bayesfl.base.layout import aliases
+from bayesfl.base.inputs import Inputs, count, each
 from bayesfl.engine.network import Rows, by_autograd
+from bayesfl.models.weights import call_at
 
 COPIED = 1_000_000
 """Weights of convolutions, beyond which a copy of them in every step costs more than the other
@@ -33,13 +33,11 @@ class _Known(NamedTuple):
 
     Args:
         axes: The number of axes of each parameter and buffer.
-        tied: Whether a parameter has several names.
         placed: Function that puts weights and inputs into the memory layout in which its
             convolutions run.
     """
 
     axes: dict[str, int]
-    tied: bool
     placed: Callable[[Tensor], Tensor]
 
 
@@ -51,7 +49,7 @@ def _known(module: nn.Module) -> _Known:
         axes = {name: t.dim() for name, t in (*module.named_parameters(), *module.named_buffers())}
         weights = sum(p.numel() for p in module.parameters() if p.dim() == 4)
         _KNOWN[module] = _Known(
-            axes, bool(aliases(module)), _channels_last if weights <= COPIED else _as_it_is
+            axes, _channels_last if weights <= COPIED else _as_it_is
         )
     return _KNOWN[module]
 
@@ -59,7 +57,7 @@ def _known(module: nn.Module) -> _Known:
 def _forward(
     module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool, rows: Rows
 ) -> tuple[Tensor, bool]:
-    axes, tied, placed = _known(module)
+    axes, placed = _known(module)
     leaves = {name: leaf.squeeze(0) for name, leaf in leaves.items()}
     drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() > axes[name]}
     fixed = {name: placed(leaf) for name, leaf in leaves.items() if name not in drawn}
@@ -67,7 +65,7 @@ def _forward(
     if not drawn and not lifted:
         x = each(placed, x)
         with _drawing(rows):
-            return call_at(module, fixed, x, tied=tied).unsqueeze(0), False
+            return call_at(module, fixed, x).unsqueeze(0), False
     draws = count(x) if lifted else max(len(leaf) for leaf in drawn.values())
     out = []
     for s in range(draws):
@@ -75,7 +73,7 @@ def _forward(
         weights = fixed | {name: placed(leaf[s % len(leaf)]) for name, leaf in drawn.items()}
         own = each(lambda t, s=s: placed(t[s] if lifted else t), x)
         with _drawing(rows):  # the same dropout for each draw
-            out.append(call_at(module, weights, own, tied=tied))
+            out.append(call_at(module, weights, own))
     return torch.stack(out).unsqueeze(0), True
 
 

@@ -6,7 +6,6 @@ own thread alone. It is run for one row, two and three; a number that grows with
 from one that stays by comparing the recordings.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.inputs import Inputs, call_at, each, in_precision, named
+from bayesfl.base.inputs import Inputs, call, each, in_precision, named
+from bayesfl.models.copies import duplicate
+from bayesfl.models.weights import bound as at_weights
 
 ROWS = (2, 3)
 """Numbers of rows on which forwards are recorded and compared, after one row alone."""
@@ -122,7 +123,7 @@ def recorded(module: nn.Module, x: Inputs) -> Recording:
     if [step.function for step in one.steps] != [step.function for step in few.steps]:
         raise Unrecordable("takes other steps for an example alone")
     merged = _merged(few, more)
-    single = copy.deepcopy(module).float()
+    single = duplicate(module).float()
     narrow = _Recorder(single, in_precision(x, torch.float32), ROWS[0]).recording
     return _needed(_in_any_precision(merged, narrow))
 
@@ -140,14 +141,15 @@ class _Recorder(TorchFunctionMode):
         inputs = each(lambda t: _fresh(t[:rows]), x)
         for count, (_, t) in enumerate(named(inputs)):
             self._place(t, count)
-        self._leaves = {name: _fresh(p) for name, p in module.named_parameters()} | {
-            name: t.detach().clone() for name, t in module.named_buffers()
-        }
-        self._names = {id(t): name for name, t in self._leaves.items()}
+        own = (*module.named_parameters(), *module.named_buffers())
+        self._names = {id(t): name for name, t in own}
+        kept = {name: t.detach().clone() for name, t in module.named_buffers()}
+        live = [name for name, p in module.named_parameters() if p.is_floating_point()]
         self._used: dict[str, int] = {}
         count = len(self._kept)
-        with torch.enable_grad(), Addressed(rows) as self._drawing, self:
-            outputs = call_at(module, self._leaves, inputs)
+        with at_weights(module, kept, live), torch.enable_grad():
+            with Addressed(rows) as self._drawing, self:
+                outputs = call(module, inputs)
         if self._drawing.drawn != self._draws:
             raise Unrecordable("draws numbers that no function of its inputs makes")
         if not isinstance(outputs, Tensor) or id(outputs) not in self._places:

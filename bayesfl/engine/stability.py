@@ -22,7 +22,6 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.algorithm import Algorithm
@@ -32,6 +31,7 @@ from bayesfl.curvature.roots import root
 from bayesfl.likelihoods import Bernoulli, Categorical
 from bayesfl.models.altered import altered, cut
 from bayesfl.models.cutting import has_body
+from bayesfl.models.weights import call_at
 from bayesfl.optim import SGD, rate_at, rate_limit
 
 ITERATIONS = 20
@@ -203,11 +203,8 @@ def largest(
     zeros = {leaf: torch.zeros_like(p) for leaf, p in head.named_parameters()}
 
     def linear(vector: Tensor) -> Tensor:
-        return functional_call(
-            head,
-            zeros | {leaf.removeprefix("head."): t for leaf, t in layout.leaves(vector).items()},
-            (features,),
-        )
+        leaves = {leaf.removeprefix("head."): t for leaf, t in layout.leaves(vector).items()}
+        return call_at(head, zeros | leaves, features)
 
     direction = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)).to(outputs)
     # A product is 0 where outputs are saturated.

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from bayesfl.base.inputs import Inputs, call_at
+from bayesfl.base.inputs import Inputs
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Phase
 from bayesfl.engine.network import Rows, by_autograd
 from bayesfl.engine.plan import PhasePlan
+from bayesfl.models.weights import call_at
 
 _FAILED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 

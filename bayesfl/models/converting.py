@@ -2,7 +2,6 @@
 average.
 """
 
-import copy
 from typing import Any
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from bayesfl.base.options import Count, declared
 from bayesfl.base.warning import warn
 from bayesfl.models.altered import altered
+from bayesfl.models.copies import duplicate
 
 LEAST, OF_VECTORS = 2, 16
 """Least number of channels in a group, and in one that may see vectors: of one number alone nothing
@@ -55,7 +55,7 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
         GroupNorm(4, 8, eps=1e-05, affine=True, bias=True)
     """
     _check(module)
-    made = copy.deepcopy(module)
+    made = duplicate(module)
     if isinstance(made, _BATCH):
         return _converted(made, groups)
     # `named_children` would leave out a norm that stands in two places of one part.

@@ -3,9 +3,12 @@ original is still what it was.
 """
 
 import copy
+import gc
 import json
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,9 @@ COMPARED = 1000
 """Numbers of each tensor that are compared to notice a change, evenly spaced; of a smaller
 one all.
 """
+
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class _Mark(NamedTuple):
@@ -79,6 +85,81 @@ def _channelwise(weight: Tensor, x: Tensor) -> Tensor:
     return weight.view(-1, *(x.dim() - 2) * (1,))
 
 
+def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
+    """Return a deep copy of a module that holds nothing of the original's: functions that reach
+    into it are copied, too, such as hooks and lambdas that close over `self`.
+
+    Args:
+        module: The module.
+        memo: Objects to use in place of copies, as `copy.deepcopy` takes them.
+    """
+    memo = {} if memo is None else memo
+    own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
+
+    def inside(*held: Any) -> bool:
+        return any(id(one) in own for one in _reached(held))
+
+    made: list[tuple[FunctionType, FunctionType]] = []
+    for one in _reached((module,)):
+        if isinstance(one, Tensor) and not one.is_leaf:  # computed, and computed anew
+            memo[id(one)] = one.detach().clone()
+        if isinstance(one, FunctionType) and inside(*_held(one)):
+            cells = tuple(
+                memo.setdefault(id(cell), CellType()) if inside(cell) else cell
+                for cell in one.__closure__ or ()
+            )
+            twin = FunctionType(one.__code__, one.__globals__, one.__name__, None, cells)
+            twin.__qualname__ = one.__qualname__
+            memo[id(one)] = twin
+            made.append((one, twin))
+    copied = copy.deepcopy(module, memo)
+    for one, twin in made:
+        for old, new in zip(one.__closure__ or (), twin.__closure__ or (), strict=True):
+            if new is not old:
+                new.cell_contents = copy.deepcopy(old.cell_contents, memo)
+        twin.__defaults__ = copy.deepcopy(one.__defaults__, memo)
+        twin.__kwdefaults__ = copy.deepcopy(one.__kwdefaults__, memo)
+        twin.__dict__.update(copy.deepcopy(vars(one), memo))
+    for part in copied.modules():
+        for key, value in vars(part).items():
+            if type(value) is weakref.ref and id(value()) in own:
+                part.__dict__[key] = weakref.ref(memo[id(value())])
+    return copied
+
+
+def _reached(roots: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield objects and what they hold, as far as a deep copy goes, and further through what
+    functions close over.
+    """
+    seen, left = {}, [*roots]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | CodeType):
+            continue
+        seen[id(one)] = one  # its id is then its alone
+        yield one
+        if not isinstance(one, Tensor):
+            left += _held(one)
+
+
+def _held(one: Any) -> list[Any]:
+    if isinstance(one, FunctionType):
+        return [one.__closure__, one.__defaults__, one.__kwdefaults__, vars(one)]
+    return gc.get_referents(one)
+
+
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+def holder(module: nn.Module, tensor: Tensor) -> str:
+    """Return the attribute of a module by which it reaches a tensor, as text."""
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key not in _OWN and any(one is tensor for one in _reached((value,))):
+                return f"its attribute {name + '.' * bool(name) + key!r}"
+    return "a global variable or a class"
+
+
 def copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose frozen parameters share the original's storage; they are
     never written.
@@ -94,7 +175,7 @@ def copied(module: nn.Module) -> nn.Module:
         p for name, p in module.named_parameters() if not p.requires_grad and name not in written
     ]
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen}
-    made = copy.deepcopy(module, shared)
+    made = duplicate(module, shared)
     for part in made.modules():
         if isinstance(part, nn.TransformerEncoder):
             # else torch puts 0 at masked places where no gradient is computed, and only there
@@ -104,6 +185,13 @@ def copied(module: nn.Module) -> nn.Module:
         weakref.ref(module), _marks(module), _frozen(module), _hooks(module), _parts(module)
     )
     return made
+
+
+def originals(made: nn.Module) -> set[int]:
+    """Return the ids of the parameters of the user's module, if a copy by `copied` has one still."""
+    origin = _ORIGINS.get(made)
+    module = origin and origin.module()
+    return {id(p) for p in module.parameters()} if module is not None else set()
 
 
 def rescaled(module: nn.Module) -> set[str]:

@@ -2,13 +2,13 @@
 differently.
 """
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bayesfl.base.inputs import Inputs, call
+from bayesfl.models.copies import duplicate
 
 
 class SplitModel(nn.Module):
@@ -66,7 +66,7 @@ def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None)
         >>> model.head
         Linear(in_features=3, out_features=2, bias=True)
     """
-    body = copy.deepcopy(module)
+    body = duplicate(module)
     last = body.get_submodule(head)
     if example is None and (after := _after(module, head)):
         raise ValueError(
@@ -118,4 +118,4 @@ def _after(module: nn.Module, head: str) -> list[str]:
 def _outputs(module: nn.Module, example: Inputs) -> Tensor:
     """Compute the outputs of a copy in evaluation mode."""
     with torch.no_grad():
-        return call(copy.deepcopy(module).eval(), example)
+        return call(duplicate(module).eval(), example)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.inputs import Inputs, call, call_at, count, each, named
+from bayesfl.base.inputs import Inputs, call, count, each, named
 from bayesfl.base.numerics import same
-from bayesfl.models.copies import rescaled
+from bayesfl.models.copies import holder, originals, rescaled
 from bayesfl.models.modes import STATISTICS, norms
+from bayesfl.models.weights import call_at, strangers
 
 
 def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
@@ -150,8 +151,7 @@ def _backward(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> 
         except RuntimeError as error:
             said = str(error).splitlines()[0]
             return (
-                f"has no gradients by torch.autograd.grad ({said}); where it checkpoints "
-                "activations, leave that out"
+                f"has no gradients ({said}); train a part whose backward pass raises no error"
             )
         if not drawing.drawn:
             return ""
@@ -266,6 +266,13 @@ def _unlike(module: nn.Module, x: Inputs, outputs: Tensor) -> Iterator[str]:
     }
     with torch.enable_grad():
         graded = call_at(module, leaves, each(Tensor.clone, x)).detach()
+    theirs = originals(module)
+    if strange := [t for t in strangers(module, each(Tensor.clone, x)) if id(t) in theirs]:
+        yield (
+            f"uses a parameter of the original model, which {holder(module, strange[0])} holds "
+            "where no copy can follow, so that it would not be trained; hold it as a parameter or "
+            "a submodule alone"
+        )
     if _apart(outputs, graded, 100):
         yield (
             "gives other outputs where gradients are computed (torch.is_grad_enabled()), and would "

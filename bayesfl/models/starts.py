@@ -1,6 +1,5 @@
 """Initial weights, drawn from a seed of their own without torch's global generator."""
 
-import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.random import Purpose, generator
+from bayesfl.models.copies import duplicate
 from bayesfl.models.cutting import SplitModel
 
 _BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
@@ -74,7 +74,7 @@ def anew(
     layout = Layout(module, pattern)
 
     def start(rng: np.random.Generator, size: int) -> Tensor:
-        fresh = copy.deepcopy(module)
+        fresh = duplicate(module)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(int(rng.integers(2**31)))
             for layer in fresh.modules():

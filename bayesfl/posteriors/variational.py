@@ -15,7 +15,6 @@ simple, lower-variance gradient estimators for variational inference", NeurIPS 2
 
 import os
 from abc import ABC, abstractmethod
-from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +28,7 @@ from bayesfl.base.options import Count, Natural, Positive, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.curvature.batches import Data
+from bayesfl.models.copies import duplicate
 from bayesfl.optim import Adam, Optimiser, cosine, rate_at
 from bayesfl.posteriors.sampling.samples import Drawn
 from bayesfl.posteriors.sampling.stored import (
@@ -305,7 +305,7 @@ class Family(ABC):
             )
         likelihood = likelihood_of(path, said["likelihood"], likelihood)
         layout = Layout(model, pattern)
-        own = deepcopy(model).eval().requires_grad_(False)
+        own = duplicate(model).eval().requires_grad_(False)
         check_network(path, said["network"], said["parameters"], own, layout)
         device = next(own.parameters()).device
         prior = (tensors[f"target.{name}"].to(device) for name in ("loc", "precision", "centre"))

@@ -2,7 +2,6 @@
 server.
 """
 
-import copy
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from bayesfl.base.protocols import Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import Mixture
-from bayesfl.models.copies import refuse_changed
+from bayesfl.models.copies import duplicate, refuse_changed
 
 
 def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Module:
@@ -41,7 +40,7 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
             )
         view = algorithm.of_copy(parts, view, weighted[0])
     refuse_changed(algorithm.model)
-    network = copy.deepcopy(algorithm.network(view, parts))
+    network = duplicate(algorithm.network(view, parts))
     for part in parts:
         for name in algorithm.layout(part).names:
             network.get_parameter(name).requires_grad_(True)

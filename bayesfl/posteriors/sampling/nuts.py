@@ -5,19 +5,19 @@ approximations.
 import logging
 import math
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, call_at, join
+from bayesfl.base.inputs import Inputs, join
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import PROBABILITY, Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.batches import Data, labelled
-from bayesfl.models.unseen import refuse_unseen
+from bayesfl.models.copies import duplicate
+from bayesfl.models.weights import call_at, refuse_unseen
 from bayesfl.posteriors.sampling.samples import Samples
 from bayesfl.posteriors.sampling.target import check_positive, checked, expanded, own
 
@@ -111,7 +111,7 @@ def nuts(
         for name, value in {"precision": precision, "centre": centre}.items()
     }
     check_positive(prior["precision"])
-    model = deepcopy(model).to("cpu", torch.float64).eval().requires_grad_(False)
+    model = duplicate(model).to("cpu", torch.float64).eval().requires_grad_(False)
     inputs = _own(join([inputs for inputs, _ in pairs]))
     targets = _own(torch.cat([targets for _, targets in pairs]))
     loc = layout.ravel(dict(model.named_parameters()))

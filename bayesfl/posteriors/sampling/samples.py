@@ -4,7 +4,6 @@ ensemble, a Gaussian approximation, or a client's belief in a federation.
 
 import os
 from abc import ABC, abstractmethod
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base import archive
-from bayesfl.base.inputs import Inputs, call_at
+from bayesfl.base.inputs import Inputs
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.curvature.batches import Data, batches
+from bayesfl.models.copies import duplicate
+from bayesfl.models.weights import call_at
 from bayesfl.posteriors.sampling.stored import (
     check_network,
     likelihood_of,
@@ -185,7 +186,7 @@ class Samples:
         likelihood = likelihood_of(path, said["likelihood"], likelihood)
         layout = Layout(model, pattern)
         check_network(path, said["network"], said["parameters"], _exact(model), layout)
-        model = deepcopy(model).eval().requires_grad_(False).to(getattr(torch, said["precision"]))
+        model = duplicate(model).eval().requires_grad_(False).to(getattr(torch, said["precision"]))
         draws = tensors["draws"].to(next(model.parameters()).device)
         return cls(draws, layout, model, likelihood, tensors.get("diverging"))
 
@@ -194,7 +195,7 @@ def _exact(model: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode and in float64, in which copies in float32 and float64 of
     one model are the same.
     """
-    return deepcopy(model).eval().double()
+    return duplicate(model).eval().double()
 
 
 class Drawn(ABC):

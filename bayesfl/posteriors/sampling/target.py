@@ -4,14 +4,13 @@ the data, in batches, and a Gaussian prior.
 
 import math
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, at, call_at, count, each, in_precision
+from bayesfl.base.inputs import Inputs, at, count, each, in_precision
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood
 from bayesfl.base.random import Purpose, generator
@@ -28,7 +27,8 @@ from bayesfl.likelihoods import (
     Quantiles,
     Tokens,
 )
-from bayesfl.models.unseen import refuse_unseen
+from bayesfl.models.copies import duplicate
+from bayesfl.models.weights import call_at, refuse_unseen
 from bayesfl.posteriors.linearised import as_labels
 
 
@@ -81,7 +81,7 @@ class Target:
                 parameters; `precision` or `centre` has another size, or `precision` is not > 0.
         """
         layout = Layout(model, pattern)
-        model = deepcopy(model).eval().requires_grad_(False)
+        model = duplicate(model).eval().requires_grad_(False)
         loc = layout.ravel(dict(model.named_parameters()))
         precision, centre = (
             expanded(name, value, layout.size).to(loc)

@@ -1,0 +1,223 @@
+"""A module at given weights: its outputs there, their gradients, and whether the module uses
+weights that cannot be given to it.
+
+The weights are put into the module's own parameters while it runs forward, and again while autograd
+goes backward. So everything that reads a parameter reads the given one: an alias in a list, a hook,
+a hand-written backward, a checkpoint that runs its part once more.
+"""
+
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.inputs import Inputs, at, call, each, named
+from bayesfl.models.copies import holder
+
+
+class _Places(NamedTuple):
+    """Hold where a module keeps its tensors, and the lock of whoever replaces their numbers.
+
+    Args:
+        of: For each name the part's own dictionary, and the key in it.
+        lock: Lock of the module.
+    """
+
+    of: dict[str, tuple[dict[str, Any], str]]
+    lock: "threading.RLock"  # pyright: ignore[reportInvalidTypeForm] (a function in typeshed)
+
+    def __getitem__(self, name: str) -> Tensor:
+        store, key = self.of[name]
+        return store[key]
+
+
+_KNOWN: "weakref.WeakKeyDictionary[nn.Module, _Places]" = weakref.WeakKeyDictionary()
+
+
+def _places(module: nn.Module) -> _Places:
+    if module not in _KNOWN:
+        found = {
+            f"{prefix}.{key}".removeprefix("."): (store, key)
+            for prefix, part in module.named_modules(remove_duplicate=False)
+            for store in (part._parameters, part._buffers)
+            for key, t in store.items()
+            if t is not None
+        }
+        _KNOWN[module] = _Places(found, threading.RLock())
+    return _KNOWN[module]
+
+
+@contextmanager
+def bound(
+    module: nn.Module, leaves: Mapping[str, Tensor], live: Collection[str] = ()
+) -> Iterator[dict[str, Tensor]]:
+    """Enter a context in which a module's parameters and buffers have the numbers of `leaves`,
+    whose memory they use, and give those named `live`, which then ask for gradients.
+
+    Args:
+        module: The module. Other threads that enter the context wait.
+        leaves: Tensors by name, in the shapes of the module's own.
+        live: Names of parameters.
+    """
+    places = _places(module)
+    with places.lock:
+        own = {name: places[name] for name in {**leaves, **dict.fromkeys(live)}}
+        before = [(t, t.data, t.requires_grad) for t in own.values()]
+        try:
+            for name, t in own.items():
+                if name in leaves:
+                    t.data = leaves[name]
+                t.requires_grad_(name in live)
+            yield {name: own[name] for name in live}
+        finally:
+            for t, data, asks in before:
+                t.data = data
+                t.requires_grad_(asks)
+
+
+def call_at(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
+    """Call a module with inputs at the parameters and buffers `leaves`; those that it lacks stay
+    the module's own.
+
+    Gradients flow to leaves and inputs, once: for second derivatives, call it inside torch.func.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _inside_transforms(module, leaves, x)
+    live = [name for name, t in leaves.items() if t.requires_grad]
+    ends = [*(leaves[name] for name in live), *(t for _, t in named(x) if t.requires_grad)]
+    if not (ends and torch.is_grad_enabled()):
+        with bound(module, leaves):
+            return call(module, x)
+    starts = each(lambda t: t.detach().requires_grad_() if t.requires_grad else t, x)
+    with bound(module, leaves, live):
+        outputs = call(module, starts)
+    if not isinstance(outputs, Tensor) or not outputs.requires_grad:
+        return outputs
+    inputs = [t for _, t in named(starts) if t.requires_grad]
+    return _Pulled.apply(_Graph(module, leaves, live, inputs, outputs), *ends)
+
+
+class _Graph(NamedTuple):
+    """Hold a forward, and what is needed to go back through it.
+
+    Args:
+        module: The module.
+        leaves: Its weights in the forward.
+        live: Names of the leaves that get gradients.
+        inputs: The inputs that get gradients.
+        outputs: The outputs, in a graph that ends at the module's parameters.
+    """
+
+    module: nn.Module
+    leaves: Mapping[str, Tensor]
+    live: list[str]
+    inputs: list[Tensor]
+    outputs: Tensor
+
+
+class _Pulled(torch.autograd.Function):
+    """The outputs of a module as a function of leaves and inputs, whose gradients the module's own
+    parameters receive first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, graph: _Graph, *ends: Tensor) -> Tensor:
+        ctx.graph = graph
+        return graph.outputs.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *slopes: Any) -> tuple[Any, ...]:
+        graph: _Graph = ctx.graph
+        with bound(graph.module, graph.leaves, graph.live) as own:
+            # By `backward`, since reentrant checkpoints know no `grad`.
+            graph.outputs.backward(*slopes, retain_graph=True)
+            ends = [*own.values(), *graph.inputs]
+            found = [t.grad for t in ends]
+            for t in ends:
+                t.grad = None
+        return None, *found
+
+
+def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
+    """Call a module inside torch.func, whose tensors no parameter can hold: they stand in the
+    parameters' places for the time.
+    """
+    places = _places(module)
+    # By the parameter, as a tied one, or one of a shared layer, has several names and places.
+    given = {id(places[name]): leaf for name, leaf in leaves.items()}
+    with places.lock:
+        before = [(store, key, store[key]) for store, key in places.of.values()]
+        before = [place for place in before if id(place[2]) in given]
+        try:
+            for store, key, t in before:
+                store[key] = given[id(t)]
+            with _Standing(given):
+                return call(module, x)
+        finally:
+            for store, key, t in before:
+                store[key] = t
+
+
+class _Standing(TorchFunctionMode):
+    """Gives torch's functions other tensors in place of those with these ids, as a list holds."""
+
+    def __init__(self, given: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._given = given
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda t: self._given.get(id(t), t), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def strangers(module: nn.Module, x: Inputs) -> list[Tensor]:
+    """Return the tensors that require gradients, that the outputs at `x` depend on, and that are
+    none of the module's own parameters.
+    """
+    live = [name for name, p in module.named_parameters() if p.is_floating_point()]
+    found: list[Tensor] = []
+    # Twice, as a store may take the parameters of the first call for its own.
+    for _ in range(2):
+        with torch.enable_grad(), bound(module, {}, live) as own:
+            outputs = call(module, at(x, slice(0, 2)))
+        ours = {id(p) for p in own.values()}
+        found = [t for t in _sources(outputs) if id(t) not in ours]
+    return found
+
+
+def refuse_unseen(module: nn.Module, x: Inputs) -> None:
+    """Refuse a module whose outputs depend on weights that cannot be given to it: their curvature
+    and their gradients would be 0 without a word.
+
+    Raises:
+        ValueError: The outputs at `x` depend on another tensor that requires gradients than the
+            module's own parameters.
+    """
+    if strange := strangers(module, x):
+        raise ValueError(
+            f"the outputs of this {type(module).__name__} depend on weights that are none of its "
+            f"parameters, in {holder(module, strange[0])}, as PyroParam's, which Pyro keeps in its "
+            "store: their curvature and gradients would be 0. Make them nn.Parameter, or constrain "
+            "them by torch.nn.utils.parametrize"
+        )
+
+
+def _sources(outputs: Any) -> list[Tensor]:
+    """Return the tensors that a result's gradient would go to."""
+    found, seen, left = [], set(), [getattr(outputs, "grad_fn", None)]
+    while left:
+        step = left.pop()
+        if step is None or step in seen:
+            continue
+        seen.add(step)
+        if (leaf := getattr(step, "variable", None)) is not None:
+            found.append(leaf)
+        left += [inner for inner, _ in step.next_functions]
+    return found
