@@ -18,6 +18,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.priors import Flat, Tilt, is_normal
+from bayesfl.models.weights import gradient_of
 from bayesfl.optim import SGD, Optimiser, check_optimiser, rate_at
 from bayesfl.posteriors.point import Point
 
@@ -251,7 +252,7 @@ class Descend:
             loss, nll = self.energy.loss(algorithm, beliefs, given, view, batch, noise)
             return scale * loss, nll
 
-        gradient, nll = torch.func.grad(energy, has_aux=True)(beliefs)
+        gradient, nll = gradient_of(energy, beliefs)
         rate = rate_at(self.optimiser.rate, given["round"], given["rounds"])
         beliefs, state = self.optimiser.update(beliefs, gradient, state, rate)
         pace = self.optimiser.pace(beliefs, state, rate) if self.prox else {}

@@ -17,7 +17,7 @@ from bayesfl.curvature.jacobians import PulledRows, Rows
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.models.altered import altered
 from bayesfl.models.copies import duplicate
-from bayesfl.models.weights import bound, call_at
+from bayesfl.models.weights import call_at
 
 Name = Literal["auto", "layers", "func", "backpack"]
 
@@ -130,17 +130,20 @@ class Func:
                 return self._pull_at_once(x, cotangents)
             except RuntimeError:  # as of a GRU, or of control flow that depends on the data
                 self._batched = False
-        return torch.stack([self._pull_one(at(x, slice(n, n + 1)), c) for n, c in enumerate(cotangents)])
+        return torch.stack(
+            [self._pull_one(at(x, slice(n, n + 1)), c) for n, c in enumerate(cotangents)]
+        )
 
     def _pull_one(self, x: Inputs, cotangents: Tensor) -> Tensor:
         """Return the rows [Q, D] of one example for its cotangents [Q, O], one after another."""
-        with torch.enable_grad(), bound(self._module, self._free, self._free) as own:
-            outputs, ends = call(self._module, x)[0], list(own.values())
+        free = {name: t.detach().requires_grad_() for name, t in self._free.items()}
+        with torch.enable_grad():
+            outputs, ends = call_at(self._module, free, x)[0], list(free.values())
             rows = [
                 torch.autograd.grad(outputs, ends, c, retain_graph=True, materialize_grads=True)
                 for c in cotangents
             ]
-        return torch.stack([self._layout.ravel(dict(zip(own, row, strict=True))) for row in rows])
+        return torch.stack([self._layout.ravel(dict(zip(free, row, strict=True))) for row in rows])
 
     def _pull_at_once(self, x: Inputs, cotangents: Tensor) -> Tensor:
         def one(x: Inputs, cotangents: Tensor) -> Tensor:

@@ -259,7 +259,8 @@ class Curvature:
             lambda _, xs, named, out: passed.append((*xs, *named.values(), out.grad_fn)),
             with_kwargs=True,
         )
-        with hook, torch.enable_grad(), bound(self.module, {}, self.layout.names):
+        held = {name: p.detach() for name, p in self.module.named_parameters()}
+        with hook, torch.enable_grad(), bound(self.module, held, self.layout.names):
             outputs = call(self.module, x)
         # Inputs that need a gradient depend on the covered weights, which are used before, too.
         if (

@@ -48,9 +48,7 @@ def _known(module: nn.Module) -> _Known:
     if module not in _KNOWN:
         axes = {name: t.dim() for name, t in (*module.named_parameters(), *module.named_buffers())}
         weights = sum(p.numel() for p in module.parameters() if p.dim() == 4)
-        _KNOWN[module] = _Known(
-            axes, _channels_last if weights <= COPIED else _as_it_is
-        )
+        _KNOWN[module] = _Known(axes, _channels_last if weights <= COPIED else _as_it_is)
     return _KNOWN[module]
 
 

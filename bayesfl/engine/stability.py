@@ -194,6 +194,7 @@ def largest(
     leaves = algorithm.leaves(phase.energy.parts, view)
     likelihood = algorithm.likelihood
     features, outputs = algorithm.features(leaves, batch["x"])
+    assert features is not None  # as only networks with a body are watched
     factor = root(likelihood, outputs).to(outputs)
     shares = phase.energy.shares(given, view, batch)
     if isinstance(likelihood, Categorical | Bernoulli):

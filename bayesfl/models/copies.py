@@ -6,7 +6,7 @@ import copy
 import gc
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +46,7 @@ class _Origin(NamedTuple):
 
     Args:
         module: The module, None once nobody else holds it.
+        parameters: Its parameters, which may live longer.
         marks: A mark for each of its parameters and buffers.
         frozen: The names of its frozen parameters.
         hooks: The numbers that torch gave to its hooks, by the name of the part.
@@ -53,6 +54,7 @@ class _Origin(NamedTuple):
     """
 
     module: "weakref.ref[nn.Module]"
+    parameters: "list[weakref.ref[nn.Parameter]]"
     marks: dict[str, _Mark]
     frozen: set[str]
     hooks: dict[str, tuple[int, ...]]
@@ -92,18 +94,28 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
     Args:
         module: The module.
         memo: Objects to use in place of copies, as `copy.deepcopy` takes them.
+
+    Raises:
+        ValueError: An attribute cannot be copied, or holds a tensor that shares a parameter's
+            memory, as `weight.T` does.
     """
     memo = {} if memo is None else memo
-    own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
+    tensors = (*module.parameters(), *module.buffers())
+    own = {id(one) for one in (*module.modules(), *tensors)}
+    memories = {t.untyped_storage().data_ptr() for t in tensors} - {0}
 
     def inside(*held: Any) -> bool:
         return any(id(one) in own for one in _reached(held))
 
     made: list[tuple[FunctionType, FunctionType]] = []
     for one in _reached((module,)):
-        if isinstance(one, Tensor) and not one.is_leaf:  # computed, and computed anew
-            memo[id(one)] = one.detach().clone()
-        if isinstance(one, FunctionType) and inside(*_held(one)):
+        if isinstance(one, Tensor) and id(one) not in own:
+            if one.untyped_storage().data_ptr() in memories:
+                raise ValueError(
+                    "the model holds a tensor that shares the memory of a parameter, as weight.T "
+                    f"does, {holder(module, one)}; hold the parameter, and compute it in forward"
+                )
+        elif isinstance(one, FunctionType) and inside(*_held(one)):
             cells = tuple(
                 memo.setdefault(id(cell), CellType()) if inside(cell) else cell
                 for cell in one.__closure__ or ()
@@ -112,7 +124,17 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
             twin.__qualname__ = one.__qualname__
             memo[id(one)] = twin
             made.append((one, twin))
-    copied = copy.deepcopy(module, memo)
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            computed = vars(part).get(getattr(hook, "name", ""))
+            if isinstance(computed, Tensor):  # torch's older norms of weights compute it anew
+                memo[id(computed)] = computed.detach().clone()
+    before = dict(memo)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:  # an attribute may be of any class
+        held = _attribute(module, lambda value: not _copies(value, dict(before)))
+        raise ValueError(f"the model holds what cannot be copied ({error}), {held}") from error
     for one, twin in made:
         for old, new in zip(one.__closure__ or (), twin.__closure__ or (), strict=True):
             if new is not old:
@@ -148,16 +170,30 @@ def _held(one: Any) -> list[Any]:
     return gc.get_referents(one)
 
 
+ELSEWHERE = "in a global variable or a class"
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
 def holder(module: nn.Module, tensor: Tensor) -> str:
-    """Return the attribute of a module by which it reaches a tensor, as text."""
+    """Return where a module holds a tensor that is none of its own, for error messages."""
+    return _attribute(module, lambda value: any(one is tensor for one in _reached((value,))))
+
+
+def _attribute(module: nn.Module, wanted: Callable[[Any], bool]) -> str:
     for name, part in module.named_modules():
         for key, value in vars(part).items():
-            if key not in _OWN and any(one is tensor for one in _reached((value,))):
-                return f"its attribute {name + '.' * bool(name) + key!r}"
-    return "a global variable or a class"
+            if key not in _OWN and wanted(value):
+                return f"in its attribute {f'{name}.{key}'.lstrip('.')!r}"
+    return ELSEWHERE
+
+
+def _copies(value: Any, memo: dict[int, Any]) -> bool:
+    """Say whether a value can be copied."""
+    try:
+        copy.deepcopy(value, memo)
+    except Exception:
+        return False
+    return True
 
 
 def copied(module: nn.Module) -> nn.Module:
@@ -182,16 +218,20 @@ def copied(module: nn.Module) -> nn.Module:
             part.use_nested_tensor = False
     differentiable(made)
     _ORIGINS[made] = _ORIGINS.get(module) or _Origin(
-        weakref.ref(module), _marks(module), _frozen(module), _hooks(module), _parts(module)
+        weakref.ref(module),
+        [weakref.ref(p) for p in module.parameters()],
+        _marks(module),
+        _frozen(module),
+        _hooks(module),
+        _parts(module),
     )
     return made
 
 
 def originals(made: nn.Module) -> set[int]:
-    """Return the ids of the parameters of the user's module, if a copy by `copied` has one still."""
+    """Return the ids of the parameters of the user's module, of which `made` is a copy."""
     origin = _ORIGINS.get(made)
-    module = origin and origin.module()
-    return {id(p) for p in module.parameters()} if module is not None else set()
+    return {id(p()) for p in origin.parameters} if origin else set()
 
 
 def rescaled(module: nn.Module) -> set[str]:

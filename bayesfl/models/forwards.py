@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, call, count, each, named
 from bayesfl.base.numerics import same
-from bayesfl.models.copies import holder, originals, rescaled
+from bayesfl.models.copies import ELSEWHERE, originals, rescaled
 from bayesfl.models.modes import STATISTICS, norms
 from bayesfl.models.weights import call_at, strangers
 
@@ -150,9 +150,7 @@ def _backward(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> 
             torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
         except RuntimeError as error:
             said = str(error).splitlines()[0]
-            return (
-                f"has no gradients ({said}); train a part whose backward pass raises no error"
-            )
+            return f"has no gradients ({said}); train a part whose backward pass raises no error"
         if not drawing.drawn:
             return ""
     of = next((f" of {name!r}" for name, drawn in called if name and drawn), "")
@@ -267,12 +265,12 @@ def _unlike(module: nn.Module, x: Inputs, outputs: Tensor) -> Iterator[str]:
     with torch.enable_grad():
         graded = call_at(module, leaves, each(Tensor.clone, x)).detach()
     theirs = originals(module)
-    if strange := [t for t in strangers(module, each(Tensor.clone, x)) if id(t) in theirs]:
-        yield (
-            f"uses a parameter of the original model, which {holder(module, strange[0])} holds "
-            "where no copy can follow, so that it would not be trained; hold it as a parameter or "
-            "a submodule alone"
-        )
+    for t, where in strangers(module, each(Tensor.clone, x)):
+        if id(t) in theirs or where == ELSEWHERE:  # a tensor of the copy's own is a constant
+            yield (
+                f"uses weights {where}, where no copy of the model can follow, so that they would "
+                "not be trained; hold them as parameters, and reach them through self"
+            )
     if _apart(outputs, graded, 100):
         yield (
             "gives other outputs where gradients are computed (torch.is_grad_enabled()), and would "

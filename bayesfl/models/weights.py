@@ -8,29 +8,34 @@ a hand-written backward, a checkpoint that runs its part once more.
 
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from bayesfl.base.inputs import Inputs, at, call, each, named
-from bayesfl.models.copies import holder
+from bayesfl.models.copies import duplicate, holder
 
 
-class _Places(NamedTuple):
-    """Hold where a module keeps its tensors, and the lock of whoever replaces their numbers.
+class _Places:
+    """Where a module keeps its tensors, and the lock of whoever replaces their numbers."""
 
-    Args:
-        of: For each name the part's own dictionary, and the key in it.
-        lock: Lock of the module.
-    """
-
-    of: dict[str, tuple[dict[str, Any], str]]
-    lock: "threading.RLock"  # pyright: ignore[reportInvalidTypeForm] (a function in typeshed)
+    def __init__(self, module: nn.Module) -> None:
+        self.lock = threading.RLock()
+        self.of: dict[str, tuple[dict[str, Any], str]] = {
+            f"{prefix}.{key}".removeprefix("."): (store, key)
+            for prefix, part in module.named_modules(remove_duplicate=False)
+            for store in (part._parameters, part._buffers)
+            for key, t in store.items()
+            if t is not None
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         store, key = self.of[name]
@@ -42,14 +47,7 @@ _KNOWN: "weakref.WeakKeyDictionary[nn.Module, _Places]" = weakref.WeakKeyDiction
 
 def _places(module: nn.Module) -> _Places:
     if module not in _KNOWN:
-        found = {
-            f"{prefix}.{key}".removeprefix("."): (store, key)
-            for prefix, part in module.named_modules(remove_duplicate=False)
-            for store in (part._parameters, part._buffers)
-            for key, t in store.items()
-            if t is not None
-        }
-        _KNOWN[module] = _Places(found, threading.RLock())
+        _KNOWN[module] = _Places(module)
     return _KNOWN[module]
 
 
@@ -73,12 +71,32 @@ def bound(
             for name, t in own.items():
                 if name in leaves:
                     t.data = leaves[name]
-                t.requires_grad_(name in live)
-            yield {name: own[name] for name in live}
+                t.requires_grad_(False)
+            yield {name: own[name].requires_grad_() for name in live}  # of tied names one may be
         finally:
             for t, data, asks in before:
                 t.data = data
                 t.requires_grad_(asks)
+
+
+def transformed() -> bool:
+    """Say whether the code runs inside a transform of torch.func."""
+    return peek_interpreter_stack() is not None
+
+
+def gradient_of(function: Callable[[Any], tuple[Tensor, Any]], tree: Any) -> tuple[Any, Any]:
+    """Return the gradient of a function's first result at a nest of tensors, and its second result,
+    as `torch.func.grad(function, has_aux=True)` does; by autograd, so that any network has one,
+    where no other transform goes around it.
+    """
+    if transformed():
+        return torch.func.grad(function, has_aux=True)(tree)
+    live = tree_map(lambda t: t.detach().requires_grad_(), tree)
+    with torch.enable_grad():
+        value, aux = function(live)
+    leaves, form = tree_flatten(live)
+    found = torch.autograd.grad(value, leaves, materialize_grads=True)
+    return tree_unflatten([*found], form), tree_map(lambda t: t.detach(), aux)
 
 
 def call_at(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
@@ -87,7 +105,7 @@ def call_at(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
 
     Gradients flow to leaves and inputs, once: for second derivatives, call it inside torch.func.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if transformed():
         return _inside_transforms(module, leaves, x)
     live = [name for name, t in leaves.items() if t.requires_grad]
     ends = [*(leaves[name] for name in live), *(t for _, t in named(x) if t.requires_grad)]
@@ -133,16 +151,31 @@ class _Pulled(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *slopes: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *slopes: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (whose context has another name)
         graph: _Graph = ctx.graph
         with bound(graph.module, graph.leaves, graph.live) as own:
-            # By `backward`, since reentrant checkpoints know no `grad`.
-            graph.outputs.backward(*slopes, retain_graph=True)
             ends = [*own.values(), *graph.inputs]
-            found = [t.grad for t in ends]
-            for t in ends:
-                t.grad = None
-        return None, *found
+            back = partial(graph.outputs.backward, *slopes, retain_graph=True)
+            try:
+                back()
+            except RuntimeError as error:
+                if "use_reentrant" not in str(error):
+                    raise
+                # torch.autograd.grad in a thread forbids it such checkpoints, not another thread.
+                _taken(ends)
+                with ThreadPoolExecutor(
+                    1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+                ) as pool:
+                    pool.submit(back).result()
+            return None, *_taken(ends)
+
+
+def _taken(ends: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of tensors, which have none then."""
+    found = [t.grad for t in ends]
+    for t in ends:
+        t.grad = None
+    return found
 
 
 def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
@@ -177,18 +210,18 @@ class _Standing(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def strangers(module: nn.Module, x: Inputs) -> list[Tensor]:
+def strangers(module: nn.Module, x: Inputs) -> list[tuple[Tensor, str]]:
     """Return the tensors that require gradients, that the outputs at `x` depend on, and that are
-    none of the module's own parameters.
+    none of the module's own parameters, each with the place where it is held, as text.
     """
     live = [name for name, p in module.named_parameters() if p.is_floating_point()]
-    found: list[Tensor] = []
-    # Twice, as a store may take the parameters of the first call for its own.
-    for _ in range(2):
-        with torch.enable_grad(), bound(module, {}, live) as own:
-            outputs = call(module, at(x, slice(0, 2)))
+    found: list[tuple[Tensor, str]] = []
+    # Of a second copy, too, as a store may take the parameters of the first for its own.
+    for one in (module, duplicate(module)):
+        with torch.enable_grad(), bound(one, {}, live) as own:
+            outputs = call(one, at(x, slice(0, 2)))
         ours = {id(p) for p in own.values()}
-        found = [t for t in _sources(outputs) if id(t) not in ours]
+        found += [(t, holder(one, t)) for t in _sources(outputs) if id(t) not in ours]
     return found
 
 
@@ -203,7 +236,7 @@ def refuse_unseen(module: nn.Module, x: Inputs) -> None:
     if strange := strangers(module, x):
         raise ValueError(
             f"the outputs of this {type(module).__name__} depend on weights that are none of its "
-            f"parameters, in {holder(module, strange[0])}, as PyroParam's, which Pyro keeps in its "
+            f"parameters, {strange[0][1]}, as PyroParam's, which Pyro keeps in its "
             "store: their curvature and gradients would be 0. Make them nn.Parameter, or constrain "
             "them by torch.nn.utils.parametrize"
         )

@@ -10,7 +10,6 @@ from bayesfl.base.inputs import (
     Inputs,
     at,
     call,
-    call_at,
     count,
     each,
     first,
@@ -24,6 +23,7 @@ from bayesfl.base.inputs import (
     structure,
     unnamed,
 )
+from bayesfl.models.weights import call_at
 
 A, B = torch.arange(12.0).reshape(4, 3), torch.arange(4)
 

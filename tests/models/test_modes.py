@@ -328,10 +328,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Branch(Checkpointed()),
         r"draws random numbers in its backward pass of 'more\.part\.1', as",
     ),
-    "checkpoints in the old way": (
-        lambda: Branch(lambda m, x: checkpoint(torch.tanh, x, use_reentrant=True)),
-        r"has no gradients by torch\.autograd\.grad .*leave that out",
-    ),
     "Python's draws": (
         lambda: Branch(lambda m, x: x * random.random()),
         r"draws by other means than torch's",

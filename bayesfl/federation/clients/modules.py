@@ -2,7 +2,6 @@
 server.
 """
 
-
 import torch
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Weights that a module keeps elsewhere than among its parameters."""
+"""A module at given weights, and weights that it keeps elsewhere than among its parameters."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from bayesfl.likelihoods import Categorical
-from bayesfl.models.unseen import refuse_unseen
+from bayesfl.models.weights import refuse_unseen
 from bayesfl.posteriors import Laplace, MeanField, nuts, sgld
 
 X, Y = torch.rand(6, 3), torch.arange(6) % 2

@@ -1,0 +1,78 @@
+"""Networks that reach their weights in unusual ways have the gradients and Jacobians of PyTorch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bayesfl.curvature import Curvature
+from bayesfl.likelihoods import Categorical
+from bayesfl.posteriors import MeanField, nuts, sgld
+from bayesfl.posteriors.sampling.nuts import _potential
+from bayesfl.posteriors.sampling.target import Target
+from tests.networks import KINDS, X, Y, made
+
+
+def elsewhere(name: str) -> nn.Module:
+    """The network at other weights."""
+    model = made(name).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view_as(p)
+    return model
+
+
+def slope(model: nn.Module) -> Tensor:
+    """The gradient of the summed loss, by PyTorch alone."""
+    model.zero_grad()
+    F.cross_entropy(model(X), Y, reduction="sum").backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_slopes_are_pytorchs(name):
+    model = elsewhere(name)
+    w = torch.cat([p.detach().flatten() for p in model.parameters()])
+    wanted = slope(model) + w
+    target = Target.of(made(name).double(), X, Y, None, precision=1.0, centre=0.0, pattern="*")
+    for _ in range(2):
+        found = target.slope(w, X, Y) * len(X)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    one = torch.ones((), dtype=w.dtype)
+    potential = _potential(target.model, Categorical(), target.layout, X, Y, one, one * 0)
+    z = w.clone().requires_grad_()
+    (found,) = torch.autograd.grad(potential({"w": z}), z)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "InABackwardHook"])
+def test_curvature_is_pytorchs(name):
+    """The diagonal of the GGN, by a loop over examples and outputs."""
+    model = elsewhere(name)
+    wanted = 0.0
+    for row in X:
+        f = model(row[None])
+        p = f.softmax(1).detach()[0]
+        rows = []
+        for k in range(3):
+            model.zero_grad()
+            f = model(row[None])
+            f[0, k].backward()
+            rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        J = torch.stack(rows)
+        wanted = wanted + torch.einsum("kd,kl,ld->d", J, p.diag() - p.outer(p), J)
+    found = Curvature(model).diagonal(X)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["InALambda", "SharedRecurrent", "BackwardReadsTheLayer"])
+def test_posteriors_move_every_weight(name):
+    model = made(name)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for fitted in (
+        MeanField.fit(model, X, Y, precision=1.0, steps=30),
+        sgld(model, X, Y, precision=1.0, draws=10, warmup=10),
+        nuts(model, Categorical(), X, Y, precision=100.0, draws=3, warmup=2, chains=1),
+    ):
+        mean = fitted.moments()[0]
+        assert (mean != before.to(mean)).all()
