@@ -214,7 +214,7 @@ def slow(
     for c in range(C):
         draws = [
             functional_call(
-                module,
+                copy.deepcopy(module),  # torch leaves a layer in two places without its parameters
                 {k: v[c, s] if k in drawn else v[c] for k, v in leaves.items()},
                 (x[c, s] if lifted else x[c],),
             )
