@@ -2,8 +2,10 @@
 nothing.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +15,33 @@ NUMBERS_AT_ONCE = 2**16
 """Numbers that are added at once."""
 
 
+T = TypeVar("T")
+
+
 @contextmanager
-def without_autocast() -> Iterator[None]:
-    """Compute in the run's own precision, whatever autocast the caller is in, which would hold for
-    this thread and not for the workers.
+def own_modes() -> Iterator[None]:
+    """Compute in the run's own precision, and so that gradients can be taken, whatever `autocast`
+    or `inference_mode` the caller is in; both would hold for this thread and not for the workers.
     """
+    grads = torch.is_grad_enabled()
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grads))  # which leaving that mode has set
         for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def in_own_modes(owner: type[T]) -> type[T]:
+    """Make all public methods of a class compute in `own_modes`."""
+    for name, method in list(vars(owner).items()):
+        if name.startswith("_"):
+            continue
+        if inspect.isfunction(method):
+            setattr(owner, name, own_modes()(method))
+        elif isinstance(method, classmethod):
+            setattr(owner, name, classmethod(own_modes()(method.__func__)))
+    return owner
 
 
 def inverse_softplus(scale: Tensor) -> Tensor:

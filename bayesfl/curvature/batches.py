@@ -11,11 +11,22 @@ makes them.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from bayesfl.base.inputs import Inputs, count, each, named
 
@@ -32,10 +43,10 @@ def batches(x: Data, like: Tensor) -> Iterator[Inputs]:
         TypeError: The inputs of a batch hold something else than tensors.
         ValueError: Tensors of one batch have different numbers of rows.
     """
-    for batch in [x] if one_batch(x) else x:
+    for batch in [x] if one_batch(x) else every_row(x):
         inputs = of_batch(batch)
         if count(inputs):
-            yield each(lambda t: t.to(like.device), inputs)
+            yield each(lambda t: _placed(t, like), inputs)
 
 
 def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
@@ -43,7 +54,7 @@ def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, 
 
     Labels travel with their rows: batches are tuples (x, y), as a DataLoader gives, or mappings
     with "x" and "y"; `y` [N] goes with one tensor of inputs, or with one mapping without "y". A
-    DataLoader that shuffles has another order whenever it is read.
+    DataLoader that shuffles has another order whenever it is read; see `every_row`.
 
     Raises:
         ValueError: `y` is given beside batches, or a batch has no labels.
@@ -57,13 +68,61 @@ def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, 
             "y is given beside batches, whose order may be another one: leave it out, and let "
             "batches be (x, y), which bring their labels"
         )
-    for batch in [x] if one else x:
+    for batch in [x] if one else every_row(x):
         labels = y
         if own:
             labels = batch["y"] if isinstance(batch, Mapping) else _second(batch)
         inputs = of_batch(batch)
         if count(inputs):
-            yield each(lambda t: t.to(like.device), inputs), torch.as_tensor(labels).to(like.device)
+            yield each(lambda t: _placed(t, like), inputs), _placed(torch.as_tensor(labels), like)
+
+
+def _placed(t: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor on the device of `like`, with which gradients can be taken."""
+    t = t.to(like.device)
+    return t.clone() if t.is_inference() else t
+
+
+def every_row(x: Iterable[Any]) -> Iterable[Any]:
+    """Return batches that have all rows, also those that a DataLoader with `drop_last=True` leaves
+    out: a posterior is that of the whole data set.
+
+    Raises:
+        ValueError: The loader reads other rows in every pass, as by a WeightedRandomSampler.
+    """
+    if not isinstance(x, DataLoader):
+        return x
+    kind = "sampler" if x.batch_sampler is None else "batch_sampler"
+    order = getattr(x, kind)
+    if getattr(order, "drop_last", False) and not isinstance(order, DistributedSampler):
+        x, order = copy(x), copy(order)
+        order.drop_last = False
+        # A DataLoader refuses to set these by name; its workers stay with the one that was given.
+        vars(x).update({"drop_last": False, kind: order, "_iterator": None})
+    if isinstance(x.dataset, IterableDataset):
+        return x
+    own = getattr(order, "sampler", order)
+    known = type(order) is BatchSampler or order is own
+    known &= type(own) in (SequentialSampler, RandomSampler, SubsetRandomSampler)
+    known &= not getattr(own, "replacement", False)
+    if not (known and len(own) == len(getattr(own, "data_source", own))) and (
+        _rows(order) != _rows(order)
+    ):
+        raise ValueError(
+            f"the loader's {type(own).__name__} reads other rows in every pass, so that it is not "
+            "known which rows the posterior is of: pass a loader without it, as "
+            "DataLoader(dataset, batch_size=100, shuffle=True)"
+        )
+    return x
+
+
+def _rows(order: Iterable[Any]) -> Counter[str]:
+    """Count how often a sampler, or a sampler of batches, reads each row in one pass."""
+    found: Counter[str] = Counter()
+    for rows in order:
+        rows = rows.tolist() if hasattr(rows, "tolist") else rows
+        found.update(map(repr, rows if isinstance(rows, list | tuple) else [rows]))
+    return found
 
 
 def _second(batch: Any) -> Any:

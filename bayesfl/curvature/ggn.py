@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bayesfl.base.inputs import Inputs, call, count, in_rows, shape_of, structure
 from bayesfl.base.layout import Layout, Pattern
+from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature.backends import (
     Backend,
@@ -39,6 +40,7 @@ from bayesfl.models.copies import differentiable, duplicate
 from bayesfl.models.weights import bound, refuse_unseen
 
 
+@in_own_modes
 class Curvature:
     """The curvature of a model at its present weights, held by a copy: `model` is not changed, and
     its later training has no effect here.

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from bayesfl.base import archive
 from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.layout import Layout, Pattern
+from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature import Curvature, Inverse, invert, kronecker
@@ -57,6 +58,7 @@ from bayesfl.posteriors.sampling.stored import (
 Structure = Literal["full", "subnetwork", "diagonal", "kfac"]
 
 
+@in_own_modes
 @dataclass(frozen=True, eq=False, repr=False)
 class Laplace(Drawn):
     """A fitted Laplace approximation, made by `Laplace.fit`.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from bayesfl.base.inputs import Inputs
 from bayesfl.base.layout import Layout, Pattern
+from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.surveys import NotNegative
 from bayesfl.curvature import Curvature, Inverse, kronecker
@@ -45,6 +46,7 @@ FORMS: Mapping[Structure, Form] = {
 """The structure of `Laplace` that each is."""
 
 
+@in_own_modes
 @dataclass(frozen=True, eq=False, repr=False)
 class PooledPosterior(Laplace):
     """A Laplace approximation of rows that are not here, made by `PooledCurvature`.
@@ -84,6 +86,7 @@ class PooledPosterior(Laplace):
         return replace(self, precision=prior, inverse=inverse)
 
 
+@in_own_modes
 @dataclass(frozen=True, eq=False)
 class PooledCurvature:
     """Ask for the curvature of clients' training rows at one network: a survey about rows, see

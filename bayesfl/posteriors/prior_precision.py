@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import Inputs
+from bayesfl.base.numerics import own_modes
 from bayesfl.base.options import INVERTIBLE
 from bayesfl.base.warning import warn
 from bayesfl.curvature.batches import Data, labelled
@@ -22,6 +23,7 @@ GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 BISECTIONS = 60  # of the logarithm's range, 138, to its last digit
 
 
+@own_modes()
 def by_evidence(fitted: Laplace, x: Data | None, *, centre: float | Tensor = 0.0) -> Laplace:
     """Return the approximation under the one precision of largest log marginal likelihood, see
     `best_precision`.
@@ -113,6 +115,7 @@ def _eigenvalues(fitted: Laplace) -> Tensor:
     return fitted.precision[0] * ratios.clamp_min(0)
 
 
+@own_modes()
 def by_validation(
     fitted: Laplace,
     x: Data | None,
@@ -188,6 +191,7 @@ def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
     return int((total.isfinite() & (apart <= error)).nonzero().max())
 
 
+@own_modes()
 def predictive_nll(
     fitted: Laplace,
     x: Data,

@@ -269,3 +269,13 @@ def test_groups_within_sites():
 def test_a_term_that_is_no_column_is_refused():
     with pytest.raises(ValueError, match=r"random= names 'weight'.*'age'"):
         bf.stats.mixed(sites("binomial"), family="binomial", random=["weight"])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("family", ["gaussian", "binomial"])
+def test_modes_of_the_caller_change_nothing(mode: Any, family: Any):
+    """Its second derivatives are taken whether or not the caller takes gradients."""
+    wanted = bf.stats.mixed(sites(family), family=family, draws=200).table()
+    with mode():
+        found = bf.stats.mixed(sites(family), family=family, draws=200).table()
+    pd.testing.assert_frame_equal(found, wanted, check_exact=True)

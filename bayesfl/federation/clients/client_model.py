@@ -22,6 +22,7 @@ from bayesfl.base.archive import CheckpointError, digest_of_tensors
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import Shapes, words
+from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import instance, whole
 from bayesfl.base.protocols import (
     Batch,
@@ -83,6 +84,7 @@ UNCERTAIN = (
 )
 
 
+@in_own_modes
 @dataclass(frozen=True, eq=False)
 class ClientModel:
     """Predict with one client's own model for any rows, without labels, other clients or the

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from bayesfl.base.described import described
 from bayesfl.base.files import atomic_path
 from bayesfl.base.inputs import Inputs, call, each, named
-from bayesfl.base.numerics import without_autocast
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.data.split import Change
 from bayesfl.evaluation.calibration import Bias, Fitted, Temperature
@@ -79,7 +78,6 @@ class Served(nn.Module):
         return logits.softmax(-1)
 
 
-@without_autocast()
 def write_onnx(
     path: str | os.PathLike[str],
     served: Served,

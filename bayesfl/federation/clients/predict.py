@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import Inputs, call, count, each
-from bayesfl.base.numerics import without_autocast
 from bayesfl.base.protocols import FittedPredictor, Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
@@ -147,7 +146,6 @@ def of_chunk(
     return out
 
 
-@without_autocast()
 def alone(
     algorithm: Algorithm,
     view: View,
@@ -351,7 +349,6 @@ def common_view(algorithm: Algorithm, server: Server) -> View | None:
     return {name: algorithm.centre(name, server) for name in algorithm.whole(parts)}
 
 
-@without_autocast()
 def by_all(engine: Engine, algorithm: Algorithm, common: View, split: ClientData) -> Tensors:
     """Predict with the mean of the server's model, {name: [1, N, ...]}.
 

@@ -15,6 +15,7 @@ from bayesfl.base import archive
 from bayesfl.base.display.html import text
 from bayesfl.base.files import folder
 from bayesfl.base.layout import Pattern
+from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import PROBABILITY, Count, declared, instance, whole
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
@@ -56,6 +57,7 @@ METHODS_START = "the method's own start"
 """What a run began from that did not begin from another."""
 
 
+@in_own_modes
 @dataclass(frozen=True)
 class Result:
     """The state of a federation after some rounds, with all that its predictions need.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bayesfl.base import archive
 from bayesfl.base.inputs import Inputs
 from bayesfl.base.layout import Layout, Pattern
+from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.random import Purpose, generator
@@ -29,6 +30,7 @@ from bayesfl.posteriors.sampling.stored import (
 from bayesfl.posteriors.sampling.target import own
 
 
+@in_own_modes
 @dataclass(frozen=True, eq=False, repr=False)
 class Samples:
     """Draws from a posterior, of K chains with S draws each.
@@ -198,6 +200,7 @@ def _exact(model: nn.Module) -> nn.Module:
     return duplicate(model).eval().double()
 
 
+@in_own_modes
 class Drawn(ABC):
     """A posterior of one module's weights that is drawn from by standard normals: what all such
     have in common.

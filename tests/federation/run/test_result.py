@@ -257,9 +257,12 @@ def test_clients_that_would_learn_nothing_of_their_own_are_refused(
     assert run(bf.algorithms.fedavg(model, epochs=1), clients).adapt(clients).novel
 
 
-def test_autocast_of_the_caller_changes_nothing(model: nn.Module, clients: FederatedData):
-    """A run, its predictions and those of a client's model are in the run's precision, whichever
-    threads compute them.
+@pytest.mark.parametrize(
+    "mode", [lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad, torch.inference_mode]
+)
+def test_modes_of_the_caller_change_nothing(mode: Any, model: nn.Module, clients: FederatedData):
+    """A run, its predictions, heads and posterior and those of a client's model are in the run's
+    precision, whichever threads compute them.
     """
 
     def found() -> Any:
@@ -268,8 +271,17 @@ def test_autocast_of_the_caller_changes_nothing(model: nn.Module, clients: Feder
         )
         x, _ = clients.test.client(1)
         own = result.client(1).predict(x)
-        return result.history["global_nll"], result.predict().probs, own.probs
+        shared = bf.simulate(
+            bf.algorithms.fedavg(model, epochs=1), clients, rounds=1, progress=False
+        )
+        return (
+            result.history["global_nll"],
+            result.predict().probs,
+            own.probs,
+            shared.heads().predict().probs,
+            shared.laplace("kronecker").posterior.moments()[1],
+        )
 
     expected = found()
-    with torch.autocast("cpu", torch.bfloat16):
+    with mode():
         assert_close(found(), expected, rtol=0, atol=0, equal_nan=True)
