@@ -124,8 +124,8 @@ def clustered(
         def mean(places: Tensor) -> Tensor:
             return counts[places] @ updates[places] / counts[places].sum()
 
-        # Not round 0: failed rounds are counted, but set no unit.
-        first = bool((server["cluster"] < 0).all())
+        # Not round 0: failed rounds, and those at rate 0, are counted, but set no unit.
+        first = not bool(server["unit"])
         unit = mean(torch.arange(len(ids))).norm() if first else server["unit"].double()
         norms = list(server["norms"].double())
         member = cluster.clone()

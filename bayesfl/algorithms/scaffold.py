@@ -10,9 +10,10 @@ the mean of its gradients g. It sends y and c_i+ - c_i. With N clients, of whom 
 the server makes x <- x + server_lr mean_S (y - x) and c <- c + sum_S (c_i+ - c_i) / N, so that c is
 the mean of all clients' c_i.
 
-The correction is linear in the weights, the prior `Tilt`. A weight decay is part of g. Let only the
-cohort train, as by default: under `train="all"` the c_i of the others change, and c does not.
-Option I of the paper, c_i+ = the gradient of all of a client's data at x, is not here.
+The correction is linear in the weights, the prior `Tilt`. A weight decay is part of g. In a round
+at rate 0, as of a warm-up, no c_i changes. Clients that join a run that goes on (`start=`) begin
+with c_i = c, so that c stays the mean. Where others have left, all do. Option I of the paper, c_i+
+= the gradient of all of a client's data at x, is not here.
 
 Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: stochastic controlled averaging
 for federated learning", ICML 2020, algorithm 1 and equations 3 to 5. The paper's server step is 1;
@@ -66,6 +67,8 @@ def scaffold(
 
     def vary(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         rate = rate_at(optimiser.rate, given["round"], given["rounds"])
+        if not rate:
+            return view
         gone = given["w"]["loc"] - view["w"]["loc"]
         own = view["own"] - given["c"] + gone / (view["steps"] * rate)
         return view | {"own": own, "change": own - view["own"]}
@@ -85,14 +88,20 @@ def scaffold(
         likelihood=likelihood,
         server=lambda blocks, clients: {"c": torch.zeros_like(blocks["w"]["loc"])},
         broadcast=("c",),
-        private={"own": zeros},
+        private={"own": servers},
         reports={"change": zeros},
         combine=combine,
+        tally=True,
     )
 
 
+def servers(given: Server) -> Tensor:
+    """Return the control variate of a client that is new, [D], by which c stays the mean."""
+    return given["c"]
+
+
 def zeros(given: Server) -> Tensor:
-    """Return a control variate at its start, [D]."""
+    """Return a change of 0, [D]."""
     return torch.zeros_like(given["w"]["loc"])
 
 

@@ -100,6 +100,8 @@ class Algorithm:
         train: Default of who trains, the paper's: `cohort`, or `all` clients, of whom only the
             cohort is then gathered.
         sampling: Default of how a cohort is drawn, the paper's: `fixed` or `bernoulli`.
+        tally: Whether the server holds the mean of what all clients keep: then only clients train
+            whose work is gathered, and where one of an earlier run is gone, all begin as new ones.
         watch: (algorithm, phase, given, view, batch, client's name) -> {kind: warning} of what a
             client's training would do, of which a run says each kind once; called before each
             training phase of rounds 1, 2, 4, 8 and so on with the client of a chunk that has most
@@ -143,6 +145,7 @@ class Algorithm:
     draws: Annotated[int, AT_LEAST_0] = 0
     train: Literal["cohort", "all"] = "cohort"
     sampling: Literal["fixed", "bernoulli"] = "fixed"
+    tally: bool = False
     watch: Callable[[Any, Any, Server, View, Batch, str], Mapping[str, str]] | None = field(
         default=None, repr=False, compare=False
     )
@@ -310,6 +313,22 @@ class Algorithm:
             if single and len(covered) == len(set(covered)) and set(covered) == wanted
             else None
         )
+
+    def trains(
+        self, train: Literal["cohort", "all"] | None, participation: float
+    ) -> Literal["cohort", "all"]:
+        """Return who trains in a run: `train`, or the method's default for None.
+
+        Raises:
+            ValueError: Clients would train whose work is not gathered, and the method needs it.
+        """
+        if self.tally and train == "all" and participation < 1:
+            raise ValueError(
+                f"train='all' with participation={participation:g} changes what clients keep, of "
+                "which the server holds the mean, and gathers only a part of it: leave train out, "
+                "or take participation=1"
+            )
+        return train or self.train
 
     # Parameters, outputs and losses of one client
 

@@ -346,7 +346,7 @@ def begun(
     elif heads.makes(algorithm) and not heads.makes(before.algorithm):
         server = heads.carried(before.algorithm, before.server, algorithm, clients)
     else:
-        new, old = warm.matched(names, before.names or ("",) * before.clients)
+        new, old = warm.matched(algorithm, names, before.names or ("",) * before.clients)
         server = warm.carried(
             before.server, algorithm, clients, new, old, dtype=dtype, device=torch.device("cpu")
         )

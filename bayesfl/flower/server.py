@@ -166,7 +166,7 @@ def serve(
         rounds,
         participation,
         sampling or algorithm.sampling,
-        train or algorithm.train,
+        algorithm.trains(train, participation),
         seed,
         evaluate_every,
     )

@@ -347,3 +347,15 @@ def test_two_groups_by_complete_linkage():
 def test_bad_thresholds_are_refused(name: str, value: Any):
     with pytest.raises(ValueError, match=rf"{name} .*got {value}"):
         bf.algorithms.clustered(nn.Linear(3, 1), **{name: value})
+
+
+def test_the_unit_is_the_first_update_that_moves(planted: FederatedData):
+    """A warm-up from rate 0 sets none."""
+
+    def rising(round: int, rounds: int) -> float:
+        return LR * min(round, 1)
+
+    found = run(started(optimiser=SGD(rising)), planted, 2).server
+    wanted = run(started(), planted, 1).server
+    for key in ("unit", "norms"):
+        assert_close(found[key], wanted[key])

@@ -1,6 +1,8 @@
 """SCAFFOLD as a plain loop, and where it ends on quadratics, on which FedAvg ends elsewhere."""
 
 import copy
+import warnings
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
 from tests.algorithms.made import DIM, linear_only, moments
@@ -108,3 +111,70 @@ def test_momentum_is_refused(model: nn.Module):
         bf.algorithms.scaffold(model, optimiser=SGD(0.1, momentum=0.9))
     with pytest.raises(TypeError, match="optimiser must be"):
         bf.algorithms.scaffold(model, optimiser=bf.optim.Adam(0.1))  # pyright: ignore[reportArgumentType]
+
+
+def off_the_mean(result: Result) -> float:
+    """How far c is from the mean of the clients' c_i, in units of c's largest entry."""
+    c, own = result.server["c"], result.private["own"]
+    assert len(own) == result.data.clients
+    assert float(c.abs().max()) > 0
+    return float((c - own.mean(0)).abs().max() / c.abs().max())
+
+
+@pytest.mark.filterwarnings("ignore:clients .* are new and", "ignore:the run before has")
+@pytest.mark.parametrize(
+    "later", [[0, 1, 2, 3, 4, 5], [4, 3, 2, 1, 0], [6, 5, 1, 2, 3, 4, 0], [5, 0, 6], [1, 2], [6]]
+)
+def test_c_stays_the_mean_as_clients_come_and_go(
+    model: nn.Module, clients: FederatedData, later: list[int]
+):
+    """In a later run of known clients, of further ones, and of few that are left; those that were
+    never in a cohort are counted.
+    """
+    algorithm, half = bf.algorithms.scaffold(model), {"participation": 0.5, "seed": 3}
+    first = run(algorithm, clients.select(range(5)), 2, **half)
+    assert off_the_mean(first) < 1e-12
+    gone = not {0, 1, 2, 3, 4} <= {*later}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        again = run(algorithm, clients.select(later), 1, start=first, participation=0.5, seed=4)
+    assert gone == any("the server holds a mean" in str(one.message) for one in told)
+    assert off_the_mean(again) < 1e-12
+
+
+def test_lost_replies_leave_c_the_mean(model: nn.Module, clients: FederatedData):
+    faults = bf.faults.at_random(0.4, seed=1)
+    result = run(bf.algorithms.scaffold(model), clients, 4, participation=0.8, faults=faults)
+    assert off_the_mean(result) < 1e-12
+
+
+def test_who_trains_is_gathered(model: nn.Module, clients: FederatedData):
+    """Others would change their c_i, of which c is not told; where all are gathered, all train."""
+    algorithm = bf.algorithms.scaffold(model)
+    with pytest.raises(ValueError, match=r"train='all' with participation=0.5 .*leave train out"):
+        run(algorithm, clients, 1, train="all", participation=0.5)
+    assert off_the_mean(run(algorithm, clients, 2, train="all", participation=1.0)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "rates", [(0.0, 0.1, 0.2), (0.1, 0.0, 0.1), (0.1, 0.1, 0.0), (0.0, 0, 0.1)]
+)
+@pytest.mark.parametrize("kernel", ["vmap", "live", "reference"])
+def test_a_round_at_rate_0_changes_nothing(
+    model: nn.Module, clients: FederatedData, rates: tuple[float, ...], kernel: str
+):
+    """The run is that of the other rounds alone."""
+    engine = bf.Engine(kernel=kernel)
+    data = alike(model, clients)
+    others = [rate for rate in rates if rate]
+
+    def trained(chosen: Sequence[float]) -> Result:
+        method = bf.algorithms.scaffold(
+            model, optimiser=SGD(lambda round, rounds: chosen[round]), batch_size=100
+        )
+        return run(method, data, len(chosen), engine=engine)
+
+    found, wanted = trained(rates), trained(others)
+    for key in ("c", "w"):
+        assert_close(found.server[key], wanted.server[key], rtol=1e-12, atol=1e-12)
+    assert_close(found.private, wanted.private, rtol=1e-12, atol=1e-12)

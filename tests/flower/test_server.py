@@ -540,6 +540,14 @@ def test_a_lost_client_outside_the_cohort_is_not_counted(
         assert found.history[column].tolist() == sim.history[column].tolist()
 
 
+def test_who_trains_is_gathered_where_the_server_holds_their_mean(
+    model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """As in a simulation, before a client is asked."""
+    with pytest.raises(ValueError, match=r"train='all' with participation=0.5 .*leave train out"):
+        deploy(method("scaffold", model), clients, tmp_path, participation=0.5, train="all")
+
+
 def test_a_server_app_runs_what_it_was_given(
     fedavg: bf.Algorithm, clients: FederatedData, tmp_path: Path
 ):

@@ -163,7 +163,7 @@ def simulate(
         rounds=rounds,
         participation=participation,
         sampling=aggregation.sampling or sampling or algorithm.sampling,
-        train=train or algorithm.train,
+        train=algorithm.trains(train, participation),
         seed=seed,
         evaluate_every=evaluate_every,
         aggregation=aggregation.name,

@@ -106,7 +106,7 @@ def continued(
     Raises:
         ValueError: Clients have the same name.
     """
-    new, old = matched(names, start.known.client_names)
+    new, old = matched(algorithm, names, start.known.client_names)
     moved = carried(start.server, algorithm, len(names), new, old, dtype=dtype, device=device)
     rows = private_rows(algorithm, moved, len(names))
     tree_map(
@@ -160,14 +160,18 @@ def warn_of_seed(before: int, seed: int) -> None:
         )
 
 
-def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor]:
+def matched(
+    algorithm: Algorithm, names: Sequence[str], before: Sequence[str]
+) -> tuple[Tensor, Tensor]:
     """Return the places of known clients among `names`, and their places in the run before, [known]
     int64 each.
 
     Clients are matched by name, and by number, with a warning, where names of the run before are
-    not known.
+    not known. Under a method's `tally` none is known where one is gone: the server cannot take what
+    that one keeps out of its mean.
 
     Args:
+        algorithm: The method.
         names: The clients' names.
         before: Those of the run before; empty text where a name is not known.
 
@@ -177,6 +181,7 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
     if not all(before):
         warn("the names of clients in the run before are not known: clients are matched by number")
         both = torch.arange(min(len(names), len(before)))
+        both = both[:0] if algorithm.tally and len(both) < len(before) else both
         return both, both
     if twice := repeated(names):
         raise ValueError(
@@ -213,6 +218,12 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
             "no client has the name of one in the run that this one starts from; all begin as new "
             "ones"
         )
+    if algorithm.tally and len(new) < len(before):
+        warn(
+            f"clients {lost[:5]} of the run before are gone, and the server holds a mean of what "
+            "all of them kept: all clients begin as new ones"
+        )
+        new = []
     return torch.tensor(new, dtype=torch.int64), torch.tensor(
         [places[names[place]] for place in new], dtype=torch.int64
     )
