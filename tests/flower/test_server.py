@@ -545,7 +545,7 @@ def test_who_trains_is_gathered_where_the_server_holds_their_mean(
 ):
     """As in a simulation, before a client is asked."""
     with pytest.raises(ValueError, match=r"train='all' with participation=0.5 .*leave train out"):
-        deploy(method("scaffold", model), clients, tmp_path, participation=0.5, train="all")
+        deploy(bf.algorithms.scaffold(model), clients, tmp_path, participation=0.5, train="all")
 
 
 def test_a_server_app_runs_what_it_was_given(

@@ -347,3 +347,21 @@ def test_a_server_that_goes_on_began_from_the_same_start(
     for start in (later, tmp_path / "first"):
         with pytest.raises(ValueError, match=own):
             deploy(ditto, clients, tmp_path, start=start, checkpoint=tmp_path / "first", rounds=1)
+
+
+@pytest.mark.filterwarnings("ignore:the run before has", "ignore:clients .* of the run before")
+@pytest.mark.parametrize("later", [[4, 6, 1, 5, 0], [6, 3, 2, 1, 0, 4]], ids=["gone", "joined"])
+def test_a_mean_of_what_clients_keep_stays_one(
+    later: list[int], model: nn.Module, clients: FederatedData, tmp_path: Path
+):
+    """SCAFFOLD's c, where clients join, and where some are gone; as in the simulation."""
+    algorithm, half = bf.algorithms.scaffold(model), {"participation": 0.5, "rounds": 1}
+    few, moved = clients.select(range(5)), clients.select(later)
+    sim = simulated(algorithm, few, **half)
+    found = deploy(algorithm, few, tmp_path, checkpoint=tmp_path / "first", **half)
+    sim = simulated(algorithm, moved, start=sim, **LATER, participation=0.5)
+    nodes = [100 + client for client in later]
+    grid = grid_of(algorithm, moved, tmp_path, nodes=nodes)
+    again = deploy(algorithm, moved, tmp_path, grid, start=found, **LATER, participation=0.5)
+    assert_same(again, tmp_path, sim, nodes)
+    assert_close(again.server["c"].double(), sim.private["own"].double().mean(0), atol=1e-7, rtol=0)
