@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+TIES = {torch.float32: 2.0**-20, torch.float64: 2.0**-46}
+"""Scores of a precision are equal if they differ by at most this share of their size: 8 units in
+the last place of float32, whose numbers may be dense, and 64 of float64.
+"""
 NUMBERS_AT_ONCE = 2**16
 """Numbers that are added at once."""
 
@@ -82,6 +86,32 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(
         ((one == other) | ((one != one) & (other != other))).all()
     )
+
+
+def levelled(scores: Tensor, scale: Tensor | float = 0.0) -> Tensor:
+    """Return scores [..., n] in float64 in which those that differ by rounding alone, see `TIES`,
+    are one number, the least of them; so products of matrices in other blocks have the same ranks.
+
+    The precision is float32 where all scores are numbers of it. A row of neighbours that reaches
+    further than one tolerance, as of dense scores, stays as it is.
+
+    Args:
+        scores: The scores, without NaN.
+        scale: Size of the terms that scores are sums of, to which the tolerance is relative where
+            it is larger than a score.
+    """
+    scores = scores.double()
+    kind = torch.float32 if same(scores.float().double(), scores) else torch.float64
+    ordered, order = scores.sort(-1)
+    room = TIES[kind] * ordered.abs().clamp_min(scale)
+    apart = torch.ones_like(ordered, dtype=torch.bool)
+    apart[..., 1:] = ~(ordered.diff() <= torch.minimum(room[..., 1:], room[..., :-1]))
+    group = apart.long().cumsum(-1) - 1
+    none = torch.zeros_like(ordered)
+    least = none.scatter_reduce(-1, group, ordered, "amin", include_self=False).gather(-1, group)
+    most = none.scatter_reduce(-1, group, ordered, "amax", include_self=False).gather(-1, group)
+    one = torch.where(most - least <= room, least, ordered)
+    return torch.empty_like(one).scatter_(-1, order, one)
 
 
 def finite(t: Tensor) -> bool:

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from bayesfl.base import archive
+from bayesfl.base.numerics import levelled
 from bayesfl.base.options import PROBABILITY, declared, number
 from bayesfl.base.random import Purpose, generator
 
@@ -190,16 +191,14 @@ class Alarm:
         return self
 
     def _take(self, new: np.ndarray) -> None:
-        m, u = len(self._sorted), self._uniform(self._rows, len(new))
+        m, u, added = len(self._sorted), self._uniform(self._rows, len(new)), np.sort(new)
+        both = levelled(torch.from_numpy(np.concatenate([self._sorted, new]))).numpy()
+        known, new = both[:m], both[m:]
         earlier = np.tri(len(new), k=-1, dtype=bool)  # of each new score those that came before it
         above = (
-            m
-            - np.searchsorted(self._sorted, new, "right")
-            + ((new[None] > new[:, None]) & earlier).sum(1)
+            m - np.searchsorted(known, new, "right") + ((new[None] > new[:, None]) & earlier).sum(1)
         )
-        up_to = np.searchsorted(self._sorted, new, "right") - np.searchsorted(
-            self._sorted, new, "left"
-        )
+        up_to = np.searchsorted(known, new, "right") - np.searchsorted(known, new, "left")
         equal = up_to + ((new[None] == new[:, None]) & earlier).sum(1) + 1
         p = (above + u * equal) / (m + np.arange(len(new)) + 1)
         bets = np.concatenate(
@@ -219,7 +218,6 @@ class Alarm:
         with np.errstate(over="ignore"):
             # Not a product of matrices, whose bits depend on the number of rows.
             evidence = (np.exp(wealth) * share).sum(1)
-        added = np.sort(new)
         self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, added), added)
         reached = np.flatnonzero(evidence >= 1 / self.delta)
         if self._first is None and len(reached):

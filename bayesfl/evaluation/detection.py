@@ -5,7 +5,8 @@ A score is one number for each example, [J, N], larger where the model should be
 `doubt`, `entropy`, or the epistemic part of `Predictions`. Rows come padded with a `mask` [J, N] as
 in `bayesfl.metrics`; rows outside the mask are never read. A function of one measure returns [J]:
 NaN for a client that lacks the data for it or has a score that is NaN. Ties are counted exactly, as
-the average over their possible orders.
+the average over their possible orders; scores that differ by rounding alone are ties
+(`bayesfl.base.numerics.levelled`).
 
 >>> inside, outside = result.predict(clients.test), result.predict(strangers)  # doctest: +SKIP
 >>> scores = entropy(inside.probs), entropy(outside.probs)  # doctest: +SKIP
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.numerics import levelled
 from bayesfl.base.options import Share, declared
 from bayesfl.evaluation import metrics
 from bayesfl.evaluation.predictions import Predictions
@@ -40,8 +42,9 @@ def doubt(probs: Tensor) -> Tensor:
         >>> bf.detection.doubt(torch.tensor([[0.75, 0.25], [0.5, 0.5]])).tolist()
         [0.25, 0.5]
     """
-    probs = torch.as_tensor(probs).detach().cpu().double()
-    return probs.scatter(-1, probs.argmax(-1, keepdim=True), 0).sum(-1)
+    probs = torch.as_tensor(probs).detach().cpu()
+    others = probs.double().scatter(-1, probs.argmax(-1, keepdim=True), 0).sum(-1)
+    return _as_precise(others, probs)
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -52,7 +55,13 @@ def entropy(probs: Tensor) -> Tensor:
         >>> bf.detection.entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))  # 0 and log 2
         tensor([0.0000, 0.6931], dtype=torch.float64)
     """
-    return torch.special.entr(torch.as_tensor(probs).detach().cpu().double()).sum(-1)
+    probs = torch.as_tensor(probs).detach().cpu()
+    return _as_precise(torch.special.entr(probs.double()).sum(-1), probs)
+
+
+def _as_precise(score: Tensor, probs: Tensor) -> Tensor:
+    """Return a score in float64 without digits beyond those of `probs`, which would break ties."""
+    return score.to(torch.promote_types(probs.dtype, torch.float32)).double()
 
 
 def scores(predictions: Predictions) -> dict[str, Tensor]:
@@ -404,7 +413,7 @@ def _risks(score: Tensor, right: Tensor) -> Tensor:
     """Compute the expected share of errors among the i least doubtful of n examples, [n], with ties
     in random order.
     """
-    _, group, count = score.unique(return_inverse=True, return_counts=True)
+    _, group, count = levelled(score).unique(return_inverse=True, return_counts=True)
     errors = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, (~right).double())
     before, start = (total.cumsum(0) - total for total in (errors, count))
     places = torch.arange(1, len(score) + 1)
@@ -436,6 +445,7 @@ def _each(
     for j in range(len(inside)):
         own, other = inside[j][inside_mask[j]].double(), outside[j][outside_mask[j]].double()
         if len(own) and len(other) and not bool(own.isnan().any() | other.isnan().any()):
+            own, other = levelled(torch.cat([own, other])).split([len(own), len(other)])
             out[j] = measure(own.sort().values, other)
     return out
 

@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from bayesfl.base.numerics import levelled
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
 from bayesfl.stats import newton
@@ -142,6 +143,7 @@ def concordance(risk: Tensor, y: Tensor, weights: Tensor) -> tuple[float, float,
         y: Outcomes 0 or 1, [n].
         weights: How often each row counts, [n].
     """
+    risk = levelled(risk)
     high, n_high = risk[y == 1], weights[y == 1]
     low, n_low = risk[y == 0], weights[y == 0]
     events, others = float(n_high.sum()), float(n_low.sum())

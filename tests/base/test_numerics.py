@@ -3,13 +3,15 @@ derivatives.
 """
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from bayesfl.base.numerics import finite, inverse_softplus, log_softplus, same
+from bayesfl.base.numerics import finite, inverse_softplus, levelled, log_softplus, same
 
 SCALES = torch.logspace(-12, 4, 129, dtype=torch.float64)
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -110,3 +112,62 @@ def test_the_same_numbers_may_be_nan():
         assert not same(other, one)
     assert not same(one, one[None])
     assert same(torch.tensor([True, False]), torch.tensor([True, False]))
+
+
+def exact_groups(scores: list[Fraction]) -> list[int]:
+    """The rank of each score among the different ones, in rational numbers."""
+    known = sorted(set(scores))
+    return [known.index(one) for one in scores]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_levelled_scores_rank_as_rational_numbers(dtype: torch.dtype):
+    """Products of whole numbers with thirds and sevenths, summed in any order, in blocks or one
+    by one, and in any order of rows.
+    """
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 4, (300, 9))
+    w = [
+        Fraction(int(n), int(d))
+        for n, d in zip(rng.integers(1, 9, 9), [3, 7] * 4 + [5], strict=True)
+    ]
+    wanted = exact_groups([sum(int(a) * b for a, b in zip(row, w, strict=True)) for row in x])
+    design, weights = torch.tensor(x, dtype=dtype), torch.tensor([float(b) for b in w], dtype=dtype)
+    terms = float((design.abs() @ weights.abs()).max())
+    for permutation in (
+        torch.arange(9),
+        torch.randperm(9, generator=torch.Generator().manual_seed(1)),
+    ):
+        whole = design[:, permutation] @ weights[permutation]
+        single = torch.stack(
+            [row[permutation].flip(0) @ weights[permutation].flip(0) for row in design]
+        )
+        mixed = torch.where(torch.arange(300) % 2 == 0, whole, single)
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(2))
+        found = levelled(mixed[order], terms)
+        _, groups = found.unique(return_inverse=True)
+        assert groups.tolist() == [wanted[i] for i in order.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("scores", "kind", "groups"),
+    [
+        ([0.3, 0.1 + 0.2, 0.4], torch.float64, [0, 0, 1]),
+        ([1.0, 1 + 1e-9, 1 + 2e-9], torch.float64, [0, 1, 2]),  # apart in float64
+        ([1e-30, 1.1e-30, 0.0], torch.float64, [1, 2, 0]),  # tolerances are relative
+        ([-0.3, -(0.1 + 0.2), 0.3], torch.float64, [0, 0, 1]),
+        ([math.inf, 1.0, math.inf, -math.inf], torch.float64, [2, 1, 2, 0]),
+        ([1.0 + k * 2**-49 for k in range(40)], torch.float64, list(range(40))),  # a long chain
+        ([1.0 + k * 2**-23 for k in range(40)], torch.float32, list(range(40))),
+        ([1.0 + k * 2**-23 for k in range(5)], torch.float32, [0] * 5),
+        ([0.1, 0.2 - 0.1, 0.7], torch.float32, [0, 0, 1]),
+        ([], torch.float64, []),
+        ([0.5], torch.float32, [0]),
+    ],
+)  # fmt: skip
+def test_levelled_scores(scores: list[float], kind: torch.dtype, groups: list[int]):
+    """In the precision that the scores have, also where they are held as float64."""
+    given = torch.tensor(scores, dtype=kind)
+    found = levelled(torch.stack([given, given.flip(0)]).double())
+    assert found[0].unique(return_inverse=True)[1].tolist() == groups
+    assert found[1].flip(0).equal(found[0])

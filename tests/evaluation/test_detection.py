@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
-from bayesfl.evaluation import detection
+from bayesfl.evaluation import detection, metrics
 from bayesfl.evaluation.predictions import Predictions
 
 
@@ -329,3 +329,43 @@ def test_errors_name_the_remedy():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_inputs_tie_in_batches_of_any_size(dtype: torch.dtype, seed: int):
+    """A blocked product of matrices gives equal rows other last bits; areas, curves and thresholds
+    are those of the twelve different rows, whatever their order.
+    """
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(50, 64), nn.Tanh(), nn.Linear(64, 3)).to(dtype)
+    rows, which, y = torch.randn(12, 50).to(dtype), *torch.randint(12, (2, 301))
+    y = y % 3
+    order, everyone = torch.randperm(301), torch.ones(1, 301, dtype=torch.bool)
+    with torch.no_grad():
+        exact = net(rows).softmax(-1)[which]
+        batched = net(rows[which]).softmax(-1)
+        alone = torch.stack([net(x[None])[0] for x in rows[which[order]]]).softmax(-1)
+    right = exact.argmax(-1) == y
+
+    def found(probs: Tensor, own: Tensor, other: Tensor) -> list[float]:
+        """`probs` in their order [N], and of the rows as given those inside and outside."""
+        places = order if probs is alone else torch.arange(301)
+        values = [float(metrics.auroc(probs, y[places]))]
+        for score in (detection.doubt, detection.entropy):
+            by = score(probs)[None]
+            values += [
+                float(detection.aurc(by, right[places][None], everyone)),
+                float(detection.selective_accuracy(by, right[places][None], everyone)),
+            ]
+            pair = score(own)[None], score(other)[None], everyone[:, :150], everyone[:, 150:]
+            values += [float(detection.auroc(*pair)), float(detection.fpr(*pair, tpr=0.8))]
+        return values
+
+    back = alone[order.argsort()]
+    wanted = found(exact, exact[:150], exact[150:])
+    for one in (
+        found(batched, batched[:150], batched[150:]),
+        found(alone, back[:150], batched[150:]),
+    ):
+        assert one == pytest.approx(wanted, rel=1e-12)

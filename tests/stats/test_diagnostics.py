@@ -80,6 +80,18 @@ def test_concordance_by_pairs():
     assert concordance(given[0], none, given[2]) == (0, 0, 0)
 
 
+def test_equal_risks_tie_in_any_order_of_rows_and_terms():
+    """Beside all pairs of whole numbers."""
+    rng = np.random.default_rng(0)
+    x, weights = rng.integers(-2, 3, (200, 6)), np.array([1, 2, 3, 5, 7, 11]) / 7
+    y = torch.from_numpy(rng.random(200) < 0.4).double()
+    exact = torch.from_numpy(x @ np.array([1, 2, 3, 5, 7, 11])).double()
+    orders = [rng.permutation(6) for _ in x]
+    eta = torch.tensor([sum(a[o] * weights[o]) for a, o in zip(x, orders, strict=True)])
+    wanted = concordance(exact, y, torch.ones_like(y))
+    close(concordance(eta.sigmoid(), y, torch.ones_like(y)), wanted, rtol=1e-12)
+
+
 def test_concordance_by_site():
     sk = pytest.importorskip("sklearn.metrics")
     given = sites("binomial")

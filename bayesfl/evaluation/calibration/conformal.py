@@ -47,6 +47,7 @@ _BEYOND = 0.5
 outliers do.
 """
 _DECIMALS = 6
+_SLACK = 1e-6  # of scores of classes: less is rounding, in float32, of scores that are equal
 _ROUNDING = (
     1e-9  # so that a rank is not rounded up where it would be whole but for floating-point error
 )
@@ -166,7 +167,9 @@ class Conformal:
             }
         return {
             "n_scores": _counted(
-                torch.bucketize(scores, state["edges"]),
+                torch.bucketize(
+                    scores - _SLACK * (local.predictions.probs is not None), state["edges"]
+                ),
                 group,
                 mask,
                 int(state["groups"]),
@@ -282,7 +285,7 @@ class Conformal:
             u = u.unsqueeze(-1).expand(logits.shape[:-1])
             inside = inside.unsqueeze(-1).expand(logits.shape[:-1])
         probs = logits.softmax(-1)
-        sets = class_scores(self.score, probs, u) <= threshold.reshape(
+        sets = class_scores(self.score, probs, u) <= _SLACK + threshold.reshape(
             len(threshold), *[1] * (logits.dim() - 2), -1
         )
         if self.never_empty:

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from bayesfl.base.numerics import levelled
 from bayesfl.evaluation.predictions import Predictions
 
 Score: TypeAlias = Literal["lac", "aps", "raps"]
@@ -35,7 +36,7 @@ def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
     probs = probs.double()
     if score == "lac":
         return 1 - probs
-    order = torch.sort(probs, dim=-1, descending=True, stable=True).indices
+    order = torch.sort(levelled(probs.float()), dim=-1, descending=True, stable=True).indices
     ordered = probs.gather(-1, order)
     # Sums of probabilities round.
     ranked = (ordered.cumsum(-1) - ordered * (1 - uniform.double().unsqueeze(-1))).clamp_max(1.0)

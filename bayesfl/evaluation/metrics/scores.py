@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from bayesfl.base.numerics import levelled
 from bayesfl.evaluation.metrics.clients import as_clients, check_shapes, pool
 
 
@@ -226,7 +227,8 @@ class Scored:
         edge = torch.ones(clients, min(rows, 1), dtype=torch.bool)
         areas = []
         for k in (1,) if outputs == 2 else range(outputs):
-            score, order = self.probs[..., k].masked_fill(~self.mask, math.inf).sort(-1)
+            score = levelled(self.probs[..., k].masked_fill(~self.mask, math.inf))
+            score, order = score.sort(-1)
             change = score[:, 1:] != score[:, :-1]
             first = torch.where(torch.cat([edge, change], -1), position, 0).cummax(-1).values
             last = (

@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from bayesfl.base.numerics import levelled
 from bayesfl.base.protocols import Tensors
 from bayesfl.stats.asking import Questions, slot
 from bayesfl.stats.diagnostics import DOUBT
@@ -137,6 +138,7 @@ class Concordance(AfterFit):
         """Return one site's numbers; see `SiteSurvey`."""
         times, events = followed(site, self.likelihood.time, self.likelihood.event)
         eta, w = self.likelihood.rows(state["theta"], site).eta, site.weights
+        eta = levelled(eta, eta.abs().max()) if len(eta) else eta
         pairs = concordant = tied = 0.0
         for first in events.nonzero().flatten():  # a row at a time, as all pairs are many
             later = (times > times[first]) | ((times == times[first]) & ~events)

@@ -371,3 +371,26 @@ def test_ranks_are_exact():
             shrink=0,
         )
         assert round(float(found) * n) == (n + 1) * 6 // 10
+
+
+@pytest.mark.parametrize("score", ["lac", "aps", "raps"])
+@pytest.mark.parametrize("shrink", [0.0, 20.0, math.inf])
+def test_sets_do_not_depend_on_last_bits(score: Any, shrink: float):
+    """Votes of eight, of which many rows have the same, with and without rounding in float32; equal
+    probabilities of two classes, too.
+    """
+    given = local((40, 25, 60), seed=2)
+    votes = given.predictions.probs.nan_to_num(0.25).mul(8).round() + 1e-3
+    votes = votes / votes.sum(-1, keepdim=True)
+    noise = 1 + 2.0**-23 * (
+        torch.rand(votes.shape, generator=torch.Generator().manual_seed(0)) - 0.5
+    )
+
+    def sets(probs: torch.Tensor) -> torch.Tensor:
+        probs = probs.masked_fill(~given.predictions.mask[..., None], torch.nan)
+        own = replace(given, predictions=replace(given.predictions, probs=probs))
+        found = fit(Conformal(score=score, shrink=shrink), own, CLASSES).apply(own).predictions.sets
+        assert found is not None
+        return found
+
+    assert sets(votes).equal(sets(votes * noise))
