@@ -42,7 +42,7 @@ def doubt(probs: Tensor) -> Tensor:
         >>> bf.detection.doubt(torch.tensor([[0.75, 0.25], [0.5, 0.5]])).tolist()
         [0.25, 0.5]
     """
-    probs = torch.as_tensor(probs).detach().cpu()
+    probs = _probabilities(probs)
     others = probs.double().scatter(-1, probs.argmax(-1, keepdim=True), 0).sum(-1)
     return _as_precise(others, probs)
 
@@ -55,8 +55,23 @@ def entropy(probs: Tensor) -> Tensor:
         >>> bf.detection.entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))  # 0 and log 2
         tensor([0.0000, 0.6931], dtype=torch.float64)
     """
-    probs = torch.as_tensor(probs).detach().cpu()
+    probs = _probabilities(probs)
     return _as_precise(torch.special.entr(probs.double()).sum(-1), probs)
+
+
+def _probabilities(probs: Tensor) -> Tensor:
+    """Return probabilities on the CPU; NaN stays.
+
+    Raises:
+        ValueError: A number is no probability.
+    """
+    probs = torch.as_tensor(probs).detach().cpu()
+    if bool(((probs < -1e-6) | (probs > 1 + 1e-2)).any()):
+        raise ValueError(
+            f"probs must be in [0, 1], got {float(probs.min()):.4g} to {float(probs.max()):.4g}; "
+            "of logits take softmax(-1), of log probabilities exp()"
+        )
+    return probs
 
 
 def _as_precise(score: Tensor, probs: Tensor) -> Tensor:

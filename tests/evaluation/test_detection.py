@@ -369,3 +369,16 @@ def test_equal_inputs_tie_in_batches_of_any_size(dtype: torch.dtype, seed: int):
         found(alone, back[:150], batched[150:]),
     ):
         assert one == pytest.approx(wanted, rel=1e-12)
+
+
+def test_doubt_of_votes_and_of_log_probabilities():
+    """Zeros and ones have no entropy; what is no probability is refused."""
+    votes = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [0, 1, 0]])
+    assert detection.doubt(votes).tolist() == [0, 0.25, 0]
+    two = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert detection.entropy(votes.double()).tolist() == pytest.approx([0, two, 0], rel=1e-15)
+    assert detection.entropy(torch.eye(3, dtype=torch.int64)).tolist() == [0, 0, 0]
+    for score in (detection.doubt, detection.entropy):
+        for wrong in (votes.log(), votes[1:2].log(), torch.tensor([[2.0, -1.0]]), 9 * votes):
+            with pytest.raises(ValueError, match=r"in \[0, 1\], got .*log probabilities exp"):
+                score(wrong)

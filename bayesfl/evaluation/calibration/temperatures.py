@@ -177,6 +177,10 @@ class Temperature:
         )
 
 
+NEVER = -1e300
+"""Logarithm of a probability of 0: finite, so that its product with 0 is 0."""
+
+
 def temperature(logits: Tensor, y: Tensor) -> float:
     """Return the temperature T of one model, which minimises the negative log likelihood of
     softmax(logits / T) at held-out labels.
@@ -186,12 +190,14 @@ def temperature(logits: Tensor, y: Tensor) -> float:
     range 0.05 to 20, with a warning.
 
     Args:
-        logits: Outputs of the model, [N, O], or logarithms of its probabilities; [N] or [N, 1] for
-            the logit of the second of two classes.
+        logits: Outputs of the model, [N, O], or logarithms of its probabilities, of which those of
+            other classes than the label may be -inf; [N] or [N, 1] for the logit of the second of
+            two classes.
         y: Labels [N], integers in [0, O).
 
     Raises:
-        ValueError: There are more or fewer labels than logits, or one is no class.
+        ValueError: There are more or fewer labels than logits, one is no class, or its probability
+            is 0 or not finite, which no temperature changes.
 
     Example:
         >>> logits, y = torch.tensor([[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1, 1])
@@ -200,9 +206,16 @@ def temperature(logits: Tensor, y: Tensor) -> float:
     """
     logits, y = torch.as_tensor(logits).detach().cpu().double(), torch.as_tensor(y).cpu()
     if logits.dim() == 1 or logits.shape[-1] == 1:
-        logits = torch.stack([torch.zeros(len(logits)).double(), logits.reshape(-1)], -1)
+        second = logits.reshape(-1)
+        logits = torch.stack([-second.clamp_min(0), second.clamp_max(0)], -1)  # of inf, too
     y = as_labels(y, *logits.shape)
     logits = logits - logits.amax(-1, keepdim=True)
+    if len(bad := (~logits.gather(-1, y[:, None]).isfinite()).flatten().nonzero()):
+        raise ValueError(
+            f"the label of row {int(bad[0])} has probability 0, or its logits are not finite, "
+            "which no temperature changes: of votes take (probs + 1e-3).log()"
+        )
+    logits = logits.clamp_min(NEVER)
     grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64)
     none = torch.zeros(1, dtype=torch.float64)
     log_t = Tempered(logits.T[None].contiguous(), y[None], grid).minimise(none, none)

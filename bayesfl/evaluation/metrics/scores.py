@@ -160,7 +160,7 @@ class Scored:
                 f"for; got {lowest} to {highest} in {kind}. Number the classes from 0, use "
                 "labels.long(), or mask the rows that are padding."
             )
-        finite = probs.isfinite().all(-1)
+        finite = (probs < math.inf).all(-1)  # -inf is a log probability, and refused below
         exact = probs.dtype if probs.is_floating_point() else torch.float64
         probs = probs.to(torch.float64).masked_fill(~(mask & finite)[..., None], 0)
         least, most = (float(probs.min()), float(probs.max())) if probs.numel() else (0.0, 1.0)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.surveys import together
-from bayesfl.evaluation.calibration import Temperature, fit
+from bayesfl.evaluation.calibration import Temperature, fit, temperature
 from bayesfl.evaluation.calibration.temperatures import COLDEST, HOTTEST
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from tests.evaluation.calibration.made import CLASSES, alone, local, part
@@ -178,3 +178,46 @@ def test_the_temperature_of_one_model():
 def test_labels_that_are_not_of_the_logits_are_refused(y):
     with pytest.raises(ValueError, match="labels must be"):
         bf.calibration.temperature(torch.rand(3, 2), y)
+
+
+VOTES = torch.tensor(
+    [[1, 0, 0], [0.4, 0.6, 0], [0, 0, 1], [0.2, 0.8, 0], [0.7, 0, 0.3], [0.1, 0.3, 0.6]]
+).double()
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 0, 0, 2], [0, 0, 2, 1, 2, 2], [0, 1, 2, 1, 0, 1]])
+def test_a_temperature_of_votes(labels: list[int]):
+    """A class without votes has probability 0 at every temperature, as by p^(1 / T) on a grid."""
+    y = torch.tensor(labels)
+    grid = torch.linspace(math.log(0.06), math.log(19.0), 20001).double().exp()
+    powers = VOTES.pow(1 / grid[:, None, None])
+    nll = -(powers[:, torch.arange(6), y] / powers.sum(-1)).log().sum(-1)
+    wanted = float(grid[nll.argmin()])
+    assert 0.07 < wanted < 18
+    for logits in (VOTES.log(), VOTES.float().log(), VOTES.log() + 3):
+        assert temperature(logits, y) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_temperature_of_odds_of_0_and_infinity():
+    """One logit: the certain rows add nothing."""
+    odds, y = torch.tensor([2.0, 1.0, -1.5, 3.0]), torch.tensor([1, 0, 0, 1])
+    certain = torch.cat([odds, torch.tensor([math.inf, -math.inf])])
+    wanted = temperature(odds, y)
+    assert temperature(certain, torch.cat([y, torch.tensor([1, 0])])) == pytest.approx(wanted)
+    assert temperature(torch.stack([-odds, odds], -1) / 2, y) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("logits", "y"),
+    [
+        (VOTES.log(), [2, 1, 2, 0, 0, 2]),
+        (torch.full((6, 2), -math.inf), [0] * 6),
+        (torch.tensor([[math.inf, 0.0]] + [[1.0, 0.0]] * 5), [0] * 6),
+        (torch.tensor([[math.nan, 0.0]] + [[1.0, 0.0]] * 5), [1] * 6),
+        (torch.tensor([math.inf] + [1.0] * 5), [0] * 6),
+    ],
+    ids=["a vote against", "no class", "infinite", "nan", "odds"],
+)
+def test_a_label_of_probability_0_is_refused(logits: Tensor, y: list[int]):
+    with pytest.raises(ValueError, match=r"label of row 0 .*no temperature.*probs \+ 1e-3"):
+        temperature(logits, torch.tensor(y))

@@ -144,3 +144,26 @@ def test_float32_and_numpy_are_taken_and_nothing_is_changed():
         metrics.nll(probs.numpy(), labels.numpy(), mask.numpy()), metrics.nll(probs, labels, mask)
     )
     assert_close(probs, before, equal_nan=True, rtol=0, atol=0)
+
+
+def test_votes_and_log_probabilities():
+    """Exact zeros and ones by hand, in every type; log probabilities are refused, -inf too."""
+    votes = torch.tensor([[1, 0, 0], [0.25, 0.75, 0], [0, 0, 1], [0.25, 0.75, 0], [0, 1, 0]])
+    y = torch.tensor([0, 1, 2, 0, 2])
+    worst = -math.log(torch.finfo(torch.float64).tiny)
+    wanted = {
+        metrics.accuracy: 3 / 5,
+        metrics.nll: (math.log(4 / 3) + math.log(4) + worst) / 5,
+        metrics.brier: (0.125 + 0.75**2 + 0.75**2 + 2) / 5,
+        metrics.ece: (3 * abs(2 / 3 - 1) + 2 * abs(1 / 2 - 3 / 4)) / 5,
+        metrics.macro_f1: (2 / 3 + 2 / 4 + 2 / 3) / 3,
+        metrics.auroc: (5.5 / 6 + 2.5 / 4 + 4.5 / 6) / 3,
+    }
+    for measure, value in wanted.items():
+        for kind in (torch.float32, torch.float64, torch.bfloat16):
+            assert float(measure(votes.to(kind), y)) == pytest.approx(value, rel=1e-12), measure
+        for logs in (votes.log(), (votes + 0.1).log()):
+            with pytest.raises(ValueError, match=r"log probabilities exp\(\)"):
+                measure(logs, y)
+    ones = torch.eye(3, dtype=torch.int64)[y]
+    assert float(metrics.nll(ones, y)) == float(metrics.ece(ones, y)) == 0
