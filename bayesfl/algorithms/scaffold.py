@@ -88,21 +88,11 @@ def scaffold(
         likelihood=likelihood,
         server=lambda blocks, clients: {"c": torch.zeros_like(blocks["w"]["loc"])},
         broadcast=("c",),
-        private={"own": servers},
-        reports={"change": zeros},
+        private={"own": lambda given: given["c"]},  # of a new client, so that c stays the mean
+        reports={"change": lambda given: torch.zeros_like(given["c"])},
         combine=combine,
         tally=True,
     )
-
-
-def servers(given: Server) -> Tensor:
-    """Return the control variate of a client that is new, [D], by which c stays the mean."""
-    return given["c"]
-
-
-def zeros(given: Server) -> Tensor:
-    """Return a change of 0, [D]."""
-    return torch.zeros_like(given["w"]["loc"])
 
 
 def correction(given: Server, view: View) -> Tensor:

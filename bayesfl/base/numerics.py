@@ -2,9 +2,9 @@
 nothing.
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import TypeVar
 
 import torch
@@ -27,24 +27,18 @@ def own_modes() -> Iterator[None]:
     """Compute in the run's own precision, and so that gradients can be taken, whatever `autocast`
     or `inference_mode` the caller is in; both would hold for this thread and not for the workers.
     """
-    grads = torch.is_grad_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(grads))  # which leaving that mode has set
+    grads = torch.is_grad_enabled()  # leaving inference mode sets it
+    with torch.inference_mode(False), torch.set_grad_enabled(grads), ExitStack() as stack:
         for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 
 def in_own_modes(owner: type[T]) -> type[T]:
-    """Make all public methods of a class compute in `own_modes`."""
+    """Make all public methods of a class, but for class methods, compute in `own_modes`."""
     for name, method in list(vars(owner).items()):
-        if name.startswith("_"):
-            continue
-        if inspect.isfunction(method):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
             setattr(owner, name, own_modes()(method))
-        elif isinstance(method, classmethod):
-            setattr(owner, name, classmethod(own_modes()(method.__func__)))
     return owner
 
 
@@ -104,12 +98,14 @@ def levelled(scores: Tensor, scale: Tensor | float = 0.0) -> Tensor:
     kind = torch.float32 if same(scores.float().double(), scores) else torch.float64
     ordered, order = scores.sort(-1)
     room = TIES[kind] * ordered.abs().clamp_min(scale)
-    apart = torch.ones_like(ordered, dtype=torch.bool)
-    apart[..., 1:] = ~(ordered.diff() <= torch.minimum(room[..., 1:], room[..., :-1]))
-    group = apart.long().cumsum(-1) - 1
-    none = torch.zeros_like(ordered)
-    least = none.scatter_reduce(-1, group, ordered, "amin", include_self=False).gather(-1, group)
-    most = none.scatter_reduce(-1, group, ordered, "amax", include_self=False).gather(-1, group)
+    near = ordered.diff() <= torch.minimum(room[..., 1:], room[..., :-1])
+    group = torch.cat([torch.zeros_like(order[..., :1]), ~near], -1).cumsum(-1)
+    least, most = (
+        torch.zeros_like(ordered)
+        .scatter_reduce(-1, group, ordered, end, include_self=False)
+        .gather(-1, group)
+        for end in ("amin", "amax")
+    )
     one = torch.where(most - least <= room, least, ordered)
     return torch.empty_like(one).scatter_(-1, order, one)
 

@@ -38,6 +38,8 @@ from typing import (
 import numpy as np
 from torch import Tensor
 
+from bayesfl.base.numerics import own_modes
+
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
@@ -276,7 +278,7 @@ def declared(function: Callable[P, R], /) -> Callable[P, R]: ...
 def declared(*, idle: Idle) -> Callable[[T], T]: ...
 def declared(function: Any = None, /, *, idle: Idle = types.MappingProxyType({})) -> Any:
     """Check the options of a function before it runs, or those of a data class after its fields are
-    set, and complete the docstring.
+    set, and complete the docstring. The function computes in `own_modes`.
 
     A data class is declared below `dataclass`, and its own `__post_init__` runs after the check.
 
@@ -295,7 +297,12 @@ def _declared(function: Callable[P, R], idle: Idle) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         found = arguments(function, args, kwargs, idle)
-        return function(*args, **kwargs) if found is None else function(*found.args, **found.kwargs)
+        with own_modes():
+            return (
+                function(*args, **kwargs)
+                if found is None
+                else function(*found.args, **found.kwargs)
+            )
 
     return documented(checked, function)
 

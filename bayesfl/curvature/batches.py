@@ -79,8 +79,7 @@ def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, 
 
 def _placed(t: Tensor, like: Tensor) -> Tensor:
     """Return a tensor on the device of `like`, with which gradients can be taken."""
-    t = t.to(like.device)
-    return t.clone() if t.is_inference() else t
+    return t.to(like.device).clone() if t.is_inference() else t.to(like.device)
 
 
 def every_row(x: Iterable[Any]) -> Iterable[Any]:
@@ -99,15 +98,15 @@ def every_row(x: Iterable[Any]) -> Iterable[Any]:
         order.drop_last = False
         # A DataLoader refuses to set these by name; its workers stay with the one that was given.
         vars(x).update({"drop_last": False, kind: order, "_iterator": None})
-    if isinstance(x.dataset, IterableDataset):
-        return x
     own = getattr(order, "sampler", order)
-    known = type(order) is BatchSampler or order is own
-    known &= type(own) in (SequentialSampler, RandomSampler, SubsetRandomSampler)
-    known &= not getattr(own, "replacement", False)
-    if not (known and len(own) == len(getattr(own, "data_source", own))) and (
-        _rows(order) != _rows(order)
-    ):
+    plain = (
+        (type(order) is BatchSampler or order is own)
+        and type(own) in (SequentialSampler, RandomSampler, SubsetRandomSampler)
+        and not getattr(own, "replacement", False)
+        and len(own) == len(getattr(own, "data_source", own))
+    )
+    known = plain or isinstance(x.dataset, IterableDataset)
+    if not known and _rows(order) != _rows(order):
         raise ValueError(
             f"the loader's {type(own).__name__} reads other rows in every pass, so that it is not "
             "known which rows the posterior is of: pass a loader without it, as "
@@ -118,11 +117,11 @@ def every_row(x: Iterable[Any]) -> Iterable[Any]:
 
 def _rows(order: Iterable[Any]) -> Counter[str]:
     """Count how often a sampler, or a sampler of batches, reads each row in one pass."""
-    found: Counter[str] = Counter()
-    for rows in order:
-        rows = rows.tolist() if hasattr(rows, "tolist") else rows
-        found.update(map(repr, rows if isinstance(rows, list | tuple) else [rows]))
-    return found
+    return Counter(
+        repr(row)
+        for rows in order
+        for row in (rows if isinstance(rows, Iterable) and getattr(rows, "ndim", 1) else [rows])
+    )
 
 
 def _second(batch: Any) -> Any:

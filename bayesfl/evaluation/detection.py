@@ -42,9 +42,7 @@ def doubt(probs: Tensor) -> Tensor:
         >>> bf.detection.doubt(torch.tensor([[0.75, 0.25], [0.5, 0.5]])).tolist()
         [0.25, 0.5]
     """
-    probs = _probabilities(probs)
-    others = probs.double().scatter(-1, probs.argmax(-1, keepdim=True), 0).sum(-1)
-    return _as_precise(others, probs)
+    return _of_probabilities(probs, lambda p: p.scatter(-1, p.argmax(-1, keepdim=True), 0))
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -55,12 +53,12 @@ def entropy(probs: Tensor) -> Tensor:
         >>> bf.detection.entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))  # 0 and log 2
         tensor([0.0000, 0.6931], dtype=torch.float64)
     """
-    probs = _probabilities(probs)
-    return _as_precise(torch.special.entr(probs.double()).sum(-1), probs)
+    return _of_probabilities(probs, torch.special.entr)
 
 
-def _probabilities(probs: Tensor) -> Tensor:
-    """Return probabilities on the CPU; NaN stays.
+def _of_probabilities(probs: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the sum over classes of a function of probabilities, [..., N] in float64, without
+    digits beyond those of `probs`, which would break ties.
 
     Raises:
         ValueError: A number is no probability.
@@ -71,12 +69,8 @@ def _probabilities(probs: Tensor) -> Tensor:
             f"probs must be in [0, 1], got {float(probs.min()):.4g} to {float(probs.max()):.4g}; "
             "of logits take softmax(-1), of log probabilities exp()"
         )
-    return probs
-
-
-def _as_precise(score: Tensor, probs: Tensor) -> Tensor:
-    """Return a score in float64 without digits beyond those of `probs`, which would break ties."""
-    return score.to(torch.promote_types(probs.dtype, torch.float32)).double()
+    precision = torch.promote_types(probs.dtype, torch.float32)
+    return term(probs.double()).sum(-1).to(precision).double()
 
 
 def scores(predictions: Predictions) -> dict[str, Tensor]:
@@ -479,17 +473,13 @@ def _curves(
 
 def _selective(score: Tensor, right: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     score, right, mask = (torch.as_tensor(t).detach().cpu() for t in (score, right, mask))
-    _check(score=score, right=right, mask=mask)
-    if right.dtype != torch.bool:
-        raise ValueError(
-            f"right must be bool, whether each prediction is right, got {right.dtype}; use "
-            "probs.argmax(-1) == labels"
-        )
+    _check(score=score, right=right)
+    _check(score=score, mask=mask)
     return score.double(), right, mask
 
 
 def _check(**rows: Tensor) -> None:
-    """Check that all have one entry for each row, and that the last is a mask."""
+    """Check that all have one entry for each row, and that the last is bool."""
     shapes = {name: list(t.shape) for name, t in rows.items()}
     if any(len(shape) != 2 or shape != next(iter(shapes.values())) for shape in shapes.values()):
         raise ValueError(
@@ -499,6 +489,6 @@ def _check(**rows: Tensor) -> None:
     name, mask = list(rows.items())[-1]
     if mask.dtype != torch.bool:
         raise ValueError(
-            f"{name} must be bool, True where a row is an example; got {mask.dtype}, use "
-            "mask.bool()"
+            f"{name} must be bool, got {mask.dtype}; use {name}.bool(), or for whether predictions "
+            "are right probs.argmax(-1) == labels"
         )

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from bayesfl.base import archive
 from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.layout import Layout, Pattern
-from bayesfl.base.numerics import in_own_modes
+from bayesfl.base.numerics import in_own_modes, own_modes
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature import Curvature, Inverse, invert, kronecker
@@ -94,6 +94,7 @@ class Laplace(Drawn):
     weight: Tensor | None = None
 
     @classmethod
+    @own_modes()
     def fit(
         cls,
         model: nn.Module,
@@ -167,6 +168,7 @@ class Laplace(Drawn):
         return cls(curvature, loc, prior, diagonal, structure, examples, inverse, weight)
 
     @classmethod
+    @own_modes()
     def load(
         cls,
         path: str | os.PathLike[str],

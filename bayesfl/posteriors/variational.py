@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bayesfl.base import archive
 from bayesfl.base.inputs import Inputs
 from bayesfl.base.layout import Layout, Pattern
-from bayesfl.base.numerics import in_own_modes, own_modes
+from bayesfl.base.numerics import in_own_modes
 from bayesfl.base.options import Count, Natural, Positive, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.random import Purpose, generator
@@ -197,7 +197,6 @@ class Family(ABC):
         """Return the belief with these natural parameters, which `natural` returns."""
 
     @classmethod
-    @own_modes()
     @declared
     def fit(
         cls,
@@ -278,7 +277,6 @@ class Family(ABC):
         return Variational(family, belief, target, torch.stack(history).cpu())
 
     @classmethod
-    @own_modes()
     def load(
         cls,
         path: str | os.PathLike[str],

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.numerics import own_modes
 from bayesfl.stats.families import Family
 
 NODES = 15
@@ -192,7 +191,6 @@ def _quadrature(
     return logs.logsumexp(-1) + spread.log() - math.log(2 * math.pi) / 2
 
 
-@own_modes()
 @torch.enable_grad()
 def derivatives(
     family: Family, groups: Groups, phi: Tensor, r: int

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.numerics import own_modes
 from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
@@ -429,7 +428,6 @@ def _summaries(draws: Mapping[Any, Tensor], level: float, ratio: str | None) -> 
     return pandas.DataFrame(columns, index=index)
 
 
-@own_modes()
 @declared
 def mixed(
     sites: Sites,

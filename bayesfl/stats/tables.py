@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.numerics import own_modes
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey
@@ -152,7 +151,6 @@ class Tables:
         return design(frame, self.terms)
 
 
-@own_modes()
 @declared
 def tables(
     frames: Mapping[str, Any],

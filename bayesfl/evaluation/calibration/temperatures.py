@@ -177,10 +177,6 @@ class Temperature:
         )
 
 
-NEVER = -1e300
-"""Logarithm of a probability of 0: finite, so that its product with 0 is 0."""
-
-
 def temperature(logits: Tensor, y: Tensor) -> float:
     """Return the temperature T of one model, which minimises the negative log likelihood of
     softmax(logits / T) at held-out labels.
@@ -206,8 +202,7 @@ def temperature(logits: Tensor, y: Tensor) -> float:
     """
     logits, y = torch.as_tensor(logits).detach().cpu().double(), torch.as_tensor(y).cpu()
     if logits.dim() == 1 or logits.shape[-1] == 1:
-        second = logits.reshape(-1)
-        logits = torch.stack([-second.clamp_min(0), second.clamp_max(0)], -1)  # of inf, too
+        logits = (logits.reshape(-1, 1) * torch.tensor([-1, 1])).clamp_max(0)  # infinite ones, too
     y = as_labels(y, *logits.shape)
     logits = logits - logits.amax(-1, keepdim=True)
     if len(bad := (~logits.gather(-1, y[:, None]).isfinite()).flatten().nonzero()):
@@ -215,7 +210,7 @@ def temperature(logits: Tensor, y: Tensor) -> float:
             f"the label of row {int(bad[0])} has probability 0, or its logits are not finite, "
             "which no temperature changes: of votes take (probs + 1e-3).log()"
         )
-    logits = logits.clamp_min(NEVER)
+    logits = logits.clamp_min(-1e300)  # of probability 0; its product with 0 is 0
     grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), TEMPERATURES, dtype=torch.float64)
     none = torch.zeros(1, dtype=torch.float64)
     log_t = Tempered(logits.T[None].contiguous(), y[None], grid).minimise(none, none)

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 from bayesfl import preflight
 from bayesfl.base.described import described
 from bayesfl.base.display.progress import progress_bar
-from bayesfl.base.numerics import own_modes
 from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
 from bayesfl.base.warning import warn
@@ -172,7 +171,7 @@ def simulate(
         algorithm, clients, settings, sampling, aggregation, admission, faults, start, resume
     )
     device = present(device)
-    with files.claimed(checkpoint) as held, own_modes():
+    with files.claimed(checkpoint) as held:
         goes_on = _from_where(resume, checkpoint, held)
         before = None
         if start is not None and goes_on is None:

@@ -180,8 +180,8 @@ def matched(
     """
     if not all(before):
         warn("the names of clients in the run before are not known: clients are matched by number")
-        both = torch.arange(min(len(names), len(before)))
-        both = both[:0] if algorithm.tally and len(both) < len(before) else both
+        gone = algorithm.tally and len(names) < len(before)
+        both = torch.arange(0 if gone else min(len(names), len(before)))
         return both, both
     if twice := repeated(names):
         raise ValueError(

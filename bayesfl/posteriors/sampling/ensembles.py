@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.layout import Pattern
-from bayesfl.base.numerics import own_modes
 from bayesfl.base.options import Count, Natural, declared
 from bayesfl.base.protocols import Likelihood
 from bayesfl.base.random import Purpose, generator
@@ -15,7 +14,6 @@ from bayesfl.posteriors.sampling.samples import Samples
 from bayesfl.posteriors.sampling.target import Target
 
 
-@own_modes()
 @declared
 def ensemble(
     model: nn.Module,

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.layout import Pattern
-from bayesfl.base.numerics import own_modes
 from bayesfl.base.options import Count, Natural, NotNegative, Positive, Range, declared
 from bayesfl.base.protocols import Likelihood
 from bayesfl.base.random import Purpose, generator
@@ -107,7 +106,6 @@ def sgld(
     )
 
 
-@own_modes()
 @declared
 def sghmc(
     model: nn.Module,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from bayesfl.base.inputs import Inputs, join
 from bayesfl.base.layout import Layout, Pattern
-from bayesfl.base.numerics import own_modes
 from bayesfl.base.options import PROBABILITY, Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.batches import Data, labelled
@@ -30,7 +29,6 @@ whole data.
 log = logging.getLogger(__name__)
 
 
-@own_modes()
 @torch.enable_grad()
 @declared
 def nuts(

@@ -138,7 +138,7 @@ class Concordance(AfterFit):
         """Return one site's numbers; see `SiteSurvey`."""
         times, events = followed(site, self.likelihood.time, self.likelihood.event)
         eta, w = self.likelihood.rows(state["theta"], site).eta, site.weights
-        eta = levelled(eta, eta.abs().max()) if len(eta) else eta
+        eta = levelled(eta, eta.norm())
         pairs = concordant = tied = 0.0
         for first in events.nonzero().flatten():  # a row at a time, as all pairs are many
             later = (times > times[first]) | ((times == times[first]) & ~events)
