@@ -52,10 +52,7 @@ class Addressed(TorchDispatchMode):
         if not _may_draw(func) or _idle(func, args, named):
             return func(*args, **named)
         if named.get("generator") is not None:
-            raise ValueError(
-                f"{func} is called with a generator of its own, which no seed of a run repeats; "
-                "leave generator= out"
-            )
+            return self._given(func, args, named)
         named = {name: value for name, value in named.items() if name != "generator"}
         if func is torch.ops.aten.native_dropout.default:
             return self._dropout(*args, **named)
@@ -72,6 +69,12 @@ class Addressed(TorchDispatchMode):
         )
         return drawing(*args, **named, generator=self._generator(torch.device(device)))
 
+    def _given(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        raise ValueError(
+            f"{func} is called with a generator of its own, which no seed of a run repeats; "
+            "leave generator= out"
+        )
+
     def _generator(self, device: torch.device) -> torch.Generator:
         self.drawn += 1
         return torch.Generator(device).manual_seed(_mixed(self._key + self.drawn))
@@ -84,6 +87,33 @@ class Addressed(TorchDispatchMode):
     def _kept(self, like: Tensor, p: float = 0.5) -> Tensor:
         self.drawn += 1
         return bernoulli([self._key], self.drawn - 1, like.shape, p, like.device)[0]
+
+
+class Seeded(Addressed):
+    """A context in which every random operation of torch that is given no generator draws from one
+    that `seed` alone starts, for each device its own.
+
+    The numbers are those after `torch.manual_seed(seed)`, but the generators that all threads share
+    are neither read nor changed, and a seed that the code inside gives to these has no effect.
+
+    Args:
+        seed: A whole number of 64 bits.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def _given(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        return func(*args, **named)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._key)
+        return self._generators[device]
+
+    def _kept(self, like: Tensor, p: float = 0.5) -> Tensor:
+        return torch.empty_like(like).bernoulli_(p, generator=self._generator(like.device))
 
 
 def bernoulli(

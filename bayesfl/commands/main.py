@@ -98,7 +98,7 @@ def _file(folder: Path) -> Path | None:
     for found in (files.checkpoints(folder), sorted(folder.glob("*.safetensors"))):
         if found:
             return found[0]
-    alone = any(folder.rglob(files.CLIENT_FILE)) and not any(folder.glob("*.json"))
+    alone = any(folder.rglob(files.CLIENT_FILE)) and not any(folder.glob("*.record"))
     return only_file(folder) if alone else None
 
 

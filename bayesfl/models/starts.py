@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base.addressed import Seeded
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.random import Purpose, generator
 from bayesfl.models.copies import duplicate
@@ -19,8 +20,7 @@ def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) 
     N(0, head_scale^2) if that is given.
     """
     word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(word)
+    with Seeded(word), torch.device("cpu"):
         model = make()
     if head_scale is not None:
         rng = generator(seed, Purpose.MODEL, index=_HEAD)
@@ -75,8 +75,7 @@ def anew(
 
     def start(rng: np.random.Generator, size: int) -> Tensor:
         fresh = duplicate(module)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int(rng.integers(2**31)))
+        with Seeded(int(rng.integers(2**31))):
             for layer in fresh.modules():
                 if callable(reset := getattr(layer, "reset_parameters", None)):
                     reset()

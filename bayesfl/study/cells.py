@@ -2,17 +2,18 @@
 
 A cell's address is the identity that a saved run of it has: the method with all its options and its
 network, the start of its weights, the data by their hash, the seed and the settings. What they are
-called, and the code that makes them, does not count. The file has the address as its name and is
-JSON: what is read from a folder runs no code.
+called, and the code that makes them, does not count. The file has the address as its name. A cell
+trains only from the data and the weights that its address names.
 """
 
 import inspect
-import json
-import math
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from bayesfl.base import archive
+from bayesfl.base.addressed import Seeded
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.described import described, digest_of
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
@@ -35,12 +39,15 @@ from bayesfl.federation.store.identity import identity
 from bayesfl.study.budget import epochs, gradient_steps, with_steps
 from bayesfl.study.settings import in_words, value_in_words
 
+_BUILDING = threading.RLock()
+
 
 @dataclass(frozen=True)
 class Record:
     """Hold what is kept of one run.
 
     Args:
+        address: The address of its cell.
         method: The method's name in the study that ran it.
         options: The options that this study set, in words.
         seed: The seed.
@@ -59,6 +66,7 @@ class Record:
         error: `class`, `text` and `traceback` of the error that ended it; None where none did.
     """
 
+    address: str = ""
     method: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
@@ -76,17 +84,18 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Write the record, completely or not at all."""
-        report.write_json(path, {**vars(self), "history": self.history.rows})
+        archive.write(path, KIND, {**vars(self), "history": self.history.rows}, {})
 
     @classmethod
     def read(cls, path: Path) -> "Record":
-        """Return the record that a file holds."""
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [
-            {name: math.nan if value is None else value for name, value in row.items()}
-            for row in found["history"]  # JSON has no NaN
-        ]
-        return cls(**{**found, "history": History(rows)})
+        """Return the record that a file holds.
+
+        Raises:
+            CheckpointError: The file is damaged, or is none of a record.
+            TypeError: It has fields of another version.
+        """
+        found, _ = archive.read_kind(path, KIND)
+        return cls(**{**found, "history": History(found["history"])})
 
     def finished(self, *, keep: bool) -> bool:
         """Say whether the run need not be made again: it went through, and was kept if it is to be,
@@ -95,6 +104,10 @@ class Record:
         if self.error is not None:
             return self.error["class"] == DivergenceError.__name__
         return self.kept or not keep
+
+
+KIND, SUFFIX = "record", ".record"
+"""The kind of a record's file, and the end of its name."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +122,7 @@ class Cell:
         data: (seed=) -> the federation's data.
         model: (data) -> the network, or (data, seed=) -> the network.
         settings: Arguments of `bf.simulate`, `rounds` among them.
+        told: Description of those settings that change numbers.
         steps: Number of gradient steps of a client in a round; None for the method's own.
     """
 
@@ -119,15 +133,16 @@ class Cell:
     data: Callable[..., FederatedData]
     model: Callable[..., nn.Module]
     settings: Mapping[str, Any]
+    told: Any
     steps: int | None = None
 
     def federation(self) -> tuple[FederatedData, nn.Module]:
         """Return the data, and the network with weights that depend on the seed alone."""
-        clients = self.data(seed=self.seed)
-        seeded = "seed" in inspect.signature(self.model).parameters
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.seed)
-            return clients, self.model(clients, **({"seed": self.seed} if seeded else {}))
+        with _BUILDING:  # as functions may seed generators that all threads share
+            clients = self.data(seed=self.seed)
+            seeded = "seed" in inspect.signature(self.model).parameters
+            with Seeded(self.seed):
+                return clients, self.model(clients, **({"seed": self.seed} if seeded else {}))
 
     def algorithm(self, clients: FederatedData, model: nn.Module) -> tuple[Algorithm, str]:
         """Return the method, and in words how its phases were scaled."""
@@ -137,24 +152,16 @@ class Cell:
         return with_steps(made, self.steps, clients.outline.counts, seed=self.seed)
 
     def address(self, clients: FederatedData, model: nn.Module) -> str:
-        """Return the address of the cell, hexadecimal.
+        """Return the address of the cell: digests of what is asked, of the rows, and of the start.
 
         Raises:
             ValueError: A function of the method, of the data or of the settings has neither a name
                 nor source text.
         """
         algorithm, _ = self.algorithm(clients, model)
-        usual = inspect.signature(simulate).parameters
-        settings = {
-            name: value
-            for name, value in self.settings.items()
-            if name != "engine" and value != usual[name].default
-        }
-        parts = described(
-            [identity(algorithm), dict(model.state_dict()), clients.hash, self.seed, settings]
-        )
+        parts = described([identity(algorithm), clients.hash, self.seed, self.told])
         refuse_nameless(parts, described(clients.outline))
-        return digest_of(parts)[:40]
+        return f"{digest_of(parts)[:16]}-{_trained(clients, model)}"
 
     def run(self, folder: Path, address: str, *, keep: bool, workers: int | None) -> None:
         """Run the cell and write its record, that of an error too; one that is finished stays.
@@ -165,25 +172,31 @@ class Cell:
             keep: Whether to save the whole result.
             workers: Number of threads where the settings name no engine; None for all cores.
         """
-        file = folder / f"{address}.json"
+        file = folder / f"{address}{SUFFIX}"
         if finished(file, keep=keep):
             return
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # which a kernel's last bits may depend on
-        try:
-            record = self._ran(folder / address if keep else None, workers)
-        except Exception as error:  # whatever a method or a user's function raises
-            record = failed(error)
-        finally:
-            torch.set_num_threads(threads)
+        with _one_thread():
+            try:
+                record = self._ran(address, file.with_suffix("") if keep else None, workers)
+            except Exception as error:  # whatever a method or a user's function raises
+                record = failed(error)
         rounds = self.settings["rounds"]
         told = {name: value_in_words(value, rounds) for name, value in self.options.items()}
-        replace(record, method=self.method, options=told, seed=self.seed).write(file)
+        replace(record, address=address, method=self.method, options=told, seed=self.seed).write(
+            file
+        )
 
-    def _ran(self, kept: Path | None, workers: int | None) -> Record:
+    def _ran(self, address: str, kept: Path | None, workers: int | None) -> Record:
         clients, model = self.federation()
+        if not address.endswith(_trained(clients, model)):
+            name = "model" if clients.rows_hash[:16] in address else "data"
+            raise ValueError(
+                f"{name} made something else of seed {self.seed} when it was called again, so that "
+                "no run of it can be repeated; draw from a generator that the seed starts, as "
+                "np.random.default_rng(seed)"
+            )
         algorithm, scaled = self.algorithm(clients, model)
-        settings = {"engine": Engine(workers=workers), **self.settings}
+        settings = {"engine": Engine(workers=workers), **deepcopy(dict(self.settings))}
         start = time.perf_counter()
         result = simulate(algorithm, clients, seed=self.seed, progress=False, **settings)
         seconds = time.perf_counter() - start
@@ -199,11 +212,47 @@ class Cell:
             kept=kept is not None,
         )
 
-    def result(self, path: Path) -> Result:
-        """Load the saved run of this cell from a folder."""
+    def result(self, path: Path, record: Record) -> Result:
+        """Load the saved run of this cell from a folder.
+
+        Raises:
+            CheckpointError: It is another run than that of the record.
+        """
         clients, model = self.federation()
         algorithm, _ = self.algorithm(clients, model)
-        return load(path, algorithm, clients, device=self.settings.get("device", "cpu"))
+        found = load(path, algorithm, clients, device=self.settings.get("device", "cpu"))
+        if repr(found.history.rows) != repr(record.history.rows):
+            raise CheckpointError(
+                f"{str(path)!r} holds another run than the record beside it; delete it, and run "
+                "the study again"
+            )
+        return found
+
+
+def _trained(clients: FederatedData, model: nn.Module) -> str:
+    """Return digests of the rows and of the weights and buffers that a run begins with."""
+    start = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    return f"{clients.rows_hash[:16]}-{digest_of(start)[:16]}"
+
+
+_THREADS: list[int] = []
+"""Torch's number of threads before each of the cells that this process runs now, which is 1 for all
+but the first."""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread, as a kernel's last bits may depend on the number, until the last of
+    the cells that run at the same time is done.
+    """
+    with _BUILDING:
+        _THREADS.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _BUILDING:
+            torch.set_num_threads(_THREADS.pop())
 
 
 def finished(file: Path, *, keep: bool) -> bool:
@@ -213,9 +262,10 @@ def finished(file: Path, *, keep: bool) -> bool:
     if not file.exists() or (keep and not file.with_suffix("").exists()):
         return False
     try:
-        return Record.read(file).finished(keep=keep)
-    except (ValueError, KeyError, TypeError):
+        record = Record.read(file)
+    except (CheckpointError, TypeError):
         return False
+    return record.address == file.stem and record.finished(keep=keep)
 
 
 def failed(error: Exception) -> Record:

@@ -9,6 +9,7 @@ interrupted, or has got another method, goes on.
 import argparse
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -17,13 +18,14 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from bayesfl.base import files
+from bayesfl.base.described import described
 from bayesfl.base.display.progress import progress_bar
-from bayesfl.base.options import Count, declared
+from bayesfl.base.options import Count, declared, nearest
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.simulation import simulate
-from bayesfl.study.cells import Cell, Record, failed, finished
+from bayesfl.study.cells import SUFFIX, Cell, Record, failed, finished
 from bayesfl.study.grid import Grid, Make, combinations, grids
 from bayesfl.study.settings import value_in_words
 from bayesfl.study.table import Row, Table
@@ -107,14 +109,27 @@ class Study:
                 )
         if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
             raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
-        settings = {"rounds": rounds, **settings}
-        # Here, and not in every cell.
-        inspect.signature(simulate).bind(None, None, seed=0, progress=False, **settings)
+        # Copies, as callbacks that another run uses change.
+        settings = {"rounds": rounds, **deepcopy(settings)}
+        usual = inspect.signature(simulate).parameters
+        if strangers := sorted(settings.keys() - usual.keys()):  # now, and not in every cell
+            known = [*inspect.signature(Study).parameters, *usual]
+            raise TypeError(
+                f"neither Study nor bf.simulate has an option {strangers[0]!r}; the nearest are "
+                f"{nearest(strangers[0], known, 3)}"
+            )
+        told = described(
+            {
+                name: value
+                for name, value in settings.items()
+                if name != "engine" and value != usual[name].default
+            }
+        )
         self.rounds, self.steps = rounds, steps
         self.grid, self.notes = grids(methods, options)
         seeds = tuple(dict.fromkeys(map(int, seeds)))  # a seed given twice is no second run
         self.cells = tuple(
-            Cell(name, make, chosen, seed, data, model, settings, steps)
+            Cell(name, make, chosen, seed, data, model, settings, told, steps)
             for name, make in methods.items()
             for chosen in combinations(self.grid[name])
             for seed in seeds
@@ -262,13 +277,13 @@ class Study:
                 record = place
             else:
                 record = Record.read(_file(inside, place))
-                saved = partial(cell.result, inside / place) if record.kept else None
+                saved = partial(cell.result, inside / place, record) if record.kept else None
             rows.append(Row(cell.method, cell.options, cell.seed, record, saved))
         return Table(tuple(rows), self.grid, self.rounds, self.notes)
 
 
 def _file(inside: Path, address: str) -> Path:
-    return inside / f"{address}.json"
+    return inside / f"{address}{SUFFIX}"
 
 
 def _with_joblib(calls: list[Callable[[], None]], n_jobs: int | None) -> Iterator[None]:

@@ -18,7 +18,7 @@ from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
 from bayesfl.study.budget import BUDGET
-from bayesfl.study.cells import Record, by_client, recorded
+from bayesfl.study.cells import SUFFIX, Record, by_client, recorded
 from bayesfl.study.grid import Grid, edges
 from bayesfl.study.reporting import write_report
 from bayesfl.study.settings import value_in_words
@@ -612,7 +612,7 @@ def read(folder: str | os.PathLike[str]) -> Table:
         ValueError: There is no record.
     """
     records = []
-    for file in Path(folder).glob("[!.]*.json"):
+    for file in Path(folder).glob(f"[!.]*{SUFFIX}"):
         try:
             records.append(Record.read(file))
         except (ValueError, KeyError, TypeError):  # another file

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from bayesfl.base.addressed import Addressed, bernoulli
+from bayesfl.base.addressed import Addressed, Seeded, bernoulli
 from tests.cases import draws_elsewhere
 
 X = torch.linspace(0.1, 1, 60).view(2, 5, 6)
@@ -60,6 +60,44 @@ def test_an_address_repeats_its_draws(name: str):
     assert count >= 1
     assert context.drawn == 2 * count
     assert torch.equal(torch.get_rng_state(), before)
+
+
+BUILT: dict[str, Callable[[], Tensor]] = {
+    "a layer": lambda: nn.Linear(40, 3).weight.detach(),
+    "a recurrent layer": lambda: nn.LSTM(3, 4).weight_hh_l0.detach(),
+    "orthogonal_": lambda: nn.init.orthogonal_(torch.empty(5, 8)),
+    "trunc_normal_": lambda: nn.init.trunc_normal_(torch.empty(40)),
+    "sparse_": lambda: nn.init.sparse_(torch.empty(9, 9), 0.3),
+    "bernoulli_": lambda: torch.empty(40).bernoulli_(0.3),
+    "bernoulli_ of rates": lambda: torch.empty(2, 5, 6).bernoulli_(X),
+    "random_": lambda: torch.empty(40).random_(0, 9),
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWING, *BUILT])
+def test_a_seed_gives_torchs_numbers(name: str):
+    """Twice in a row those after `manual_seed`, which they also are where the code seeds what all
+    threads share, and while another thread draws from that.
+    """
+    code = {**DRAWING, **BUILT}[name]
+    torch.manual_seed(5)
+    plain = [code(), code()]
+    torch.manual_seed(6)
+    before = torch.get_rng_state()
+    with Seeded(5):
+        found = [code(), code()]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(map(torch.equal, found, plain))
+    with draws_elsewhere(), Seeded(5):
+        torch.manual_seed(7)
+        assert all(map(torch.equal, [code(), code()], plain))
+
+
+def test_a_given_generator_draws_for_itself():
+    plain = nn.init.normal_(torch.empty(9), generator=torch.Generator().manual_seed(3))
+    with Seeded(5):
+        mine = nn.init.normal_(torch.empty(9), generator=torch.Generator().manual_seed(3))
+    assert torch.equal(mine, plain)
 
 
 def test_what_does_not_draw_is_left_alone():

@@ -44,10 +44,10 @@ def test_a_folder_has_the_table(tmp_path: Path):
 
 def test_a_folder_has_the_options(table: Table, tmp_path: Path):
     """By which methods are chosen, in words."""
-    for place, row in enumerate(table.rows):
+    for row in table.rows:
         words = {name: repr(value) for name, value in row.options.items()}
         record = replace(row.record, method=row.method, options=words, seed=row.seed)
-        record.write(tmp_path / f"{place}.json")
+        record.write(tmp_path / f"{record.address}.record")
     found, wanted = read(tmp_path).summary(), table.summary()
     assert {name: dict(found[name]) for name in found} == {
         name: dict(wanted[name]) for name in wanted
@@ -59,7 +59,7 @@ def test_a_folder_of_a_study_that_runs(tmp_path: Path):
     made = study().run(tmp_path, progress=False)
     assert not read(tmp_path).notes
     lacks = next(row for row in made.rows if row.method == "FedAvg")
-    for file in tmp_path.glob("*.json"):
+    for file in tmp_path.glob("*.record"):
         found = Record.read(file)
         if (found.method, found.seed) == (lacks.method, lacks.seed):
             file.unlink()

@@ -107,6 +107,10 @@ class EarlyStopping:
         self._folder, self._lowest = folder, lowest
         self.best: Any = None
 
+    def described_as(self) -> dict[str, Any]:
+        """Return the options, which one that was used has as well."""
+        return {name: value for name, value in vars(self).items() if name != "best"}
+
     def __call__(self, result: Any) -> bool:
         """Say whether the run ends; keep its state if it is the best so far.
 

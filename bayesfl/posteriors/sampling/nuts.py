@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from bayesfl.base.inputs import Inputs, join
 from bayesfl.base.layout import Layout, Pattern
@@ -125,8 +126,7 @@ def nuts(
     kept, diverging = [], []
     words = np.random.SeedSequence(seed).generate_state(chains, np.uint32)
     for chain, word in enumerate(words):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(word))
+        with _Seeded(int(word)):
             start = loc + prior["precision"].rsqrt().clamp_max(1) * torch.randn(
                 layout.size, dtype=torch.float64
             )
@@ -173,6 +173,25 @@ def nuts(
             diverged.numel(),
         )
     return samples
+
+
+class _Seeded(TorchFunctionMode):
+    """A context in which Pyro draws from a generator of its own. `bayesfl.base.addressed.Seeded`
+    looks at every operation of a gradient as well, which takes longer than these small ones do.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._own = {"generator": torch.Generator().manual_seed(seed)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}), **(self._own if func in _DRAWS else {}))
+
+
+_DRAWS = {torch.bernoulli, torch.normal, torch.rand, torch.randn}
+"""The functions by which Pyro draws."""
 
 
 def _potential(
