@@ -37,7 +37,7 @@ from bayesfl.federation.run.simulation import simulate
 from bayesfl.federation.store.files import refuse_nameless
 from bayesfl.federation.store.identity import identity
 from bayesfl.study.budget import epochs, gradient_steps, with_steps
-from bayesfl.study.settings import in_words, value_in_words
+from bayesfl.study.settings import in_words, recipe_of, value_in_words
 
 _BUILDING = threading.RLock()
 
@@ -51,6 +51,7 @@ class Record:
         method: The method's name in the study that ran it.
         options: The options that this study set, in words.
         seed: The seed.
+        recipe: What else it is made of, see `bayesfl.study.settings.recipe`.
         data: SHA-256 of the data, see `FederatedData.hash`.
         history: The measures of every evaluated round.
         clients: Every measure of test data by client, {measure: [J]}, after the last round; None
@@ -70,6 +71,7 @@ class Record:
     method: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
+    recipe: Mapping[str, str] = field(default_factory=dict)
     data: str = ""
     history: History = field(default_factory=History)
     clients: Mapping[str, list[Any]] | None = None
@@ -123,6 +125,7 @@ class Cell:
         model: (data) -> the network, or (data, seed=) -> the network.
         settings: Arguments of `bf.simulate`, `rounds` among them.
         told: Description of those settings that change numbers.
+        recipe: What its runs are made of, whatever the seed.
         steps: Number of gradient steps of a client in a round; None for the method's own.
     """
 
@@ -134,6 +137,7 @@ class Cell:
     model: Callable[..., nn.Module]
     settings: Mapping[str, Any]
     told: Any
+    recipe: Mapping[str, str]
     steps: int | None = None
 
     def federation(self) -> tuple[FederatedData, nn.Module]:
@@ -182,9 +186,8 @@ class Cell:
                 record = failed(error)
         rounds = self.settings["rounds"]
         told = {name: value_in_words(value, rounds) for name, value in self.options.items()}
-        replace(record, address=address, method=self.method, options=told, seed=self.seed).write(
-            file
-        )
+        said = {"method": self.method, "options": told, "recipe": self.recipe}
+        replace(record, address=address, seed=self.seed, **said).write(file)
 
     def _ran(self, address: str, kept: Path | None, workers: int | None) -> Record:
         clients, model = self.federation()
@@ -285,6 +288,7 @@ def recorded(result: Result) -> Record:
     trained = len(history) * outline.clients if result.settings.train == "all" else gathered
     shares = {"bytes_up": gathered, "bytes_down": trained}
     return Record(
+        recipe=recipe_of(result),
         data=outline.hash,
         history=history,
         budget={

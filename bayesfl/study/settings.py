@@ -1,10 +1,13 @@
 """The settings of a run in words, as readers compare them between methods."""
 
 import statistics
-from dataclasses import MISSING, fields, is_dataclass
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import partial
 from typing import Any
 
-from bayesfl.base.described import ADDRESS
+from bayesfl.base.described import ADDRESS, described, digest_of
 from bayesfl.composition.phases import Descend, Repeat, steps_on_batch, unrolled
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import dtype_name
@@ -55,6 +58,71 @@ def in_words(run: Result) -> dict[str, str]:
         "likelihood": ADDRESS.sub("", repr(algorithm.likelihood)),
         "dtype": dtype_name(run.dtype),
     }
+
+
+def recipe(**parts: Any) -> dict[str, str]:
+    """Return by name what runs are made of beside their seed, so that two that differ have another
+    text: plain values as they are, others by a name and a digest of their description.
+
+    Args:
+        **parts: The parts, of which a `partial` is its function and its arguments.
+    """
+    found = {}
+    for name, part in parts.items():
+        if isinstance(part, partial):
+            given = dict(enumerate(part.args)) | part.keywords
+            found |= recipe(**{f"{name}.{key}": value for key, value in given.items()})
+            part = part.func
+        plain = described(part)
+        kind = (
+            value_in_words(part, 1)
+            if hasattr(part, "rate")
+            else getattr(part, "__name__", type(part).__name__)
+        )
+        found[name] = (
+            f"{kind} {digest_of(plain)[:8]}" if isinstance(plain, list | dict) else str(plain)
+        )
+    return found
+
+
+def recipe_of(run: Result) -> dict[str, str]:
+    """Return of what a finished run was made beside its seed, its data and its network."""
+    made, settings = run.algorithm.made, asdict(run.settings)
+    return recipe(
+        **({} if made is None else {"revision": made.revision, **made.options}),
+        **{name: settings[name] for name in settings if name != "seed"},
+    )
+
+
+def labels(runs: Sequence[tuple[str, Mapping[str, str], Hashable, str]]) -> list[str]:
+    """Return a name for each run: that of its method, and in what it differs from other runs of the
+    name. Runs of one name then differ in their options or their seed alone.
+
+    Args:
+        runs: Of each run the method's name, its recipe, its options with its seed, under which
+            there should be one run, and the text by which it is told from others if there are more.
+    """
+    ones: dict[str, list[Mapping[str, str]]] = {}
+    for name, one, *_ in runs:
+        ones.setdefault(name, []).append(one)
+    differ = {
+        name: {k for one in of for k in one if len({other.get(k) for other in of}) > 1}
+        for name, of in ones.items()
+    }
+    told = [
+        [f"{key} {text}" for key, text in one.items() if key in differ[name]]
+        for name, one, *_ in runs
+    ]
+    groups = [
+        (name, str(words), which) for (name, _, which, _), words in zip(runs, told, strict=True)
+    ]
+    twice = {group[:2] for group, number in Counter(groups).items() if number > 1}
+    for words, group, (*_, alone) in zip(told, groups, runs, strict=True):
+        words += [alone] * (group[:2] in twice)
+    return [
+        f"{name} ({', '.join(words)})" if words else name
+        for (name, *_), words in zip(runs, told, strict=True)
+    ]
 
 
 def value_in_words(value: Any, rounds: int) -> str:

@@ -27,7 +27,7 @@ from bayesfl.data import FederatedData
 from bayesfl.federation.run.simulation import simulate
 from bayesfl.study.cells import SUFFIX, Cell, Record, failed, finished
 from bayesfl.study.grid import Grid, Make, combinations, grids
-from bayesfl.study.settings import value_in_words
+from bayesfl.study.settings import recipe, value_in_words
 from bayesfl.study.table import Row, Table
 
 
@@ -125,13 +125,15 @@ class Study:
                 if name != "engine" and value != usual[name].default
             }
         )
+        made = {"data": data, "model": model, "steps": steps, **settings}
         self.rounds, self.steps = rounds, steps
         self.grid, self.notes = grids(methods, options)
         seeds = tuple(dict.fromkeys(map(int, seeds)))  # a seed given twice is no second run
         self.cells = tuple(
-            Cell(name, make, chosen, seed, data, model, settings, told, steps)
+            Cell(name, make, chosen, seed, data, model, settings, told, of, steps)
             for name, make in methods.items()
             for chosen in combinations(self.grid[name])
+            for of in [recipe(method=make, options=chosen, **made)]
             for seed in seeds
         )
 

@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from bayesfl.base.archive import CheckpointError
 from bayesfl.base.display import html
 from bayesfl.base.options import nearest
 from bayesfl.base.warning import warn
@@ -21,7 +21,7 @@ from bayesfl.study.budget import BUDGET
 from bayesfl.study.cells import SUFFIX, Record, by_client, recorded
 from bayesfl.study.grid import Grid, edges
 from bayesfl.study.reporting import write_report
-from bayesfl.study.settings import value_in_words
+from bayesfl.study.settings import labels, value_in_words
 
 SHOWN = ("accuracy", "rmse", "nll", "pinball", "ece", "pooled_ece", "brier")
 """Measures that a table shows where its cells have them."""
@@ -587,16 +587,20 @@ def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
             f"{', '.join(calibrated)}: the table has measures of training, before the steps of "
             "calibration; those after them are in result.predict().summary(clients.test)"
         )
-    rows = []
-    for name, found in runs.items():
-        options: dict[str, Any] = {}
-        for run in found:
-            rows.append(Row(name, options, run.settings.seed, recorded(run), partial(_same, run)))
-    return Table(tuple(rows))
-
-
-def _same(run: Result) -> Result:
-    return run
+    options: Mapping[str, Any] = {}
+    flat = [(name, recorded(run), run) for name, found in runs.items() for run in found]
+    told = labels(
+        [
+            (name, record.recipe, (run.settings.seed, record.data), f"run {place}")
+            for place, (name, record, run) in enumerate(flat)
+        ]
+    )
+    return Table(
+        tuple(
+            Row(name, options, run.settings.seed, record, lambda run=run: run)
+            for name, (_, record, run) in zip(told, flat, strict=True)
+        )
+    )
 
 
 def read(folder: str | os.PathLike[str]) -> Table:
@@ -612,23 +616,33 @@ def read(folder: str | os.PathLike[str]) -> Table:
         ValueError: There is no record.
     """
     records = []
-    for file in Path(folder).glob(f"[!.]*{SUFFIX}"):
+    for file in sorted(Path(folder).glob(f"[!.]*{SUFFIX}")):
         try:
-            records.append(Record.read(file))
-        except (ValueError, KeyError, TypeError):  # another file
-            continue
+            record = Record.read(file)
+        except (CheckpointError, TypeError):
+            record = Record()
+        if record.address == file.stem:
+            records.append(record)
+        else:
+            warn(f"{str(file)!r} is no whole record of this version's, and is left out")
     if not records:
         raise ValueError(f"{str(folder)!r} holds no runs of a study")
     records.sort(key=lambda one: (one.method, str(one.options), one.seed))
+    found = []
+    for one in records:
+        own = {**one.recipe, "bayesfl": str(one.environment.get("bayesfl"))}
+        alone = "run " + "-".join(part[:6] for part in one.address.split("-"))
+        found.append((one.method, own, (own.pop("options"), one.seed), alone))
+    told = labels(found)
     shared: dict[str, Mapping[str, str]] = {}  # runs of one choice share the mapping
     seeds: dict[tuple[str, str], set[int]] = {}
-    for one in records:
-        seeds.setdefault((one.method, str(one.options)), set()).add(one.seed)
+    for name, one in zip(told, records, strict=True):
+        seeds.setdefault((name, one.recipe["options"]), set()).add(one.seed)
     alike = len(set(map(frozenset, seeds.values()))) == 1
     return Table(
         tuple(
-            Row(one.method, shared.setdefault(str(one.options), one.options), one.seed, one, None)
-            for one in records
+            Row(name, shared.setdefault(one.recipe["options"], one.options), one.seed, one, None)
+            for name, one in zip(told, records, strict=True)
         ),
         notes=() if alike else (INCOMPLETE,),
     )
