@@ -53,7 +53,7 @@ def ifca(
         return uplink["n"].unsqueeze(-1) * uplink["cluster"]
 
     choice = Once(choose, data=True, losses=("models",))
-    energy = Energy("models", ("models",), likelihood="mean", weight=counted)
+    energy = Energy("models", ("models",), likelihood="mean", weight=counted, trains=1)
     return Algorithm(
         model,
         {"models": Block(copies=clusters, start=anew(model), pool=Mean(weight))},

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from bayesfl.base.options import NotNegative, declared
+from bayesfl.base.options import Count, NotNegative, declared
 from bayesfl.base.protocols import Batch, Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 
@@ -86,6 +86,8 @@ class Energy:
         kl_weight: Factor of the KL, >= 0. Another than 1 tempers the posterior: below 1 it is
             colder than Bayes' rule makes it, as if each example counted 1 / kl_weight times, and
             the energy is no longer an evidence bound.
+        trains: Number of a block's copies that `weight` leaves to a client, as 1 where each client
+            has a cluster; None for all. Budgets count these.
 
     Example:
         >>> fit = bf.Energy("head", ("body", "head"), likelihood="mean")
@@ -103,6 +105,7 @@ class Energy:
     penalty: Penalty | None = None
     at: Mapping[str, OtherWeights] = field(default_factory=dict)
     kl_weight: NotNegative = 1.0
+    trains: Count | None = None
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:

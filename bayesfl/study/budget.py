@@ -28,8 +28,8 @@ def gradient_steps(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0
     """Return the number of gradient steps of a client in a round, mean over clients that have data.
 
     The steps of every phase of a round count, those on a batch of a `Repeat` each, and those of
-    each copy of a block; fine-tuning before predictions does not. Where the epochs are a function
-    of the client, those of the first round count.
+    each copy of a block that the client trains; fine-tuning before predictions does not. Where the
+    epochs are a function of the client, those of the first round count.
 
     Args:
         algorithm: The method.
@@ -59,8 +59,9 @@ def epochs(algorithm: Algorithm, counts: Sequence[int], *, seed: int = 0) -> flo
     total = 0.0
     for phase in algorithm.phases:
         if phase.steps:
-            share = 1 if phase.batch_size is None else np.minimum(1, phase.batch_size / sizes)
-            gone = phase.steps * np.mean(share)
+            size = sizes if phase.batch_size is None else phase.batch_size
+            whole, rest = np.divmod(phase.steps, -(-sizes // size))  # whose last batches are short
+            gone = np.mean(whole + rest * size / sizes)
         else:
             gone = passes(phase, clients, seed=seed, round=0).mean()
         total += float(gone) * _gradients(algorithm, phase)
@@ -148,10 +149,13 @@ def _phase_steps(
     return number * _gradients(algorithm, phase)
 
 
-def _gradients(algorithm: Algorithm, phase: Phase | Repeat) -> int:
+def _gradients(algorithm: Algorithm, phase: Phase | Repeat) -> float:
     """Return how many gradients a phase takes on each of its batches."""
     return sum(
-        max(algorithm.blocks[name].copies or 1 for name in one.blocks)
+        min(
+            one.energy.trains or math.inf,
+            max(algorithm.blocks[name].copies or 1 for name in one.blocks),
+        )
         * (steps_on_batch(one) if isinstance(phase, Repeat) else 1)
         for one in unrolled(phase)
         if isinstance(one, Descend)

@@ -89,8 +89,8 @@ def recipe_of(run: Result) -> dict[str, str]:
     """Return of what a finished run was made beside its seed, its data and its network."""
     made, settings = run.algorithm.made, asdict(run.settings)
     return recipe(
-        **({} if made is None else {"revision": made.revision, **made.options}),
-        **{name: settings[name] for name in settings if name != "seed"},
+        **({} if made is None else {f"method.{k}": value for k, value in made.options.items()}),
+        **{name: value for name, value in settings.items() if name != "seed"},
     )
 
 

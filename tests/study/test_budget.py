@@ -2,6 +2,7 @@
 number of steps.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,79 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.engine.plan import passes
 from bayesfl.study.budget import epochs, gradient_steps, with_steps
-from tests.cases import run
+from bayesfl.study.cells import recorded
+from tests.cases import CASES, Case, run
+
+
+def seen(steps: int, size: int, counts: Any) -> float:
+    """How often a client goes over its data in so many steps, batch by batch."""
+    gone = []
+    for n in counts:
+        batches = itertools.cycle([size] * (n // size) + [n % size] * bool(n % size))
+        gone.append(sum(itertools.islice(batches, steps)) / n)
+    return float(np.mean(gone))
+
+
+BODY, HEAD, W = 144, 51, 195
+"""Numbers of the network's parts, and of the whole."""
+EPOCHS, STEPS, WHOLE = "epochs", "steps", "whole"
+TRAINS = {
+    **dict.fromkeys(
+        ("local", "fedavg", "fedavg_ft", "fedprox", "scaffold", "moon"), ((2, EPOCHS),)
+    ),
+    **dict.fromkeys(("fedper", "lg_fedavg", "fedbabu", "fedbn", "fedamp"), ((2, EPOCHS),)),
+    **dict.fromkeys(("fedrep", "fedpac"), ((3, EPOCHS),)),  # of the head and of the body
+    **dict.fromkeys(("fedrod", "ditto"), ((2, EPOCHS),) * 2),  # the shared and an own part
+    "pfedme": ((5, STEPS),) * 3,  # inner steps on each of the batches
+    "pfedmap": ((4, WHOLE), (1, EPOCHS)),
+    **dict.fromkeys(("pfedvem", "pfedvem_held"), ((4, WHOLE), (2, EPOCHS))),
+    **dict.fromkeys(("clustered", "ifca"), ((2, EPOCHS),)),  # the model of the client's cluster
+    **dict.fromkeys(("fedem", "d_fedem"), ((2, EPOCHS),) * 2),  # both components
+    **dict.fromkeys(("irm", "group_dro", "fedsi_full"), ((5, STEPS),)),
+    **dict.fromkeys(("irm_l2", "irm_ft", "perinvfl"), ((3, STEPS), (2 * 3, STEPS))),
+    "perinvfl-contrastive": ((3, STEPS),) * 4,  # the shared, one alone, two of the own
+    **dict.fromkeys(("fedsi", "fedsi_fac"), ((2, EPOCHS),)),
+}
+"""The phases of a round, each with its passes in batches of 10, its steps on such batches, or its
+steps on all data."""
+SENDS = {
+    "local": (0, 0),
+    "scaffold": (2 * W, 2 * W),  # with the control variates
+    **dict.fromkeys(("fedper", "fedrep", "fedbabu", "fedsi_full"), (BODY, BODY)),
+    "lg_fedavg": (HEAD, HEAD),
+    # Counts, h, a variance and centroids; centroids, and which are known as three bools.
+    "fedpac": (W + 3 + 48 + 1 + 48, W + 48 + 3 / 8),
+    "fedbn": (W, W),
+    "fedamp": (W, 2 * W + 1),  # the client's own cloud model, and its weight
+    "pfedvem": (W + 1, W + 1),  # the scale
+    "clustered": (W + 1, W),
+    **dict.fromkeys(("ifca", "fedem", "d_fedem"), (2 * W + 2, 2 * W)),  # and shares of the copies
+    "group_dro": (W + 4 + 4, W + 4),  # by environment
+    "perinvfl-group_dro": (W + 2 + 2, W + 2),
+    **dict.fromkeys(("fedsi", "fedsi_fac"), (2 * BODY + 1, 2 * BODY)),
+}
+"""Numbers of 8 bytes that a client sends and receives in a round; all weights where none stand."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_a_client_does_and_sends(case: Case, model: nn.Module, clients: FederatedData):
+    """By hand, from the options of the case; and as many steps under one number for all."""
+    n = clients.train.counts
+    phases = TRAINS.get(str(case)) or TRAINS[case.name]
+    factor = 1
+    if case.options.get("posterior"):  # means and widths of both components, one pass each
+        phases, factor = ((1, EPOCHS),) * 2, 2
+    batches = np.ceil(n / 10).mean()
+    steps = sum(k * batches if unit == EPOCHS else k for k, unit in phases)
+    gone = sum(seen(k, 10, n) if unit == STEPS else k for k, unit in phases)
+    result = run(method := case(model), clients, rounds=2, participation=3 / 7)
+    found = recorded(result).budget
+    assert (found["steps"], found["epochs"]) == pytest.approx((steps, gone))
+    up, down = SENDS.get(str(case)) or SENDS.get(case.name) or (W, W)
+    sent = [up, down] if factor == 1 else [2 * up - 2, 2 * down]
+    assert [found["bytes_up"] / 8, found["bytes_down"] / 8] == sent
+    scaled, _ = with_steps(method, 60, n)
+    assert gradient_steps(scaled, n) == 60
 
 
 def test_every_model_counts(model: nn.Module, clients: FederatedData):
@@ -28,7 +101,7 @@ def test_every_model_counts(model: nn.Module, clients: FederatedData):
         (algorithms.fedem(model, components=3, epochs=2, batch_size=10), 6, 6 * tens),
         (
             algorithms.pfedme(model, batches=4, batch_size=5, inner_steps=3),
-            3 * 4 * np.minimum(1, 5 / n).mean(),
+            3 * seen(4, 5, n),
             12,
         ),
     ):
