@@ -285,6 +285,10 @@ def fedsi_full(model: nn.Module, **others: Any) -> Algorithm:
     return fedsi(model, structure="full", **others)
 
 
+for _variant in (fedsi_fac, fedsi_full):
+    _variant.__signature__ = options.without(fedsi, "structure")  # type: ignore[attr-defined]
+
+
 def _learnt(given: Server, view: View) -> Tensor:
     """Return the prior precisions 1 / g of the body's weights, [D], that the server has learnt."""
     return 1 / given["g"]

@@ -147,3 +147,6 @@ def irm_ft(model: nn.Module, **others: Any) -> Algorithm:
         ['w.loc']
     """
     return irm_l2(model, lam=0.0, **others)
+
+
+irm_ft.__signature__ = options.without(irm_l2, "lam")  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@ which method an algorithm is made.
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, ParamSpec, TypeAlias
@@ -240,3 +241,11 @@ def method(
         return documented(made, function)
 
     return decorate
+
+
+def without(function: Callable[..., Any], *options: str) -> inspect.Signature:
+    """Return a function's signature without some options, for one that sets these and passes the
+    others on.
+    """
+    whole = inspect.signature(function)
+    return whole.replace(parameters=[p for p in whole.parameters.values() if p.name not in options])

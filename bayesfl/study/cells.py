@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -175,10 +176,15 @@ class Cell:
             address: The cell's address.
             keep: Whether to save the whole result.
             workers: Number of threads where the settings name no engine; None for all cores.
+
+        Raises:
+            OSError: The folder cannot be written to.
         """
         file = folder / f"{address}{SUFFIX}"
         if finished(file, keep=keep):
             return
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()  # now, as the record may be due in hours
         with _one_thread():
             try:
                 record = self._ran(address, file.with_suffix("") if keep else None, workers)

@@ -20,7 +20,7 @@ from torch import nn
 from bayesfl.base import files
 from bayesfl.base.described import described
 from bayesfl.base.display.progress import progress_bar
-from bayesfl.base.options import Count, declared, nearest
+from bayesfl.base.options import Count, declared, instance, nearest, whole
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
@@ -28,7 +28,7 @@ from bayesfl.federation.run.simulation import simulate
 from bayesfl.study.cells import SUFFIX, Cell, Record, failed, finished
 from bayesfl.study.grid import Grid, Make, combinations, grids
 from bayesfl.study.settings import recipe, value_in_words
-from bayesfl.study.table import Row, Table
+from bayesfl.study.table import UNCOVERED, Row, Table
 
 
 class Executor(Protocol):
@@ -64,10 +64,14 @@ class Study:
         **settings: Further arguments of `bf.simulate`, as `participation=0.1`.
 
     Raises:
-        TypeError: `bf.simulate` has no such argument.
-        ValueError: Options are named for a method that is not there, or one that no method has; a
-            method or the model is given itself, and not a function that makes it; or a setting is
-            each cell's own, as `checkpoint`.
+        TypeError: `bf.simulate` has no such argument; methods are no mapping, or seeds no list.
+        ValueError: Options are named for a method that is not there, or one that no method has, or
+            without values; a method, the model or the data are given themselves, and not a function
+            that makes them; a seed is no whole number; or a setting is each cell's own, as
+            `checkpoint`.
+
+    Warns:
+        UserWarning: There are options to choose among under `ClientPrivacy`, where none are chosen.
 
     Example:
         >>> from functools import partial
@@ -101,11 +105,14 @@ class Study:
         steps: Count | None = None,
         **settings: Any,
     ) -> None:
-        for name, given in {**methods, "model": model}.items():
-            if isinstance(given, Algorithm | nn.Module):
+        instance("methods", methods, Mapping, "name each, as {'FedAvg': bf.algorithms.fedavg}")
+        instance("seeds", seeds, Iterable, "pass range(3) for the seeds 0, 1 and 2")
+        for name, given in {**methods, "model": model, "data": data}.items():
+            if not callable(given) or isinstance(given, Algorithm | nn.Module | FederatedData):
+                how = {"model": "lambda clients: ...", "data": "lambda seed: ..."}
                 raise ValueError(
                     f"{name} must be a function that makes it for each cell, as "
-                    f"bf.algorithms.fedavg or lambda clients: ..., got a {type(given).__name__}"
+                    f"{how.get(name, 'bf.algorithms.fedavg')}, got a {type(given).__name__}"
                 )
         if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
             raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
@@ -128,7 +135,10 @@ class Study:
         made = {"data": data, "model": model, "steps": steps, **settings}
         self.rounds, self.steps = rounds, steps
         self.grid, self.notes = grids(methods, options)
-        seeds = tuple(dict.fromkeys(map(int, seeds)))  # a seed given twice is no second run
+        if self._chooses and getattr(settings.get("aggregation"), "sampling", None) == "poisson":
+            warn(UNCOVERED)
+        # A seed given twice is no second run.
+        seeds = dict.fromkeys(whole("each of seeds", seed, least=0) for seed in seeds)
         self.cells = tuple(
             Cell(name, make, chosen, seed, data, model, settings, told, of, steps)
             for name, make in methods.items()

@@ -30,6 +30,11 @@ INCOMPLETE = (
     "choices of options, are over different seeds."
 )
 """What is said of a folder in which some runs are missing."""
+UNCOVERED = (
+    "under ClientPrivacy no options are chosen, as exact measures of the clients' validation data "
+    "are not covered by its epsilon; give one value of each option"
+)
+"""The reason why a private study does not choose."""
 LOSSES = ("validation_nll", "validation_pinball")
 """Measures by which options are chosen by default: the first that the cells have."""
 
@@ -409,7 +414,8 @@ class Table:
         """Return the validation measure by which is chosen."""
         self._refuse_failed()
         there = list(dict.fromkeys(c for row in self.rows for c in row.record.history.columns))
-        known = [c for c in there if c.startswith("validation_")]
+        private = "epsilon" in there  # which covers no measure of the clients
+        known = [c for c in there if c.startswith("validation_") and not private]
         by = next((c for c in LOSSES if c in known), None) if measure is None else measure
         if by is not None and not by.startswith("validation_"):
             raise ValueError(
@@ -418,7 +424,9 @@ class Table:
             )
         if not known:
             raise ValueError(
-                "options are chosen on validation data, never on test data, and there are no "
+                UNCOVERED
+                if private
+                else "options are chosen on validation data, never on test data, and there are no "
                 "measures of validation data; give the data a validation split, as in "
                 "partial(bf.data.dirichlet, 'digits', validation=0.2)"
             )
@@ -530,8 +538,21 @@ class Table:
     def _remarks(self, style: Literal["text", "markdown"]) -> list[str]:
         """Return the notes, with how phases were scaled and which runs failed."""
         scaled = [f"{row.method}: {row.record.scaled}" for row in self.rows if row.record.scaled]
-        told = dict.fromkeys([*self.notes, *scaled, *self._failures()])
+        told = dict.fromkeys([*self.notes, *scaled, *self._epsilons(), *self._failures()])
         return [f"- {note}" if style == "markdown" else note for note in told]
+
+    def _epsilons(self) -> list[str]:
+        """Return in words what the runs of each method tell of a client under `ClientPrivacy`."""
+        told = []
+        for method in self.methods:
+            mine = [r.record.history for r in self.rows if r.method == method]
+            spent = [one["epsilon"][-1] for one in mine if "epsilon" in one.columns]
+            if spent:
+                told.append(
+                    f"{method}: epsilon {max(spent):.3g} for each run, {sum(spent):.3g} for all "
+                    f"{len(spent)} together where they have the same clients"
+                )
+        return told
 
     def _failures(self) -> list[str]:
         """Say how many runs of each method failed, with the first error of each kind."""
