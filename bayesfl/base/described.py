@@ -5,6 +5,7 @@ machine, knows them again.
 import ast
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import logging
@@ -15,11 +16,13 @@ import sys
 import sysconfig
 import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -263,12 +266,16 @@ def _by_name(thing: Any) -> bool:
         return True
     # A wrapper has the module of what it wraps.
     places = (file, code.co_filename) if code is not None else (file,)
-    return any(
-        {"site-packages", "dist-packages"} & set(PurePath(place).parts) or place.startswith(_STDLIB)
-        for place in places
-    )
+    parts = {part for place in places for part in PurePath(place).parts}
+    installed = bool(INSTALLED & parts)
+    read = _READ.get()
+    if installed and read is not None and module.partition(".")[0] not in ("torch", "numpy"):
+        read[module] = _package(module, file)
+    return installed or any(place.startswith(_STDLIB) for place in places)
 
 
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders in which packages are installed."""
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
@@ -352,6 +359,34 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
+
+
+_READ: ContextVar[dict[str, Any] | None] = ContextVar("_READ", default=None)
+
+
+@contextmanager
+def packages() -> Iterator[dict[str, Any]]:
+    """Yield what other packages' code the descriptions made inside name, by module: version of the
+    distribution, and digest of the source, which a name alone does not fix.
+
+    Python, torch, NumPy and bayesfl are left out.
+    """
+    token = _READ.set(found := {})
+    try:
+        yield found
+    finally:
+        _READ.reset(token)
+
+
+@functools.cache
+def _package(module: str, file: str) -> list[Any]:
+    """Return the versions of a module's distributions, and a digest of its file."""
+    names = sorted(set(_distributions().get(module.partition(".")[0], ())))
+    source = hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()
+    return [{name: importlib.metadata.version(name) for name in names}, source[:16]]
+
+
+_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def network(model: nn.Module) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch import nn
 from bayesfl.base import archive
 from bayesfl.base.addressed import Seeded
 from bayesfl.base.archive import CheckpointError
-from bayesfl.base.described import described, digest_of
+from bayesfl.base.described import described, digest_of, packages
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.engine import Engine
@@ -164,9 +164,11 @@ class Cell:
                 nor source text.
         """
         algorithm, _ = self.algorithm(clients, model)
-        parts = described([identity(algorithm), clients.hash, self.seed, self.told])
+        with packages() as read:
+            changes = [(split.transform, split.augment) for split in clients.splits.values()]
+            parts = described([identity(algorithm), clients.hash, self.seed, self.told, changes])
         refuse_nameless(parts, described(clients.outline))
-        return f"{digest_of(parts)[:16]}-{_trained(clients, model)}"
+        return f"{digest_of([parts, read])[:16]}-{_trained(clients, model)}"
 
     def run(self, folder: Path, address: str, *, keep: bool, workers: int | None) -> None:
         """Run the cell and write its record, that of an error too; one that is finished stays.

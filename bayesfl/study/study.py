@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from bayesfl.base import files
-from bayesfl.base.described import described
+from bayesfl.base.described import described, packages
 from bayesfl.base.display.progress import progress_bar
 from bayesfl.base.options import Count, declared, instance, nearest, whole
 from bayesfl.base.warning import warn
@@ -125,13 +125,13 @@ class Study:
                 f"neither Study nor bf.simulate has an option {strangers[0]!r}; the nearest are "
                 f"{nearest(strangers[0], known, 3)}"
             )
-        told = described(
-            {
-                name: value
-                for name, value in settings.items()
-                if name != "engine" and value != usual[name].default
-            }
-        )
+        own_values = {
+            name: value
+            for name, value in settings.items()
+            if name != "engine" and value != usual[name].default
+        }
+        with packages() as read:
+            told = [described(own_values), read]
         made = {"data": data, "model": model, "steps": steps, **settings}
         self.rounds, self.steps = rounds, steps
         self.grid, self.notes = grids(methods, options)

@@ -2,8 +2,10 @@
 more, or an error; never the record of another run.
 """
 
+import importlib.util
 import random
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +19,10 @@ import torch
 from torch import nn
 
 import bayesfl as bf
-from bayesfl.base import archive
+from bayesfl.base import archive, described
+from bayesfl.base.described import digest_of
 from bayesfl.data import FederatedData
+from bayesfl.federation.store.identity import identity
 from bayesfl.study.cells import Record
 from bayesfl.study.table import Table
 from tests.cases import draws_elsewhere
@@ -190,6 +194,59 @@ def test_other_options_of_a_callback_are_another_run(tmp_path: Path):
         stop = bf.callbacks.EarlyStopping("validation_nll", patience=patience)
         one(seeds=[0], on_round=[stop]).run(tmp_path, progress=False)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+PACKAGE = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.inner(x) * {factor}
+
+class Measure:
+    def __call__(self, predictions, labels):
+        return {factor}
+
+def scaled(x):
+    return x * {factor}
+"""
+
+
+@pytest.mark.parametrize("where", ["model", "measures", "transform", "nowhere"])
+def test_code_of_another_package_is_known_by_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    """Of a network, of an object and of a function: another version of the text is another run."""
+    installed = tmp_path / "site-packages" / "installed_elsewhere.py"
+    installed.parent.mkdir()
+    monkeypatch.syspath_prepend(str(installed.parent))
+
+    def found(factor: float) -> tuple[str, str]:
+        installed.write_text(PACKAGE.format(factor=factor))
+        spec = importlib.util.spec_from_file_location(installed.stem, installed)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, installed.stem, module)
+        exec(installed.read_text(), vars(module))
+        described._package.cache_clear()  # as in a new process
+        changes = {
+            "model": {"model": lambda clients: module.Net()},
+            "measures": {"measures": {"own": module.Measure()}},
+            "transform": {"data": lambda seed: DATA(seed=seed).transformed(module.scaled)},
+            "nowhere": {},
+        }[where]
+        cell = one(seeds=[0], **changes).cells[0]
+        clients, model = cell.federation()
+        method, _ = cell.algorithm(clients, model)
+        return cell.address(clients, model), digest_of([identity(method), clients.hash])
+
+    (first, plain), (again, _), (other, same) = found(1.0), found(1.0), found(2.0)
+    assert first == again
+    assert (first != other) == (where != "nowhere")
+    assert plain == same  # a saved run is found again after an upgrade
 
 
 def other_number(file: Path, other: Path) -> None:
