@@ -143,7 +143,7 @@ class Cell:
 
     def federation(self) -> tuple[FederatedData, nn.Module]:
         """Return the data, and the network with weights that depend on the seed alone."""
-        with _BUILDING:  # as functions may seed generators that all threads share
+        with _BUILDING, _one_thread():  # one at a time, as functions may seed what threads share
             clients = self.data(seed=self.seed)
             seeded = "seed" in inspect.signature(self.model).parameters
             with Seeded(self.seed):
@@ -193,9 +193,14 @@ class Cell:
             except Exception as error:  # whatever a method or a user's function raises
                 record = failed(error)
         rounds = self.settings["rounds"]
-        told = {name: value_in_words(value, rounds) for name, value in self.options.items()}
-        said = {"method": self.method, "options": told, "recipe": self.recipe}
-        replace(record, address=address, seed=self.seed, **said).write(file)
+        replace(
+            record,
+            address=address,
+            method=self.method,
+            options={name: value_in_words(value, rounds) for name, value in self.options.items()},
+            seed=self.seed,
+            recipe=self.recipe,
+        ).write(file)
 
     def _ran(self, address: str, kept: Path | None, workers: int | None) -> Record:
         clients, model = self.federation()
@@ -270,23 +275,31 @@ def finished(file: Path, *, keep: bool) -> bool:
     """Say whether a file holds a run that need not be made again; one that cannot be read, or whose
     whole run was deleted, must.
     """
-    if not file.exists() or (keep and not file.with_suffix("").exists()):
-        return False
+    record = record_of(file) if not keep or file.with_suffix("").exists() else None
+    return record is not None and record.finished(keep=keep)
+
+
+def record_of(file: Path) -> Record | None:
+    """Return the record that a file holds; None where it is not there, is damaged, or is that of
+    another cell or version.
+    """
     try:
         record = Record.read(file)
     except (CheckpointError, TypeError):
-        return False
-    return record.address == file.stem and record.finished(keep=keep)
+        return None
+    return record if record.address == file.stem else None
 
 
 def failed(error: Exception) -> Record:
     """Return the record of an error."""
-    told = {
-        "class": type(error).__name__,
-        "text": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    return Record(error=told, environment=report.environment())
+    return Record(
+        error={
+            "class": type(error).__name__,
+            "text": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        },
+        environment=report.environment(),
+    )
 
 
 def recorded(result: Result) -> Record:

@@ -74,14 +74,10 @@ def recipe(**parts: Any) -> dict[str, str]:
             found |= recipe(**{f"{name}.{key}": value for key, value in given.items()})
             part = part.func
         plain = described(part)
-        kind = (
-            value_in_words(part, 1)
-            if hasattr(part, "rate")
-            else getattr(part, "__name__", type(part).__name__)
-        )
-        found[name] = (
-            f"{kind} {digest_of(plain)[:8]}" if isinstance(plain, list | dict) else str(plain)
-        )
+        kind = getattr(part, "__name__", type(part).__name__)
+        words = value_in_words(part, 1) if hasattr(part, "rate") else kind
+        nested = isinstance(plain, list | dict)
+        found[name] = f"{words} {digest_of(plain)[:8]}" if nested else str(plain)
     return found
 
 

@@ -109,10 +109,10 @@ class Study:
         instance("seeds", seeds, Iterable, "pass range(3) for the seeds 0, 1 and 2")
         for name, given in {**methods, "model": model, "data": data}.items():
             if not callable(given) or isinstance(given, Algorithm | nn.Module | FederatedData):
-                how = {"model": "lambda clients: ...", "data": "lambda seed: ..."}
                 raise ValueError(
                     f"{name} must be a function that makes it for each cell, as "
-                    f"{how.get(name, 'bf.algorithms.fedavg')}, got a {type(given).__name__}"
+                    "bf.algorithms.fedavg, lambda clients: ... of a model, or lambda seed: ... of "
+                    f"data, got a {type(given).__name__}"
                 )
         if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
             raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
@@ -125,13 +125,14 @@ class Study:
                 f"neither Study nor bf.simulate has an option {strangers[0]!r}; the nearest are "
                 f"{nearest(strangers[0], known, 3)}"
             )
-        own_values = {
-            name: value
-            for name, value in settings.items()
-            if name != "engine" and value != usual[name].default
-        }
-        with packages() as read:
-            told = [described(own_values), read]
+        with packages() as told:
+            told[""] = described(
+                {
+                    name: value
+                    for name, value in settings.items()
+                    if name != "engine" and value != usual[name].default
+                }
+            )
         made = {"data": data, "model": model, "steps": steps, **settings}
         self.rounds, self.steps = rounds, steps
         self.grid, self.notes = grids(methods, options)
@@ -284,12 +285,8 @@ class Study:
     def _table(self, inside: Path, places: list[str | Record]) -> Table:
         rows = []
         for cell, place in zip(self.cells, places, strict=True):
-            saved = None
-            if isinstance(place, Record):
-                record = place
-            else:
-                record = Record.read(_file(inside, place))
-                saved = partial(cell.result, inside / place, record) if record.kept else None
+            record = Record.read(_file(inside, place)) if isinstance(place, str) else place
+            saved = partial(cell.result, inside / record.address, record) if record.kept else None
             rows.append(Row(cell.method, cell.options, cell.seed, record, saved))
         return Table(tuple(rows), self.grid, self.rounds, self.notes)
 

@@ -11,14 +11,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from bayesfl.base.archive import CheckpointError
 from bayesfl.base.display import html
 from bayesfl.base.options import nearest
 from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
 from bayesfl.study.budget import BUDGET
-from bayesfl.study.cells import SUFFIX, Record, by_client, recorded
+from bayesfl.study.cells import SUFFIX, Record, by_client, record_of, recorded
 from bayesfl.study.grid import Grid, edges
 from bayesfl.study.reporting import write_report
 from bayesfl.study.settings import labels, value_in_words
@@ -282,15 +281,17 @@ class Table:
         """
         table = self._settled()
         wanted = table._columns(columns)
-        values: dict[str, dict[str, list[float]]] = {}
-        for method in table.methods:
-            found = [row.measures(table.at, table.by) for row in table.rows if row.method == method]
-            values[method] = {
-                column: [row[column] for row in found if column in row]
-                for column in wanted
-                if any(column in row for row in found)
+        rows = [(row.method, row.measures(table.at, table.by)) for row in table.rows]
+        return Summary(
+            {
+                method: {
+                    column: [row[column] for name, row in rows if name == method and column in row]
+                    for column in wanted
+                    if any(name == method and column in row for name, row in rows)
+                }
+                for method in table.methods
             }
-        return Summary(values)
+        )
 
     def differences(self, reference: str, columns: Sequence[str] | None = None) -> Summary:
         """Return how far the other methods are above one, paired: mean and standard error of the
@@ -360,12 +361,12 @@ class Table:
         if not found:
             seeds = sorted({row.seed for row in table.rows if row.method == method})
             raise ValueError(f"{method} has no seed {seed}; its seeds are {seeds}")
-        if (error := found[0].record.error) is not None:
-            raise ValueError(f"the run of {method} with seed {seed} failed: {_error(error)}")
         if found[0].load is None:
+            error = found[0].record.error
+            reason = "was not kept; run the study with keep='result'"
             raise ValueError(
-                f"the run of {method} with seed {seed} was not kept; run the study with "
-                "keep='result'"
+                f"the run of {method} with seed {seed} "
+                + (reason if error is None else f"failed: {_error(error)}")
             )
         return found[0].load()
 
@@ -375,27 +376,27 @@ class Table:
         """
         import pandas
 
-        lines = []
-        for row in self.rows:
-            record = row.record
-            set_ = {
-                f"option_{name}": value
-                if isinstance(value, int | float | str | None)
-                else value_in_words(value, self.rounds)
-                for name, value in row.options.items()
-            }
-            lines.append(
-                {"method": row.method, **set_, "seed": row.seed}
-                | row.measures(self.at, self.by)
-                | dict(record.budget)
+        return pandas.DataFrame(
+            [
+                {"method": row.method}
                 | {
-                    "seconds": record.seconds,
-                    "memory": record.memory,
-                    "commit": record.environment.get("commit"),
-                    "error": None if record.error is None else record.error["class"],
+                    f"option_{name}": value
+                    if isinstance(value, int | float | str | None)
+                    else value_in_words(value, self.rounds)
+                    for name, value in row.options.items()
                 }
-            )
-        return pandas.DataFrame(lines)
+                | {"seed": row.seed}
+                | row.measures(self.at, self.by)
+                | dict(row.record.budget)
+                | {
+                    "seconds": row.record.seconds,
+                    "memory": row.record.memory,
+                    "commit": row.record.environment.get("commit"),
+                    "error": None if row.record.error is None else row.record.error["class"],
+                }
+                for row in self.rows
+            ]
+        )
 
     def _settled(self) -> "Table":
         """Return the table with one choice of options a method, by default where none is made."""
@@ -543,16 +544,20 @@ class Table:
 
     def _epsilons(self) -> list[str]:
         """Return in words what the runs of each method tell of a client under `ClientPrivacy`."""
-        told = []
-        for method in self.methods:
-            mine = [r.record.history for r in self.rows if r.method == method]
-            spent = [one["epsilon"][-1] for one in mine if "epsilon" in one.columns]
-            if spent:
-                told.append(
-                    f"{method}: epsilon {max(spent):.3g} for each run, {sum(spent):.3g} for all "
-                    f"{len(spent)} together where they have the same clients"
-                )
-        return told
+        spent = {
+            method: [
+                row.record.history["epsilon"][-1]
+                for row in self.rows
+                if row.method == method and "epsilon" in row.record.history.columns
+            ]
+            for method in self.methods
+        }
+        return [
+            f"{method}: epsilon {max(each):.3g} for each run, {sum(each):.3g} for all {len(each)} "
+            "together where they have the same clients"
+            for method, each in spent.items()
+            if each
+        ]
 
     def _failures(self) -> list[str]:
         """Say how many runs of each method failed, with the first error of each kind."""
@@ -636,19 +641,13 @@ def read(folder: str | os.PathLike[str]) -> Table:
     Raises:
         ValueError: There is no record.
     """
-    records = []
-    for file in sorted(Path(folder).glob(f"[!.]*{SUFFIX}")):
-        try:
-            record = Record.read(file)
-        except (CheckpointError, TypeError):
-            record = Record()
-        if record.address == file.stem:
-            records.append(record)
-        else:
-            warn(f"{str(file)!r} is no whole record of this version's, and is left out")
+    files = {file: record_of(file) for file in Path(folder).glob(f"[!.]*{SUFFIX}")}
+    if broken := sorted(str(file) for file, record in files.items() if record is None):
+        warn(f"{broken} are no whole records of this version's, and are left out")
+    records = [record for record in files.values() if record is not None]
     if not records:
         raise ValueError(f"{str(folder)!r} holds no runs of a study")
-    records.sort(key=lambda one: (one.method, str(one.options), one.seed))
+    records.sort(key=lambda one: (one.method, str(one.options), one.seed, one.address))
     found = []
     for one in records:
         own = {**one.recipe, "bayesfl": str(one.environment.get("bayesfl"))}
