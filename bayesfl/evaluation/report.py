@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -86,6 +87,18 @@ def in_prose(key: str) -> str:
     return " ".join(word.upper() if word in _ACRONYMS else word for word in key.split("_"))
 
 
+def one_line(text: object, style: Literal["text", "markdown"]) -> str:
+    r"""Return a text, such as a method's name, as it is written, for a cell of a table.
+
+    Example:
+        >>> from bayesfl.evaluation.report import one_line
+        >>> print(one_line("a|b", "markdown"), one_line("a|b", "text"))
+        a\|b a|b
+    """
+    told = " ".join(str(text).splitlines())
+    return re.sub(r"[\\`*_<|&~$]|\](?=\()", r"\\\g<0>", told) if style == "markdown" else told
+
+
 def mean_and_error(values: Sequence[float] | np.ndarray | Tensor) -> tuple[float, float]:
     """Compute the mean over seeds and its standard error, std(ddof=1) / sqrt(number of seeds).
 
@@ -133,7 +146,7 @@ def table(
     unknown = [spec.key for spec in specs if spec.key not in keys]
     if unknown and rows:
         raise ValueError(f"columns {unknown} are in no row; the rows have {keys}")
-    names = [name.replace("|", "\\|") if style == "markdown" else name for name in rows]
+    names = [one_line(name, style) for name in rows]
     columns_ = [
         [corner, *names],
         *([spec.title or "", *_cells(spec, list(rows.values()), style)] for spec in specs),

@@ -11,6 +11,7 @@ from torch import Tensor
 from bayesfl.base.display.html import frame
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.evaluation.report import one_line
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, slot
 from bayesfl.stats.tables import Site
@@ -239,8 +240,10 @@ class Description:
     def markdown(self) -> str:
         """Return the printed table in Markdown."""
         table = self.table()
-        lines = [["", *table.columns], ["---"] * (1 + len(table.columns))]
+        lines = [["", *table.columns]]
         lines += [[name, *cells] for name, cells in zip(table.index, table.to_numpy(), strict=True)]
+        lines = [[one_line(cell, "markdown") for cell in line] for line in lines]
+        lines.insert(1, ["---"] * len(lines[0]))
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

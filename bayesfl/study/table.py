@@ -479,7 +479,10 @@ class Table:
         shown = list(dict.fromkeys(key for row in told.values() for key in row))
         heads = [report.in_prose(key) for key in shown]
         lines = [["per training client and round", *heads]]
-        lines += [[name, *(row.get(key, "-") for key in shown)] for name, row in told.items()]
+        lines += [
+            [report.one_line(name, style), *(row.get(key, "-") for key in shown)]
+            for name, row in told.items()
+        ]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
         if style == "markdown":
@@ -531,7 +534,7 @@ class Table:
                 for option, value in row.options.items()
             ]
             if words:
-                lines.append(f"{mark}{row.method}: {', '.join(words)}")
+                lines.append(f"{mark}{report.one_line(row.method, style)}: {', '.join(words)}")
         rounds = ", each run at its best round by it" if self.at == "best" else ""
         heads = [f"Options chosen by {self.by}{rounds}:", *([""] if mark else [])]
         return [*heads, *lines] if self.by and lines else lines

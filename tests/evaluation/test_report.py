@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import bayesfl as bf
 from bayesfl.evaluation import report
 from bayesfl.evaluation.report import Column, table
 
@@ -64,6 +66,32 @@ def test_markdown_table():
     assert "| **0.870 ± 0.030** |" in lines[3]
     assert "| a\\|b " in lines[5]
     assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "markdown", "text"),
+    [
+        ("a|b", "a\\|b", "a|b"),
+        ("a\\|b", "a\\\\\\|b", "a\\|b"),  # the backslash, too: `\\|` would end the cell
+        ("one\ntwo\r\nthree", "one two three", "one two three"),
+        ("<script>`x`*", "\\<script>\\`x\\`\\*", "<script>`x`*"),
+        ("![a](http://b)", "![a\\](http://b)", "![a](http://b)"),
+        ("sex[m] & age > 5", "sex[m] \\& age > 5", "sex[m] & age > 5"),
+    ],
+)
+def test_a_name_is_one_cell(name: str, markdown: str, text: str):
+    """As it is written: no markup, no other cell, no other line."""
+    for style, wanted in (("markdown", markdown), ("text", text)):
+        lines = table({name: {"nll": [1.0]}}, style=style).splitlines()
+        assert len(lines) == 3
+        assert wanted in lines[2]
+    study = bf.table({name: bf.simulate(*small(), rounds=1, progress=False)})
+    assert all(markdown in part for part in study.to_markdown().split("\n\n")[:2])
+
+
+def small() -> tuple[bf.Algorithm, bf.data.FederatedData]:
+    clients = bf.data.from_arrays([torch.ones(8, 2)] * 2, [torch.arange(8) % 2] * 2)
+    return bf.algorithms.fedavg(nn.Linear(2, 2), epochs=1), clients
 
 
 def test_nothing_is_marked_unasked():

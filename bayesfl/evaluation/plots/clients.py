@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import check_names
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.plots.look import BLUE, INK, clean, key, new_figure, some, whole
+from bayesfl.evaluation.plots.look import BLUE, INK, clean, key, literal, new_figure, some, whole
 from bayesfl.evaluation.report import in_prose
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _CELLS = 300  # cells of a table of labels that have their numbers written in them
 
 
+@literal
 def labels(
     clients: FederatedData,
     *,
@@ -84,6 +85,7 @@ def _white_to_blue() -> "LinearSegmentedColormap":
     return LinearSegmentedColormap.from_list("", ["white", BLUE])
 
 
+@literal
 def client_curves(
     history: History, column: str, *, ax: "Axes | None" = None, title: str | None = None
 ) -> "Axes":
@@ -125,6 +127,7 @@ def client_curves(
     return ax
 
 
+@literal
 def collaboration(
     weights: Tensor | np.ndarray,
     *,

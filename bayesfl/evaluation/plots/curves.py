@@ -12,7 +12,7 @@ from bayesfl.evaluation.detection import risk_coverage as risk_coverage_of
 from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.metrics import reliability_bins
 from bayesfl.evaluation.plots.inputs import predictions
-from bayesfl.evaluation.plots.look import clean, key, looks, new_figure, whole
+from bayesfl.evaluation.plots.look import clean, key, lines, literal, new_figure, whole
 from bayesfl.evaluation.report import in_prose, mean_and_error
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _SETTLED = 0.05
 
 
+@literal
 def learning_curves(
     histories: Mapping[str, Any],
     *,
@@ -68,8 +69,8 @@ def learning_curves(
             [list(getattr(r, "columns", r)) for seeds in runs.values() for r in seeds]
         )
     ax = new_figure((5.6, 3.6)).add_subplot() if ax is None else ax
-    for name, (colour, dash) in zip(runs, looks(), strict=False):
-        seeds = [_curve(run, x, metric) for run in runs[name]]
+    for (name, of), look in zip(runs.items(), lines(runs), strict=True):
+        seeds = [_curve(run, x, metric) for run in of]
         common = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
         if not common:
             raise ValueError(
@@ -80,16 +81,14 @@ def learning_curves(
         ax.plot(
             common,
             stats[:, 0],
-            color=colour,
-            linestyle=dash,
             marker="o" if len(common) <= 15 else "",
             markersize=3.5,
             linewidth=1.8,
-            label=name,
+            **look,
         )
         if len(seeds) > 1:
             low, high = stats[:, 0] - stats[:, 1], stats[:, 0] + stats[:, 1]
-            ax.fill_between(common, low, high, color=colour, alpha=0.18, linewidth=0)
+            ax.fill_between(common, low, high, color=look["color"], alpha=0.18, linewidth=0)
     if x == "round":
         whole(ax)
     ax.set(xlabel=in_prose(x), ylabel=in_prose(metric), title=title or "")
@@ -99,6 +98,7 @@ def learning_curves(
     return ax
 
 
+@literal
 def risk_coverage(
     entries: Mapping[str, Any], *, ax: "Axes | None" = None, title: str | None = None
 ) -> "Axes":
@@ -130,15 +130,9 @@ def risk_coverage(
     """
     curves = {name: _risks(entry) for name, entry in entries.items()}
     ax = new_figure((5.0, 3.6)).add_subplot() if ax is None else ax
-    for (name, curve), (colour, dash) in zip(curves.items(), looks(), strict=False):
-        ax.plot(
-            curve.coverage,
-            curve.risk,
-            color=colour,
-            linestyle=dash,
-            linewidth=1.8,
-            label=f"{name} (AURC {curve.aurc:.4f})",
-        )
+    named = [f"{name} (AURC {curve.aurc:.4f})" for name, curve in curves.items()]
+    for curve, look in zip(curves.values(), lines(named), strict=True):
+        ax.plot(curve.coverage, curve.risk, linewidth=1.8, **look)
     ax.set(
         xlim=(0, 1),
         xlabel="share of the examples answered",

@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
 from bayesfl.evaluation.plots.inputs import names_of_results, predictions
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,6 +73,7 @@ class _Panel:
         return _LINE * len(self.numbers.splitlines())
 
 
+@literal
 def reliability(
     source: Any,
     labels: Tensor | None = None,
@@ -167,6 +168,7 @@ def reliability(
     return axes
 
 
+@literal
 def reliability_compare(
     entries: Mapping[str, Any], *, bins: int = 15, columns: int | None = None
 ) -> "Figure":

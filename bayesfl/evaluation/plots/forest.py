@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +36,7 @@ class BySite(Protocol):
         ...
 
 
+@literal
 def forest(
     fit: BySite,
     term: str,

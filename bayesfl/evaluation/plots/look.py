@@ -1,11 +1,12 @@
-"""The common look of all diagrams: their colours, a figure that is not registered with pyplot,
-quiet axes.
+"""The common look of all diagrams: their colours, texts as they are written, a figure that is not
+registered with pyplot, quiet axes.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BytesIO
-from itertools import cycle
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import cycle, product
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,10 +19,51 @@ black, yellow.
 BLUE, GREY, INK = "#0072B2", "#8A8F94", "#333333"
 _DASHES = ("-", "--", ":", "-.")
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def looks() -> Iterator[tuple[str, str]]:
-    """Give one line after another a colour and a dash of its own, repeating after the last."""
-    return cycle([(colour, dash) for dash in _DASHES for colour in OKABE_ITO[:7]])
+
+def literal(draw: Callable[P, R]) -> Callable[P, R]:
+    """Make a diagram draw every text as it is written, for all public ones.
+
+    Whoever brings data chooses names, and matplotlib reads `$...$` in a text as mathematics: it
+    raises an error, or draws another text. Only the numbers that matplotlib itself writes along an
+    axis are left to it, as powers of ten are mathematics.
+    """
+
+    @functools.wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> R:
+        from matplotlib.axis import Axis
+        from matplotlib.text import Text
+        from matplotlib.ticker import LogFormatter, ScalarFormatter
+
+        found = draw(*args, **kwargs)
+        of: Any = found if hasattr(found, "findobj") else found[0].figure  # type: ignore[index]  # an array
+        numbers = {
+            text
+            for axis in of.findobj(Axis)
+            if isinstance(axis.get_major_formatter(), LogFormatter | ScalarFormatter)
+            for text in axis.findobj(Text)
+            if text is not axis.label
+        }
+        for text in set(of.findobj(Text)) - numbers:
+            text.set_usetex(False)
+            if "$" in text.get_text():  # of others the caller may still make mathematics
+                text.set_parse_math(False)
+        return found
+
+    return drawn
+
+
+def lines(names: Iterable[object]) -> Iterator[dict[str, Any]]:
+    """Give one line after another its name, and a colour and a dash of its own, repeating after the
+    last.
+    """
+    for name, (dash, colour) in zip(names, cycle(product(_DASHES, OKABE_ITO[:7])), strict=False):
+        label = str(name)
+        # Legends leave out labels that are empty or begin with an underscore.
+        shown = f" {label}" if label[:1] in ("", "_") else label
+        yield {"label": shown, "color": colour, "linestyle": dash}
 
 
 def new_figure(size: tuple[float, float]) -> "Figure":

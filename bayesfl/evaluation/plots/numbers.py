@@ -11,7 +11,7 @@ from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import coverage, pit_histogram, pool
 from bayesfl.evaluation.metrics.distributions import DistributionName
 from bayesfl.evaluation.plots.inputs import names_of_results
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, key, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +20,7 @@ LEVELS = np.linspace(0.05, 0.95, 19)
 """Probabilities of the intervals whose coverage is drawn."""
 
 
+@literal
 def interval_reliability(
     source: Any,
     *,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesfl.base.layout import Layout
 from bayesfl.curvature import Curvature
-from bayesfl.evaluation.plots.look import clean, key, looks, new_figure
+from bayesfl.evaluation.plots.look import clean, key, lines, literal, new_figure
 from bayesfl.posteriors.sampling.samples import Drawn, Samples
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Selected(Protocol):
         ...
 
 
+@literal
 def marginals(
     entries: Mapping[str, Samples | Drawn],
     *,
@@ -83,8 +84,8 @@ def marginals(
         height = 0.9 + (0.16 + 0.13 * len(samples)) * len(places)
         ax = new_figure((5.4, height)).add_subplot()
     step = 0.7 / len(samples)
-    looked = zip(samples.items(), looks(), strict=False)
-    for line, ((label, one), (colour, _)) in enumerate(looked):
+    for line, (one, look) in enumerate(zip(samples.values(), lines(samples), strict=True)):
+        colour, label = look["color"], look["label"]
         flat = one.draws.flatten(0, 1)[:, list(places)].double().cpu().numpy()
         low, lower, middle, upper, high = np.quantile(flat, QUANTILES, axis=0)
         y = np.arange(len(places)) + (line - (len(samples) - 1) / 2) * step
@@ -99,6 +100,7 @@ def marginals(
     return ax
 
 
+@literal
 def subnetwork(
     fitted: Selected,
     *,

@@ -16,7 +16,8 @@ from bayesfl.evaluation.plots.look import (
     OKABE_ITO,
     clean,
     key,
-    looks,
+    lines,
+    literal,
     new_figure,
     some,
 )
@@ -29,6 +30,7 @@ RED = OKABE_ITO[1]
 _LOW, _HIGH = 1e-3, 1e9
 
 
+@literal
 def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None) -> "Figure":
     """Draw the coverage of sets or intervals unit by unit, with its interval, and their sizes
     beneath.
@@ -108,6 +110,7 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
     return figure
 
 
+@literal
 def evidence(
     entries: "Alarm | Merged | Mapping[str, Alarm | Merged]",
     *,
@@ -142,7 +145,7 @@ def evidence(
         raise ValueError("entries must be alarms of one delta, of which one has seen rows")
     (height,) = heights
     ax = new_figure((5.4, 3.4)).add_subplot() if ax is None else ax
-    for (name, watch), (colour, dash) in zip(named.items(), looks(), strict=False):
+    for watch, look in zip(named.values(), lines(named), strict=True):
         all_of = np.concatenate([[1.0], np.asarray(watch.history)])
         shown = np.clip(all_of, _LOW, _HIGH)
         if (all_of > _HIGH).any():
@@ -150,22 +153,16 @@ def evidence(
                 np.flatnonzero(all_of > _HIGH)[:1],
                 [_HIGH],
                 "^",
-                color=colour,
+                color=look["color"],
                 markersize=6,
                 gid="above",
                 clip_on=False,
             )
-        ax.plot(
-            np.arange(len(shown)),
-            shown,
-            color=colour,
-            linestyle=dash,
-            linewidth=1.4,
-            label=name or None,
-        )
+        ax.plot(np.arange(len(shown)), shown, linewidth=1.4, **look)
         reached = np.flatnonzero(shown >= height)
         if len(reached):
-            ax.plot(reached[:1], shown[reached[:1]], "o", color=colour, markersize=5, gid="raised")
+            at = reached[:1]
+            ax.plot(at, shown[at], "o", color=look["color"], markersize=5, gid="raised")
     ax.axhline(
         height, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"_raised at {height:g}"
     )
@@ -192,7 +189,8 @@ def evidence(
         )
     counted = {"rows seen" if isinstance(one, Alarm) else "reports" for one in named.values()}
     ax.set(xlabel=" or ".join(sorted(counted, reverse=True)), ylabel="evidence", title=title or "")
-    key(ax)
+    if not isinstance(entries, Alarm | Merged):
+        key(ax)
     clean(ax, grid="y")
     return ax
 

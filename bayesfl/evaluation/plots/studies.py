@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bayesfl.evaluation.history import HEADLINES
-from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, literal, new_figure
 from bayesfl.evaluation.report import better, in_prose
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+@literal
 def study(
     table: Any, *, metric: str | None = None, ax: "Axes | None" = None, title: str | None = None
 ) -> "Axes":
@@ -61,6 +62,7 @@ def study(
     return ax
 
 
+@literal
 def paired(
     table: Any,
     one: str,

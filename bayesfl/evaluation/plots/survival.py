@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bayesfl.evaluation.plots.look import clean, key, looks, new_figure
+from bayesfl.evaluation.plots.look import clean, key, lines, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+@literal
 def kaplan_meier(
     found: Any,
     *,
@@ -46,11 +47,11 @@ def kaplan_meier(
     times, survival = found.times.numpy(), found.survival.numpy()
     low, high = (t.numpy() for t in found.interval(level or 0.95))
     colours = []
-    for place, (group, (colour, dash)) in enumerate(zip(found.groups, looks(), strict=False)):
-        there = found.at_risk[place].numpy() > 0
+    for place, look in enumerate(lines(found.groups)):
+        colour, there = look["color"], found.at_risk[place].numpy() > 0
         x = np.concatenate([[0.0], times[there]])
         y = np.concatenate([[1.0], survival[place, there]])
-        ax.step(x, y, where="post", color=colour, linestyle=dash, label=group, linewidth=1.5)
+        ax.step(x, y, where="post", linewidth=1.5, **look)
         if level is not None:
             below, above = (np.concatenate([[1.0], end[place, there]]) for end in (low, high))
             ax.fill_between(x, below, above, step="post", color=colour, alpha=0.15, linewidth=0)

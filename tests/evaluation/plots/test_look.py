@@ -1,14 +1,13 @@
 """What all diagrams have in common."""
 
 import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("matplotlib")
-from bayesfl.evaluation.plots.look import OKABE_ITO, clean, key, looks, new_figure
+from bayesfl.evaluation.plots.look import OKABE_ITO, clean, key, lines, new_figure
 
 
 @pytest.mark.slow
@@ -29,7 +28,7 @@ def test_lines_look_different():
     """Every colour with every dash before anything comes again; black is the last of the seven that
     lines have.
     """
-    many = list(islice(looks(), 29))
+    many = [(look["color"], look["linestyle"]) for look in lines(range(29))]
     assert len(set(many)) == 28
     assert many[28] == many[0] == (OKABE_ITO[0], "-")
 
