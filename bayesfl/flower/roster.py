@@ -4,14 +4,14 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from bayesfl.base.targets import Task
-from bayesfl.federation.errors import called
+from bayesfl.federation.errors import BadClients, called
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import records
 from bayesfl.flower.post import Failure, pull, push
@@ -25,6 +25,28 @@ NOT_SENT = "not sent"
 """In place of a digest, by a node without the secret that keys it."""
 LONGEST = 200
 """Most characters of a client's name."""
+
+
+def refuse(missing: str, refused: Mapping[int, str], timeout: float) -> NoReturn:
+    """Give up waiting for nodes that are there, and cannot be taken.
+
+    Args:
+        missing: Who is waited for.
+        refused: Why each such node is not taken, {node: reason}.
+        timeout: Seconds that the server has waited.
+
+    Raises:
+        BadClients: Always.
+    """
+    nodes: dict[str, list[int]] = {}
+    for node, why in refused.items():
+        nodes.setdefault(why, []).append(node)
+    told = [f"node {', '.join(map(str, found[:10]))}: {why}" for why, found in nodes.items()]
+    raise BadClients(
+        f"the server gave up waiting for {missing}: no node was taken for {timeout:g} seconds "
+        f"(timeout), and of those that are there {'; '.join(told[:10])}. Mend these nodes, and "
+        "start the run again"
+    )
 
 
 @dataclass
@@ -60,29 +82,40 @@ class Roster:
     _changes: dict[str, str] = field(default_factory=dict)
     _again: dict[int, float] = field(default_factory=dict)
     _pending: dict[int, str] = field(default_factory=dict)
+    _refused: dict[int, str] = field(default_factory=dict)
 
-    def wait(self, grid: Grid, *, least: int, patience: float | None) -> None:
+    def wait(self, grid: Grid, *, least: int, timeout: float) -> None:
         """Wait until every client's node has answered.
 
         Args:
             grid: Flower's grid.
             least: Number of clients that must have answered in any case.
-            patience: Seconds after which the other clients are no longer waited for; None to wait
-                for all.
+            timeout: Seconds after which the other clients are no longer waited for, and after which
+                a node that was refused ends the wait, if no other one has been taken since.
+
+        Raises:
+            BadClients: Nodes are there that cannot be taken.
         """
         start, said = time.monotonic(), -REMIND
+        since = start
         while missing := [client for client in range(self.clients) if client not in self.nodes]:
             now = time.monotonic()
             names = ", ".join(map(self.called, missing[:10])) + f" and {len(missing) - 10} more" * (
                 len(missing) > 10
             )
-            if patience is not None and now - start > patience and len(self.nodes) >= least:
+            if now - start > timeout and len(self.nodes) >= least:
                 log.warning("going on without %s", names)
                 return
+            if not self._refused:
+                since = now
+            elif now - since > timeout:
+                refuse(names, self._refused, timeout)
             if now - said > REMIND:
                 log.warning("waiting for %s", names)
                 said = now
-            if not self.look(grid):
+            if self.look(grid):
+                since = time.monotonic()
+            else:
                 time.sleep(1.0)
 
     def everyone(self) -> tuple[str, ...]:
@@ -109,6 +142,7 @@ class Roster:
         """
         now, before = time.monotonic(), dict(self.nodes)
         there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
+        self._refused = {node: why for node, why in self._refused.items() if node in there}
         # Before nodes are asked again: a new question replaces the old one, and its answer is lost.
         self._hear(grid, there)
         for node in [
@@ -133,10 +167,12 @@ class Roster:
                 continue
             del self._pending[node]
             self._again[node] = time.monotonic() + REMIND
+            self._refused.pop(node, None)
             try:
                 self._bind(node, there[node], reply, there)
             except records.RecordError as error:
                 log.warning("node %d is not taken: %s", node, error)
+                self._refused[node] = str(error)
 
     def _bind(
         self, node: int, key: str, reply: RecordDict | Failure, there: Mapping[int, str]

@@ -97,9 +97,10 @@ def serve(
     seed, up to rounding.
 
     The server waits until all clients have answered, runs the rounds, and finally has every client
-    predict its test data with the final model. If the folder of checkpoints holds this experiment,
-    it continues from the newest checkpoint; it then waits for missing clients for `timeout` seconds
-    at most, provided that `admission.min_clients` have answered.
+    predict its test data with the final model. It gives up waiting if a node that is there cannot
+    be taken, and no other one was taken for `timeout` seconds. If the folder of checkpoints holds
+    this experiment, it continues from the newest checkpoint; it then waits for missing clients for
+    `timeout` seconds at most, provided that `admission.min_clients` have answered.
 
     Args:
         grid: Flower's grid, as a ServerApp receives it.
@@ -148,7 +149,9 @@ def serve(
             that folder began from another state.
         CheckpointError: The folder's checkpoints are damaged, or were made with another method; or
             no client has kept its state of the run that `start` is.
-        BadClients: A reply is missing or bad, and bad clients stop the run.
+        BadClients: A reply is missing or bad, and bad clients stop the run. Or nodes are there that
+            cannot be taken, such as those with another method, and no other one was taken for
+            `timeout` seconds.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
         DivergenceError: The server's state is no longer finite.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
@@ -285,8 +288,8 @@ class _Service:
         self.network = Connection(self.grid, roster, self.timeout)
         roster.wait(
             self.grid,
-            least=self.admission.min_clients,
-            patience=None if state is None else self.timeout,
+            least=clients if state is None else self.admission.min_clients,
+            timeout=self.timeout,
         )
         names = roster.everyone()
         if state is None:

@@ -28,7 +28,7 @@ from bayesfl.federation.errors import BadClients
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import post, records
 from bayesfl.flower.post import Failure
-from bayesfl.flower.roster import LONGEST, REMIND
+from bayesfl.flower.roster import LONGEST, REMIND, refuse
 from bayesfl.stats import wire
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.policy import Policy, Refusal
@@ -201,7 +201,8 @@ def analyse(
 
     Raises:
         BadClients: A site does not answer a question; it names the site. Also, the sites' tables
-            have different terms.
+            have different terms, or a site that is there failed, such as one that cannot read its
+            file, and no other one was taken for `timeout` seconds.
         bayesfl.stats.policy.Refusal: A site's policy refuses a question.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
 
@@ -348,21 +349,29 @@ def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites
     """Wait until sites have said who they are, and return them.
 
     Raises:
-        BadClients: Their terms differ.
+        BadClients: Their terms differ, or sites are there that cannot be taken.
     """
     count = wanted if isinstance(wanted, int) else len(wanted)
     nodes: dict[str, int] = {}
     terms: dict[str, tuple[str, str]] = {}
     pending: dict[int, str] = {}
     again: dict[int, float] = {}
-    said = -REMIND
+    refused: dict[int, str] = {}
+    said, since = -REMIND, time.monotonic()
     while len(nodes) < count:
         now, before = time.monotonic(), len(nodes)
+        missing = f"{count - before} of {count} sites"
+        missing += "" if isinstance(wanted, int) else f": {sorted({*wanted} - {*nodes})}"
         if now - said > REMIND:
-            missing = "" if isinstance(wanted, int) else f": {sorted({*wanted} - {*nodes})}"
-            log.warning("waiting for %d of %d sites%s", count - before, count, missing)
+            log.warning("waiting for %s", missing)
             said = now
-        for node in grid.get_node_ids():
+        there = set(grid.get_node_ids())
+        refused = {node: why for node, why in refused.items() if node in there}
+        if not refused:
+            since = now
+        elif now - since > timeout:
+            refuse(missing, refused, timeout)
+        for node in there:
             if node not in nodes.values() and now >= again.get(node, now):
                 content = _config(protocol=PROTOCOL)
                 if id := post.push(grid, "query", node, content, timeout=timeout, group="hello"):
@@ -373,18 +382,22 @@ def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites
                 continue
             del pending[node]
             again[node] = time.monotonic() + REMIND
+            refused.pop(node, None)
             try:
                 content = _told(reply)
                 name, *told = (
                     records.setting(content, key, str) for key in ("name", "terms", "offset")
                 )
                 if not isinstance(wanted, int) and name not in wanted:
-                    raise records.RecordError(f"nobody waits for a site {name[:LONGEST]!r}")
+                    why = f"nobody waits for a site {name[:LONGEST]!r}"
+                    log.warning("node %d is not taken: %s", node, why)
+                    continue  # which has no part in this analysis, and stops nobody
                 if name in nodes:
                     raise records.RecordError(f"site {name!r} is node {nodes[name]} already")
-                nodes[name], terms[name] = node, (told[0], told[1])
+                nodes[name], terms[name], since = node, (told[0], told[1]), time.monotonic()
             except records.RecordError as error:
                 log.warning("node %d is not taken: %s", node, error)
+                refused[node] = str(error)
         if len(nodes) == before:
             time.sleep(1.0)
     names = sorted(nodes)

@@ -214,6 +214,24 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The server's clock, which only sleeping moves."""
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    for module in ("post", "roster"):
+    for module in ("post", "roster", "statistics"):
         monkeypatch.setattr(f"bayesfl.flower.{module}.time", clock)
     return clock
+
+
+class Later(LocalGrid):
+    """A grid that changes while the server waits: {seconds: what is done then}."""
+
+    def get_nodes(self) -> Any:
+        for when in [when for when in self.later if when <= self.clock.monotonic()]:
+            self.later.pop(when)(self)
+        return super().get_nodes()
+
+    def get_node_ids(self) -> Any:
+        return [node.node_id for node in self.get_nodes()]
+
+
+def later(grid: LocalGrid, clock: Any, changes: dict[float, Any]) -> LocalGrid:
+    grid.__class__ = Later
+    vars(grid).update(clock=clock, later=changes)
+    return grid

@@ -9,9 +9,10 @@ import pytest
 from flwr.app import Message
 from torch import nn
 
+import bayesfl as bf
 from bayesfl.base.described import digest_of
 from bayesfl.data import FederatedData
-from bayesfl.flower import client_app, load
+from bayesfl.flower import BadClients, client_app, load, serve
 from bayesfl.flower.roster import Roster
 from tests.flower.made import (
     OPTIONS,
@@ -21,6 +22,7 @@ from tests.flower.made import (
     changed,
     deploy,
     grid_of,
+    later,
     losing,
     method,
     simulated,
@@ -72,6 +74,79 @@ def test_every_node_is_one_client(
     waits(grid, monkeypatch, algorithm=fedavg, clients=clients.clients, rounds=1)
     (line,) = [record.message for record in caplog.records if "is not taken" in record.message]
     assert re.match(f"node 101 is not taken: .*{words}", line)
+
+
+def broken(context: Any) -> FederatedData:
+    raise FileNotFoundError("/data/basel.csv")
+
+
+@pytest.mark.parametrize("kind", ["method", "file", "one", "few", "ids", "late"])
+def test_refused_nodes_end_the_wait(
+    kind: str, model: Any, clients: FederatedData, tmp_path: Path, monkeypatch: Any
+):
+    """All or one of them, after the timeout and no sooner; a node that comes late gets its time."""
+    own, clock = bf.algorithms.fedavg(model, epochs=1), sleeping(monkeypatch)
+    grid = grid_of(own, clients, tmp_path)
+    unreadable = client_app(own, broken)
+    words = rf"waiting for client 0, .*: no node was taken .*{FileNotFoundError.__name__}.*basel"
+    ends = 61
+    if kind == "method":
+        grid = grid_of(bf.algorithms.fedavg(model, epochs=2), clients, tmp_path)
+        words = (
+            "waiting for client 0, .*client 6: .*node 100, 101, .*106: .*epochs is 2 here"
+        )
+    elif kind == "file":
+        grid.apps = dict.fromkeys(grid.apps, unreadable)
+    elif kind == "one":
+        grid.apps = {**grid.apps, 100: unreadable}
+        words = "waiting for client 0: .*node 100: .*basel"
+    elif kind == "few":  # the others are not there
+        grid.apps = {100: unreadable}
+    elif kind == "ids":
+        grid = grid_of(own, clients, tmp_path, ids=dict.fromkeys(grid.apps, 3))
+        words = r"waiting for client 0, .*: .*give every node a client-id of its own"
+    elif kind == "late":
+        last, grid.apps = grid.apps[106], {**grid.apps, 100: unreadable}
+        del grid.apps[106]
+        join = {50.0: lambda grid: grid.apps.update({106: last})}
+        grid, ends = later(grid, clock, join), 111
+        words = "waiting for client 0: "
+    with pytest.raises(BadClients, match=words):
+        serve(grid, own, clients=clients.clients, rounds=1, timeout=60.0)
+    assert ends <= clock.monotonic() <= ends + 2
+
+
+def test_a_node_is_mended_in_time(
+    fedavg: Any, clients: FederatedData, tmp_path: Path, monkeypatch: Any
+):
+    """It is asked again; and where none is refused the server waits for as long as it takes."""
+    clock = sleeping(monkeypatch)
+    grid = grid_of(fedavg, clients, tmp_path)
+    whole, first = dict(grid.apps), dict(list(grid.apps.items())[:2])
+    grid.apps = first | {100: client_app(fedavg, broken)}
+    changes: dict[float, Any] = {
+        50.0: lambda grid: grid.apps.update(first),
+        1000.0: lambda grid: grid.apps.update(whole),
+    }
+    options: dict[str, Any] = {"clients": clients.clients, "rounds": 1, "timeout": 100.0}
+    assert serve(later(grid, clock, changes), fedavg, **options).round == 1
+    assert clock.monotonic() >= 1000
+
+
+def test_a_run_goes_on_without_refused_nodes(
+    fedavg: Any, clients: FederatedData, tmp_path: Path, monkeypatch: Any
+):
+    """From its checkpoint, if enough clients are there; otherwise it ends with the reason."""
+    options: dict[str, Any] = {"checkpoint": tmp_path / "server"}
+    deploy(fedavg, clients, tmp_path, **options)
+    sleeping(monkeypatch)
+    grid = grid_of(fedavg, clients, tmp_path)
+    grid.apps = {**grid.apps, 100: client_app(fedavg, broken)}
+    found = deploy(fedavg, clients, tmp_path, grid, rounds=4, **options)
+    assert found.history["cohort"][-1] == clients.clients - 1
+    every = bf.Admission("skip", min_clients=clients.clients)
+    with pytest.raises(BadClients, match="waiting for client 0: "):
+        deploy(fedavg, clients, tmp_path, grid, rounds=5, admission=every, **options)
 
 
 def test_a_client_is_bound_to_its_key(

@@ -21,7 +21,7 @@ from bayesfl.stats.mixed import Mixed
 from bayesfl.stats.policy import Refusal
 from bayesfl.stats.tables import Tables
 from tests.flower.grid import LocalGrid
-from tests.flower.made import Impatient
+from tests.flower.made import Impatient, later, sleeping
 from tests.stats.made import OUTCOMES, SIZES, TERMS, frames, sites
 
 NAMES = sorted(SIZES)
@@ -294,6 +294,43 @@ def test_who_is_waited_for(
         analyse(grid, lambda s: s.names, sites=["west", "east"], timeout=5.0)
     assert "site 'east' is node" in caplog.text
     assert "waiting for 2 of 2 sites: ['east', 'west']" in caplog.text
+
+
+@pytest.mark.parametrize("wanted", [4, NAMES, ["south", "east"]])
+@pytest.mark.parametrize("broken", [["east"], NAMES])
+def test_a_site_that_fails_ends_the_wait(
+    wanted: Any, broken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One or all, after the timeout; the reason does not show what the site's error tells."""
+
+    def load_tables(context: Context) -> Tables:
+        raise FileNotFoundError("/data/secret.csv")
+
+    clock, grid = sleeping(monkeypatch), grid_of(tmp_path)
+    grid.apps = {**grid.apps, **{NODES[name]: site_app(load_tables) for name in broken}}
+    with pytest.raises(BadClients, match=r"node .*103: it failed with FileNotFoundError; its own"):
+        analyse(grid, lambda s: s.names, sites=wanted, timeout=60.0)
+    assert 61 <= clock.monotonic() <= 63
+
+
+def test_a_stranger_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A node of another site has no part; who is missing may come late, and is mended in time."""
+    clock, grid = sleeping(monkeypatch), grid_of(tmp_path)
+    west = grid.apps[NODES["west"]]
+    del grid.apps[NODES["west"]]
+
+    def load_tables(context: Context) -> Tables:
+        raise FileNotFoundError
+
+    changes = {
+        1000.0: lambda grid: grid.apps.update({NODES["west"]: site_app(load_tables)}),
+        1050.0: lambda grid: grid.apps.update({NODES["west"]: west}),
+    }
+    names = analyse(
+        later(grid, clock, changes), lambda s: s.names, sites=["west", "east"], timeout=100.0
+    )
+    assert names == ("east", "west")
+    assert clock.monotonic() >= 1050
 
 
 def test_sites_with_other_terms_are_refused(tmp_path: Path):
