@@ -341,9 +341,9 @@ def by_nuts(
         precision[:q] = 1e-4
     found = nuts(
         module,
-        fed.likelihood,
         x,
         y,
+        likelihood=fed.likelihood,
         precision=precision,
         draws=fed.few(1000),
         warmup=fed.few(400),
@@ -402,14 +402,16 @@ def network_by_nuts(fed: Federation) -> Belief:
     """The values of the network under its posterior of all rows, by the No-U-Turn sampler."""
     x, y = fed.rows()
     draws = {"draws": fed.few(250), "warmup": fed.few(250), "chains": 1, "seed": fed.seed}
-    found = nuts(network(fed.seed), fed.likelihood, x, y, precision=1.0, **draws)
+    found = nuts(network(fed.seed), x, y, likelihood=fed.likelihood, precision=1.0, **draws)
     return everywhere(fed, found)
 
 
 def shared_by_nuts(fed: Federation) -> Belief:
     x, y = fed.rows()
     draws = {"draws": fed.few(500), "warmup": fed.few(200), "chains": 1, "seed": fed.seed}
-    found = nuts(linear(fed), fed.likelihood, x, y, precision=1.0, full_mass=True, **draws)
+    found = nuts(
+        linear(fed), x, y, likelihood=fed.likelihood, precision=1.0, full_mass=True, **draws
+    )
     return everywhere(fed, found)
 
 

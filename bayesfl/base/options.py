@@ -19,7 +19,7 @@ import math
 import re
 import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import (
@@ -44,6 +44,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
+
+ELSEWHERE = {
+    "lr": {"optimiser": "=bf.optim.SGD(lr)", "rate": ""},
+    "learning_rate": {"optimiser": "=bf.optim.SGD(learning_rate)", "rate": ""},
+    "momentum": {"optimiser": "=bf.optim.SGD(rate, momentum)"},
+    "weight_decay": {"optimiser": "=bf.optim.SGD(rate, weight_decay=weight_decay)"},
+    "fraction": {"participation": ""},
+    "num_classes": {"outputs": ""},
+    "concentration": {"alpha": ""},
+    "callbacks": {"on_round": "=[...]"},
+    "random_state": {"seed": ""},
+    "verbose": {"progress": ""},
+}
+"""{option of other libraries: {end of its name here: how its value is given}}."""
 
 Idle = Mapping[tuple[str, Any], tuple[str, ...]]
 """{(option, value): options that have no effect where it has this value}; a class stands for its
@@ -254,6 +268,41 @@ def nearest(asked: str, names: Sequence[str], most: int) -> list[str]:
     return [name for key in near for name in folded[key]][:most] or list(names[:most])
 
 
+def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:
+    """Refuse options that a function does not have.
+
+    Raises:
+        TypeError: There is one; the message has the nearest options of the function, or what the
+            option is called here.
+    """
+    parameters = inspect.signature(function).parameters
+    asked = next((name for name in given if name not in parameters), "")
+    if asked and all(one.kind is not one.VAR_KEYWORD for one in parameters.values()):
+        names = [name for name in parameters if name[0] != "_" and name not in ("self", "cls")]
+        near = [
+            name + value
+            for end, value in ELSEWHERE.get(asked, {}).items()
+            for name in names
+            if name.endswith(end)
+        ] or difflib.get_close_matches(asked.casefold(), names)
+        told = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names)}"
+        raise TypeError(
+            f"{function.__qualname__.removesuffix('.__init__')}() got an unexpected keyword "
+            f"argument {asked!r}; {told}"
+        )
+
+
+def suggests(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function refuse unknown options as a declared one does, and look at nothing else."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_unknown(function, kwargs)
+        return function(*args, **kwargs)
+
+    return called
+
+
 def typed(wanted: type, remedy: str) -> Callable[[str, Any], None]:
     """Return a function that looks at an option's type, for its annotation; the message of what it
     raises ends with `remedy`.
@@ -345,14 +394,15 @@ def arguments(
     Python refuses the call.
 
     Raises:
-        TypeError: As by `Option`.
+        TypeError: As by `Option`, or there is no such option.
         ValueError: As by `Option`; or an option is given that another leaves without effect.
     """
     signature, declared_as = inspect.signature(function), options_of(function)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError:
-        return None
+        refuse_unknown(function, kwargs)
+        return None  # what else is wrong, Python reports
     bound.apply_defaults()
     for name, option in declared_as.items():
         if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
@@ -402,6 +452,11 @@ def _declared_class(cls: C, idle: Idle) -> C:
         if after is not None:
             after(self)
 
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_unknown(cls.__init__, kwargs)
+        return object.__new__(cls)
+
+    cls.__new__ = __new__  # as dataclass makes `__init__` after this
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]  # of a class that dataclass is about to read
     cls.__signature__ = _Signature()  # type: ignore[attr-defined]  # which `help` and Sphinx read
     cls.__doc__ = completed(cls)

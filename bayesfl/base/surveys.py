@@ -41,6 +41,10 @@ class NotNegative(tuple[int, ...]):
     """The shape of numbers >= 0 in a survey's answer."""
 
 
+class Semidefinite(tuple[int, ...]):
+    """The shape of a symmetric matrix without negative eigenvalues in a survey's answer."""
+
+
 @runtime_checkable
 class Survey(Protocol[Known_contra]):
     """A question, and what to make of its answers; see the module."""
@@ -63,7 +67,8 @@ class Survey(Protocol[Known_contra]):
 
     def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of one client's answer, by name; empty where there is nothing to ask.
-        Names that begin with `n_` are counts, and a `NotNegative` shape is one of numbers >= 0.
+        Names that begin with `n_` are counts, a `NotNegative` shape is one of numbers >= 0, and a
+        `Semidefinite` one that of a matrix.
         """
         ...
 
@@ -137,6 +142,9 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
             )
         count = name.startswith("n_")
         below = (count or isinstance(shapes[name], NotNegative)) and bool((t < 0).any())
+        if isinstance(shapes[name], Semidefinite) and t.numel():
+            values = torch.linalg.eigvalsh((t + t.mT) / 2)
+            below = bool((values.amin(-1) < -1e-6 * values.abs().amax(-1)).any())
         if below or (count and not torch.equal(t, t.round())):
             raise ValueError(
                 f"{whose} has numbers in {name!r} that are {'no counts' if count else 'negative'}"

@@ -297,6 +297,7 @@ def by_algebra(phase: "Phase | Repeat") -> TypeGuard[Descend]:
 
 
 @dataclass(frozen=True)
+@declared
 class Once:
     """Apply a pure function to a client's view once, for closed-form updates, statistics, or a new
     start.

@@ -34,6 +34,7 @@ class Flat:
 
 
 @dataclass(frozen=True, kw_only=True)
+@declared
 class Normal:
     """The Gaussian prior p(w_j | w) = N(centre, diag(variance)).
 

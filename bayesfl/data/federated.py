@@ -15,7 +15,7 @@ from torch import Tensor
 from bayesfl.base.described import described
 from bayesfl.base.display.html import preview
 from bayesfl.base.inputs import Shapes, first, named
-from bayesfl.base.options import Count, declared
+from bayesfl.base.options import Count, declared, suggests
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Targets, Task
 from bayesfl.data.changes import check_augment, check_transform
@@ -447,6 +447,7 @@ class FederatedData:
         check_augment(self.train, augment)
         return replace(self, splits={**self.splits, "train": replace(self.train, augment=augment)})
 
+    @suggests
     def hold_out(
         self, clients: int | float, *, seed: int = 0
     ) -> tuple["FederatedData", "FederatedData"]:

@@ -1,13 +1,22 @@
 """Messages to clients over Flower, and their replies, within a time limit."""
 
+import logging
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from bayesfl.federation.errors import BadClients
+from bayesfl.flower.records import RecordError
+
+log = logging.getLogger(__name__)
+REMIND = 30.0
+"""Seconds between two log lines on missing clients, and after which a node that failed is asked
+again.
+"""
 FIRST, LONGEST = 0.1, 1.0
 """Shortest and longest pause between two attempts to fetch replies, in seconds."""
 
@@ -73,6 +82,103 @@ def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
             f"its reply cannot be read: {type(error).__name__} {_short(error)}", lost=False
         )
     return None
+
+
+@dataclass
+class Hello:
+    """The question to nodes who they are, which is put again until they are taken.
+
+    Args:
+        content: The message's records.
+        patience: Seconds that a node has to answer before it is asked again; it loads its data in
+            this time.
+
+    Attributes:
+        again: When a node is asked next, {node: seconds}.
+        pending: Messages whose answers have not come, {node: id}.
+        refused: Why nodes that are there were not taken, {node: reason}.
+    """
+
+    content: RecordDict
+    patience: float
+    again: dict[int, float] = field(default_factory=dict)
+    pending: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    _said: float = -REMIND
+    _since: float = 0.0
+
+    def look(
+        self,
+        grid: Grid,
+        there: Collection[int],
+        taken: Collection[int],
+        take: Callable[[int, RecordDict | Failure], None],
+    ) -> None:
+        """Ask new nodes, and take the answers that have arrived; do not wait.
+
+        Args:
+            grid: Flower's grid.
+            there: The nodes that are there.
+            taken: The nodes that were taken.
+            take: Function of a node and its answer; it raises RecordError if the node is not taken.
+        """
+        now = time.monotonic()
+        self.refused = {node: why for node, why in self.refused.items() if node in there}
+        # Before nodes are asked again: a new question replaces the old one, and its answer is lost.
+        self._hear(grid, there, take)
+        for node in [node for node, at in self.again.items() if node not in there and now >= at]:
+            del self.again[node]
+            self.pending.pop(node, None)
+        for node in sorted(there):
+            if node not in taken and now >= self.again.get(node, now):
+                if id := push(
+                    grid, "query", node, self.content, timeout=self.patience, group="hello"
+                ):
+                    self.pending[node] = id
+                self.again[node] = now + self.patience
+        self._hear(grid, there, take)
+
+    def _hear(
+        self,
+        grid: Grid,
+        there: Collection[int],
+        take: Callable[[int, RecordDict | Failure], None],
+    ) -> None:
+        for node, id in list(self.pending.items()):
+            reply = pull(grid, id) if node in there else None
+            if reply is None:
+                continue
+            del self.pending[node]
+            self.again[node] = time.monotonic() + REMIND
+            try:
+                take(node, reply)
+            except RecordError as error:
+                log.warning("node %d is not taken: %s", node, error)
+                self._since = self._since if self.refused else time.monotonic()
+                self.refused[node] = str(error)
+            else:
+                self.refused.pop(node, None)
+                self._since = time.monotonic()
+
+    def wait(self, missing: str, timeout: float) -> None:
+        """Wait a moment for missing nodes; the log names them from time to time.
+
+        Raises:
+            BadClients: Nodes are there that cannot be taken, and no other one was taken for
+                `timeout` seconds.
+        """
+        now = time.monotonic()
+        if now - self._said > REMIND:
+            log.warning("waiting for %s", missing)
+            self._said = now
+        if self.refused and now - self._since > timeout:
+            told = "; ".join(f"node {node}: {why}" for node, why in self.refused.items())
+            raise BadClients(
+                f"the server gave up waiting for {missing}: no node was taken for {timeout:g} "
+                f"seconds (timeout), and of those that are there {told}. Mend these nodes, and "
+                "start the run again"
+            )
+        time.sleep(1.0)
 
 
 def ask(

@@ -4,49 +4,23 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import numpy as np
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from bayesfl.base.targets import Task
-from bayesfl.federation.errors import BadClients, called
+from bayesfl.federation.errors import called
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import records
-from bayesfl.flower.post import Failure, pull, push
+from bayesfl.flower.post import Failure, Hello
 
 log = logging.getLogger(__name__)
-REMIND = 30.0
-"""Seconds between two log lines on missing clients, and after which a node that failed is asked
-again.
-"""
 NOT_SENT = "not sent"
 """In place of a digest, by a node without the secret that keys it."""
 LONGEST = 200
 """Most characters of a client's name."""
-
-
-def refuse(missing: str, refused: Mapping[int, str], timeout: float) -> NoReturn:
-    """Give up waiting for nodes that are there, and cannot be taken.
-
-    Args:
-        missing: Who is waited for.
-        refused: Why each such node is not taken, {node: reason}.
-        timeout: Seconds that the server has waited.
-
-    Raises:
-        BadClients: Always.
-    """
-    nodes: dict[str, list[int]] = {}
-    for node, why in refused.items():
-        nodes.setdefault(why, []).append(node)
-    told = [f"node {', '.join(map(str, found[:10]))}: {why}" for why, found in nodes.items()]
-    raise BadClients(
-        f"the server gave up waiting for {missing}: no node was taken for {timeout:g} seconds "
-        f"(timeout), and of those that are there {'; '.join(told[:10])}. Mend these nodes, and "
-        "start the run again"
-    )
 
 
 @dataclass
@@ -80,9 +54,12 @@ class Roster:
     predicted: dict[int, tuple[str, int]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     _changes: dict[str, str] = field(default_factory=dict)
-    _again: dict[int, float] = field(default_factory=dict)
-    _pending: dict[int, str] = field(default_factory=dict)
-    _refused: dict[int, str] = field(default_factory=dict)
+    _there: dict[int, str] = field(default_factory=dict)
+    _hello: Hello = field(init=False)
+
+    def __post_init__(self) -> None:
+        content = RecordDict({"config": ConfigRecord(dict(self.hello))})
+        self._hello = Hello(content, self.patience)
 
     def wait(self, grid: Grid, *, least: int, timeout: float) -> None:
         """Wait until every client's node has answered.
@@ -96,27 +73,16 @@ class Roster:
         Raises:
             BadClients: Nodes are there that cannot be taken.
         """
-        start, said = time.monotonic(), -REMIND
-        since = start
+        start = time.monotonic()
         while missing := [client for client in range(self.clients) if client not in self.nodes]:
-            now = time.monotonic()
             names = ", ".join(map(self.called, missing[:10])) + f" and {len(missing) - 10} more" * (
                 len(missing) > 10
             )
-            if now - start > timeout and len(self.nodes) >= least:
+            if time.monotonic() - start > timeout and len(self.nodes) >= least:
                 log.warning("going on without %s", names)
                 return
-            if not self._refused:
-                since = now
-            elif now - since > timeout:
-                refuse(names, self._refused, timeout)
-            if now - said > REMIND:
-                log.warning("waiting for %s", names)
-                said = now
-            if self.look(grid):
-                since = time.monotonic()
-            else:
-                time.sleep(1.0)
+            if not self.look(grid):
+                self._hello.wait(names, timeout)
 
     def everyone(self) -> tuple[str, ...]:
         """Return the names of all clients; empty text for clients that have not answered."""
@@ -140,48 +106,18 @@ class Roster:
         """Ask new nodes which client they are, take answers that have arrived, and return whether
         the roster changed; do not wait.
         """
-        now, before = time.monotonic(), dict(self.nodes)
-        there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
-        self._refused = {node: why for node, why in self._refused.items() if node in there}
-        # Before nodes are asked again: a new question replaces the old one, and its answer is lost.
-        self._hear(grid, there)
-        for node in [
-            node for node, again in self._again.items() if node not in there and now >= again
-        ]:
-            del self._again[node]
-            self._pending.pop(node, None)
-        for node in sorted(there):
-            if node not in self.nodes.values() and now >= self._again.get(node, now):
-                content = RecordDict({"config": ConfigRecord(dict(self.hello))})
-                if id := push(grid, "query", node, content, timeout=self.patience, group="hello"):
-                    self._pending[node] = id
-                self._again[node] = now + self.patience
-        self._hear(grid, there)
+        before = dict(self.nodes)
+        self._there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
+        self._hello.look(grid, self._there, self.nodes.values(), self._bind)
         return self.nodes != before
 
-    def _hear(self, grid: Grid, there: Mapping[int, str]) -> None:
-        """Take the answers that have arrived."""
-        for node, id in list(self._pending.items()):
-            reply = pull(grid, id) if node in there else None
-            if reply is None:
-                continue
-            del self._pending[node]
-            self._again[node] = time.monotonic() + REMIND
-            self._refused.pop(node, None)
-            try:
-                self._bind(node, there[node], reply, there)
-            except records.RecordError as error:
-                log.warning("node %d is not taken: %s", node, error)
-                self._refused[node] = str(error)
-
-    def _bind(
-        self, node: int, key: str, reply: RecordDict | Failure, there: Mapping[int, str]
-    ) -> None:
+    def _bind(self, node: int, reply: RecordDict | Failure) -> None:
         """Bind a node to the client that it says it is.
 
         Raises:
             RecordError: The answer is no valid one, or another node or key is bound to that client.
         """
+        key, there = self._there[node], self._there
         if isinstance(reply, Failure):
             raise records.RecordError(reply.reason)
         if (protocol := records.setting(reply, "protocol", int)) != PROTOCOL:

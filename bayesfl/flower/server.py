@@ -17,7 +17,7 @@ from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.base.described import digest_of
-from bayesfl.base.options import Count, Range, declared, typed
+from bayesfl.base.options import Count, Range, declared, refuse_unknown, typed
 from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import POOLED, PooledLaplace
@@ -41,9 +41,9 @@ from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Connection, Journey
 from bayesfl.flower.orders import TUNING, orders
-from bayesfl.flower.post import Failure
+from bayesfl.flower.post import REMIND, Failure
 from bayesfl.flower.questions import Questions
-from bayesfl.flower.roster import REMIND, Roster
+from bayesfl.flower.roster import Roster
 from bayesfl.flower.states import state_name
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ def server_app(algorithm: Method, **options: Any) -> ServerApp:
         >>> method = bf.algorithms.fedavg(bf.models.mlp(64, hidden=8, outputs=10))
         >>> app = bf.flower.server_app(method, clients=4, rounds=10)  # in server_app.py
     """
+    refuse_unknown(serve, options)
     inspect.signature(serve).bind(None, algorithm, **options)
     app = ServerApp()
 

@@ -8,7 +8,6 @@ first. What fails on a node is told by its kind alone, as the text of an error c
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from bayesfl.federation.errors import BadClients
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import post, records
 from bayesfl.flower.post import Failure
-from bayesfl.flower.roster import LONGEST, REMIND, refuse
+from bayesfl.flower.roster import LONGEST
 from bayesfl.stats import wire
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.policy import Policy, Refusal
@@ -354,52 +353,24 @@ def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites
     count = wanted if isinstance(wanted, int) else len(wanted)
     nodes: dict[str, int] = {}
     terms: dict[str, tuple[str, str]] = {}
-    pending: dict[int, str] = {}
-    again: dict[int, float] = {}
-    refused: dict[int, str] = {}
-    said, since = -REMIND, time.monotonic()
-    while len(nodes) < count:
-        now, before = time.monotonic(), len(nodes)
-        missing = f"{count - before} of {count} sites"
-        missing += "" if isinstance(wanted, int) else f": {sorted({*wanted} - {*nodes})}"
-        if now - said > REMIND:
-            log.warning("waiting for %s", missing)
-            said = now
-        there = set(grid.get_node_ids())
-        refused = {node: why for node, why in refused.items() if node in there}
-        if not refused:
-            since = now
-        elif now - since > timeout:
-            refuse(missing, refused, timeout)
-        for node in there:
-            if node not in nodes.values() and now >= again.get(node, now):
-                content = _config(protocol=PROTOCOL)
-                if id := post.push(grid, "query", node, content, timeout=timeout, group="hello"):
-                    pending[node] = id
-                again[node] = now + timeout
-        for node, id in list(pending.items()):
-            if len(nodes) == count or (reply := post.pull(grid, id)) is None:
-                continue
-            del pending[node]
-            again[node] = time.monotonic() + REMIND
-            refused.pop(node, None)
-            try:
-                content = _told(reply)
-                name, *told = (
-                    records.setting(content, key, str) for key in ("name", "terms", "offset")
-                )
-                if not isinstance(wanted, int) and name not in wanted:
-                    why = f"nobody waits for a site {name[:LONGEST]!r}"
-                    log.warning("node %d is not taken: %s", node, why)
-                    continue  # which has no part in this analysis, and stops nobody
-                if name in nodes:
-                    raise records.RecordError(f"site {name!r} is node {nodes[name]} already")
-                nodes[name], terms[name], since = node, (told[0], told[1]), time.monotonic()
-            except records.RecordError as error:
-                log.warning("node %d is not taken: %s", node, error)
-                refused[node] = str(error)
+
+    def take(node: int, reply: RecordDict | Failure) -> None:
+        name, *told = (
+            records.setting(_told(reply), key, str) for key in ("name", "terms", "offset")
+        )
+        if not isinstance(wanted, int) and name not in wanted:
+            raise records.RecordError(f"nobody waits for a site {name[:LONGEST]!r}")
+        if name in nodes:
+            raise records.RecordError(f"site {name!r} is node {nodes[name]} already")
+        if len(nodes) < count:
+            nodes[name], terms[name] = node, (told[0], told[1])
+
+    hello = post.Hello(_config(protocol=PROTOCOL), timeout)
+    while (before := len(nodes)) < count:
+        hello.look(grid, set(grid.get_node_ids()), nodes.values(), take)
         if len(nodes) == before:
-            time.sleep(1.0)
+            missing = "" if isinstance(wanted, int) else f": {sorted({*wanted} - {*nodes})}"
+            hello.wait(f"{count - before} of {count} sites{missing}", timeout)
     names = sorted(nodes)
     if others := [name for name in names if terms[name] != terms[names[0]]]:
         raise BadClients(

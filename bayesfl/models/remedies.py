@@ -27,13 +27,14 @@ TYPES = re.compile(
 
 @contextlib.contextmanager
 def explained(x: Inputs) -> Iterator[None]:
-    """Enter a context in which a whole number beyond an embedding's rows is a ValueError that says
-    so, of inputs `x`.
+    """Enter a context in which a model's error about whole numbers of inputs `x` is a ValueError
+    with its remedy: beyond an embedding's rows, or in place of floats.
     """
     try:
         yield
     except (IndexError, RuntimeError) as error:
-        if not BEYOND.search(str(error)):
+        whole = not all(t.is_floating_point() for _, t in named(x))
+        if not (BEYOND.search(str(error)) or (whole and TYPES.search(str(error)))):
             raise
         raise ValueError(
             f"the model does not take these inputs ({error}); {remedy(error, x)}"
@@ -75,7 +76,7 @@ def remedy(error: Exception, x: Inputs) -> str:
         )
         return (
             f"{kinds}, and such numbers stay as they are: where the model wants floats, pass "
-            f"{floats}{read}"
+            f"{floats}{read}; or inputs and labels are exchanged"
         )
     if "padding token" in said:
         return "set model.config.pad_token_id, the token that fills rows up"

@@ -32,7 +32,7 @@ from bayesfl.base import archive
 from bayesfl.base.inputs import Inputs, count
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.numerics import in_own_modes, own_modes
-from bayesfl.base.options import declared
+from bayesfl.base.options import declared, suggests
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature import Curvature, Inverse, invert, kronecker
 from bayesfl.curvature.backends import Name
@@ -40,6 +40,7 @@ from bayesfl.curvature.batches import Data, batches, labelled, of_batch, one_bat
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Categorical
+from bayesfl.models.remedies import explained
 from bayesfl.posteriors.linearised import (
     Link,
     as_labels,
@@ -95,6 +96,7 @@ class Laplace(Drawn):
 
     @classmethod
     @own_modes()
+    @suggests
     def fit(
         cls,
         model: nn.Module,
@@ -161,7 +163,8 @@ class Laplace(Drawn):
             )
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend, memory=memory)
         counts: list[int] = []
-        diagonal = curvature.diagonal(_counted(x, counts, curvature.device), weight=weight)
+        with explained(of_batch(x) if one_batch(x) else {}):
+            diagonal = curvature.diagonal(_counted(x, counts, curvature.device), weight=weight)
         prior, examples = curvature.vector(precision), sum(counts)
         inverse = _inverse(curvature, x, prior, structure, indices, diagonal, examples, weight)
         loc = _weights(model, curvature)

@@ -10,15 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bayesfl.base.display.html import table, text
+from bayesfl.base.options import instance
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Ask, Survey, conduct, uplink_bytes
+from bayesfl.base.surveys import Ask, NotNegative, Survey, conduct, uplink_bytes
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.policy import LOG_LIKELIHOOD, Refusal
@@ -179,6 +180,7 @@ class Released:
         )
 
 
+@runtime_checkable
 class Sites(Protocol):
     """Declare what a fit needs of sites, here or on other machines, as `Tables` has it."""
 
@@ -227,6 +229,7 @@ class Questions:
     """
 
     def __init__(self, sites: Sites, aggregation: Adder | None = None) -> None:
+        instance("sites", sites, Sites, "make them by bf.stats.tables({site: frame}, ...)")
         self.sites, self._aggregation = sites, aggregation
         self.left_out: dict[str, str] = {}
         self._asked: list[Asked] = []
@@ -322,11 +325,11 @@ class Sums(SiteSurvey):
         p, j = (self.columns,), (self.sites,)
         return {
             "n_dropped": j,
-            "weights": j,
+            "weights": NotNegative(j),
             "outcome": j,
-            "outcome_within": (),
+            "outcome_within": NotNegative(),
             "sum": p,
-            "square": p,
+            "square": NotNegative(p),
         }
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:

@@ -240,11 +240,10 @@ class Description:
     def markdown(self) -> str:
         """Return the printed table in Markdown."""
         table = self.table()
-        lines = [["", *table.columns]]
+        lines = [["", *table.columns], ["---"] * (1 + len(table.columns))]
         lines += [[name, *cells] for name, cells in zip(table.index, table.to_numpy(), strict=True)]
-        lines = [[one_line(cell, "markdown") for cell in line] for line in lines]
-        lines.insert(1, ["---"] * len(lines[0]))
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        escaped = [[one_line(cell, "markdown") for cell in line] for line in lines]
+        return "\n".join("| " + " | ".join(line) + " |" for line in escaped)
 
 
 def _number_told(mean: float, sd: float, middle: float, low: float, high: float) -> str:

@@ -145,7 +145,7 @@ class LogBinomial(Binomial):
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return -y eta - (1 - y) log(1 - e^eta), infinite for a probability of 1 or more."""
-        inside = eta < 0
+        inside = eta.exp() < 1  # in floating point, too
         safe = torch.where(inside, eta, -1.0)
         p = safe.exp()
         loss = -y * safe - (1 - y) * torch.log1p(-p)

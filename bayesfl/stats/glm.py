@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import Semidefinite
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, counted, outcome_unit, standard
@@ -34,6 +35,8 @@ INTERCEPT_SD = 10.0
 
 SEPARATED = 1e-3
 """A loss of all rows below this, in nats, is that of separated outcomes 0 and 1."""
+EDGE = 1e10
+"""Information at the log link above which a row's probability is 1 in all but rounding."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,9 @@ class Likelihood(SiteSurvey):
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         q = self.size
-        found: dict[str, tuple[int, ...]] = {"loss": (), "slope": (q,), "hessian": (q, q)}
+        convex = not FAMILIES[self.family].own  # in the coefficients alone
+        hessian = Semidefinite((q, q)) if convex else (q, q)
+        found: dict[str, tuple[int, ...]] = {"loss": (), "slope": (q,), "hessian": hessian}
         return found | {"n_outside": ()} | ({"volume": (), "penalty": ()} if self.per_site else {})
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
@@ -111,12 +116,15 @@ class Likelihood(SiteSurvey):
             total["hessian"] + torch.diag(strength),
         )
         own = {name: total[name] for name in ("volume", "penalty") if name in total}
-        return state | after | own, done or self.separated(loss)
+        return state | after | own, done or self.separated(loss, total["hessian"])
 
-    def separated(self, loss: Tensor | float) -> bool:
+    def separated(self, loss: Tensor | float, hessian: Tensor) -> bool:
         """Say whether some columns separate the outcomes 0 and 1 of all rows: else one row at least
-        is at the wrong side of any boundary, and its loss at least log 2.
+        is at the wrong side of any boundary, and its loss at least log 2. At the log link it is
+        enough that all outcomes of some rows are 1.
         """
+        if self.family == "log_binomial":
+            return bool(loss < torch.inf and (hessian > EDGE).any())
         return self.family == "binomial" and self.prior is None and bool(loss < SEPARATED)
 
     def strength(self) -> Tensor:
@@ -416,8 +424,14 @@ def glm(
     places = [place for place, name in enumerate(sites.names) if name not in left]
     n = float(sums["weights"][places].sum())
     parameters = len(names) + per_site * len(kept) + (family == "gaussian")
-    if survey.separated(found.loss):
-        raise ValueError(separation(found.theta.abs(), names))
+    if survey.separated(found.loss, found.hessian):
+        raise ValueError(
+            separation(found.theta.abs(), names)
+            if family == "binomial"
+            else "all outcomes of some rows are 1, and their probability becomes 1, where the log "
+            "link ends: leave out the terms that separate them, or take family='poisson' with "
+            "errors='sandwich', whose coefficients are logarithms of risk ratios, too"
+        )
     bread = covariance = inverse(found, names, n)
     degrees, variance = None, 1.0
     if family == "gaussian":

@@ -173,11 +173,12 @@ def column_of(frame: Any, column: str, site: str) -> Any:
     """Return a column of a site's frame.
 
     Raises:
-        ValueError: It is absent.
+        ValueError: It is absent, or there are several of that name.
     """
-    if column not in frame.columns:
+    if (found := list(frame.columns).count(column)) != 1:
         raise ValueError(
-            f"site {site!r} has no column {column!r}; its columns are {list(frame.columns)}: "
+            f"site {site!r} has {'several columns' if found else 'no column'} {column!r}; its "
+            f"columns are {list(frame.columns)}: "
             "rename one, or leave out the term or the site"
         )
     return frame[column]

@@ -81,7 +81,13 @@ def samples() -> Tensor:
     model = nn.Linear(FEATURES, 1, bias=False)
     nn.init.zeros_(model.weight)
     return nuts(
-        model, Bernoulli(), *regression(), precision=1 / PRIOR**2, draws=800, warmup=200, chains=1
+        model,
+        *regression(),
+        likelihood=Bernoulli(),
+        precision=1 / PRIOR**2,
+        draws=800,
+        warmup=200,
+        chains=1,
     ).draws[0]
 
 

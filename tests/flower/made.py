@@ -214,7 +214,7 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The server's clock, which only sleeping moves."""
     slept: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    for module in ("post", "roster", "statistics"):
+    for module in ("post", "roster"):
         monkeypatch.setattr(f"bayesfl.flower.{module}.time", clock)
     return clock
 

@@ -289,11 +289,11 @@ def test_who_is_waited_for(
     def enough(seconds: float) -> None:
         raise Impatient
 
-    monkeypatch.setattr("bayesfl.flower.statistics.time.sleep", enough)
+    monkeypatch.setattr("bayesfl.flower.post.time.sleep", enough)
     with pytest.raises(Impatient):
         analyse(grid, lambda s: s.names, sites=["west", "east"], timeout=5.0)
     assert "site 'east' is node" in caplog.text
-    assert "waiting for 2 of 2 sites: ['east', 'west']" in caplog.text
+    assert "waiting for 1 of 2 sites: ['west']" in caplog.text
 
 
 @pytest.mark.parametrize("wanted", [4, NAMES, ["south", "east"]])
@@ -313,11 +313,18 @@ def test_a_site_that_fails_ends_the_wait(
     assert 61 <= clock.monotonic() <= 63
 
 
-def test_a_stranger_ends_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A node of another site has no part; who is missing may come late, and is mended in time."""
+def test_a_site_of_another_name_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As one that is misspelt on the server."""
+    sleeping(monkeypatch)
+    with pytest.raises(BadClients, match=r"sites: \['Ost'\].*nobody waits for a site 'east'"):
+        analyse(grid_of(tmp_path), lambda s: s.names, sites=["west", "Ost"], timeout=60.0)
+
+
+def test_sites_that_come_late_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """For as long as it takes, if no node is refused; and one that fails is mended in time."""
     clock, grid = sleeping(monkeypatch), grid_of(tmp_path)
     west = grid.apps[NODES["west"]]
-    del grid.apps[NODES["west"]]
+    grid.apps = {NODES["east"]: grid.apps[NODES["east"]]}
 
     def load_tables(context: Context) -> Tables:
         raise FileNotFoundError

@@ -138,10 +138,9 @@ def test_sampling_by_batches_that_leave_rows_out():
     """A step counts a batch so often that all rows weigh the same; NUTS reads all of them."""
     loader = DataLoader(DATA, 4, shuffle=True, drop_last=True)
     own = {"precision": 1.0, "likelihood": LIKELIHOOD}
-    short = {"draws": 20, "warmup": 20}
-    assert nuts(
-        model(), LIKELIHOOD, DataLoader(DATA, 4, drop_last=True), precision=1.0, **short
-    ).draws.equal(nuts(model(), LIKELIHOOD, X, Y, precision=1.0, **short).draws)
+    short = {"draws": 20, "warmup": 20, **own}
+    every = nuts(model(), DataLoader(DATA, 4, drop_last=True), **short)
+    assert every.draws.equal(nuts(model(), X, Y, **short).draws)
     target = FullGaussian.fit(model(), loader, steps=1, **own).target
     w = torch.ones(4, dtype=torch.float64)
     total = sum(target.nll(w, x, y) for x, y in target.once()) / target.passed

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import bayesfl as bf
 from bayesfl.posteriors import FullGaussian, Laplace, MeanField, ensemble, nuts, sghmc, sgld
 from bayesfl.posteriors.pooled import PooledCurvature
 from bayesfl.posteriors.prior_precision import by_evidence, by_validation, predictive_nll
@@ -77,7 +76,7 @@ def sampled(sampler: Any, **more: Any) -> list[Tensor]:
 
 def by_nuts() -> list[Tensor]:
     more = {"precision": 1.0, "pattern": "2.bias", "draws": 3, "warmup": 3, "chains": 1}
-    found = nuts(MODEL, bf.likelihoods.Categorical(), *rows(), **more)
+    found = nuts(MODEL, *rows(), **more)
     return [found.draws, *found.predict(rows()[0]).values()]
 
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from bayesfl.base.layout import Layout
 from bayesfl.likelihoods import (
     Bernoulli,
     Categorical,
@@ -21,7 +21,8 @@ from bayesfl.likelihoods import (
     Quantiles,
 )
 from bayesfl.posteriors import nuts
-from bayesfl.posteriors.sampling.nuts import LIMIT, Samples, _potential
+from bayesfl.posteriors.sampling.nuts import LIMIT, Samples
+from bayesfl.posteriors.sampling.target import Target
 from tests.cases import draws_elsewhere
 
 pytest.importorskip("pyro")
@@ -80,8 +81,8 @@ def regression() -> Samples:
     """
     return nuts(
         linear(),
-        Gaussian(SCALE),
         *data(),
+        likelihood=Gaussian(SCALE),
         precision=PRECISION,
         centre=CENTRE,
         draws=600,
@@ -129,17 +130,15 @@ def test_predictions_are_the_conjugate_ones(regression):
     assert_close(found["epistemic"], found["variance"][:, 0] - SCALE**2)
 
 
-def test_potential_is_the_negative_log_joint():
+def test_the_target_is_the_negative_log_joint():
     """Up to a constant: its gradient is (w - mean) / covariance, everywhere."""
-    x, y = data()
     mean, covariance = exact()
-    model = linear().double()
-    potential = _potential(model, Gaussian(SCALE), Layout(model, "*"), x, y, PRECISION, CENTRE)
-    w = torch.randn(
-        D, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    ).requires_grad_()
-    (slope,) = torch.autograd.grad(potential({"w": w}), w)
-    assert_close(slope, torch.linalg.solve(covariance, w.detach() - mean))
+    prior: Any = {"precision": PRECISION, "centre": CENTRE, "pattern": "*"}
+    target = Target.of(linear().double(), *data(), Gaussian(SCALE), **prior)
+    w = torch.randn(D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ((x, y),) = target.once()
+    slope = target.slope(w, x, y) * len(x)
+    assert_close(slope, torch.linalg.solve(covariance, w - mean))
 
 
 @pytest.mark.slow
@@ -160,7 +159,7 @@ def test_seeds_decide_and_nothing_else_changes():
     before = copy.deepcopy(model.state_dict())
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
     options = {"precision": 1.0, "draws": 8, "warmup": 8, "chains": 2}
-    first = nuts(model, Gaussian(SCALE), *data(), **options)
+    first = nuts(model, *data(), likelihood=Gaussian(SCALE), **options)
     assert torch.get_rng_state().equal(states[0])
     assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
     assert random.getstate() == states[2]
@@ -171,11 +170,11 @@ def test_seeds_decide_and_nothing_else_changes():
     )
     torch.manual_seed(99)
     with draws_elsewhere():
-        again = nuts(model, Gaussian(SCALE), *data(), **options)
+        again = nuts(model, *data(), likelihood=Gaussian(SCALE), **options)
     x, y = data()
-    split = nuts(model, Gaussian(SCALE), [(x[:5], y[:5]), (x[5:], y[5:])], **options)
+    split = nuts(model, [(x[:5], y[:5]), (x[5:], y[5:])], likelihood=Gaussian(SCALE), **options)
     assert split.draws.equal(first.draws)
-    other = nuts(model, Gaussian(SCALE), *data(), **options, seed=1)
+    other = nuts(model, *data(), likelihood=Gaussian(SCALE), **options, seed=1)
     assert again.draws.equal(first.draws)
     assert not other.draws.equal(first.draws)
     assert not first.draws[0].equal(first.draws[1])
@@ -192,7 +191,15 @@ def test_a_part_of_a_model_is_sampled():
     x, _ = data()
     y = torch.arange(12) % 3
     found = nuts(
-        model, Categorical(), x, y, precision=1.0, pattern="4.*", draws=5, warmup=5, chains=1
+        model,
+        x,
+        y,
+        likelihood=Categorical(),
+        precision=1.0,
+        pattern="4.*",
+        draws=5,
+        warmup=5,
+        chains=1,
     )
     assert found.layout.names == ("4.weight", "4.bias")
     assert found.draws.shape == (1, 5, 9)
@@ -207,7 +214,9 @@ def test_a_part_of_a_model_is_sampled():
 def test_what_diverges_is_said(caplog):
     """A likelihood with a cliff and hardly any adaptation."""
     with caplog.at_level(logging.WARNING, "bayesfl"):
-        found = nuts(linear(), Cliff(), *data(), precision=1.0, draws=30, warmup=0, chains=1)
+        found = nuts(
+            linear(), *data(), likelihood=Cliff(), precision=1.0, draws=30, warmup=0, chains=1
+        )
     assert found.diverging.any()
     assert f"{int(found.diverging.sum())} of 30 transitions diverged" in caplog.text
 
@@ -230,7 +239,7 @@ def test_what_diverges_is_said(caplog):
 )
 def test_option_errors(options, message):
     with pytest.raises(ValueError, match=message):
-        nuts(linear(), Gaussian(SCALE), *data(), **{"precision": 1.0, **options})
+        nuts(linear(), *data(), likelihood=Gaussian(SCALE), **{"precision": 1.0, **options})
 
 
 def test_input_errors():
@@ -241,8 +250,8 @@ def test_input_errors():
     for model, likelihood, inputs, bad, words in (
         (wide, Categorical(), x, 0 * labels, rf"20000 weights .*{LIMIT} .*pattern="),
         (linear(), Gaussian(), x, y[1:], r"targets .*12 inputs.* got \[11\]"),
-        (linear(), Bernoulli(), torch.nan * x, labels, r"density .*not finite"),
-        (linear(), Gaussian(), x[:0], y[:0], "x has no rows"),
+        (linear(), Bernoulli(), torch.nan * x, labels, r"NaN in x: leave these rows out"),
+        (linear(), Gaussian(), x[:0], y[:0], "there are no data"),
         (linear(), Bernoulli(), x, 2 * labels, r"labels .*0 to 1, got 2"),
         (linear(), Bernoulli(), x, labels - 5, r"labels .*0 to 1, got -"),
         (three, Bernoulli(), x, labels, r"Bernoulli\(\) .*model has 3"),
@@ -259,22 +268,30 @@ def test_input_errors():
         (flat, Bernoulli(), x, labels, r"outputs \[N, O\], got shape \[12\]"),
     ):
         with pytest.raises(ValueError, match=words):
-            nuts(model, likelihood, inputs, bad, precision=1.0)
+            nuts(model, inputs, bad, likelihood=likelihood, precision=1.0)
     # Its own business.
-    assert nuts(flat, Squares(), x, y, precision=1.0, draws=2, warmup=2, chains=1).draws.shape == (
+    assert nuts(
+        flat, x, y, likelihood=Squares(), precision=1.0, draws=2, warmup=2, chains=1
+    ).draws.shape == (
         1,
         2,
         4,
     )
     with pytest.raises(TypeError, match=r"full_mass .*bool.* got str"):
-        nuts(linear(), Gaussian(), x, y, precision=1.0, full_mass="no")  # type: ignore[arg-type]
+        nuts(linear(), x, y, likelihood=Gaussian(), precision=1.0, full_mass="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("draws", "chains"), [(1, 2), (3, 1), (4, 1)])
 def test_few_draws_and_one_chain(draws, chains):
     """Sampled, and what they can't tell is NaN."""
     found = nuts(
-        linear(), Gaussian(SCALE), *data(), precision=1.0, draws=draws, warmup=5, chains=chains
+        linear(),
+        *data(),
+        likelihood=Gaussian(SCALE),
+        precision=1.0,
+        draws=draws,
+        warmup=5,
+        chains=chains,
     )
     assert found.diverging.shape == (chains, draws)
     told = found.diagnostics()
@@ -292,7 +309,7 @@ def test_divergences_are_those_that_pyro_counts(monkeypatch):
         "run",
         lambda self: (run(self), theirs.append(self.diagnostics()["divergences"]["chain 0"]))[0],
     )
-    found = nuts(linear(), Cliff(), *data(), precision=1.0, draws=30, warmup=3, chains=2)
+    found = nuts(linear(), *data(), likelihood=Cliff(), precision=1.0, draws=30, warmup=3, chains=2)
     assert theirs == [chain.nonzero().flatten().tolist() for chain in found.diverging]
     assert theirs[0]
 
@@ -314,8 +331,8 @@ def test_two_inputs_are_one_that_is_joined(names: bool):
     x[:, 2] = x[:, 2].round()
     inputs = {"code": x[:, 2:].long(), "a": x[:, :2]} if names else (x[:, :2], x[:, 2:].long())
     options = {"precision": 1.0, "draws": 5, "warmup": 5, "chains": 1}
-    want = nuts(linear(), Gaussian(SCALE), x, y, **options)
-    found = nuts(Two(), Gaussian(SCALE), {"x": inputs}, y, **options)
+    want = nuts(linear(), x, y, likelihood=Gaussian(SCALE), **options)
+    found = nuts(Two(), {"x": inputs}, y, likelihood=Gaussian(SCALE), **options)
     assert_close(found.draws, want.draws, rtol=1e-12, atol=1e-12)
     assert_close(
         found.predict({"x": inputs})["mean"], want.predict(x)["mean"], rtol=1e-12, atol=1e-12
@@ -329,7 +346,7 @@ def test_targets_of_other_likelihoods_are_checked():
     x, two = torch.randn(12, 4), torch.nn.Linear(4, 2)
     options = {"precision": 1.0, "warmup": 5, "draws": 5, "chains": 1}
     y = torch.randn(12)
-    assert isinstance(nuts(two, Gaussian("learned"), x, y, **options), Samples)
+    assert isinstance(nuts(two, x, y, likelihood=Gaussian("learned"), **options), Samples)
     for likelihood, wrong, words in (
         (Gaussian("learned"), torch.randn(12, 2), r"outputs for them \['N', 4\]"),
         (Poisson(), torch.rand(12, 2) + 0.5, "Poisson is of counts"),
@@ -340,4 +357,4 @@ def test_targets_of_other_likelihoods_are_checked():
         (Quantiles(), y, "no density"),
     ):
         with pytest.raises(ValueError, match=words):
-            nuts(two, likelihood, x, wrong, **options)
+            nuts(two, x, wrong, likelihood=likelihood, **options)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bayesfl.base.options import instance, number
+from bayesfl.base.options import instance, number, suggests
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import Task
 from bayesfl.base.warning import warn
@@ -27,6 +27,7 @@ from bayesfl.data.tables.table import Table, Values
 from bayesfl.data.tables.texts import check_levels, check_text, in_order, tidied
 
 
+@suggests
 def from_frame(
     frame: Any,
     *,

@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BytesIO
 from itertools import cycle, product
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
+
+from bayesfl.base.options import P, R, suggests
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,9 +21,6 @@ black, yellow.
 BLUE, GREY, INK = "#0072B2", "#8A8F94", "#333333"
 _DASHES = ("-", "--", ":", "-.")
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 def literal(draw: Callable[P, R]) -> Callable[P, R]:
     """Make a diagram draw every text as it is written, for all public ones.
@@ -31,25 +30,23 @@ def literal(draw: Callable[P, R]) -> Callable[P, R]:
     axis are left to it, as powers of ten are mathematics.
     """
 
+    @suggests
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> R:
-        from matplotlib.axis import Axis
-        from matplotlib.text import Text
-        from matplotlib.ticker import LogFormatter, ScalarFormatter
+        from matplotlib import axis, text, ticker
 
         found = draw(*args, **kwargs)
         of: Any = found if hasattr(found, "findobj") else found[0].figure  # type: ignore[index]  # an array
         numbers = {
-            text
-            for axis in of.findobj(Axis)
-            if isinstance(axis.get_major_formatter(), LogFormatter | ScalarFormatter)
-            for text in axis.findobj(Text)
-            if text is not axis.label
+            one
+            for line in of.findobj(axis.Axis)
+            if isinstance(line.get_major_formatter(), ticker.LogFormatter | ticker.ScalarFormatter)
+            for one in line.findobj(text.Text)
+            if one is not line.label
         }
-        for text in set(of.findobj(Text)) - numbers:
-            text.set_usetex(False)
-            if "$" in text.get_text():  # of others the caller may still make mathematics
-                text.set_parse_math(False)
+        for one in set(of.findobj(text.Text)) - numbers:
+            # Of texts without a dollar the caller may still make mathematics.
+            one.set(usetex=False, parse_math="$" not in one.get_text())
         return found
 
     return drawn
@@ -60,10 +57,9 @@ def lines(names: Iterable[object]) -> Iterator[dict[str, Any]]:
     last.
     """
     for name, (dash, colour) in zip(names, cycle(product(_DASHES, OKABE_ITO[:7])), strict=False):
-        label = str(name)
         # Legends leave out labels that are empty or begin with an underscore.
-        shown = f" {label}" if label[:1] in ("", "_") else label
-        yield {"label": shown, "color": colour, "linestyle": dash}
+        hidden = str(name)[:1] in ("", "_")
+        yield {"label": f"{' ' * hidden}{name}", "color": colour, "linestyle": dash}
 
 
 def new_figure(size: tuple[float, float]) -> "Figure":

@@ -161,8 +161,14 @@ def evidence(
         ax.plot(np.arange(len(shown)), shown, linewidth=1.4, **look)
         reached = np.flatnonzero(shown >= height)
         if len(reached):
-            at = reached[:1]
-            ax.plot(at, shown[at], "o", color=look["color"], markersize=5, gid="raised")
+            ax.plot(
+                reached[:1],
+                shown[reached[:1]],
+                "o",
+                color=look["color"],
+                markersize=5,
+                gid="raised",
+            )
     ax.axhline(
         height, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"_raised at {height:g}"
     )

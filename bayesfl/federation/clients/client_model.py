@@ -23,7 +23,7 @@ from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import Shapes, words
 from bayesfl.base.numerics import in_own_modes
-from bayesfl.base.options import instance, whole
+from bayesfl.base.options import instance, suggests, whole
 from bayesfl.base.protocols import (
     Batch,
     FittedPredictor,
@@ -166,6 +166,7 @@ class ClientModel:
         """
         return self.view["n"].device
 
+    @suggests
     def predict(self, x: Any, *, draws: int | None = None) -> Predictions:
         """Predict for new rows.
 
@@ -770,6 +771,7 @@ def _numerals(names: Sequence[str]) -> bool:
     return any(other(name, place) for place, name in enumerate(names))
 
 
+@suggests
 def load_client(
     path: str | os.PathLike[str],
     algorithm: Algorithm | nn.Module,

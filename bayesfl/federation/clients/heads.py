@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import Inputs
@@ -25,6 +26,7 @@ from bayesfl.evaluation.history import History
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients.local import Received, State, private_rows
 from bayesfl.federation.clients.surveying import Adder, ask_here, refuse_released
+from bayesfl.federation.settings import Method
 from bayesfl.posteriors import heads
 from bayesfl.posteriors.full_gaussian import FullGaussian
 
@@ -39,7 +41,7 @@ AskHeads: TypeAlias = Callable[[Survey[heads.LocalHeads], str, Mapping[str, Tens
 
 
 @options.method()
-def with_heads(method: Algorithm) -> Algorithm:
+def with_heads(method: Method) -> Algorithm:
     """Give every client its own head on the body that another method trains for all: a Gaussian
     with full covariance, under a normal prior that all heads share.
 
@@ -122,12 +124,20 @@ def _last_linear(model: nn.Module) -> str:
     """Return the name of the linear layer that a network declares last.
 
     Raises:
-        ValueError: It has none.
+        ValueError: It has none, or its weights are made of other parameters.
     """
-    names = [name for name, part in model.named_modules() if type(part) is nn.Linear]
-    if not names:
-        raise ValueError("the network has no nn.Linear, whose weights would be a client's head")
-    return names[-1]
+    layers = [
+        (name, is_parametrized(part))
+        for name, part in model.named_modules()
+        if type(part) is nn.Linear or (isinstance(part, nn.Linear) and is_parametrized(part))
+    ]
+    if not layers or layers[-1][1]:
+        raise ValueError(
+            "the network has no nn.Linear as its last layer, whose weights would be a client's "
+            "head; take those of weight_norm and the like off by "
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+        )
+    return layers[-1][0]
 
 
 def _common(method: Algorithm, head: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from bayesfl.base.display.html import text
 from bayesfl.base.files import folder
 from bayesfl.base.layout import Pattern
 from bayesfl.base.numerics import in_own_modes
-from bayesfl.base.options import PROBABILITY, Count, declared, instance, whole
+from bayesfl.base.options import PROBABILITY, Count, declared, instance, suggests, whole
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.surveys import Survey, conduct
@@ -227,6 +227,7 @@ class Result:
             told=pooling.told(self.known_pooled) if predicts else {},
         )
 
+    @suggests
     def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
         """Predict with every client's own model on a split of its data, after aggregation (and
         fine-tuning, where the method has it).
@@ -259,6 +260,7 @@ class Result:
             class_names=self.known.class_names,
         )
 
+    @suggests
     def table(self, split: str = "test", *, draws: int | None = None) -> Any:
         """Return every measure of every client's predictions of a split, as a data frame of pandas
         with a row for each client, by its name.
@@ -366,6 +368,7 @@ class Result:
             chosen=self.known_choice(),
         )
 
+    @suggests
     def laplace(
         self,
         structure: Structure = "last_layer",

@@ -83,7 +83,9 @@ def simulate(
     ] = None,
     faults: FaultPlan | None = None,
     on_round: Annotated[Sequence[Callback], check_callbacks] = (),
-    measures: Annotated[Mapping[str, Measure], check_measures] = {},
+    measures: Annotated[
+        Mapping[str, Measure], typed(Mapping, "pass {name: function}"), check_measures
+    ] = {},
     record_clients: Sequence[str] = (),
     progress: bool | None = None,
 ) -> Result:

@@ -4,7 +4,6 @@ approximations.
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bayesfl.base.inputs import Inputs, join
+from bayesfl.base.inputs import join
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.options import PROBABILITY, Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
-from bayesfl.curvature.batches import Data, labelled
+from bayesfl.curvature.batches import Data
 from bayesfl.models.copies import duplicate
-from bayesfl.models.weights import call_at, refuse_unseen
 from bayesfl.posteriors.sampling.samples import Samples
-from bayesfl.posteriors.sampling.target import check_positive, checked, expanded, own
+from bayesfl.posteriors.sampling.target import Target
 
 LIMIT = 5000
 """Largest number of weights that can be sampled; one trajectory takes up to 1023 gradients of the
@@ -34,12 +32,12 @@ log = logging.getLogger(__name__)
 @declared
 def nuts(
     model: nn.Module,
-    likelihood: Likelihood,
     x: Data,
     y: Tensor | None = None,
     *,
     precision: float | Tensor,
     centre: float | Tensor = 0.0,
+    likelihood: Likelihood | None = None,
     pattern: Pattern = "*",
     draws: Count = 500,
     warmup: Natural = 500,
@@ -63,13 +61,13 @@ def nuts(
 
     Args:
         model: Any module; parameters that `pattern` does not match stay as they are.
-        likelihood: Distribution of y given the outputs.
         x: Inputs [N, ...], or batches (x, y) of them, as a DataLoader; several inputs, a tuple or
             a mapping, as `{"x": inputs}`, see `bayesfl.curvature.batches`.
         y: Labels or targets, as the likelihood takes them; None where batches bring them.
         precision: Precision of the Gaussian prior, 1 / variance, > 0: one number or one for each
             weight, [D].
         centre: Mean of the prior: one number or one for each weight, [D].
+        likelihood: Distribution of y given the outputs; categorical by default.
         pattern: A shell-style pattern over the names of the parameters that are sampled, such as
             `head.*`.
         draws: Number of draws of each chain that are kept.
@@ -90,8 +88,8 @@ def nuts(
 
     Example:
         >>> x, y = torch.zeros(4, 1), torch.tensor([0.0, 1.0, 2.0, 1.0])
-        >>> model, likelihood = nn.Linear(1, 1), bf.likelihoods.Gaussian()
-        >>> bf.posteriors.nuts(model, likelihood, x, y, precision=1.0, draws=5, warmup=5, chains=1)
+        >>> options = {"likelihood": bf.likelihoods.Gaussian(), "precision": 1.0, "chains": 1}
+        >>> bf.posteriors.nuts(nn.Linear(1, 1), x, y, draws=5, warmup=5, **options)
         Samples(1 chain of 5 draws of 2 weights; 0 transitions diverged)
     """
     from pyro.infer import mcmc
@@ -102,32 +100,22 @@ def nuts(
             f"{layout.size} weights are more than the {LIMIT} that sampling can serve; take a "
             "smaller model, or sample part of it, as in pattern='head.*'"
         )
-    pairs = list(labelled(x, y, torch.empty(0)))
-    if not pairs:
-        raise ValueError(
-            "x has no rows: at least one example is needed, without data the draws would be the "
-            "prior's"
-        )
-    prior = {
-        name: expanded(name, value, layout.size).cpu()
-        for name, value in {"precision": precision, "centre": centre}.items()
-    }
-    check_positive(prior["precision"])
-    model = duplicate(model).to("cpu", torch.float64).eval().requires_grad_(False)
-    inputs = _own(join([inputs for inputs, _ in pairs]))
-    targets = _own(torch.cat([targets for _, targets in pairs]))
-    loc = layout.ravel(dict(model.named_parameters()))
-    refuse_unseen(model, inputs)
-    targets = checked(likelihood, _outputs(model, layout, loc, inputs), targets)
-    potential = _potential(
-        model, likelihood, layout, inputs, targets, prior["precision"], prior["centre"]
-    )
+    model = duplicate(model).to("cpu", torch.float64)
+    target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
+    pairs = list(target.once())
+    inputs, targets = join([inputs for inputs, _ in pairs]), torch.cat([y for _, y in pairs])
+    loc = target.loc
+
+    def potential(z: Tensors) -> Tensor:
+        """Return -log p(y | x, w) - log N(w; centre, 1 / precision) in nats, up to a constant."""
+        nll = target.likelihood.nll(target.outputs(z["w"], inputs), targets).sum()
+        return nll + 0.5 * (target.precision * (z["w"] - target.centre).square()).sum()
 
     kept, diverging = [], []
     words = np.random.SeedSequence(seed).generate_state(chains, np.uint32)
     for chain, word in enumerate(words):
         with _Seeded(int(word)):
-            start = loc + prior["precision"].rsqrt().clamp_max(1) * torch.randn(
+            start = loc + target.precision.rsqrt().clamp_max(1) * torch.randn(
                 layout.size, dtype=torch.float64
             )
             if not math.isfinite(potential({"w": start})):
@@ -163,7 +151,11 @@ def nuts(
         )
         log.info("chain %d of %d: %d draws, %d diverged", chain + 1, chains, draws, len(places))
     samples = Samples(
-        torch.stack(kept), layout, model, likelihood, diverged := torch.stack(diverging)
+        torch.stack(kept),
+        target.layout,
+        target.model,
+        target.likelihood,
+        diverged := torch.stack(diverging),
     )
     if diverged.any():
         log.warning(
@@ -192,33 +184,3 @@ class _Seeded(TorchFunctionMode):
 
 _DRAWS = {torch.bernoulli, torch.normal, torch.rand, torch.randn}
 """The functions by which Pyro draws."""
-
-
-def _potential(
-    model: nn.Module,
-    likelihood: Likelihood,
-    layout: Layout,
-    x: Inputs,
-    y: Tensor,
-    precision: Tensor,
-    centre: Tensor,
-) -> Callable[[Tensors], Tensor]:
-    """Return -log p(y | x, w) - log N(w; centre, 1 / precision) in nats, up to a constant, as a
-    function of {"w": [D]}.
-    """
-
-    def potential(z: Tensors) -> Tensor:
-        nll = likelihood.nll(_outputs(model, layout, z["w"], x), y).sum()
-        return nll + 0.5 * (precision * (z["w"] - centre).square()).sum()
-
-    return potential
-
-
-def _own(x: Any) -> Any:
-    """Return tensors on the CPU, floats in float64."""
-    return own(x, torch.empty(0, dtype=torch.float64))
-
-
-def _outputs(model: nn.Module, layout: Layout, w: Tensor, x: Inputs) -> Tensor:
-    """Compute outputs [N, O] at weights `w` [D]."""
-    return call_at(model, layout.leaves(w), x)

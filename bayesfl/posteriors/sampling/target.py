@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.inputs import Inputs, at, count, each, in_precision
+from bayesfl.base.inputs import Inputs, at, count, each, in_precision, named
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood
 from bayesfl.base.random import Purpose, generator
@@ -28,6 +28,7 @@ from bayesfl.likelihoods import (
     Tokens,
 )
 from bayesfl.models.copies import duplicate
+from bayesfl.models.remedies import explained
 from bayesfl.models.weights import call_at, refuse_unseen
 from bayesfl.posteriors.linearised import as_labels
 
@@ -100,9 +101,17 @@ class Target:
         """
         examples, passed, width = 0, 0, ()
         for inputs, labels in labelled(x, y, self.loc):
-            with torch.no_grad():
+            with torch.no_grad(), explained(inputs):
                 outputs = self.outputs(self.loc, in_precision(inputs, self.loc.dtype))
-            checked(self.likelihood, outputs, labels)
+                fitting = _floats(checked(self.likelihood, outputs, labels), self.loc.dtype)
+                losses = self.likelihood.nll(outputs, fitting)
+            if losses.isnan().any():
+                read = [*named(inputs), ("y", labels), ("the model's weights", self.loc)]
+                raise ValueError(
+                    "the likelihood of examples is NaN before the first step; there is NaN in "
+                    f"{', '.join(name for name, t in read if t.isnan().any()) or 'the outputs'}: "
+                    "leave these rows out, or fill them in"
+                )
             if not examples:
                 refuse_unseen(self.model, in_precision(inputs, self.loc.dtype))
             examples, passed = examples + count(inputs), passed + 1

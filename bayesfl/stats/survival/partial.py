@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import Semidefinite
 from bayesfl.stats import newton
 from bayesfl.stats.asking import SiteSurvey
 from bayesfl.stats.survival import efron
@@ -60,7 +61,7 @@ class PartialLikelihood(SiteSurvey):
         """Return the shapes of an answer."""
         p = self.columns
         if self.grid is None:
-            return {"loss": (), "slope": (p,), "hessian": (p, p), "n_outside": ()}
+            return {"loss": (), "slope": (p,), "hessian": Semidefinite((p, p)), "n_outside": ()}
         return {**efron.shapes(len(self.grid.ends), p), "n_outside": ()}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
