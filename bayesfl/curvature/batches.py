@@ -65,9 +65,8 @@ def labelled(x: Data, y: Tensor | None, like: Tensor) -> Iterator[tuple[Inputs, 
         raise ValueError("labels or targets y are missing: pass them beside the inputs x")
     if not own and (not one or (isinstance(x, Mapping) and "y" in x)):
         raise ValueError(
-            f"x is a {type(x).__name__}, which is read as batches, and y is given beside them: "
-            "pass x as one tensor, as torch.as_tensor(x), or leave y out, and let batches be "
-            "(x, y), which bring their labels"
+            f"y is given beside x, a {type(x).__name__}, which is read as batches (x, y) with "
+            "labels of their own: leave it out, or pass x as one tensor, as torch.as_tensor(x)"
         )
     for batch in [x] if one else every_row(x):
         labels = y

@@ -52,6 +52,19 @@ def test_the_simulations_tables_digit_for_digit(net: Loopback):
         assert len(list((net.folder / "states" / f"client-{client}").glob("own-*.csv"))) == 2
 
 
+def test_a_hospital_without_its_file_ends_the_run(net: Loopback):
+    """After the timeout, with the reason; the file is back for the next run."""
+    file, away = net.folder / "data" / "bern.csv", net.folder / "bern.csv"
+    file.rename(away)
+    try:
+        run = net.submit(EXAMPLE, out=str(net.folder / "unread"), timeout=40.0)
+        assert net.finish(run, seconds=300.0) == "finished:failed"
+    finally:
+        away.rename(file)
+    said = net.said(run)
+    assert re.search(r"gave up waiting for 1 of 3 sites.*failed with FileNotFoundError", said), said
+
+
 def test_a_hospital_that_is_killed_is_named(net: Loopback):
     """In the middle of a fit; the run ends with its name and how to go on."""
     answered = net.log("client-1").count("Sending: query.survey")
