@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 RNG = torch.Generator().manual_seed(0)
@@ -201,6 +202,25 @@ class TiedWeights(Base):
 
     def hidden(self, x):
         return self.b(x) * self.a(x) + self.ties[0]
+
+
+@listed
+class CheckpointOfInputs(Base):
+    def hidden(self, x):
+        return checkpoint(self.a, x.detach().requires_grad_(), use_reentrant=True)
+
+
+@listed
+class KeepsResults(Base):
+    def hidden(self, x):
+        self.kept = self.a(x)
+        return self.kept
+
+
+@listed
+class Pruned(Base):
+    def begin(self):
+        prune.random_unstructured(self.a, "weight", 0.3)
 
 
 @listed

@@ -115,6 +115,8 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
                     "the model holds a tensor that shares the memory of a parameter, as weight.T "
                     f"does, {holder(module, one)}; hold the parameter, and compute it in forward"
                 )
+            if not one.is_leaf:  # a result that the last forward kept, and the next makes anew
+                memo[id(one)] = one.detach().clone()
         elif isinstance(one, FunctionType) and inside(*_held(one)):
             cells = tuple(
                 memo.setdefault(id(cell), CellType()) if inside(cell) else cell
@@ -124,11 +126,6 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
             twin.__qualname__ = one.__qualname__
             memo[id(one)] = twin
             made.append((one, twin))
-    for part in module.modules():
-        for hook in part._forward_pre_hooks.values():
-            computed = vars(part).get(getattr(hook, "name", ""))
-            if isinstance(computed, Tensor):  # torch's older norms of weights compute it anew
-                memo[id(computed)] = computed.detach().clone()
     before = dict(memo)
     try:
         copied = copy.deepcopy(module, memo)

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -216,12 +216,16 @@ def strangers(module: nn.Module, x: Inputs) -> list[tuple[Tensor, str]]:
     """
     live = [name for name, p in module.named_parameters() if p.is_floating_point()]
     found: list[tuple[Tensor, str]] = []
-    # Of a second copy, too, as a store may take the parameters of the first for its own.
-    for one in (module, duplicate(module)):
+    copies = [module]
+    with suppress(ValueError):  # its forward may keep results, which cannot be copied
+        # Of a second copy, too, as a store may take the parameters of the first for its own.
+        copies.append(duplicate(module))
+    for one in copies:
         with torch.enable_grad(), bound(one, {}, live) as own:
-            outputs = call(one, at(x, slice(0, 2)))
-        ours = {id(p) for p in own.values()}
-        found += [(t, holder(one, t)) for t in _sources(outputs) if id(t) not in ours]
+            first, again = (_sources(call(one, at(x, slice(0, 2)))) for _ in range(2))
+        # What a forward makes anew, as inputs of a checkpoint, is none.
+        kept = {id(t) for t in first} - {id(p) for p in own.values()}
+        found += [(t, holder(one, t)) for t in again if id(t) in kept]
     return found
 
 
