@@ -182,6 +182,16 @@ class SharedRecurrent(Base):
 
 
 @listed
+class RecurrentInAList(Base):
+    def begin(self):
+        self.r = nn.GRU(8, 8, batch_first=True)
+        self.held = [self.r]
+
+    def hidden(self, x):
+        return self.held[0](self.a(x)[:, None])[0][:, 0]
+
+
+@listed
 class OneLayerThrice(Base):
     def begin(self):
         self.layers = nn.ModuleList([nn.Linear(8, 8)] * 3)

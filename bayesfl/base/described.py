@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import textwrap
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -96,6 +97,8 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         return [value.pattern, value.flags]
     if isinstance(value, logging.Logger):
         return value.name
+    if isinstance(value, weakref.ref):
+        return "a weak reference"  # whose text has an address
     if isinstance(value, type):
         return _of_class(value, inner)
     if hasattr(kind, "described_as"):
@@ -157,8 +160,8 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     return found
 
 
-_OF_MODULES = {*vars(nn.Module()), "name_or_path"}
-"""What every module holds of torch's."""
+_OF_MODULES = {*vars(nn.Module()), "name_or_path", "_flat_weights", "_flat_weight_refs"}
+"""What every module holds of torch's, and recurrent ones hold of their own weights."""
 
 
 def _attribute(value: Any, name: str) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 
-from bayesfl.base.inputs import Inputs, at, call, each, named
+from bayesfl.base.inputs import Inputs, at, each, named
 from bayesfl.base.layout import Layout
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Likelihood
@@ -113,7 +113,7 @@ class Func:
         needs itself, as rows are pulled back in blocks.
         """
         one = at(x, slice(1))
-        outputs = call(self._module, one).shape[-1]
+        outputs = call_at(self._module, {}, one).shape[-1]
         return sum(t.numel() for _, t in named(one)), outputs, outputs
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ class Func:
         self, x: Inputs, cotangents: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, PulledRows]:
         """Compute outputs and rows, see `Backend`."""
-        outputs = call(self._module, x)
+        outputs = call_at(self._module, {}, x)  # which waits for other threads
         return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
 
     def _pull(self, x: Inputs, cotangents: Tensor) -> Tensor:

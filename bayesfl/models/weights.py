@@ -183,9 +183,9 @@ def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Input
     parameters' places for the time.
     """
     places = _places(module)
-    # By the parameter, as a tied one, or one of a shared layer, has several names and places.
-    given = {id(places[name]): leaf for name, leaf in leaves.items()}
     with places.lock:
+        # By the parameter, as a tied one, or one of a shared layer, has several names and places.
+        given = {id(places[name]): leaf for name, leaf in leaves.items()}
         before = [(store, key, store[key]) for store, key in places.of.values()]
         before = [place for place in before if id(place[2]) in given]
         try:

@@ -1,12 +1,14 @@
 """Networks that reach their weights in unusual ways have the gradients and Jacobians of PyTorch."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayesfl.curvature import Curvature
-from bayesfl.posteriors import MeanField, nuts, sgld
+from bayesfl.posteriors import Laplace, MeanField, nuts, sgld
 from bayesfl.posteriors.sampling.target import Target
 from tests.networks import KINDS, X, Y, made
 
@@ -69,3 +71,12 @@ def test_posteriors_move_every_weight(name):
     ):
         mean = fitted.moments()[0]
         assert (mean != before.to(mean)).all()
+
+
+@pytest.mark.parametrize("name", ["InAList", "InALambda", "InHooks"])
+def test_threads_may_predict_by_one_posterior(name):
+    fitted = Laplace.fit(made(name), X.float(), precision=1.0)
+    wanted = fitted.predict(X.float())
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: fitted.predict(X.float()), range(40)):
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
