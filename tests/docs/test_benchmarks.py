@@ -124,7 +124,7 @@ def test_results_are_written_with_what_made_them(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["x.py", *words])
         module["main"](None, "papers/x", results)
     scratch, kept = told
-    assert (scratch.exists(), len(list(kept.glob("*.json")))) == (False, 1)
+    assert (scratch.exists(), len(list(kept.glob("*.record")))) == (False, 1)
     saved = json.loads((tmp_path / "papers" / "x.json").read_text())
     assert saved["command"] == "python benchmarks/papers/x.py"
     assert saved["cells"]["FedAvg/0"]["environment"]["torch"] == torch.__version__
