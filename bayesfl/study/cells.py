@@ -100,14 +100,6 @@ class Record:
         found, _ = archive.read_kind(path, KIND)
         return cls(**{**found, "history": History(found["history"])})
 
-    def finished(self, *, keep: bool) -> bool:
-        """Say whether the run need not be made again: it went through, and was kept if it is to be,
-        or it diverged, as it would again.
-        """
-        if self.error is not None:
-            return self.error["class"] == DivergenceError.__name__
-        return self.kept or not keep
-
 
 KIND, SUFFIX = "record", ".record"
 """The kind of a record's file, and the end of its name."""
@@ -272,11 +264,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def finished(file: Path, *, keep: bool) -> bool:
-    """Say whether a file holds a run that need not be made again; one that cannot be read, or whose
-    whole run was deleted, must.
+    """Say whether a file holds a run that need not be made again: it went through, and was kept if
+    it is to be, or it diverged, as it would again. One that cannot be read, or whose whole run was
+    deleted, must.
     """
     record = record_of(file) if not keep or file.with_suffix("").exists() else None
-    return record is not None and record.finished(keep=keep)
+    if record is None or record.error is None:
+        return record is not None and (record.kept or not keep)
+    return record.error["class"] == DivergenceError.__name__
 
 
 def record_of(file: Path) -> Record | None:
