@@ -161,7 +161,7 @@ class _Pulled(torch.autograd.Function):
             except RuntimeError as error:
                 if "use_reentrant" not in str(error):
                     raise
-                # torch.autograd.grad in a thread forbids it such checkpoints, not another thread.
+                # Such a checkpoint refuses to run in a thread that is inside torch.autograd.grad.
                 _taken(ends)
                 with ThreadPoolExecutor(
                     1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
@@ -217,7 +217,7 @@ def strangers(module: nn.Module, x: Inputs) -> list[tuple[Tensor, str]]:
     live = [name for name, p in module.named_parameters() if p.is_floating_point()]
     found: list[tuple[Tensor, str]] = []
     copies = [module]
-    with suppress(ValueError):  # its forward may keep results, which cannot be copied
+    with suppress(ValueError):  # a forward may keep what shares a parameter's memory
         # Of a second copy, too, as a store may take the parameters of the first for its own.
         copies.append(duplicate(module))
     for one in copies:
