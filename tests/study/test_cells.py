@@ -69,7 +69,7 @@ def own_data(seed: int) -> FederatedData:
         {"model": deep, "data": own_data},
         {"model": deep, "dtype": torch.float64},
     ],
-    ids=str,
+    ids=["deep", "seeding", "noise", "lambda", "data", "float64"],
 )
 def test_threads_train_what_they_record(tmp_path: Path, changes: dict[str, Any]):
     """Four at a time, while one more thread draws from torch's generator; nothing that all threads
