@@ -128,6 +128,43 @@ class InAWeakReference(Base):
 
 
 @listed
+class InWeakReferences(Base):
+    def begin(self):
+        net = weakref.ref(self)
+        self.f = [weakref.WeakMethod(self.a.forward), {"bias": (weakref.ref(self.a.bias),)}]
+        self.g = lambda x: x * net().o.weight.sum()
+
+    def hidden(self, x):
+        return self.g(self.f[0]()(x) * self.f[1]["bias"][0]())
+
+
+@listed
+class InWeakTables(Base):
+    def begin(self):
+        self.f = weakref.WeakKeyDictionary({self.a: self.a.weight})
+        self.g = weakref.WeakValueDictionary(o=self.o), weakref.WeakSet([self.a])
+
+    def hidden(self, x):
+        (layer,) = self.g[1]
+        return layer(x @ self.f[layer].T @ self.g[0]["o"].weight.T @ x.new_ones(3, 6))
+
+
+@listed
+class InARecursion(Base):
+    def begin(self):
+        def f(x: Tensor, n: int) -> Tensor:
+            return g(x, n - 1) if n else self.a(x)
+
+        def g(x: Tensor, n: int) -> Tensor:
+            return 2 * f(x, n)
+
+        self.f = f
+
+    def hidden(self, x):
+        return self.f(x, 2)
+
+
+@listed
 class InItsOwnForward(Base):
     def begin(self):
         plain = self.a.forward
@@ -295,6 +332,12 @@ class Checkpoint(Base):
 class ReentrantCheckpoint(BackwardReadsTheLayer):
     def hidden(self, x):
         return checkpoint(self.b, self.a(x), use_reentrant=True)
+
+
+@listed
+class ReentrantHead(Base):
+    def forward(self, x):
+        return checkpoint(self.o, self.a(x).tanh(), use_reentrant=True)
 
 
 class Recurrent(nn.Module):

@@ -457,22 +457,23 @@ _PLAIN = (
 )
 
 
-def _of_function(value: Any) -> Any:
+def _of_function(value: Any, path: tuple[int, ...] = ()) -> Any:
     """Return a function as `described` does, without the modules and the parameters that it holds,
-    whose weights are no part of a network's description.
+    whose weights are no part of a network's description, and without itself.
     """
-    if isinstance(value, nn.Module | nn.Parameter):
+    if isinstance(value, nn.Module | nn.Parameter) or id(value) in path:
         return None
+    inner = functools.partial(_of_function, path=(*path, id(value)))
     if isinstance(value, functools.partial):
         given = [*value.args, *value.keywords.items()]
-        return {"partial": _of_function(value.func), "given": [_of_function(one) for one in given]}
+        return {"partial": inner(value.func), "given": [*map(inner, given)]}
     if isinstance(value, types.MethodType):
-        return {"method": _of_function(value.__func__), "of": _of_function(value.__self__)}
+        return {"method": inner(value.__func__), "of": inner(value.__self__)}
     if not isinstance(value, types.FunctionType):
         return described(value)
     held = [*map(_contents, value.__closure__ or ()), *(value.__defaults__ or ())]
     held += (value.__kwdefaults__ or {}).values()
-    return _named(value) | ({"holds": [_of_function(one) for one in held]} if held else {})
+    return _named(value) | ({"holds": [*map(inner, held)]} if held else {})
 
 
 def _options(layer: nn.Module) -> str:

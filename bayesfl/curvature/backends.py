@@ -136,14 +136,21 @@ class Func:
 
     def _pull_one(self, x: Inputs, cotangents: Tensor) -> Tensor:
         """Return the rows [Q, D] of one example for its cotangents [Q, O], one after another."""
-        free = {name: t.detach().requires_grad_() for name, t in self._free.items()}
+        # Of all, as a reentrant checkpoint has no gradients where its inputs have none.
+        every = {
+            name: p.detach().requires_grad_(p.is_floating_point())
+            for name, p in self._module.named_parameters()
+        }
+        ends = [every[name] for name in self._free]
         with torch.enable_grad():
-            outputs, ends = call_at(self._module, free, x)[0], list(free.values())
+            outputs = call_at(self._module, every, x)[0]
             rows = [
                 torch.autograd.grad(outputs, ends, c, retain_graph=True, materialize_grads=True)
                 for c in cotangents
             ]
-        return torch.stack([self._layout.ravel(dict(zip(free, row, strict=True))) for row in rows])
+        return torch.stack(
+            [self._layout.ravel(dict(zip(self._free, row, strict=True))) for row in rows]
+        )
 
     def _pull_at_once(self, x: Inputs, cotangents: Tensor) -> Tensor:
         def one(x: Inputs, cotangents: Tensor) -> Tensor:

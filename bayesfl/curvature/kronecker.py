@@ -510,13 +510,15 @@ def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor
     """Return how many examples fit a block, and the outputs [1, O] of one example, `x` [1, ...].
 
     Raises:
-        ValueError: A covered layer is not used exactly once in a pass.
+        ValueError: A covered layer is not used exactly once in a pass, where autograd sees it.
     """
     owner = {id(p): name for name in names for p in module.get_submodule(name).parameters()}
     uses, numbers = Counter(), []
 
     def note(layer: nn.Module, _: Any, out: Tensor) -> None:
-        uses.update({owner[id(p)] for p in layer.parameters() if id(p) in owner})
+        uses.update(
+            {owner[id(p)] for p in layer.parameters() if id(p) in owner and out.requires_grad}
+        )
         weight = layer.get_parameter("weight")
         numbers.append(out.numel() // len(weight) * (len(weight) + weight[0].numel()))
 
@@ -525,14 +527,14 @@ def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor
         for m in module.modules()
         if any(id(p) in owner for p in m.parameters(recurse=False))
     ]
-    with torch.no_grad():
-        outputs = module(x)
+    with torch.enable_grad():
+        outputs = module(x).detach()
     for hook in hooks:
         hook.remove()
     for name in names:
         if uses[name] != 1:
             raise ValueError(
                 f"structure 'kfac' needs layers used once in a pass, {name!r} is used {uses[name]} "
-                f"times; {_OTHERS}"
+                f"times, reentrant checkpoints aside; {_OTHERS}"
             )
     return max(1, BLOCK // (8 * (sum(numbers) + outputs.numel() ** 2))), outputs

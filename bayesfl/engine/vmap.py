@@ -11,22 +11,24 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from bayesfl.base.inputs import Inputs
+from bayesfl.base.inputs import Inputs, each
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Phase
-from bayesfl.engine.network import Rows, by_autograd
+from bayesfl.engine import live
+from bayesfl.engine.network import Pass, Passage, Rows, by_autograd
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.weights import call_at
 
-_FAILED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_BATCHES: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
+"""Whether torch.func turned out to batch a module, and to compute its gradients."""
 
 
 def can_batch(module: nn.Module) -> bool:
     """Say whether torch.func can batch the module, as far as is known: no layer has to run alone,
     and it has not failed before.
     """
-    return module not in _FAILED and not any(_alone(part) for part in module.modules())
+    return _BATCHES.get(module, True) and not any(_alone(part) for part in module.modules())
 
 
 def _alone(part: nn.Module) -> bool:
@@ -57,7 +59,7 @@ def failed(module: nn.Module, error: RuntimeError) -> bool:
     )
     if not any(word in str(error) for word in words):
         return False
-    _FAILED.add(module)
+    _BATCHES[module] = False
     return True
 
 
@@ -88,7 +90,46 @@ def _forward(
     return vmap(client)(drawn, fixed, x), lifted or bool(drawn)
 
 
-kernel = by_autograd(_forward)
+def kernel(module: nn.Module) -> Passage:
+    """Return the passage of a chunk, whose first gradients are compared with those of `live`."""
+    batched = by_autograd(_forward)(module)
+
+    def passage(
+        leaves: dict[str, Tensor],
+        slopes: dict[str, Tensor],
+        x: Inputs,
+        lifted: bool,
+        through: bool,
+        rows: Rows = Rows(),
+    ) -> Pass:
+        if slopes and module not in _BATCHES:
+            # At other weights than the module's own, which a backward pass may read instead.
+            apart = {
+                name: t[:1] * 1.5 if t.is_floating_point() else t[:1] for name, t in leaves.items()
+            }
+            found = []
+            for one in (batched, live.kernel(module)):
+                found.append({name: torch.zeros_like(apart[name]) for name in slopes})
+                tried = one(apart, found[-1], each(lambda t: t[:1], x), lifted, through)
+                assert tried.back is not None
+                tried.back(tried.outputs)
+            most = (
+                100
+                * torch.finfo(tried.outputs.dtype).eps ** 0.5
+                * max(map(Tensor.norm, found[1].values()))
+            )
+            if other := [
+                name for name, t in found[0].items() if (t - found[1][name]).norm() > most
+            ]:
+                raise RuntimeError(
+                    f"torch.func computes other gradients of {other[:3]} than autograd, as where a "
+                    "backward pass reads a layer, or a tensor has a hook of gradients; use "
+                    "kernel='live' or 'auto'"
+                )
+            _BATCHES[module] = True
+        return batched(leaves, slopes, x, lifted, through, rows)
+
+    return passage
 
 
 def run(

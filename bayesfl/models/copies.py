@@ -99,51 +99,93 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
         ValueError: An attribute cannot be copied, or holds a tensor that shares a parameter's
             memory, as `weight.T` does.
     """
-    memo = {} if memo is None else memo
-    tensors = (*module.parameters(), *module.buffers())
-    own = {id(one) for one in (*module.modules(), *tensors)}
-    memories = {t.untyped_storage().data_ptr() for t in tensors} - {0}
+    if named := stand_ins(module):
+        raise ValueError(
+            "the model holds the id of a part, or a tensor that shares the memory of a parameter, "
+            f"as weight.T does, {holder(module, named[0])}; hold the part itself, and compute such "
+            "a tensor in forward"
+        )
+    given = memo or {}
+    try:
+        return copy.deepcopy(module, _Twins(module, given))
+    except Exception as error:  # an attribute may be of any class
+        held = _attribute(module, lambda value: not _copies(value, _Twins(module, given)))
+        raise ValueError(f"the model holds what cannot be copied ({error}), {held}") from error
 
-    def inside(*held: Any) -> bool:
-        return any(id(one) in own for one in _reached(held))
 
-    made: list[tuple[FunctionType, FunctionType]] = []
-    for one in _reached((module,)):
-        if isinstance(one, Tensor) and id(one) not in own:
-            if one.untyped_storage().data_ptr() in memories:
-                raise ValueError(
-                    "the model holds a tensor that shares the memory of a parameter, as weight.T "
-                    f"does, {holder(module, one)}; hold the parameter, and compute it in forward"
-                )
-            if not one.is_leaf:  # a result that the last forward kept, and the next makes anew
-                memo[id(one)] = one.detach().clone()
-        elif isinstance(one, FunctionType) and inside(*_held(one)):
+def _own(module: nn.Module) -> dict[int, Any]:
+    """Return a module's parts, parameters and buffers by their ids."""
+    return {id(t): t for t in (*module.modules(), *module.parameters(), *module.buffers())}
+
+
+def stand_ins(module: nn.Module) -> list[Any]:
+    """Return what a module holds in place of its own parts and tensors, which no copy can follow:
+    their ids, and other tensors in their memory.
+    """
+    own = _own(module)
+    places = {t.untyped_storage().data_ptr() for t in own.values() if isinstance(t, Tensor)} - {0}
+    return [
+        one
+        for one in _reached((module,))
+        if (isinstance(one, int) and one in own)
+        or (
+            isinstance(one, Tensor)
+            and id(one) not in own
+            and one.untyped_storage().data_ptr() in places
+        )
+    ]
+
+
+_LEFT = (
+    *(FunctionType, CellType),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+)
+"""What a deep copy leaves as it is, or makes with the original's entries, beside references."""
+
+
+class _Twins(dict[int, Any]):
+    """The memo of a deep copy of a module, which has twins also of what `copy.deepcopy` leaves as
+    it is or loses: functions that reach into the module, weak references to it, and results.
+    """
+
+    def __init__(self, module: nn.Module, given: dict[int, Any]) -> None:
+        super().__init__(given)
+        own = _own(module)
+        self._due = {
+            id(one): one
+            for one in _reached((module,))
+            if (isinstance(one, Tensor) and not one.is_leaf)  # which the next forward makes anew
+            or (isinstance(one, weakref.ref) and any(id(target) in own for target in _held(one)))
+            or (isinstance(one, _LEFT) and any(id(inner) in own for inner in _reached((one,))))
+        }
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """Return the twin of what has this id."""
+        if key not in self and key in self._due:
+            self._make(self._due[key])
+        return super().get(key, default)
+
+    def _make(self, one: Any) -> None:
+        if isinstance(one, Tensor):
+            self[id(one)] = one.detach().clone()
+        elif isinstance(one, FunctionType):
             cells = tuple(
-                memo.setdefault(id(cell), CellType()) if inside(cell) else cell
+                self.setdefault(id(cell), CellType()) if id(cell) in self._due else cell
                 for cell in one.__closure__ or ()
             )
             twin = FunctionType(one.__code__, one.__globals__, one.__name__, None, cells)
             twin.__qualname__ = one.__qualname__
-            memo[id(one)] = twin
-            made.append((one, twin))
-    before = dict(memo)
-    try:
-        copied = copy.deepcopy(module, memo)
-    except Exception as error:  # an attribute may be of any class
-        held = _attribute(module, lambda value: not _copies(value, dict(before)))
-        raise ValueError(f"the model holds what cannot be copied ({error}), {held}") from error
-    for one, twin in made:
-        for old, new in zip(one.__closure__ or (), twin.__closure__ or (), strict=True):
-            if new is not old:
-                new.cell_contents = copy.deepcopy(old.cell_contents, memo)
-        twin.__defaults__ = copy.deepcopy(one.__defaults__, memo)
-        twin.__kwdefaults__ = copy.deepcopy(one.__kwdefaults__, memo)
-        twin.__dict__.update(copy.deepcopy(vars(one), memo))
-    for part in copied.modules():
-        for key, value in vars(part).items():
-            if type(value) is weakref.ref and id(value()) in own:
-                part.__dict__[key] = weakref.ref(memo[id(value())])
-    return copied
+            self[id(one)] = twin  # before what it holds, which may be itself
+            for old, new in zip(one.__closure__ or (), cells, strict=True):
+                if new is not old:
+                    new.cell_contents = copy.deepcopy(old.cell_contents, self)
+            twin.__defaults__ = copy.deepcopy(one.__defaults__, self)
+            twin.__kwdefaults__ = copy.deepcopy(one.__kwdefaults__, self)
+            twin.__dict__.update(copy.deepcopy(vars(one), self))
+        else:
+            plain = list if isinstance(one, weakref.WeakSet) else dict
+            target = one() if isinstance(one, weakref.ref) else plain(one)
+            self[id(one)] = type(one)(copy.deepcopy(target, self))
 
 
 def _reached(roots: tuple[Any, ...]) -> Iterator[Any]:
@@ -162,6 +204,8 @@ def _reached(roots: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _held(one: Any) -> list[Any]:
+    if isinstance(one, weakref.ref):
+        return [getattr(one(), "__self__", one())]  # of a method the object
     if isinstance(one, FunctionType):
         return [one.__closure__, one.__defaults__, one.__kwdefaults__, vars(one)]
     return gc.get_referents(one)

@@ -266,7 +266,8 @@ def _unlike(module: nn.Module, x: Inputs, outputs: Tensor) -> Iterator[str]:
         graded = call_at(module, leaves, each(Tensor.clone, x)).detach()
     theirs = originals(module)
     for t, where in strangers(module, each(Tensor.clone, x)):
-        if id(t) in theirs or where == ELSEWHERE:  # a tensor of the copy's own is a constant
+        # Another leaf of the copy's own is a constant.
+        if id(t) in theirs or where == ELSEWHERE or not t.requires_grad or not t.is_leaf:
             yield (
                 f"uses weights {where}, where no copy of the model can follow, so that they would "
                 "not be trained; hold them as parameters, and reach them through self"

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from bayesfl.base.inputs import Inputs, at, call, each, named
-from bayesfl.models.copies import duplicate, holder
+from bayesfl.models.copies import duplicate, holder, stand_ins
 
 
 class _Places:
@@ -212,7 +212,8 @@ class _Standing(TorchFunctionMode):
 
 def strangers(module: nn.Module, x: Inputs) -> list[tuple[Tensor, str]]:
     """Return the tensors that require gradients, that the outputs at `x` depend on, and that are
-    none of the module's own parameters, each with the place where it is held, as text.
+    none of the module's own parameters, and what a forward has kept in a parameter's memory, each
+    with the place where it is held, as text.
     """
     live = [name for name, p in module.named_parameters() if p.is_floating_point()]
     found: list[tuple[Tensor, str]] = []
@@ -222,7 +223,9 @@ def strangers(module: nn.Module, x: Inputs) -> list[tuple[Tensor, str]]:
         copies.append(duplicate(module))
     for one in copies:
         with torch.enable_grad(), bound(one, {}, live) as own:
-            first, again = (_sources(call(one, at(x, slice(0, 2)))) for _ in range(2))
+            first, again = (
+                [*_sources(call(one, at(x, slice(0, 2)))), *stand_ins(one)] for _ in range(2)
+            )
         # What a forward makes anew, as inputs of a checkpoint, is none.
         kept = {id(t) for t in first} - {id(p) for p in own.values()}
         found += [(t, holder(one, t)) for t in again if id(t) in kept]

@@ -1,11 +1,12 @@
 """Networks that reach their weights in unusual ways train as in a plain PyTorch loop."""
 
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import bayesfl as bf
 from bayesfl.optim import SGD
@@ -69,6 +70,26 @@ class Data(Base):
         self.o.held = self.a.weight.data
 
 
+class Ids(Base):
+    def begin(self):
+        self.held = {id(self.a.weight): 2.0}
+
+    def hidden(self, x):
+        return self.a(x) * self.held.get(id(self.a.weight), 1.0)
+
+
+class Keeps(Base):
+    def hidden(self, x):
+        if not hasattr(self, "held"):
+            self.held = self.a.weight.detach()
+        return self.a(x) + F.linear(x, self.held)
+
+
+class OlderSpectral(Base):
+    def begin(self):
+        self.o = nn.utils.spectral_norm(self.o)
+
+
 class Generator(Base):
     def begin(self):
         self.o.numbers = (n for n in range(3))
@@ -82,6 +103,9 @@ class Generator(Base):
         (Cached, "in its attribute 'f'"),
         (View, "shares the memory of a parameter.*in its attribute 'held'"),
         (Data, "shares the memory of a parameter.*in its attribute 'o.held'"),
+        (Ids, "the id of a part.*in its attribute 'held'"),
+        (Keeps, "uses weights in its attribute 'held'"),
+        (OlderSpectral, "shares the memory of a parameter.*in its attribute 'o.weight'"),
         (Generator, "cannot be copied.*in its attribute 'o.numbers'"),
     ],
 )
@@ -107,3 +131,92 @@ def test_a_tensor_of_its_own_is_a_constant():
     moved = run.model()
     assert not torch.equal(moved.a.weight, model.a.weight)
     assert torch.equal(moved.held[0].weight, model.held[0].weight)
+
+
+class Product(torch.autograd.Function):
+    """A product of the newer kind, which torch.func batches, whose way back reads the layer."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, layer: nn.Linear) -> Tensor:
+        return x @ w.T
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.x, ctx.w, ctx.layer = inputs
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g @ ctx.layer.weight, g.T @ ctx.x, None
+
+
+class Kept(Product):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g @ w, g.T @ x, None
+
+
+class Reads(Base):
+    product = Product
+
+    def begin(self):
+        self.b = nn.Linear(8, 8, bias=False)
+
+    def hidden(self, x):
+        return self.product.apply(self.a(x), self.b.weight, self.b)
+
+
+class Saves(Reads):
+    product = Kept
+
+
+class Hooked(Base):
+    def hidden(self, x):
+        w = self.a.weight * 1
+        if w.requires_grad:
+            w.register_hook(lambda slope: 2 * slope)
+        return F.linear(x, w)
+
+
+@pytest.mark.parametrize("kind", [Reads, Hooked, Saves, Base])
+def test_torch_func_trains_as_autograd_does_or_names_what_differs(kind):
+    data = bf.data.from_arrays([X, X[:9]], [Y, Y[:9]], test=([X, X], [Y, Y]), outputs=3)
+    torch.manual_seed(0)
+    method = bf.algorithms.fedavg(kind(), epochs=2, batch_size=None, optimiser=SGD(0.5))
+
+    def run(kernel):
+        return bf.simulate(
+            method,
+            data,
+            rounds=2,
+            engine=bf.Engine(kernel),
+            dtype=torch.float64,
+            progress=False,
+        ).server["w"]["loc"]
+
+    if kind in (Reads, Hooked):
+        with pytest.raises(RuntimeError, match=r"gradients of .*'a.weight'.*kernel='live'"):
+            run("vmap")
+    else:
+        torch.testing.assert_close(run("vmap"), run("live"), rtol=0, atol=1e-12)
+
+
+def test_a_reentrant_head_has_the_curvature_of_the_same_head_without():
+    data = bf.data.from_arrays([X], [Y], test=([X], [Y]), outputs=3)
+    found = []
+    for kind in ("ReentrantHead", "InAMethod"):  # the other one computes the same
+        method = bf.algorithms.fedavg(made(kind), epochs=2, batch_size=None, optimiser=SGD(0.5))
+        run = bf.simulate(method, data, rounds=1, dtype=torch.float64, progress=False)
+        found.append(run.laplace(precision=2.0).client(0).predict(X).mean)
+        if kind == "ReentrantHead":
+            with pytest.raises(
+                ValueError, match="'o' is used 0 times, reentrant checkpoints aside"
+            ):
+                run.laplace("kronecker")
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
