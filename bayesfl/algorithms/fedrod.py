@@ -75,8 +75,7 @@ def fedrod(
     classes = head.out_features
 
     def count(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        of_class = F.one_hot(data["y"], classes).to(data["weight"])
-        return view | {"counts": data["weight"] @ of_class}
+        return view | {"counts": data["weight"] @ F.one_hot(data["y"], classes).to(data["weight"])}
 
     def moved(z: Any, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: View) -> Any:
         """Replace the mean loss by that at logits moved by the generic head's, or by log n."""

@@ -47,8 +47,7 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     classes are described by their fields, modules by their layers, other objects by their class and
     their attributes. An object with a method `described_as` says itself what it is.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)
     if (
         kind.__module__ != "builtins"

@@ -143,8 +143,7 @@ def data() -> None:
     """Print the data sets by name, whether their files are there, and where they are looked for."""
     for name, info in available().items():
         try:
-            source = load(name)
-            there = f"{len(source.x):,} rows"
+            there = f"{len(load(name).x):,} rows"
         except FileNotFoundError:
             there = "no files"
         print(f"{name:15} {there:12} {info.licence}")

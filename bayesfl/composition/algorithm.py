@@ -470,8 +470,7 @@ class Algorithm:
         weights = {name: t for name, t in buffers.tensors_of(self.model).items() if name in covered}
         state: Server = {}
         for index, (name, block) in enumerate(self.blocks.items()):
-            layout = self.layout(name)
-            loc = layout.ravel(weights)
+            loc = self.layout(name).ravel(weights)
             if block.copies is not None:
                 loc = torch.stack(
                     [

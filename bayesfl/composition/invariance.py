@@ -131,9 +131,10 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
     mean, count = by_environment(slopes, batch)
     if estimator == "biased":
         return mean.square().sum(-1)
-    own = (slopes.square().unsqueeze(-1) * members(batch)).sum(-2)
-    pairs = (mean * count).square() - own
-    return (pairs / (count * (count - 1)).clamp_min(1)).sum(-1)
+    return (
+        ((mean * count).square() - (slopes.square().unsqueeze(-1) * members(batch)).sum(-2))
+        / (count * (count - 1)).clamp_min(1)
+    ).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -314,8 +315,7 @@ def evenly(data: Batch, most: int | None) -> Batch:
     # Of c examples those with ranks floor(i c / share) are taken; rank r is one of them if it is so
     # for i = ceil(r share / c).
     rank, size = there.cumsum(-2).round().long() - 1, count.clamp_min(1)
-    chosen = (rank * share + size - 1) // size * size // share == rank
-    kept = (chosen & (there > 0)).any(-1)
+    kept = (((rank * share + size - 1) // size * size // share == rank) & (there > 0)).any(-1)
     places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
 
     def taken(t: Tensor) -> Tensor:

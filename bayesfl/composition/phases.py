@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Batch, Carry, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.block import Block
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.priors import Flat, Tilt, is_normal
 from bayesfl.models.weights import gradient_of
@@ -201,7 +200,10 @@ class Descend:
                 f"{left[:3]}: these would stay at the weights of the model as it was given, and "
                 f"not be those with which a client predicts; name all parts, as {algorithm.parts}"
             )
-        if self.prox and not all(_solvable(algorithm.blocks[name]) for name in pulled):
+        if self.prox and not all(
+            is_normal(block.prior) and type(block.posterior) is Point
+            for block in map(algorithm.blocks.__getitem__, pulled)
+        ):
             raise ValueError(
                 "prox solves a Gaussian prior of Point blocks after each step, which blocks "
                 f"{pulled} have not; use prox=False"
@@ -279,10 +281,6 @@ class Descend:
         if self.counts is not None:
             kept[self.counts] = torch.as_tensor(count).to(view["n"])
         return view | beliefs | kept, {"nll": total / count}
-
-
-def _solvable(block: Block) -> bool:
-    return is_normal(block.prior) and type(block.posterior) is Point
 
 
 def by_algebra(phase: "Phase | Repeat") -> TypeGuard[Descend]:
@@ -478,8 +476,7 @@ def by_chance(phase: Phase | Repeat, algorithm: Algorithm) -> bool:
     """Say whether a phase's steps depend on chance: on the order of the examples, or on draws of a
     belief.
     """
-    draws = any(one.noise(algorithm) for one in unrolled(phase))
-    return phase.batch_size is not None or draws
+    return phase.batch_size is not None or any(one.noise(algorithm) for one in unrolled(phase))
 
 
 def phase_in_words(phase: Phase | Repeat) -> str:

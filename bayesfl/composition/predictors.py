@@ -433,8 +433,7 @@ class PooledLaplace:
 
     def _view(self, algorithm: "Algorithm", given: Server) -> View:
         own = {name: algorithm.centre(name, given) for name in algorithm.whole(algorithm.parts)}
-        loc = next(iter(own.values()))["loc"]
-        return own | {"n": loc.new_ones(())}
+        return own | {"n": next(iter(own.values()))["loc"].new_ones(())}
 
     def _layout(self, algorithm: "Algorithm") -> Layout:
         last = self.structure == "last_layer"

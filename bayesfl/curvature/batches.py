@@ -105,8 +105,7 @@ def every_row(x: Iterable[Any]) -> Iterable[Any]:
         and not getattr(own, "replacement", False)
         and len(own) == len(getattr(own, "data_source", own))
     )
-    known = plain or isinstance(x.dataset, IterableDataset)
-    if not known and _rows(order) != _rows(order):
+    if not (plain or isinstance(x.dataset, IterableDataset)) and _rows(order) != _rows(order):
         raise ValueError(
             f"the loader's {type(own).__name__} reads other rows in every pass, so that it is not "
             "known which rows the posterior is of: pass a loader without it, as "

@@ -327,8 +327,7 @@ class Outer(Factor):
 
     def within(self, weight: Tensor) -> Tensor:
         """Compute sum_h g[q, h] g[p, h] (sum_i weight[h, i] x[i]^2), see `Factor`."""
-        load = self._x.square() @ self._grid(weight).T
-        return (self._g * load.unsqueeze(1)) @ self._g.mT
+        return (self._g * (self._x.square() @ self._grid(weight).T).unsqueeze(1)) @ self._g.mT
 
     def gram(self, other: Factor, weight: Tensor) -> Tensor:
         """Compute sum_h g[n, q, h] g[m, p, h] k_h[n, m] with k_h = sum_i weight[h, i] x[n, i] x[m,

@@ -223,8 +223,7 @@ class Curvature:
             MemoryError: The result needs more bytes than may be used.
         """
         weight = self.vector(weight, "weight")
-        if indices is not None:
-            weight = weight[self.check_indices(indices)]
+        weight = weight[self.check_indices(indices)] if indices is not None else weight
         mine = self._all(x, indices)
         theirs = mine if other is None else self._all(other, indices)
         require(
@@ -456,8 +455,7 @@ class Curvature:
             ValueError: `value` has another shape.
         """
         vector = torch.as_tensor(value, dtype=torch.float64, device=self.device)
-        if vector.dim() == 0:
-            vector = vector.expand(self.size)
+        vector = vector.expand(self.size) if vector.dim() == 0 else vector
         if vector.shape != (self.size,):
             raise ValueError(
                 f"{name}: one number or one for each of the {self.size} weights is needed, got "

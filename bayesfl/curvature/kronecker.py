@@ -351,8 +351,7 @@ def diagonal_of(curvature: Curvature, found: list[tuple[Tensor, Tensor]], exampl
     out = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
     for slots, (outer, inner) in zip(_slots(curvature), found, strict=True):
         inputs = inner.diagonal() / examples
-        if slots.shape[1] > len(inputs):
-            inputs = torch.cat([inputs, inputs.new_ones(1)])
+        inputs = torch.cat([inputs, inputs.new_ones(1)]) if slots.shape[1] > len(inputs) else inputs
         out[slots] = torch.outer(outer.diagonal(), inputs)
     return out
 

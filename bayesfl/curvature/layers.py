@@ -52,13 +52,16 @@ def unsupported(module: nn.Module) -> list[str]:
 
 
 def _has_form(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.Conv2d) and (
-        layer.padding_mode != "zeros" or isinstance(layer.padding, str) or layer.groups != 1
+    if (
+        (
+            isinstance(layer, nn.Conv2d)
+            and (
+                layer.padding_mode != "zeros" or isinstance(layer.padding, str) or layer.groups != 1
+            )
+        )
+        or (isinstance(layer, nn.MaxPool2d) and layer.return_indices)
+        or (isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1))
     ):
-        return False
-    if isinstance(layer, nn.MaxPool2d) and layer.return_indices:
-        return False
-    if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1):
         return False
     known = (nn.Linear, nn.Conv2d, nn.Flatten, *ELEMENTWISE, *POOLING, *_DROPOUT)
     parameters = {name for name, _ in layer.named_parameters()}
@@ -123,8 +126,7 @@ class Layers:
             layer = self._layers[number][1]
             if number in self._slots:
                 factors.append(_factor(layer, passed[number], g, *self._slots[number]))
-            if number > min(self._slots):
-                g = _pull(layer, passed[number], g)
+            g = _pull(layer, passed[number], g) if number > min(self._slots) else g
         return outputs, FactorRows(factors, shape, outputs)
 
 
@@ -176,7 +178,6 @@ def _pull(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
         start = x.detach().requires_grad_()
         outputs = layer(start.clone())
     if isinstance(layer, ELEMENTWISE):
-        ones = torch.ones_like(outputs)
-        return g * torch.autograd.grad(outputs, start, ones)[0].unsqueeze(1)
+        return g * torch.autograd.grad(outputs, start, torch.ones_like(outputs))[0].unsqueeze(1)
     pulled = [torch.autograd.grad(outputs, start, c, retain_graph=True)[0] for c in g.unbind(1)]
     return torch.stack(pulled, 1) if pulled else g.new_zeros(len(x), 0, *x.shape[1:])

@@ -284,8 +284,7 @@ class FederatedData:
         """
         classes, labels = self.classes, self.train.y[self.train.index].cpu()
         counts = torch.bincount(labels[labels >= 0], minlength=classes).double()
-        found = torch.where(counts > 0, counts.sum() / (classes * counts), 1.0)
-        return tuple(found.tolist())
+        return tuple(torch.where(counts > 0, counts.sum() / (classes * counts), 1.0).tolist())
 
     @cached_property
     def hash(self) -> str:

@@ -330,8 +330,7 @@ def _draw(weights: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> i
     uniformly if all of these weights are 0.
     """
     weights = np.where(there, weights, 0.0)
-    if not weights.sum() > 0:
-        weights = there.astype(float)
+    weights = there.astype(float) if not weights.sum() > 0 else weights
     ends = np.cumsum(weights)
     return int(np.searchsorted(ends, rng.random() * ends[-1], side="right"))
 

@@ -339,8 +339,7 @@ class Engine:
         1.
         """
         kernel = self.choose(algorithm, None, views["n"], each(lambda t: t[0], x))
-        if kernel == "reference":
-            kernel = "live"
+        kernel = "live" if kernel == "reference" else kernel
         if kernel == "live" and count(x) > 1:
             everything = (views, x, noise)
             rows = [tree_map(lambda t, c=c: t[c : c + 1], everything) for c in range(count(x))]

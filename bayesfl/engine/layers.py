@@ -387,8 +387,7 @@ def _run(
                 to.copy_(found)
         return at.get(0, torch.zeros_like(first(x))) if through else None
 
-    outputs = values[recording.out]
-    return Pass(outputs, up[recording.out], back if slopes or through else None)
+    return Pass(values[recording.out], up[recording.out], back if slopes or through else None)
 
 
 def _named(module: nn.Module, name: str) -> Tensor:

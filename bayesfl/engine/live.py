@@ -7,7 +7,7 @@ Convolutions run in channels-last memory where these are not large.
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,27 +28,19 @@ def has_convolutions(module: nn.Module) -> bool:
     return any(isinstance(part, nn.Conv2d) for part in module.modules())
 
 
-class _Known(NamedTuple):
-    """Hold what is asked of a module in every step, and looked up once.
+Known: TypeAlias = tuple[dict[str, int], Callable[[Tensor], Tensor]]
+_KNOWN: "weakref.WeakKeyDictionary[nn.Module, Known]" = weakref.WeakKeyDictionary()
 
-    Args:
-        axes: The number of axes of each parameter and buffer.
-        placed: Function that puts weights and inputs into the memory layout in which its
-            convolutions run.
+
+def _known(module: nn.Module) -> Known:
+    """Return what is asked of a module in every step, and looked up once: the number of axes of
+    each parameter and buffer, and the function that puts weights and inputs into the memory layout
+    in which its convolutions run.
     """
-
-    axes: dict[str, int]
-    placed: Callable[[Tensor], Tensor]
-
-
-_KNOWN: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
-
-
-def _known(module: nn.Module) -> _Known:
     if module not in _KNOWN:
         axes = {name: t.dim() for name, t in (*module.named_parameters(), *module.named_buffers())}
         weights = sum(p.numel() for p in module.parameters() if p.dim() == 4)
-        _KNOWN[module] = _Known(axes, _channels_last if weights <= COPIED else _as_it_is)
+        _KNOWN[module] = axes, _channels_last if weights <= COPIED else lambda t: t
     return _KNOWN[module]
 
 
@@ -84,10 +76,6 @@ def _channels_last(t: Tensor) -> Tensor:
     # A convolution chooses its memory layout by strides, which `contiguous` leaves as they are for
     # a single channel.
     return t.to(memory_format=torch.channels_last, copy=True) if t.dim() == 4 else t
-
-
-def _as_it_is(t: Tensor) -> Tensor:
-    return t
 
 
 kernel = by_autograd(_forward)

@@ -138,7 +138,7 @@ class _Recorder(TorchFunctionMode):
         self._steps: list[Operation] = []
         self._draws = 0
         self._constants: dict[int, Tensor] = {}
-        inputs = each(lambda t: _fresh(t[:rows]), x)
+        inputs = each(lambda t: t[:rows].detach().clone().requires_grad_(t.is_floating_point()), x)
         for count, (_, t) in enumerate(named(inputs)):
             self._place(t, count)
         own = (*module.named_parameters(), *module.named_buffers())
@@ -179,8 +179,8 @@ class _Recorder(TorchFunctionMode):
         known = [id(t) in self._places or id(t) in self._names for t in _tensors((args, options))]
         places: list[int] = []
         given: tuple[Any, Any] | None = None
-        if any(known):
-            given = self._told(args, places), self._told(options, places)
+        told = self._told(args, places), self._told(options, places)
+        given = told if any(known) else given
         result = func(*args, **options)
         name = getattr(func, "__name__", str(func))
         several = isinstance(result, tuple | list) and any(isinstance(t, Tensor) for t in result)
@@ -217,8 +217,7 @@ class _Recorder(TorchFunctionMode):
 
     def _counts(self, args: tuple[Any, ...]) -> bool:
         """Say whether a norm counts its batches, which no federation reads."""
-        name = self._names.get(id(args[0]), "") if args else ""
-        return name.endswith("num_batches_tracked")
+        return (self._names.get(id(args[0]), "") if args else "").endswith("num_batches_tracked")
 
     def _told(self, value: Any, places: list[int]) -> Any:
         """Return arguments with `Given` for their tensors, whose places are added."""
@@ -235,10 +234,6 @@ class _Recorder(TorchFunctionMode):
             places.append(self._places[id(value)])
             return Given(places[-1])
         return _rebuilt(value, lambda part: self._told(part, places))
-
-
-def _fresh(t: Tensor) -> Tensor:
-    return t.detach().clone().requires_grad_(t.is_floating_point())
 
 
 def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -280,7 +275,8 @@ def _merged(one: Recording, other: Recording) -> Recording:
     if len(one.steps) != len(other.steps) or one[:2] != other[:2] or one.out != other.out:
         raise Unrecordable("takes other steps for other numbers of rows")
     for place, t in one.constants.items():
-        if place not in other.constants or not _equal(t, other.constants[place]):
+        again = other.constants.get(place)
+        if again is None or again.dtype != t.dtype or not torch.equal(again, t):
             raise Unrecordable("makes tensors anew that differ from call to call")
     steps = []
     for a, b in zip(one.steps, other.steps, strict=True):
@@ -325,10 +321,6 @@ def _typed(one: Any, other: Any, told: Any) -> Any:
     raise Unrecordable("computes with the limits of its precision")
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
-
-
 def _joint(one: Any, other: Any) -> Any:
     """Return arguments that stand in two recordings, numbers that grow with the rows as `Times`."""
     if type(one) is not type(other):
@@ -358,8 +350,7 @@ def _needed(recording: Recording) -> Recording:
     """
     read, steps = {recording.out}, []
     for step in reversed(recording.steps):
-        follows = step.function is nn.functional.batch_norm
-        if step.out in read or follows:
+        if step.out in read or (step.function is nn.functional.batch_norm):
             read |= {*step.places}
             steps.append(step)
     return recording._replace(steps=_pooled_first(steps[::-1], recording.out))

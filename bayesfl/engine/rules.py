@@ -79,8 +79,7 @@ def linear(
         bias = None if bias is None else bias.flatten(0, 1)
     elif wide:
         weight, bias = weight.flatten(1, 2), None if bias is None else bias.flatten(1, 2)
-    if x.dim() > 3:
-        x = x.flatten(1, -2)
+    x = x.flatten(1, -2) if x.dim() > 3 else x
     flat = (
         torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
     )
@@ -91,10 +90,8 @@ def linear(
     )
 
     def back(slope: Tensor) -> Slopes:
-        if wide:
-            slope = slope.flatten(2, -2).transpose(1, 2)
-        if slope.shape != flat.shape or wide:
-            slope = slope.reshape(flat.shape)
+        slope = slope.flatten(2, -2).transpose(1, 2) if wide else slope
+        slope = slope.reshape(flat.shape) if slope.shape != flat.shape or wide else slope
         found: list[Tensor | None] = [None] * len(call.wanted)
         if call.wanted[0]:
             found[0] = torch.bmm(slope, weight).view(*lead, -1)
@@ -294,8 +291,7 @@ def _normed(
 
     mean, var, new = old_mean, old_var, []
     shares = rows.shares(flat, places) if training else None
-    if shares is not None:
-        mean = of_batch(flat, shares, old_mean)
+    mean = of_batch(flat, shares, old_mean) if shares is not None else mean
     centred = flat - wide(mean)
     if shares is not None:
         var = of_batch(centred.square(), shares, old_var)
@@ -637,8 +633,7 @@ def batched(step: Operation) -> Rule:
         call: Call, *tensors: Tensor, rows: int, precision: torch.dtype
     ) -> tuple[Tensor, Backward]:
         def one(*tensors: Tensor) -> Tensor:
-            rest = iter(tensors)
-            args, named = filled((step.args, step.named), rest, rows, precision)
+            args, named = filled((step.args, step.named), iter(tensors), rows, precision)
             found = function(*args, **named)
             return found if step.piece is None else found[step.piece]
 

@@ -456,8 +456,7 @@ def units(
         return Counting("client", tuple(data.client_names), split)
     if by != "client":
         raise ValueError(f"by={by!r} and groups= both say what the rows of the table are; give one")
-    if isinstance(groups, str):
-        groups = _by_column(data, groups)
+    groups = _by_column(data, groups) if isinstance(groups, str) else groups
     each = (
         [groups(rows.client(j, raw=True)[0]) for j in range(data.clients)]
         if callable(groups)
@@ -542,8 +541,7 @@ def grouped(
 
 def _text_of(group: Any) -> str | None:
     """Return a row's group as text, a whole number without a point; None for no group."""
-    if isinstance(group, Tensor | np.generic):
-        group = group.item()
+    group = group.item() if isinstance(group, Tensor | np.generic) else group
     if group is None or group != group:
         return None
     return str(int(group) if isinstance(group, float) and group.is_integer() else group)

@@ -69,8 +69,7 @@ def _of_probabilities(probs: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor
             f"probs must be in [0, 1], got {float(probs.min()):.4g} to {float(probs.max()):.4g}; "
             "of logits take softmax(-1), of log probabilities exp()"
         )
-    precision = torch.promote_types(probs.dtype, torch.float32)
-    return term(probs.double()).sum(-1).to(precision).double()
+    return term(probs.double()).sum(-1).to(torch.promote_types(probs.dtype, torch.float32)).double()
 
 
 def scores(predictions: Predictions) -> dict[str, Tensor]:

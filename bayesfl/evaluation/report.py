@@ -312,8 +312,7 @@ def _plain(value: Any) -> Any:
     """Convert a tensor or array of one element to a Python number; return anything else
     as it is.
     """
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
+    value = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
     return (
         value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
     )

@@ -100,8 +100,7 @@ def leaves(
     for step in calibration:
         for name, size in _asked(step, Outputs(cast(Task, algorithm.likelihood.task), outputs)):
             when = f"after training, {type(step).__name__}"
-            rows = f"sums over the client's rows in {step.split!r}"
-            found.append(Sent(when, name, size, rows))
+            found.append(Sent(when, name, size, f"sums over the client's rows in {step.split!r}"))
     return found
 
 

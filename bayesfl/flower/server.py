@@ -196,8 +196,7 @@ def serve(
         chosen = finished(on_round, state)
         calibrates = bool(steps) and not chosen.survey_states
         chosen = run.calibrate(chosen) if calibrates else chosen
-        if calibrates or run.evaluated != chosen.round:
-            chosen = run.evaluate(chosen)
+        chosen = run.evaluate(chosen) if calibrates or run.evaluated != chosen.round else chosen
         if chosen.round == state.round:
             run.save(chosen)
         else:  # with what was told, too
@@ -407,8 +406,7 @@ class _Service:
             made.settings.rounds,
             ", ".join(f"{k} {v:.4g}" for k, v in row.items()),
         )
-        if made.settings.evaluates(state.round):
-            made = self.evaluate(made)
+        made = self.evaluate(made) if made.settings.evaluates(state.round) else made
         if made.round % self.every == 0 or made.round == made.settings.rounds:
             self.save(made)
         return made

@@ -245,8 +245,7 @@ class Bernoulli:
         [..., B, 1].
         """
         slope = outputs.sigmoid() - y.unsqueeze(-1)
-        if not self.plain:
-            slope = slope * self.times(outputs, y).unsqueeze(-1)
+        slope = slope * self.times(outputs, y).unsqueeze(-1) if not self.plain else slope
         return self.nll(outputs, y), slope
 
     def times(self, outputs: Tensor, y: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,10 @@ one all.
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class _Mark(NamedTuple):
-    """Tell whether a tensor was changed.
-
-    Args:
-        version: How often it was changed in place, as torch counts; not by way of its `data`.
-        sample: Some of its numbers, as bytes.
-    """
-
-    version: int
-    sample: Tensor
-
-    def same(self, other: "_Mark") -> bool:
-        """Say whether nothing was changed, not even to the same number."""
-        return self.version == other.version and torch.equal(self.sample, other.sample)
+Mark: TypeAlias = tuple[int, Tensor]
+"""What shows whether a tensor was changed: how often it was in place, as torch counts, not by way
+of its `data`; and some of its numbers, as bytes.
+"""
 
 
 class _Origin(NamedTuple):
@@ -55,7 +45,7 @@ class _Origin(NamedTuple):
 
     module: "weakref.ref[nn.Module]"
     parameters: "list[weakref.ref[nn.Parameter]]"
-    marks: dict[str, _Mark]
+    marks: dict[str, Mark]
     frozen: set[str]
     hooks: dict[str, tuple[int, ...]]
     parts: dict[str, str]
@@ -79,12 +69,9 @@ class PReLU(nn.PReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute max(0, input) + weight min(0, input), [N, channels, ...]."""
-        slopes = self.weight if len(self.weight) == 1 else _channelwise(self.weight, input)
+        one = len(self.weight) == 1
+        slopes = self.weight if one else self.weight.view(-1, *(input.dim() - 2) * (1,))
         return torch.where(input > 0, input, slopes * input)
-
-
-def _channelwise(weight: Tensor, x: Tensor) -> Tensor:
-    return weight.view(-1, *(x.dim() - 2) * (1,))
 
 
 def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
@@ -279,14 +266,10 @@ def rescaled(module: nn.Module) -> set[str]:
     """Return the names of the parameters that torch rescales whenever they are read, as embeddings
     with `max_norm` do.
     """
-    owners = [
-        (name, part)
-        for name, part in module.named_modules()
-        if getattr(part, "max_norm", None) is not None
-    ]
     return {
         f"{name}.{leaf}".removeprefix(".")
-        for name, part in owners
+        for name, part in module.named_modules()
+        if getattr(part, "max_norm", None) is not None
         for leaf, _ in part.named_parameters(recurse=False)
     }
 
@@ -311,7 +294,10 @@ def refuse_changed(made: nn.Module) -> None:
         )
     shared = origin.frozen - rescaled(made)
     if changed := [
-        name for name, mark in _marks(made, shared).items() if not mark.same(origin.marks[name])
+        name
+        for name, (version, sample) in _marks(made, shared).items()
+        for then, before in (origin.marks[name],)
+        if version != then or not torch.equal(sample, before)
     ]:
         raise ValueError(
             f"frozen parameters {changed[:3]} were changed after the method was made, which shares "
@@ -353,7 +339,7 @@ def check_original(made: nn.Module) -> None:
     if changed := [
         name
         for name, mark in now.items()
-        if name not in origin.frozen and not torch.equal(mark.sample, origin.marks[name].sample)
+        if name not in origin.frozen and not torch.equal(mark[1], origin.marks[name][1])
     ]:
         warn(
             f"{changed[:3]} of the model {type(module).__name__} have changed since the method "
@@ -364,10 +350,10 @@ def check_original(made: nn.Module) -> None:
 
 def _parts(module: nn.Module) -> dict[str, str]:
     """Return every part's kind, options and plain values, by name; without what `copied` sets."""
-    options, values = layers(module), held(module)
+    values = held(module)
     for of in values.values():
         of.pop("use_nested_tensor", None)
-    return {name: f"{options[name]} {json.dumps(values[name])}" for name in options}
+    return {name: f"{told} {json.dumps(values[name])}" for name, told in layers(module).items()}
 
 
 def _apart(one: dict[str, str], other: dict[str, str]) -> list[str]:
@@ -377,7 +363,7 @@ def _apart(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return [name or "the model itself" for name in inner]
 
 
-def _marks(module: nn.Module, names: set[str] | None = None) -> dict[str, _Mark]:
+def _marks(module: nn.Module, names: set[str] | None = None) -> dict[str, Mark]:
     """Return a mark for each of a module's parameters and buffers, or of those with the given
     names.
     """
@@ -387,13 +373,11 @@ def _marks(module: nn.Module, names: set[str] | None = None) -> dict[str, _Mark]
     }
 
 
-def _mark(tensor: Tensor) -> _Mark:
+def _mark(tensor: Tensor) -> Mark:
     flat = tensor.reshape(-1)
     sample = flat[:: max(1, len(flat) // COMPARED)].clone().cpu()
-    return _Mark(
-        0 if tensor.is_inference() else tensor._version,
-        sample.view(torch.uint8) if len(sample) else sample,
-    )
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, sample.view(torch.uint8) if len(sample) else sample
 
 
 def _frozen(module: nn.Module) -> set[str]:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,7 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
             return outputs, fault + "F.dropout(x, p, self.training)"
         if wrote := _wrote(seen, x):
             return outputs, wrote
-        if changed := [
-            name for name, t in module.named_buffers() if not same(t, before.buffers[name])
-        ]:
+        if changed := [name for name, t in module.named_buffers() if not same(t, before[0][name])]:
             return (
                 outputs,
                 f"changes the buffers {changed[:3]} in evaluation mode, too; let it do that under "
@@ -106,7 +104,7 @@ def looked_at_training(
         if changed := [
             name
             for name, t in module.named_buffers()
-            if name not in followed and not same(t, before.buffers[name])
+            if name not in followed and not same(t, before[0][name])
         ]:
             return Training(
                 f"changes the buffers {changed[:3]} in training, which are no statistics of a "
@@ -174,14 +172,20 @@ def _wrote(seen: Inputs, x: Inputs) -> str:
     )
 
 
+_State: TypeAlias = tuple[dict[str, Tensor], dict[str, int], dict[str, Any]]
+"""What a forward may leave changed, beside its inputs: copies of the module's buffers, how often
+each parameter was changed in place, and the plain numbers that its parts hold, by name.
+"""
+
+
 @contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator["_State"]:
+def _untouched(module: nn.Module) -> Iterator[_State]:
     """Enter a context that gives the state of a module, and after which its buffers are as they
     were.
     """
     buffers = {name: t.clone() for name, t in module.named_buffers()}
     try:
-        yield _State(buffers, _written(module), _numbers(module))
+        yield buffers, _written(module), _numbers(module)
     finally:
         with torch.no_grad():
             for name, t in module.named_buffers():
@@ -198,20 +202,6 @@ def one_row_each(outputs: object, x: Inputs) -> bool:
         and len(outputs) == count(x)
         and outputs.is_floating_point()
     )
-
-
-class _State(NamedTuple):
-    """Hold what a forward may leave changed, beside its inputs.
-
-    Args:
-        buffers: Copies of the module's buffers, by name.
-        written: How often each parameter was changed in place.
-        numbers: The plain numbers that the module's parts hold, by name.
-    """
-
-    buffers: dict[str, Tensor]
-    written: dict[str, int]
-    numbers: dict[str, Any]
 
 
 def _written(module: nn.Module) -> dict[str, int]:
@@ -234,12 +224,12 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 def _effects(module: nn.Module, before: _State) -> Iterator[str]:
     """Yield what a forward has done besides returning outputs and drawing by torch's operations."""
-    if wrote := [name for name, count in _written(module).items() if count != before.written[name]]:
+    if wrote := [name for name, count in _written(module).items() if count != before[1][name]]:
         yield (
             f"writes to the parameters {wrote[:3]}, as F.embedding with max_norm does; remove that"
         )
     if counted := [
-        name for name, value in _numbers(module).items() if value != before.numbers.get(name)
+        name for name, value in _numbers(module).items() if value != before[2].get(name)
     ]:
         yield (
             f"changes the numbers {counted[:3]}, so that later calls may differ, which no seed "

@@ -17,9 +17,8 @@ _LOCAL = threading.local()
 _TWINS: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], bool]]" = (
     weakref.WeakKeyDictionary()
 )
-_DRAWING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-_OTHER: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-_NOTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_NOTED: "weakref.WeakKeyDictionary[nn.Module, tuple[bool, bool]]" = weakref.WeakKeyDictionary()
+"""Whether a module was seen to draw in training, and to compute something else there."""
 
 
 def norms(module: nn.Module) -> dict[str, nn.Module]:
@@ -49,18 +48,16 @@ def draws_in_training(module: nn.Module) -> bool:
     """Say whether a module draws random numbers in training: it has a layer that does, or was seen
     to, see `note`.
     """
-    return module in _DRAWING or any(rate(part) > 0 for part in module.modules() if part.training)
+    return any(_NOTED.get(module, ())[:1]) or any(
+        rate(part) > 0 for part in module.modules() if part.training
+    )
 
 
 def note(module: nn.Module, *, draws: bool, other: bool) -> None:
     """Remember what a module was seen to do in training: to draw random numbers, as by F.dropout,
     or something else than in evaluation.
     """
-    _NOTED.add(module)
-    if draws:
-        _DRAWING.add(module)
-    if other:
-        _OTHER.add(module)
+    _NOTED[module] = draws, other
 
 
 def noted(module: nn.Module) -> bool:
@@ -104,7 +101,7 @@ def asleep(module: nn.Module) -> list[str]:
 
 def lively(module: nn.Module) -> bool:
     """Say whether a module computes something else in training than in evaluation."""
-    return module in _OTHER or draws_in_training(module) or bool(norms(module))
+    return any(_NOTED.get(module, ())) or draws_in_training(module) or bool(norms(module))
 
 
 def in_training(module: nn.Module) -> nn.Module:
@@ -170,15 +167,17 @@ def check_norms(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if not isinstance(part, nn.modules.batchnorm._NormBase) or not part.training:
             continue
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
-            raise ValueError(
-                f"module {name!r} ({type(part).__name__}) tracks no statistics, so that an "
-                "example's outputs depend on the others of its batch, also to predict; pass "
-                "track_running_stats=True, or take nn.GroupNorm"
-            )
         if part.running_mean is not None and part.momentum is None:
-            raise ValueError(
-                f"module {name!r} ({type(part).__name__}) has momentum=None, a cumulative average "
-                "over the batches that it has seen, which clients that average their statistics "
-                "do not have in common; pass a number, as momentum=0.1"
+            fault = (
+                "has momentum=None, a cumulative average over the batches that it has seen, which "
+                "clients that average their statistics do not have in common; pass a number, as "
+                "momentum=0.1"
             )
+        elif part.running_mean is None and isinstance(part, nn.modules.batchnorm._BatchNorm):
+            fault = (
+                "tracks no statistics, so that an example's outputs depend on the others of its "
+                "batch, also to predict; pass track_running_stats=True, or take nn.GroupNorm"
+            )
+        else:
+            continue
+        raise ValueError(f"module {name!r} ({type(part).__name__}) {fault}")

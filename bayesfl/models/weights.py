@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,31 +23,25 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from bayesfl.base.inputs import Inputs, at, call, each, named
 from bayesfl.models.copies import duplicate, holder, stand_ins
 
-
-class _Places:
-    """Where a module keeps its tensors, and the lock of whoever replaces their numbers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.lock = threading.RLock()
-        self.of: dict[str, tuple[dict[str, Any], str]] = {
-            f"{prefix}.{key}".removeprefix("."): (store, key)
-            for prefix, part in module.named_modules(remove_duplicate=False)
-            for store in (part._parameters, part._buffers)
-            for key, t in store.items()
-            if t is not None
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        store, key = self.of[name]
-        return store[key]
+Places: TypeAlias = tuple[Any, dict[str, tuple[dict[str, Any], str]]]
+_KNOWN: "weakref.WeakKeyDictionary[nn.Module, Places]" = weakref.WeakKeyDictionary()
 
 
-_KNOWN: "weakref.WeakKeyDictionary[nn.Module, _Places]" = weakref.WeakKeyDictionary()
-
-
-def _places(module: nn.Module) -> _Places:
+def _places(module: nn.Module) -> Places:
+    """Return the lock of whoever replaces the numbers of a module's tensors, and where it keeps
+    them, by name.
+    """
     if module not in _KNOWN:
-        _KNOWN[module] = _Places(module)
+        _KNOWN[module] = (
+            threading.RLock(),
+            {
+                f"{prefix}.{key}".removeprefix("."): (store, key)
+                for prefix, part in module.named_modules(remove_duplicate=False)
+                for store in (part._parameters, part._buffers)
+                for key, t in store.items()
+                if t is not None
+            },
+        )
     return _KNOWN[module]
 
 
@@ -63,9 +57,10 @@ def bound(
         leaves: Tensors by name, in the shapes of the module's own.
         live: Names of parameters.
     """
-    places = _places(module)
-    with places.lock:
-        own = {name: places[name] for name in {**leaves, **dict.fromkeys(live)}}
+    lock, places = _places(module)
+    with lock:
+        every = {**leaves, **dict.fromkeys(live)}
+        own = {name: store[key] for name in every for store, key in (places[name],)}
         before = [(t, t.data, t.requires_grad) for t in own.values()]
         try:
             for name, t in own.items():
@@ -118,44 +113,29 @@ def call_at(module: nn.Module, leaves: Mapping[str, Tensor], x: Inputs) -> Any:
     if not isinstance(outputs, Tensor) or not outputs.requires_grad:
         return outputs
     inputs = [t for _, t in named(starts) if t.requires_grad]
-    return _Pulled.apply(_Graph(module, leaves, live, inputs, outputs), *ends)
-
-
-class _Graph(NamedTuple):
-    """Hold a forward, and what is needed to go back through it.
-
-    Args:
-        module: The module.
-        leaves: Its weights in the forward.
-        live: Names of the leaves that get gradients.
-        inputs: The inputs that get gradients.
-        outputs: The outputs, in a graph that ends at the module's parameters.
-    """
-
-    module: nn.Module
-    leaves: Mapping[str, Tensor]
-    live: list[str]
-    inputs: list[Tensor]
-    outputs: Tensor
+    return _Pulled.apply((module, leaves, live, inputs, outputs), *ends)
 
 
 class _Pulled(torch.autograd.Function):
     """The outputs of a module as a function of leaves and inputs, whose gradients the module's own
     parameters receive first.
+
+    A graph is the module, its weights in the forward, the names of those and the inputs that get
+    gradients, and the outputs, of which autograd's graph ends at the module's parameters.
     """
 
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, *ends: Tensor) -> Tensor:
+    def forward(ctx: Any, graph: tuple[Any, ...], *ends: Tensor) -> Tensor:
         ctx.graph = graph
-        return graph.outputs.detach()
+        return graph[-1].detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *slopes: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (whose context has another name)
-        graph: _Graph = ctx.graph
-        with bound(graph.module, graph.leaves, graph.live) as own:
-            ends = [*own.values(), *graph.inputs]
-            back = partial(graph.outputs.backward, *slopes, retain_graph=True)
+        module, leaves, live, inputs, outputs = ctx.graph
+        with bound(module, leaves, live) as own:
+            ends = [*own.values(), *inputs]
+            back = partial(outputs.backward, *slopes, retain_graph=True)
             try:
                 back()
             except RuntimeError as error:
@@ -182,12 +162,11 @@ def _inside_transforms(module: nn.Module, leaves: Mapping[str, Tensor], x: Input
     """Call a module inside torch.func, whose tensors no parameter can hold: they stand in the
     parameters' places for the time.
     """
-    places = _places(module)
-    with places.lock:
+    lock, places = _places(module)
+    with lock:
         # By the parameter, as a tied one, or one of a shared layer, has several names and places.
-        given = {id(places[name]): leaf for name, leaf in leaves.items()}
-        before = [(store, key, store[key]) for store, key in places.of.values()]
-        before = [place for place in before if id(place[2]) in given]
+        given = {id(places[name][0][places[name][1]]): leaf for name, leaf in leaves.items()}
+        before = [(of, key, of[key]) for of, key in places.values() if id(of[key]) in given]
         try:
             for store, key, t in before:
                 store[key] = given[id(t)]

@@ -114,5 +114,4 @@ def resampled(weights: np.ndarray, count: int, rng: np.random.Generator) -> np.n
     order.
     """
     at = (np.arange(count) + rng.random()) / count
-    places = np.searchsorted(weights.cumsum(), at).clip(max=len(weights) - 1)
-    return rng.permutation(places)
+    return rng.permutation(np.searchsorted(weights.cumsum(), at).clip(max=len(weights) - 1))

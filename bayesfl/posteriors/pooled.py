@@ -216,8 +216,7 @@ class PooledCurvature:
         curvature = self.curvature
         if self.structure == "diagonal":
             diagonal = total["diagonal"]
-            inverted = partial(independent, curvature, diagonal=diagonal)
-            return diagonal, lambda: diagonal, inverted
+            return diagonal, lambda: diagonal, partial(independent, curvature, diagonal=diagonal)
         if self.structure == "kronecker":
             factors = [
                 (_whole(total[f"outputs_{place}"], h), _whole(total[f"inputs_{place}"], i))

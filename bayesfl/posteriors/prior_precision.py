@@ -89,8 +89,7 @@ def best_precision(eigenvalues: Tensor, square: Tensor) -> float | None:
     """
 
     def falls(precision: float) -> bool:
-        determined = (eigenvalues / (eigenvalues + precision)).sum()
-        return float(precision * square) > float(determined)
+        return float(precision * square) > float((eigenvalues / (eigenvalues + precision)).sum())
 
     low, high = math.log(INVERTIBLE.low), math.log(INVERTIBLE.high)
     if falls(INVERTIBLE.low) or not falls(INVERTIBLE.high):
@@ -206,8 +205,7 @@ def predictive_nll(
     Raises:
         ValueError: Labels or targets do not fit the inputs or the classes.
     """
-    pairs = labelled(x, y, fitted.loc)
-    return float(_losses(fitted, pairs, link=link, centre=centre).mean())
+    return float(_losses(fitted, labelled(x, y, fitted.loc), link=link, centre=centre).mean())
 
 
 def _losses(

@@ -119,8 +119,7 @@ def length(phase: Phase | Repeat) -> str:
     if callable(number):
         return "epochs by client"
     unit = "epoch" if not phase.steps else "batch" if isinstance(phase, Repeat) else "step"
-    plural = "es" if unit == "batch" else "s"
-    return f"{number} {unit}{plural * (number > 1)}"
+    return f"{number} {unit}{('es' if unit == 'batch' else 's') * (number > 1)}"
 
 
 def _strange(algorithm: Algorithm) -> list[Phase]:

@@ -127,8 +127,7 @@ def from_arrays(
             "x is one number a row, and y several floats: if x and y are exchanged, pass x first; "
             "if not, give x an axis of features, as x[:, None]"
         )
-    if task is None:
-        task = _task_of(targets)
+    task = _task_of(targets) if task is None else task
     if task == "classification":
         _check_labels(targets)
     if outputs is None:

@@ -133,8 +133,7 @@ def _of_array(values: Any, name: str) -> Tensor:
         )
     kind = np.float64 if array.dtype.char == "g" else array.dtype.newbyteorder("=")
     stays = _in_file(array) and kind == array.dtype and all(stride >= 0 for stride in array.strides)
-    if not stays:
-        array = array.astype(kind, order="C", copy=False)
+    array = array.astype(kind, order="C", copy=False) if not stays else array
     with warnings.catch_warnings():
         # Nothing writes to inputs.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -220,8 +220,7 @@ def _grey(source: Source) -> Tensor:
     """
     shape = tuple(source.x.shape[1:])
     side = math.isqrt(shape[0])
-    if len(shape) == 1 and side * side == shape[0]:
-        shape = (1, side, side)
+    shape = (1, side, side) if len(shape) == 1 and side * side == shape[0] else shape
     if len(shape) != 3 or shape[0] != 1:
         raise ValueError(
             "coloured needs grey images, inputs of shape [1, H, W] or of H H numbers, "

@@ -220,8 +220,7 @@ def superclass_groups(opened: Source, given: Sequence[Sequence[int]] | None) -> 
             number are not.
     """
     given = given if given is not None else opened.superclasses
-    if given is None:
-        given = [(k, k + 1) for k in range(0, opened.outputs, 2)]
+    given = [(k, k + 1) for k in range(0, opened.outputs, 2)] if given is None else given
     groups = [[int(k) for k in group] for group in given]
     flat = [k for group in groups for k in group]
     if (

@@ -220,8 +220,7 @@ def _maker(value: Any) -> str:
     if not held or not all(isinstance(one, str | os.PathLike) or is_frame(one) for one in held):
         return "pandas.DataFrame makes one"
     paths = "" if is_frame(held[0]) else "pandas.read_csv(path) reads one"
-    joined = "pandas.concat makes one of several"
-    return ", and ".join(filter(None, (paths, joined * several)))
+    return ", and ".join(filter(None, (paths, "pandas.concat makes one of several" * several)))
 
 
 def is_frame(value: object) -> bool:

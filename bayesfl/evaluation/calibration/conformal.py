@@ -288,8 +288,7 @@ class Conformal:
         sets = class_scores(self.score, probs, u) <= _SLACK + threshold.reshape(
             len(threshold), *[1] * (logits.dim() - 2), -1
         )
-        if self.never_empty:
-            sets = sets.scatter(-1, probs.argmax(-1, keepdim=True), True)
+        sets = sets.scatter(-1, probs.argmax(-1, keepdim=True), True) if self.never_empty else sets
         return replace(given, sets=sets & inside.unsqueeze(-1), level=self.level)
 
     def _scores(
@@ -393,8 +392,7 @@ def _first(
     share of them, reach `needed` [J].
     """
     # Scores up to each end, after none.
-    below = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])
-    share = below / counts.sum().clamp_min(1)
+    share = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)]) / counts.sum().clamp_min(1)
     own = scores.masked_fill(~mask, math.inf).sort(-1).values
     least = needed.unsqueeze(-1) - _ROUNDING
     at_own = (

@@ -266,8 +266,7 @@ class _Fitted:
         if single and variance is not None:
             variance = as_clients(variance, targets, None)[0]
         mean, targets, mask = (t.detach().cpu() for t in as_clients(mean, targets, mask))
-        if targets.dim() == 2 and mean.shape[-1] == 1:
-            targets = targets[..., None]
+        targets = targets[..., None] if targets.dim() == 2 and mean.shape[-1] == 1 else targets
         variance = (
             torch.ones_like(mean) if variance is None else torch.as_tensor(variance).detach().cpu()
         )

@@ -163,8 +163,9 @@ def collaboration(
     shown = np.asarray(
         weights.detach().cpu() if isinstance(weights, Tensor) else weights, dtype=float
     )
-    weighs = np.isfinite(shown).all() and (shown >= 0).all()
-    if shown.shape != (len(shown), len(shown)) or not weighs:
+    if shown.shape != (len(shown), len(shown)) or not (
+        np.isfinite(shown).all() and (shown >= 0).all()
+    ):
         raise ValueError(
             "weights must be finite and >= 0, a row and a column for each client, got shape "
             f"{list(shown.shape)} and {shown.min():.3g} to {shown.max():.3g}"

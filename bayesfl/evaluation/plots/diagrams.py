@@ -152,8 +152,7 @@ def reliability(
             "by='client' makes a figure of its own; leave ax out, or draw one client with "
             "by='pooled', clients=[j], ax=ax"
         )
-    if chosen is None:
-        chosen = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS]
+    chosen = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS] if chosen is None else chosen
     if not chosen:
         raise ValueError("there is no client with examples to draw; check mask")
     panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in chosen]

@@ -94,8 +94,7 @@ def forest(
         with np.errstate(over="ignore"):
             return np.exp(value) if ratio else value
 
-    if ax is None:
-        ax = new_figure((5.2, 0.9 + 0.32 * len(found))).add_subplot()
+    ax = new_figure((5.2, 0.9 + 0.32 * len(found))).add_subplot() if ax is None else ax
     across = ax.get_yaxis_transform()  # x in shares of the axes
     rows = found["rows"].to_numpy(float)
     areas = 20 + 130 * np.nan_to_num(rows[:-1] / np.nanmax(rows), nan=0.2)

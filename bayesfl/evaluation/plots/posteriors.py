@@ -81,8 +81,7 @@ def marginals(
     places = range(min(12, first.size)) if weights is None else weights
     names = _names(first)
     if ax is None:
-        height = 0.9 + (0.16 + 0.13 * len(samples)) * len(places)
-        ax = new_figure((5.4, height)).add_subplot()
+        ax = new_figure((5.4, (0.9 + (0.16 + 0.13 * len(samples)) * len(places)))).add_subplot()
     step = 0.7 / len(samples)
     for line, (one, look) in enumerate(zip(samples.values(), lines(samples), strict=True)):
         colour, label = look["color"], look["label"]

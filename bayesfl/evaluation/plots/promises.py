@@ -222,8 +222,9 @@ def _endless(ax: "Axes", found: Audit, top: float) -> None:
 def _largest(found: Audit) -> float:
     assert found.size is not None  # as there are sets
     known = found.size[np.isfinite(found.size)]
-    least = 1.0 if found.right is not None else 1e-12
-    return max(float(known.max()), least) if len(known) else 1.0
+    return (
+        max(float(known.max()), (1.0 if found.right is not None else 1e-12)) if len(known) else 1.0
+    )
 
 
 def _covered(ax: "Axes", beneath: "Axes", found: Audit, *, alone: bool) -> None:

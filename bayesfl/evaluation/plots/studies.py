@@ -47,8 +47,7 @@ def study(
     there = list(dict.fromkeys(name for values in summary.runs.values() for name in values))
     shown = next((name for name in HEADLINES if name in there), there[0])
     found = {name: values[shown] for name, values in summary.runs.items() if values.get(shown)}
-    height = 0.9 + 0.34 * len(found)
-    ax = new_figure((5.6, height)).add_subplot() if ax is None else ax
+    ax = new_figure((5.6, (0.9 + 0.34 * len(found)))).add_subplot() if ax is None else ax
     for place, (name, values) in enumerate(found.items()):
         mean, error, _ = summary[name][shown]
         ax.plot(values, [place] * len(values), "o", color=GREY, markersize=3.5, alpha=0.7)

@@ -56,8 +56,7 @@ class Served(nn.Module):
 
     def forward(self, x: Inputs) -> Tensors:
         """Return the predictions for rows [N, ...], one tensor a name."""
-        if self._transform is not None:
-            x = self._transform(x)
+        x = self._transform(x) if self._transform is not None else x
         x = each(lambda t: t.to(self._dtype) if t.is_floating_point() else t, x)
         made = [
             self._likelihood.predictive(call(network, x).unsqueeze(0)) for network in self.networks

@@ -83,8 +83,7 @@ class Form:
                 shape, different numbers of rows or none, or numbers that are not finite; or what
                 the transform makes of it has another shape than `inputs`.
         """
-        given = to_inputs(x, "x")
-        found = dict(named(given))
+        found = dict(named(to_inputs(x, "x")))
         if found.keys() != self.tensors.keys():
             raise ValueError(
                 f"x must hold the inputs that the model was trained on, {list(self.tensors)}, got "

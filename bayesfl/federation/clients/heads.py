@@ -316,5 +316,4 @@ def carried(before: Algorithm, trained: Server, method: Algorithm, clients: int)
     leaves = before.leaves(parts, held)
     like = next(iter(leaves.values()))
     server = method.init(clients, dtype=like.dtype, device=like.device)
-    bodies = {name: {"loc": method.layout(name).ravel(leaves)} for name in method.blocks}
-    return server | bodies
+    return server | {name: {"loc": method.layout(name).ravel(leaves)} for name in method.blocks}

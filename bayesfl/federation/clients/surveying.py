@@ -275,8 +275,7 @@ def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> No
     which steps were fitted.
     """
     # 0 is also a predictor's plain mean.
-    same = draws == algorithm.draws and (draws > 0 or algorithm.predictor is None)
-    if steps and not same:
+    if steps and not (draws == algorithm.draws and (draws > 0 or algorithm.predictor is None)):
         raise ValueError(
             f"draws={draws} makes other predictions than those that were calibrated, which have "
             f"the method's own number, {algorithm.draws}; leave draws out, or predict with "

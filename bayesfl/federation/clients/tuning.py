@@ -76,8 +76,7 @@ class Tuning:
         """Return the clients' sums; of a candidate that does not work for one of a client's
         examples, 0.
         """
-        broken = ~local.losses.isfinite() & local.mask.unsqueeze(-1)
-        n_broken = broken.sum(1)
+        n_broken = (~local.losses.isfinite() & local.mask.unsqueeze(-1)).sum(1)
         losses = torch.where(
             local.mask.unsqueeze(-1) & (n_broken == 0).unsqueeze(1), local.losses, 0.0
         )

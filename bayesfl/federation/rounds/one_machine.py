@@ -172,8 +172,7 @@ class OneMachine:
             for place, client in enumerate(ids.tolist()):
                 message = Message({name: t[place] for name, t in flat.items()}, round.number)
                 fault = wrong.get(client)
-                if isinstance(fault, Altered):
-                    message = fault.change(message)
+                message = fault.change(message) if isinstance(fault, Altered) else message
                 if not good[place]:
                     continue
                 reason = objection(message, round.declared if sends else {}, round.number)

@@ -65,6 +65,5 @@ def over(callbacks: Sequence[Callback], result: Any) -> bool:
 def finished(callbacks: Sequence[Any], result: Any) -> Any:
     """Return the state that a run returns, as the callbacks with a `finish` choose."""
     for callback in callbacks:
-        if hasattr(callback, "finish"):
-            result = callback.finish(result)
+        result = callback.finish(result) if hasattr(callback, "finish") else result
     return result

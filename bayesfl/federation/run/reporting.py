@@ -148,8 +148,7 @@ def _settings(found: Mapping[str, Any]) -> str:
     }
     if "seconds" in history.columns:
         run["time"] = f"{np.nansum(history['seconds']):.1f} s"
-    options = algorithm.get(algorithm["method"], {})
-    parts = {f"Method: {algorithm['method']}": options}
+    parts = {f"Method: {algorithm['method']}": algorithm.get(algorithm["method"], {})}
     for one in steps:
         parts[f"Calibration: {type(one.step).__name__}"] = described(one.step)
     shown = facts(run)

@@ -199,8 +199,7 @@ class Result:
         rule = self.algorithm.predictor
         if not isinstance(rule, PooledLaplace) or (self.pooled and self.pooled.rule == rule):
             return self.pooled if isinstance(rule, PooledLaplace) else None
-        data = self.data.to(self.device, self.dtype)
-        return pooling.asked(self.algorithm, self.server, data)
+        return pooling.asked(self.algorithm, self.server, self.data.to(self.device, self.dtype))
 
     @property
     def state(self) -> State:

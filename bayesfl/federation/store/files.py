@@ -127,8 +127,7 @@ def _read_fitted(found: Mapping[str, Any]) -> tuple[Fitted, ...]:
     fitted = []
     for step, one in zip(read_steps(ordered), ordered, strict=True):
         state = {name: t.cpu() for name, t in one["state"].items()}  # applied on the CPU
-        own = {name: t.cpu() for name, t in one["own"].items()}
-        fitted.append(Fitted(step, state, own))
+        fitted.append(Fitted(step, state, {name: t.cpu() for name, t in one["own"].items()}))
     return tuple(fitted)
 
 

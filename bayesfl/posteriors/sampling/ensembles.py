@@ -70,8 +70,7 @@ def ensemble(
     target = Target.of(model, x, y, likelihood, precision=precision, centre=centre, pattern=pattern)
     start, trained = anew(model, pattern=pattern), []
     for member in range(members):
-        rng = generator(seed, Purpose.START, index=member)
-        w = start(rng, target.layout.size).to(target.loc)
+        w = start(generator(seed, Purpose.START, index=member), target.layout.size).to(target.loc)
         state = optimiser.init(w)
         batches = target.batches(batch_size, seed, chain=member)
         for step in range(steps):
@@ -83,5 +82,4 @@ def ensemble(
                 "and scale the inputs"
             )
         trained.append(w)
-    draws = torch.stack(trained)[None]
-    return Samples(draws, target.layout, target.model, target.likelihood)
+    return Samples(torch.stack(trained)[None], target.layout, target.model, target.likelihood)

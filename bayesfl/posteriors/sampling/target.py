@@ -90,8 +90,7 @@ class Target:
         )
         check_positive(precision)
         likelihood = Categorical() if likelihood is None else likelihood
-        made = cls(model, layout, likelihood, loc, precision, centre, None)
-        return made.on(x, y)
+        return cls(model, layout, likelihood, loc, precision, centre, None).on(x, y)
 
     def on(self, x: Data, y: Tensor | None) -> "Target":
         """Return the same target with these data.
@@ -154,8 +153,7 @@ class Target:
         """
         w = w.detach().requires_grad_()
         with torch.enable_grad():
-            energy = (self.nll(w, x, y) + self.prior(w)) / self.examples
-            return torch.autograd.grad(energy, w)[0]
+            return torch.autograd.grad(((self.nll(w, x, y) + self.prior(w)) / self.examples), w)[0]
 
     def batches(
         self, batch_size: int | None, seed: int, *, chain: int = 0
@@ -198,8 +196,7 @@ class Target:
         """
         assert self.data is not None  # as `of` has set them
         for x, y in labelled(*self.data, self.loc):
-            form = torch.empty(count(x), *self.width, device="meta")
-            labels = checked(self.likelihood, form, y)
+            labels = checked(self.likelihood, torch.empty(count(x), *self.width, device="meta"), y)
             yield in_precision(x, self.loc.dtype), _floats(labels, self.loc.dtype)
 
 
