@@ -179,8 +179,7 @@ class _Recorder(TorchFunctionMode):
         known = [id(t) in self._places or id(t) in self._names for t in _tensors((args, options))]
         places: list[int] = []
         given: tuple[Any, Any] | None = None
-        told = self._told(args, places), self._told(options, places)
-        given = told if any(known) else given
+        given = (self._told(args, places), self._told(options, places)) if any(known) else given
         result = func(*args, **options)
         name = getattr(func, "__name__", str(func))
         several = isinstance(result, tuple | list) and any(isinstance(t, Tensor) for t in result)

@@ -376,8 +376,10 @@ def _marks(module: nn.Module, names: set[str] | None = None) -> dict[str, Mark]:
 def _mark(tensor: Tensor) -> Mark:
     flat = tensor.reshape(-1)
     sample = flat[:: max(1, len(flat) // COMPARED)].clone().cpu()
-    version = 0 if tensor.is_inference() else tensor._version
-    return version, sample.view(torch.uint8) if len(sample) else sample
+    return (
+        0 if tensor.is_inference() else tensor._version,
+        sample.view(torch.uint8) if len(sample) else sample,
+    )
 
 
 def _frozen(module: nn.Module) -> set[str]:

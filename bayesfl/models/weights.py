@@ -194,14 +194,18 @@ def strangers(module: nn.Module, x: Inputs) -> list[tuple[Tensor, str]]:
     none of the module's own parameters, and what a forward has kept in a parameter's memory, each
     with the place where it is held, as text.
     """
-    live = [name for name, p in module.named_parameters() if p.is_floating_point()]
     found: list[tuple[Tensor, str]] = []
     copies = [module]
     with suppress(ValueError):  # a forward may keep what shares a parameter's memory
         # Of a second copy, too, as a store may take the parameters of the first for its own.
         copies.append(duplicate(module))
     for one in copies:
-        with torch.enable_grad(), bound(one, {}, live) as own:
+        with (
+            torch.enable_grad(),
+            bound(
+                one, {}, [name for name, p in one.named_parameters() if p.is_floating_point()]
+            ) as own,
+        ):
             first, again = (
                 [*_sources(call(one, at(x, slice(0, 2)))), *stand_ins(one)] for _ in range(2)
             )

@@ -157,7 +157,13 @@ def stacked_sets(
             {key: [tuple(row[key].shape[1:]) for row in rows] for key in keys}, mask
         )
     width, start = max(lengths, default=0), 0
-    kinds = {key: _first_filled(sets, key).dtype for key in lists}
+    # Of the first row that holds a number in the column, else of the first row.
+    kinds = {
+        key: next(
+            (row[key] for one in sets for row in one if row[key].numel()), sets[0][0][key]
+        ).dtype
+        for key in lists
+    }
 
     def column(rows: Sequence[StoredRows], key: str) -> Tensor:
         parts = [row[key] for row in rows]
@@ -178,8 +184,3 @@ def stacked_sets(
         start += len(one)
         out.append(joined)
     return out
-
-
-def _first_filled(sets: Sequence[list[StoredRows]], key: str) -> Tensor:
-    """Return a column of the first row that holds a number in it, else that of the first row."""
-    return next((row[key] for one in sets for row in one if row[key].numel()), sets[0][0][key])

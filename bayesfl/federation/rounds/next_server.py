@@ -5,7 +5,6 @@ state that it leaves.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from bayesfl.base.numerics import finite
@@ -135,7 +134,13 @@ class NextServer:
         if wrong := [
             key
             for key in before
-            if key not in after or not self._fits(key, before[key], after[key])
+            if key not in after
+            or not (
+                alike(before[key], after[key])
+                or alike(
+                    before[key], after[key], free=self._algorithm.free(self.clients).get(key, 0)
+                )
+            )
         ]:
             returned, expected = shapes(new), shapes(self._server)
             found = {key: returned.get(key, "nothing") for key in wrong}
@@ -151,8 +156,3 @@ class NextServer:
                 round=self._round + 1,
             )
         return new
-
-    def _fits(self, key: str, before: Tensor, after: Tensor) -> bool:
-        return alike(before, after) or alike(
-            before, after, free=self._algorithm.free(self.clients).get(key, 0)
-        )
