@@ -17,6 +17,7 @@ import sysconfig
 import textwrap
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -75,7 +76,7 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
 
     if isinstance(value, Mapping):
         return entries(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return [inner(v) for v in value]
     if isinstance(value, set | frozenset):
         return sorted((inner(v) for v in value), key=json.dumps)
@@ -393,13 +394,20 @@ _distributions = functools.cache(importlib.metadata.packages_distributions)
 
 def network(model: nn.Module) -> dict[str, Any]:
     """Return the one description by which a network is known again: every part's type and options,
-    the plain values that it holds, and the source of the user's classes; not its weights.
+    the plain values that it holds, its hooks, and the source of the user's classes; not its
+    weights.
     """
     kinds = dict.fromkeys(type(part) for part in model.modules())
     own = [kind for kind in kinds if not _by_name(kind)]
     return {
         "layers": layers(model),
-        "held": held(model),
+        "held": {name: _held(vars(part), type(part)) for name, part in model.named_modules()},
+        "hooks": [
+            _held(dict(enumerate(of.values())), nn.Module)
+            for part in model.modules()
+            for key, of in vars(part).items()
+            if key.endswith("_hooks") and of
+        ],
         "code": {f"{_module(kind)}.{kind.__qualname__}": described(kind) for kind in own},
     }
 
@@ -416,26 +424,32 @@ def held(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the plain values that every part of a model holds beside its layers' options, by name:
     numbers, texts, functions with what they hold, and those inside a configuration.
     """
-    return {name: _held(vars(part), 0) for name, part in model.named_modules()}
+    return {name: _held(vars(part), nn.Module) for name, part in model.named_modules()}
 
 
 _UNREAD = ("training", "name_or_path", "transformers_version")
 
 
-def _held(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """Return what attributes hold that is plain; those of objects, such as a configuration, by
-    their own attributes.
+def _held(attributes: Mapping[Any, Any], kind: type, depth: int = 0) -> dict[Any, Any]:
+    """Return what the attributes of an object of some class hold that is plain; those of objects,
+    such as a configuration, by their own attributes and a user's class.
+
+    Of names with an underscore those count that a user's class gives; what may be a cache does not.
     """
     found = {}
     for key, value in attributes.items():
-        if str(key).startswith("_") or key in _UNREAD:
+        private = str(key).startswith("_")
+        cache = value is None or isinstance(value, Tensor | Mapping | list | set)
+        if key in _UNREAD or (private and (key in _OF_MODULES or cache or _by_name(kind))):
             continue
         plain = _plain(value)
         if value is None or plain is not None:
             found[key] = plain
         elif depth < DEPTH and not isinstance(value, nn.Module | Tensor):
-            if inner := _held(_attributes(value), depth + 1):
-                found[key] = inner
+            inner = _held(_attributes(value), type(value), depth + 1)
+            own = {} if _by_name(type(value)) else {"class": described(type(value))}
+            if inner or own:
+                found[key] = inner | own
     return found
 
 
@@ -445,14 +459,16 @@ def _plain(value: Any) -> Any:
         return described(value)
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return _of_function(value)
-    if isinstance(value, types.BuiltinFunctionType | type):
-        return getattr(value, "__qualname__", None)
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__qualname__
+    if isinstance(value, type):
+        return described(value)
     return str(value) if isinstance(value, Enum) else None
 
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, range, Decimal, np.generic, np.ndarray, torch.dtype),
-    *(tuple, list, dict, set, frozenset),
+    *(tuple, list, dict, set, frozenset, deque),
 )
 
 

@@ -94,6 +94,8 @@ def levelled(scores: Tensor, scale: Tensor | float = 0.0) -> Tensor:
         scale: Size of the terms that scores are sums of, to which the tolerance is relative where
             it is larger than a score.
     """
+    if not scores.is_floating_point():
+        return scores.double()
     scores = scores.double()
     kind = torch.float32 if same(scores.float().double(), scores) else torch.float64
     ordered, order = scores.sort(-1)

@@ -46,7 +46,7 @@ C = TypeVar("C", bound=type)
 T = TypeVar("T")
 
 ELSEWHERE = {
-    "lr": {"optimiser": "=bf.optim.SGD(lr)", "rate": ""},
+    "lr": {"optimiser": "=bf.optim.SGD(lr)", "rate": "", "options": "={'*': {'optimiser': [...]}}"},
     "learning_rate": {"optimiser": "=bf.optim.SGD(learning_rate)", "rate": ""},
     "momentum": {"optimiser": "=bf.optim.SGD(rate, momentum)"},
     "weight_decay": {"optimiser": "=bf.optim.SGD(rate, weight_decay=weight_decay)"},
@@ -54,7 +54,7 @@ ELSEWHERE = {
     "num_classes": {"outputs": ""},
     "concentration": {"alpha": ""},
     "callbacks": {"on_round": "=[...]"},
-    "random_state": {"seed": ""},
+    "random_state": {"seed": "", "seeds": "=[...]"},
     "verbose": {"progress": ""},
 }
 """{option of other libraries: {end of its name here: how its value is given}}."""
@@ -257,10 +257,18 @@ def listed(values: Any) -> Any:
     return values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values
 
 
+def _here(asked: str, names: Iterable[str]) -> list[str]:
+    """Return what an option of other libraries is called among names; see `ELSEWHERE`."""
+    called = ELSEWHERE.get(asked, {})
+    return [name + given for end, given in called.items() for name in names if name.endswith(end)]
+
+
 def nearest(asked: str, names: Sequence[str], most: int) -> list[str]:
     """Return at most so many of the names that are nearest to the one that was asked for, whatever
     their case; the first ones where none is near.
     """
+    if here := _here(asked, names):
+        return here[:most]
     folded: dict[str, list[str]] = {}
     for name in names:
         folded.setdefault(name.casefold(), []).append(name)
@@ -279,12 +287,7 @@ def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:
     asked = next((name for name in given if name not in parameters), "")
     if asked and all(one.kind is not one.VAR_KEYWORD for one in parameters.values()):
         names = [name for name in parameters if name[0] != "_" and name not in ("self", "cls")]
-        near = [
-            name + value
-            for end, value in ELSEWHERE.get(asked, {}).items()
-            for name in names
-            if name.endswith(end)
-        ] or difflib.get_close_matches(asked.casefold(), names)
+        near = _here(asked, names) or difflib.get_close_matches(asked.casefold(), names)
         told = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names)}"
         raise TypeError(
             f"{function.__qualname__.removesuffix('.__init__')}() got an unexpected keyword "

@@ -149,7 +149,8 @@ class Cell:
         return with_steps(made, self.steps, clients.outline.counts, seed=self.seed)
 
     def address(self, clients: FederatedData, model: nn.Module) -> str:
-        """Return the address of the cell: digests of what is asked, of the rows, and of the start.
+        """Return the address of the cell: digests of what is asked, whatever the seed, of that and
+        the seed, of the rows, and of the start.
 
         Raises:
             ValueError: A function of the method, of the data or of the settings has neither a name
@@ -158,9 +159,12 @@ class Cell:
         algorithm, _ = self.algorithm(clients, model)
         with packages() as read:
             changes = [(split.transform, split.augment) for split in clients.splits.values()]
-            parts = described([identity(algorithm), clients.hash, self.seed, self.told, changes])
+            what = identity(algorithm)
+            start = [what.pop("constants"), clients.hash, self.seed]
+            parts = described([what, self.told, changes])
         refuse_nameless(parts, described(clients.outline))
-        return f"{digest_of([parts, read])[:16]}-{_trained(clients, model)}"
+        asked = [digest_of([parts, read]), start]
+        return f"{asked[0][:8]}-{digest_of(asked)[:16]}-{_trained(clients, model)}"
 
     def run(self, folder: Path, address: str, *, keep: bool, workers: int | None) -> None:
         """Run the cell and write its record, that of an error too; one that is finished stays.

@@ -1,11 +1,10 @@
 """The settings of a run in words, as readers compare them between methods."""
 
 import statistics
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from bayesfl.base.described import ADDRESS, described, digest_of
 from bayesfl.composition.phases import Descend, Repeat, steps_on_batch, unrolled
@@ -82,42 +81,64 @@ def recipe(**parts: Any) -> dict[str, str]:
 
 
 def recipe_of(run: Result) -> dict[str, str]:
-    """Return of what a finished run was made beside its seed, its data and its network."""
+    """Return of what a finished run was made beside its seed, its rows and its network."""
     made, settings = run.algorithm.made, asdict(run.settings)
     return recipe(
+        clients=run.known.outline.clients,
         **({} if made is None else {f"method.{k}": value for k, value in made.options.items()}),
         **{name: value for name, value in settings.items() if name != "seed"},
     )
 
 
-def labels(runs: Sequence[tuple[str, Mapping[str, str], Hashable, str]]) -> list[str]:
-    """Return a name for each run: that of its method, and in what it differs from other runs of the
-    name. Runs of one name then differ in their options or their seed alone.
+class Labelled(NamedTuple):
+    """Hold what a run's label is made of.
 
     Args:
-        runs: Of each run the method's name, its recipe, its options with its seed, under which
-            there should be one run, and the text by which it is told from others if there are more.
+        name: Name of its method.
+        recipe: What it is made of beside its seed, in words by name.
+        choice: The options that were chosen for it.
+        asked: Digest of what was asked, whatever the seed.
+        seed: Its seed, of which there should be one run.
+        alone: Text by which it is told from others of its seed, if there are more.
+    """
+
+    name: str
+    recipe: Mapping[str, str]
+    choice: Hashable
+    asked: str
+    seed: Hashable
+    alone: str
+
+
+def labels(runs: Sequence[Labelled]) -> list[str]:
+    """Return a name for each run: that of its method, and in what it differs from other runs of the
+    name. Runs of one name then differ in their options or their seed alone.
     """
     ones: dict[str, list[Mapping[str, str]]] = {}
-    for name, one, *_ in runs:
-        ones.setdefault(name, []).append(one)
+    for run in runs:
+        ones.setdefault(run.name, []).append(run.recipe)
     differ = {
         name: {k for one in of for k in one if len({other.get(k) for other in of}) > 1}
         for name, of in ones.items()
     }
     told = [
-        [f"{key} {text}" for key, text in one.items() if key in differ[name]]
-        for name, one, *_ in runs
+        [f"{key} {text}" for key, text in run.recipe.items() if key in differ[run.name]]
+        for run in runs
     ]
-    groups = [
-        (name, str(words), which) for (name, _, which, _), words in zip(runs, told, strict=True)
-    ]
-    twice = {group[:2] for group, number in Counter(groups).items() if number > 1}
-    for words, group, (*_, alone) in zip(told, groups, runs, strict=True):
-        words += [alone] * (group[:2] in twice)
+    for last in (False, True):
+        groups = [
+            (run.name, str(words), run.choice, *([run.seed] if last else []))
+            for run, words in zip(runs, told, strict=True)
+        ]
+        of: dict[Any, list[str]] = {}
+        for run, group in zip(runs, groups, strict=True):
+            of.setdefault(group, []).append(run.alone if last else f"made {run.asked}")
+        for run, group, words in zip(runs, groups, told, strict=True):
+            if len(of[group] if last else {*of[group]}) > 1:
+                words.append(run.alone if last else f"made {run.asked}")
     return [
-        f"{name} ({', '.join(words)})" if words else name
-        for (name, *_), words in zip(runs, told, strict=True)
+        f"{run.name} ({', '.join(words)})" if words else run.name
+        for run, words in zip(runs, told, strict=True)
     ]
 
 

@@ -106,6 +106,7 @@ class Study:
         **settings: Any,
     ) -> None:
         instance("methods", methods, Mapping, "name each, as {'FedAvg': bf.algorithms.fedavg}")
+        instance("options", options, Mapping, "name each method's, as {'*': {'epochs': [1, 5]}}")
         instance("seeds", seeds, Iterable, "pass range(3) for the seeds 0, 1 and 2")
         for name, given in {**methods, "model": model, "data": data}.items():
             if not callable(given) or isinstance(given, Algorithm | nn.Module | FederatedData):

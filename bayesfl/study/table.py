@@ -11,16 +11,18 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from bayesfl.base.described import digest_of
 from bayesfl.base.display import html
-from bayesfl.base.options import nearest
+from bayesfl.base.options import instance, nearest
 from bayesfl.base.warning import warn
 from bayesfl.evaluation import report
 from bayesfl.federation.run.result import Result
+from bayesfl.federation.store.identity import identity
 from bayesfl.study.budget import BUDGET
 from bayesfl.study.cells import SUFFIX, Record, by_client, record_of, recorded
 from bayesfl.study.grid import Grid, edges
 from bayesfl.study.reporting import write_report
-from bayesfl.study.settings import labels, value_in_words
+from bayesfl.study.settings import Labelled, labels, value_in_words
 
 SHOWN = ("accuracy", "rmse", "nll", "pinball", "ece", "pooled_ece", "brier")
 """Measures that a table shows where its cells have them."""
@@ -451,6 +453,7 @@ class Table:
             if not usual:
                 raise ValueError("no run was evaluated; evaluate them, with evaluate_every=1")
             return usual
+        columns = [columns] if isinstance(columns, str) else columns
         if strangers := [column for column in columns if column not in there]:
             raise ValueError(
                 f"no run has the measure {strangers[0]!r}; the nearest are "
@@ -607,6 +610,7 @@ def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
         >>> list(bf.table(runs).differences("Local", ["personal_nll"]))
         ['FedAvg']
     """
+    instance("results", results, Mapping, "name each, as {'FedAvg': result}")
     runs = {
         name: list(found) if isinstance(found, Sequence) else [found]
         for name, found in results.items()
@@ -620,7 +624,14 @@ def table(results: Mapping[str, Result | Sequence[Result]]) -> Table:
     flat = [(name, recorded(run), run) for name, found in runs.items() for run in found]
     told = labels(
         [
-            (name, record.recipe, (run.settings.seed, record.data), f"run {place}")
+            Labelled(
+                name,
+                record.recipe,
+                None,
+                digest_of({**identity(run.algorithm), "constants": None})[:8],
+                (run.settings.seed, record.data),
+                f"run {place}",
+            )
             for place, (name, record, run) in enumerate(flat)
         ]
     )
@@ -654,8 +665,9 @@ def read(folder: str | os.PathLike[str]) -> Table:
     found = []
     for one in records:
         own = {**one.recipe, "bayesfl": str(one.environment.get("bayesfl"))}
-        alone = "run " + "-".join(part[:6] for part in one.address.split("-"))
-        found.append((one.method, own, (own.pop("options"), one.seed), alone))
+        asked, *others = one.address.split("-")
+        alone = "run " + "-".join(part[:6] for part in others)
+        found.append(Labelled(one.method, own, own.pop("options"), asked, one.seed, alone))
     told = labels(found)
     shared: dict[str, Mapping[str, str]] = {}  # runs of one choice share the mapping
     seeds: dict[tuple[str, str], set[int]] = {}
