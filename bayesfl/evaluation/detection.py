@@ -451,7 +451,7 @@ def _each(
         )
     out = torch.full((len(inside),), math.nan, dtype=torch.float64)
     for j in range(len(inside)):
-        own, other = inside[j][inside_mask[j]].double(), outside[j][outside_mask[j]].double()
+        own, other = inside[j][inside_mask[j]], outside[j][outside_mask[j]]
         if len(own) and len(other) and not bool(own.isnan().any() | other.isnan().any()):
             own, other = levelled(torch.cat([own, other])).split([len(own), len(other)])
             out[j] = measure(own.sort().values, other)

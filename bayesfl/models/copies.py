@@ -23,6 +23,7 @@ one all.
 
 
 Module = TypeVar("Module", bound=nn.Module)
+Value = TypeVar("Value")
 
 
 Mark: TypeAlias = tuple[int, Tensor]
@@ -92,12 +93,41 @@ def duplicate(module: Module, memo: dict[int, Any] | None = None) -> Module:
             f"as weight.T does, {holder(module, named[0])}; hold the part itself, and compute such "
             "a tensor in forward"
         )
-    given = memo or {}
+    own = _own(module)
+
+    def due(one: Any) -> bool:
+        """Say whether something reaches into the module, or the next forward makes it anew."""
+        if isinstance(one, Tensor):
+            return not one.is_leaf
+        held = _held(one) if isinstance(one, weakref.ref) else ()
+        held = _reached((one,)) if isinstance(one, _LEFT) else held
+        return any(id(inner) in own for inner in held)
+
+    def memo_of() -> _Twins:
+        return _Twins(module, memo or {}, due)
+
     try:
-        return copy.deepcopy(module, _Twins(module, given))
+        return copy.deepcopy(module, memo_of())
     except Exception as error:  # an attribute may be of any class
-        held = _attribute(module, lambda value: not _copies(value, _Twins(module, given)))
+        held = _attribute(module, lambda value: not _copies(value, memo_of()))
         raise ValueError(f"the model holds what cannot be copied ({error}), {held}") from error
+
+
+def anew(value: Value) -> Value:
+    """Return a deep copy of a value, in which functions have their own copies of what they close
+    over, as counters; of a value that holds what cannot be copied so, functions stay as they are.
+    """
+    try:
+        return copy.deepcopy(
+            value,
+            _Twins(value, {}, lambda one: isinstance(one, CellType) or bool(_closed(one))),
+        )
+    except Exception:  # as of an open file
+        return copy.deepcopy(value)
+
+
+def _closed(one: Any) -> Any:
+    return one.__closure__ if isinstance(one, FunctionType) else None
 
 
 def _own(module: nn.Module) -> dict[int, Any]:
@@ -131,20 +161,13 @@ _LEFT = (
 
 
 class _Twins(dict[int, Any]):
-    """The memo of a deep copy of a module, which has twins also of what `copy.deepcopy` leaves as
-    it is or loses: functions that reach into the module, weak references to it, and results.
+    """The memo of a deep copy, with twins of what is due of what `copy.deepcopy` leaves as it is or
+    loses: functions, weak references, and results.
     """
 
-    def __init__(self, module: nn.Module, given: dict[int, Any]) -> None:
+    def __init__(self, root: Any, given: dict[int, Any], due: Callable[[Any], bool]) -> None:
         super().__init__(given)
-        own = _own(module)
-        self._due = {
-            id(one): one
-            for one in _reached((module,))
-            if (isinstance(one, Tensor) and not one.is_leaf)  # which the next forward makes anew
-            or (isinstance(one, weakref.ref) and any(id(target) in own for target in _held(one)))
-            or (isinstance(one, _LEFT) and any(id(inner) in own for inner in _reached((one,))))
-        }
+        self._due = {id(one): one for one in _reached((root,)) if due(one)}
 
     def get(self, key: int, default: Any = None) -> Any:
         """Return the twin of what has this id."""

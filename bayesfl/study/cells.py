@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -37,6 +36,7 @@ from bayesfl.federation.run.result import Result
 from bayesfl.federation.run.simulation import simulate
 from bayesfl.federation.store.files import refuse_nameless
 from bayesfl.federation.store.identity import identity
+from bayesfl.models.copies import anew
 from bayesfl.study.budget import epochs, gradient_steps, with_steps
 from bayesfl.study.settings import in_words, recipe_of, value_in_words
 
@@ -208,7 +208,7 @@ class Cell:
                 "np.random.default_rng(seed)"
             )
         algorithm, scaled = self.algorithm(clients, model)
-        settings = {"engine": Engine(workers=workers), **deepcopy(dict(self.settings))}
+        settings = {"engine": Engine(workers=workers), **anew(dict(self.settings))}
         start = time.perf_counter()
         result = simulate(algorithm, clients, seed=self.seed, progress=False, **settings)
         seconds = time.perf_counter() - start

@@ -9,7 +9,6 @@ interrupted, or has got another method, goes on.
 import argparse
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -25,6 +24,7 @@ from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.simulation import simulate
+from bayesfl.models.copies import anew
 from bayesfl.study.cells import SUFFIX, Cell, Record, failed, finished
 from bayesfl.study.grid import Grid, Make, combinations, grids
 from bayesfl.study.settings import recipe, value_in_words
@@ -118,7 +118,7 @@ class Study:
         if own := sorted({"checkpoint", "resume", "progress", "seed", "start"} & {*settings}):
             raise ValueError(f"{own[0]} is a matter of each cell's; a study has a folder and seeds")
         # Copies, as callbacks that another run uses change.
-        settings = {"rounds": rounds, **deepcopy(settings)}
+        settings = {"rounds": rounds, **anew(settings)}
         usual = inspect.signature(simulate).parameters
         if strangers := sorted(settings.keys() - usual.keys()):  # now, and not in every cell
             known = [*inspect.signature(Study).parameters, *usual]

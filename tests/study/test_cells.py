@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from bayesfl.base.described import digest_of
 from bayesfl.data import FederatedData
 from bayesfl.federation.store.identity import identity
 from bayesfl.study.cells import Record
-from bayesfl.study.table import Table
+from bayesfl.study.table import Table, read
 from tests.cases import draws_elsewhere
 from tests.study.made import DATA, bits, one
 
@@ -153,6 +154,20 @@ class Drifting:
 
 
 SEEN: list[int] = []
+
+
+def after(rounds: int) -> Callable[[Any], bool]:
+    """Stop by a counter that the function closes over."""
+    calls = 0
+
+    def stop(run: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        return calls >= rounds
+
+    return stop
+
+
 used = bf.callbacks.EarlyStopping("validation_nll", patience=1, keep="best")
 
 
@@ -163,6 +178,7 @@ used = bf.callbacks.EarlyStopping("validation_nll", patience=1, keep="best")
         lambda: {"on_round": [used]},
         lambda: {"on_round": [Slower(2)]},
         lambda: {"on_round": [lambda run: SEEN.append(run.round)]},
+        lambda: {"on_round": [after(2)]},
         lambda: {"measures": {"drift": Drifting()}},
     ],
 )
@@ -187,6 +203,63 @@ def test_what_a_run_used_is_new_for_the_next(tmp_path: Path, made: Callable[[], 
     again = one(rounds=4, seeds=[*range(3)][::-1], **made()).run(tmp_path, progress=False)
     assert sorted(bits(again)) == sorted(first)
     assert len(list(tmp_path.glob("*.record"))) == 3
+
+
+class Scaled(nn.Module):
+    """A network whose factor is held as `hold` holds it."""
+
+    def __init__(self, factor: float, hold: Callable[[nn.Module, float], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 10)
+        self._read = found if isinstance(found := hold(self.inner, factor), float) else 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * self._read)
+
+
+class Hook:
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        return (args[0] * self._factor,)
+
+
+def by_class(factor: float) -> type:
+    class Own:
+        read = factor
+
+    return Own
+
+
+HELD: dict[str, Callable[[nn.Module, float], Any]] = {
+    "private": lambda inner, factor: factor,
+    "lambda": lambda inner, factor: inner.register_forward_pre_hook(
+        lambda module, args: (args[0] * factor,)
+    ),
+    "object": lambda inner, factor: inner.register_forward_pre_hook(Hook(factor)),
+    "deque": lambda inner, factor: inner.register_forward_pre_hook(
+        lambda module, args, held=deque([factor]): (args[0] * held[0],)
+    ),
+    "class": lambda inner, factor: inner.register_forward_pre_hook(
+        lambda module, args, kind=by_class(factor): (args[0] * kind.read,)
+    ),
+}
+
+
+@pytest.mark.parametrize("hold", HELD.values(), ids=HELD)
+def test_networks_that_differ_anywhere_are_other_runs(tmp_path: Path, hold: Any):
+    def made(factor: float) -> nn.Module:
+        torch.manual_seed(0)
+        return Scaled(factor, hold)
+
+    table = one(model=lambda clients: made(1.0), seeds=[0]).run(tmp_path, progress=False)
+    other = one(model=lambda clients: made(4.0), seeds=[0]).run(tmp_path, progress=False)
+    assert bits(table) != bits(other)
+    assert len(list(tmp_path.glob("*.record"))) == 2
+    again = one(model=lambda clients: made(1.0), seeds=[0]).run(tmp_path, progress=False)
+    assert bits(again) == bits(table)
+    assert len(read(tmp_path).methods) == 2
 
 
 def test_other_options_of_a_callback_are_another_run(tmp_path: Path):

@@ -30,6 +30,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: one(seeds=[True]), ValueError, "each of seeds must be a whole number"),
     (lambda: one(seeds="012"), ValueError, "each of seeds must be a whole number, got '0'"),
     (lambda: one(seeds=torch.arange(2.0)), ValueError, "each of seeds must be a whole number"),
+    (lambda: one(lr=0.1), TypeError, "nearest are .*'optimiser'"),
+    (lambda: one(callbacks=[]), TypeError, r"nearest are \['on_round"),
+    (lambda: one(random_state=1), TypeError, "nearest are .*seeds="),
+    (lambda: one(options={"FedAvg": {"lr": [0.1]}}), ValueError, r"optimiser=bf.optim.SGD\(lr\)"),
+    (lambda: one(options=["epochs"]), TypeError, "options must be .*name each"),
+    (lambda: bf.table([]), TypeError, "results must be .*name each"),  # type: ignore[arg-type]
     (lambda: one(rounds=0), ValueError, "rounds must be at least 1"),
     (lambda: one(methods=[bf.algorithms.fedavg]), TypeError, "methods must be .*name each"),
     (

@@ -1,7 +1,8 @@
 """What a table says of its runs, against numpy on their histories."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.federation.run.result import Result
 from bayesfl.study.table import Table
 from tests.cases import run
 from tests.study.made import DATA, one
@@ -162,3 +164,21 @@ def test_measures_before_calibration_are_told(clients: FederatedData, model: nn.
     result = run(bf.algorithms.fedavg(network, epochs=1), data, evaluate_every=1)
     with pytest.warns(UserWarning, match="before the steps of calibration"):
         bf.table({"a": result.calibrate(Temperature()), "b": result})
+
+
+def test_runs_of_other_networks_methods_or_clients_are_no_seeds_of_one(clients: FederatedData):
+    def ran(method: bf.Algorithm, seed: int, data: FederatedData = clients) -> Result:
+        return bf.simulate(method, data, rounds=1, seed=seed, progress=False)
+
+    def of(hidden: int, activation: type[nn.Module] = nn.ReLU) -> bf.Algorithm:
+        layers = nn.Linear(8, hidden), activation(), nn.Linear(hidden, 10)
+        return bf.algorithms.fedavg(nn.Sequential(*layers))
+
+    first = ran(of(4), 0)
+    hand = replace(of(4), phases=(replace(cast(Any, of(4).phases[0]), steps=3),))
+    fewer = bf.data.iid("digits", clients=2)
+    others = [ran(of(8), 1), ran(of(4, nn.Tanh), 1), ran(hand, 1), ran(of(4), 1, fewer)]
+    for other in others:
+        assert len(bf.table({"A": [first, other]}).methods) == 2
+    (alone,) = bf.table({"A": [first, ran(of(4), 1)]}).methods
+    assert alone == "A"
