@@ -83,10 +83,10 @@ def test_what_is_finished_is_on_disk(example, tmp_path):
     small = [*SMALL[: SMALL.index("--seeds")], "--out", str(out)]
     assert example.main([*small, "--seeds", "0"]) == 0
     first = json.loads((out / "table.json").read_text())["rows"]
-    before = {path: path.read_bytes() for path in (out / "runs").glob("*.json")}
+    before = {path: path.read_bytes() for path in (out / "runs").glob("*.record")}
     assert len(before) == 2
     assert example.main([*small, "--seeds", "0", "1"]) == 0
-    assert len([*(out / "runs").glob("*.json")]) == 4
+    assert len([*(out / "runs").glob("*.record")]) == 4
     assert all(path.read_bytes() == content for path, content in before.items())
     rows = json.loads((out / "table.json").read_text())["rows"]
     assert {name: row["nll"][:1] for name, row in rows.items()} == {
@@ -99,7 +99,7 @@ def test_what_is_finished_is_on_disk(example, tmp_path):
         "learning_curves.png",
     }
     assert example.main([*small, "--seeds", "0", "--participation", "1"]) == 0
-    assert len([*(out / "runs").glob("*.json")]) == 6
+    assert len([*(out / "runs").glob("*.record")]) == 6
 
 
 @pytest.mark.slow

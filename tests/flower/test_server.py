@@ -72,6 +72,8 @@ def test_a_deployment_is_the_simulation(
 ):
     """Server, private states and predictions, for every algorithm and every way of taking part."""
     algorithm = case(model)
+    if algorithm.tally and participation < 1:
+        train = "cohort"
     options = {"participation": participation, "train": train}
     sim = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **OPTIONS, **options)
     found = deploy(algorithm, clients, tmp_path, **options)

@@ -13,7 +13,7 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.run.result import Result
 from bayesfl.study.table import Table
-from tests.cases import run
+from tests.cases import federation, run
 from tests.study.made import DATA, one
 
 
@@ -171,12 +171,12 @@ def test_runs_of_other_networks_methods_or_clients_are_no_seeds_of_one(clients: 
         return bf.simulate(method, data, rounds=1, seed=seed, progress=False)
 
     def of(hidden: int, activation: type[nn.Module] = nn.ReLU) -> bf.Algorithm:
-        layers = nn.Linear(8, hidden), activation(), nn.Linear(hidden, 10)
+        layers = nn.Linear(8, hidden), activation(), nn.Linear(hidden, 3)
         return bf.algorithms.fedavg(nn.Sequential(*layers))
 
     first = ran(of(4), 0)
     hand = replace(of(4), phases=(replace(cast(Any, of(4).phases[0]), steps=3),))
-    fewer = bf.data.iid("digits", clients=2)
+    fewer = federation(sizes=(9, 12))
     others = [ran(of(8), 1), ran(of(4, nn.Tanh), 1), ran(hand, 1), ran(of(4), 1, fewer)]
     for other in others:
         assert len(bf.table({"A": [first, other]}).methods) == 2
