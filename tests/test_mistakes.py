@@ -222,7 +222,7 @@ MISTAKES: dict[str, Case] = {
         ("sites", "bf.stats.tables({site: frame}"),
     ),
     "weights below 0": (
-        lambda: tables(frame(w=-1.0), weights="w"),
+        lambda: tables(frame(w=-1.0), probability_weights="w"),
         ValueError,
         ("weights <= 0", "'w'"),
     ),

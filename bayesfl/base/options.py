@@ -56,6 +56,7 @@ ELSEWHERE = {
     "callbacks": {"on_round": "=[...]"},
     "random_state": {"seed": "", "seeds": "=[...]"},
     "verbose": {"progress": ""},
+    "weights": {"_weights": "="},
 }
 """{option of other libraries: {end of its name here: how its value is given}}."""
 

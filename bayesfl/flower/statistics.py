@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from bayesfl.flower.roster import LONGEST
 from bayesfl.stats import wire
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.policy import Policy, Refusal
-from bayesfl.stats.tables import Tables, design
+from bayesfl.stats.tables import Tables, Weighing, design
 from bayesfl.stats.terms import Interaction, Levels, Number
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
             _same_protocol(message.content)
             (name,) = tables.names
             terms, offset = wire.written(tables.terms), tables.offset or ""
-            return _config(protocol=PROTOCOL, name=name, terms=terms, offset=offset)
+            told = {"terms": terms, "offset": offset, "weighing": tables.weighing}
+            return _config(protocol=PROTOCOL, name=name, **told)
 
         return answered(message, context, work)
 
@@ -227,6 +228,7 @@ class RemoteSites:
         nodes: {site: its node}, by name.
         terms: The terms of all sites' designs.
         offset: Their column of what is added to linear predictors; None where there is none.
+        weighing: What the weights of their rows are.
         timeout: Seconds that a site has for an answer.
     """
 
@@ -234,6 +236,7 @@ class RemoteSites:
     nodes: Mapping[str, int]
     terms: tuple[Number | Levels | Interaction, ...]
     offset: str | None
+    weighing: Weighing
     timeout: float
     over = "Flower"
 
@@ -352,18 +355,19 @@ def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites
     """
     count = wanted if isinstance(wanted, int) else len(wanted)
     nodes: dict[str, int] = {}
-    terms: dict[str, tuple[str, str]] = {}
+    terms: dict[str, tuple[str, ...]] = {}
 
     def take(node: int, reply: RecordDict | Failure) -> None:
         name, *told = (
-            records.setting(_told(reply), key, str) for key in ("name", "terms", "offset")
+            records.setting(_told(reply), key, str)
+            for key in ("name", "terms", "offset", "weighing")
         )
         if not isinstance(wanted, int) and name not in wanted:
             raise records.RecordError(f"nobody waits for a site {name[:LONGEST]!r}")
         if name in nodes:
             raise records.RecordError(f"site {name!r} is node {nodes[name]} already")
         if len(nodes) < count:
-            nodes[name], terms[name] = node, (told[0], told[1])
+            nodes[name], terms[name] = node, tuple(told)
 
     hello = post.Hello(_config(protocol=PROTOCOL), timeout)
     while (before := len(nodes)) < count:
@@ -374,10 +378,15 @@ def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites
     names = sorted(nodes)
     if others := [name for name in names if terms[name] != terms[names[0]]]:
         raise BadClients(
-            f"sites {names[0]!r} and {others[0]!r} have different terms or offsets, "
+            f"sites {names[0]!r} and {others[0]!r} have different terms, offsets or weights, "
             f"{terms[names[0]]} and {terms[others[0]]}; ship the same app to all"
         )
-    design, offset = terms[names[0]]
+    design, offset, weighing = terms[names[0]]
     return RemoteSites(
-        grid, {name: nodes[name] for name in names}, wire.read(design), offset or None, timeout
+        grid=grid,
+        nodes={name: nodes[name] for name in names},
+        terms=wire.read(design),
+        offset=offset or None,
+        weighing=cast(Weighing, weighing),
+        timeout=timeout,
     )

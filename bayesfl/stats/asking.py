@@ -5,7 +5,6 @@ what a fit needs to know of them, wherever they are.
 """
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,10 @@ from bayesfl.base.surveys import Ask, NotNegative, Survey, conduct, uplink_bytes
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.policy import LOG_LIKELIHOOD, Refusal
-from bayesfl.stats.tables import Site, Tables
+from bayesfl.stats.tables import Site, Tables, Weighing
+
+COARSE = 2.0**-12
+"""A variance below this, in the square of its unit, is asked for again in a finer unit."""
 
 
 class SiteSurvey(ABC):
@@ -204,6 +206,11 @@ class Sites(Protocol):
         """Return the network over which they are asked; None on this machine."""
         ...
 
+    @property
+    def weighing(self) -> Weighing:
+        """Return what the weights of rows are."""
+        ...
+
     def design(self, frame: Any) -> Tensor:
         """Return the design of other rows, [n, p]."""
         ...
@@ -287,6 +294,23 @@ class Questions:
         return Released(tuple(self._asked), hidden, self.sites.over)
 
 
+def with_likelihood(rows: Any, what: str) -> None:
+    """Refuse probability weights for what rests on a likelihood.
+
+    Args:
+        rows: Sites, or a fit to their rows.
+        what: What it is, in words.
+
+    Raises:
+        ValueError: The rows have such weights.
+    """
+    if rows.weighing == "probability":
+        raise ValueError(
+            f"{what} rests on the likelihood of rows, which probability weights have not; glm, "
+            "cox, kaplan_meier and describe take them, with robust errors"
+        )
+
+
 def counted(names: Sequence[str], weights: Tensor) -> dict[str, float]:
     """Return the sites' numbers of rows, each as often as it counts; whole ones as ints."""
     values = [int(n) if n.is_integer() else n for n in weights.tolist()]
@@ -304,11 +328,15 @@ def slot(value: Tensor | float, place: int, sites: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sums(SiteSurvey):
-    """Ask for each site's weight of rows and sum of the outcome, for the outcome's sum
-    of squares about sites' own means, and for the sums of the columns and of their squares.
+    """Ask for each site's number of rows and sum of the outcome, and for the sums of the columns;
+    then for sums of squares about the means that follow, in units that follow.
 
-    The last state has, beside these, the `weight` of all rows, and `outcome_mean`,
-    `outcome_variance` of all outcomes.
+    A column's unit begins at 1 or at the size of its mean, and falls to its standard deviation.
+    So neither a mean far from 0 nor the step of secure sums takes digits from a variance.
+
+    The last state has `n_dropped`, `rows` and `outcome` [J], the `weight` of all rows, the
+    `outcome_mean`, and `centre` and `scale` of the columns and of a Gaussian outcome, the last;
+    the scale of constants is 0.
 
     Args:
         sites: Number of sites J.
@@ -322,44 +350,56 @@ class Sums(SiteSurvey):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        p, j = (self.columns,), (self.sites,)
-        return {
-            "n_dropped": j,
-            "weights": NotNegative(j),
-            "outcome": j,
-            "outcome_within": NotNegative(),
-            "sum": p,
-            "square": NotNegative(p),
-        }
+        p, j = (self.columns + (self.family == "gaussian"),), (self.sites,)
+        if "unit" in state:
+            return {"sum": p, "square": NotNegative(p)}
+        rows = {"n_dropped": j, "rows": NotNegative(j), "outcome": j, "weight": NotNegative()}
+        return {**rows, "sum": p}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""
-        w, outcome, within = site.weights, 0.0, 0.0
+        if self.family is not None and site.y is None:
+            raise ValueError("these tables have no outcome; name it, tables(outcome=...)")
+        y = torch.zeros_like(site.weights) if site.y is None else site.y
+        values = torch.cat([site.x, y[:, None]], 1) if self.family == "gaussian" else site.x
+        if "unit" in state:
+            weights = site.weights / unit_of(state)
+            away = (values - state["centre"]) / state["unit"]
+            return {"sum": weights @ away, "square": weights @ away.square()}
         if self.family is not None:
-            if site.y is None:
-                raise ValueError("these tables have no outcome; name it, tables(outcome=...)")
-            FAMILIES[self.family].check(site.y, site.name)
-            outcome = float(w @ site.y)
-            within = float(w @ (site.y - outcome / w.sum()).square())
+            FAMILIES[self.family].check(y, site.name)
         return {
             "n_dropped": slot(site.dropped, place, self.sites),
-            "weights": slot(w.sum(), place, self.sites),
-            "outcome": slot(outcome, place, self.sites),
-            "outcome_within": torch.tensor(within, dtype=torch.float64),
-            "sum": w @ site.x,
-            "square": w @ site.x.square(),
+            "rows": slot(site.counts.sum(), place, self.sites),
+            "outcome": slot(site.counts @ y, place, self.sites),
+            "weight": site.weights.sum(),
+            "sum": site.weights @ values,
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return the sums with what follows of all rows, no variance by a difference of squares."""
-        weights, outcome = total["weights"], total["outcome"]
-        weight, mean = weights.sum(), outcome.sum() / weights.sum()
-        about_mean = total["outcome_within"] + weights @ (outcome / weights - mean).square()
-        return total | {
-            "weight": weight,
-            "outcome_mean": mean,
-            "outcome_variance": about_mean / weight,
-        }, True
+        """Return the means at first, then better ones and units, until these are known."""
+        if "unit" not in state:
+            centre = total.pop("sum") / total["weight"]
+            return total | {"centre": centre, "unit": centre.abs().clamp_min(1.0)}, False
+        n = state["rows"].sum()
+        mean, square = total["sum"] / n, total["square"] / n
+        centre, variance = state["centre"] + state["unit"] * mean, square - mean.square()
+        # A variance is known where neither the step of secure sums nor the square of a mean that
+        # was not known has its digits; a unit below rounding is a constant's.
+        known = (variance >= COARSE) & (mean.square() <= variance)
+        unit = state["unit"] * variance.clamp_min(COARSE**2).sqrt()
+        constant = unit <= (1e-13 * centre.abs()).clamp_min(1e-30)
+        found = state | {"centre": centre, "unit": unit, "scale": unit.where(~constant, 0.0)}
+        gaussian = self.family == "gaussian"
+        found["outcome_mean"] = centre[-1] if gaussian else state["outcome"].sum() / n
+        return found, bool((known | constant).all())
+
+
+def unit_of(sums: Tensors) -> float:
+    """Return the weight that is 1: the mean of probability weights, so that nothing depends on
+    their unit, and 1 of counts.
+    """
+    return float(sums["weight"] / sums["rows"].sum())
 
 
 def standard(sums: Tensors, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
@@ -369,15 +409,13 @@ def standard(sums: Tensors, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: A column is constant.
     """
-    centre = sums["sum"] / sums["weight"]
-    square = sums["square"] / sums["weight"]
-    variance = square - centre**2
-    if constant := [names[i] for i in np.flatnonzero((variance <= 1e-10 * square).numpy())]:
+    centre, scale = (sums[name][: len(names)] for name in ("centre", "scale"))
+    if constant := [names[i] for i in np.flatnonzero((scale == 0).numpy())]:
         raise ValueError(
             f"the columns {constant} are constant over all sites, so nothing can be learnt of "
             "them: leave these terms out"
         )
-    return centre, variance.sqrt()
+    return centre, scale
 
 
 def outcome_unit(family: str, sums: Tensors, outcome: str) -> tuple[float, float]:
@@ -389,10 +427,9 @@ def outcome_unit(family: str, sums: Tensors, outcome: str) -> tuple[float, float
     """
     if family != "gaussian":
         return 0.0, 1.0
-    mean, sd = float(sums["outcome_mean"]), math.sqrt(float(sums["outcome_variance"]))
-    if sd <= 1e-13 * abs(mean):
+    if not sums["scale"][-1]:
         raise ValueError(
             f"the outcome {outcome!r} is constant over all sites to the digits of the sums, so "
-            "that nothing can be learnt of it; if it is not, give it in a smaller unit"
+            "that nothing can be learnt of it"
         )
-    return mean, sd
+    return float(sums["outcome_mean"]), float(sums["scale"][-1])

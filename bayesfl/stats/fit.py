@@ -17,12 +17,34 @@ from bayesfl.base.display.page import Section, write_page
 from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
-from bayesfl.stats.asking import Released
+from bayesfl.stats.asking import Released, Sites, with_likelihood
 from bayesfl.stats.diagnostics import Diagnostics
 from bayesfl.stats.newton import Minimum
+from bayesfl.stats.tables import Weighing
 from bayesfl.stats.terms import numbers
 
+Errors = Literal["model", "sandwich", "site"]
+ERRORS = {
+    "model": "the model",
+    "sandwich": "the sandwich, by rows",
+    "site": "the sandwich, by sites",
+}
+"""{errors: how they were found, in words}."""
 ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
+
+
+def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> Errors:
+    """Return how errors are found: by default by the model, and by the sandwich under probability
+    weights.
+
+    Raises:
+        ValueError: Under probability weights, by the model, or there is a prior.
+    """
+    if errors == "model":
+        with_likelihood(sites, "errors='model'")
+    if prior is not None:
+        with_likelihood(sites, "prior=")
+    return errors or ("sandwich" if sites.weighing == "probability" else "model")
 
 
 @dataclass(frozen=True, repr=False)
@@ -185,7 +207,8 @@ class Fit(Refits):
         errors: How the errors were found, in words.
         ratio: What the exponential of a coefficient is called; None where it says nothing.
         events: {site: sum of its outcome, or its number of events}; empty where it says nothing.
-        log_likelihood: Log likelihood at the estimate, without a prior, in nats.
+        log_likelihood: Log likelihood at the estimate, without a prior, in nats; under probability
+            weights a pseudo-likelihood, of weights whose mean is 1.
         parameters: Number of parameters, own intercepts included.
         degrees: Degrees of freedom of the errors, for intervals by Student's t; None for the normal
             distribution.
@@ -198,6 +221,7 @@ class Fit(Refits):
             `glm`, `check` and `concordance` of `cox`.
         design: Function (data frame) -> the columns of its rows.
         offset: Column of what is added to the linear predictor; None where there is none.
+        weighing: What the weights of rows were.
 
     Example:
         >>> import pandas as pd
@@ -223,6 +247,7 @@ class Fit(Refits):
     link: Callable[[Tensor], Tensor] | None = None
     design: Callable[[Any], Tensor] | None = None
     offset: str | None = None
+    weighing: Weighing = "none"
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -239,12 +264,22 @@ class Fit(Refits):
 
     @property
     def aic(self) -> float:
-        """Return Akaike's criterion, 2 k - 2 log likelihood."""
+        """Return Akaike's criterion, 2 k - 2 log likelihood.
+
+        Raises:
+            ValueError: The rows have probability weights.
+        """
+        with_likelihood(self, "AIC")
         return 2 * self.parameters - 2 * self.log_likelihood
 
     @property
     def bic(self) -> float:
-        """Return Schwarz's criterion, k log n - 2 log likelihood."""
+        """Return Schwarz's criterion, k log n - 2 log likelihood.
+
+        Raises:
+            ValueError: The rows have probability weights.
+        """
+        with_likelihood(self, "BIC")
         return self.parameters * math.log(self.n) - 2 * self.log_likelihood
 
     def table(self, level: float = 0.95) -> Any:
@@ -275,6 +310,8 @@ class Fit(Refits):
 
     def _facts(self) -> dict[str, Any]:
         """Return what the fit rests on, {what: value}, for a report."""
+        if self.weighing == "probability":
+            return {"errors by": f"{self.errors}, under probability weights"}
         found = {"errors by": self.errors, "log likelihood": self.log_likelihood}
         found |= {"AIC": self.aic, "BIC": self.bic}
         return found if self.evidence is None else found | {"log evidence": self.evidence}
@@ -291,9 +328,11 @@ class Fit(Refits):
             self.table().to_string(float_format=lambda value: f"{value:.4g}"),
             f"{len(self.rows)} sites, {self.n:.10g} rows: {'; '.join(with_events)}",
             *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
-            f"errors by {self.errors}; {self.questions} questions; log likelihood "
-            f"{self.log_likelihood:.4f}, AIC {self.aic:.2f}"
-            + (f", log evidence {self.evidence:.4f}" if self.evidence is not None else ""),
+            f"{self.questions} questions; "
+            + ", ".join(
+                f"{what} {value:.4f}" if isinstance(value, float) else f"{what} {value}"
+                for what, value in self._facts().items()
+            ),
             str(self.released),
         ]
         return "\n".join(lines)
@@ -309,6 +348,8 @@ class Fit(Refits):
         Raises:
             ValueError: They are of other rows, or their likelihoods of other things.
         """
+        for fit in (self, other):
+            with_likelihood(fit, "a comparison")
         if dict(self.rows) != dict(other.rows):
             raise ValueError(
                 f"the fits are of other rows, {dict(self.rows)} and {dict(other.rows)}; fit both "
@@ -446,7 +487,10 @@ class Fit(Refits):
 
     def _asked(self, question: str) -> Callable[..., Any]:
         if question not in self.further:
-            raise ValueError(f"there is no {question} of this fit; those are {list(self.further)}")
+            why = " under probability weights" if self.weighing == "probability" else ""
+            raise ValueError(
+                f"there is no {question} of this fit{why}; those are {list(self.further)}"
+            )
         return self.further[question]
 
     def by_site(self, term: str, level: float = 0.95) -> Any:

@@ -24,10 +24,28 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Semidefinite
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, counted, outcome_unit, standard
+from bayesfl.stats.asking import (
+    Questions,
+    Sites,
+    SiteSurvey,
+    Sums,
+    counted,
+    outcome_unit,
+    standard,
+    unit_of,
+)
 from bayesfl.stats.diagnostics import diagnose
 from bayesfl.stats.families import FAMILIES
-from bayesfl.stats.fit import ONE_SITE, Fit, inverse, scaled_back, separation
+from bayesfl.stats.fit import (
+    ERRORS,
+    ONE_SITE,
+    Errors,
+    Fit,
+    chosen_errors,
+    inverse,
+    scaled_back,
+    separation,
+)
 from bayesfl.stats.tables import Site, Tables
 
 INTERCEPT_SD = 10.0
@@ -54,6 +72,7 @@ class Likelihood(SiteSurvey):
         intercept: Where Newton's steps start, with coefficients of 0.
         outcome_centre: What is taken off a Gaussian outcome, and
         outcome_scale: the unit in which it is then given.
+        unit: The weight that is 1.
     """
 
     family: str
@@ -65,6 +84,7 @@ class Likelihood(SiteSurvey):
     intercept: float = 0.0
     outcome_centre: float = 0.0
     outcome_scale: float = 1.0
+    unit: float = 1.0
 
     @property
     def size(self) -> int:
@@ -137,10 +157,13 @@ class Likelihood(SiteSurvey):
         return found
 
     def standardised(self, site: Site) -> Site:
-        """Return a site whose outcomes, and what is added to its predictors, are in the unit."""
+        """Return a site whose outcomes, what is added to its predictors, and whose weights are in
+        their units.
+        """
         assert site.y is not None
         y = (site.y - self.outcome_centre) / self.outcome_scale
-        return replace(site, y=y, offset=site.offset / self.outcome_scale)
+        weights = site.weights / self.unit
+        return replace(site, y=y, offset=site.offset / self.outcome_scale, weights=weights)
 
     def predictors(self, state: Tensors, site: Site) -> tuple[Tensor, Tensor, Tensor]:
         """Return the columns of a standardised site in the linear predictor [n, d], this predictor
@@ -280,7 +303,7 @@ def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: 
 
 @dataclass(frozen=True)
 class Meat(SiteSurvey):
-    """Ask for the outer products of scores, of rows, each as often as it counts, or of sites, by
+    """Ask for the outer products of scores, of rows, each as many as it stands for, or of sites, by
     which errors are robust.
 
     Args:
@@ -308,7 +331,7 @@ class Meat(SiteSurvey):
         if self.by == "site":
             scores = scores.sum(0)
             return {"meat": torch.outer(scores, scores)}
-        return {"meat": scores.T @ (scores / site.weights[:, None])}
+        return {"meat": scores.T @ (scores / site.counts[:, None])}
 
 
 @dataclass(frozen=True)
@@ -352,7 +375,7 @@ def glm(
     *,
     family: Literal["gaussian", "binomial", "log_binomial", "poisson", "negative_binomial"],
     intercept: Literal["shared", "per_site"] = "shared",
-    errors: Literal["model", "sandwich", "site"] = "model",
+    errors: Errors | None = None,
     prior: Positive | None = None,
     aggregation: Adder | None = None,
 ) -> Fit:
@@ -366,7 +389,8 @@ def glm(
             one level of the outcome alone says nothing and is left out.
         errors: Standard errors by the `model`; by the `sandwich` of rows' scores (HC0), which holds
             where rows of a site are independent but the model is not true; or by `site`, of the
-            sites' sums of scores, times J / (J - 1) (n - 1) / (n - k), which wants many sites.
+            sites' sums of scores, times J / (J - 1) (n - 1) / (n - k), which wants many sites. None
+            takes the model's, and the sandwich under probability weights.
         prior: Standard deviation of a normal prior of the coefficients of standardised columns,
             as 2.5, which keeps them finite where an outcome is separated; the prior of intercepts
             has 10. With it the fit has an `evidence`. Not for `gaussian`.
@@ -390,8 +414,8 @@ def glm(
     """
     if family == "gaussian" and prior is not None:
         raise ValueError("prior= is for families without a scale of their own; leave it out")
-    per_site = intercept == "per_site"
     asked = Questions(sites, aggregation)
+    per_site, errors = intercept == "per_site", chosen_errors(sites, errors, prior)
     sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
     everyone, sites = sites, asked.sites
     centre, scale = standard(sums, sites.columns)
@@ -414,15 +438,16 @@ def glm(
         scale=tuple(scale.tolist()),
         intercept=0.0
         if family == "gaussian"
-        else rule.link(float((sums["outcome"].sum() + 0.5) / (sums["weight"] + 1))),
+        else rule.link(float((sums["outcome"].sum() + 0.5) / (sums["rows"].sum() + 1))),
         outcome_centre=middle,
         outcome_scale=unit,
+        unit=unit_of(sums),
     )
     state = asked.conduct(survey)
     found = newton.minimum(state)
     names = (() if per_site else ("(intercept)",)) + sites.columns + rule.own
     places = [place for place, name in enumerate(sites.names) if name not in left]
-    n = float(sums["weights"][places].sum())
+    n = float(sums["rows"][places].sum())
     parameters = len(names) + per_site * len(kept) + (family == "gaussian")
     if survey.separated(found.loss, found.hessian):
         raise ValueError(
@@ -468,7 +493,7 @@ def glm(
     elif per_site:
         at = tuple(state["theta"].tolist())
         asked.conduct(OwnIntercept(survey, at, names, tuple(estimate.tolist())))
-    rows = counted(kept, sums["weights"][places])
+    rows = counted(kept, sums["rows"][places])
     null = replace(survey, columns=0, prior=None, centre=(), scale=())
     events = dict(zip(sites.names, sums["outcome"].tolist(), strict=True))
 
@@ -491,9 +516,7 @@ def glm(
         names=names,
         estimate=estimate,
         covariance=covariance,
-        errors={"model": "the model", "sandwich": "the sandwich, by rows"}.get(
-            errors, "the sandwich, by sites"
-        ),
+        errors=ERRORS[errors],
         ratio=rule.ratio,
         rows=rows,
         events={name: events[name] for name in kept if family != "gaussian"},
@@ -510,7 +533,10 @@ def glm(
         link=rule.mean,
         design=sites.design,
         offset=sites.offset,
-        further={
+        weighing=sites.weighing,
+        further={}
+        if sites.weighing == "probability"
+        else {
             "diagnostics": lambda level, *, counts=True: diagnose(
                 Questions(asked.sites, aggregation),
                 survey,
@@ -540,7 +566,7 @@ def _silent(family: str, sums: Tensors, names: tuple[str, ...]) -> dict[str, str
     """
     found = {}
     for name, n, outcome in zip(
-        names, sums["weights"].tolist(), sums["outcome"].tolist(), strict=True
+        names, sums["rows"].tolist(), sums["outcome"].tolist(), strict=True
     ):
         if family != "gaussian" and outcome == 0:
             found[name] = f"none of its {n:g} rows has an event"

@@ -25,7 +25,16 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import Proposal, resampled, weights_of
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Sites, SiteSurvey, Sums, counted, outcome_unit, standard
+from bayesfl.stats.asking import (
+    Questions,
+    Sites,
+    SiteSurvey,
+    Sums,
+    counted,
+    outcome_unit,
+    standard,
+    with_likelihood,
+)
 from bayesfl.stats.families import FAMILIES, Family, Normal
 from bayesfl.stats.fit import Refits, inverse
 from bayesfl.stats.hierarchy import Groups, Phi, derivatives, log_marginals, modes
@@ -476,6 +485,7 @@ def mixed(
         ['(intercept)', 'dose', 'tau (intercept)', 'sigma']
     """
     asked = Questions(sites, aggregation)
+    with_likelihood(sites, "a mixed model")
     names = ("(intercept)", *sites.columns)
     terms = list(dict.fromkeys("(intercept)" if name == "1" else name for name in random))
     if strangers := [name for name in terms if name not in names]:
@@ -531,7 +541,7 @@ def mixed(
         others={name[4:]: t[:, 0, 0].exp() for name, t in zip(rule.own, parts.own, strict=True)},
         own={site: _as_they_are(t, centre, scale) for site, t in own.items()},
         groups={site.name: survey.labels(site)[1] for site in here},
-        rows=counted(sites.names, sums["weights"]),
+        rows=counted(sites.names, sums["rows"]),
         dropped=dict(zip(sites.names, sums["n_dropped"].int().tolist(), strict=True)),
         left_out=asked.left_out,
         effective=1 / float((weights**2).sum()),

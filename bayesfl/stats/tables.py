@@ -6,7 +6,7 @@ have the same columns in the design, so categories are declared with their level
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from bayesfl.stats.formulas import Formula, formula_of
 from bayesfl.stats.policy import Policy, Refusal, drawn
 from bayesfl.stats.terms import Interaction, Levels, Number, Term, column_of, numbers
 
+Weighing: TypeAlias = Literal["none", "frequency", "probability"]
+"""What weights of rows are: there are none, numbers of equal rows, or inverse probabilities."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -32,9 +35,10 @@ class Site:
         x: The design without an intercept, [n, p] in float64.
         y: The outcome [n] in float64; None where the tables have none.
         offset: What is added to the linear predictor, [n].
-        weights: How often each row counts, [n].
+        weights: The rows' weights, [n]; 1 where there are none.
         dropped: Number of rows that were left out as a value is missing.
         missing: How often each column of the design, and the outcome, was missing, p + 1.
+        weighing: What the weights are.
     """
 
     name: str
@@ -45,6 +49,12 @@ class Site:
     weights: Tensor
     dropped: int = 0
     missing: tuple[int, ...] = ()
+    weighing: Weighing = "none"
+
+    @property
+    def counts(self) -> Tensor:
+        """Return how many rows each one stands for, [n]: its frequency weight, else 1."""
+        return self.weights if self.weighing == "frequency" else torch.ones_like(self.weights)
 
     def column(self, name: str) -> Tensor:
         """Return a column of numbers that is not in the design, as a time, [n] in float64.
@@ -107,6 +117,11 @@ class Tables:
         """Return the names of the sites."""
         return tuple(site.name for site in self.sites)
 
+    @property
+    def weighing(self) -> Weighing:
+        """Return what the weights of rows are."""
+        return self.sites[0].weighing
+
     def only(self, names: Sequence[str]) -> "Tables":
         """Return the tables of some sites.
 
@@ -159,7 +174,8 @@ def tables(
     terms: Sequence[Term] = (),
     formula: str | None = None,
     offset: str | None = None,
-    weights: str | None = None,
+    frequency_weights: str | None = None,
+    probability_weights: str | None = None,
     also: Sequence[str] = (),
     missing: Literal["refuse", "complete"] = "refuse",
     policy: Policy | Mapping[str, Policy] | None = None,
@@ -178,9 +194,12 @@ def tables(
             `ill ~ age * C(sex, levels=["f", "m"])`: each category by C with its levels, the
             reference first; other expressions row by row, as `np.log(age)`.
         offset: Column of what is added to the linear predictor, as a logarithm of exposure.
-        weights: Column of how often each row counts, > 0; fits, errors and numbers of rows are
-            those of a table in which it stands so often, but for ties of `cox`, whose weighted form
-            is Therneau and Grambsch's.
+        frequency_weights: Column of how many equal rows each one stands for: whole numbers > 0.
+            Fits, errors and numbers of rows are those of a table in which it stands so often, but
+            for ties of `cox`, whose weighted form is Therneau and Grambsch's.
+        probability_weights: Column of weights of sampling or of treatment, > 0, in any unit, as 1
+            over the probability to be in the sample, or in one's arm. Errors of `glm` and `cox` are
+            then robust, and there is no likelihood: what needs one refuses them.
         also: Further columns whose values may not be missing, as times, events and groups.
         missing: What becomes of rows in which a value is missing: `refuse` raises, `complete`
             leaves them out, and fits say how many at which site.
@@ -231,6 +250,13 @@ def tables(
     columns = tuple(name for part in parts for name in part.columns)
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise ValueError(f"the column {twice[0]!r} stands twice in the terms; name it once")
+    if frequency_weights is not None and probability_weights is not None:
+        raise ValueError(
+            "rows have frequency_weights= or probability_weights=; give the product of both as "
+            "probability_weights="
+        )
+    weights = frequency_weights or probability_weights
+    weighing = "frequency" if frequency_weights else "probability" if weights else "none"
     beside = tuple(name for name in (outcome, offset, weights) if name is not None)
     wanted = dict.fromkeys((*beside, *also))
     sites, gaps = [], {}
@@ -249,6 +275,11 @@ def tables(
         found = {column: torch.from_numpy(values[kept]) for column, values in given.items()}
         if weights is not None and bool((found[weights] <= 0).any()):
             raise ValueError(f"site {name!r} has weights <= 0 in {weights!r}; leave these rows out")
+        if frequency_weights and bool((found[frequency_weights] % 1 != 0).any()):
+            raise ValueError(
+                f"site {name!r} has weights in {weights!r} that are no whole numbers; weights of "
+                "sampling or treatment are probability_weights="
+            )
         n = int(kept.sum())
         lacking = np.isnan(x).sum(0).tolist()
         lacking.append(int(np.isnan(given[outcome]).sum()) if outcome is not None else 0)
@@ -262,6 +293,7 @@ def tables(
                 weights=found[weights] if weights else torch.ones(n, dtype=torch.float64),
                 dropped=int(absent.sum()),
                 missing=tuple(lacking),
+                weighing=weighing,
             )
         )
     if gaps and missing == "refuse":

@@ -84,7 +84,7 @@ def test_groups_of_one_row_or_none():
 
 
 def test_weights_count_rows():
-    given = bf.stats.tables(frames(), outcome="score", terms=["age"], weights="count")
+    given = bf.stats.tables(frames(), outcome="score", terms=["age"], frequency_weights="count")
     told = bf.stats.describe(given).statistics["all"]
     rows = pooled()
     each = rows.loc[rows.index.repeat(rows["count"])]

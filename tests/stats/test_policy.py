@@ -142,7 +142,7 @@ def test_columns():
         ({"terms": [bf.stats.levels("arm", ["a", "b"])]}, ["arm", "ill"]),
         ({"terms": [bf.stats.interaction("age", "often")]}, ["age", "often", "ill"]),
         ({"offset": "exposure"}, ["age", "ill", "exposure"]),
-        ({"weights": "often"}, ["age", "ill", "often"]),
+        ({"probability_weights": "often"}, ["age", "ill", "often"]),
         ({"question": Named(1, 1, named=("age", "arm"))}, ["age", "ill", "arm"]),
     ):
         assert not refused(rows, "columns", needs, **options)

@@ -81,12 +81,12 @@ def test_nullable_columns_are_numbers():
 
 def test_weights_and_offsets():
     rows = {site: frame.assign(w=[1, 2, 3], o=0.5) for site, frame in two().items()}
-    given = bf.stats.tables(rows, outcome="ill", terms=["age"], weights="w", offset="o")
+    given = bf.stats.tables(rows, outcome="ill", terms=["age"], frequency_weights="w", offset="o")
     assert given.sites[0].weights.tolist() == [1, 2, 3]
     assert given.sites[1].offset.tolist() == [0.5] * 3
     rows["south"]["w"] = 0
     with pytest.raises(ValueError, match="'south' has weights <= 0 in 'w'"):
-        bf.stats.tables(rows, outcome="ill", terms=["age"], weights="w")
+        bf.stats.tables(rows, outcome="ill", terms=["age"], frequency_weights="w")
 
 
 def test_a_column_beside_the_design():

@@ -9,8 +9,16 @@ import torch
 from bayesfl.base.options import Count, Positive, declared
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Sites, Sums, standard
-from bayesfl.stats.fit import ONE_SITE, Fit, inverse, scaled_back
+from bayesfl.stats.asking import Questions, Sites, Sums, standard, unit_of
+from bayesfl.stats.fit import (
+    ERRORS,
+    ONE_SITE,
+    Errors,
+    Fit,
+    chosen_errors,
+    inverse,
+    scaled_back,
+)
 from bayesfl.stats.survival.checks import (
     Concordance,
     Scale,
@@ -35,7 +43,7 @@ def cox(
     baseline: Literal["shared", "per_site"] = "shared",
     grid: Count | Sequence[float] = BINS,
     exact_times: bool = False,
-    errors: Literal["model", "sandwich", "site"] = "model",
+    errors: Errors | None = None,
     prior: Positive | None = None,
     aggregation: Adder | None = None,
 ) -> Fit:
@@ -57,7 +65,8 @@ def cox(
         exact_times: Whether sites tell the times of events as they are; then an answer has
             (p + 1) (p + 2) numbers for each.
         errors: Standard errors by the `model`; by the `sandwich` of rows' score residuals; or by
-            `site`, of the sites' sums of these, which wants many sites. No factor for few.
+            `site`, of the sites' sums of these, as in `glm`. None takes the model's, and the
+            sandwich under probability weights.
         prior: Standard deviation of a normal prior of the coefficients of standardised columns,
             as 2.5, which keeps them finite. With it the fit has an `evidence`, of the partial
             likelihood.
@@ -83,12 +92,13 @@ def cox(
         >>> round(float(fit.coefficients["dose"]), 3)
         0.518
     """
-    per_site = baseline == "per_site"
     asked = Questions(sites, aggregation)
+    per_site, errors = baseline == "per_site", chosen_errors(sites, errors, prior)
     known = follow(asked, time, event)
     everyone, sites = sites, asked.sites
     names = sites.columns
-    centre, scale = standard(asked.conduct(Sums(len(sites.names), len(names))), names)
+    sums = asked.conduct(Sums(len(sites.names), len(names)))
+    centre, scale = standard(sums, names)
     if per_site:
         silent = [name for name in sites.names if not known.events[name]]
         asked.leave_out(
@@ -108,6 +118,7 @@ def cox(
         prior=prior,
         centre=tuple(centre.tolist()),
         scale=tuple(scale.tolist()),
+        unit=unit_of(sums),
     )
     state = asked.conduct(survey)
     found = newton.minimum(state)
@@ -149,9 +160,7 @@ def cox(
         names=names,
         estimate=estimate,
         covariance=covariance,
-        errors={"model": "the model", "sandwich": "the sandwich, by rows"}.get(
-            errors, "the sandwich, by sites"
-        ),
+        errors=ERRORS[errors],
         ratio="hazard ratio",
         rows={name: known.rows[name] for name in kept},
         events={name: known.events[name] for name in kept},
@@ -162,7 +171,9 @@ def cox(
         released=asked.released,
         evidence=evidence,
         likelihood=f"the order of {event!r} by {time!r}, {told}",
-        further={"check": check, "concordance": ranked},
+        weighing=sites.weighing,
+        further={"concordance": ranked}
+        | ({} if sites.weighing == "probability" else {"check": check}),
         refit=lambda chosen: cox(
             everyone.only(chosen),
             time=time,

@@ -38,6 +38,7 @@ class PartialLikelihood(SiteSurvey):
         prior: Standard deviation of the coefficients' prior; None without one.
         centre: Means of the columns.
         scale: Their standard deviations.
+        unit: The weight that is 1.
     """
 
     time: str
@@ -47,6 +48,7 @@ class PartialLikelihood(SiteSurvey):
     prior: float | None = None
     centre: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
+    unit: float = 1.0
 
     @property
     def strength(self) -> float:
@@ -109,7 +111,7 @@ class PartialLikelihood(SiteSurvey):
         return efron.Rows(
             design=design,
             eta=design @ theta + site.offset,
-            weights=site.weights,
+            weights=site.weights / self.unit,
             events=events,
             last=grid.last(times, site.name),
             times=len(grid.ends),
@@ -161,7 +163,8 @@ class Scores(AfterFit):
     """Ask for the outer products of score residuals, by which errors are robust.
 
     Args:
-        by: Of rows (`sandwich`), as often as each counts, or of the sums of each site's (`site`).
+        by: Of rows (`sandwich`), each as many as it stands for, or of the sums of each site's
+            (`site`).
     """
 
     by: Literal["sandwich", "site"] = "sandwich"
@@ -177,4 +180,4 @@ class Scores(AfterFit):
         if self.by == "site":
             scores = scores.sum(0)
             return {"meat": torch.outer(scores, scores)}
-        return {"meat": scores.T @ (scores / rows.weights[:, None])}
+        return {"meat": scores.T @ (scores / site.counts[:, None])}

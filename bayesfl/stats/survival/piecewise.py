@@ -23,7 +23,7 @@ from bayesfl.stats.asking import Questions, Sites, SiteSurvey
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import glm
 from bayesfl.stats.survival.times import follow, followed, increasing
-from bayesfl.stats.tables import Site
+from bayesfl.stats.tables import Site, Weighing
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,11 @@ class Intervals:
     def over(self) -> str | None:
         """Return the network over which they are asked."""
         return self.sites.over
+
+    @property
+    def weighing(self) -> Weighing:
+        """Return what the weights of rows are."""
+        return self.sites.weighing
 
     def design(self, frame: Any) -> Tensor:
         """Return the design of rows without their intervals."""

@@ -101,8 +101,8 @@ class FollowUp(SiteSurvey):
         """Return one site's numbers; see `SiteSurvey`."""
         times, events = followed(site, self.time, self.event)
         return {
-            "weights": slot(site.weights.sum(), place, self.sites),
-            "events": slot(site.weights[events].sum(), place, self.sites),
+            "weights": slot(site.counts.sum(), place, self.sites),
+            "events": slot(site.counts[events].sum(), place, self.sites),
             "n_dropped": slot(site.dropped, place, self.sites),
             "horizon": slot(_step_above(float(times.max())), place, self.sites),
         }

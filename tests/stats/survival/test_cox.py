@@ -58,7 +58,7 @@ def test_the_pooled_table(time: str, baseline: str):
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_weights_and_offsets(baseline: str):
     """Weights are lifelines'; an offset is a column whose coefficient is 1."""
-    given = sites(weights="count")
+    given = sites(frequency_weights="count")
     wanted, _ = anchor(pooled(), "tied", baseline, weights_col="count")
     fit = fitted("tied", baseline, given)
     close(fit.estimate, wanted.params_, rtol=0, atol=1e-9)
@@ -177,7 +177,7 @@ def test_robust_errors_of_rows_that_count_more_than_once(baseline: str):
     twice = {site: frame.assign(count=2) for site, frame in frames().items()}
     for errors in ("model", "sandwich"):
         once = fitted("untied", baseline, errors=errors)
-        found = fitted("untied", baseline, sites(twice, weights="count"), errors=errors)
+        found = fitted("untied", baseline, sites(twice, frequency_weights="count"), errors=errors)
         close(found.estimate, once.estimate, rtol=0, atol=1e-9)
         close(found.covariance, once.covariance / 2, rtol=1e-8)
         assert found.n == 2 * once.n
@@ -190,7 +190,7 @@ def test_robust_errors_of_rows_that_count_more_than_once(baseline: str):
     each = {
         site: frame.loc[frame.index.repeat(frame["count"])] for site, frame in frames().items()
     }  # tied, which Efron's sums of weights are not: alike to a few parts in a hundred
-    found = fitted("untied", baseline, sites(weights="count"), errors="sandwich")
+    found = fitted("untied", baseline, sites(frequency_weights="count"), errors="sandwich")
     wanted = fitted("untied", baseline, sites(each), errors="sandwich")
     assert (found.rows, found.events) == (wanted.rows, wanted.events)
     close(found.concordance()["pairs"], wanted.concordance()["pairs"])

@@ -95,7 +95,7 @@ def test_a_grid_is_times_rounded_up():
 
 def test_weights_count_rows():
     rows = pooled()
-    found = curves("tied", given=sites(weights="count"))
+    found = curves("tied", given=sites(frequency_weights="count"))
     wanted = lifelines.KaplanMeierFitter().fit(rows["tied"], rows["event"], weights=rows["count"])
     close(found.survival[0], wanted.predict(found.times.tolist()), atol=1e-12)
 
