@@ -4,6 +4,7 @@ Every fit is made of surveys (`bayesfl.base.surveys`) whose answers are sums ove
 what a fit needs to know of them, wherever they are.
 """
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -311,6 +312,44 @@ def with_likelihood(rows: Any, what: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class UsedRows(SiteSurvey):
+    """Ask for a keyed hash of the rows that a fit used, by which fits to the same rows are known.
+
+    It is of their places in the data frame, their weights and their outcomes, and travels as four
+    whole numbers of 16 bits, which secure sums do not round.
+
+    Args:
+        sites: Number of sites J.
+        key: The key, drawn for one comparison.
+        columns: Columns in place of the outcome, as of times and events.
+    """
+
+    sites: int
+    key: str
+    columns: tuple[str, ...] = ()
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shape of an answer."""
+        return {"n_hash": (self.sites, 4)}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's hash; see `SiteSurvey`."""
+        outcomes = [site.column(name) for name in self.columns] or [site.y]
+        values = [site.weights, *(t for t in outcomes if t is not None)]
+        told = b"".join([site.rows.encode(), *(t.numpy().tobytes() for t in values)])
+        digest = hashlib.blake2b(told, key=self.key.encode(), digest_size=8).digest()
+        found = torch.zeros(self.sites, 4, dtype=torch.float64)
+        found[place] = torch.from_numpy(np.frombuffer(digest, "<u2").astype(np.float64))
+        return {"n_hash": found}
+
+
+def used_rows(asked: Questions, key: str, columns: tuple[str, ...] = ()) -> dict[str, list[float]]:
+    """Return {site: the hash of the rows that it used}; see `UsedRows`."""
+    found = asked.conduct(UsedRows(len(asked.sites.names), key, columns))
+    return dict(zip(asked.sites.names, found["n_hash"].tolist(), strict=True))
+
+
 def counted(names: Sequence[str], weights: Tensor) -> dict[str, float]:
     """Return the sites' numbers of rows, each as often as it counts; whole ones as ints."""
     values = [int(n) if n.is_integer() else n for n in weights.tolist()]
@@ -335,8 +374,8 @@ class Sums(SiteSurvey):
     So neither a mean far from 0 nor the step of secure sums takes digits from a variance.
 
     The last state has `n_dropped`, `rows` and `outcome` [J], the `weight` of all rows, the
-    `outcome_mean`, and `centre` and `scale` of the columns and of a Gaussian outcome, the last;
-    the scale of constants is 0.
+    `outcome_mean`, the `offset_mean`, and `centre` and `scale` of the columns and, last, of a
+    Gaussian outcome; the scale of constants is 0.
 
     Args:
         sites: Number of sites J.
@@ -354,7 +393,7 @@ class Sums(SiteSurvey):
         if "unit" in state:
             return {"sum": p, "square": NotNegative(p)}
         rows = {"n_dropped": j, "rows": NotNegative(j), "outcome": j, "weight": NotNegative()}
-        return {**rows, "sum": p}
+        return {**rows, "offset": (), "sum": p}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""
@@ -373,26 +412,44 @@ class Sums(SiteSurvey):
             "rows": slot(site.counts.sum(), place, self.sites),
             "outcome": slot(site.counts @ y, place, self.sites),
             "weight": site.weights.sum(),
+            "offset": site.weights @ site.offset,
             "sum": site.weights @ values,
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the means at first, then better ones and units, until these are known."""
         if "unit" not in state:
-            centre = total.pop("sum") / total["weight"]
-            return total | {"centre": centre, "unit": centre.abs().clamp_min(1.0)}, False
-        n = state["rows"].sum()
-        mean, square = total["sum"] / n, total["square"] / n
-        centre, variance = state["centre"] + state["unit"] * mean, square - mean.square()
-        # A variance is known where neither the step of secure sums nor the square of a mean that
-        # was not known has its digits; a unit below rounding is a constant's.
-        known = (variance >= COARSE) & (mean.square() <= variance)
-        unit = state["unit"] * variance.clamp_min(COARSE**2).sqrt()
-        constant = unit <= (1e-13 * centre.abs()).clamp_min(1e-30)
-        found = state | {"centre": centre, "unit": unit, "scale": unit.where(~constant, 0.0)}
+            centre, offset = (total.pop(name) / total["weight"] for name in ("sum", "offset"))
+            begun = {"centre": centre, "unit": centre.abs().clamp_min(1.0), "offset_mean": offset}
+            return total | begun, False
+        found = refined(state["centre"], state["unit"], state["rows"].sum(), total)
         gaussian = self.family == "gaussian"
-        found["outcome_mean"] = centre[-1] if gaussian else state["outcome"].sum() / n
-        return found, bool((known | constant).all())
+        mean = found["centre"][-1] if gaussian else state["outcome"].sum() / state["rows"].sum()
+        return state | found | {"outcome_mean": mean}, bool(found["known"].all())
+
+
+def refined(centre: Tensor, unit: Tensor, n: Tensor, total: Tensors) -> Tensors:
+    """Return better means and units, [..., p], by sums about those that are known.
+
+    Args:
+        centre: The means so far, [..., p].
+        unit: The units, in which the sums are.
+        n: The weight of the rows, [..., 1] or a number.
+        total: `sum` and `square` of the values less `centre`, over `unit`, [..., p].
+
+    Returns:
+        `centre`; the `unit` that comes next; `scale`, the standard deviations, 0 of constants; and
+        `known`, of which these are true.
+    """
+    n = n.clamp_min(1e-300)
+    mean, square = total["sum"] / n, total["square"] / n
+    centre, variance = centre + unit * mean, square - mean.square()
+    # Neither the step of secure sums nor the square of a mean that was not known takes its digits.
+    known = (variance >= COARSE) & (mean.square() <= variance)
+    unit = unit * variance.clamp_min(COARSE**2).sqrt()
+    constant = unit <= (1e-13 * centre.abs()).clamp_min(1e-15)  # below rounding
+    scale = unit.where(~constant, 0.0)
+    return {"centre": centre, "unit": unit, "scale": scale, "known": known | constant}
 
 
 def unit_of(sums: Tensors) -> float:

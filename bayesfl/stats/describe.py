@@ -11,9 +11,10 @@ from torch import Tensor
 from bayesfl.base.display.html import frame
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import NotNegative
 from bayesfl.evaluation.report import one_line
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, slot
+from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, refined, slot
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
@@ -64,15 +65,16 @@ class Grouped(SiteSurvey):
 
 @dataclass(frozen=True)
 class Totals(Grouped):
-    """Ask for the groups' numbers of rows and sums of columns, for missing values by site, and
-    which columns hold 0 and 1 alone.
+    """Ask for the groups' numbers and weights of rows and sums of columns, for missing values by
+    site, and which columns hold 0 and 1 alone.
     """
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         g, p = self.groups, self.columns + 1
         return {
-            "weight": (g,),
+            "rows": NotNegative((g,)),
+            "weight": NotNegative((g,)),
             "sum": (g, p),
             "n_other": (p,),
             "n_outcome": (),
@@ -85,6 +87,7 @@ class Totals(Grouped):
         x, groups = self.rows(site, place)
         found = {name: torch.zeros(s, dtype=x.dtype) for name, s in self.shapes(state).items()}
         for group, weights in groups:
+            found["rows"][group] = site.counts[weights > 0].sum()
             found["weight"][group] = weights.sum()
             found["sum"][group] = weights @ x
         found["n_other"] += ((x != 0) & (x != 1)).sum(0)
@@ -95,25 +98,48 @@ class Totals(Grouped):
 
 @dataclass(frozen=True)
 class Squares(Grouped):
-    """Ask for the groups' sums of squares about given numbers.
+    """Ask for the groups' sums, and sums of squares, about means of their own; see
+    `bayesfl.stats.asking.Sums`.
 
     Args:
-        centre: The numbers, [p + 1].
+        mean: The means, [G, p + 1]; 0 of groups without rows.
+        weight: The groups' weights, [G].
+        unit: The weight that is 1.
+        rounded: Whether secure sums round, so that a sum of 0 may be of a finer unit.
     """
 
-    centre: tuple[float, ...] = ()
+    mean: tuple[tuple[float, ...], ...] = ()
+    weight: tuple[float, ...] = ()
+    unit: float = 1.0
+    rounded: bool = False
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the means, and their sizes as units."""
+        mean = torch.tensor(self.mean, dtype=torch.float64)
+        return {"centre": mean, "unit": mean.abs().clamp_min(1.0)}
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
-        """Return the shape of an answer."""
-        return {"square": (self.groups, self.columns + 1)}
+        """Return the shapes of an answer."""
+        shape = (self.groups, self.columns + 1)
+        return {"sum": shape, "square": NotNegative(shape)}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         x, groups = self.rows(site, place)
-        found = torch.zeros(self.groups, x.shape[1], dtype=x.dtype)
+        found = {name: torch.zeros(s, dtype=x.dtype) for name, s in self.shapes(state).items()}
         for group, weights in groups:
-            found[group] = weights @ (x - torch.tensor(self.centre, dtype=x.dtype)).square()
-        return {"square": found}
+            away = (x - state["centre"][group]) / state["unit"][group]
+            found["sum"][group] = weights @ away / self.unit
+            found["square"][group] = weights @ away.square() / self.unit
+        return found
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return better means and units, until these are known."""
+        weight = torch.tensor(self.weight, dtype=torch.float64)[:, None] / self.unit
+        found = refined(state["centre"], state["unit"], weight, total)
+        none = (total["square"] == 0) & (not self.rounded)
+        found["scale"] = torch.where(none, 0.0, found["scale"])
+        return found, bool((found["known"] | none).all())
 
 
 @dataclass(frozen=True)
@@ -297,19 +323,36 @@ def describe(
     sites = asked.sites
     grouped["sites"] = len(sites.names)
     groups: Sequence[Any] = by.levels if isinstance(by, Levels) else sites.names
-    weight = torch.cat([totals["weight"], totals["weight"].sum(0, keepdim=True)])
+    groups_weight = totals["weight"]
+    unit = float(groups_weight.sum() / totals["rows"].sum())
+    begin = (totals["sum"] / groups_weight[:, None]).nan_to_num()
+    within = asked.conduct(
+        Squares(
+            **grouped,
+            mean=tuple(map(tuple, begin.tolist())),
+            weight=tuple(groups_weight.tolist()),
+            unit=unit,
+            rounded=aggregation is not None,
+        )
+    )
+    weight = torch.cat([groups_weight, groups_weight.sum(0, keepdim=True)])
+    rows_of = torch.cat([totals["rows"], totals["rows"].sum(0, keepdim=True)])
     sums = torch.cat([totals["sum"], totals["sum"].sum(0, keepdim=True)])
-    mean = sums / weight[:, None]
-    about = asked.conduct(Squares(**grouped, centre=tuple(mean[-1].tolist())))["square"]
-    about = torch.cat([about, about.sum(0, keepdim=True)])
-    squares = (about - weight[:, None] * (mean - mean[-1]) ** 2).clamp_min(0)
-    quartiles = _quantiles(asked, grouped, mean, squares, weight)
+    share = (groups_weight / groups_weight.sum())[:, None]
+    mean, variance_of = within["centre"], within["scale"].square()
+    middle = (share * mean).sum(0, keepdim=True)
+    whole = (share * (variance_of + (mean - middle).square())).sum(0, keepdim=True)
+    mean = torch.cat([mean.where(groups_weight[:, None] > 0, math.nan), middle])
+    variance_of = torch.cat([variance_of, whole])
+    quartiles = _quantiles(asked, grouped, mean, variance_of, weight)
     missing = totals["n_missing"]
     if isinstance(by, Levels):  # rows left out have no group here
         missing = torch.full((len(groups), missing.shape[1]), math.nan, dtype=torch.float64)
     missing = torch.cat([missing, totals["n_missing"].sum(0, keepdim=True)])
     names = [*sites.columns, getattr(sites, "outcome", None) or "outcome"]
-    rows: dict[tuple[str, str], Tensor] = {("", "rows"): weight}
+    rows: dict[tuple[str, str], Tensor] = {("", "rows"): rows_of}
+    if sites.weighing == "probability":
+        rows["", "weight"] = weight
     differences = {}
     for place, name in enumerate(names):
         if place == len(sites.columns) and not totals["n_outcome"]:
@@ -318,7 +361,7 @@ def describe(
         if totals["n_other"][place] == 0:
             found, variance = {"count": sums[:, place], "share": here}, here * (1 - here)
         else:
-            variance = squares[:, place] / (weight - 1)
+            variance = variance_of[:, place] * rows_of / (rows_of - 1)
             found = {"mean": here, "sd": variance.sqrt()}
             found |= dict(zip(("25 %", "median", "75 %"), quartiles[:, place].T, strict=True))
         rows |= {(name, key): t for key, t in (found | {"missing": missing[:, place]}).items()}
@@ -335,14 +378,14 @@ def describe(
 
 
 def _quantiles(
-    asked: Questions, grouped: dict[str, Any], mean: Tensor, squares: Tensor, weight: Tensor
+    asked: Questions, grouped: dict[str, Any], mean: Tensor, variance: Tensor, weight: Tensor
 ) -> Tensor:
     """Return the quantiles, [G + 1, p + 1, shares]: the middles of the last ranges.
 
     By Cantelli's inequality a quantile lies between mean - sd sqrt((1 - q) / q) and
     mean + sd sqrt(q / (1 - q)), with n in the sd.
     """
-    sd = (squares / weight[:, None]).sqrt()[..., None] * (1 + 1e-9)
+    sd = variance.sqrt()[..., None] * (1 + 1e-9)
     share = torch.tensor(SHARES, dtype=torch.float64)
     low = mean[..., None] - sd * ((1 - share) / share).sqrt()
     high = mean[..., None] + sd * (share / (1 - share)).sqrt()

@@ -9,6 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+STIRLING = 16.0
+"""From here on Stirling's series of log Gamma has all digits."""
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -174,9 +177,12 @@ class Poisson:
         _need(bool(((y >= 0) & (y == y.round())).all()), site, "counts", y)
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
-        """Return e^eta - y eta + log y!; see `Family`."""
-        mu = eta.exp()
-        return _pieces(mu - y * eta + torch.lgamma(y + 1), mu - y, mu)
+        """Return e^eta - y eta + log y!, see `Family`, from its minimum at log y, so that counts of
+        any size keep the digits of differences.
+        """
+        mu, above = eta.exp(), eta - y.clamp_min(1).log()
+        risen = torch.where(y > 0, y * (torch.expm1(above) - above), mu)
+        return _pieces(risen + _least(y), mu - y, mu)
 
     def mean(self, eta: Tensor) -> Tensor:
         """Return the expected count."""
@@ -199,33 +205,61 @@ class NegativeBinomial(Poisson):
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return the negative log likelihood; with r = 1 / alpha it is as follows.
 
-        -log Gamma(y + r) + log Gamma(r) + log y! - r log r - y eta + (y + r) log(mu + r).
+        log y! + log Gamma(r) - log Gamma(y + r) - r log r - y eta + (y + r) log(mu + r),
+
+        which is written from its minimum by eta, at log y, with Gamma by Stirling's formula and its
+        `_remainder`. So no large terms cancel, and Poisson's is the limit of alpha at 0.
         """
         mu, r = eta.exp(), torch.exp(-own[0])
-        both = mu + r
-        loss = (
-            torch.lgamma(r)
-            - torch.lgamma(y + r)
-            + torch.lgamma(y + 1)
-            - torch.xlogy(r, r)
-            - y * eta
-            + (y + r) * both.log()
-        )
-        by_eta = (y + r) * mu / both - y
+        above, both, least = eta - y.clamp_min(1).log(), mu + r, y + r
+        e, q = (mu - y) / least, (mu - y) / both
+        at_r, at_least = _remainder(r), _remainder(least)
+        risen = least * torch.log1p(e) - torch.where(y > 0, y * above, 0.0)
+        loss = risen + torch.log1p(y / r) / 2 + at_r[0] - at_least[0] + _least(y)
         # Derivatives by r; d r / d log alpha = -r.
-        by_r = torch.digamma(r) - torch.digamma(y + r) - r.log() - 1 + both.log() + (y + r) / both
-        by_rr = (
-            torch.polygamma(1, r) - torch.polygamma(1, y + r) - 1 / r + 2 / both - (y + r) / both**2
+        r_by_r = r * (torch.log1p(e) - q + at_r[1] - at_least[1]) - y / least / 2
+        rr_by_rr = (
+            r**2 * (at_r[2] - at_least[2])
+            - (r * q) * (r / least) * q
+            + y / least * (1 + r / least) / 2
         )
-        eta_eta = (y + r) * mu * r / both**2
-        eta_r = mu * (mu - y) / both**2
-        slope = torch.stack([by_eta, -r * by_r], -1)
-        cross = -r * eta_r
-        own_own = r * by_r + r**2 * by_rr
+        slope = torch.stack([r * q, -r_by_r], -1)
+        cross = -r / both * q * mu
         information = torch.stack(
-            [torch.stack([eta_eta, cross], -1), torch.stack([cross, own_own], -1)], -2
+            [
+                torch.stack([least / both * mu * (r / both), cross], -1),
+                torch.stack([cross, r_by_r + rr_by_rr], -1),
+            ],
+            -2,
         )
         return Pieces(loss, slope, information)
+
+
+def _least(y: Tensor) -> Tensor:
+    """Return Poisson's loss of counts at means of their own, y - y log y + log y!."""
+    return y - torch.xlogy(y, y) + torch.lgamma(y + 1)
+
+
+def _remainder(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what log Gamma(x) has beyond (x - 1/2) log x - x + log(2 pi) / 2, with its first two
+    derivatives: by Binet's series from 16 on, where it has all digits.
+    """
+    small, inverse = x.clamp_max(STIRLING), 1 / x.clamp_min(STIRLING)
+    log, square = small.log(), inverse**2
+    exact = (
+        torch.lgamma(small) - (small - 0.5) * log + small - math.log(2 * math.pi) / 2,
+        torch.digamma(small) - log + 0.5 / small,
+        torch.polygamma(1, small) - 1 / small - 0.5 / small**2,
+    )
+    series = (
+        inverse * (1 / 12 - square * (1 / 360 - square * (1 / 1260 - square / 1680))),
+        -square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square / 240))),
+        inverse * square * (1 / 6 - square * (1 / 30 - square * (1 / 42 - square / 30))),
+    )
+    first, second, third = (
+        torch.where(x < STIRLING, a, b) for a, b in zip(exact, series, strict=True)
+    )
+    return first, second, third
 
 
 FAMILIES: dict[str, Family] = {

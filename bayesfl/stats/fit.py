@@ -2,6 +2,7 @@
 
 import math
 import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
 from bayesfl.stats.asking import Released, Sites, with_likelihood
 from bayesfl.stats.diagnostics import Diagnostics
-from bayesfl.stats.newton import Minimum
+from bayesfl.stats.newton import Minimum, eigen
 from bayesfl.stats.tables import Weighing
 from bayesfl.stats.terms import numbers
 
@@ -27,10 +28,15 @@ Errors = Literal["model", "sandwich", "site"]
 ERRORS = {
     "model": "the model",
     "sandwich": "the sandwich, by rows",
-    "site": "the sandwich, by sites",
+    "site": "the sandwich, by sites, with the correction for few (CR2)",
 }
 """{errors: how they were found, in words}."""
-ONE_SITE = "errors='site' wants two sites at least: take errors='sandwich'"
+FADED = 1e-7
+"""A share of the information at first below this is none."""
+MOVING = 1e-6
+"""A last step whose square is above this, by the information at first, is that of coefficients that
+grow without end."""
+FEW_SITES = "errors='site' needs three sites at least: take errors='sandwich'"
 
 
 def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> Errors:
@@ -210,18 +216,19 @@ class Fit(Refits):
         log_likelihood: Log likelihood at the estimate, without a prior, in nats; under probability
             weights a pseudo-likelihood, of weights whose mean is 1.
         parameters: Number of parameters, own intercepts included.
-        degrees: Degrees of freedom of the errors, for intervals by Student's t; None for the normal
-            distribution.
+        degrees: Degrees of freedom of the errors, for intervals by Student's t, or those of each
+            parameter, [q]; None for the normal distribution.
         scale: Residual variance of a Gaussian outcome; 1 elsewhere.
         evidence: Laplace's log marginal likelihood, in nats; None without a prior.
         likelihood: Of what the likelihood is, in words, by which fits compare.
         link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
-        further: Further questions about the fit, by name: `diagnostics` and `own_slopes` of
-            `glm`, `check` and `concordance` of `cox`.
+        further: Further questions about the fit, by name: `used rows`; `diagnostics` and
+            `own_slopes` of `glm`, `check` and `concordance` of `cox`.
         design: Function (data frame) -> the columns of its rows.
         offset: Column of what is added to the linear predictor; None where there is none.
         weighing: What the weights of rows were.
+        intercept: Whether the first parameter is an intercept, which sites share.
 
     Example:
         >>> import pandas as pd
@@ -240,7 +247,7 @@ class Fit(Refits):
     log_likelihood: float
     parameters: int
     likelihood: str
-    degrees: float | None = None
+    degrees: float | Tensor | None = None
     scale: float = 1.0
     evidence: float | None = None
     own_intercepts: Mapping[str, float] = field(default_factory=dict)
@@ -248,6 +255,7 @@ class Fit(Refits):
     design: Callable[[Any], Tensor] | None = None
     offset: str | None = None
     weighing: Weighing = "none"
+    intercept: bool = False
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -292,7 +300,7 @@ class Fit(Refits):
 
         estimate, error = self.estimate.numpy(), self.covariance.diagonal().sqrt().numpy()
         z = estimate / error
-        law = stats.norm if self.degrees is None else stats.t(self.degrees)
+        law = stats.norm if self.degrees is None else stats.t(np.asarray(self.degrees))
         reach = law.ppf((1 + level) / 2) * error
         letter = "z" if self.degrees is None else "t"
         low, high = ((1 - level) / 2, (1 + level) / 2)
@@ -306,6 +314,8 @@ class Fit(Refits):
         }
         if self.ratio is not None:
             columns["exp(coef)"] = np.exp(estimate)
+        if isinstance(self.degrees, Tensor):
+            columns["df"] = self.degrees.numpy()
         return pandas.DataFrame(columns, index=list(self.names))
 
     def _facts(self) -> dict[str, Any]:
@@ -342,11 +352,14 @@ class Fit(Refits):
     def compare(self, other: "Fit") -> str:
         """Return in words how two fits to the same rows compare: likelihood ratio, AIC, evidence.
 
+        The sites of both are asked for a hash of the rows that were used.
+
         Args:
             other: The other fit, of which one is a special case of the other for the ratio's p.
 
         Raises:
-            ValueError: They are of other rows, or their likelihoods of other things.
+            ValueError: They are of other rows, their likelihoods of other things, or the rows have
+                probability weights.
         """
         for fit in (self, other):
             with_likelihood(fit, "a comparison")
@@ -354,6 +367,13 @@ class Fit(Refits):
             raise ValueError(
                 f"the fits are of other rows, {dict(self.rows)} and {dict(other.rows)}; fit both "
                 "to the same sites"
+            )
+        key = secrets.token_hex(16)
+        here, there = (fit._asked("used rows")(key) for fit in (self, other))
+        if others := [site for site, digest in here.items() if digest != there[site]]:
+            raise ValueError(
+                f"the fits are of other rows of {others}, as many; fit both to rows that are "
+                "complete for both, by also= in tables"
             )
         if self.likelihood != other.likelihood:
             raise ValueError(
@@ -388,9 +408,9 @@ class Fit(Refits):
         if self.link is None or self.design is None:
             raise ValueError("this fit has no means of an outcome to predict")
         x = self.design(frame)
-        others = ("(intercept)", "log alpha")
-        slopes = self.estimate[[name not in others for name in self.names]]
-        if "(intercept)" in self.names:
+        first = int(self.intercept)
+        slopes = self.estimate[first : first + x.shape[1]]
+        if self.intercept:
             start = self.estimate[0]
         elif site is not None and site in self.own_intercepts:
             start = self.own_intercepts[site]
@@ -520,52 +540,57 @@ def _whole(count: float) -> float:
     return int(count) if float(count).is_integer() else count
 
 
-def scaled_back(
-    theta: Tensor, covariance: Tensor, centre: Tensor, scale: Tensor, *, intercept: bool
-) -> tuple[Tensor, Tensor]:
-    """Return parameters and their covariance for columns as they are, by those of standardised
-    columns.
+def change_of(size: int, centre: Tensor, scale: Tensor, *, intercept: bool) -> Tensor:
+    """Return the matrix [q, q] that makes parameters for columns as they are of those of
+    standardised columns.
 
     Args:
-        theta: An intercept, where there is one, the coefficients, and others, [q].
-        covariance: Their covariance, [q, q].
+        size: Number q of parameters: an intercept, where there is one, the coefficients, and
+            others.
         centre: Means of the p columns.
         scale: Their standard deviations.
         intercept: Whether there is an intercept.
     """
     first, p = int(intercept), len(centre)
-    change = torch.eye(len(theta), dtype=torch.float64)
+    change = torch.eye(size, dtype=torch.float64)
     place = torch.arange(first, first + p)
     change[place, place] = 1 / scale
     if intercept:
         change[0, place] = -centre / scale
-    return change @ theta, change @ covariance @ change.T
+    return change
 
 
-def inverse(found: Minimum, names: Sequence[str], n: float) -> Tensor:
+def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
     """Return the inverse of the information matrix [q, q] of standardised columns at a minimum.
+
+    Where columns separate the outcome, the sum falls as e^-t along a direction, so that steps keep
+    their length while the information vanishes. Judged by what it was at the first question, that
+    length depends on no unit of weights or columns.
 
     Args:
         found: The minimum.
         names: Names of the parameters.
-        n: Number of rows.
 
     Raises:
-        ValueError: It is singular to a part in 1e-10 of the number of rows: the outcome is
-            separated by some columns, or these are linearly dependent.
+        ValueError: It is singular: the outcome is separated by some columns, or these are linearly
+            dependent.
     """
-    values, vectors = torch.linalg.eigh(found.hessian)
-    if not len(values) or float(values[0]) >= 1e-10 * n:
-        return (vectors / values) @ vectors.T
+    values, vectors, size = eigen(found.hessian)
+    gone = found.hessian.diagonal() < FADED * found.first.diagonal()
+    length = float(found.moved @ found.first @ found.moved)
+    singular = len(values) and float(values[0]) < 1e-10
+    if not (singular or gone.any() or length > MOVING):
+        inner = vectors / size[:, None]
+        return (inner / values) @ inner.T
     # Dependent columns say nothing of a direction from the start, up to the rounding of secure
     # sums; separated ones in the end.
-    at_first, directions = torch.linalg.eigh(found.first)
+    at_first, directions, _ = eigen(found.first)
     least = int(at_first.abs().argmin())
-    if float(at_first.abs()[least]) < 1e-6 * float(at_first.abs().max()):
-        raise ValueError(
-            f"{_involved(directions[:, least].abs(), names)} are linearly dependent: leave one out"
-        )
-    raise ValueError(separation(vectors[:, values < 1e-10 * n].norm(dim=1), names))
+    if float(at_first.abs()[least]) < 1e-6:
+        sizes = directions[:, least].abs()
+        raise ValueError(f"{_involved(sizes, names)} are linearly dependent: leave one out")
+    vanished = vectors[:, 0].abs() / size if singular else gone.double()
+    raise ValueError(separation(found.moved.abs() if length > MOVING else vanished, names))
 
 
 def separation(sizes: Tensor, names: Sequence[str]) -> str:

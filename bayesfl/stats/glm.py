@@ -21,7 +21,8 @@ from torch import Tensor
 
 from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Semidefinite
+from bayesfl.base.surveys import NotNegative, Semidefinite
+from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import (
@@ -33,17 +34,18 @@ from bayesfl.stats.asking import (
     outcome_unit,
     standard,
     unit_of,
+    used_rows,
 )
 from bayesfl.stats.diagnostics import diagnose
 from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.fit import (
     ERRORS,
-    ONE_SITE,
+    FEW_SITES,
     Errors,
     Fit,
+    change_of,
     chosen_errors,
     inverse,
-    scaled_back,
     separation,
 )
 from bayesfl.stats.tables import Site, Tables
@@ -51,8 +53,11 @@ from bayesfl.stats.tables import Site, Tables
 INTERCEPT_SD = 10.0
 """Standard deviation of the intercepts' prior, where the coefficients have one."""
 
-SEPARATED = 1e-3
-"""A loss of all rows below this, in nats, is that of separated outcomes 0 and 1."""
+FLAT = 1e-8
+"""Information of log alpha below this is that of counts that vary no more than Poisson's, whose
+likelihood rises without end as alpha falls."""
+ALONE = 1e-8
+"""The share of the information that other sites have in a direction; none, if below this."""
 EDGE = 1e10
 """Information at the log link above which a row's probability is 1 in all but rounding."""
 
@@ -109,21 +114,23 @@ class Likelihood(SiteSurvey):
         convex = not FAMILIES[self.family].own  # in the coefficients alone
         hessian = Semidefinite((q, q)) if convex else (q, q)
         found: dict[str, tuple[int, ...]] = {"loss": (), "slope": (q,), "hessian": hessian}
+        if self.family == "binomial" and self.prior is None:
+            found["n_wrong"] = ()
         return found | {"n_outside": ()} | ({"volume": (), "penalty": ()} if self.per_site else {})
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
-        at = self.at(state, site)
-        inside = at.loss.isfinite()
+        at, shapes = self.at(state, site), self.shapes(state)
         answer = {
-            "loss": torch.where(inside, at.loss, 0.0).sum() + at.penalty,
+            "loss": at.loss.sum() + at.penalty,
             "slope": at.scores,
             "hessian": at.hessian,
-            "n_outside": (~inside).sum(),
+            "n_outside": at.outside,
+            "n_wrong": at.wrong,
         }
-        if at.own is None:
-            return answer
-        return answer | {"volume": at.own.log() / 2, "penalty": at.penalty}
+        if at.own is not None:
+            answer |= {"volume": at.own.log() / 2, "penalty": at.penalty}
+        return {name: answer[name] for name in shapes}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make Newton's step; see `newton.step`."""
@@ -135,17 +142,18 @@ class Likelihood(SiteSurvey):
             total["slope"] + strength * theta,
             total["hessian"] + torch.diag(strength),
         )
-        own = {name: total[name] for name in ("volume", "penalty") if name in total}
-        return state | after | own, done or self.separated(loss, total["hessian"])
+        kept = {name: total[name] for name in ("volume", "penalty") if name in total}
+        kept["separated"] = self.separated(total)
+        return state | after | kept, done or bool(kept["separated"])
 
-    def separated(self, loss: Tensor | float, hessian: Tensor) -> bool:
-        """Say whether some columns separate the outcomes 0 and 1 of all rows: else one row at least
-        is at the wrong side of any boundary, and its loss at least log 2. At the log link it is
-        enough that all outcomes of some rows are 1.
+    def separated(self, total: Tensors) -> Tensor:
+        """Say whether the parameters separate the outcomes 0 and 1 of all rows: no row is at the
+        wrong side of their boundary. At the log link it is enough that all outcomes of some rows
+        are 1.
         """
         if self.family == "log_binomial":
-            return bool(loss < torch.inf and (hessian > EDGE).any())
-        return self.family == "binomial" and self.prior is None and bool(loss < SEPARATED)
+            return (total["n_outside"] == 0) & (total["hessian"] > EDGE).any()
+        return total.get("n_wrong", torch.tensor(1)) == 0
 
     def strength(self) -> Tensor:
         """Return the prior's precision of each shared parameter, [q]; 0 without a prior."""
@@ -192,13 +200,20 @@ class Likelihood(SiteSurvey):
         design, eta, alpha = self.predictors(state, site)
         own, strength = state["theta"][design.shape[1] :], self.own_strength
         pieces = FAMILIES[self.family].pieces(eta, site.y, own)
-        information = site.weights[:, None, None] * pieces.information
+        # What rows outside the range say is no number.
+        inside = (
+            torch.cat([pieces.loss[:, None], pieces.information.flatten(1)], 1).isfinite().all(1)
+        )
+        weights = site.weights[inside]
+        information = weights[:, None, None] * pieces.information[inside]
         volume = information[:, 0, 0].sum() + strength
         return At(
-            design=design,
-            loss=site.weights * pieces.loss,
-            slope=site.weights[:, None] * pieces.slope,
+            design=design[inside],
+            loss=weights * pieces.loss[inside],
+            slope=weights[:, None] * pieces.slope[inside],
             information=information,
+            outside=(~inside).sum(),
+            wrong=((eta - site.offset) * (2 * site.y - 1) <= 0).sum(),
             own=volume.clamp_min(1e-300) if self.per_site else None,  # 0 where separated
             penalty=strength * alpha**2 / 2,
         )
@@ -225,6 +240,9 @@ class At:
         loss: Their negative log likelihoods, weighted, [n].
         slope: Slopes by the linear predictor and the family's own parameters, weighted, [n, m].
         information: Their information, weighted, [n, m, m].
+        outside: Number of further rows, whose loss is infinite.
+        wrong: Number of rows with an outcome 1 at a probability of a half at most, were it not for
+            their offset, or an outcome 0 at one of a half at least.
         own: The information of the site's own intercept, its prior's included; None where it has
             none.
         penalty: Half its square times its prior's precision.
@@ -234,6 +252,8 @@ class At:
     loss: Tensor
     slope: Tensor
     information: Tensor
+    outside: Tensor
+    wrong: Tensor
     own: Tensor | None
     penalty: Tensor
 
@@ -281,10 +301,9 @@ def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: 
     """
     rule, y = FAMILIES[family], site.y
     assert y is not None
-    best = start = torch.zeros((), dtype=torch.float64)
-    if family == "log_binomial":  # within the range
-        start = -eta.max() - 1
-    alpha, lowest = start, torch.inf
+    # No mean overflows here, whatever the offsets, and the log link's are within its range.
+    alpha = best = -eta.max() - int(family == "log_binomial")
+    lowest = torch.inf
     for _ in range(200):
         pieces = rule.pieces(eta + alpha, y, own)
         loss = float(site.weights @ pieces.loss + strength * alpha**2 / 2)
@@ -303,17 +322,15 @@ def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: 
 
 @dataclass(frozen=True)
 class Meat(SiteSurvey):
-    """Ask for the outer products of scores, of rows, each as many as it stands for, or of sites, by
-    which errors are robust.
+    """Ask for the outer products of rows' scores, each row as many as it stands for, by which
+    errors are robust.
 
     Args:
         likelihood: The likelihood.
-        by: `row`, or `site` for the sums of a site's scores.
         theta: Where the scores are taken, [q].
     """
 
     likelihood: Likelihood
-    by: Literal["row", "site"]
     theta: tuple[float, ...]
 
     def start(self, about: Any, /) -> Tensors:
@@ -322,16 +339,73 @@ class Meat(SiteSurvey):
         return self.likelihood.start(about) | {"theta": theta}
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
-        """Return the shape of an answer."""
-        return {"meat": (self.likelihood.size, self.likelihood.size)}
+        """Return the shapes of an answer."""
+        return {"meat": Semidefinite((self.likelihood.size, self.likelihood.size))}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         scores = self.likelihood.at(state, site).row_scores  # weighted
-        if self.by == "site":
-            scores = scores.sum(0)
-            return {"meat": torch.outer(scores, scores)}
         return {"meat": scores.T @ (scores / site.counts[:, None])}
+
+
+@dataclass(frozen=True)
+class SiteMeat(Meat):
+    """Ask for the outer products of sites' scores as CR2 adjusts them for few sites, and for what
+    degrees of freedom follow from.
+
+    Let L L' be the inverse of the information, M_j what site j has of this, N_j = L' M_j L, and s_j
+    its score. The adjusted score is t_j = (I - N_j)^(-1/2) L' s_j, and the covariance
+    L (sum of t_j t_j') L'. If the model is true, the variance of a contrast c is a quadratic form
+    of residuals; with v = L' c and h_j = N_j (I - N_j)^(-1/2) v it has the trace and the trace of
+    its square
+
+        sum of v' N_j v,    sum of (v' N_j v)^2 - (h_j' h_j)^2, plus |sum of h_j h_j'|^2.
+
+    Source: Bell and McCaffrey, "Bias reduction in standard errors for linear regression with
+        multi-stage samples", Survey Methodology 28, 2002; with weights, Pustejovsky and Tipton,
+        "Small-sample methods for cluster-robust variance estimation", JBES 36, 2018.
+
+    Args:
+        root: L, [q, q].
+        contrasts: The q contrasts c, [q, q].
+    """
+
+    root: tuple[tuple[float, ...], ...]
+    contrasts: tuple[tuple[float, ...], ...]
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return where the scores are taken, L, and v of each contrast, [q, q]."""
+        root, contrasts = (
+            torch.tensor(t, dtype=torch.float64) for t in (self.root, self.contrasts)
+        )
+        return super().start(about) | {"root": root, "v": contrasts @ root}
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        q = self.likelihood.size
+        each = NotNegative((q,))
+        outer = {"outer": (q, q, q), "trace": each, "square": (q,), "alone": each}
+        return {**super().shapes(state), **outer}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        at, root = self.likelihood.at(state, site), state["root"]
+        values, vectors = torch.linalg.eigh(root.T @ at.hessian @ root)
+        left = 1 - values
+        alone = left < ALONE  # the other sites say nothing of these directions
+        factor = torch.where(alone, 0.0, left.clamp_min(ALONE).rsqrt())
+        score = factor * (vectors.T @ (root.T @ at.scores))
+        v = state["v"] @ vectors
+        h = v * values * factor
+        trace, size = v.square() @ values, h.square().sum(1)
+        of_all = h @ vectors.T
+        return {
+            "meat": torch.outer(vectors @ score, vectors @ score),
+            "outer": torch.einsum("ca,cb->cab", of_all, of_all),
+            "trace": trace.clamp_min(0.0),
+            "square": trace.square() - size.square(),
+            "alone": v.square() @ alone.double() / v.square().sum(1),
+        }
 
 
 @dataclass(frozen=True)
@@ -389,8 +463,9 @@ def glm(
             one level of the outcome alone says nothing and is left out.
         errors: Standard errors by the `model`; by the `sandwich` of rows' scores (HC0), which holds
             where rows of a site are independent but the model is not true; or by `site`, of the
-            sites' sums of scores, times J / (J - 1) (n - 1) / (n - k), which wants many sites. None
-            takes the model's, and the sandwich under probability weights.
+            scores of three sites at least, with the correction for few (CR2) and Bell and
+            McCaffrey's degrees of freedom, `df` in the table. None takes the model's, and the
+            sandwich under probability weights.
         prior: Standard deviation of a normal prior of the coefficients of standardised columns,
             as 2.5, which keeps them finite where an outcome is separated; the prior of intercepts
             has 10. With it the fit has an `evidence`. Not for `gaussian`.
@@ -398,7 +473,11 @@ def glm(
 
     Raises:
         ValueError: An outcome is outside the family's range, a column is constant, columns are
-            linearly dependent, or the outcome is separated by some.
+            linearly dependent, the outcome is separated by some, or counts vary no more than
+            Poisson's; by `site`, there are two sites, or one alone says something of a coefficient.
+
+    Warns:
+        UserWarning: Counts hardly vary more than Poisson's.
 
     Example:
         >>> import pandas as pd
@@ -425,8 +504,8 @@ def glm(
     if len(left) == len(sites.names):
         told = "; ".join(f"{name}, {why}" for name, why in left.items())
         raise ValueError(f"no site says anything beyond its own intercept: {told}")
-    if errors == "site" and len(sites.names) - len(left) < 2:
-        raise ValueError(ONE_SITE)
+    if errors == "site" and len(sites.names) - len(left) < 3:
+        raise ValueError(FEW_SITES)
     asked.leave_out(left)
     rule, kept = FAMILIES[family], asked.sites.names
     survey = Likelihood(
@@ -438,7 +517,8 @@ def glm(
         scale=tuple(scale.tolist()),
         intercept=0.0
         if family == "gaussian"
-        else rule.link(float((sums["outcome"].sum() + 0.5) / (sums["rows"].sum() + 1))),
+        else rule.link(float((sums["outcome"].sum() + 0.5) / (sums["rows"].sum() + 1)))
+        - float(sums["offset_mean"]),
         outcome_centre=middle,
         outcome_scale=unit,
         unit=unit_of(sums),
@@ -449,7 +529,7 @@ def glm(
     places = [place for place, name in enumerate(sites.names) if name not in left]
     n = float(sums["rows"][places].sum())
     parameters = len(names) + per_site * len(kept) + (family == "gaussian")
-    if survey.separated(found.loss, found.hessian):
+    if state["separated"]:
         raise ValueError(
             separation(found.theta.abs(), names)
             if family == "binomial"
@@ -457,7 +537,17 @@ def glm(
             "link ends: leave out the terms that separate them, or take family='poisson' with "
             "errors='sandwich', whose coefficients are logarithms of risk ratios, too"
         )
-    bread = covariance = inverse(found, names, n)
+    if family == "negative_binomial" and found.hessian[-1, -1] < FLAT:
+        raise ValueError(
+            "counts vary no more than Poisson's, so that alpha is 0: take family='poisson'"
+        )
+    bread = covariance = inverse(found, names)
+    if family == "negative_binomial" and bread[-1, -1] > 1:  # alpha is below its standard error
+        warn(
+            f"counts hardly vary more than Poisson's: alpha is {float(found.theta[-1].exp()):.2g} "
+            f"and its error {float(found.theta[-1].exp() * bread[-1, -1].sqrt()):.2g}; take "
+            "family='poisson'"
+        )
     degrees, variance = None, 1.0
     if family == "gaussian":
         degrees = n - len(names) - per_site * len(kept)
@@ -470,17 +560,14 @@ def glm(
             raise ValueError(f"nothing is left of the outcome {outcome!r} to know errors by")
         variance = 2 * found.loss / degrees
         covariance = covariance * variance
-    if errors != "model":
-        meat = asked.conduct(
-            Meat(survey, "row" if errors == "sandwich" else "site", tuple(found.theta.tolist()))
-        )["meat"]
+    change = change_of(len(names), centre, scale, intercept=not per_site)
+    theta = tuple(found.theta.tolist())
+    if errors == "sandwich":
+        meat = asked.conduct(Meat(survey, theta))["meat"]
         covariance, degrees = bread @ meat @ bread, None
-        if errors == "site":
-            j, k = len(kept), parameters - (family == "gaussian")
-            covariance = covariance * j / (j - 1) * (n - 1) / (n - k)
-    estimate, covariance = scaled_back(
-        unit * found.theta, unit**2 * covariance, centre, scale, intercept=not per_site
-    )
+    if errors == "site":
+        covariance, degrees = _by_site(asked, survey, theta, bread, change, names)
+    estimate, covariance = unit * change @ found.theta, unit**2 * change @ covariance @ change.T
     if not per_site:
         estimate[0] += middle
     penalty = (survey.strength() * found.theta**2).sum() / 2 + state.get("penalty", 0.0)
@@ -534,9 +621,11 @@ def glm(
         design=sites.design,
         offset=sites.offset,
         weighing=sites.weighing,
-        further={}
+        intercept=not per_site,
+        further={"used rows": lambda key: used_rows(Questions(asked.sites, aggregation), key)}
         if sites.weighing == "probability"
         else {
+            "used rows": lambda key: used_rows(Questions(asked.sites, aggregation), key),
             "diagnostics": lambda level, *, counts=True: diagnose(
                 Questions(asked.sites, aggregation),
                 survey,
@@ -546,7 +635,7 @@ def glm(
                 rows,
                 level,
                 counts=counts,
-            )
+            ),
         }
         | ({} if prior is None or rule.own or len(kept) < 2 else {"own_slopes": own_slopes}),
         refit=lambda chosen: glm(
@@ -558,6 +647,32 @@ def glm(
             aggregation=aggregation,
         ),
     )
+
+
+def _by_site(
+    asked: Questions,
+    survey: Likelihood,
+    theta: tuple[float, ...],
+    bread: Tensor,
+    change: Tensor,
+    names: Sequence[str],
+) -> tuple[Tensor, Tensor]:
+    """Return the covariance by sites [q, q], of standardised columns, and the degrees of freedom of
+    each coefficient [q], of columns as they are; see `SiteMeat`.
+
+    Raises:
+        ValueError: Only one site says something of a coefficient.
+    """
+    root = torch.linalg.cholesky(bread)
+    contrasts = tuple(map(tuple, change.tolist()))
+    found = asked.conduct(SiteMeat(survey, theta, tuple(map(tuple, root.tolist())), contrasts))
+    if single := [names[i] for i in (found["alone"] > 1e-6).nonzero().flatten().tolist()]:
+        raise ValueError(
+            f"{single} differ within one site alone, so that errors='site' has none of their "
+            "coefficients: take errors='sandwich', or leave these terms out"
+        )
+    square = found["square"] + found["outer"].square().sum((1, 2))
+    return root @ found["meat"] @ root.T, found["trace"].square() / square
 
 
 def _silent(family: str, sums: Tensors, names: tuple[str, ...]) -> dict[str, str]:

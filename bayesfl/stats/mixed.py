@@ -514,8 +514,14 @@ def mixed(
     state = asked.conduct(survey)
     found, p = newton.minimum(state), 1 + len(sites.columns)
     # Of separated outcomes there is no posterior under a flat prior; it raises.
-    beta = newton.Minimum(found.theta[:p], found.loss, found.hessian[:p, :p], found.first[:p, :p])
-    inverse(beta, names, float(sums["weight"]))
+    beta = newton.Minimum(
+        theta=found.theta[:p],
+        loss=found.loss,
+        hessian=found.hessian[:p, :p],
+        moved=found.moved[:p],
+        first=found.first[:p, :p],
+    )
+    inverse(beta, names)
     phi, weights, k_hat, evidence = _integrated(
         asked, survey, found, model, float(state["n_groups"]), draws, seed
     )

@@ -26,12 +26,15 @@ class Minimum:
         theta: Where it is, [q], a step after the last question.
         loss: The sum, in nats, and
         hessian: its Hessian [q, q], at the last question.
+        moved: The last step, [q]: of the size of rounding, but along directions in which the sum
+            falls without end.
         first: Its Hessian at the first, [q, q], which is singular where columns depend on others.
     """
 
     theta: Tensor
     loss: float
     hessian: Tensor
+    moved: Tensor
     first: Tensor
 
 
@@ -70,15 +73,12 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
         if state["n_halved"] >= 30:
             raise ValueError(
                 "the sum over sites does not fall along Newton's step: leave out terms, or give a "
-                "weak prior, prior=2.5; or, if the family is negative_binomial and counts vary no "
-                "more than Poisson's, take poisson"
+                "weak prior, prior=2.5"
             )
         between = (state["theta"] + state["best"]) / 2
         return state | {"theta": between, "n_halved": state["n_halved"] + 1}, False
-    values, vectors = torch.linalg.eigh((hessian + hessian.T) / 2)
-    largest = float(values.abs().max()) if len(values) else 1.0
-    moduli = values.abs().clamp_min(1e-14 * max(largest, 1e-300))
-    move = -vectors @ ((vectors.T @ slope) / moduli)
+    values, vectors, size = eigen(hessian)
+    move = -(vectors @ ((vectors.T @ (slope / size)) / values.abs().clamp_min(1e-14))) / size
     here = state["theta"]
     return {
         "theta": here + move,
@@ -91,6 +91,17 @@ def step(state: Tensors, loss: Tensor, slope: Tensor, hessian: Tensor) -> tuple[
     }, promised < ENOUGH or not len(here)
 
 
+def eigen(hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of a Hessian [q, q] in units of its parameters in which
+    its diagonal is 1 or -1, and the sizes of these, the roots of its diagonal, [q].
+    """
+    size = hessian.diagonal().abs().sqrt()
+    size = torch.where(size > 0, size, 1.0)
+    values, vectors = torch.linalg.eigh((hessian + hessian.T) / 2 / torch.outer(size, size))
+    return values, vectors, size
+
+
 def minimum(state: Tensors) -> Minimum:
     """Return the minimum that the last state holds."""
-    return Minimum(state["theta"], float(state["loss"]), state["hessian"], state["first"])
+    moved = state["theta"] - state["best"]
+    return Minimum(state["theta"], float(state["loss"]), state["hessian"], moved, state["first"])

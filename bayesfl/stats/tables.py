@@ -6,6 +6,7 @@ have the same columns in the design, so categories are declared with their level
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -39,6 +40,7 @@ class Site:
         dropped: Number of rows that were left out as a value is missing.
         missing: How often each column of the design, and the outcome, was missing, p + 1.
         weighing: What the weights are.
+        rows: A hash of the labels of its complete rows in the data frame that was given.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Site:
     dropped: int = 0
     missing: tuple[int, ...] = ()
     weighing: Weighing = "none"
+    rows: str = ""
 
     @property
     def counts(self) -> Tensor:
@@ -294,6 +297,7 @@ def tables(
                 dropped=int(absent.sum()),
                 missing=tuple(lacking),
                 weighing=weighing,
+                rows=sha256(repr(frame.index[kept].tolist()).encode()).hexdigest(),
             )
         )
     if gaps and missing == "refuse":

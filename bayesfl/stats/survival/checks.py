@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.numerics import levelled
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import NotNegative
 from bayesfl.stats.asking import Questions, slot
 from bayesfl.stats.diagnostics import DOUBT
 from bayesfl.stats.survival.partial import AfterFit
@@ -22,7 +23,8 @@ Scale = Literal["log", "identity", "rank"]
 
 @dataclass(frozen=True)
 class Schoenfeld(AfterFit):
-    """Ask for the sums of Schoenfeld's residuals, times a function g of time, over events.
+    """Ask for the mean of a function g of time over events; then for its squares about this, and
+    for the sums of Schoenfeld's residuals times what g has beyond it.
 
     Args:
         scale: What g is: the `log` of time, time itself (`identity`), or the `rank` of events.
@@ -36,8 +38,9 @@ class Schoenfeld(AfterFit):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        p = (self.likelihood.columns,)
-        return {"events": (), "g": (), "square": (), "residual": p, "cross": p}
+        if "g" in state:
+            return {"square": NotNegative(), "drift": (self.likelihood.columns,)}
+        return {"events": NotNegative(), "g": ()}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""
@@ -46,13 +49,16 @@ class Schoenfeld(AfterFit):
         mean = self.baseline(state, rows)[2]
         residual = rows.design[died] - mean[rows.last[died]]
         w, g = rows.weights[died], self.function(site, rows.last[died], rows.weights[died])
-        return {
-            "events": w.sum(),
-            "g": w @ g,
-            "square": w @ g.square(),
-            "residual": w @ residual,
-            "cross": (w * g) @ residual,
-        }
+        if "g" not in state:
+            return {"events": w.sum(), "g": w @ g}
+        g = g - state["g"]
+        return {"square": w @ g.square(), "drift": (w * g) @ residual}
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Keep the mean, then the sums."""
+        if "g" in state:
+            return state | total, True
+        return state | {"events": total["events"], "g": total["g"] / total["events"]}, False
 
     def function(self, site: Site, last: Tensor, weights: Tensor) -> Tensor:
         """Return g at the events of a site, by the places of their times and their weights."""
@@ -91,10 +97,7 @@ def proportional(
     import pandas
 
     sums = asked.conduct(survey)
-    n = float(sums["events"])
-    mean = sums["g"] / n
-    spread = sums["square"] - n * mean**2
-    drift = sums["cross"] - mean * sums["residual"]
+    n, spread, drift = float(sums["events"]), sums["square"], sums["drift"]
     by_column = (covariance @ drift) ** 2 / covariance.diagonal() * n / spread
     together = float(drift @ covariance @ drift * n / spread)
     p_values = stats.chi2.sf(by_column.numpy(), 1)

@@ -9,15 +9,15 @@ import torch
 from bayesfl.base.options import Count, Positive, declared
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions, Sites, Sums, standard, unit_of
+from bayesfl.stats.asking import Questions, Sites, Sums, standard, unit_of, used_rows
 from bayesfl.stats.fit import (
     ERRORS,
-    ONE_SITE,
+    FEW_SITES,
     Errors,
     Fit,
+    change_of,
     chosen_errors,
     inverse,
-    scaled_back,
 )
 from bayesfl.stats.survival.checks import (
     Concordance,
@@ -65,7 +65,8 @@ def cox(
         exact_times: Whether sites tell the times of events as they are; then an answer has
             (p + 1) (p + 2) numbers for each.
         errors: Standard errors by the `model`; by the `sandwich` of rows' score residuals; or by
-            `site`, of the sites' sums of these, as in `glm`. None takes the model's, and the
+            `site`, of the sums of three sites at least, times J / (J - 1), with Student's t of
+            J - 1 degrees of freedom for few sites. None takes the model's, and the
             sandwich under probability weights.
         prior: Standard deviation of a normal prior of the coefficients of standardised columns,
             as 2.5, which keeps them finite. With it the fit has an `evidence`, of the partial
@@ -105,8 +106,8 @@ def cox(
             {name: f"none of its {known.rows[name]} rows has an event" for name in silent}
         )
     kept = asked.sites.names
-    if errors == "site" and len(kept) < 2:
-        raise ValueError(ONE_SITE)
+    if errors == "site" and len(kept) < 3:
+        raise ValueError(FEW_SITES)
     shared = None
     if not per_site:
         shared = grid_of(asked, time, event, known.horizon, grid, exact_times)
@@ -130,12 +131,17 @@ def cox(
             "their coefficients: leave these terms out"
             + (", or take baseline='shared'" if per_site else "")
         )
-    model = covariance = inverse(found, names, n)
+    model = covariance = inverse(found, names)
     fitted = after(survey, state)
     if errors != "model":
         meat = asked.conduct(Scores(**fitted, by=errors))["meat"]
         covariance = model @ meat @ model
-    estimate, covariance = scaled_back(found.theta, covariance, centre, scale, intercept=False)
+    degrees = None
+    if errors == "site":
+        degrees = float(len(kept) - 1)
+        covariance = covariance * len(kept) / degrees
+    change = change_of(len(names), centre, scale, intercept=False)
+    estimate, covariance = change @ found.theta, change @ covariance @ change.T
     penalty = survey.strength * float(found.theta @ found.theta) / 2
     evidence = None
     if prior is not None:
@@ -153,6 +159,9 @@ def cox(
         again = Questions(asked.sites, aggregation)
         return concordance(again, Concordance(**fitted, sites=len(kept)))
 
+    def used(key: str) -> Any:
+        return used_rows(Questions(asked.sites, aggregation), key, (time, event))
+
     told = "a baseline for each site" if per_site else f"one baseline, {shared}"
     return Fit(
         model=f"Cox's proportional hazards, Efron's ties, {told}"
@@ -160,7 +169,8 @@ def cox(
         names=names,
         estimate=estimate,
         covariance=covariance,
-        errors=ERRORS[errors],
+        errors="the sandwich, by sites, times J / (J - 1)" if errors == "site" else ERRORS[errors],
+        degrees=degrees,
         ratio="hazard ratio",
         rows={name: known.rows[name] for name in kept},
         events={name: known.events[name] for name in kept},
@@ -172,7 +182,7 @@ def cox(
         evidence=evidence,
         likelihood=f"the order of {event!r} by {time!r}, {told}",
         weighing=sites.weighing,
-        further={"concordance": ranked}
+        further={"concordance": ranked, "used rows": used}
         | ({} if sites.weighing == "probability" else {"check": check}),
         refit=lambda chosen: cox(
             everyone.only(chosen),

@@ -19,7 +19,7 @@ from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Questions, Sites, SiteSurvey
+from bayesfl.stats.asking import Questions, Sites, SiteSurvey, used_rows
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import glm
 from bayesfl.stats.survival.times import follow, followed, increasing
@@ -226,6 +226,10 @@ def piecewise(
         aggregation=aggregation,
     )
     kept = fit.rows
+
+    def used(key: str) -> Any:
+        return used_rows(Questions(sites.only([*kept]), aggregation), key, (time, event))
+
     released = replace(fit.released, questions=asked.released.questions + fit.released.questions)
     own = "a level for each site" if intercept == "per_site" else "one baseline"
     told = ", ".join(f"{c:g}" for c in cut.cuts)
@@ -243,6 +247,7 @@ def piecewise(
         # Counts of person and interval, 0 or 1, are no sign of how the model fits.
         further={
             **fit.further,
+            "used rows": used,
             "diagnostics": lambda level: fit.further["diagnostics"](level, counts=False),
         },
         likelihood=f"the density of {time!r} to {event!r}",
