@@ -31,8 +31,6 @@ ERRORS = {
     "site": "the sandwich, by sites, with the correction for few (CR2)",
 }
 """{errors: how they were found, in words}."""
-FADED = 1e-7
-"""A share of the information at first below this is none."""
 MOVING = 1e-6
 """A last step whose square is above this, by the information at first, is that of coefficients that
 grow without end."""
@@ -313,7 +311,8 @@ class Fit(Refits):
             f"{100 * high:g} %": estimate + reach,
         }
         if self.ratio is not None:
-            columns["exp(coef)"] = np.exp(estimate)
+            with np.errstate(over="ignore"):  # of a column in a large unit
+                columns["exp(coef)"] = np.exp(estimate)
         if isinstance(self.degrees, Tensor):
             columns["df"] = self.degrees.numpy()
         return pandas.DataFrame(columns, index=list(self.names))
@@ -576,10 +575,9 @@ def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
             dependent.
     """
     values, vectors, size = eigen(found.hessian)
-    gone = found.hessian.diagonal() < FADED * found.first.diagonal()
     length = float(found.moved @ found.first @ found.moved)
     singular = len(values) and float(values[0]) < 1e-10
-    if not (singular or gone.any() or length > MOVING):
+    if not (singular or length > MOVING):
         inner = vectors / size[:, None]
         return (inner / values) @ inner.T
     # Dependent columns say nothing of a direction from the start, up to the rounding of secure
@@ -589,12 +587,13 @@ def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
     if float(at_first.abs()[least]) < 1e-6:
         sizes = directions[:, least].abs()
         raise ValueError(f"{_involved(sizes, names)} are linearly dependent: leave one out")
-    vanished = vectors[:, 0].abs() / size if singular else gone.double()
-    raise ValueError(separation(found.moved.abs() if length > MOVING else vanished, names))
+    sizes = found.moved if length > MOVING else vectors[:, 0] / size
+    raise ValueError(separation(sizes.abs(), names))
 
 
 def separation(sizes: Tensor, names: Sequence[str]) -> str:
     """Say which columns separate the outcome, by how far each goes in the direction, [q]."""
+    sizes = sizes * torch.tensor([name != "(intercept)" or len(names) == 1 for name in names])
     return (
         f"{_involved(sizes, names)} separate the outcome, so that coefficients grow without end: "
         "leave one out, or give a weak prior, prior=2.5"

@@ -179,7 +179,7 @@ class Likelihood(SiteSurvey):
         """
         theta, first = state["theta"], int(not self.per_site)
         design = torch.ones(len(site.x), first + self.columns, dtype=torch.float64)
-        torch.sub(site.x[:, : self.columns], state["centre"], out=design[:, first:])
+        torch.sub(site.x[:, : self.columns], self.centre_at(state, site), out=design[:, first:])
         design[:, first:] /= state["scale"]
         slopes, own = theta[: design.shape[1]], theta[design.shape[1] :]
         eta = design @ slopes + site.offset
@@ -187,6 +187,14 @@ class Likelihood(SiteSurvey):
             return design, eta, torch.zeros((), dtype=torch.float64)
         alpha = best_intercept(self.family, eta, site, own, self.own_strength)
         return design, eta + alpha, alpha
+
+    def centre_at(self, state: Tensors, site: Site) -> Tensor:
+        """Return what is taken off a site's columns, [p]: its own means where these change its own
+        intercept alone, so that sites far apart keep their digits; else the means of all rows.
+        """
+        if self.per_site and self.prior is None:
+            return site.weights @ site.x[:, : self.columns] / site.weights.sum()
+        return state["centre"]
 
     @property
     def own_strength(self) -> float:
@@ -227,7 +235,7 @@ class Likelihood(SiteSurvey):
         """Return a site's own intercept at its best, for columns as they are."""
         slopes = state["theta"][: self.columns]
         alpha = self.predictors(state, self.standardised(site))[2]
-        alpha = alpha - slopes @ (state["centre"] / state["scale"])
+        alpha = alpha - slopes @ (self.centre_at(state, site) / state["scale"])
         return float(self.outcome_centre + self.outcome_scale * alpha)
 
 
@@ -270,14 +278,18 @@ class At:
 
     @property
     def hessian(self) -> Tensor:
-        """Return the information of the shared parameters, [q, q], the own intercept eliminated."""
-        among = self.design.T @ (self.design * self.information[:, :1, 0])
-        across = self.design.T @ self.information[:, 0, 1:]
-        rest = self.information[:, 1:, 1:].sum(0)
-        found = torch.cat([torch.cat([among, across], 1), torch.cat([across.T, rest], 1)])
+        """Return the information of the shared parameters, [q, q], the own intercept eliminated:
+        by columns about their means under the information, where no digits cancel.
+        """
+        design, first = self.design, self.information[:, :1, 0]
+        rest, own = self.information[:, 1:, 1:].sum(0), self.cross[design.shape[1] :]
         if self.own is not None:
-            found = found - torch.outer(self.cross, self.cross) / self.own
-        return found
+            mean = self.cross[: design.shape[1]] / self.own
+            design, rest = design - mean, rest - torch.outer(own, own) / self.own
+        among, across = design.T @ (design * first), design.T @ self.information[:, 0, 1:]
+        if self.own is not None:
+            among = among + (self.own - first.sum()) * torch.outer(mean, mean)
+        return torch.cat([torch.cat([among, across], 1), torch.cat([across.T, rest], 1)])
 
     @property
     def row_scores(self) -> Tensor:

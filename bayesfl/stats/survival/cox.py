@@ -124,7 +124,7 @@ def cox(
     state = asked.conduct(survey)
     found = newton.minimum(state)
     n = sum(known.events[name] for name in kept)
-    flat = found.first.diagonal() < 1e-10 * n
+    flat = found.first.diagonal() < (1e-26 if per_site else 1e-10) * n  # by rounding
     if alike := [names[place] for place in flat.nonzero().flatten().tolist()]:
         raise ValueError(
             f"{alike} do not differ among those at risk together, so that nothing can be learnt of "

@@ -168,7 +168,29 @@ def test_robust_errors(errors: Any, baseline: str):
     kind = {"robust": True} if errors == "sandwich" else {"cluster_col": "cluster"}
     wanted, _ = anchor(rows, "untied", baseline, **kind)
     fit = fitted("untied", baseline, errors=errors)
-    close(fit.table()["se"], wanted.standard_errors_, rtol=0, atol=1e-9)
+    few = np.sqrt(4 / 3) if errors == "site" else 1.0
+    close(fit.table()["se"], few * wanted.standard_errors_, rtol=0, atol=1e-9)
+    assert fit.degrees == (3 if errors == "site" else None)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("unit", [1.0, 1e-6])
+def test_probability_weights(baseline: str, unit: float):
+    """Robust errors by default, of w^2 s s', as lifelines' robust=True, in any unit."""
+    rng = np.random.default_rng(1)
+    rows = {
+        site: frame.assign(w=unit / rng.uniform(0.05, 1, len(frame)))
+        for site, frame in frames().items()
+    }
+    fit = fitted("untied", baseline, sites(rows, probability_weights="w"))
+    read = pooled(rows).assign(w=lambda frame: frame["w"] / unit)
+    wanted, _ = anchor(read, "untied", baseline, weights_col="w", robust=True)
+    close(fit.estimate, wanted.params_, rtol=0, atol=1e-9)
+    close(fit.table()["se"], wanted.standard_errors_, rtol=1e-9)
+    assert dict(fit.rows) == SIZES
+    assert dict(fit.events) == pooled().groupby("site")["event"].sum().to_dict()
+    with pytest.raises(ValueError, match="no check of this fit under probability weights"):
+        fit.check()
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -213,15 +235,26 @@ def test_a_rare_level_without_events_separates(baseline: str):
     given = bf.stats.tables({"a": rows}, terms=["age", "rare"], also=["untied", "event"])
     with pytest.raises(ValueError, match=r"^\['rare'\] separate"):
         fitted("untied", baseline, given)
+    for size, dose, errors in ((60, 1.0, "model"), (60, 3.0, "sandwich"), (3000, 1.0, "site")):
+        few = pd.DataFrame({"untied": np.arange(1.0, size + 1), "site": np.arange(size) % 3})
+        few["event"] = np.arange(size) % (size // 10) == size // 10 - 1
+        few["z"] = dose * ((np.arange(size) % 30 == 20) & ~few["event"])
+        given = bf.stats.tables(
+            {f"{k}": part for k, part in few.groupby("site")},
+            terms=["z"],
+            also=["untied", "event"],
+        )
+        with pytest.raises(ValueError, match=r"^\['z'\] separate"):
+            fitted("untied", baseline, given, errors=errors)
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_errors_by_site_want_two(baseline: str):
     """One site's scores add up to nothing, and so would its errors."""
-    with pytest.raises(ValueError, match="errors='site' wants two sites at least"):
+    with pytest.raises(ValueError, match="errors='site' needs three sites at least"):
         fitted("untied", baseline, sites().only(["west"]), errors="site")
     own = fitted("untied", baseline, errors="site").by_site("age")
-    assert own.loc["west", "why"] == "errors='site' wants two sites at least"
+    assert own.loc["west", "why"] == "errors='site' needs three sites at least"
     assert own.loc["west", ["low", "high"]].isna().all()
 
 
