@@ -367,17 +367,17 @@ class Fit(Refits):
                 f"the fits are of other rows, {dict(self.rows)} and {dict(other.rows)}; fit both "
                 "to the same sites"
             )
+        if self.likelihood != other.likelihood:
+            raise ValueError(
+                f"the likelihoods are of other things, {self.likelihood} and {other.likelihood}, "
+                "and do not compare"
+            )
         key = secrets.token_hex(16)
         here, there = (fit._asked("used rows")(key) for fit in (self, other))
         if others := [site for site, digest in here.items() if digest != there[site]]:
             raise ValueError(
                 f"the fits are of other rows of {others}, as many; fit both to rows that are "
                 "complete for both, by also= in tables"
-            )
-        if self.likelihood != other.likelihood:
-            raise ValueError(
-                f"the likelihoods are of other things, {self.likelihood} and {other.likelihood}, "
-                "and do not compare"
             )
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters

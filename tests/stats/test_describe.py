@@ -94,6 +94,48 @@ def test_weights_count_rows():
     close(told[("age", "25 %")], exact, rtol=0, atol=each["age"].std() / 1000)
 
 
+def test_probability_weights_are_those_of_a_population():
+    """Means, sds and shares are weighted, in any unit of weights; rows are the sites' own."""
+    rng = np.random.default_rng(0)
+    for unit in (1.0, 1e-6):
+        rows = {
+            site: frame.assign(w=unit * rng.uniform(0.2, 5, len(frame)))
+            for site, frame in frames().items()
+        }
+        given = bf.stats.tables(rows, outcome="ill", terms=["age"], probability_weights="w")
+        told = bf.stats.describe(given).statistics
+        whole = pd.concat([rows[site] for site in sorted(rows)])
+        for name, group in (("all", whole), ("west", rows["west"])):
+            mean = np.average(group["age"], weights=group["w"])
+            squares = np.average((group["age"] - mean) ** 2, weights=group["w"])
+            n = len(group)
+            close(told.loc[("", "rows"), name], n)
+            close(told.loc[("", "weight"), name], group["w"].sum(), rtol=1e-12)
+            close(told.loc[("age", "mean"), name], mean, rtol=1e-12)
+            close(told.loc[("age", "sd"), name], np.sqrt(squares * n / (n - 1)), rtol=1e-12)
+            share = np.average(group["ill"], weights=group["w"])
+            close(told.loc[("ill", "share"), name], share, rtol=1e-12)
+
+
+def test_a_sites_digits_are_its_own():
+    """Beside an outlier elsewhere, and far from 0; in small units under secure sums."""
+    rows = {site: frame.copy() for site, frame in frames().items()}
+    rows["west"].loc[0, "age"] = 1e15
+    rows["north"]["age"] += 1.7e9
+    told = bf.stats.describe(bf.stats.tables(rows, terms=["age"])).statistics
+    for site, rtol in (("east", 1e-13), ("south", 1e-13), ("north", 1e-6), ("west", 1e-12)):
+        exact = rows[site]["age"] - rows[site]["age"].iloc[-1]
+        close(told.loc[("age", "sd"), site], exact.std(), rtol=rtol)
+    whole = pd.concat(rows.values())["age"]
+    close(told.loc[("age", "sd"), "all"], whole.std(), rtol=1e-12)
+    small = {site: frame.assign(age=1e-6 * frame["age"]) for site, frame in frames().items()}
+    given = bf.stats.tables(small, terms=["age"])
+    hidden = bf.stats.describe(given, aggregation=bf.SecureSum()).statistics
+    close(
+        hidden.loc[("age", "sd")], bf.stats.describe(given).statistics.loc[("age", "sd")], rtol=1e-5
+    )
+
+
 def test_missing_values_are_counted_by_site_and_column():
     rows = {site: frame.copy() for site, frame in frames().items()}
     rows["west"].loc[:4, "age"] = np.nan

@@ -66,9 +66,9 @@ def test_quasi_separation_is_no_dependence():
             bf.stats.glm(given, family="binomial", intercept=intercept)
 
 
-def test_errors_by_site_want_two():
+def test_errors_by_site_need_three():
     given = sites("binomial").only(["west"])
-    with pytest.raises(ValueError, match="wants two sites at least"):
+    with pytest.raises(ValueError, match="needs three sites at least"):
         bf.stats.glm(given, family="binomial", errors="site")
 
 
@@ -155,3 +155,41 @@ def test_posteriors_of_sites():
     assert list(named.index[:3]) == ["east, 0", "east, 1", "north, 0"]
     assert named["rows"].isna().tolist() == [True] * 8 + [False]
     bf.plots.forest(wards, "(intercept)").figure.canvas.draw()
+
+
+@pytest.mark.parametrize("aggregation", [None, bf.SecureSum()])
+def test_fits_to_other_rows_do_not_compare(aggregation: Any):
+    """As many rows, but others, or in another order; fits to the same rows do, also by `also`."""
+    rows = {
+        site: frame.assign(
+            u=frame["age"].where(np.arange(len(frame)) >= 15),
+            v=frame["score"].where(np.arange(len(frame)) < len(frame) - 15),
+            time=frame["exposure"],
+        )
+        for site, frame in frames().items()
+    }
+
+    def fit(given: Any, terms: list[str], also: list[str], kind: str = "glm") -> Any:
+        options: Any = {"terms": terms, "also": [*also, "time"], "missing": "complete"}
+        if kind == "cox":
+            made = bf.stats.tables(given, **options)
+            call: Any = bf.stats.cox
+            return call(made, time="time", event="ill", aggregation=aggregation)
+        made = bf.stats.tables(given, outcome="ill", **options)
+        if kind == "piecewise":
+            return bf.stats.piecewise(
+                made, time="time", event="ill", cuts=[1.0], aggregation=aggregation
+            )
+        return bf.stats.glm(made, family="binomial", aggregation=aggregation)
+
+    for kind in ("glm", "cox", "piecewise"):
+        with pytest.raises(ValueError, match=r"of other rows of \['east', .*'west'\], as many"):
+            fit(rows, ["u"], [], kind).compare(fit(rows, ["v"], [], kind))
+        told = fit(rows, ["u"], ["v"], kind).compare(fit(rows, ["u", "v"], [], kind))
+        assert "likelihood ratio" in told
+    turned = rows | {"east": rows["east"].iloc[::-1]}
+    with pytest.raises(ValueError, match=r"of other rows of \['east'\]"):
+        fit(rows, ["age"], []).compare(fit(turned, ["age"], []))
+    longer = rows | {"east": rows["east"].assign(ill=~rows["east"]["ill"])}
+    with pytest.raises(ValueError, match=r"of other rows of \['east'\]"):
+        fit(rows, ["age"], []).compare(fit(longer, ["age"], []))

@@ -25,3 +25,17 @@ def test_a_rise_by_rounding_halves_no_step():
     state, _ = newton.step(newton.begin(near), *quadratic(near, 0.0))
     after, _ = newton.step(state, outside, *quadratic(state["theta"], 0.0)[1:])
     assert after["n_halved"] == 1
+
+
+def test_steps_do_not_depend_on_units():
+    """Of parameters, though these be far apart: a step is the same in its own units."""
+    sizes = torch.tensor([1e9, 1e-9], dtype=torch.float64)
+    start = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    loss, slope, hessian = quadratic(start, 0.0)
+    small = newton.step(
+        newton.begin(start / sizes), loss, slope * sizes, hessian * sizes.outer(sizes)
+    )
+    torch.testing.assert_close(
+        small[0]["theta"] * sizes,
+        newton.step(newton.begin(start), loss, slope, hessian)[0]["theta"],
+    )

@@ -235,7 +235,7 @@ def test_a_rare_level_without_events_separates(baseline: str):
     given = bf.stats.tables({"a": rows}, terms=["age", "rare"], also=["untied", "event"])
     with pytest.raises(ValueError, match=r"^\['rare'\] separate"):
         fitted("untied", baseline, given)
-    for size, dose, errors in ((60, 1.0, "model"), (60, 3.0, "sandwich"), (3000, 1.0, "site")):
+    for size, dose, errors in ((60, 1.0, "model"), (60, 3.0, "sandwich"), (3000, 1.0, "sandwich")):
         few = pd.DataFrame({"untied": np.arange(1.0, size + 1), "site": np.arange(size) % 3})
         few["event"] = np.arange(size) % (size // 10) == size // 10 - 1
         few["z"] = dose * ((np.arange(size) % 30 == 20) & ~few["event"])
@@ -249,7 +249,7 @@ def test_a_rare_level_without_events_separates(baseline: str):
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-def test_errors_by_site_want_two(baseline: str):
+def test_errors_by_site_need_three(baseline: str):
     """One site's scores add up to nothing, and so would its errors."""
     with pytest.raises(ValueError, match="errors='site' needs three sites at least"):
         fitted("untied", baseline, sites().only(["west"]), errors="site")
