@@ -283,12 +283,13 @@ class At:
         """
         design, first = self.design, self.information[:, :1, 0]
         rest, own = self.information[:, 1:, 1:].sum(0), self.cross[design.shape[1] :]
+        of_prior: Tensor | float = 0.0
         if self.own is not None:
             mean = self.cross[: design.shape[1]] / self.own
             design, rest = design - mean, rest - torch.outer(own, own) / self.own
-        among, across = design.T @ (design * first), design.T @ self.information[:, 0, 1:]
-        if self.own is not None:
-            among = among + (self.own - first.sum()) * torch.outer(mean, mean)
+            of_prior = (self.own - first.sum()) * torch.outer(mean, mean)
+        among = design.T @ (design * first) + of_prior
+        across = design.T @ self.information[:, 0, 1:]
         return torch.cat([torch.cat([among, across], 1), torch.cat([across.T, rest], 1)])
 
     @property
