@@ -17,6 +17,7 @@ from bayesfl.stats.asking import Questions, Sums
 from bayesfl.stats.glm import Likelihood, Meat
 from bayesfl.stats.policy import Refusal
 from bayesfl.stats.survival.curves import Counts
+from bayesfl.stats.survival.partial import PartialLikelihood, Scores
 from bayesfl.stats.survival.times import Grid
 from bayesfl.stats.tables import Tables
 from tests.stats.made import TERMS, frames, sites
@@ -120,7 +121,7 @@ def test_max_parameters_per_row():
     assert refused(frame(10), "max_parameters_per_row", 0.09)
     assert not refused(frame(10), "max_parameters_per_row", 0.1)
     survey = Likelihood("binomial", columns=1, per_site=False, centre=(0.0,), scale=(1.0,))
-    for question in (survey, Meat(survey, "row", (0.0, 0.0))):  # an intercept and a coefficient
+    for question in (survey, Meat(survey, (0.0, 0.0))):  # an intercept and a coefficient
         assert refused(frame(10), "max_parameters_per_row", 0.19, question=question)
         assert not refused(frame(10), "max_parameters_per_row", 0.2, question=question)
 
@@ -149,9 +150,8 @@ def test_columns():
         for name in needs:
             fewer = [one for one in needs if one != name]
             assert refused(rows, "columns", fewer, **options), (options, name)
-    survey = Likelihood("binomial", columns=1, per_site=False, centre=(0.0,), scale=(1.0,))
-    by_site = Meat(survey, "site", (0.0, 0.0))  # a word, not the column
-    assert not refused(frame(site="va"), "columns", ["age", "ill"], question=by_site)
+    by_site = Scores(PartialLikelihood("age", "ill", 1, None), (0.0,), by="site")  # a word
+    assert not refused(frame(site="va", age=50), "columns", ["age", "ill"], question=by_site)
 
 
 def test_exact_times():
