@@ -30,9 +30,10 @@ from bayesfl.flower.post import Failure
 from bayesfl.flower.roster import LONGEST
 from bayesfl.stats import wire
 from bayesfl.stats.asking import Sites
+from bayesfl.stats.formulas import Formula, formula_of
 from bayesfl.stats.policy import Policy, Refusal
 from bayesfl.stats.tables import Tables, Weighing, design
-from bayesfl.stats.terms import Interaction, Levels, Number
+from bayesfl.stats.terms import Interaction, Levels, Number, pandas_of
 
 log = logging.getLogger(__name__)
 Seconds = Annotated[float, Range(0, why="it is in seconds")]
@@ -150,7 +151,11 @@ def _config(**settings: Any) -> RecordDict:
 
 @declared
 def analysis_app(
-    analysis: Callable[[Sites], Any], *, sites: Count | Sequence[str], timeout: Seconds = 600.0
+    analysis: Callable[[Sites], Any],
+    *,
+    sites: Count | Sequence[str],
+    timeout: Seconds = 600.0,
+    formula: str | None = None,
 ) -> ServerApp:
     """Make a Flower ServerApp that runs `analyse` with these options, and prints what the analysis
     returns.
@@ -161,6 +166,7 @@ def analysis_app(
         analysis: As of `analyse`.
         sites: As of `analyse`.
         timeout: As of `analyse`.
+        formula: As of `analyse`.
 
     Example:
         >>> def analysis(sites):
@@ -171,7 +177,7 @@ def analysis_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        found = analyse(grid, analysis, sites=sites, timeout=timeout)
+        found = analyse(grid, analysis, sites=sites, timeout=timeout, formula=formula)
         if found is not None:
             print(found, flush=True)
 
@@ -185,6 +191,7 @@ def analyse(
     *,
     sites: Count | Sequence[str],
     timeout: Seconds = 600.0,
+    formula: str | None = None,
 ) -> Any:
     """Wait for the sites, run an analysis of them, and return its result.
 
@@ -198,6 +205,8 @@ def analyse(
             it wants; `sites.only(names)` are some of them.
         sites: Names of the sites that are waited for, or how many.
         timeout: Seconds that a site has for an answer, > 0.
+        formula: The formula of the sites' tables, by which a fit predicts here; None where they
+            have none. The text that arrives from sites is compared, and never evaluated.
 
     Raises:
         BadClients: A site does not answer a question; it names the site. Also, the sites' tables
@@ -216,7 +225,7 @@ def analyse(
         ...     )
         ...     fit.save("fit")
     """
-    return analysis(_met(grid, sites, timeout))
+    return analysis(_met(grid, sites, timeout, formula))
 
 
 @dataclass(frozen=True, repr=False)
@@ -230,14 +239,16 @@ class RemoteSites:
         offset: Their column of what is added to linear predictors; None where there is none.
         weighing: What the weights of their rows are.
         timeout: Seconds that a site has for an answer.
+        formula: The formula of the server's own code, by which it makes the design of rows here.
     """
 
     grid: Grid
     nodes: Mapping[str, int]
-    terms: tuple[Number | Levels | Interaction, ...]
+    terms: tuple[Number | Levels | Interaction | Formula, ...]
     offset: str | None
     weighing: Weighing
     timeout: float
+    formula: str | None = None
     over = "Flower"
 
     def __repr__(self) -> str:
@@ -254,8 +265,17 @@ class RemoteSites:
         return tuple(name for term in self.terms for name in term.columns)
 
     def design(self, frame: Any) -> torch.Tensor:
-        """Return the design of rows that are here, [n, p] in float64."""
-        return design(frame, self.terms)
+        """Return the design of rows that are here, [n, p] in float64.
+
+        Raises:
+            ValueError: The sites have a formula and the server none, or it makes other columns.
+        """
+        frame, terms = pandas_of(frame), self.terms
+        if self.formula is not None:
+            terms = (formula_of(self.formula, {"the frame": frame}, right_only=True)[0],)
+        if terms != self.terms:
+            raise ValueError(f"formula= is {self.formula!r}, but the sites' terms {self.terms}")
+        return design(frame, terms)
 
     def only(self, names: Any) -> "RemoteSites":
         """Return some of the sites.
@@ -347,7 +367,9 @@ def _told(reply: RecordDict | Failure) -> RecordDict:
     return reply
 
 
-def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites:
+def _met(
+    grid: Grid, wanted: int | Sequence[str], timeout: float, formula: str | None
+) -> RemoteSites:
     """Wait until sites have said who they are, and return them.
 
     Raises:
@@ -389,4 +411,5 @@ def _met(grid: Grid, wanted: int | Sequence[str], timeout: float) -> RemoteSites
         offset=offset or None,
         weighing=cast(Weighing, weighing),
         timeout=timeout,
+        formula=formula,
     )

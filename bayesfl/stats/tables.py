@@ -17,10 +17,20 @@ from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey
 from bayesfl.base.warning import warn
+from bayesfl.data.tables.table import is_frame
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
 from bayesfl.stats.policy import Policy, Refusal, drawn
-from bayesfl.stats.terms import Interaction, Levels, Number, Term, column_of, numbers
+from bayesfl.stats.terms import (
+    Interaction,
+    Levels,
+    Number,
+    Term,
+    column_of,
+    numbers,
+    pandas_of,
+    term_of,
+)
 
 Weighing: TypeAlias = Literal["none", "frequency", "probability"]
 """What weights of rows are: there are none, numbers of equal rows, or inverse probabilities."""
@@ -84,7 +94,7 @@ class Tables:
         columns: Names of the p columns of the design.
         outcome: Name of the outcome; None where there is none.
         ids: The sites' numbers among all sites, [J].
-        beside: Names of the columns of outcome, offset and weights.
+        beside: Names of the columns that outcome, offset and weights are made of.
         policy: What the sites answer, or {site: what it answers}; None for all that is asked.
         offset: Name of the column of what is added to the linear predictor; None where there is
             none.
@@ -166,7 +176,7 @@ class Tables:
         Raises:
             ValueError: A column is absent, or holds what no row of a fit may hold.
         """
-        return design(frame, self.terms)
+        return design(pandas_of(frame), self.terms)
 
 
 @declared
@@ -188,14 +198,18 @@ def tables(
     Nothing is split, imputed or standardised. On a machine of one site, pass its frame alone.
 
     Args:
-        frames: {site: its data frame of pandas}; a site's name is text, a number's its digits.
+        frames: {site: its data frame, of pandas, or of polars and others by Arrow's capsule
+            interface}; the name of a site or of a column is text, a number's its digits.
         outcome: Column of the outcome: numbers, or 0 and 1; None where only `cox` and
             `kaplan_meier` follow, which name theirs.
         terms: What stands in the design: names of columns of numbers or truth values, `levels` and
             `interaction`.
         formula: In place of outcome and terms, what formulaic reads, if it is installed, as
-            `ill ~ age * C(sex, levels=["f", "m"])`: each category by C with its levels, the
-            reference first; other expressions row by row, as `np.log(age)`.
+            `np.log(pay) ~ age * C(sex, levels=["f", "m"])`. Its design is the one that formulaic
+            makes of all rows together. Each category is declared by C with its levels, the
+            reference first, here and over a network alike, where no machine has all rows; other
+            expressions are of a row's own values, as `bs(age, knots=[50, 60], lower_bound=20,
+            upper_bound=90)`.
         offset: Column of what is added to the linear predictor, as a logarithm of exposure.
         frequency_weights: Column of how many equal rows each one stands for: whole numbers > 0.
             Fits, errors and numbers of rows are those of a table in which it stands so often, but
@@ -212,8 +226,9 @@ def tables(
     Raises:
         ImportError: A formula is given, and formulaic is not installed.
         TypeError: `frames` is no mapping of names to data frames.
-        ValueError: A site lacks a column or has no row, a value is missing and none may be, or is
-            none that its column may hold; a formula learns from rows, as by center(age).
+        ValueError: Two sites have one name; one lacks a column or has no row, a value is missing
+            and none may be, or is none that its column may hold; a formula learns from rows, as by
+            center(age), or has a category without its levels.
 
     Warns:
         UserWarning: A column is constant at a site, or a level is at one site only.
@@ -229,27 +244,33 @@ def tables(
         >>> bf.stats.tables(frames, outcome="ill", terms=terms)
         Tables(north 2, south 2; 2 columns, outcome ill)
     """
-    if not isinstance(frames, Mapping) or not all(hasattr(x, "columns") for x in frames.values()):
+    if not isinstance(frames, Mapping) or not all(is_frame(x) for x in frames.values()):
         raise TypeError(
             "frames is a mapping of sites' names to their data frames, as "
             "{'north': pandas.read_csv('north.csv')}"
         )
     if not frames:
         raise ValueError("frames must name one site at least")
-    frames = {str(name): frame for name, frame in frames.items()}
+    frames = {name: pandas_of(frame) for name, frame in _by_text(frames).items()}
     if isinstance(policy, Mapping):
-        policy = {str(name): one for name, one in policy.items()}
+        policy = _by_text(policy)
         if strangers := sorted({*policy} - {*frames}):
             raise ValueError(f"policy= names {strangers[0]!r}; the sites are {sorted(frames)}")
-    parts: tuple[Any, ...] = tuple(
-        Number(term) if isinstance(term, str) else term for term in terms
-    )
+    parts: tuple[Any, ...] = tuple(term_of(term) for term in terms)
+    sources: tuple[str, ...] = () if outcome is None else (outcome,)
     if formula is not None:
-        first = min(frames)
-        term, named = formula_of(formula, frames[first], first)
-        if terms or (outcome is not None and named is not None):
+        right, left = formula_of(formula, frames)
+        if terms or (outcome is not None and left is not None):
             raise ValueError("a formula stands in place of terms= and outcome=; leave these out")
-        parts, outcome = (term,), outcome if named is None else named
+        parts = (right,)
+        if left is not None:
+            (outcome,), sources = left.columns, left.variables
+            frames = {
+                name: frame
+                if outcome in frame
+                else frame.assign(**{outcome: left.values(frame, name)[:, 0]})
+                for name, frame in frames.items()
+            }
     columns = tuple(name for part in parts for name in part.columns)
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise ValueError(f"the column {twice[0]!r} stands twice in the terms; name it once")
@@ -265,7 +286,7 @@ def tables(
     sites, gaps = [], {}
     for name in sorted(frames):  # so that sums do not depend on the order given
         frame = frames[name]
-        x = _design(frame, parts, name)
+        x = design(frame, parts, name).numpy()
         given = {column: numbers(frame, column, name) for column in beside}
         absent = np.asarray(np.isnan(x).any(1))
         for column in wanted:
@@ -307,24 +328,36 @@ def tables(
             "them before"
         )
     places = np.arange(len(sites))
-    made = Tables(tuple(sites), parts, columns, outcome, places, beside, policy, offset)
+    sources += tuple(name for name in (offset, weights) if name is not None)
+    made = Tables(tuple(sites), parts, columns, outcome, places, sources, policy, offset)
     _warn_of_columns(made)
     return made
 
 
-def design(frame: Any, terms: Sequence[Any]) -> Tensor:
+def _by_text(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what is given by site by the sites' names as text.
+
+    Raises:
+        ValueError: Two names are one text.
+    """
+    names = [str(name) for name in given]
+    if twice := sorted((name for name in given if names.count(str(name)) > 1), key=str):
+        raise ValueError(
+            f"the names {twice[0]!r} and {twice[1]!r} would be two sites of one name: give one "
+            "site's rows one name, as frame.groupby(frame['site'].astype(str)) does"
+        )
+    return dict(zip(names, given.values(), strict=True))
+
+
+def design(frame: Any, terms: Sequence[Any], site: str = "the frame") -> Tensor:
     """Return the columns of terms for a frame's rows, [n, p] in float64, NaN where a value is
     missing.
 
     Raises:
         ValueError: A column is absent, or holds what no row of a fit may hold.
     """
-    return torch.from_numpy(_design(frame, terms, "the frame"))
-
-
-def _design(frame: Any, terms: Sequence[Any], site: str) -> np.ndarray:
     parts = [term.values(frame, site).astype(np.float64) for term in terms]
-    return np.concatenate([np.zeros((len(frame), 0)), *parts], 1)
+    return torch.from_numpy(np.concatenate([np.zeros((len(frame), 0)), *parts], 1))
 
 
 def _gaps(frame: Any, terms: Sequence[Any], wanted: Mapping[str, None], absent: np.ndarray) -> str:

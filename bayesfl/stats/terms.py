@@ -5,6 +5,9 @@ A term has the same columns at all sites, whatever values a site has.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from itertools import product
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -40,12 +43,14 @@ class Levels:
         """
         given = column_of(frame, self.column, site)
         missing = given.isna().to_numpy()
-        if others := sorted({*given[~missing]} - {*self.levels}, key=str):
+        # as objects, since nullable types know a third answer to whether two values are equal
+        given = given.astype(object).where(~missing, self.levels[0])
+        if others := sorted({*given} - {*self.levels}, key=str):
             raise ValueError(
                 f"site {site!r} has the values {others[:5]} in {self.column!r}, which are none of "
                 f"its levels {list(self.levels)}; list them in levels(), or leave these rows out"
             )
-        found = np.stack([(given == level).to_numpy() for level in self.levels[1:]], 1)
+        found = np.stack([(given == level).to_numpy(bool) for level in self.levels[1:]], 1)
         return np.where(missing[:, None], np.nan, found)
 
 
@@ -67,10 +72,7 @@ class Interaction:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the products, as `age:sex[1]`."""
-        names = [""]
-        for term in self.terms:
-            names = [f"{one}:{more}".lstrip(":") for one in names for more in term.columns]
-        return tuple(names)
+        return tuple(map(":".join, product(*(term.columns for term in self.terms))))
 
     def values(self, frame: Any, site: str) -> np.ndarray:
         """Return the products of a frame's rows, [n, products]."""
@@ -144,7 +146,19 @@ def interaction(*terms: str | Levels) -> Interaction:
         >>> bf.stats.interaction("age", bf.stats.levels("sex", ["f", "m"])).columns
         ('age:sex[m]',)
     """
-    return Interaction(tuple(Number(t) if isinstance(t, str) else t for t in terms))
+    return Interaction(tuple(term_of(term) for term in terms))
+
+
+def term_of(given: Any) -> Any:
+    """Return a term; of the name of a column, which is text, the column of numbers."""
+    return given if hasattr(given, "columns") else Number(str(given))
+
+
+def is_number(given: Any) -> bool:
+    """Return whether a column holds numbers or truth values; text of digits is none."""
+    if given.dtype == object:
+        return all(isinstance(value, Real | Decimal | np.bool_) for value in given.dropna())
+    return given.dtype.kind in "iufb"
 
 
 def numbers(frame: Any, column: str, site: str) -> np.ndarray:
@@ -154,19 +168,30 @@ def numbers(frame: Any, column: str, site: str) -> np.ndarray:
         ValueError: It is absent, or holds something else than numbers, or an infinite one.
     """
     given = column_of(frame, column, site)
-    if given.dtype.kind not in "iufb":
-        try:
-            given = given.astype("Float64")
-        except (TypeError, ValueError):
-            some = sorted({str(value) for value in given.dropna()})[:5]
-            raise ValueError(
-                f"site {site!r} has no numbers in {column!r}, but {some}; take "
-                f"levels({column!r}, [...]) for a category, or make numbers of it"
-            ) from None
+    if not is_number(given):
+        some = sorted({str(value) for value in given.dropna()})[:5]
+        raise ValueError(
+            f"site {site!r} has no numbers in {column!r}, but {some}; take "
+            f"levels({column!r}, [...]) for a category, or make numbers of it"
+        )
     found = given.to_numpy(dtype=np.float64, na_value=np.nan)
     if np.isinf(found).any():
         raise ValueError(f"site {site!r} has infinite numbers in {column!r}; leave them out")
     return found
+
+
+def pandas_of(frame: Any) -> Any:
+    """Return a data frame as one of pandas, whose columns' names are text.
+
+    Args:
+        frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which
+            needs pyarrow.
+    """
+    if not hasattr(frame, "iloc"):
+        import pyarrow
+
+        frame = pyarrow.table(frame).to_pandas()
+    return frame.rename(columns=str)
 
 
 def column_of(frame: Any, column: str, site: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bayesfl.stats.asking import SiteSurvey
+from bayesfl.stats.formulas import Formula
 from bayesfl.stats.survival.piecewise import Cut
 from bayesfl.stats.survival.times import Grid
 from bayesfl.stats.terms import Interaction, Levels, Number
@@ -18,7 +19,7 @@ from bayesfl.stats.terms import Interaction, Levels, Number
 
 def known() -> dict[str, type]:
     """Return the classes that may be made, by name."""
-    parts = (Number, Levels, Interaction, Grid, Cut)
+    parts = (Number, Levels, Interaction, Formula, Grid, Cut)
     found: dict[str, type] = {one.__name__: one for one in parts}
     waiting: list[type] = [SiteSurvey]
     while waiting:
@@ -63,7 +64,7 @@ def read(text: str) -> Any:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        inner = {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+        inner = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.compare}
         return {"class": type(value).__name__, "fields": inner}
     if isinstance(value, tuple):
         return [_plain(one) for one in value]

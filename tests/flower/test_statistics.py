@@ -350,6 +350,43 @@ def test_sites_with_other_terms_are_refused(tmp_path: Path):
         analyse(grid, lambda s: s.names, sites=4, timeout=5.0)
 
 
+def of_formula(grid: LocalGrid, texts: dict[str, str]) -> LocalGrid:
+    """The same nodes with the formulas of their apps."""
+
+    def load_tables(context: Context) -> Tables:
+        name = str(context.node_config["site"])
+        return bf.stats.tables({name: frames()[name]}, formula=texts.get(name, texts[""]))
+
+    grid.apps = dict.fromkeys(NODES.values(), site_app(load_tables))
+    return grid
+
+
+def test_a_formula_is_compared_and_only_the_servers_own_is_evaluated(tmp_path: Path):
+    """The simulation's numbers to the bit; what arrived makes no design."""
+    pytest.importorskip("formulaic", reason="formulaic is not installed")
+    text = "ill ~ C(kind, levels=['a', 'b', 'c']):age + {age ** 2}"
+    grid, rows = of_formula(grid_of(tmp_path), {"": text}), frames()["west"].head(5)
+    wanted = bf.stats.glm(bf.stats.tables(frames(), formula=text), family="binomial")
+
+    def found(**options: Any) -> Any:
+        def fit(remote: Sites) -> Any:
+            return bf.stats.glm(remote, family="binomial")
+
+        return analyse(grid, fit, sites=4, timeout=5.0, **options)
+
+    own = found(formula=text)
+    assert own.table().equals(wanted.table())
+    assert own.names[2] == "kind[a]:age"
+    assert torch.equal(own.predict(rows.drop(columns="ill")), wanted.predict(rows))
+    with pytest.raises(ValueError, match="arrived from another machine, and runs no code"):
+        found().predict(rows)
+    with pytest.raises(ValueError, match="formula= is 'ill ~ age', but the sites' terms"):
+        found(formula="ill ~ age").predict(rows)
+    of_formula(grid, {"": text, "north": "ill ~ age"})
+    with pytest.raises(BadClients, match="'east' and 'north' have different terms"):
+        found(formula=text)
+
+
 def test_the_servers_app_prints_what_an_analysis_returns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -1,6 +1,7 @@
 """Tables of sites: the design that they make, and what is refused or warned of by name."""
 
-import builtins
+import re
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import bayesfl as bf
-from tests.stats.made import SIZES, TERMS, frames, sites
+from tests.stats.made import frames, sites
 
 levels, interaction = bf.stats.levels, bf.stats.interaction
 close = np.testing.assert_allclose
@@ -89,6 +90,34 @@ def test_weights_and_offsets():
         bf.stats.tables(rows, outcome="ill", terms=["age"], frequency_weights="w")
 
 
+def test_numbers_of_any_type_and_frame():
+    """Of objects, of polars, and of columns whose names are numbers; rows to predict, too."""
+    polars = pytest.importorskip("polars", reason="polars is not installed")
+    plain = two()["north"]
+    objects = plain.assign(age=pd.Series([Decimal(40), 50, 60.0], dtype=object))
+    terms = ["age", levels("sex", ["f", "m"])]
+    rows = {"a": plain, "b": objects, "c": polars.from_pandas(plain)}
+    given = bf.stats.tables(rows, outcome="ill", terms=terms)
+    assert all(site.x.tolist() == [[40, 0], [50, 1], [60, 0]] for site in given.sites)
+    assert torch.equal(given.design(rows["c"]), given.sites[0].x)
+    numbered = plain.rename(columns={"age": 0})
+    named = bf.stats.tables({"a": numbered}, terms=[0, interaction(0, levels("sex", ["f", "m"]))])  # pyright: ignore[reportArgumentType]
+    assert named.columns == ("0", "0:sex[m]")
+    assert torch.equal(named.design(numbered), named.sites[0].x)
+
+
+@pytest.mark.parametrize("kind", ["object", "str", "string", "category"])
+@pytest.mark.filterwarnings("ignore:constant")
+def test_missing_text_is_no_level_whatever_its_type(kind: str):
+    """Also where the site has no row of the reference."""
+    text = pd.Series(["m", None, "m"], dtype="object").astype(kind)
+    rows = {"a": two()["north"].assign(sex=text)}
+    given = bf.stats.tables(rows, terms=[levels("sex", ["f", "m"])], missing="complete")
+    assert given.sites[0].x.tolist() == [[1], [1]]
+    with pytest.raises(ValueError, match="site 'a' has rows without 'sex'"):
+        bf.stats.describe(bf.stats.tables(rows, terms=["age"]), by=levels("sex", ["f", "m"]))
+
+
 def test_a_column_beside_the_design():
     given = bf.stats.tables(two(time=[1.0, None, 2]) | {"south": two(time=1)["north"]})
     assert given.sites[1].column("time").tolist() == [1, 1, 1]
@@ -101,6 +130,11 @@ def test_a_column_beside_the_design():
     [
         ({}, {"terms": ["weight"]}, "'north' has no column 'weight'; its columns are"),
         ({}, {"outcome": "dead"}, "'north' has no column 'dead'"),
+        ({"cp": ["1", "2", "4"]}, {"terms": ["cp"]}, r"no numbers in 'cp', but \['1', '2', '4'\]"),
+        ({"cp": pd.Categorical([1, 2, 4])}, {"terms": ["cp"]}, r"no numbers in 'cp', but \['1'"),
+        ({"ill": ["0", "1", "1"]}, {"outcome": "ill"}, "no numbers in 'ill'"),
+        ({"w": ["1", "2", "1"]}, {"weights": "w", "terms": ["age"]}, "no numbers in 'w'"),
+        ({"on": pd.Timestamp("2020-01-01")}, {"terms": ["on"]}, "no numbers in 'on', but .'2020"),
         ({}, {"terms": ["sex"]}, r"no numbers in 'sex', but \['f', 'm'\]; take levels\('sex'"),
         ({"age": np.inf}, {"terms": ["age"]}, "infinite numbers in 'age'"),
         ({"cp": [1, 2, 7]}, {"terms": [levels("cp", [1, 2, 3])]}, r"values \[7\] in 'cp'"),
@@ -120,6 +154,21 @@ def test_a_sites_name_is_text():
     fit = bf.stats.glm(given, family="binomial")
     assert "4 sites, 330 rows: 0 70" in str(fit)
     assert list(fit.without("0").rows) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "names", [(7, "7"), (True, "True"), (pd.Timestamp("2020-01-01"), "2020-01-01 00:00:00")],
+    ids=["number", "truth", "date"],
+)  # fmt: skip
+def test_sites_of_one_name_are_refused(names: Any):
+    """As of a column of mixed types; none of them vanishes."""
+    told = f"the names {names[0]!r} and {names[1]!r} would be two sites of one name"
+    rows = {8: two()["south"], **dict.fromkeys(names, two()["north"])}
+    with pytest.raises(ValueError, match=re.escape(told)):
+        bf.stats.tables(rows, terms=["age"])
+    policies = dict.fromkeys(names, bf.stats.Policy())
+    with pytest.raises(ValueError, match=re.escape(told)):
+        bf.stats.tables({str(names[0]): two()["north"]}, terms=["age"], policy=policies)
 
 
 @pytest.mark.parametrize(
@@ -144,107 +193,3 @@ def test_what_is_warned_of():
     told = "constant: .*; levels at one site: cp=3 at south only"
     with pytest.warns(UserWarning, match=told):
         bf.stats.tables(two(cp=[1, 2, 2]), terms=[levels("cp", [1, 2, 3])])
-
-
-def formula(text: str, **changes: Any) -> Any:
-    pytest.importorskip("formulaic", reason="formulaic is not installed")
-    return bf.stats.tables(two(**changes), formula=text)
-
-
-def test_a_formula_is_its_terms():
-    """The same design, names and fit as of the terms that it stands for."""
-    pytest.importorskip("formulaic", reason="formulaic is not installed")
-    by_hand = bf.stats.tables(
-        frames(), outcome="ill", terms=[*TERMS, interaction("age", levels("kind", ["a", "b", "c"]))]
-    )
-    text = "ill ~ age * C(kind, levels=['a', 'b', 'c'])"
-    read = bf.stats.tables(frames(), formula=text)
-    assert (read.columns, read.outcome) == (by_hand.columns, "ill")
-    assert all(torch.equal(a.x, b.x) for a, b in zip(read.sites, by_hand.sites, strict=True))
-    rows = frames()["west"].head(3)
-    assert torch.equal(read.design(rows), by_hand.design(rows))
-    fits = [bf.stats.glm(given, family="binomial") for given in (read, by_hand)]
-    assert torch.equal(fits[0].estimate, fits[1].estimate)
-    assert read.only(["west"]).columns == read.columns
-    assert [len(site.x) for site in read.sites] == [SIZES[site] for site in sorted(SIZES)]
-
-
-def test_expressions_of_a_row():
-    """Beside their values by hand; an outcome may be named beside, or be none."""
-    given = formula("ill ~ np.log(age) + I((age - 60) / 10) + I(age > 45):cp", flag=True)
-    x = given.sites[0].x.numpy()
-    close(x[:, 0], np.log([40, 50, 60]), rtol=1e-12)
-    close(x[:, 1], [-2, -1, 0], rtol=1e-12)
-    close(x[:, 2], [0, 2, 3])
-    north = two()["north"]
-    beside = bf.stats.tables({"north": north}, formula="~ age", outcome="ill")
-    assert (beside.columns, beside.outcome) == (("age",), "ill")
-    assert bf.stats.tables({"north": north}, formula="~ age").outcome is None
-
-
-def test_rows_without_a_value_are_left_out_of_a_formula():
-    """Where the expression itself would say something of them, as a comparison does."""
-    rows = two(age=[40, None, 60])
-    text = "ill ~ I(age > 45) + C(cp, levels=[1, 2, 3])"
-    with pytest.raises(ValueError, match="north: 1 of 3 rows, age 1"):
-        bf.stats.tables(rows, formula=text)
-    with pytest.warns(UserWarning, match="constant"):
-        given = bf.stats.tables(rows, formula=text, missing="complete")
-    assert [site.dropped for site in given.sites] == [1, 0]
-    assert given.sites[0].missing == (1, 0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("ill ~ center(age)", r"\['center\(age\)'\] learn from a site's rows"),
-        ("ill ~ bs(age, df=4)", r"learn from a site's rows"),
-        ("ill ~ cp + I(age - age.mean())", r"\['I\(age - age.mean\(\)\)'\] learn"),
-        ("ill ~ I(age.cumsum())", r"learn from a site's rows"),
-        ("ill ~ I(age.shift(fill_value=0))", r"learn from a site's rows"),
-        ("ill ~ sex", r"\['sex'\] are no numbers: write C\(sex, levels"),
-        ("ill ~ C(sex)", r"C wants levels"),
-        ("ill ~ C(cp, levels=[1, 2])", r"values \[3.*\] in 'cp'"),
-        ("ill ~ weight", "'north' has no column 'weight'"),
-        ("ill ~ np.log(age - 40)", r"infinite numbers in \['np.log\(age - 40\)'\]"),
-        ("ill ~ age - 1", "leaves out the intercept"),
-        ("ill ~ age +", "cannot be read"),
-        ("ill + cp ~ age", "one outcome and one right side"),
-        ("ill ~ age | cp", "one outcome and one right side"),
-        ("np.log(age) ~ cp", r"'north' has no column 'np.log\(age\)'"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of log(0)
-def test_formulas_that_are_refused(text: str, words: str):
-    with pytest.raises(ValueError, match=words):
-        formula(text)
-
-
-@pytest.mark.parametrize("part", ["age / age.max()", "age - age.min()", "age > age.median()"])
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]])
-def test_a_formula_that_learns_is_refused_in_any_order_of_rows(order: list[int], part: str):
-    pytest.importorskip("formulaic", reason="formulaic is not installed")
-    rows = {site: frame.iloc[order].reset_index(drop=True) for site, frame in two().items()}
-    with pytest.raises(ValueError, match="learn from a site's rows"):
-        bf.stats.tables(rows, formula=f"ill ~ I({part})")
-
-
-def test_a_formula_stands_in_place_of_terms():
-    pytest.importorskip("formulaic", reason="formulaic is not installed")
-    options: list[dict[str, Any]] = [{"terms": ["cp"]}, {"outcome": "ill"}]
-    for more in options:
-        with pytest.raises(ValueError, match="in place of terms= and outcome="):
-            bf.stats.tables(two(), formula="ill ~ age", **more)
-
-
-def test_without_formulaic_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch):
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "formulaic":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install formulaic.*terms="):
-        bf.stats.tables(two(), formula="ill ~ age")
