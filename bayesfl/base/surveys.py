@@ -14,7 +14,7 @@ Answers are summed in float64 in the order of the clients' ids, so that the sum 
 who answered first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
@@ -39,6 +39,27 @@ numbers as `ids`.
 
 class NotNegative(tuple[int, ...]):
     """The shape of numbers >= 0 in a survey's answer."""
+
+
+class PerClient(tuple[int, ...]):
+    """The shape of numbers in a survey's answer of which each client has its own, at its place in
+    the first dimension, and 0 at others'.
+    """
+
+    ends: Sequence[int] | None = None
+    """Where each client's places end, if these are not one each."""
+
+    def own(self, answer: torch.Tensor, client: int) -> torch.Tensor:
+        """Return an answer without what a client has written into others' places."""
+        ends = self.ends or range(1, self[0] + 1)
+        found = torch.zeros_like(answer)
+        at = slice(ends[client - 1] if client else 0, ends[client])
+        found[at] = answer[at]
+        return found
+
+
+class NotNegativePerClient(PerClient):
+    """The shape of such numbers >= 0."""
 
 
 class Semidefinite(tuple[int, ...]):
@@ -141,7 +162,9 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
                 "predictions on the survey's split"
             )
         count = name.startswith("n_")
-        below = (count or isinstance(shapes[name], NotNegative)) and bool((t < 0).any())
+        below = (count or isinstance(shapes[name], NotNegative | NotNegativePerClient)) and bool(
+            (t < 0).any()
+        )
         if isinstance(shapes[name], Semidefinite) and t.numel():
             values = torch.linalg.eigvalsh((t + t.mT) / 2)
             below = bool((values.amin(-1) < -1e-6 * values.abs().amax(-1)).any())

@@ -17,6 +17,8 @@ from bayesfl.evaluation.history import History
 from bayesfl.federation.clients.client_model import only_file
 from bayesfl.federation.run.reporting import write_deployed_report, write_report
 from bayesfl.federation.store import files
+from bayesfl.stats.kept.ledger import FILE as LEDGER
+from bayesfl.stats.kept.ledger import Ledger
 from bayesfl.study.table import Table, read
 
 
@@ -67,12 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(folder: Path) -> None:
-    """Print what a folder, or one file, holds: a saved run, a client's model, also in a node's
-    folder of states, another file of bayesfl's, or the runs of a study.
+    """Print what a folder, or one file, holds: what a node was asked by statistics, a saved run, a
+    client's model, also in a node's folder of states, another file of bayesfl's, or the runs of a
+    study.
 
     Raises:
         ValueError: It holds nothing of bayesfl's.
     """
+    if (folder / LEDGER).is_file():
+        print(Ledger.read(folder))
+        return
     found = _file(folder)
     said = archive.said_of(found) if found else {}
     if not said:

@@ -3,10 +3,13 @@ puts them.
 
 An analysis is a function of `bayesfl.stats.asking.Sites`, the same as in a simulation. A question
 travels as text, of which a node makes one of the library's own (`bayesfl.stats.wire`), together
-with the tensors of its state; an answer is a few tensors. The node's policy sees each question
-first. What fails on a node is told by its kind alone, as the text of an error can quote the data.
+with the tensors of its state; an answer is a few tensors, of which the server takes a site's own
+numbers at the site's own place alone. The node's policy sees each question first, and its ledger
+keeps what was asked in all runs. What fails on a node is told by its kind alone, as the text of an
+error can quote the data.
 """
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +24,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.base.options import Count, Range, declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Ask, Survey, checked, summed
+from bayesfl.base.surveys import Ask, PerClient, Survey, checked, summed
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.errors import BadClients
 from bayesfl.federation.rounds.admission import PROTOCOL
@@ -31,12 +34,15 @@ from bayesfl.flower.roster import LONGEST
 from bayesfl.stats import wire
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.formulas import Formula, formula_of
-from bayesfl.stats.policy import Policy, Refusal
+from bayesfl.stats.kept.ledger import Ledger
+from bayesfl.stats.policy import Policy, Put, Refusal
 from bayesfl.stats.tables import Tables, Weighing, design
 from bayesfl.stats.terms import Interaction, Levels, Number, pandas_of
 
 log = logging.getLogger(__name__)
 Seconds = Annotated[float, Range(0, why="it is in seconds")]
+FILES, NUMBERS = 1000, 10**7
+"""So many files of own models, and numbers in each, a node keeps at most."""
 
 
 def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
@@ -46,9 +52,9 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
 
         flower-supernode --node-config 'policy="/etc/bayesfl/policy.toml" data-file="/data/va.csv"'
 
-    Without one the rules of `bf.stats.Policy()` hold. With a folder there as `state-dir`, it keeps
-    its own model of each fit with own intercepts, and draws of its own coefficients of each mixed
-    model, in a CSV file.
+    Without one the rules of `bf.stats.Policy()` hold. It must name a folder as `state-dir`, where
+    the node keeps a ledger of what was asked, which `bayesfl show` prints, its own model of each
+    fit with own intercepts, and draws of its own coefficients of each mixed model, in CSV files.
 
     Args:
         load_tables: Function from the context to the tables of this one site, by
@@ -65,15 +71,21 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
     app = ClientApp()
 
     def answered(
-        message: Message, context: Context, work: Callable[[Tables, Policy], RecordDict]
+        message: Message, context: Context, work: Callable[[Tables, Ledger], RecordDict]
     ) -> Message:
         try:
+            if "state-dir" not in context.node_config:
+                raise records.RecordError(
+                    "no folder for its ledger of what it was asked: name one in --node-config, as "
+                    'state-dir="/var/lib/bayesfl"'
+                )
             path = context.node_config.get("policy")
             policy = Policy() if path is None else Policy.read(str(path))
-            told = work(replace(load_tables(context), policy=policy), policy)
-        except Refusal as refusal:
-            log.warning("%s", refusal)
-            told = _config(refused=next(iter(refusal.rules.values())))
+            with Ledger.opened(Path(str(context.node_config["state-dir"]))) as ledger:
+                policy.ledger = ledger
+                told = work(
+                    _the_same(replace(load_tables(context), policy=policy), context), ledger
+                )
         except Exception as error:
             log.exception("this site could not answer")
             # The words of the message are the server's own; those of other errors may be data.
@@ -83,7 +95,7 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
 
     @app.query()
     def hello(message: Message, context: Context) -> Message:
-        def work(tables: Tables, policy: Policy) -> RecordDict:
+        def work(tables: Tables, ledger: Ledger) -> RecordDict:
             _same_protocol(message.content)
             (name,) = tables.names
             terms, offset = wire.written(tables.terms), tables.offset or ""
@@ -94,20 +106,44 @@ def site_app(load_tables: Callable[[Context], Tables]) -> ClientApp:
 
     @app.query("survey")
     def survey(message: Message, context: Context) -> Message:
-        def work(tables: Tables, policy: Policy) -> RecordDict:
+        def work(tables: Tables, ledger: Ledger) -> RecordDict:
             question, state, place = _question(message.content)
-            before = context.state.get("policy")
-            policy.drawn = int(str(before["drawn"])) if isinstance(before, ConfigRecord) else 0
             put = replace(tables, ids=np.array([place])).ask(question, None)
-            answer, digest = records.pack(put(state, question.shapes(state)))
-            context.state["policy"] = ConfigRecord({"drawn": policy.drawn})
-            if "state-dir" in context.node_config:
-                _keep(question.kept(state, tables.sites[0], place), context)
-            return RecordDict({"answer": answer, "config": ConfigRecord({"digest": digest})})
+            shapes, name = question.shapes(state), type(question).__name__
+            told = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
+            try:
+                answer, digest = records.pack(put(state, shapes))
+            except Refusal as refusal:
+                log.warning("%s", refusal)
+                (rule,) = refusal.rules.values()
+                ledger.note(context.run_id, name, told, rule)
+                return _config(refused=rule)
+            ledger.note(context.run_id, name, told)
+            _keep(question.kept(state, tables.sites[0], place), context)
+            config = ConfigRecord({"digest": digest, "beyond": "".join(put.beyond.values())})
+            return RecordDict({"answer": answer, "config": config})
 
         return answered(message, context, work)
 
     return app
+
+
+def _the_same(tables: Tables, context: Context) -> Tables:
+    """Return tables, if they are those of which the node answered first in the run.
+
+    Raises:
+        RecordError: They are others.
+    """
+    (site,) = tables.sites
+    parts = (site.row_hashes, site.x.numpy(), site.weights.numpy(), site.offset.numpy())
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in parts))
+    first = context.state.setdefault("table", ConfigRecord({"digest": digest.hexdigest()}))
+    if dict(cast(ConfigRecord, first))["digest"] != digest.hexdigest():
+        raise records.RecordError(
+            "another table than that of which it answered first in this run, so that sums would be "
+            "of a mixture of both: start the run again"
+        )
+    return tables
 
 
 def _question(content: RecordDict) -> tuple[Any, Tensors, int]:
@@ -126,15 +162,30 @@ def _question(content: RecordDict) -> tuple[Any, Tensors, int]:
 
 
 def _keep(found: Any, context: Context) -> None:
-    """Write a data frame that a site keeps for itself into its folder; a new folder can be read by
-    the node's own user alone.
+    """Write a data frame that a site keeps for itself into its folder. Text that a spreadsheet
+    would run is quoted, as the analyst names columns; the number of files and their size are
+    bounded, as the analyst says how many.
+
+    Raises:
+        RecordError: There are too many files, or the frame is too large.
     """
     if found is None:
         return
     folder = Path(str(context.node_config["state-dir"]))
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     number = len(list(folder.glob(f"own-{context.run_id}-*.csv"))) + 1
+    if len(list(folder.glob("own-*.csv"))) >= FILES or found.size > NUMBERS:
+        raise records.RecordError(
+            f"it keeps {FILES} files of its own models at most, of {NUMBERS:,} numbers each; take "
+            "older ones out of its state-dir, or ask for fewer draws"
+        )
+    found = found.rename(columns=_quoted).map(_quoted)
     found.to_csv(folder / f"own-{context.run_id}-{number}.csv", index=False)
+
+
+def _quoted(value: Any) -> Any:
+    """Return a value, text that begins as a formula of a spreadsheet after an apostrophe."""
+    formula = isinstance(value, str) and value.lstrip()[:1] in ("=", "+", "-", "@")
+    return f"'{value}" if formula else value
 
 
 def _same_protocol(content: RecordDict) -> None:
@@ -300,7 +351,9 @@ class RemoteSites:
             )
         text, name = wire.written(survey), type(survey).__name__
 
-        def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        def put(
+            state: Tensors, shapes: Mapping[str, tuple[int, ...]], beyond: dict[str, str]
+        ) -> Tensors:
             packed, digest = records.pack(state)
             settings = {"protocol": PROTOCOL, "survey": text, "digest": digest}
             messages = {}
@@ -312,7 +365,9 @@ class RemoteSites:
                 self.grid, "query.survey", messages, timeout=self.timeout, group=name
             ):
                 try:
-                    found[place] = _answer(reply, shapes)
+                    found[place] = _answer(reply, shapes, place)
+                    if rule := str(records.config(cast(RecordDict, reply)).get("beyond", "")):
+                        beyond[self.names[place]] = rule[:LONGEST]
                 except _Refused as refusal:
                     refused[self.names[place]] = str(refusal)
                 except ValueError as error:
@@ -330,11 +385,13 @@ class RemoteSites:
             }
             return summed(np.array(sorted(found)), stacked)
 
-        return ask
+        return Put(put)
 
 
-def _answer(reply: RecordDict | Failure, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """Return a site's answer.
+def _answer(
+    reply: RecordDict | Failure, shapes: Mapping[str, tuple[int, ...]], place: int
+) -> Tensors:
+    """Return a site's answer, its own numbers at its own place alone.
 
     Raises:
         ValueError: It has none, or one of another form than was asked for.
@@ -342,7 +399,11 @@ def _answer(reply: RecordDict | Failure, shapes: Mapping[str, tuple[int, ...]]) 
     content = _told(reply)
     most = records.most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
     digest = records.setting(content, "digest", str)
-    return checked(records.unpack(content, "answer", digest, most=most), shapes, "its answer")
+    found = checked(records.unpack(content, "answer", digest, most=most), shapes, "its answer")
+    for name, shape in shapes.items():
+        if isinstance(shape, PerClient):
+            found[name] = shape.own(found[name], place)
+    return found
 
 
 class _Refused(ValueError):

@@ -7,7 +7,9 @@ what a fit needs to know of them, wherever they are.
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -19,11 +21,19 @@ from torch import Tensor
 from bayesfl.base.display.html import table, text
 from bayesfl.base.options import instance
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Ask, NotNegative, Survey, conduct, uplink_bytes
+from bayesfl.base.surveys import (
+    Ask,
+    NotNegative,
+    NotNegativePerClient,
+    PerClient,
+    Survey,
+    conduct,
+    uplink_bytes,
+)
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.families import FAMILIES
 from bayesfl.stats.policy import LOG_LIKELIHOOD, Refusal
-from bayesfl.stats.tables import Site, Tables, Weighing
+from bayesfl.stats.tables import DEFAULT, Site, Tables, Weighing
 
 COARSE = 2.0**-12
 """A variance below this, in the square of its unit, is asked for again in a finer unit."""
@@ -66,6 +76,18 @@ class SiteSurvey(ABC):
             place: Its number among all sites.
         """
 
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return how much each row weighs in an answer, [..., n], which a `Policy` bounds: its own
+        weight, times what the state gives it.
+        """
+        return site.weights
+
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return the cells of which an answer tells sums or numbers: for each way to divide rows
+        the place of each row, [n].
+        """
+        return ()
+
     def kept(self, state: Tensors, site: Site, place: int) -> Any:
         """Return what a site on another machine keeps for itself after its answer, as a data frame
         of pandas; None for nothing.
@@ -77,6 +99,10 @@ class SiteSurvey(ABC):
         return total, True
 
 
+_open: list[list["Asked"]] = []
+"""The sheets on which what is asked stands, beside that of its fit; see `Released.also`."""
+
+
 class Asked(NamedTuple):
     """A question that was put.
 
@@ -85,12 +111,14 @@ class Asked(NamedTuple):
         answer: {name: shape} of what each site answered.
         sites: The sites that answered.
         refused: {site: the rule of its policy by which it refused}.
+        beyond: {site: the rule of the default policy that its answer breaks}.
     """
 
     question: str
     answer: Mapping[str, tuple[int, ...]]
     sites: tuple[str, ...]
     refused: Mapping[str, str]
+    beyond: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -98,12 +126,13 @@ class Released:
     """List what left each site: the sheet that a site's data protection officer reads.
 
     Args:
-        questions: The questions in turn; the first is round 1.
+        questions: The questions in turn; the first is round 1. What is asked later about the fit
+            is added.
         hidden: How the answers were added where nobody saw a single one; None where they were open.
         over: The network over which they were sent; None in a simulation.
     """
 
-    questions: tuple[Asked, ...]
+    questions: list[Asked]
     hidden: str | None
     over: str | None
 
@@ -120,7 +149,8 @@ class Released:
     def seen(self) -> str:
         """Return in words who saw what a site sent."""
         if self.hidden is not None:
-            return f"answers were added by {self.hidden}, and nobody saw a single site's"
+            seen = f"answers were added by {self.hidden}, and nobody saw a single site's"
+            return f"{seen}, but for the numbers that are called each site's own"
         if self.over is not None:
             return f"they were sent over {self.over}, and the server saw each site's answers"
         return "each site's answers were seen"
@@ -130,6 +160,34 @@ class Released:
         """Return how many log likelihoods at shared draws each site told."""
         shapes = [asked.answer.get(LOG_LIKELIHOOD, (0,)) for asked in self.questions]
         return sum(torch.Size(shape).numel() for shape in shapes)
+
+    @property
+    def beyond(self) -> Counter[str]:
+        """Return how many answers break which rule of the default policy."""
+        return Counter(
+            rule.split()[0] for asked in self.questions for rule in asked.beyond.values()
+        )
+
+    @property
+    def judged(self) -> str:
+        """Return in words how many answers rest on few people, and what the default policy would
+        have refused.
+        """
+        few = sum(self.beyond[rule] for rule in ("min_level", "exact_times"))
+        told = f"answers that rest on fewer than {DEFAULT.min_level} people: {few}"
+        if self.beyond:
+            rules = ", ".join(f"{rule} {count}" for rule, count in self.beyond.items())
+            told += f"; answers that the default policy refuses, by its rule: {rules}"
+        return told
+
+    @contextmanager
+    def also(self) -> Iterator[None]:
+        """List what is asked meanwhile, too."""
+        _open.append(self.questions)
+        try:
+            yield
+        finally:
+            _open.pop()
 
     def __str__(self) -> str:
         by_size: dict[int, list[str]] = {}
@@ -142,6 +200,7 @@ class Released:
             sent.append(f"{self.log_likelihoods} log likelihoods at shared draws among them")
         lines = [f"What left the sites: {'; '.join(sent)}; {self.seen}."]
         lines += [f"  {rounds}, {question}: {told}" for rounds, question, told in self._rounds()]
+        lines.append(f"  {self.judged}")
         return "\n".join(lines)
 
     def html(self) -> str:
@@ -149,7 +208,8 @@ class Released:
         titles = ("when", "question", "what each site answered")
         rounds = zip(*self._rounds(), strict=True)
         told = self.seen[0].upper() + self.seen[1:]
-        return f"<p>{text(told)}.</p>{table(dict(zip(titles, rounds, strict=True)))}"
+        listed = table(dict(zip(titles, rounds, strict=True)))
+        return f"<p>{text(told)}; {text(self.judged)}.</p>{listed}"
 
     def _rounds(self) -> Iterator[tuple[str, str, str]]:
         """Yield the questions that were asked alike in turn: when, what, and the answer."""
@@ -159,6 +219,7 @@ class Released:
             rounds = f"round {at}" if times == 1 else f"rounds {at} to {at + times - 1}"
             told = ", ".join(
                 f"{key} {list(shape) if shape else 'a number'}"
+                + (", each site's own" if self.hidden and isinstance(shape, PerClient) else "")
                 for key, shape in asked.answer.items()
             )
             absent = [site for site in everyone if site not in (*asked.sites, *asked.refused)]
@@ -178,6 +239,7 @@ class Released:
                 "seen": self.seen,
                 "bytes": self.bytes,
                 "log_likelihoods": self.log_likelihoods,
+                "judged": self.judged,
                 "questions": rows,
             }
         )
@@ -256,10 +318,10 @@ class Questions:
             return self.conduct(survey(len(self.sites.names)))
         except Refusal as refusal:
             everyone = len(refusal.rules) == len(self.sites.names)
-            if everyone or {*refusal.rules.values()} != {"min_level"}:
+            if everyone or {rule.split()[0] for rule in refusal.rules.values()} != {"min_level"}:
                 raise
-            why = "its policy's rule min_level refuses, as a level has too few rows"
-            self.leave_out(dict.fromkeys(refusal.rules, why))
+            why = "its policy's rule {} refuses, as a level has too few rows"
+            self.leave_out({name: why.format(rule) for name, rule in refusal.rules.items()})
             return self.first(survey)
 
     def leave_out(self, why: Mapping[str, str]) -> None:
@@ -276,15 +338,19 @@ class Questions:
         put, names = self.sites.ask(survey, self._aggregation), self.sites.names
 
         def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-            question = Asked(type(survey).__name__, dict(shapes), names, {})
+            question = Asked(type(survey).__name__, dict(shapes), names, {}, {})
             try:
                 total = put(state, shapes)
             except Refusal as refusal:
                 others = tuple(name for name in names if name not in refusal.rules)
-                self._asked.append(question._replace(sites=others, refused=refusal.rules))
+                note(question._replace(sites=others, refused=refusal.rules))
                 raise
-            self._asked.append(question)
+            note(question._replace(beyond=dict(getattr(put, "beyond", {}))))
             return total
+
+        def note(question: Asked) -> None:
+            for questions in (self._asked, *_open):
+                questions.append(question)
 
         return conduct(survey, ask, None)
 
@@ -292,7 +358,7 @@ class Questions:
     def released(self) -> Released:
         """Return what left each site so far."""
         hidden = None if self._aggregation is None else repr(self._aggregation)
-        return Released(tuple(self._asked), hidden, self.sites.over)
+        return Released(self._asked, hidden, self.sites.over)
 
 
 def with_likelihood(rows: Any, what: str) -> None:
@@ -331,7 +397,7 @@ class UsedRows(SiteSurvey):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""
-        return {"n_hash": (self.sites, 4)}
+        return {"n_hash": PerClient((self.sites, 4))}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's hash; see `SiteSurvey`."""
@@ -389,11 +455,11 @@ class Sums(SiteSurvey):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        p, j = (self.columns + (self.family == "gaussian"),), (self.sites,)
+        p, j = (self.columns + (self.family == "gaussian"),), PerClient((self.sites,))
         if "unit" in state:
             return {"sum": p, "square": NotNegative(p)}
-        rows = {"n_dropped": j, "rows": NotNegative(j), "outcome": j, "weight": NotNegative()}
-        return {**rows, "offset": (), "sum": p}
+        rows = {"n_dropped": j, "rows": NotNegativePerClient(j), "outcome": j}
+        return {**rows, "weight": NotNegative(), "offset": (), "sum": p}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesfl.base.display.html import frame
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import NotNegative
+from bayesfl.base.surveys import PerClient
 from bayesfl.evaluation.report import one_line
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, refined, slot
@@ -45,6 +45,11 @@ class Grouped(SiteSurvey):
         """Return the number of groups G."""
         return self.sites if self.column is None else len(self.levels)
 
+    @property
+    def each(self) -> type[tuple[int, ...]]:
+        """Return what shapes of numbers of each group are, which are sites' own if these are."""
+        return PerClient if self.column is None else tuple
+
     def rows(self, site: Site, place: int) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         """Return a site's columns [n, p + 1], the outcome last, 0 where there is none; and of each
         group with rows here its number and how often each row counts in it, [n].
@@ -62,6 +67,17 @@ class Grouped(SiteSurvey):
         members = torch.cat([1 - is_level.sum(1, keepdim=True), is_level], 1).T
         return x, [(g, site.weights * rows) for g, rows in enumerate(members) if rows.any()]
 
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return the groups, and who has which of two values in each; see `SiteSurvey`."""
+        if self.column is None:
+            return ()
+        x, groups = self.rows(site, 0)
+        group = torch.zeros(len(x), dtype=x.dtype)
+        for number, weights in groups:
+            group[weights > 0] = number
+        two = [column == column.max() for column in x.T if len(column.unique()) == 2]
+        return [group, *(2 * group + one for one in two)]
+
 
 @dataclass(frozen=True)
 class Totals(Grouped):
@@ -73,13 +89,13 @@ class Totals(Grouped):
         """Return the shapes of an answer."""
         g, p = self.groups, self.columns + 1
         return {
-            "rows": NotNegative((g,)),
-            "weight": NotNegative((g,)),
-            "sum": (g, p),
+            "rows": self.each((g,)),
+            "weight": self.each((g,)),
+            "sum": self.each((g, p)),
             "n_other": (p,),
             "n_outcome": (),
-            "n_missing": (self.sites, p),
-            "n_dropped": (self.sites,),
+            "n_missing": PerClient((self.sites, p)),
+            "n_dropped": PerClient((self.sites,)),
         }
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
@@ -120,8 +136,8 @@ class Squares(Grouped):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        shape = (self.groups, self.columns + 1)
-        return {"sum": shape, "square": NotNegative(shape)}
+        shape = self.each((self.groups, self.columns + 1))
+        return {"sum": shape, "square": shape}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
@@ -170,10 +186,15 @@ class Quantiles(Grouped):
         """Return one site's share; see `SiteSurvey`."""
         x, groups = self.rows(site, place)
         middle = (state["low"] + state["high"]) / 2
+        if site.policy is not None:
+            middle = _on_lattice(middle, x.std(0), site.policy.digits)
         found = torch.zeros_like(middle)
         for group, weights in [*groups, (self.groups, site.weights)]:
-            below = (x[..., None] <= middle[group]).to(x.dtype)
-            found[group] = torch.einsum("n,npq->pq", weights, below)
+            rows = weights > 0
+            below = x[rows, :, None] <= middle[group]
+            if site.policy is not None:
+                below = _in_steps(below, x[rows], site.policy.min_level)
+            found[group] = torch.einsum("n,npq->pq", weights[rows], below.to(x.dtype))
         return {"below": found}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
@@ -184,6 +205,23 @@ class Quantiles(Grouped):
         low = torch.where(enough, state["low"], middle)
         high = torch.where(enough, middle, state["high"])
         return {"low": low, "high": high, "n_asked": asked}, int(asked) == HALVINGS
+
+
+def _on_lattice(threshold: Tensor, sd: Tensor, digits: int) -> Tensor:
+    """Return thresholds [..., p, q] rounded to powers of ten by columns' standard deviations, [p]:
+    to the first digit of these at two digits.
+    """
+    step = 10.0 ** (sd.log10().floor() + 2 - digits)[:, None]
+    return torch.where(step > 0, (threshold / step).round() * step, threshold)
+
+
+def _in_steps(below: Tensor, x: Tensor, step: int) -> Tensor:
+    """Return which rows are counted as below thresholds, [n, p, q], where it may be told of so many
+    together only: the lowest ones, of values x [n, p], in steps, and all if fewer are above.
+    """
+    count, n = below.sum(0), len(x)
+    told = torch.where((count > n - step) & (count > 0), n, count - count % max(step, 1))
+    return x.argsort(dim=0, stable=True).argsort(dim=0)[..., None] < told
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.numerics import levelled
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Survey
+from bayesfl.base.surveys import PerClient, Survey
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Released, SiteSurvey, slot
 from bayesfl.stats.tables import Site
@@ -45,6 +45,10 @@ class Regression(Protocol):
         """Return the unit in which losses take a Gaussian outcome; 1 of others."""
         ...
 
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return each row's information, [n]."""
+        ...
+
     def means(self, state: Tensors, site: Site) -> Tensor:
         """Return the outcomes that are expected of a site's rows, [n]."""
         ...
@@ -53,7 +57,7 @@ class Regression(Protocol):
 @dataclass(frozen=True)
 class Looks(SiteSurvey):
     """Ask for expected and observed outcomes by site; of outcomes 0 or 1 also by groups of risk,
-    and each site's concordance with its variance.
+    of which a site with a policy tells nothing, and each site's concordance with its variance.
 
     Args:
         regression: The regression.
@@ -72,7 +76,7 @@ class Looks(SiteSurvey):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        j, groups = (self.sites,), (GROUPS,)
+        j, groups = PerClient((self.sites,)), (GROUPS,)
         found: dict[str, tuple[int, ...]] = {"saturated": (), "expected": j, "observed": j}
         if self.regression.family in COUNTS:
             found |= {"spread": j, "pearson": (), "tails": ()}
@@ -80,6 +84,10 @@ class Looks(SiteSurvey):
             found |= {"spread": j, "auc": j, "variance": j, "known": j}
             found |= {"group_rows": groups, "group_expected": groups, "group_observed": groups}
         return found
+
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return each row's information, [n]; see `SiteSurvey`."""
+        return self.regression.row_weights(state, site)
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
@@ -101,7 +109,9 @@ class Looks(SiteSurvey):
             return found | {"pearson": w @ ((y - mean).square() / spread)}
         auc, variance, pairs = concordance(mean, y, w)
         group = (mean * GROUPS).long().clamp(0, GROUPS - 1)
-        for name, values in (("rows", w), ("expected", w * mean), ("observed", w * y)):
+        # Who is in which group changes with theta, so that two answers would tell a row's outcome.
+        told = w if site.policy is None else torch.zeros_like(w)
+        for name, values in (("rows", told), ("expected", told * mean), ("observed", told * y)):
             found[f"group_{name}"] = torch.zeros(GROUPS, dtype=w.dtype).index_add(0, group, values)
         return found | {
             "auc": slot(auc, place, self.sites),
@@ -178,7 +188,8 @@ class Diagnostics:
         null_log_likelihood: Log likelihood of intercepts alone, in nats; None of a Gaussian
             outcome.
         sites: Data frame of pandas, by site: rows, sums of the outcome and of its expectation.
-        risk: The same by groups of risk of an outcome 0 or 1; None elsewhere.
+        risk: The same by groups of risk of an outcome 0 or 1, of sites without a policy; None
+            elsewhere.
         concordance: Data frame of pandas, by site: the area under the ROC curve with its standard
             error and interval by DeLong, NaN of a site with one level of the outcome; last, of
             pairs within sites. None elsewhere.
@@ -254,7 +265,8 @@ def diagnose(
     if survey.family in BINARY:
         edges = [f"{g / GROUPS:.1f} to {(g + 1) / GROUPS:.1f}" for g in range(GROUPS)]
         of_groups = {key: looks[f"group_{key}"] for key in ("rows", "observed", "expected")}
-        risk = pandas.DataFrame({key: t.numpy() for key, t in of_groups.items()}, index=edges)
+        if of_groups["rows"].any():
+            risk = pandas.DataFrame({key: t.numpy() for key, t in of_groups.items()}, index=edges)
         areas = _areas(looks, names, level)
     return Diagnostics(
         deviance=None if own_scale else 2 * unit * (loss - least),

@@ -271,6 +271,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def row_information(family: Family, eta: Tensor, own: Tensor) -> Tensor:
+    """Return how much rows weigh in sums at linear predictors eta, whatever their outcomes are:
+    their information if these were 0, which is that of any outcome but for `NegativeBinomial`; and
+    there how it changes with eta, so that no step of eta takes a row in or out.
+    """
+    return family.pieces(eta, torch.zeros_like(eta), own).information[..., 0, 0]
+
+
 def _need(holds: bool, site: str, what: str, y: Tensor) -> None:
     if not holds:
         some = sorted({float(value) for value in y.tolist() if not math.isnan(value)})[:5]

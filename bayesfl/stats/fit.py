@@ -104,7 +104,7 @@ class Refits(ABC):
         Args:
             path: The file, as `report.html`.
             by_site: Names of coefficients whose forest plot is in the report. `glm` and `cox` ask
-                each site anew for them, which is not on the release sheet; `mixed` does not.
+                each site anew for them, which stands on the release sheet; `mixed` does not.
 
         Raises:
             ValueError: There is no such coefficient.
@@ -121,6 +121,8 @@ class Refits(ABC):
             >>> "What left the sites" in path.read_text()
             True
         """
+        fit: Any = self  # whose sites are asked for forests before what they sent is listed
+        forests = "".join(picture(plots.forest(fit, term).figure, term) for term in by_site)
         counts: dict[str, Mapping[str, float]] = {
             "rows": self.rows,
             "events": getattr(self, "events", {}),
@@ -135,8 +137,6 @@ class Refits(ABC):
         absent = "".join(
             f"<p>{text(site)}: {text(why)}.</p>" for site, why in self.left_out.items()
         )
-        fit: Any = self
-        forests = "".join(picture(plots.forest(fit, term).figure, term) for term in by_site)
         parts = [
             Section("Parameters", frame(self.table().rename_axis("parameter"))),
             *([Section("By site", f'<div class="pictures">{forests}</div>')] if forests else []),
@@ -150,7 +150,8 @@ class Refits(ABC):
             path,
             self.model[0].upper() + self.model[1:],
             parts,
-            lead="A fit to the rows of several sites, each of which sent sums alone.",
+            lead="A fit to the rows of several sites, which stayed there. What each sent is listed "
+            f"below; {self.released.judged}.",
             headline={"sites": len(self.rows), **large, "questions": self.questions},
         )
 
@@ -163,7 +164,8 @@ class Refits(ABC):
         names = [*self.rows, *self.left_out]
         if strangers := [site for site in sites if site not in names]:
             raise ValueError(f"there is no site {strangers[0]!r}; the sites are {names}")
-        return self.refit([name for name in names if name not in sites])
+        with self.released.also():
+            return self.refit([name for name in names if name not in sites])
 
     def leave_one_out(self, term: str, level: float = 0.95) -> Any:
         """Return the estimate of a coefficient with each site left out in turn, of fits to the
@@ -174,8 +176,14 @@ class Refits(ABC):
             level: Probability of the intervals.
 
         Raises:
-            ValueError: There is no such coefficient.
+            ValueError: There is no such coefficient, or answers were added unseen: the sum of all
+                sites less that of all but one is that one's.
         """
+        if self.released.hidden is not None:
+            raise ValueError(
+                "leave_one_out is not offered where answers are added unseen, as the sums of all "
+                "sites less those of all but one are that one's: without() leaves several out"
+            )
         parts = {
             f"without {site}": [name for name in self.rows if name != site] for site in self.rows
         }
@@ -189,7 +197,8 @@ class Refits(ABC):
         rows: dict[str, dict[str, Any]] = {}
         for name, sites in parts.items():
             try:
-                row = {**self.refit(sites).interval(term, level), "why": ""}
+                with self.released.also():
+                    row = {**self.refit(sites).interval(term, level), "why": ""}
             except ValueError as error:
                 # The remedy, behind a colon or a consequence, is for a fit of one's own.
                 row = {"why": str(error).partition(":")[0].partition(", so")[0]}
@@ -450,7 +459,7 @@ class Fit(Refits):
         Raises:
             ValueError: The fit is no regression of an outcome.
         """
-        return self._asked("diagnostics")(level)
+        return self._asked("diagnostics", level)
 
     def check(self, *, scale: Literal["log", "identity", "rank"] = "log") -> Any:
         """Test whether hazards are proportional, by Schoenfeld's residuals against time, in a
@@ -469,7 +478,7 @@ class Fit(Refits):
         Source: Grambsch and Therneau, "Proportional hazards tests and diagnostics based on weighted
             residuals", Biometrika 81, 1994, the form with a constant covariance.
         """
-        return self._asked("check")(scale=scale)
+        return self._asked("check", scale=scale)
 
     def concordance(self) -> Any:
         """Return Harrell's concordance of each site, and of all pairs of rows within sites, as a
@@ -478,7 +487,7 @@ class Fit(Refits):
         Raises:
             ValueError: The fit is none of `cox`.
         """
-        return self._asked("concordance")()
+        return self._asked("concordance")
 
     def own_slopes(self) -> Any:
         """Return for each site how much more likely the rows are if its coefficients are its own,
@@ -502,15 +511,16 @@ class Fit(Refits):
             c    16.1
             dtype: float64
         """
-        return self._asked("own_slopes")()
+        return self._asked("own_slopes")
 
-    def _asked(self, question: str) -> Callable[..., Any]:
+    def _asked(self, question: str, *given: Any, **options: Any) -> Any:
         if question not in self.further:
             why = " under probability weights" if self.weighing == "probability" else ""
             raise ValueError(
                 f"there is no {question} of this fit{why}; those are {list(self.further)}"
             )
-        return self.further[question]
+        with self.released.also():
+            return self.further[question](*given, **options)
 
     def by_site(self, term: str, level: float = 0.95) -> Any:
         """Return each site's own estimate of a coefficient, of a fit to its rows alone, as a data

@@ -37,7 +37,7 @@ from bayesfl.stats.asking import (
     used_rows,
 )
 from bayesfl.stats.diagnostics import diagnose
-from bayesfl.stats.families import FAMILIES
+from bayesfl.stats.families import FAMILIES, row_information
 from bayesfl.stats.fit import (
     ERRORS,
     FEW_SITES,
@@ -226,6 +226,12 @@ class Likelihood(SiteSurvey):
             penalty=strength * alpha**2 / 2,
         )
 
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return each row's information, [n]; see `SiteSurvey`."""
+        design, eta, _ = self.predictors(state, self.standardised(site))
+        own = state["theta"][design.shape[1] :]
+        return site.weights * row_information(FAMILIES[self.family], eta, own)
+
     def means(self, state: Tensors, site: Site) -> Tensor:
         """Return the outcomes that are expected of a site's rows, [n]."""
         eta = self.predictors(state, self.standardised(site))[1]
@@ -354,6 +360,10 @@ class Meat(SiteSurvey):
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         return {"meat": Semidefinite((self.likelihood.size, self.likelihood.size))}
+
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return each row's information, [n]; see `SiteSurvey`."""
+        return self.likelihood.row_weights(state, site)
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""

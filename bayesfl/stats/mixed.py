@@ -11,7 +11,7 @@ estimate instead, intervals would be too short, most of all where that is near 0
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from bayesfl.stats.asking import (
     standard,
     with_likelihood,
 )
-from bayesfl.stats.families import FAMILIES, Family, Normal
+from bayesfl.stats.families import FAMILIES, Family, Normal, row_information
 from bayesfl.stats.fit import Refits, inverse
 from bayesfl.stats.hierarchy import Groups, Phi, derivatives, log_marginals, modes
 from bayesfl.stats.tables import Site, Tables
@@ -47,6 +47,8 @@ MOST_K = 0.7
 """A k-hat above this says that the weights' mean cannot be relied on."""
 RESAMPLED = 4000
 """Number of equally weighted draws that summaries are made of."""
+FAR = 1000.0
+"""A draw that is left out is so many nats less likely than all others."""
 NUMBERS = 2**24
 """So many linear predictors are computed at once."""
 
@@ -108,6 +110,15 @@ class Hierarchy(SiteSurvey):
             )
         return codes, tuple(names.tolist())
 
+    def informations(self, phi: Tensor, site: Site) -> Iterator[Tensor]:
+        """Yield rows' information at parameters [K, q] without own effects, [K, n] in parts."""
+        centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
+        design = (site.x - centre) / scale
+        for some in phi.split(max(1, NUMBERS // len(design))):
+            parts = self.phi(some)
+            eta = parts.beta[:, :1] + parts.beta[:, 1:] @ design.T + site.offset
+            yield site.weights * row_information(self.rule, eta, parts.own[..., 0])
+
     def phi(self, phi: Tensor) -> Phi:
         """Return the parts of a vector of parameters [..., q]."""
         return Phi.of(phi, 1 + self.columns, len(self.effects))
@@ -135,6 +146,10 @@ class Mode(Hierarchy):
         """Return the shapes of an answer."""
         q = self.size
         return {"loss": (), "slope": (q,), "hessian": (q, q), "n_groups": ()}
+
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return each row's information, [1, n]; see `SiteSurvey`."""
+        return next(self.informations(state["theta"][None], site))
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
@@ -167,6 +182,9 @@ def log_prior(log_tau: Tensor, scale: float) -> Tensor:
 class Draws(Hierarchy):
     """Ask for the log marginal likelihood at K draws of phi.
 
+    A site with a policy tells at draws where a row weighs more than that allows, which are those
+    far from the others, that they are very unlikely.
+
     Args:
         at: The draws, [K, q].
     """
@@ -181,6 +199,14 @@ class Draws(Hierarchy):
         """Return the shape of an answer."""
         return {"log_likelihood": (len(state["phi"]),)}
 
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return each row's information at the draw where it is most even; see `SiteSurvey`."""
+        least = [
+            some[(some.amax(1) / some.sum(1)).nan_to_num(1.0).argmin()]
+            for some in self.informations(state["phi"], site)
+        ]
+        return min(least, key=lambda one: float(one.max() / one.sum()))
+
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         groups = self.groups(site)
@@ -188,7 +214,12 @@ class Draws(Hierarchy):
             log_marginals(self.rule, groups, self.phi(some)).sum(-1)
             for some in state["phi"].split(max(1, NUMBERS // (16 * groups.y.numel())))
         ]
-        return {"log_likelihood": torch.cat(found)}
+        logs = torch.cat(found)
+        if site.policy is not None:
+            parts = self.informations(state["phi"], site)
+            even = torch.cat([site.policy.even(some) for some in parts])
+            logs = torch.where(even, logs, logs.min() - FAR)
+        return {"log_likelihood": logs}
 
 
 @dataclass(frozen=True)

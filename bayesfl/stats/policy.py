@@ -4,27 +4,33 @@ The rules are those of DataSHIELD's disclosure filters (`nfilter.subset`, `nfilt
 `nfilter.glm`) and of vantage6's limits on columns and on the number of organisations. They look at
 each question before it is answered, and a refusal tells the rule's name alone.
 
-They bound what honest questions give away by accident. They are no proof against who asks many
-questions made for it, or whose code runs on the site's machine.
+They bound what an answer says of one person. They are no proof against who knows all other rows, or
+asks as many questions made for it as there are rows, or whose code runs on the site's machine; see
+the guide to privacy for who is meant to be stopped.
 """
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bayesfl.base.options import Count, Natural, Positive, declared
+from bayesfl.base.protocols import Tensors
+from bayesfl.stats.kept.ledger import Ledger
 
 if TYPE_CHECKING:
     from bayesfl.stats.tables import Site, Tables
 
 LOG_LIKELIHOOD = "log_likelihood"
 """The answer's name under which log likelihoods at shared draws leave a site."""
+MOST = 0.9
+"""A column is that of a few rows if these hold so much of its squares about the median."""
 
 
 class Refusal(ValueError):
@@ -51,18 +57,26 @@ class Policy:
     """Set the rules for what a site answers.
 
     Args:
-        min_rows: Fewest rows with which a site answers at all.
-        min_level: Fewest rows of each level that a site has, of categories, of outcomes and other
-            columns with two values, and of products of these; a level without rows may be.
+        min_rows: No row holds more than 1 / min_rows of an answer's weight, where a row's weight is
+            its own times what the question's parameters give it, as mu (1 - mu) or exp(eta); so a
+            site has so many rows at least. Also, two analyses, and two columns with two values,
+            that differ, do so in so many rows at least.
+        min_level: Fewest people of what is counted or is a column of its own, unless there are
+            none: of a level, of a column with two values as the outcome, of products of these, of a
+            group, of a bin of times, and of the rows that hold nine tenths of a column's squares
+            about its median. Counts below a quantile's threshold are told in steps of as many.
         max_parameters_per_row: Largest number of parameters, or of columns, for each row.
-        min_sites: Fewest sites whose answers are added where the sum hides each; without effect
-            where answers are seen singly, as over a network.
+        min_sites: Fewest sites whose answers are added where the sum hides each, also in what
+            follows of several such sums; without effect where answers are seen singly, as over a
+            network.
         columns: The only columns that may be read; None for all.
-        exact_times: Whether a question may be about the exact times of events.
-        max_draws: Most log likelihoods at shared draws, as of `mixed`, in all; over a network in
-            one run.
+        exact_times: Whether a question may be about exact times of events, or on a grid of times
+            that have more than `digits` digits.
+        digits: Digits of times and thresholds.
+        max_draws: Most log likelihoods at shared draws, as of `mixed`, in all runs.
 
-    A site with a level rarer than `min_level` is left out by name; any other refusal ends the fit.
+    A site that refuses the first question by `min_level` is left out by name; any other refusal
+    ends the fit. See the guide to privacy for what each rule stops.
 
     Example:
         >>> import pandas as pd
@@ -80,9 +94,10 @@ class Policy:
     min_sites: Count = 3
     columns: Sequence[str] | None = None
     exact_times: bool = False
+    digits: Count = 2
     max_draws: Natural = 4000
-    drawn: int = field(default=0, init=False, repr=False)
-    """Number of log likelihoods at shared draws that were answered."""
+    ledger: Ledger = field(default_factory=Ledger, init=False, repr=False, compare=False)
+    """What was asked before."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Policy":
@@ -100,43 +115,139 @@ class Policy:
         """
         return cls(**tomllib.loads(Path(path).read_text()))
 
-    def broken(
-        self,
-        survey: Any,
-        tables: "Tables",
-        site: "Site",
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        hidden: bool,
-    ) -> str | None:
+    def broken(self, question: "Question", site: "Site") -> str | None:
         """Return the rule that a question breaks at a site, before its answer is made; None if
         none.
-
-        Args:
-            survey: The question.
-            tables: The sites that are asked.
-            site: The site, one of these.
-            shapes: The shapes of an answer.
-            hidden: Whether only the sum of the sites' answers is seen.
         """
-        draws = drawn(shapes)
-        parts = list(_parts(survey))
-        texts = {part for part in parts if isinstance(part, str)}
-        sizes = [getattr(part, "size", 0) for part in parts if is_dataclass(part)]
-        exact = any(getattr(part, "exact_times", False) for part in parts)
-        parameters = max([len(tables.columns), *sizes])
-        design = {name for term in tables.terms for name in term.variables} | {*tables.beside}
-        named = texts & {*site.frame.columns}  # as those of groups and times
-        rules = {
-            "columns": self.columns is not None and not design | named <= {*self.columns},
-            "min_rows": len(site.x) < self.min_rows,
-            "min_level": _rarest(site, tables, named) < self.min_level,
-            "max_parameters_per_row": parameters > self.max_parameters_per_row * len(site.x),
-            "exact_times": exact and not self.exact_times,
-            "min_sites": hidden and len(tables.sites) < self.min_sites,
-            "max_draws": draws > 0 and self.drawn + draws > self.max_draws,
+        return self.unsafe(question, site) or self._with_others(question, site)
+
+    def keep(self, question: "Question", site: "Site") -> None:
+        """Note an answer, which counts for later questions."""
+        self.ledger.keep(site, self._indicators(question, site))
+        if question.hidden:
+            name = type(question.survey).__name__
+            self.ledger.hidden.setdefault(name, set()).add(frozenset(question.tables.names))
+
+    def unsafe(self, question: "Question", site: "Site") -> str | None:
+        """Return the rule that a question breaks whatever was asked before; None if none."""
+        survey, tables, state, n = question.survey, question.tables, question.state, len(site.x)
+        named = question.named(site)
+        read = {name for term in tables.terms for name in term.variables} | {*tables.beside}
+        sizes = [len(tables.columns), *(getattr(part, "size", 0) for part in question.parts)]
+        rules: dict[str, Callable[[], Any]] = {
+            "columns": lambda: self.columns is not None and not read | named <= {*self.columns},
+            "min_rows": lambda: not self.even(site.weights),
+            "min_level": lambda: _rarest(site, tables, named) < self.min_level,
+            "min_level of the column": lambda: self._of_few(site, tables),
+            "max_parameters_per_row": lambda: max(sizes) > self.max_parameters_per_row * n,
+            "exact_times": lambda: not self.exact_times and any(map(self._exact, question.parts)),
+            "min_sites": lambda: question.hidden and len(tables.sites) < self.min_sites,
+            "min_level of a cell": lambda: any(
+                _smallest(cells) < self.min_level for cells in survey.cells(state, site)
+            ),
+            "min_rows of weights": lambda: not self.even(survey.row_weights(state, site)).all(),
         }
-        return next((rule for rule, so in rules.items() if so), None)
+        return _first(rules)
+
+    def _with_others(self, question: "Question", site: "Site") -> str | None:
+        names, name = question.tables.names, type(question.survey).__name__
+        hidden = question.hidden and self.min_sites > 1
+        draws, drawn_before = drawn(question.shapes), self.ledger.drawn
+        rules: dict[str, Callable[[], Any]] = {
+            "max_draws": lambda: draws and drawn_before + draws > self.max_draws,
+            "min_sites, as other sums were told whose difference is one site's": lambda: (
+                hidden and self.ledger.tells_one(name, names)
+            ),
+            "min_rows, as": lambda: self.ledger.differs(
+                site, self._indicators(question, site), self.min_rows
+            ),
+        }
+        return _first(rules)
+
+    def even(self, weight: Tensor) -> Tensor:
+        """Say whether no row holds too much of weights [..., n], [...]; see `min_rows`."""
+        total, most = weight.sum(-1), weight.amax(-1)
+        even = (total > 0) & (most * self.min_rows <= total * (1 + 1e-9))
+        return even | (self.min_rows == 0)
+
+    def _of_few(self, site: "Site", tables: "Tables") -> str | None:
+        """Return the first column that fewer rows than `min_level` make; None if none does."""
+        held = site.held[min(max(self.min_level - 2, 0), len(site.held) - 1)]
+        names = (*tables.columns, str(tables.outcome))
+        few = [] if self.min_level < 2 else (held >= MOST).tolist()
+        return next((repr(name) for name, so in zip(names, few, strict=False) if so), None)
+
+    def _exact(self, part: Any) -> bool:
+        ends = (*getattr(part, "ends", ()), *getattr(part, "cuts", ()))
+        return getattr(part, "exact_times", False) or any(
+            float(f"{end:.{self.digits - 1}e}") != end for end in ends
+        )
+
+    def _indicators(self, question: "Question", site: "Site") -> Tensor:
+        """Return who has which of two values, or which level, in the columns of the design and the
+        outcome and those that a question names, [k, n] of bools.
+        """
+        found = []
+        for values in _of_two(site).T:
+            found.append(values == values.max())
+        for name in _categories(site, question.tables, question.named(site)):
+            levels, codes = np.unique(site.frame[name].astype(str), return_inverse=True)
+            found += [torch.from_numpy(codes == level) for level in range(len(levels))]
+        return torch.stack(found) if found else torch.zeros(0, len(site.x), dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question as a policy sees it.
+
+    Args:
+        survey: The survey, a `SiteSurvey`.
+        state: Its state.
+        tables: The sites that are asked.
+        shapes: The shapes of an answer.
+        hidden: Whether only the sum of the sites' answers is seen.
+    """
+
+    survey: Any
+    state: Tensors
+    tables: "Tables"
+    shapes: Mapping[str, tuple[int, ...]]
+    hidden: bool
+
+    @property
+    def parts(self) -> list[Any]:
+        """Return the question, the questions in it, and the values of their fields."""
+        return list(_parts(self.survey))
+
+    def named(self, site: "Site") -> set[str]:
+        """Return a site's columns that the question names, as those of groups and times."""
+        return {part for part in self.parts if isinstance(part, str)} & {*site.frame.columns}
+
+
+@dataclass
+class Put:
+    """A question that is put to sites, which says whose answers break the default policy.
+
+    Args:
+        put: Function (state, shapes, {site: rule} to fill) -> the sum of the answers.
+        beyond: {site: the rule of the default policy that its last answer breaks}.
+    """
+
+    put: Callable[[Tensors, Mapping[str, tuple[int, ...]], dict[str, str]], Tensors]
+    beyond: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        """Put the question."""
+        self.beyond.clear()
+        return self.put(state, shapes, self.beyond)
+
+
+def _first(rules: Mapping[str, Callable[[], Any]]) -> str | None:
+    """Return the first rule that is broken, with what breaks it if that has a name."""
+    for rule, broken in rules.items():
+        if what := broken():
+            return f"{rule} {what}" if isinstance(what, str) else rule
+    return None
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -161,23 +272,36 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _rarest(site: "Site", tables: "Tables", named: set[str]) -> float:
     """Return the number of rows of a site's rarest level; infinite where it has none."""
-    columns = site.x if site.y is None else torch.cat([site.x, site.y[:, None]], 1)
-    counts = [_of_two(columns)]
-    inner: list[Any] = [one for term in tables.terms for one in getattr(term, "terms", (term,))]
-    categories = {one.column for one in inner if hasattr(one, "levels")}
-    for name in categories | named:
-        values = site.frame[name]
-        if name in categories or values.nunique() == 2 or values.dtype.kind not in "iuf":
-            counts.append(float(values.value_counts().min()))
+    counts = [torch.inf]
+    for values in _of_two(site).T:
+        counts.append(_smallest(values))
+    for name in _categories(site, tables, named):
+        counts.append(float(site.frame[name].value_counts().min()))
     return min(counts)
 
 
-def _of_two(columns: Tensor) -> float:
-    """Return the smaller count of the values of those columns [n, p] that have two."""
+def _categories(site: "Site", tables: "Tables", named: set[str]) -> list[str]:
+    """Return the columns of categories, and of two values or none that are numbers among those that
+    a question names.
+    """
+    inner: list[Any] = [one for term in tables.terms for one in getattr(term, "terms", (term,))]
+    found = {one.column for one in inner if hasattr(one, "levels")}
+    for name in named:
+        values = site.frame[name]
+        if values.nunique() == 2 or values.dtype.kind not in "iuf":
+            found.add(name)
+    return sorted(found)
+
+
+def _of_two(site: "Site") -> Tensor:
+    """Return the columns of a site's design and outcome that have two values, [n, k]."""
+    columns = site.x if site.y is None else torch.cat([site.x, site.y[:, None]], 1)
     if not columns.numel():
-        return torch.inf
+        return columns[:, :0]
     low, high = columns.min(0).values, columns.max(0).values
-    two = ((columns == low) | (columns == high)).all(0) & (low < high)
-    at_low = (columns == low).sum(0).double()
-    smaller = torch.minimum(at_low, len(columns) - at_low)
-    return float(torch.where(two, smaller, torch.inf).min())
+    return columns[:, ((columns == low) | (columns == high)).all(0) & (low < high)]
+
+
+def _smallest(labels: Tensor) -> float:
+    """Return how many rows the label has that fewest of them [n] have."""
+    return float(labels.unique(return_counts=True)[1].min()) if len(labels) else torch.inf

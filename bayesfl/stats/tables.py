@@ -6,6 +6,7 @@ have the same columns in the design, so categories are declared with their level
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal, TypeAlias
 
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Ask, Survey
+from bayesfl.base.surveys import Survey
 from bayesfl.base.warning import warn
 from bayesfl.data.tables.table import is_frame
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
-from bayesfl.stats.policy import Policy, Refusal, drawn
+from bayesfl.stats.policy import Policy, Put, Question, Refusal, drawn
 from bayesfl.stats.terms import (
     Interaction,
     Levels,
@@ -34,6 +35,10 @@ from bayesfl.stats.terms import (
 
 Weighing: TypeAlias = Literal["none", "frequency", "probability"]
 """What weights of rows are: there are none, numbers of equal rows, or inverse probabilities."""
+
+DEFAULT = Policy()
+FEW = 100
+"""So many rows that hold most of a column's squares are looked for."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Site:
         missing: How often each column of the design, and the outcome, was missing, p + 1.
         weighing: What the weights are.
         rows: A hash of the labels of its complete rows in the data frame that was given.
+        policy: The rules of what it answers; None where it answers all that is asked.
     """
 
     name: str
@@ -68,6 +74,37 @@ class Site:
     def counts(self) -> Tensor:
         """Return how many rows each one stands for, [n]: its frequency weight, else 1."""
         return self.weights if self.weighing == "frequency" else torch.ones_like(self.weights)
+
+    policy: Policy | None = None
+
+    @cached_property
+    def held(self) -> Tensor:
+        """Return the share of a column's squares about its median that those k rows hold which hold
+        most, k = 1, ..., of the design and the outcome, [k, p + 1]; NaN of constant ones.
+        """
+        columns = self.x if self.y is None else torch.cat([self.x, self.y[:, None]], 1)
+        squares = (columns - columns.median(0).values).square()
+        return squares.topk(min(len(squares), FEW), 0).values.cumsum(0) / squares.sum(0)
+
+    @cached_property
+    def row_hashes(self) -> np.ndarray:
+        """Return a hash of each row, [n]."""
+        from pandas.util import hash_pandas_object
+
+        hashes: Any = hash_pandas_object  # whose type is not known to be a function
+        return hashes(self.frame.astype(str), index=False).to_numpy()
+
+    def some(self, rows: np.ndarray) -> "Site":
+        """Return the site with some of its rows, [n] of bools."""
+        at = torch.from_numpy(rows)
+        return replace(
+            self,
+            frame=self.frame[rows].reset_index(drop=True),
+            x=self.x[at],
+            y=None if self.y is None else self.y[at],
+            offset=self.offset[at],
+            weights=self.weights[at],
+        )
 
     def column(self, name: str) -> Tensor:
         """Return a column of numbers that is not in the design, as a time, [n] in float64.
@@ -118,6 +155,17 @@ class Tables:
     offset: str | None = None
     over = None
 
+    def __post_init__(self) -> None:
+        given = self.policy
+        policies = dict.fromkeys(self.names, given) if isinstance(given, Policy) else given or {}
+        sites = []
+        for site in self.sites:
+            policy = policies.get(site.name)
+            if policy is not None and policy is not site.policy:
+                site = policy.ledger.settled(replace(site, policy=policy))
+            sites.append(site)
+        object.__setattr__(self, "sites", tuple(sites))
+
     def __repr__(self) -> str:
         told = ", ".join(
             f"{site.name} {len(site.x)}" + (f" (-{site.dropped})" if site.dropped else "")
@@ -146,29 +194,35 @@ class Tables:
         kept = tuple(site for site in self.sites if site.name in names)
         return replace(self, sites=kept, ids=np.arange(len(kept)))
 
-    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
+    def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Put:
         """Return how a question is put to all sites here.
 
         The question raises `bayesfl.stats.policy.Refusal` where it breaks a rule of a site's.
         """
-        put, given = ask_here(survey, self, aggregation), self.policy
-        policies = dict.fromkeys(self.names, given) if isinstance(given, Policy) else given or {}
+        added, hidden = ask_here(survey, self, aggregation), aggregation is not None
 
-        def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-            hidden, refused = aggregation is not None, {}
-            asked = {}
-            for site in self.sites:
-                if policy := policies.get(site.name):
-                    asked[id(policy)] = policy
-                    if rule := policy.broken(survey, self, site, shapes, hidden=hidden):
-                        refused[site.name] = rule
+        def put(
+            state: Tensors, shapes: Mapping[str, tuple[int, ...]], beyond: dict[str, str]
+        ) -> Tensors:
+            question = Question(survey, state, self, shapes, hidden)
+            refused = {
+                site.name: rule
+                for site in self.sites
+                if site.policy is not None and (rule := site.policy.broken(question, site))
+            }
             if refused:
                 raise Refusal(type(survey).__name__, refused)
-            for policy in asked.values():  # one that sites share counts once
-                policy.drawn += drawn(shapes)
-            return put(state, shapes)
+            for site in self.sites:
+                if site.policy != DEFAULT and (rule := DEFAULT.unsafe(question, site)):
+                    beyond[site.name] = rule
+                if site.policy is not None:
+                    site.policy.keep(question, site)
+            for policy in {id(site.policy): site.policy for site in self.sites}.values():
+                if policy is not None:
+                    policy.ledger.drawn += drawn(shapes)  # one that sites share counts once
+            return added(state, shapes)
 
-        return ask
+        return Put(put)
 
     def design(self, frame: Any) -> Tensor:
         """Return the design of other rows, [n, p] in float64, NaN where a value is missing.

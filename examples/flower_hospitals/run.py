@@ -20,6 +20,8 @@ from made_up import PATIENTS, network_of  # noqa: E402 (likewise)
 from regressions.analysis import analysis  # noqa: E402 (after the path is set)
 from regressions.site import tables  # noqa: E402 (likewise)
 
+from bayesfl.stats import Policy  # noqa: E402 (likewise)
+
 
 def same_digits(found: Path, wanted: Path) -> bool:
     """Return whether the tables of two folders of results are the same, digit for digit."""
@@ -52,7 +54,8 @@ def main() -> None:
         (out / "server.log").write_text(loopback.said(run))
         if ended != "finished:completed":
             raise SystemExit(f"the run failed; see {out / 'server.log'}")
-    here = tables({name: str(out / "data" / f"{name}.csv") for name in PATIENTS})
+    files = {name: str(out / "data" / f"{name}.csv") for name in PATIENTS}
+    here = tables(files, Policy.read(HERE / "policy.toml"))
     analysis(here, out / "here")
     same = same_digits(out / "network", out / "here")
     print(f"the network's tables are the simulation's, digit for digit: {same}")

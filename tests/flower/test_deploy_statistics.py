@@ -24,6 +24,9 @@ from loopback import Loopback  # noqa: E402 (likewise)
 from regressions.analysis import analysis  # noqa: E402 (likewise)
 from regressions.site import tables  # noqa: E402 (likewise)
 
+from bayesfl.commands.main import main  # noqa: E402 (found as always)
+from bayesfl.stats import Policy  # noqa: E402 (likewise)
+
 pytestmark = pytest.mark.skipif(
     WANTED != "full", reason="starts a network for minutes; make test-deploy"
 )
@@ -41,7 +44,7 @@ def test_the_simulations_tables_digit_for_digit(net: Loopback):
     run = net.submit(EXAMPLE, out=str(net.folder / "network"))
     assert net.finish(run, seconds=900.0) == "finished:completed", net.said(run)
     files = {name: str(net.folder / "data" / f"{name}.csv") for name in made_up.PATIENTS}
-    analysis(tables(files), net.folder / "here")
+    analysis(tables(files, Policy.read(EXAMPLE / "policy.toml")), net.folder / "here")
     for name in ("glm.csv", "cox.csv", "mixed.csv"):
         found, wanted = (net.folder / where / name for where in ("network", "here"))
         assert found.read_text() == wanted.read_text()
@@ -50,6 +53,24 @@ def test_the_simulations_tables_digit_for_digit(net: Loopback):
     assert list(sheet["bytes"]) == list(made_up.PATIENTS)
     for client in range(len(made_up.PATIENTS)):  # its own model, and draws of its own coefficients
         assert len(list((net.folder / "states" / f"client-{client}").glob("own-*.csv"))) == 2
+
+
+def test_an_analysis_that_is_refused_and_the_ledger(
+    net: Loopback, capsys: pytest.CaptureFixture[str]
+):
+    """The days of deaths are not told; each hospital's ledger has what was asked in both runs."""
+    run = net.submit(EXAMPLE, out=str(net.folder / "refused"), **{"exact-times": True})
+    assert net.finish(run, seconds=900.0) == "finished:failed"
+    said = net.said(run)
+    assert "Refusal: site 'basel' refuses EventTimes by its policy's rule exact_times" in said
+    assert not (net.folder / "refused" / "cox.csv").exists()
+    for client in range(len(made_up.PATIENTS)):
+        assert main(["show", str(net.folder / "states" / f"client-{client}")]) == 0
+        ledger = capsys.readouterr().out
+        assert re.search(rf"run {run}: EventTimes, .*refused by exact_times", ledger), ledger
+        for question in ("Sums", "Likelihood", "PartialLikelihood", "Draws"):
+            assert re.search(rf"run \d+: {question}, .*answered", ledger), ledger
+        assert "1000 log likelihoods at shared draws answered" in ledger
 
 
 def test_a_hospital_without_its_file_ends_the_run(net: Loopback):

@@ -12,13 +12,15 @@ import pandas as pd
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 
 import bayesfl as bf
+from bayesfl.commands.main import main
 from bayesfl.federation.rounds.admission import PROTOCOL
-from bayesfl.flower import BadClients, analyse, analysis_app, records, site_app
+from bayesfl.flower import BadClients, analyse, analysis_app, records, site_app, statistics
 from bayesfl.stats.asking import Sites
 from bayesfl.stats.mixed import Mixed
-from bayesfl.stats.policy import Refusal
+from bayesfl.stats.policy import Policy, Refusal
 from bayesfl.stats.tables import Tables
 from tests.flower.grid import LocalGrid
 from tests.flower.made import Impatient, later, sleeping
@@ -43,6 +45,7 @@ def grid_of(folder: Path, outcome: str = "ill", **options: Any) -> LocalGrid:
         return bf.stats.tables({name: frames()[name]}, outcome=outcome, terms=TERMS)
 
     config = {node: {"site": name} for name, node in NODES.items()}
+    folder.mkdir(exist_ok=True)
     policy = options.pop("policy", None)
     if policy is not None:
         (folder / "policy.toml").write_text(policy)
@@ -65,7 +68,7 @@ def test_the_simulations_numbers_to_the_bit(
     method: Callable[..., Any], options: dict[str, Any], tmp_path: Path
 ):
     """Tables and evidence, from nodes that answer in another order."""
-    wanted = method(sites(options["family"]), **options)
+    wanted = method(sites(options["family"], policy=Policy()), **options)
     grid = grid_of(tmp_path, OUTCOMES[options["family"]])
     found = analyse(grid, lambda remote: method(remote, **options), sites=4, timeout=5.0)
     assert found.table().equals(wanted.table())
@@ -394,3 +397,146 @@ def test_the_servers_app_prints_what_an_analysis_returns(
     grid = grid_of(tmp_path)
     app(grid, grid.context(0))
     assert capsys.readouterr().out == "4 sites\n"
+
+
+def test_a_site_writes_at_its_own_place_alone(tmp_path: Path):
+    """South adds to and takes from other sites' numbers; the fit is as if it had not."""
+
+    def meddle(client: Any, message: Message, reply: Message) -> Message:
+        if client != 2 or not (asks(message, "Sums") or asks(message, "Looks")):
+            return reply
+        found = records.unpack(
+            reply.content, "answer", str(records.config(reply.content)["digest"])
+        )
+        for name in {"outcome", "weights", "n_dropped", "expected", "spread", "auc"} & {*found}:
+            found[name][0] += 40
+        answer, digest = records.pack(found)
+        config = ConfigRecord({**records.config(reply.content), "digest": digest})
+        return Message(RecordDict({"answer": answer, "config": config}), reply_to=message)
+
+    def analysis(remote: Sites) -> Any:
+        fit = bf.stats.glm(remote, family="binomial", intercept="per_site")
+        return fit, fit.diagnostics().sites
+
+    (fit, looks), (wanted, known) = (
+        analyse(grid_of(tmp_path / name, alter=alter), analysis, sites=4, timeout=5.0)
+        for name, alter in (("one", meddle), ("two", None))
+    )
+    assert (fit.rows, fit.events, fit.dropped) == (wanted.rows, wanted.events, wanted.dropped)
+    assert fit.table().equals(wanted.table())
+    assert looks.equals(known)
+
+
+def longer(table: pd.DataFrame) -> pd.DataFrame:
+    return pd.concat([table, table.head(4).assign(age=33.0)])
+
+
+def altered(table: pd.DataFrame) -> pd.DataFrame:
+    return table.assign(age=[*table["age"].iloc[:-1], 99.0])
+
+
+def doubled(table: pd.DataFrame) -> pd.DataFrame:
+    return pd.concat([table, table])
+
+
+@pytest.mark.parametrize("change", [doubled, altered, longer])
+def test_a_table_that_changes_during_a_run_ends_it(change: Callable[..., Any], tmp_path: Path):
+    """By more rows, or another value; a few new rows wait."""
+    asked: dict[str, int] = {}
+
+    def load_tables(context: Context) -> Tables:
+        name = str(context.node_config["site"])
+        asked[name] = asked.get(name, 0) + 1
+        rows = frames()[name]
+        if name == "south" and asked[name] > 4:
+            rows = change(rows)
+        return bf.stats.tables({name: rows}, outcome="ill", terms=TERMS)
+
+    def fit(given: Sites) -> Any:
+        return bf.stats.glm(given, family="binomial").table()
+
+    grid = grid_of(tmp_path)
+    grid.apps = dict.fromkeys(NODES.values(), site_app(load_tables))
+    if change is longer:
+        assert analyse(grid, fit, sites=4, timeout=5.0).equals(fit(sites("binomial")))
+    else:
+        said = "Likelihood has no answer of site 'south': it failed with another table than"
+        with pytest.raises(BadClients, match=said):
+            analyse(grid, fit, sites=4, timeout=5.0)
+
+
+def test_a_node_without_a_folder_refuses_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As it has no ledger."""
+    sleeping(monkeypatch)
+    grid = grid_of(tmp_path)
+    context = grid.context
+
+    def without(node: int) -> Context:
+        found = context(node)
+        if node == NODES["west"]:
+            del found.node_config["state-dir"]
+        return found
+
+    monkeypatch.setattr(grid, "context", without)
+    with pytest.raises(BadClients, match="it failed with no folder for its ledger of what it was"):
+        analyse(grid, lambda s: s.names, sites=4, timeout=5.0)
+
+
+def test_the_ledger_says_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """In all runs, and which rule stopped what."""
+
+    grid = grid_of(tmp_path)
+    with pytest.raises(Refusal, match="Draws by its policy's rule max_draws"):
+        analyse(
+            grid,
+            lambda remote: bf.stats.mixed(remote, family="binomial", draws=5000),
+            sites=4,
+            timeout=5.0,
+        )
+    TaskIdentity.run_id = 2
+    analyse(grid, lambda remote: bf.stats.glm(remote, family="binomial"), sites=4, timeout=5.0)
+    assert main(["show", str(tmp_path / "node-100")]) == 0
+    said = capsys.readouterr().out
+    assert "0 log likelihoods at shared draws answered" in said
+    assert "run 1: Draws, refused by max_draws" in said
+    assert said.count("Likelihood, answered loss [], slope [4]") == 5
+
+
+def test_draws_are_counted_over_all_runs(tmp_path: Path):
+    """The ledger keeps how many there were."""
+    fit = lambda remote: bf.stats.mixed(remote, family="binomial")  # noqa: E731
+    analyse(grid_of(tmp_path, policy="max_draws = 1999"), fit, sites=4, timeout=5.0)
+    with pytest.raises(Refusal, match=r"^site 'south' refuses Draws by .* rule max_draws$"):
+        analyse(grid_of(tmp_path, policy="max_draws = 1999"), fit, sites=4, timeout=5.0)
+
+
+def test_files_of_a_node_run_nothing_and_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Columns have names that the server chose, groups such as the site's own data have."""
+    rows = {
+        site: frame.assign(ward=np.where(np.arange(len(frame)) % 2, "=1+1", "@SUM(A1)"))
+        for site, frame in frames().items()
+    }
+
+    def load_tables(context: Context) -> Tables:
+        name = str(context.node_config["site"])
+        terms = {"outcome": "score", "terms": ["=cmd|age"], "also": ["ward"]}
+        return bf.stats.tables({name: rows[name].rename(columns={"age": "=cmd|age"})}, **terms)
+
+    def analysis(remote: Sites) -> Any:
+        return bf.stats.mixed(remote, family="gaussian", group="ward", draws=200)
+
+    grid = grid_of(tmp_path)
+    grid.apps = dict.fromkeys(NODES.values(), site_app(load_tables))
+    analyse(grid, analysis, sites=4, timeout=5.0)
+    kept = pd.read_csv(tmp_path / "node-100" / "own-1-1.csv")
+    assert list(kept) == ["ward", "(intercept)", "'=cmd|age"]
+    assert {*kept["ward"]} == {"'=1+1", "'@SUM(A1)"}
+    for name, most in (("FILES", 1), ("NUMBERS", 100)):
+        with monkeypatch.context() as patch:
+            patch.setattr(statistics, name, most)
+            with pytest.raises(BadClients, match="files of its own models at most"):
+                analyse(grid, analysis, sites=4, timeout=5.0)

@@ -1,8 +1,9 @@
 """A site's policy: for each rule a question that is refused and one that it lets pass."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 import bayesfl as bf
 from bayesfl.stats import Policy
 from bayesfl.stats.asking import Questions, Sums
+from bayesfl.stats.describe import Quantiles
+from bayesfl.stats.diagnostics import Looks
 from bayesfl.stats.glm import Likelihood, Meat
+from bayesfl.stats.mixed import Draws, Mode
 from bayesfl.stats.policy import Refusal
 from bayesfl.stats.survival.curves import Counts
 from bayesfl.stats.survival.partial import PartialLikelihood, Scores
@@ -71,6 +75,273 @@ def refused(
 def test_min_rows():
     assert refused(frame(10), "min_rows", 11)
     assert not refused(frame(10), "min_rows", 10)
+
+
+def state_of(question: Any, **changes: Any) -> dict[str, torch.Tensor]:
+    return question.start(None) | {
+        name: torch.tensor(value, dtype=torch.float64) for name, value in changes.items()
+    }
+
+
+HERE = {"centre": (15.0,), "scale": (5.0,)}
+STEEP = {"centre": (15.0,), "scale": (1e-2,)}
+MODEL: dict[str, Any] = {"columns": 1, "effects": (0,), "group": None}
+WEIGHED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "binomial": (partial(Likelihood, "binomial", 1, False), {"theta": (0.0, 1.0)}),
+    "own": (partial(Likelihood, "binomial", 1, True), {"theta": (1.0,)}),
+    "poisson": (partial(Likelihood, "poisson", 1, False), {"theta": (0.0, 0.1)}),
+    "counts": (partial(Likelihood, "negative_binomial", 1, False), {"theta": (0.0, 0.1, -1.0)}),
+    "mode": (partial(Mode, "binomial", **MODEL, at=(0.0, 1.0, -9.0)), {}),
+    "draws": (partial(Draws, "binomial", **MODEL, at=((0.0, 1.0, -9.0),) * 3), {}),
+    "cox": (partial(PartialLikelihood, "month", "ill", 1, None), {"theta": (0.1,)}),
+    "meat": (
+        lambda **given: Meat(Likelihood("binomial", 1, False, **given), "row", (0.0, 1.0)),
+        {},
+    ),
+    "scores": (
+        lambda **given: Scores(PartialLikelihood("month", "ill", 1, None, **given), (0.1,)),
+        {},
+    ),
+    "looks": (
+        lambda **given: Looks(Likelihood("binomial", 1, False, **given), 1, (0.0, 1.0)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_min_rows_bounds_the_weight_of_a_row_in_every_survey(name: str):
+    """At parameters of a fit a site answers; at such that one row alone counts it does not."""
+    make, changes = WEIGHED[name]
+    rows = frame(30, month=7 * np.arange(30) % 30 + 1.0)
+    tables = bf.stats.tables(
+        {"va": rows}, outcome="ill", terms=["age"], policy=Policy(**{**FREE, "min_rows": 10})
+    )
+    for given, passes in ((HERE, True), (STEEP, False)):
+        question = make(**given)
+        state = state_of(question, **changes)
+        put = tables.ask(question, None)
+        if passes:
+            put(state, question.shapes(state))
+        else:
+            with pytest.raises(Refusal, match="by its policy's rule min_rows"):
+                put(state, question.shapes(state))
+
+
+def test_min_rows_bounds_weights():
+    """Which are the rows' own, too."""
+    for often, broken in ((1.0, False), (3.0, False), (5.0, True), (1e9, True)):
+        rows = frame(30, often=[often] + [1.0] * 29)
+        assert refused(rows, "min_rows", 10, weights="often") == broken
+
+
+def test_draws_at_which_one_row_counts_are_told_to_be_unlikely():
+    """The others are those of a site without a policy."""
+    given = sites("binomial")
+    at = ((0.0, 0.0, 0.0, 0.0, -1.0), (9.0, 1e9, 0.0, 0.0, -1.0), (1.0, 0.1, 0.0, 0.0, -1.0))
+    question = Draws("binomial", 3, (0,), None, (0.0,) * 3, (10.0, 1.0, 1.0), at=at)
+    state = question.start(None)
+    free, told = (
+        one.ask(question, None)(state, question.shapes(state))["log_likelihood"]
+        for one in (given, replace(given, policy=Policy()))
+    )
+    assert torch.equal(told[[0, 2]], free[[0, 2]])
+    assert told[1] < told[[0, 2]].min() - 1000
+
+
+@pytest.mark.parametrize(
+    ("column", "broken"),
+    [
+        ([0.0] * 28 + [100.0, -100.0], True),
+        ([1e-7 * i for i in range(29)] + [5.0], True),
+        ([0.0] * 27 + [100.0, -100.0, 100.0], False),
+        (list(np.exp(np.linspace(-2, 2, 30))), False),
+        ([1e9 + i for i in range(30)], False),
+    ],
+)
+def test_min_level_of_columns_that_few_rows_make(column: list[float], broken: bool):
+    """Two rows hold nine tenths of the squares about the median; the site names the column."""
+    rows = frame(30, found=column)
+    policy = Policy(**{**FREE, "min_level": 3})
+    for options in ({"terms": ["age", "found"]}, {"terms": ["age"], "outcome": "found"}):
+        tables = bf.stats.tables({"va": rows}, policy=policy, **options)
+        if broken:
+            with pytest.raises(Refusal, match="rule min_level of the column 'found'"):
+                Questions(tables).conduct(Sums(1, len(tables.columns)))
+        else:
+            Questions(tables).conduct(Sums(1, len(tables.columns)))
+
+
+def test_min_level_of_cells():
+    """Of a table, by groups; of bins of times, by who has an event there and who leaves."""
+    rows = frame(30, hiv=[1, 1] + [0] * 13 + [1] * 5 + [0] * 10, sex=[1] * 15 + [0] * 15)
+    sex = bf.stats.levels("sex", [0, 1])
+    policy = Policy(**{**FREE, "min_level": 3})
+    tables = bf.stats.tables({"va": rows}, outcome="age", terms=["hiv"], policy=policy)
+    with pytest.raises(Refusal, match="'va' refuses Totals by its policy's rule min_level"):
+        bf.stats.describe(tables, by=sex)
+    bf.stats.describe(tables)
+    month = [1.0] * 8 + [2.0] * 16 + [3.0] * 6
+    for censored, broken in ((2, True), (3, False), (0, False)):
+        dead = [1] * 8 + [1] * 10 + [0] * 6 + [0] * censored + [1] * (6 - censored)
+        rows = frame(30, month=month, dead=dead)
+        tables = bf.stats.tables({"va": rows}, terms=["age"], policy=policy)
+        when: dict[str, Any] = {"time": "month", "event": "dead", "grid": [1, 2, 3]}
+        for fit in (bf.stats.cox, bf.stats.kaplan_meier):
+            if broken:
+                with pytest.raises(Refusal, match="by its policy's rule min_level"):
+                    fit(tables, **when)
+            else:
+                fit(tables, **when)
+
+
+def test_thresholds_lie_on_a_lattice_and_counts_are_told_in_steps():
+    """However many thresholds are asked for; the quartiles are near those of the rows."""
+    rng = np.random.default_rng(0)
+    rows = {"va": pd.DataFrame({"age": rng.normal(62, 9, 60).round(2)})}
+    tables = bf.stats.tables(rows, terms=["age"], policy=Policy())
+    ages, told = rows["va"]["age"].sort_values().to_numpy(), set()
+    for threshold in np.linspace(35, 90, 400):
+        at = (((float(threshold),) * 3,) * 2,) * 2
+        question = Quantiles(sites=1, columns=1, low=at, high=at, weight=(60.0, 60.0))
+        state = question.start(None)
+        below = tables.ask(question, None)(state, question.shapes(state))["below"][0, 0, 0]
+        assert below <= (ages <= round(threshold)).sum() + 2
+        told.add(int(below))
+    assert (np.diff(sorted(told)) >= 3).all()
+    assert len(told) < 21
+    found = bf.stats.describe(tables).statistics.loc["age", "va"]
+    assert abs(found["median"] - np.median(ages)) < 2
+    assert abs(found["25 %"] - np.quantile(ages, 0.25)) < 2
+
+
+def test_groups_of_risk_are_not_told_under_a_policy():
+    """As who is in which changes with the coefficients that are asked about."""
+    fits = [
+        bf.stats.glm(replace(sites("binomial"), policy=policy), family="binomial").diagnostics()
+        for policy in (None, Policy())
+    ]
+    assert fits[0].risk["rows"].sum() == 330
+    assert fits[1].risk is None
+    assert fits[1].sites.equals(fits[0].sites)
+    assert fits[1].concordance.equals(fits[0].concordance)
+
+
+def test_two_analyses_differ_in_rows_enough():
+    """Few new rows do not count until there are enough; few that are gone are refused."""
+    policy, rows = Policy(), frame(60)
+
+    def total(of: pd.DataFrame) -> float:
+        tables = bf.stats.tables({"va": of}, outcome="ill", terms=["age"], policy=policy)
+        return float(Questions(tables).conduct(Sums(1, 1, "binomial"))["sum"][0])
+
+    first = total(rows.head(40))
+    assert total(rows.head(43).iloc[::-1]) == first
+    assert total(rows.head(50)) == sum(range(50))
+    for lost in (1, 9):
+        with pytest.raises(Refusal, match="min_rows, as its rows differ from those of an earlier"):
+            total(rows.head(50).iloc[lost:])
+    with pytest.raises(Refusal, match="min_rows, as its rows differ"):
+        total(rows.head(50).assign(age=[99, *range(1, 50)]))
+
+
+def test_two_columns_differ_in_rows_enough():
+    """In one analysis or two; a column and its opposite tell the same, and rare levels of one
+    category share nobody.
+    """
+    cut = {f"upto{k}": (np.arange(60) < k).astype(int) for k in (20, 21, 29, 30, 31)}
+    rows = frame(60, **cut, over20=1 - cut["upto20"], over21=1 - cut["upto21"])
+    rows["kind"] = ["a"] * 50 + ["b"] * 5 + ["c"] * 5
+    kinds = bf.stats.levels("kind", ["a", "b", "c"])
+    for first, then, broken in (
+        (["upto20"], ["upto21"], True),
+        (["upto20"], ["upto29"], True),
+        (["upto20"], ["upto30"], False),
+        (["upto20"], ["over20"], False),
+        (["upto20"], ["over21"], True),
+        (["upto30"], ["upto31"], True),
+        (["upto20", "age"], ["upto20", kinds], False),
+    ):
+        policy = Policy()
+        for terms, fails in ((first, False), (then, broken)):
+            tables = bf.stats.tables({"va": rows}, outcome="age", terms=terms, policy=policy)
+            if fails:
+                with pytest.raises(Refusal, match="min_rows, as one of its columns differs"):
+                    Questions(tables).conduct(Sums(1, len(tables.columns)))
+            else:
+                Questions(tables).conduct(Sums(1, len(tables.columns)))
+        both = list(dict.fromkeys([*first, *then]))
+        whole = bf.stats.tables({"va": rows}, outcome="age", terms=both, policy=Policy())
+        if broken:
+            with pytest.raises(Refusal, match="min_rows, as one of its columns differs"):
+                Questions(whole).conduct(Sums(1, len(whole.columns)))
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "broken"),
+    [
+        (["abcd"], "abc", True),
+        (["abc"], "abcd", True),
+        (["abcd", "abef"], "cdef", False),
+        (["abcd", "abef"], "cdeg", False),
+        (["abc", "bcd", "acd"], "abd", True),
+        (["abcd"], "efgh", False),
+    ],
+)
+def test_sums_over_sites_do_not_tell_one(before: list[str], then: str, broken: bool):
+    """In whatever way they are added and taken off; without a policy nothing is refused."""
+    rows = {name: frame(30) for name in "abcdefgh"}
+    hides = bf.SecureSum(range=2.0**20)
+    for policy in (Policy(), None):
+        tables = bf.stats.tables(rows, outcome="ill", terms=["age"], policy=policy)
+        for names in before:
+            Questions(tables.only(list(names)), hides).conduct(Sums(len(names), 1))
+        if broken and policy is not None:
+            with pytest.raises(Refusal, match="min_sites, as other sums were told"):
+                Questions(tables.only(list(then)), hides).conduct(Sums(len(then), 1))
+        else:
+            Questions(tables.only(list(then)), hides).conduct(Sums(len(then), 1))
+
+
+def test_leave_one_out_says_why_it_is_not_offered():
+    """Under secure sums, where the sheet says which numbers are each site's own."""
+    fit = bf.stats.glm(
+        sites("binomial"), family="binomial", aggregation=bf.SecureSum(range=2.0**20)
+    )
+    with pytest.raises(ValueError, match="leave_one_out is not offered where answers are added"):
+        fit.leave_one_out("age")
+    assert "weights [4], each site's own, outcome [4], each site's own" in str(fit.released)
+    assert "sum [3]," in str(fit.released)
+
+
+def test_what_the_default_policy_would_have_refused_is_counted():
+    """In a simulation without a policy, and where a site opened its own."""
+    rows = {site: frame(30, rare=[1] + [0] * 29) for site in ("va", "west")}
+    for policy in (None, Policy(**FREE), {"va": Policy(**FREE), "west": Policy(**FREE)}):
+        tables = bf.stats.tables(rows, outcome="ill", terms=["age", "rare"], policy=policy)
+        fit = bf.stats.glm(tables, family="gaussian")
+        asked = len(fit.released.questions)
+        line = f"answers that rest on fewer than 3 people: {2 * asked}; answers that the default "
+        assert line + f"policy refuses, by its rule: min_level {2 * asked}" in str(fit.released)
+        assert json.loads(fit.released.to_json())["judged"] in fit.released.html()
+    tables = bf.stats.tables(rows, outcome="ill", terms=["age"], policy=Policy())
+    fit = bf.stats.glm(tables, family="binomial")
+    assert str(fit.released).endswith("answers that rest on fewer than 3 people: 0")
+
+
+def test_what_is_asked_about_a_fit_stands_on_its_sheet():
+    """Also where the fit fails."""
+    fit = bf.stats.glm(sites("binomial"), family="binomial")
+    before = fit.questions
+    single = fit.diagnostics()
+    assert fit.questions == before + len(single.released.questions)
+    before = fit.questions
+    without = fit.without("north")
+    assert fit.questions == before + without.questions
+    before = fit.questions
+    fit.by_site("age")
+    assert fit.questions > before + 4 * 3
+    assert {one.sites for one in fit.released.questions[before:]} == {(name,) for name in frames()}
 
 
 @pytest.mark.parametrize("two", [(0, 1), (1, 0), (True, False), (3.5, 7.5)])
@@ -166,7 +437,9 @@ def test_exact_times():
     for fit in (bf.stats.cox, bf.stats.kaplan_meier):
         with pytest.raises(Refusal, match="'va' refuses EventTimes by its policy's rule exact_tim"):
             fit(tables(False), time="month", event="ill", exact_times=True)
-        fit(tables(False), time="month", event="ill")
+        with pytest.raises(Refusal, match=r"'va' refuses .* by its policy's rule exact_times"):
+            fit(tables(False), time="month", event="ill", grid=[10.0, 20.5, 40.0, 123.0])
+        fit(tables(False), time="month", event="ill", grid=[10.0, 20.0, 40.0])
         fit(tables(True), time="month", event="ill", exact_times=True)
     with pytest.raises(Refusal, match="'va' refuses Counts by its policy's rule exact_times"):
         Questions(tables(False)).conduct(counts)
@@ -194,7 +467,7 @@ def test_max_draws_are_counted_over_all_fits():
     for _ in range(2):
         fit = bf.stats.mixed(given, family="binomial")
         assert fit.released.log_likelihoods == 1000
-    assert policy.drawn == 2000
+    assert policy.ledger.drawn == 2000
     with pytest.raises(Refusal, match="Draws by its policy's rule max_draws"):
         bf.stats.mixed(given, family="binomial")
 
@@ -212,7 +485,7 @@ def test_a_policy_that_lets_a_fit_pass_changes_nothing():
 FITS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (bf.stats.glm, {"family": "binomial", "intercept": "per_site"}),
     (bf.stats.mixed, {"family": "binomial"}),
-    (bf.stats.cox, {"time": "months", "event": "dead"}),
+    (bf.stats.cox, {"time": "months", "event": "dead", "grid": [5, 100]}),
     (bf.stats.cox, {"time": "months", "event": "dead", "baseline": "per_site"}),
     (bf.stats.piecewise, {"time": "months", "event": "dead", "cuts": [5]}),
 )
@@ -282,7 +555,7 @@ def test_a_site_with_a_rare_level_is_left_out_of_what_is_described(what: str, la
     fit = getattr(bf.stats, what)
     found = fit(bf.stats.tables(rows, policy=Policy(), **design), **options)
     others = {site: one for site, one in rows.items() if site != "north"}
-    wanted = fit(bf.stats.tables(others, **design), **options)
+    wanted = fit(bf.stats.tables(others, policy=Policy(), **design), **options)
     assert described(found) == described(wanted)
     why = "its policy's rule min_level refuses, as a level has too few rows"
     assert found.left_out == {"north": why}

@@ -23,7 +23,7 @@ def test_a_regression(sites: Tables, tmp_path: Path):
     asked = fit.questions
     fit.report(tmp_path / "report.html", by_site=["age"])
     found = (tmp_path / "report.html").read_text()
-    assert fit.questions == asked
+    assert fit.questions > asked  # of each site, which stand on the sheet
     for number in (*fit.table().loc["age"], *fit.released.bytes.values()):
         assert f'data-value="{float(number)}"' in found
     assert '<th scope="row">&lt;south&gt;</th>' in found

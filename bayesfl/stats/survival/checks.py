@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.numerics import levelled
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import NotNegative
+from bayesfl.base.surveys import NotNegative, PerClient
 from bayesfl.stats.asking import Questions, slot
 from bayesfl.stats.diagnostics import DOUBT
 from bayesfl.stats.survival.partial import AfterFit
@@ -134,7 +134,7 @@ class Concordance(AfterFit):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        j = (self.sites,)
+        j = PerClient((self.sites,))
         return {"pairs": j, "concordant": j, "tied": j}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:

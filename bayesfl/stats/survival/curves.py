@@ -62,6 +62,12 @@ class Counts(SiteSurvey):
         at_risk = counted(last >= 0).flip(1).cumsum(1).flip(1)
         return {"at_risk": at_risk, "events": counted(events)}
 
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return who leaves the risk set of each group when and how; see `SiteSurvey`."""
+        times, events = followed(site, self.time, self.event)
+        at = self._groups(site) * len(self.grid.ends) + self.grid.last(times, site.name)
+        return (2 * at + events,)
+
     def _groups(self, site: Site) -> Tensor:
         """Return the place of each row's group, [n]."""
         if self.by is None:

@@ -5,6 +5,7 @@ loss, slope and Hessian; no time leaves a site. With one baseline, the sums over
 over sites, time by time, and the partial likelihood is made of these (`efron`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,6 +80,18 @@ class PartialLikelihood(SiteSurvey):
             sums |= efron.squares(rows)
         return {**sums, "n_outside": outside.sum()}
 
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return each row's relative hazard, [n]; see `SiteSurvey`."""
+        eta = self.rows(state["theta"], site).eta
+        return site.weights * (eta - eta.max()).exp()
+
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return who leaves the risk set when and how, if times are told; see `SiteSurvey`."""
+        if self.grid is None:
+            return ()
+        rows = self.rows(state["theta"], site)
+        return (2 * rows.last + rows.events,)
+
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make Newton's step, see `newton.step`, and keep what residuals need of the baseline."""
         found, kept = total, {}
@@ -145,6 +158,14 @@ class AfterFit(SiteSurvey):
             name: torch.tensor(getattr(self, name), dtype=torch.float64)
             for name in ("theta", *KEPT)
         }
+
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return each row's relative hazard, [n]; see `SiteSurvey`."""
+        return self.likelihood.row_weights(state, site)
+
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return the likelihood's; see `SiteSurvey`."""
+        return self.likelihood.cells(state, site)
 
     def baseline(self, state: Tensors, rows: efron.Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return `at_risk`, `of_tied` and `mean` of the baseline of a site's rows."""

@@ -68,6 +68,12 @@ class Cut:
         )
         return expanded, exposure
 
+    def cells(self, site: Site) -> Sequence[Tensor]:
+        """Return in which interval, and how, each row leaves the risk set, [n]."""
+        times, events = followed(site, self.time, self.event)
+        interval = torch.searchsorted(torch.tensor(self.cuts, dtype=torch.float64), times)
+        return (2 * interval + events,)
+
 
 @dataclass(frozen=True)
 class ByInterval(SiteSurvey):
@@ -92,6 +98,17 @@ class ByInterval(SiteSurvey):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's answer; see `SiteSurvey`."""
         return self.survey.of_site(state, self.cut.by_interval(site)[0], place)
+
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return each row's weight in all its intervals, [n]; see `SiteSurvey`."""
+        expanded, _ = self.cut.by_interval(site)
+        weight = self.survey.row_weights(state, expanded)
+        row = torch.tensor(expanded.frame.index.to_numpy())
+        return torch.zeros_like(site.weights).index_add(0, row, weight)
+
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return in which interval, and how, each row leaves the risk set; see `SiteSurvey`."""
+        return self.cut.cells(site)
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the next state."""
@@ -163,6 +180,10 @@ class Exposure(SiteSurvey):
         """Return the shape of an answer."""
         return {"log_exposure": ()}
 
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return in which interval, and how, each row leaves the risk set; see `SiteSurvey`."""
+        return self.cut.cells(site)
+
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sum; see `SiteSurvey`."""
         expanded, exposure = self.cut.by_interval(site)
@@ -217,7 +238,8 @@ def piecewise(
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
     everyone, sites = sites, asked.sites
-    log_exposure = float(asked.conduct(Exposure(cut))["log_exposure"])
+    log_exposure = float(asked.first(lambda count: Exposure(cut))["log_exposure"])
+    sites = asked.sites
     fit = glm(
         Intervals(sites, cut),
         family="poisson",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import PerClient
 from bayesfl.stats.asking import Questions, SiteSurvey, counted, slot
 from bayesfl.stats.tables import Site
 
@@ -94,7 +95,7 @@ class FollowUp(SiteSurvey):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        j = (self.sites,)
+        j = PerClient((self.sites,))
         return {"weights": j, "events": j, "n_dropped": j, "horizon": j}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
@@ -144,8 +145,10 @@ class EventTimes(SiteSurvey):
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         if "n_times" not in state:
-            return {"n_times": (self.sites,)}
-        return {"times": (int(state["n_times"].sum()), 4)}
+            return {"n_times": PerClient((self.sites,))}
+        times = PerClient((int(state["n_times"].sum()), 4))
+        times.ends = state["n_times"].cumsum(0).int().tolist()
+        return {"times": times}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's number of times, or its times; see `SiteSurvey`."""

@@ -22,7 +22,9 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     analyse(
         grid,
-        lambda sites: analysis(sites, Path(str(config["out"]))),
+        lambda sites: analysis(
+            sites, Path(str(config["out"])), exact_times=bool(config["exact-times"])
+        ),
         sites=str(config["sites"]).split(),
         timeout=float(str(config["timeout"])),
     )

@@ -8,12 +8,12 @@ from flwr.app import Context
 
 import bayesfl as bf
 from bayesfl.flower import site_app
-from bayesfl.stats import Tables
+from bayesfl.stats import Policy, Tables
 
 torch.set_num_threads(1)  # torch's own threads stall beside other busy processes
 
 
-def tables(files: Mapping[str, str]) -> Tables:
+def tables(files: Mapping[str, str], policy: Policy | None = None) -> Tables:
     """Return the tables of {hospital: its CSV file}; on a node there is one."""
     return bf.stats.tables(
         {name: pd.read_csv(file) for name, file in files.items()},
@@ -21,6 +21,7 @@ def tables(files: Mapping[str, str]) -> Tables:
         terms=["age", bf.stats.levels("stage", ["I", "II", "III"]), "treated"],
         also=["months"],
         missing="complete",
+        policy=policy,
     )
 
 

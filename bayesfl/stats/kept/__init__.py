@@ -1,0 +1,1 @@
+"""What sites keep of the questions that they were asked."""

@@ -1,0 +1,154 @@
+"""What a site was asked before, so that two analyses that are harmless each do not tell a person by
+their difference.
+
+Rows and columns are kept as hashes under a key of the ledger's own.
+"""
+
+import contextlib
+import hashlib
+import json
+import secrets
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from bayesfl.base.files import atomic_write
+
+if TYPE_CHECKING:
+    from bayesfl.stats.tables import Site
+
+FILE = "ledger.json"
+LINES = 10_000
+"""So many lines of questions are kept; what later analyses are compared with is kept for good."""
+
+
+@dataclass
+class Ledger:
+    """What was asked of sites, one on a node, several in a simulation.
+
+    Args:
+        key: Key of the hashes, in hexadecimal digits.
+        drawn: Number of log likelihoods at shared draws that were answered.
+        analyses: {site: its analyses, each the hashes of `rows`, and of those that have one of two
+            values in each of some `columns`}.
+        known: Digests of rows and columns of these.
+        lines: The questions: when, run, name, answer, and the rule by which it was refused.
+        hidden: {question: the sets of sites whose answers were added unseen}.
+    """
+
+    key: str = field(default_factory=lambda: secrets.token_hex(32))
+    drawn: int = 0
+    analyses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    known: list[str] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    hidden: dict[str, set[frozenset[str]]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Ledger":
+        """Return the ledger of a node's folder; a new one where there is none."""
+        file = folder / FILE
+        return cls(**json.loads(file.read_text())) if file.exists() else cls()
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, folder: Path) -> Iterator["Ledger"]:
+        """Return the ledger of a node's folder, which nobody else changes until the end; a new
+        folder can be read by the node's own user alone.
+        """
+        import fcntl  # on Linux and macOS, where nodes run
+
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (folder / "ledger.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            ledger = cls.read(folder)
+            yield ledger
+            atomic_write(folder / FILE, json.dumps({**asdict(ledger), "hidden": {}}))
+
+    def note(self, run: int, question: str, answer: str, rule: str = "") -> None:
+        """Write a line."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        line = {"when": now, "run": run, "question": question, "answer": answer, "rule": rule}
+        self.lines = [*self.lines, line][-LINES:]
+
+    def settled(self, site: "Site") -> "Site":
+        """Return a site without new rows that are too few to count; see `Policy.min_rows`."""
+        assert site.policy is not None
+        marks = self._marks(site)
+        for analysis in reversed(self.analyses.get(site.name, [])):
+            before = {*analysis["rows"]}
+            if before < {*marks} and len(marks) - len(before) < site.policy.min_rows:
+                return site.some(np.array([mark in before for mark in marks]))
+        return site
+
+    def differs(self, site: "Site", indicators: Tensor, least: int) -> str | None:
+        """Say what differs from an earlier analysis in fewer rows than `least`; None if nothing.
+
+        Args:
+            site: The site.
+            indicators: Who has which of two values, [k, n] of bools.
+            least: Fewest rows.
+        """
+        if self._digest(site, indicators) in self.known:
+            return None
+        rows, columns = self._sets(site, indicators)
+        others: list[set[str]] = []
+        for analysis in self.analyses.get(site.name, []):
+            if 0 < len(apart := rows ^ {*analysis["rows"]}) < least:
+                return "its rows differ from those of an earlier analysis by fewer"
+            others += [] if apart else [{*one} for one in analysis["columns"]]
+        for place, one in enumerate(columns):
+            for other in (*others, *columns[:place]):
+                for apart in (one ^ other if one & other else set(), rows - (one ^ other)):
+                    # What is a column, too, is told anyway, as a third level.
+                    if 0 < len(apart) < least and apart not in columns:
+                        return "one of its columns differs from another one by fewer"
+        return None
+
+    def keep(self, site: "Site", indicators: Tensor) -> None:
+        """Keep what an analysis is about, for later ones; see `differs`."""
+        if (digest := self._digest(site, indicators)) not in self.known:
+            self.known.append(digest)
+            rows, columns = self._sets(site, indicators)
+            analysis = {"rows": sorted(rows), "columns": [sorted(one) for one in columns]}
+            self.analyses.setdefault(site.name, []).append(analysis)
+
+    def tells_one(self, question: str, names: Sequence[str]) -> bool:
+        """Say whether sums over these sites, and those told before, together tell one site's."""
+        sets = [*self.hidden.get(question, ()), frozenset(names)]
+        everyone = sorted(frozenset().union(*sets))
+        sums = np.array([[name in one for name in everyone] for one in sets], float)
+        rank = np.linalg.matrix_rank(sums)
+        return any(np.linalg.matrix_rank([*sums, one]) == rank for one in np.eye(len(everyone)))
+
+    def _marks(self, site: "Site") -> list[str]:
+        """Return a hash of each row, [n]; rows alike have different ones."""
+        seen: defaultdict[int, count[int]] = defaultdict(count)
+        return [self._hash(b"%d %d" % (row, next(seen[row]))) for row in site.row_hashes.tolist()]
+
+    def _sets(self, site: "Site", indicators: Tensor) -> tuple[set[str], list[set[str]]]:
+        """Return the hashes of all rows, and of those for which each indicator [k, n] holds."""
+        marks = np.array(self._marks(site))
+        return {*marks.tolist()}, [{*marks[one].tolist()} for one in indicators.numpy()]
+
+    def _digest(self, site: "Site", indicators: Tensor) -> str:
+        parts = (site.name.encode(), site.row_hashes.tobytes(), indicators.numpy().tobytes())
+        return self._hash(b"".join(parts))
+
+    def _hash(self, text: bytes) -> str:
+        return hashlib.blake2b(text, key=bytes.fromhex(self.key), digest_size=8).hexdigest()
+
+    def __str__(self) -> str:
+        lines = [
+            "{when}, run {run}: {question}, ".format(**line)
+            + (f"refused by {line['rule']}" if line["rule"] else f"answered {line['answer']}")
+            for line in self.lines
+        ]
+        told = f"Statistics: {self.drawn} log likelihoods at shared draws answered."
+        return "\n".join([told, *lines])
