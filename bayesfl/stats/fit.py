@@ -236,6 +236,7 @@ class Fit(Refits):
         offset: Column of what is added to the linear predictor; None where there is none.
         weighing: What the weights of rows were.
         intercept: Whether the first parameter is an intercept, which sites share.
+        said: What else to know of the estimates, in words.
 
     Example:
         >>> import pandas as pd
@@ -264,6 +265,7 @@ class Fit(Refits):
     weighing: Weighing = "none"
     intercept: bool = False
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
 
     @property
     def coefficients(self) -> Any:
@@ -332,6 +334,7 @@ class Fit(Refits):
             return {"errors by": f"{self.errors}, under probability weights"}
         found = {"errors by": self.errors, "log likelihood": self.log_likelihood}
         found |= {"AIC": self.aic, "BIC": self.bic}
+        found |= {"note": "; ".join(self.said)} if self.said else {}
         return found if self.evidence is None else found | {"log evidence": self.evidence}
 
     def __str__(self) -> str:
@@ -350,7 +353,9 @@ class Fit(Refits):
             + ", ".join(
                 f"{what} {value:.4f}" if isinstance(value, float) else f"{what} {value}"
                 for what, value in self._facts().items()
+                if what != "note"
             ),
+            *self.said,
             str(self.released),
         ]
         return "\n".join(lines)

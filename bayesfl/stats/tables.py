@@ -33,12 +33,12 @@ from bayesfl.stats.terms import (
     term_of,
 )
 
-Weighing: TypeAlias = Literal["none", "frequency", "probability"]
-"""What weights of rows are: there are none, numbers of equal rows, or inverse probabilities."""
-
 DEFAULT = Policy()
 FEW = 100
 """So many rows that hold most of a column's squares are looked for."""
+
+Weighing: TypeAlias = Literal["none", "frequency", "probability"]
+"""What weights of rows are: there are none, numbers of equal rows, or inverse probabilities."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,12 @@ class Site:
     missing: tuple[int, ...] = ()
     weighing: Weighing = "none"
     rows: str = ""
+    policy: Policy | None = None
 
     @property
     def counts(self) -> Tensor:
         """Return how many rows each one stands for, [n]: its frequency weight, else 1."""
         return self.weights if self.weighing == "frequency" else torch.ones_like(self.weights)
-
-    policy: Policy | None = None
 
     @cached_property
     def held(self) -> Tensor:

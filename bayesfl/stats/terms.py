@@ -50,8 +50,8 @@ class Levels:
                 f"site {site!r} has the values {others[:5]} in {self.column!r}, which are none of "
                 f"its levels {list(self.levels)}; list them in levels(), or leave these rows out"
             )
-        found = np.stack([(given == level).to_numpy(bool) for level in self.levels[1:]], 1)
-        return np.where(missing[:, None], np.nan, found)
+        found = [(given == level).to_numpy(dtype=bool, na_value=False) for level in self.levels[1:]]
+        return np.where(missing[:, None], np.nan, np.stack(found, 1))
 
 
 @dataclass(frozen=True)

@@ -485,7 +485,7 @@ def test_a_policy_that_lets_a_fit_pass_changes_nothing():
 FITS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (bf.stats.glm, {"family": "binomial", "intercept": "per_site"}),
     (bf.stats.mixed, {"family": "binomial"}),
-    (bf.stats.cox, {"time": "months", "event": "dead", "grid": [5, 100]}),
+    (bf.stats.cox, {"time": "months", "event": "dead", "exact_times": True}),
     (bf.stats.cox, {"time": "months", "event": "dead", "baseline": "per_site"}),
     (bf.stats.piecewise, {"time": "months", "event": "dead", "cuts": [5]}),
 )
@@ -507,7 +507,7 @@ def test_a_site_with_a_rare_level_is_left_out_and_named(fit: Any, options: dict[
     policy = Policy(**{**FREE, "min_level": 3})
     found = fit(bf.stats.tables(rows, policy=policy, **design), **options)
     others = {site: one for site, one in rows.items() if site != "north"}
-    wanted = fit(bf.stats.tables(others, **design), **options)
+    wanted = fit(bf.stats.tables(others, policy=policy, **design), **options)
     assert found.table().equals(wanted.table())
     why = "its policy's rule min_level refuses, as a level has too few rows"
     assert found.left_out == {"north": why}
@@ -553,7 +553,7 @@ def test_a_site_with_a_rare_level_is_left_out_of_what_is_described(what: str, la
     if what == "describe":
         design, options = {"outcome": "dead", **design}, {"by": by}
     fit = getattr(bf.stats, what)
-    found = fit(bf.stats.tables(rows, policy=Policy(), **design), **options)
+    found = fit(bf.stats.tables(rows, policy=Policy(exact_times=True), **design), **options)
     others = {site: one for site, one in rows.items() if site != "north"}
     wanted = fit(bf.stats.tables(others, policy=Policy(), **design), **options)
     assert described(found) == described(wanted)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from bayesfl.base.options import Count, Positive, declared
+from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, Sums, standard, unit_of, used_rows
@@ -29,7 +30,10 @@ from bayesfl.stats.survival.checks import (
 )
 from bayesfl.stats.survival.partial import PartialLikelihood, Scores, after
 from bayesfl.stats.survival.tested import Tested
-from bayesfl.stats.survival.times import BINS, follow, grid_of
+from bayesfl.stats.survival.times import BINS, Grid, follow, grid_of
+
+TENTH = 0.1
+"""Bins of times that move an estimate by more than so many standard errors give a warning."""
 
 
 @declared(
@@ -41,7 +45,7 @@ def cox(
     time: str,
     event: str,
     baseline: Literal["shared", "per_site"] = "shared",
-    grid: Count | Sequence[float] = BINS,
+    grid: Count | Sequence[float] | Grid = BINS,
     exact_times: bool = False,
     errors: Errors | None = None,
     prior: Positive | None = None,
@@ -59,9 +63,12 @@ def cox(
         baseline: One baseline hazard for all sites, of which sites tell sums for each time; or one
             of each site's own, as stratified by site, where no time leaves a site, a site without
             an event says nothing and is left out, and a column must differ within sites.
-        grid: Where the baseline is shared, the number of bins up to the longest time, rounded up
-            to one digit, or their upper ends; times are rounded up to these, and the fit is that to
-            such times.
+        grid: Where the baseline is shared, the largest number of bins of times, or their upper
+            ends, or a grid that was made before. Bins have equal shares of the events, ten or more
+            under a policy, whose `min_level` joins some, and ends of two digits. Events count at
+            their bin's end, rows that are censored before its middle are not at risk there, and
+            the fit is that to such times. It says how far estimates may be off: a Newton step where
+            bins are joined in pairs, times 1 - 1 / s with s events a bin.
         exact_times: Whether sites tell the times of events as they are; then an answer has
             (p + 1) (p + 2) numbers for each.
         errors: Standard errors by the `model`; by the `sandwich` of rows' score residuals; or by
@@ -76,7 +83,12 @@ def cox(
     Raises:
         ValueError: A time is not above 0 or beyond the grid, an event is not 0 or 1, no site has
             one, a column is constant over all sites, or under `per_site` within each, columns are
-            linearly dependent, or some separate early events from late ones.
+            linearly dependent, some separate early events from late ones, or the sites' policies
+            leave fewer than ten bins.
+
+    Warns:
+        UserWarning: A coefficient may be off by more than a tenth of its standard error for the
+            bins of times.
 
     Source: Cox, "Regression models and life-tables", JRSS B 34, 1972; the sums over sites as in Lu
         et al., "WebDISCO", JAMIA 22, 2015, here with Efron's ties.
@@ -110,7 +122,7 @@ def cox(
         raise ValueError(FEW_SITES)
     shared = None
     if not per_site:
-        shared = grid_of(asked, time, event, known.horizon, grid, exact_times)
+        shared = grid_of(asked, time, event, known, grid, exact_times)
     survey = PartialLikelihood(
         time=time,
         event=event,
@@ -136,6 +148,20 @@ def cox(
     if errors != "model":
         meat = asked.conduct(Scores(**fitted, by=errors))["meat"]
         covariance = model @ meat @ model
+    said = ()
+    if shared is not None and not exact_times and names:
+        moves = state["coarser"].abs() / covariance.diagonal().sqrt()
+        share = n / float((state["weight"] > 0).sum())
+        most, term = (1 - 1 / share) * float(moves.max()), names[int(moves.argmax())]
+        said = (
+            f"{share:.3g} events share a bin of times, by which estimates may be off by "
+            f"{most:.2g} standard errors ({term})",
+        )
+        if most > TENTH:
+            warn(
+                f"{said[0]}: if that is too much, take exact_times=True, or baseline='per_site', "
+                "which needs no bins"
+            )
     degrees = None
     if errors == "site":
         degrees = float(len(kept) - 1)
@@ -180,6 +206,7 @@ def cox(
         parameters=len(names),
         released=asked.released,
         evidence=evidence,
+        said=said,
         likelihood=f"the order of {event!r} by {time!r}, {told}",
         weighing=sites.weighing,
         further={"concordance": ranked, "used rows": used}
@@ -189,7 +216,7 @@ def cox(
             time=time,
             event=event,
             baseline=baseline,
-            grid=grid if shared is None or exact_times else shared.ends,  # of all sites
+            grid=grid if shared is None or exact_times else shared,  # of all sites
             exact_times=exact_times,
             errors=errors,
             prior=prior,

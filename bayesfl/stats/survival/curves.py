@@ -3,10 +3,9 @@ events, for each group and time.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
@@ -15,13 +14,12 @@ from bayesfl.base.display.html import frame
 from bayesfl.base.options import Count, Share, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey
+from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, with_likelihood
+from bayesfl.stats.survival.groups import group, groups_of
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, follow, followed, grid_of
-from bayesfl.stats.tables import Levels, Site, Tables
-from bayesfl.stats.terms import column_of
-
-ALL = "all"
+from bayesfl.stats.tables import Site
+from bayesfl.stats.terms import Levels
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,8 @@ class Counts(SiteSurvey):
         grid: The T times.
         by: Column of groups; None for one.
         levels: The G groups.
+        robust: Whether also to ask for the sums of squared weights of rows by their last time, at 0
+            of those at risk at none, without an event there and with one, [G, 1 + T, 2].
     """
 
     time: str
@@ -41,56 +41,50 @@ class Counts(SiteSurvey):
     grid: Grid
     by: str | None
     levels: tuple[Any, ...]
+    robust: bool = False
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        shape = (len(self.levels), len(self.grid.ends))
-        return {"at_risk": shape, "events": shape}
+        g, t = len(self.levels), len(self.grid.ends)
+        found = {"rows": (g,), "at_risk": (g, t), "events": (g, t)}
+        return {**found, "square": (g, 1 + t, 2)} if self.robust else found
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
+        cells = self.cells(state, site)[0]
+        g, t = self.shapes(state)["events"]
+
+        def by_cell(values: Tensor) -> Tensor:
+            return torch.bincount(cells, values, minlength=g * (1 + t) * 2).reshape(g, 1 + t, 2)
+
+        leaving = by_cell(site.weights)
+        found = {
+            "rows": by_cell(site.counts).sum((1, 2)),
+            "at_risk": leaving.sum(2).flip(1).cumsum(1).flip(1)[:, 1:],
+            "events": leaving[:, 1:, 1],
+        }
+        return {**found, "square": by_cell(site.weights.square())} if self.robust else found
+
+    def cells(self, state: Tensors, site: Site) -> list[Tensor]:
+        """Return the cells of groups, times and events; see `SiteSurvey`."""
         times, events = followed(site, self.time, self.event)
-        last = self.grid.last(times, site.name)
-        group = self._groups(site)
-        groups, size = self.shapes(state)["events"]
-
-        def counted(rows: Tensor) -> Tensor:
-            at = group[rows] * size + last[rows]
-            found = torch.bincount(at, site.weights[rows], minlength=groups * size)
-            return found.reshape(groups, size)
-
-        at_risk = counted(last >= 0).flip(1).cumsum(1).flip(1)
-        return {"at_risk": at_risk, "events": counted(events)}
-
-    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return who leaves the risk set of each group when and how; see `SiteSurvey`."""
-        times, events = followed(site, self.time, self.event)
-        at = self._groups(site) * len(self.grid.ends) + self.grid.last(times, site.name)
-        return (2 * at + events,)
-
-    def _groups(self, site: Site) -> Tensor:
-        """Return the place of each row's group, [n]."""
-        if self.by is None:
-            return torch.zeros(len(site.weights), dtype=torch.int64)
-        others = Levels(self.by, self.levels).values(site.frame, site.name)
-        if missing := int(np.isnan(others).any(1).sum()):
-            raise ValueError(
-                f"site {site.name!r} has {missing} rows without {self.by!r}; name it in "
-                "tables(also=...), which looks at missing values, or leave these rows out"
-            )
-        return torch.from_numpy(others @ np.arange(1, len(self.levels))).long()
+        own = group(site, self.by, self.levels)
+        return [self.grid.cells(self.grid.last(site, times, events, own), events, own)]
 
 
 @dataclass(frozen=True, repr=False)
 class KaplanMeier:
-    """Hold survival curves by Kaplan and Meier, with Greenwood's errors; `print` shows medians, and
+    """Hold survival curves by Kaplan and Meier with their errors; `print` shows medians, and
     `bf.plots.kaplan_meier` draws them.
 
     Args:
         groups: Names of the G groups.
-        times: The T times of events, or upper ends of bins.
-        at_risk: Rows at risk just before each time, [G, T].
-        events: Events at each time, [G, T].
+        times: The T times of events, or upper ends of bins, as long as anybody is at risk.
+        at_risk: Rows at risk just before each time, [G, T], or the sum of their weights.
+        events: Events at each time, [G, T], or the sum of their weights.
+        counts: Number of rows of each group, [G].
+        log_variance: Variance of the logarithm of survival, [G, T], Greenwood's or the robust one;
+            infinite where that is 0.
         told: What the times are, in words.
         rows: {site: its number of rows, each as often as it counts}.
         dropped: {site: rows left out as a value is missing}.
@@ -110,6 +104,8 @@ class KaplanMeier:
     times: Tensor
     at_risk: Tensor
     events: Tensor
+    counts: Tensor
+    log_variance: Tensor
     told: str
     rows: Mapping[str, float]
     dropped: Mapping[str, float]
@@ -119,19 +115,11 @@ class KaplanMeier:
     @property
     def survival(self) -> Tensor:
         """Return the probability to be without an event after each time, [G, T]."""
-        return (1 - self.events / self.at_risk.clamp_min(1e-300)).cumprod(1)
-
-    @property
-    def log_variance(self) -> Tensor:
-        """Return Greenwood's variance of the logarithm of survival, [G, T]; infinite where that
-        is 0.
-        """
-        left = self.at_risk - self.events
-        return torch.where(self.events > 0, self.events / (self.at_risk * left), 0.0).cumsum(1)
+        return _survival(self.at_risk, self.events)
 
     @property
     def error(self) -> Tensor:
-        """Return Greenwood's standard errors of survival, [G, T]; 0 where survival is 0."""
+        """Return the standard errors of survival, [G, T]; 0 where survival is 0."""
         survival = self.survival
         return torch.where(survival > 0, survival * self.log_variance.sqrt(), 0.0)
 
@@ -151,7 +139,8 @@ class KaplanMeier:
         return ends[0], ends[1]
 
     def table(self, level: Share = 0.95) -> Any:
-        """Return a data frame of pandas with a row for each group and time.
+        """Return a data frame of pandas with a row for each group and time at which any of its rows
+        is at risk.
 
         Args:
             level: Probability of the intervals.
@@ -172,7 +161,7 @@ class KaplanMeier:
         )
         return pandas.DataFrame(
             {name: values.flatten().numpy() for name, values in columns.items()}, index=index
-        )
+        )[self.at_risk.flatten().numpy() > 0]
 
     def median(self, level: Share = 0.95) -> Any:
         """Return the first time after which at most half are without an event, of each group, with
@@ -185,7 +174,7 @@ class KaplanMeier:
 
         low, high = self.interval(level)
         columns = {
-            "rows": self.at_risk[:, 0],
+            "rows": self.counts,
             "events": self.events.sum(1),
             "median": self._first(self.survival),
             _percent((1 - level) / 2): self._first(low),
@@ -217,6 +206,30 @@ class KaplanMeier:
         return frame(self.median(), caption=f"Kaplan-Meier, {self.told}")
 
 
+def _survival(at_risk: Tensor, events: Tensor) -> Tensor:
+    return (1 - events / at_risk.clamp_min(1e-300)).cumprod(1)
+
+
+def _log_variance(at_risk: Tensor, events: Tensor, square: Tensor | None) -> Tensor:
+    """Return Greenwood's variance of the logarithm of survival, [G, T], or by sums of squared
+    weights [G, 1 + T, 2] the robust one; infinite where survival is 0.
+
+    A row's weight w moves the logarithm of survival after t by w u, where u is Greenwood's sum c
+    up to t or to the row's last time, less 1 / (at risk - events) at an event of its own; the
+    robust variance is the sum of (w u)^2. With weights of 1 it is Greenwood's.
+    """
+    left = at_risk - events
+    died = (events > 0) & (left > 0)
+    found = c = torch.where(died, events / (at_risk * left), 0.0).cumsum(1)
+    if square is not None:
+        own = torch.where(died, 1 / left, 0.0)
+        gone = square[:, 1:, 0] * c.square() + square[:, 1:, 1] * (c - own).square()
+        later = square.sum(2).flip(1).cumsum(1).flip(1)
+        later = torch.cat([later[:, 2:], torch.zeros_like(later[:, :1])], 1)
+        found = gone.cumsum(1) + c.square() * later
+    return torch.where(_survival(at_risk, events) > 0, found, torch.inf)
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:g} %"
 
@@ -228,11 +241,13 @@ def kaplan_meier(
     time: str,
     event: str,
     by: str | Levels | None = None,
-    grid: Count | Sequence[float] = BINS,
+    grid: Count | Sequence[float] | Grid = BINS,
     exact_times: bool = False,
     aggregation: Adder | None = None,
 ) -> KaplanMeier:
     """Estimate survival curves of the rows of all sites, by Kaplan and Meier.
+
+    Under probability weights these are the weighted curves, and their errors robust.
 
     Args:
         sites: The sites, of `tables`, whose design and outcome are not read.
@@ -240,8 +255,7 @@ def kaplan_meier(
         event: Column of events: 1 where the time ends in one, 0 where it is censored.
         by: Column of groups, each with a curve of its own; on other machines `levels`, as what
             values there are is known here only.
-        grid: Number of bins up to the longest time, rounded up to one digit, or their upper ends;
-            times are rounded up to these.
+        grid: As in `cox`; with `by` each site has `min_level` events of each group in a bin.
         exact_times: Whether sites tell the times of events as they are.
         aggregation: How the sites' answers are added, as `SecureSum()`; None adds them openly.
 
@@ -250,7 +264,9 @@ def kaplan_meier(
             one, or a group is missing or none of the levels.
 
     Source: Kaplan and Meier, "Nonparametric estimation from incomplete observations", JASA 53,
-        1958.
+        1958; robust errors as in Williams, "Product-limit survival functions with correlated
+        survival times", Lifetime Data Analysis 1, 1995, each row a cluster of its own, which are
+        those of R's survfit(robust=TRUE).
 
     Example:
         >>> import pandas as pd
@@ -266,45 +282,31 @@ def kaplan_meier(
     """
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
-    times = grid_of(asked, time, event, known.horizon, grid, exact_times)
-    told = str(times)
+    times = grid_of(asked, time, event, known, grid, exact_times, by)
+    told, robust = str(times), sites.weighing == "probability"
     if exact_times:  # numbers at risk are told between events, too, and up to the horizon
-        marks = (known.horizon * np.arange(1, 11) / 10).tolist()
-        times = Grid(tuple(sorted({*times.ends, *marks})), exact_times=True)
-    sums = asked.first(lambda count: Counts(time, event, times, *_groups(asked.sites, by)))
-    _, levels = _groups(asked.sites, by)
+        ends = tuple(sorted({*times.ends, *known.marks}))
+        times = replace(times, ends=ends, middles=ends)
+    sums = asked.first(
+        lambda count: Counts(time, event, times, *groups_of(asked.sites, by), robust)
+    )
+    _, levels = groups_of(asked.sites, by)
     kept = asked.sites.names
+    there = sums["at_risk"].sum(0) > 0
+    at_risk, events = sums["at_risk"], sums["events"]
     return KaplanMeier(
         groups=tuple(map(str, levels)),
-        times=torch.tensor(times.ends, dtype=torch.float64),
-        at_risk=sums["at_risk"],
-        events=sums["events"],
-        told=told,
+        times=torch.tensor(times.ends, dtype=torch.float64)[there],
+        at_risk=at_risk[:, there],
+        events=events[:, there],
+        counts=sums["rows"],
+        log_variance=_log_variance(at_risk, events, sums.get("square"))[:, there],
+        told=told + (", robust errors" if robust else ""),
         rows={name: known.rows[name] for name in kept},
         dropped={name: known.dropped[name] for name in kept},
         left_out=asked.left_out,
         released=asked.released,
     )
-
-
-def _groups(sites: Sites, by: str | Levels | None) -> tuple[str | None, tuple[Any, ...]]:
-    """Return the column of groups and its levels.
-
-    Raises:
-        ValueError: Its levels are not known here.
-    """
-    if by is None:
-        return None, (ALL,)
-    if isinstance(by, Levels):
-        return by.column, by.levels
-    if not isinstance(sites, Tables):
-        raise ValueError(f"what groups there are is not known here: by=levels({by!r}, [...])")
-    found = {
-        value for site in sites.sites for value in column_of(site.frame, by, site.name).dropna()
-    }
-    if len(found) < 2:
-        raise ValueError(f"{by!r} has one value only, {[*found]}; leave it out")
-    return by, tuple(sorted(found))
 
 
 @declared
@@ -314,7 +316,7 @@ def logrank(
     time: str,
     event: str,
     by: str | Levels,
-    grid: Count | Sequence[float] = BINS,
+    grid: Count | Sequence[float] | Grid = BINS,
     exact_times: bool = False,
     aggregation: Adder | None = None,
 ) -> Tested:
@@ -331,7 +333,8 @@ def logrank(
         aggregation: As in `kaplan_meier`.
 
     Raises:
-        ValueError: A group has no row, or as by `kaplan_meier`.
+        ValueError: A group has no row, no two groups are at risk together, rows have probability
+            weights, or as by `kaplan_meier`.
 
     Source: Mantel, "Evaluation of survival data and two new rank order statistics arising in its
         consideration", Cancer Chemotherapy Reports 50, 1966; the hypergeometric variance.
@@ -350,30 +353,43 @@ def logrank(
     """
     import pandas
 
+    with_likelihood(sites, "the log-rank test")
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
-    times = grid_of(asked, time, event, known.horizon, grid, exact_times)
-    sums = asked.first(lambda count: Counts(time, event, times, *_groups(asked.sites, by)))
-    column, levels = _groups(asked.sites, by)
+    times = grid_of(asked, time, event, known, grid, exact_times, by)
+    sums = asked.first(lambda count: Counts(time, event, times, *groups_of(asked.sites, by)))
+    column, levels = groups_of(asked.sites, by)
     at_risk, events = sums["at_risk"], sums["events"]
-    if absent := [level for level, n in zip(levels, at_risk[:, 0].tolist(), strict=True) if n == 0]:
-        raise ValueError(f"the groups {absent} of {column!r} have no row at risk; leave them out")
+    if absent := [level for level, n in zip(levels, sums["rows"].tolist(), strict=True) if n == 0]:
+        raise ValueError(f"the groups {absent} of {column!r} have no row; leave them out")
     n, d = at_risk.sum(0), events.sum(0)
     share = at_risk / n.clamp_min(1e-300)
     expected = (d * share).sum(1)
     factor = torch.where(n > 1, d * (n - d) / (n - 1).clamp_min(1e-300), 0.0)
     variance = torch.diag((factor * share).sum(1)) - (factor * share) @ share.T
-    excess = (events.sum(1) - expected)[:-1]  # the last is what the others lack
-    statistic = float(excess @ torch.linalg.solve(variance[:-1, :-1], excess))
-    columns = {"at risk at first": at_risk[:, 0], "events": events.sum(1), "expected": expected}
+    compared = variance.diagonal() > 1e-12 * expected  # at risk with others at an event
+    scale = variance.diagonal()[compared].rsqrt()
+    values, vectors = torch.linalg.eigh(scale[:, None] * variance[compared][:, compared] * scale)
+    free = values > 1e-10  # groups that are never at risk together make no contrast
+    degrees = int(free.sum())
+    if not degrees:
+        raise ValueError(
+            f"no two groups of {column!r} are at risk together at an event that some survive, so "
+            "that nothing can be tested"
+        )
+    excess = vectors.T @ (scale * (events.sum(1) - expected)[compared])
+    statistic = float((excess[free].square() / values[free]).sum())
+    columns = {"rows": sums["rows"], "events": events.sum(1), "expected": expected}
+    apart = [str(level) for level, so in zip(levels, compared.tolist(), strict=True) if not so]
     return Tested(
         what=f"log-rank of {len(levels)} groups of {column}, {times}",
         statistic=statistic,
-        degrees=len(levels) - 1,
-        p=float(stats.chi2.sf(statistic, len(levels) - 1)),
+        degrees=degrees,
+        p=float(stats.chi2.sf(statistic, degrees)),
         table=pandas.DataFrame(
             {name: values.numpy() for name, values in columns.items()}, index=list(map(str, levels))
         ),
+        said=tuple(f"group {name} has no part: none is at risk at an event" for name in apart),
         released=asked.released,
         left_out=asked.left_out,
     )

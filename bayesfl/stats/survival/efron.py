@@ -100,6 +100,21 @@ def squares(rows: Rows) -> Tensors:
     }
 
 
+def paired(sums: Tensors, times: int) -> Tensors:
+    """Return sums of `moments` and `squares` where neighbours of the `times` of a baseline are
+    joined in pairs: who is at risk at the first of a pair is at risk at both.
+    """
+
+    def pairs(name: str) -> Tensor:
+        found = sums[name].unflatten(0, (-1, times))
+        whole = torch.cat([found, torch.zeros_like(found[:, : times % 2])], 1)
+        return whole.unflatten(1, (-1, 2))
+
+    first = {name: pairs(name)[:, :, 0].flatten(0, 1) for name in ("risk", "risk_square")}
+    both = ("tied", "n_tied", "weight", "tied_square")
+    return {**sums, **first, **{name: pairs(name).sum(2).flatten(0, 1) for name in both}}
+
+
 def _from_then_on(values: Tensor) -> Tensor:
     """Return sums over times from each on, [T, ...], of what rows have at their last."""
     return values.flip(0).cumsum(0).flip(0)

@@ -5,7 +5,6 @@ loss, slope and Hessian; no time leaves a site. With one baseline, the sums over
 over sites, time by time, and the partial likelihood is made of these (`efron`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,13 +84,6 @@ class PartialLikelihood(SiteSurvey):
         eta = self.rows(state["theta"], site).eta
         return site.weights * (eta - eta.max()).exp()
 
-    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return who leaves the risk set when and how, if times are told; see `SiteSurvey`."""
-        if self.grid is None:
-            return ()
-        rows = self.rows(state["theta"], site)
-        return (2 * rows.last + rows.events,)
-
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make Newton's step, see `newton.step`, and keep what residuals need of the baseline."""
         found, kept = total, {}
@@ -101,6 +93,7 @@ class PartialLikelihood(SiteSurvey):
             found = {"loss": shared.loss, "slope": shared.slope, "hessian": hessian}
             kept = {name: getattr(shared, name) for name in KEPT}
             kept["weight"] = total["weight"]
+            kept["coarser"] = self._coarser(state["theta"], total, len(self.grid.ends))
         theta = state["theta"]
         loss = torch.where(total["n_outside"] > 0, torch.inf, found["loss"])
         after, done = newton.step(
@@ -111,6 +104,20 @@ class PartialLikelihood(SiteSurvey):
         )
         return {**state, **after, **kept}, done
 
+    def _coarser(self, theta: Tensor, total: Tensors, times: int) -> Tensor:
+        """Return Newton's step to the minimum where neighbouring times are joined in pairs, [p]."""
+        sums = efron.paired(total, times)
+        shared, prior = efron.hazards(sums), self.strength
+        hessian = shared.hessian(sums) + prior * torch.eye(len(theta), dtype=torch.float64)
+        return -torch.linalg.pinv(hessian, hermitian=True) @ (shared.slope + prior * theta)
+
+    def cells(self, state: Tensors, site: Site) -> list[Tensor]:
+        """Return the cells of times of a baseline that sites share; see `SiteSurvey`."""
+        if self.grid is None:
+            return []
+        rows = self.rows(state["theta"], site)
+        return [self.grid.cells(rows.last, rows.events, torch.zeros_like(rows.last))]
+
     def rows(self, theta: Tensor, site: Site) -> efron.Rows:
         """Return a site's rows as the partial likelihood reads them.
 
@@ -118,7 +125,8 @@ class PartialLikelihood(SiteSurvey):
             ValueError: As by `followed`, or a time is beyond the grid.
         """
         times, events = followed(site, self.time, self.event)
-        grid = self.grid or Grid(tuple(torch.unique(times[events]).tolist()), exact_times=True)
+        own = tuple(torch.unique(times[events]).tolist())
+        grid = self.grid or Grid(own, exact_times=True, middles=own)
         centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
         if self.grid is None:  # which its own baseline takes up, so that no digits cancel
             centre = site.x.mean(0)
@@ -128,7 +136,7 @@ class PartialLikelihood(SiteSurvey):
             eta=design @ theta + site.offset,
             weights=site.weights / self.unit,
             events=events,
-            last=grid.last(times, site.name),
+            last=grid.last(site, times, events, torch.zeros_like(times)),
             times=len(grid.ends),
         )
 
@@ -163,8 +171,8 @@ class AfterFit(SiteSurvey):
         """Return each row's relative hazard, [n]; see `SiteSurvey`."""
         return self.likelihood.row_weights(state, site)
 
-    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return the likelihood's; see `SiteSurvey`."""
+    def cells(self, state: Tensors, site: Site) -> list[Tensor]:
+        """Return those of the partial likelihood; see `SiteSurvey`."""
         return self.likelihood.cells(state, site)
 
     def baseline(self, state: Tensors, rows: efron.Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Ask, Survey
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Questions, Sites, SiteSurvey, used_rows
+from bayesfl.stats.asking import Questions, Sites, SiteSurvey, used_rows, with_likelihood
 from bayesfl.stats.fit import Fit
 from bayesfl.stats.glm import glm
 from bayesfl.stats.survival.times import follow, followed, increasing
@@ -235,6 +235,7 @@ def piecewise(
         ('(intercept)', 'dose', 't(4, inf)')
     """
     cut = Cut(time, event, increasing("cuts", cuts))
+    with_likelihood(sites, "a piecewise model")
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
     everyone, sites = sites, asked.sites

@@ -5,9 +5,9 @@ people, so by default a site rounds its times up to the ends of a grid. Where ex
 for, the sum of the answers puts the sites' own event times side by side.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,46 +16,88 @@ from torch import Tensor
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import PerClient
 from bayesfl.stats.asking import Questions, SiteSurvey, counted, slot
+from bayesfl.stats.survival import lattice
+from bayesfl.stats.survival.groups import group, groups_of
 from bayesfl.stats.tables import Site
+from bayesfl.stats.terms import Levels
 
 BINS = 100
-"""So many bins of equal width reach up to the horizon where no grid is given."""
+"""Largest number of bins where no grid is given."""
+FEWEST = 10
+"""Below so many bins a policy leaves too little of times."""
+EACH = 10
+"""So many events or more share a bin where a site has a policy, or a twentieth of few."""
+SHARES = 100
+"""So many times each site tells of, between which it has equal numbers of events."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Times at which rows are counted.
+    """Times at which rows are counted: upper ends of bins, or exact times of events.
+
+    An event counts at its bin's end. A row that is censored within a bin is at risk there if that
+    is not before the middle of the bin's events, as half of these are before it.
 
     Args:
         ends: The T times, increasing.
-        exact_times: Whether events are at these times alone; otherwise they are the upper ends of
-            bins, to which times are rounded up.
+        exact_times: Whether these are others than the library's own of all sites' events: exact
+            ones, or a grid of one's own. A site's policy may refuse them.
+        middles: Middles of the bins, [T], which are the ends of exact times; None halfway between
+            ends.
+        share: Number of events for each bin, on average; 0 where it is not known.
     """
 
     ends: tuple[float, ...]
     exact_times: bool
+    middles: tuple[float, ...] | None = None
+    share: float = 0.0
 
-    def last(self, times: Tensor, site: str) -> Tensor:
+    def last(self, site: Site, times: Tensor, events: Tensor, group: Tensor) -> Tensor:
         """Return the place of the last time at which each row is at risk, [n], where rows that have
         an event have it; -1 if none.
 
+        Where the site has a policy, rows of a group that are censored leave as many at a time as
+        its `min_level`, those near one another at the time of the middle one.
+
+        Args:
+            site: The site.
+            times: Its rows' times, [n].
+            events: Whether they end in an event, [n].
+            group: Which rows are counted together, [n].
+
         Raises:
-            ValueError: A time is beyond the last bin.
+            ValueError: An event is beyond the last time.
         """
-        ends = torch.tensor(self.ends, dtype=torch.float64)
-        if self.exact_times:
-            return torch.searchsorted(ends, times, right=True) - 1
-        if beyond := int((times > ends[-1]).sum()):
+        starts = (0.0, *self.ends[:-1])
+        halfway = tuple((low + end) / 2 for low, end in zip(starts, self.ends, strict=True))
+        ends, middles = torch.tensor((self.ends, self.middles or halfway), dtype=torch.float64)
+        if beyond := int((events & (times > ends[-1])).sum()):
             raise ValueError(
-                f"site {site!r} has {beyond} times beyond the grid's last end, {self.ends[-1]:g}; "
-                "add an end, or censor these rows before"
+                f"site {site.name!r} has {beyond} events beyond the grid's last end, "
+                f"{self.ends[-1]:g}; add an end, or censor these rows before"
             )
-        return torch.searchsorted(ends, times)
+        last = torch.searchsorted(ends, times).clamp_max(len(ends) - 1)
+        last = last - (~events & (times < middles[last])).long()
+        least = _least(site)
+        if least > 1 and not self.exact_times:
+            for one in group.unique():
+                censored = (~events & (group == one)).nonzero().flatten()
+                censored = censored[last[censored].sort(stable=True).indices]
+                for some in censored.tensor_split(max(1, len(censored) // least)):
+                    last[some] = last[some].sort().values[len(some) // 2 : len(some) // 2 + 1]
+        return last
+
+    def cells(self, last: Tensor, events: Tensor, group: Tensor) -> Tensor:
+        """Return which cell of a table of groups, times, and events or not each row is in, [n]; at
+        `last`, of `last`. Sums at these times tell sums of cells.
+        """
+        return (group * (len(self.ends) + 1) + last + 1) * 2 + events.long()
 
     def __str__(self) -> str:
-        if self.exact_times:
+        if self.exact_times and self.middles == self.ends:
             return f"{len(self.ends)} exact event times"
-        return f"times rounded up on a grid of {len(self.ends)} to {self.ends[-1]:g}"
+        told = f"times rounded on a grid of {len(self.ends)} to {self.ends[-1]:g}"
+        return told + (f", {self.share:.3g} events a bin" if self.share else "")
 
 
 def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
@@ -105,23 +147,8 @@ class FollowUp(SiteSurvey):
             "weights": slot(site.counts.sum(), place, self.sites),
             "events": slot(site.counts[events].sum(), place, self.sites),
             "n_dropped": slot(site.dropped, place, self.sites),
-            "horizon": slot(_step_above(float(times.max())), place, self.sites),
+            "horizon": slot(lattice.above(float(times.max()), 1), place, self.sites),
         }
-
-
-def _step_above(time: float) -> int:
-    """Return the place of the least number of one digit that is not below a time, in the row
-    ..., 0.9, 1, 2, ..., 9, 10, 20, ...: a whole number, which secure sums do not round.
-    """
-    power = math.floor(math.log10(time))
-    found = 9 * power + math.floor(time / 10.0**power) - 2
-    while _at_step(found) < time:
-        found += 1
-    return found
-
-
-def _at_step(step: int) -> float:
-    return (step % 9 + 1) * 10.0 ** (step // 9)
 
 
 @dataclass(frozen=True)
@@ -188,6 +215,11 @@ class Followed:
     dropped: dict[str, float]
     horizon: float
 
+    @property
+    def marks(self) -> tuple[float, ...]:
+        """Return ten times up to the horizon, of two digits."""
+        return tuple(float(f"{self.horizon * k / 10:.1e}") for k in range(1, 11))
+
 
 def follow(asked: Questions, time: str, event: str) -> Followed:
     """Ask sites how many rows and events they have, and how long they followed; see
@@ -203,17 +235,165 @@ def follow(asked: Questions, time: str, event: str) -> Followed:
     )
     if not any(events.values()):
         raise ValueError(f"no site has an event in {event!r}")
-    horizon = _at_step(int(found["horizon"].max()))
+    horizon = lattice.at(int(found["horizon"].max()), 1)
     return Followed(rows, events, dropped, horizon)
+
+
+@dataclass(frozen=True)
+class Bins(SiteSurvey):
+    """Ask for bins of equal shares of all sites' events, in each of which each site has no event or
+    as many as its policy's `min_level`, of each group.
+
+    First each site tells times, rounded up on the lattice, between which it has equal numbers of
+    events, as many as its `min_level` or more, and these make narrow bins. Then each tells which
+    bins joined from these have too few events.
+
+    Args:
+        sites: Number of sites J.
+        time: Column of times.
+        event: Column of events.
+        most: Largest number of bins.
+        by: Column of groups; None for one.
+        levels: The groups.
+    """
+
+    sites: int
+    time: str
+    event: str
+    most: int
+    by: str | None
+    levels: tuple[Any, ...]
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        j = (self.sites,)
+        if "narrow" not in state:
+            return {"places": (*j, SHARES), "n_events": j, "n_least": j, "n_digits": j}
+        n = len(state["narrow"])
+        return {"n_few": (1 + n, 1 + n)}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's times, or which bins have too few events; see `SiteSurvey`."""
+        times, events = followed(site, self.time, self.event)
+        if "narrow" not in state:
+            return self._shares(times[events].sort().values, site, place)
+        last = torch.searchsorted(state["narrow"], times[events])
+        size = 1 + len(state["narrow"])
+        at = group(site, self.by, self.levels)[events] * size + 1 + last
+        until = torch.bincount(at, minlength=len(self.levels) * size).reshape(-1, size).cumsum(1)
+        inside = until[:, None, :] - until[:, :, None]
+        return {"n_few": ((inside > 0) & (inside < _least(site))).any(0).double()}
+
+    def _shares(self, own: Tensor, site: Site, place: int) -> Tensors:
+        """Return the times of equal shares of the sorted times of a site's events."""
+        least, places = _least(site), torch.zeros(self.sites, SHARES, dtype=torch.float64)
+        n = len(own) if len(own) >= least else 0
+        if n:
+            step = max(least, -(-n // SHARES))
+            counts = [-(-(k * n) // (SHARES * step)) * step for k in range(1, SHARES + 1)]
+            ends = [own[count - 1 if count + step <= n else n - 1].item() for count in counts]
+            places[place] = torch.tensor([lattice.above(end) for end in ends])
+        digits = getattr(site.policy, "digits", lattice.DIGITS)
+        return {
+            "places": places,
+            "n_events": slot(n, place, self.sites),
+            "n_least": slot(least, place, self.sites),
+            "n_digits": slot(min(digits, lattice.DIGITS), place, self.sites),
+        }
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Make narrow bins, then join them.
+
+        The last state has the bins' `ends` [T], none if there are no such bins, their `middles`,
+        the number of `events`, whether a site has a policy, `guarded`, and the `digits` of times.
+        """
+        if "narrow" not in state:
+            return self._narrow(total), False
+        chosen = cheapest(torch.where(total["n_few"] > 0, torch.inf, state["cost"]))
+        until = torch.tensor([0, *chosen])
+        ends = state["narrow"][until[1:] - 1]
+        halves = torch.cat([torch.zeros_like(state["until"][:1]), state["until"]])[until]
+        middles = state["halves"][((halves[:-1] + halves[1:] + 1) // 2 - 1).long()]
+        # Several events at one number of the lattice are spread from the end before.
+        several = halves.diff() * state["events"] / len(state["halves"]) > 1.5
+        halfway = (torch.cat([torch.zeros_like(ends[:1]), ends[:-1]]) + ends) / 2
+        return {
+            **{name: state[name] for name in ("events", "guarded", "digits")},
+            "ends": ends,
+            "middles": torch.where(several & (middles == ends), halfway, middles),
+        }, True
+
+    def _narrow(self, total: Tensors) -> Tensors:
+        """Return the ends of `narrow` bins [T], the times up to which half a bin more of the events
+        are, `halves`, how many of these there are `until` each end, and the `cost` of a bin from
+        one end to another, [1 + T, 1 + T].
+        """
+        digits = total["n_digits"].min()
+        places, order = total["places"].flatten().sort(stable=True)
+        below = (total["n_events"] / SHARES).repeat_interleave(SHARES)[order].cumsum(0)
+        events = float(below[-1])
+        count = min(self.most, max(FEWEST, round(events)))
+        wanted = events * torch.arange(1, 2 * count + 1, dtype=torch.float64) / (2 * count)
+        at = torch.searchsorted(below, wanted * (1 - 1e-9)).clamp_max(len(below) - 1)
+        halves = torch.tensor(
+            [coarse(lattice.at(int(place)), int(digits)) for place in places[at].tolist()],
+            dtype=torch.float64,
+        )
+        narrow = halves[1::2].unique()
+        until = torch.searchsorted(halves, narrow, right=True).double()
+        share = torch.cat([torch.zeros_like(until[:1]), until]) / len(halves)
+        cost = (share - share[:, None]).square()  # so that bins are many, and alike
+        guarded = total["n_least"].max() > 1
+        if guarded:
+            least = min(EACH / events, 0.5 / FEWEST)
+            cost = torch.where(share - share[:, None] < least * (1 - 1e-9), torch.inf, cost)
+        return {
+            "narrow": narrow,
+            "halves": halves,
+            "until": until,
+            "cost": cost,
+            "guarded": guarded,
+            "digits": digits,
+            "events": torch.tensor(events, dtype=torch.float64),
+        }
+
+
+def cheapest(cost: Tensor) -> list[int]:
+    """Return the places at which a row of T parts is cut at least cost, the last one T; none where
+    each way costs infinitely much.
+
+    Args:
+        cost: What it costs to have one bin from a place to a later one, [1 + T, 1 + T].
+    """
+    best, before = torch.zeros(len(cost), dtype=torch.float64), [0] * len(cost)
+    for end in range(1, len(cost)):
+        ways = best[:end] + cost[:end, end]
+        before[end] = int(ways.argmin())
+        best[end] = ways[before[end]]
+    found, place = [], len(cost) - 1
+    while place and best[-1].isfinite():
+        found.append(place)
+        place = before[place]
+    return found[::-1]
+
+
+def coarse(time: float, digits: int) -> float:
+    """Return the least number of so many digits that is not below a time."""
+    return lattice.at(lattice.above(time, digits), digits)
+
+
+def _least(site: Site) -> int:
+    return 0 if site.policy is None else site.policy.min_level
 
 
 def grid_of(
     asked: Questions,
     time: str,
     event: str,
-    horizon: float,
-    grid: int | Sequence[float],
+    known: Followed,
+    grid: int | Sequence[float] | Grid,
     exact_times: bool,
+    by: str | Levels | None = None,
 ) -> Grid:
     """Return the grid on which sites count.
 
@@ -221,19 +401,43 @@ def grid_of(
         asked: The questions.
         time: Column of times.
         event: Column of events.
-        horizon: A time that no row exceeds.
-        grid: Number of bins up to the horizon, or their upper ends.
+        known: What is known of the rows.
+        grid: Largest number of bins, or their upper ends, or a grid that was made before.
         exact_times: Whether sites tell the exact times of events instead.
+        by: Groups whose rows are counted apart.
 
     Raises:
-        ValueError: The ends do not increase from above 0.
+        ValueError: The ends do not increase from above 0, or the sites' policies leave too few
+            bins.
     """
     if exact_times:
         found = asked.conduct(EventTimes(len(asked.sites.names), time, event))
-        return Grid(tuple(found["times"].tolist()), True)
-    if isinstance(grid, int):
-        return Grid(tuple((horizon * (np.arange(grid) + 1) / grid).tolist()), False)
-    return Grid(increasing("grid", grid), False)
+        ends = tuple(found["times"].tolist())
+        return Grid(ends, exact_times=True, middles=ends)
+    if isinstance(grid, Grid):
+        return grid
+    if not isinstance(grid, int):
+        return Grid(increasing("grid", grid), exact_times=True)
+    found = asked.first(lambda count: Bins(count, time, event, grid, *groups_of(asked.sites, by)))
+    bins = len(found["ends"])
+    if found["guarded"] and bins < FEWEST:
+        some = {site: count for site, count in known.events.items() if count}
+        site = min(some, key=lambda name: some[name])
+        raise ValueError(
+            f"there are {bins or 'no'} bins of times in which each site has no event or as many "
+            f"as its policy's rule min_level, and {FEWEST} are needed; site {site!r}, of "
+            f"{some[site]:g} events, has fewest: take baseline='per_site' in cox, or go on without "
+            "that site, sites.only([...])"
+        )
+    last = float(found["ends"][-1])
+    digits = int(found["digits"])
+    further = tuple(mark for mark in known.marks if mark > last and coarse(mark, digits) == mark)
+    return Grid(
+        ends=(*found["ends"].tolist(), *further),
+        exact_times=False,
+        middles=(*found["middles"].tolist(), *further),
+        share=float(found["events"]) / bins,
+    )
 
 
 def increasing(name: str, given: Sequence[float]) -> tuple[float, ...]:

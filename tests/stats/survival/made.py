@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 
 import bayesfl as bf
+from bayesfl.stats.asking import Questions
+from bayesfl.stats.survival.times import BINS, Grid, follow, grid_of
 from bayesfl.stats.tables import Tables
 
 SIZES = {"east": 70, "north": 120, "south": 50, "west": 90}
@@ -51,3 +53,16 @@ def pooled(given: Mapping[str, pd.DataFrame] | None = None) -> pd.DataFrame:
     given = given or frames()
     rows = pd.concat([given[site] for site in sorted(given)], ignore_index=True)
     return rows.join(pd.get_dummies(rows["kind"], dtype=float)[["b", "c"]])
+
+
+def rounded(time: str, grid: Any = BINS) -> tuple[Grid, pd.DataFrame]:
+    """A grid, and the pooled rows with times rounded as on it: who leaves before the first of it
+    never meets an event.
+    """
+    asked = Questions(sites())
+    found = grid_of(asked, time, "event", follow(asked, time, "event"), grid, False)
+    rows, ends = pooled(), np.array([found.ends[0] / 2, *found.ends])
+    place = np.searchsorted(found.ends, rows[time])
+    middles = found.middles or (np.array([0.0, *found.ends[:-1]]) + found.ends) / 2
+    early = (rows["event"] == 0) & (rows[time] < np.array(middles)[place])
+    return found, rows.assign(**{time: ends[1 + place - early]})

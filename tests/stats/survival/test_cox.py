@@ -1,5 +1,6 @@
 """Cox's regression over sites beside lifelines' on one table of all rows, and beside loops."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,11 @@ import pytest
 import torch
 
 import bayesfl as bf
+from bayesfl.stats.asking import Questions
 from bayesfl.stats.survival import efron
-from tests.stats.survival.made import COLUMNS, SIZES, TIMES, frames, pooled, sites
+from bayesfl.stats.survival.partial import PartialLikelihood
+from bayesfl.stats.survival.times import Grid
+from tests.stats.survival.made import COLUMNS, SIZES, TIMES, frames, pooled, rounded, sites
 
 lifelines = pytest.importorskip("lifelines", reason="lifelines is not installed")
 BASELINES = ["shared", "per_site"]
@@ -73,22 +77,92 @@ def test_weights_and_offsets(baseline: str):
     close(again.covariance, whole.covariance, rtol=0, atol=1e-9)
 
 
-def test_a_grid_is_times_rounded_up():
-    """By default a hundred bins to the horizon of one digit; by ends, those."""
-    rows = pooled()
-    horizon = 40.0
-    assert 30 < rows["untied"].max() <= horizon
-    ends = [0.5, 1, 2, 4, 8, 16, 40]
-    for grid, known in (({}, horizon * np.arange(1, 101) / 100), ({"grid": ends}, np.array(ends))):
-        rounded = rows.assign(untied=known[np.searchsorted(known, rows["untied"])])
-        fit = bf.stats.cox(sites(), time="untied", event="event", **grid)
-        wanted, _ = anchor(rounded, "untied", "shared")
+def test_a_grid_is_times_rounded():
+    """By default bins of the events; by ends, those. The warning says what may be lost."""
+    for grid in (100, [0.5, 1, 2, 4, 8, 16, 40]):
+        with pytest.warns(UserWarning, match=r"events share a bin of times.*exact_times=True"):
+            fit = bf.stats.cox(sites(), time="untied", event="event", grid=grid)
+        wanted, _ = anchor(rounded("untied", grid)[1], "untied", "shared")
         close(fit.estimate, wanted.params_, rtol=0, atol=1e-9)
         close(fit.covariance, wanted.variance_matrix_, rtol=0, atol=1e-9)
-    with pytest.raises(ValueError, match=r"'east' has .* beyond the grid's last end, 2"):
+        assert fit.said[0] in str(fit)
+    with pytest.raises(ValueError, match=r"'east' has .* events beyond the grid's last end, 2"):
         bf.stats.cox(sites(), time="untied", event="event", grid=[1.0, 2.0])
     with pytest.raises(ValueError, match="grid must be times that increase"):
         bf.stats.cox(sites(), time="untied", event="event", grid=[2.0, 1.0])
+
+
+SKEWED: dict[str, Any] = {
+    "weibull": lambda rng, x: (np.exp(-x) * rng.weibull(0.4, len(x)), rng.exponential(60, len(x))),
+    "lognormal": lambda rng, x: (
+        np.exp(2 * rng.normal(size=len(x)) - x),
+        rng.exponential(90, len(x)),
+    ),
+    "seconds": lambda rng, x: (
+        3e7 * rng.exponential(np.exp(-x / 2)),
+        1e8 * rng.uniform(size=len(x)),
+    ),
+    "mostly censored": lambda rng, x: (
+        9000 * rng.exponential(np.exp(-x / 3)),
+        rng.lognormal(7, 1, len(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("slip", [False, True], ids=["clean", "slip"])
+@pytest.mark.parametrize("times", SKEWED)
+@pytest.mark.filterwarnings("ignore:.* events share a bin")
+def test_the_default_bins_of_skewed_times(times: str, slip: bool):
+    """Coefficients and medians are those of exact times, though one row has a slip of the unit."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=800)
+    died, censored = SKEWED[times](rng, x)
+    rows = pd.DataFrame({"x": x, "t": np.minimum(died, censored) + 1e-6, "d": died <= censored})
+    if slip:
+        rows.loc[rows.index[~rows["d"]][0], "t"] *= 1e5
+    given = bf.stats.tables(
+        {f"s{k}": part for k, part in rows.groupby(np.arange(800) % 4)},
+        terms=["x"],
+        also=["t", "d"],
+    )
+    when: Any = {"time": "t", "event": "d"}
+    wanted, found = bf.stats.cox(given, **when, exact_times=True), bf.stats.cox(given, **when)
+    off = (found.estimate - wanted.estimate) / wanted.covariance.diagonal().sqrt()
+    assert float(off.abs().max()) < 0.15
+    exact = bf.stats.kaplan_meier(given, **when, exact_times=True).median()
+    binned = bf.stats.kaplan_meier(given, **when).median()
+    close(binned.iloc[:, 2:], exact.iloc[:, 2:], rtol=0.11)
+
+
+def test_how_far_bins_may_lead():
+    """A Newton step where who is in a pair of bins is in one, times 1 - 1 / s."""
+    theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
+    rows, _ = by_hand(theta)
+    pairs = replace(rows, last=rows.last.div(2, rounding_mode="floor"), times=-(-rows.times // 2))
+    sums = efron.moments(rows) | efron.squares(rows)
+    wanted = efron.moments(pairs) | efron.squares(pairs)
+    for name, found in efron.paired(sums, rows.times).items():
+        close(found, wanted[name], atol=1e-12)
+    given, standardised = sites(), {"centre": (50.0, 0.5, 0.3, 0.3), "scale": (10.0, 1.0, 1.0, 1.0)}
+    two = Grid((2.0, 40.0), True, middles=(0.0, 21.0))
+    survey = PartialLikelihood("untied", "event", 4, two, prior=0.5, **standardised)
+    state = Questions(given).conduct(survey)
+    one = replace(survey, grid=Grid((40.0,), True, middles=(0.0,)))
+    theta = state["best"]
+    total = given.ask(one, None)({"theta": theta}, one.shapes({}))
+    joined = efron.hazards(total)
+    hessian = joined.hessian(total) + 4 * torch.eye(4, dtype=torch.float64)
+    close(state["coarser"], -torch.linalg.solve(hessian, joined.slope + 4 * theta), atol=1e-10)
+    with pytest.warns(UserWarning, match="events share"):
+        fit = bf.stats.cox(given, time="untied", event="event", grid=[2.0, 5.0, 40.0])
+    share = sum(fit.events.values()) / 3
+    assert fit.said[0].startswith(f"{share:.3g} events share a bin")
+    single = bf.stats.cox(
+        sites({"a": pooled().nsmallest(9, "untied").assign(arm=0, kind="a")}, terms=["age"]),
+        time="untied",
+        event="event",
+    )  # bins of one event each lose nothing
+    assert "off by 0 standard errors (age)" in single.said[0]
 
 
 def loss(theta: torch.Tensor, rows: efron.Rows, times: torch.Tensor) -> torch.Tensor:
@@ -385,6 +459,7 @@ def test_a_site_without_events():
         fitted("tied", "shared", sites({"silent": rows["silent"]}))
 
 
+@pytest.mark.filterwarnings("ignore:.* events share a bin")
 def test_the_fit_without_terms_and_without_a_site():
     """A likelihood ratio beside lifelines'; fits without a site keep the grid of all."""
     fit = fitted("tied", "shared")
@@ -393,9 +468,11 @@ def test_the_fit_without_terms_and_without_a_site():
     close(2 * (fit.log_likelihood - null.log_likelihood), wanted.test_statistic, rtol=1e-9)
     assert f"{wanted.test_statistic:.4f} on 4 degrees" in fit.compare(null)
     longest = pooled().groupby("site")["tied"].max()
-    some = bf.stats.cox(sites(), time="tied", event="event").without(str(longest.idxmax()))
+    fit = bf.stats.cox(sites(), time="tied", event="event")
+    some = fit.without(str(longest.idxmax()))
     assert longest.nlargest(2).iloc[1] <= 30
-    assert "on a grid of 100 to 40" in some.model
+    assert "grid of" in fit.model
+    assert some.model == fit.model
 
 
 def test_likelihoods_of_other_baselines_do_not_compare():

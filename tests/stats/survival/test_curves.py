@@ -1,5 +1,6 @@
 """Curves of survival and log-rank over sites beside lifelines' on one table of all rows."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import bayesfl as bf
-from tests.stats.survival.made import SIZES, TIMES, frames, pooled, sites
+from tests.stats.survival.made import SIZES, TIMES, frames, pooled, rounded, sites
 
 lifelines = pytest.importorskip("lifelines", reason="lifelines is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:Starting with pandas")  # within lifelines
@@ -56,12 +57,32 @@ def test_a_curve_down_to_nothing_and_one_without_events():
     }
     given = bf.stats.tables(rows, also=["t", "e", "g"])
     found = bf.stats.kaplan_meier(given, time="t", event="e", by="g", grid=[1.0, 2.0, 3.0])
-    assert found.survival.tolist() == [[0.5, 0.0, 0.0], [1.0, 1.0, 1.0]]
-    assert found.error[1].tolist() == [0.0, 0.0, 0.0]
+    assert found.times.tolist() == [1.0, 2.0]  # after which nobody is at risk
+    assert found.survival.tolist() == [[0.5, 0.0], [1.0, 1.0]]
+    assert found.error[1].tolist() == [0.0, 0.0]
     table = found.table()
     assert table.notna().all().all()
     assert table.loc[("0", 2.0)].tolist()[2:] == [0.0, 0.0, 0.0, 0.0]
     assert found.median()["median"].tolist() == [1.0, np.inf]
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "bins"])
+def test_curves_end_with_the_last_patient(exact: bool):
+    """Of each group; all rows are counted, also who is censored before any event."""
+    km = pd.DataFrame(
+        {"t": [1.0, 2, 3, 50, 60, 70, 80, 1022], "d": [0, 0, 0, 1, 1, 0, 1, 0], "g": [0, 1] * 4}
+    )
+    given = bf.stats.tables({"s": km}, also=["t", "d", "g"])
+    found = bf.stats.kaplan_meier(given, time="t", event="d", exact_times=exact)
+    assert found.median()["rows"].tolist() == [8]
+    assert found.times[-1] == 1000  # a mark of the lattice
+    assert found.at_risk.tolist()[0] == [5, 4, 2] + [1] * (len(found.times) - 3)
+    by = bf.stats.kaplan_meier(given, time="t", event="d", by="g", exact_times=exact)
+    assert by.median()["rows"].tolist() == [4, 4]
+    table = by.table()
+    assert table.loc["0"].index.max() == 80
+    assert table.loc["1"].index.max() == 1000
+    assert (table["at risk"] > 0).all()
 
 
 @pytest.mark.parametrize("by", ["arm", "kind"])
@@ -77,20 +98,106 @@ def test_logrank(time: str, by: str):
     assert f"groups of {by}" in str(found)
 
 
-def test_a_grid_is_times_rounded_up():
-    """By default, and by ends."""
+@pytest.mark.parametrize("early", [["east"], ["south", "west"], ["east", "north", "south"]])
+def test_groups_that_are_censored_before_any_event_have_no_part(early: list[str]):
+    """As in R's survdiff: the test, and its degrees of freedom, are those of the others."""
     rows = pooled()
-    for grid, ends in (
-        ({}, 40 * np.arange(1, 101) / 100),
-        ({"grid": [1, 5, 40]}, np.array([1, 5, 40])),
-    ):
-        found = curves("untied", given=sites(), exact_times=False, **grid)
-        rounded = ends[np.searchsorted(ends, rows["untied"])]
-        wanted = lifelines.KaplanMeierFitter().fit(rounded, rows["event"])
+    first = rows.loc[rows["event"] == 1, "untied"].min()
+    gone = rows["site"].isin(early)
+    rows.loc[gone, ["untied", "event"]] = [first / 2, 0]
+    given = sites({"all": rows}, also=["untied", "event", "site"])
+    options: Any = {"time": "untied", "event": "event", "by": "site", "exact_times": True}
+    if len(early) == 3:
+        with pytest.raises(ValueError, match="no two groups of 'site' are at risk together"):
+            bf.stats.logrank(given, **options)
+        return
+    found, rest = bf.stats.logrank(given, **options), rows[~gone]
+    wanted = lifelines.statistics.multivariate_logrank_test(
+        rest["untied"], rest["site"], rest["event"]
+    )
+    close(found.statistic, wanted.test_statistic, rtol=1e-9)
+    assert found.degrees == 3 - len(early)
+    assert [said.split()[1] for said in found.said] == early
+    assert found.table["rows"].tolist() == [*SIZES.values()]
+
+
+def test_a_test_of_nothing_is_refused():
+    """All die at once, or each group after the other is gone."""
+    rows = pd.DataFrame({"t": 5.0, "d": 1, "g": list("aabbb")})
+    apart = pd.DataFrame({"t": [1.0, 1, 2, 3], "d": [0, 0, 1, 1], "g": list("aabb")})
+    for frame in (rows, apart):
+        given = bf.stats.tables({"s": frame}, also=["t", "d", "g"])
+        with pytest.raises(ValueError, match="nothing can be tested"):
+            bf.stats.logrank(given, time="t", event="d", by="g", exact_times=True)
+
+
+def test_a_grid_is_times_rounded():
+    """By default bins of the events, or by ends."""
+    for grid in (100, [1, 5, 40]):
+        made, rows = rounded("untied", grid)
+        found = curves("untied", given=sites(), exact_times=False, grid=grid)
+        wanted = lifelines.KaplanMeierFitter().fit(rows["untied"], rows["event"])
         close(found.survival[0], wanted.predict(found.times.tolist()), atol=1e-12)
-        test = bf.stats.logrank(sites(), time="untied", event="event", by="arm", **grid)
-        known = lifelines.statistics.multivariate_logrank_test(rounded, rows["arm"], rows["event"])
-        close(test.statistic, known.test_statistic, rtol=1e-10)
+        assert str(made) in str(found)
+        for given in (grid, made):
+            test = bf.stats.logrank(sites(), time="untied", event="event", by="arm", grid=given)
+            known = lifelines.statistics.multivariate_logrank_test(
+                rows["untied"], rows["arm"], rows["event"]
+            )
+            close(test.statistic, known.test_statistic, rtol=1e-10)
+
+
+def weighted(weights: Any) -> Any:
+    """Sites whose rows have probability weights, and the rows."""
+    rows = {site: frame.assign(w=weights(len(frame))) for site, frame in frames().items()}
+    given = sites(rows)
+    own = [
+        replace(site, weights=torch.tensor(site.frame["w"].to_numpy()), weighing="probability")
+        for site in given.sites
+    ]
+    return replace(given, sites=tuple(own)), pooled(rows)
+
+
+@pytest.mark.parametrize("by", [None, "kind"])
+@pytest.mark.parametrize("time", TIMES)
+def test_robust_errors_of_weighted_curves(time: str, by: str | None):
+    """By the derivatives of the logarithm of each curve by the weights, of a loop over times."""
+    rng = np.random.default_rng(0)
+    given, rows = weighted(lambda n: rng.uniform(0.2, 5, n))
+    found = curves(time, by, given)
+    for place, group in enumerate(found.groups):
+        own = rows if by is None else rows[rows[by] == group]
+        at, died = torch.tensor(own[time].to_numpy()), torch.tensor(own["event"].to_numpy() == 1)
+        w, there = torch.tensor(own["w"].to_numpy()), found.survival[place] > 0
+        times = found.times[there & (found.at_risk[place] > 0)]
+        read = (at, died, times)
+
+        def log_survival(w: torch.Tensor, read: Any = read) -> torch.Tensor:
+            at, died, times = read
+            steps = [1 - w[died & (at == t)].sum() / w[at >= t].sum() for t in times]
+            return torch.stack(steps).log().cumsum(0)
+
+        n = len(times)
+        close(found.survival[place][:n], log_survival(w).exp(), rtol=1e-10)
+        slopes: Any = torch.autograd.functional.jacobian(log_survival, w)
+        wanted = (w * slopes).square().sum(1)
+        close(found.log_variance[place][:n], wanted, rtol=1e-8)
+        close(found.error[place][:n], found.survival[place][:n] * wanted.sqrt(), rtol=1e-8)
+    assert "robust errors" in str(found)
+    assert (found.rows, found.counts.sum()) == (SIZES, sum(SIZES.values()))
+    thousand, _ = weighted(lambda n: np.full(n, 1e3))
+    plain, scaled = curves(time, by), curves(time, by, thousand)
+    close(scaled.survival, plain.survival, atol=1e-12)
+    close(scaled.log_variance, plain.log_variance, rtol=1e-9)  # Greenwood's
+
+
+def test_probability_weights_are_refused_where_a_likelihood_is_needed():
+    given, _ = weighted(lambda n: np.linspace(1, 2, n))
+    when: Any = {"time": "tied", "event": "event"}
+    with pytest.raises(ValueError, match=r"log-rank.*probability weights"):
+        bf.stats.logrank(given, **when, by="arm")
+    with pytest.raises(ValueError, match=r"piecewise.*probability weights"):
+        bf.stats.piecewise(given, **when, cuts=[5.0])
 
 
 def test_weights_count_rows():
@@ -122,9 +229,19 @@ def test_groups_that_are_not_there():
         curves("tied", "site", sites({"east": frames()["east"]}))
     with pytest.raises(ValueError, match="'east' has no column 'ward'"):
         curves("tied", "ward")
-    gaps = {**frames(), "west": frames()["west"].assign(kind=None)}
-    with pytest.raises(ValueError, match="'west' has 90 rows without 'kind'"):
-        curves("tied", "kind", bf.stats.tables(gaps, also=["tied", "event"]))
+    for gap in (None, np.nan, pd.NA):
+        for dtype in ("object", "string", "category"):
+            kind = pd.Series([gap] * 2 + ["a", "b"] * 44, dtype=dtype)
+            gaps = {**frames(), "west": frames()["west"].assign(kind=kind)}
+            for by in ("kind", bf.stats.levels("kind", ["a", "b", "c"])):
+                with pytest.raises(ValueError, match="'west' has 2 rows without 'kind'"):
+                    curves("tied", by, bf.stats.tables(gaps, also=["tied", "event"]))
+    for kind in ([1] + ["a"] * 89, range(90)):
+        mixed = {**frames(), "west": frames()["west"].assign(kind=kind)}
+        with pytest.raises(ValueError, match="'kind' has values of several types"):
+            curves("tied", "kind", sites(mixed, terms=()))
+    text = {site: frame.assign(kind=frame["count"].astype(str)) for site, frame in frames().items()}
+    assert curves("tied", "kind", sites(text, terms=())).groups == ("1", "2", "3")
 
 
 def test_the_diagram_has_a_curve_for_each_group_and_numbers_at_risk():

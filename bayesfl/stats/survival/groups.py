@@ -1,0 +1,56 @@
+"""Groups of rows by a column: those of curves, and the strata of a baseline."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.stats.asking import Sites
+from bayesfl.stats.tables import Site, Tables
+from bayesfl.stats.terms import Levels, column_of
+
+ALL = "all"
+
+
+def groups_of(sites: Sites, by: str | Levels | None) -> tuple[str | None, tuple[Any, ...]]:
+    """Return the column of groups and its levels.
+
+    Raises:
+        ValueError: Its levels are not known here, or it has one value, or text and numbers.
+    """
+    if by is None:
+        return None, (ALL,)
+    if isinstance(by, Levels):
+        return by.column, by.levels
+    if not isinstance(sites, Tables):
+        raise ValueError(f"what groups there are is not known here: by=levels({by!r}, [...])")
+    found = {
+        value for site in sites.sites for value in column_of(site.frame, by, site.name).dropna()
+    }
+    if len(found) < 2:
+        raise ValueError(f"{by!r} has one value only, {[*found]}; leave it out")
+    try:
+        return by, tuple(sorted(found))
+    except TypeError:
+        raise ValueError(
+            f"{by!r} has values of several types, {sorted(found, key=str)[:5]}; make text or "
+            "numbers of all of them, at all sites alike"
+        ) from None
+
+
+def group(site: Site, by: str | None, levels: tuple[Any, ...]) -> Tensor:
+    """Return the place of each row's group among the levels, [n].
+
+    Raises:
+        ValueError: A row has none, or another one.
+    """
+    if by is None:
+        return torch.zeros(len(site.weights), dtype=torch.int64)
+    others = Levels(by, levels).values(site.frame, site.name)
+    if missing := int(np.isnan(others).any(1).sum()):
+        raise ValueError(
+            f"site {site.name!r} has {missing} rows without {by!r}; name it in "
+            "tables(also=...), which looks at missing values, or leave these rows out"
+        )
+    return torch.from_numpy(others @ np.arange(1, len(levels))).long()
