@@ -421,7 +421,7 @@ def test_columns():
         for name in needs:
             fewer = [one for one in needs if one != name]
             assert refused(rows, "columns", fewer, **options), (options, name)
-    by_site = Scores(PartialLikelihood("age", "ill", 1, None), (0.0,), by="site")  # a word
+    by_site = Scores(PartialLikelihood("age", "ill", 0, None), (), by="site")  # a word
     assert not refused(frame(site="va", age=50), "columns", ["age", "ill"], question=by_site)
 
 
