@@ -193,3 +193,20 @@ def test_fits_to_other_rows_do_not_compare(aggregation: Any):
     longer = rows | {"east": rows["east"].assign(ill=~rows["east"]["ill"])}
     with pytest.raises(ValueError, match=r"of other rows of \['east'\]"):
         fit(rows, ["age"], []).compare(fit(longer, ["age"], []))
+
+
+def test_other_rows_of_the_same_outcomes_do_not_compare():
+    rng = np.random.default_rng(0)
+    at = np.arange(60)
+    rows = pd.DataFrame({"x": rng.normal(size=60), "z": rng.normal(size=60), "ill": at % 2})
+    lost = {"u": rows["x"].where(at >= 2), "v": rows["z"].where(at < 58)}
+    given = {site: rows.assign(**lost) for site in "ab"}
+    fits = [
+        bf.stats.glm(
+            bf.stats.tables(given, outcome="ill", terms=[term], missing="complete"),
+            family="binomial",
+        )
+        for term in "uv"
+    ]
+    with pytest.raises(ValueError, match=r"of other rows of \['a', 'b'\]"):
+        fits[0].compare(fits[1])
