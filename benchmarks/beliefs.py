@@ -2,6 +2,7 @@
 
 A *problem* draws a federation of clients and the truth about some quantities: *linear* and
 *logistic*, each client's own four coefficients, which are beta + tau * normal noise, and beta;
+*correlated*, the same with noise whose entries are correlated, of columns far from 0;
 *shared*, the values of one linear model at new rows; *network*, those of one network of 21 weights.
 *schools* and *hospitals* are data whose truth nobody knows, with a reference posterior. A *way*
 believes something about the quantities.
@@ -42,6 +43,11 @@ from bayesfl.stats.families import Normal
 
 SIZES = (20, 30, 40, 50, 60, 80, 100, 120)
 TAU = np.array([0.8, 0.5, 0.3, 0.6])
+SPREAD = np.diag(TAU**2)
+CORRELATED = 0.3 * SPREAD + 0.7 * np.outer(TAU, TAU)
+"""Covariances of clients' coefficients: of independent ones, and at a correlation of .7."""
+FAR = 2.0
+"""Mean of the columns where effects are correlated, whose intercept is at 0."""
 COLUMNS = ["a", "b", "c"]
 NEW = 4
 """Number of new rows at which a shared model's values are judged."""
@@ -114,11 +120,14 @@ def draw_inputs(seed: int) -> tuple[np.random.Generator, list[np.ndarray]]:
     return rng, [rng.normal(size=(n, 3)) @ root.T for n in SIZES]
 
 
-def draw_hierarchy(family: str, seed: int) -> Federation:
+def draw_hierarchy(
+    family: str, seed: int, *, spread: np.ndarray = SPREAD, mean: float = 0.0
+) -> Federation:
     """Draw clients whose own coefficients are normal around the federation's."""
     rng, x = draw_inputs(seed)
+    x = [rows + mean for rows in x]
     beta = rng.normal(size=4)
-    own = beta + TAU * rng.normal(size=(len(SIZES), 4))
+    own = beta + rng.normal(size=(len(SIZES), 4)) @ np.linalg.cholesky(spread).T
     y = []
     for rows, w in zip(x, own, strict=True):
         eta = w[0] + rows @ w[1:]
@@ -179,6 +188,7 @@ def hospitals(seed: int) -> Federation:
 PROBLEMS: dict[str, Callable[[int], Federation]] = {
     "linear": partial(draw_hierarchy, "gaussian"),
     "logistic": partial(draw_hierarchy, "binomial"),
+    "correlated": partial(draw_hierarchy, "gaussian", spread=CORRELATED, mean=FAR),
     "shared": draw_shared,
     "network": draw_network,
     "schools": eight_schools,
@@ -258,11 +268,11 @@ def padded(values: Any) -> np.ndarray:
     return np.vstack([values, np.full((1, values.shape[1]), np.nan)])
 
 
-def exact_hierarchy(fed: Federation) -> Belief:
+def exact_hierarchy(fed: Federation, *, spread: np.ndarray = SPREAD) -> Belief:
     """The posterior of normal outcomes under the law that made them, in closed form."""
     j = len(fed.x)
     own = np.diag([1.0] * j + [0.0])
-    prior = np.kron(np.ones((j + 1, j + 1)), np.eye(4)) + np.kron(own, np.diag(TAU**2))
+    prior = np.kron(np.ones((j + 1, j + 1)), np.eye(4)) + np.kron(own, spread)
     precision, moment = np.linalg.inv(prior), np.zeros(4 * (j + 1))
     for place, (rows, y) in enumerate(zip(fed.x, fed.y, strict=True)):
         x, part = np.column_stack([np.ones(len(rows)), rows]), slice(4 * place, 4 * place + 4)
@@ -389,12 +399,13 @@ def by_hierarchy(fed: Federation) -> Belief:
     rows = hierarchy.Groups(x, x, y[..., 0], torch.ones(len(y), 1).double(), 0 * y[..., 0])
     beta, log_tau = torch.linspace(-2, 4, 121).double(), torch.linspace(-7, 1.8, 121).double()
     grid = torch.cartesian_prod(beta, log_tau)
-    at = hierarchy.Phi.of(torch.cat([grid, torch.zeros(len(grid), 1)], 1), 1, 1)
+    tau = grid[:, 1].exp()[:, None]
+    at = hierarchy.Phi(grid[:, :1], tau[..., None], torch.zeros(1, len(grid), 1, 1).double())
     logs = hierarchy.log_marginals(Normal(), rows, at).sum(-1)
-    logs = logs + grid[:, 1] - (at.tau[:, 0] / WIDEST["schools"]) ** 2 / 2
+    logs = logs + grid[:, 1] - (tau[:, 0] / WIDEST["schools"]) ** 2 / 2
     u, hessian = hierarchy.modes(Normal(), rows, at)
-    mean = torch.cat([at.beta + at.tau * u[..., 0], at.beta], 1)
-    variance = torch.cat([at.tau**2 / hessian[..., 0, 0], 0 * at.beta], 1)
+    mean = torch.cat([at.beta + tau * u[..., 0], at.beta], 1)
+    variance = torch.cat([tau**2 / hessian[..., 0, 0], 0 * at.beta], 1)
     return moments_of_grid(logs.softmax(0).numpy(), mean.numpy(), variance.numpy())
 
 
@@ -443,10 +454,10 @@ def common_fit(fed: Federation) -> Belief:
     return Belief(*tiled, rounds=fit.questions, bytes=max(fit.released.bytes.values()))
 
 
-def mixed_fit(fed: Federation) -> Belief:
-    """`bf.stats.mixed`, which knows neither tau nor the scale of the noise."""
+def mixed_fit(fed: Federation, **options: Any) -> Belief:
+    """`bf.stats.mixed`, which knows neither the law of effects nor the scale of the noise."""
     effects = ["1", *fed.sites.columns]
-    fit = bf.stats.mixed(fed.sites, family=fed.family, random=effects, seed=fed.seed)
+    fit = bf.stats.mixed(fed.sites, family=fed.family, random=effects, seed=fed.seed, **options)
     own = torch.stack([fit.own[name][:, 0] for name in fed.sites.names], 1)
     sent = {"rounds": fit.questions, "bytes": max(fit.released.bytes.values())}
     if fed.at is None:
@@ -711,6 +722,11 @@ WAYS: dict[str, dict[str, Way]] = {
         **OWN,
     },
     "logistic": {"nuts, all rows": Way(partial(by_nuts, tau=TAU), 40, ("nuts",)), **OWN},
+    "correlated": {
+        "exact posterior": Way(partial(exact_hierarchy, spread=CORRELATED), 200),
+        "bf.stats.mixed": OWN["bf.stats.mixed"],
+        "bf.stats.mixed, diagonal": Way(partial(mixed_fit, covariance="diagonal"), 60, ("mixed",)),
+    },
     "shared": {
         "exact posterior": Way(exact_shared, 200),
         "nuts, all rows": Way(shared_by_nuts, 30, ("nuts",)),

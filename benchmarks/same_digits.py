@@ -32,9 +32,6 @@ import torch
 
 import bayesfl as bf
 from bayesfl.evaluation import report
-from bayesfl.stats import newton
-from bayesfl.stats.asking import Questions
-from bayesfl.stats.mixed import Mode
 
 RESULTS = Path(__file__).parent / "results" / "same_digits.json"
 CHOSEN: dict[str, tuple[str, str, list[str]]] = {
@@ -161,38 +158,24 @@ def regression(family: Any, intercept: Any, rows: pd.DataFrame) -> dict[str, Any
     }
 
 
-def random_intercept(rows: pd.DataFrame) -> dict[str, Any]:
-    """Compare the maximum of the likelihood of a random intercept by site, without a prior."""
+def own_effects(rows: pd.DataFrame, random: list[str]) -> dict[str, Any]:
+    """Compare the restricted maximum of the likelihood of a mixed model by site."""
     _, outcome, terms = CHOSEN["gaussian"]
     sites = tables_of(rows, outcome, terms)
-    x = torch.cat([site.x for site in sites.sites])
-    centre, scale = x.mean(0), x.std(0, correction=0)
-    survey = Mode(
-        family="gaussian",
-        columns=len(terms),
-        effects=(0,),
-        group=None,
-        centre=tuple(centre.tolist()),
-        scale=tuple(scale.tolist()),
-        at=(float(rows[outcome].mean()), *[0.0] * len(terms), -1.0, 0.0),
-    )
-    state, seconds = timed(Questions(sites).conduct, survey)
-    found = newton.minimum(state)
-    formula = f"{outcome} ~ {' + '.join(terms)}"
+    fit, seconds = timed(bf.stats.mixed, sites, family="gaussian", random=["1", *random])
+    formula, effects = f"{outcome} ~ {' + '.join(terms)}", " + ".join(["~ 1", *random])
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = smf.mixedlm(formula, rows, groups=rows["site"])
-        wanted = model.fit(reml=False, method=["bfgs", "lbfgs"], gtol=1e-10)
-    ours = found.theta[1 : 1 + len(terms)] / scale
-    covariance = torch.linalg.inv(found.hessian)[1 : 1 + len(terms), 1 : 1 + len(terms)]
-    errors = covariance.diagonal().sqrt() / scale
+        model = smf.mixedlm(formula, rows, groups=rows["site"], re_formula=effects)
+        wanted = model.fit(reml=True, method=["bfgs", "lbfgs"], gtol=1e-10)
+    ours = fit.table().loc[terms]
     return {
         "rows": len(rows),
         "sites": len(sites.names),
-        "coefficient": float(np.abs(ours.numpy() - wanted.params[terms].to_numpy()).max()),
-        "error": float(np.abs(errors.numpy() - wanted.bse[terms].to_numpy()).max()),
-        "log_likelihood": abs(-found.loss - float(wanted.llf)),
+        "coefficient": float(np.abs(ours["REML"] - wanted.params[terms]).max()),
+        "error": float(np.abs(ours["REML se"] - wanted.bse[terms]).max()),
+        "log_likelihood": abs(fit.log_likelihood - float(wanted.llf)),
         "seconds": seconds,
         "rival_seconds": time.perf_counter() - start,
     }
@@ -384,7 +367,8 @@ def main() -> None:
             rows[f"{family}, {intercept}"] = regression(family, intercept, data[name])
     rows["gaussian, probability weights"] = weighted(data["fair"])
     rows["gaussian, formula"] = by_formula(data["fair"])
-    rows["gaussian, random intercept"] = random_intercept(data["fair"])
+    rows["gaussian, random intercept"] = own_effects(data["fair"], [])
+    rows["gaussian, random intercept and slope"] = own_effects(data["fair"], ["age"])
     rows |= survival(recidivists(quick))
     for name, row in rows.items():
         apart = ", ".join(

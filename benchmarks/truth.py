@@ -49,6 +49,7 @@ Score = dict[str, Any]
 TITLES = {
     "linear": "Clients' own coefficients, linear",
     "logistic": "Clients' own coefficients, logistic",
+    "correlated": "Clients' own coefficients, correlated",
     "shared": "One linear model",
     "network": "One network",
 }

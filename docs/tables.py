@@ -1147,6 +1147,7 @@ def truth_more() -> str:
 TRUTHS = {
     "linear": "**Clients' own coefficients, linear**",
     "logistic": "**Clients' own coefficients, logistic**",
+    "correlated": "**Clients' own coefficients, correlated**",
     "shared": "**One linear model, its values at new rows**",
     "network": "**One network of 21 weights, its values at new rows**",
     "schools": "**Eight schools**",

@@ -1,19 +1,19 @@
 """Importance sampling of the parameters of a hierarchy: draws around a mode, and how far the
 weights of draws can be relied on.
 
-Parameters are (beta, psi), psi = (log tau, others): coefficients, and logarithms of the standard
-deviations of effects of n groups, after which come others. The larger tau, the less is known of the
-coefficients whose effects have it, as these are known from n groups: their variance given tau grows
-as tau^2 / n. A Gaussian around the mode knows nothing of that, and proposes no draws where tau and
-beta are both far out; the weights of those that it proposes look well all the same. So psi is drawn
-from a Student t, and beta given psi from another one, whose covariance has that variance in it.
+Parameters are (beta, psi): coefficients, and what gives the standard deviations tau of the effects
+of n groups, and others. The larger tau, the less is known of the coefficients whose effects have
+it, as these are known from n groups: their variance given psi grows as tau^2 / n. A Gaussian around
+the mode knows nothing of that, and proposes no draws where tau and beta are both far out; the
+weights of those that it proposes look well all the same. So psi is drawn from a Student t, and beta
+given psi from another one, whose covariance depends on psi.
 
 Source: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampling", JMLR 25, 2024,
 for the weights' smoothing and k-hat.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,16 +32,14 @@ class Proposal:
     Args:
         centre: Its centre, [q].
         covariance: That of the Gaussian around it, [q, q].
-        effects: Places in beta of the coefficients that have effects, r of them.
-        coefficients: Number p of coefficients; psi has r + others = q - p entries.
-        groups: Number n of groups.
+        coefficients: Number p of coefficients.
+        given: Function from draws of psi [K, q - p] to covariances of beta given these, [K, p, p].
     """
 
     centre: Tensor
     covariance: Tensor
-    effects: Sequence[int]
     coefficients: int
-    groups: float
+    given: Callable[[Tensor], Tensor]
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Return K draws [K, q] with their log densities [K].
@@ -60,13 +58,7 @@ class Proposal:
         standard, log_psi = _student(points[:, 1 : q - p + 1], points[:, 0], root)
         psi = self.centre[p:] + standard @ root.T
         slope = torch.linalg.solve(above, below.T).T
-        given = self.covariance[:p, :p] - slope @ below.T
-        log_tau, mode = psi[:, : len(self.effects)], self.centre[p : p + len(self.effects)]
-        more = ((2 * log_tau).exp() - (2 * mode).exp()).clamp_min(0) / self.groups
-        wide = given.expand(count, p, p).clone()
-        at = torch.tensor(list(self.effects))
-        wide[:, at, at] += more
-        roots = WIDER * torch.linalg.cholesky(wide)
+        roots = WIDER * torch.linalg.cholesky(self.given(psi))
         apart, log_beta = _student(points[:, q - p + 2 :], points[:, q - p + 1], roots)
         shift = (psi - self.centre[p:]).clamp(-1, 1) @ slope.T  # where the Gaussian is near
         beta = self.centre[:p] + shift + (roots @ apart[..., None])[..., 0]

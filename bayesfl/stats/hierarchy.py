@@ -1,16 +1,20 @@
 """Hierarchies: groups whose own effects are integrated out where their rows are.
 
-A group's linear predictor is X beta + Z (tau * u), with effects of its own u ~ N(0, I). Its
-marginal likelihood is an integral over u: by Laplace's approximation around the minimum of
+A group's linear predictor is X beta + Z L u, with effects u ~ N(0, I) and a root L of their
+covariance. The first effects may be common to all groups, as those of a hospital are to its wards;
+the others are each group's own. The marginal likelihood is an integral over all u: by Laplace's
+approximation around the minimum of
 
-    f(u) = sum of losses + |u|^2 / 2,      log m = -f(u^) - log |I + T Z' W Z T| / 2,
+    f(u) = sum of losses + |u|^2 / 2,      log m = -f(u^) - log |Hessian of f| / 2,
 
 which is exact for normal outcomes; of one effect by Gauss-Hermite quadrature around the same
-minimum. Parameters phi are (beta, log tau, the family's own). The design may be anything, as the
-features of a network's last layer; leading dimensions are draws of phi.
+minimum. Groups' own effects depend on each other through the common ones alone, so that Newton's
+steps and determinants eliminate them group by group. The design may be anything, as the features of
+a network's last layer; leading dimensions are draws of phi.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +33,11 @@ class Groups:
 
     Args:
         x: The design of shared coefficients, [G, m, p].
-        z: The design of groups' own effects, [G, m, r].
+        z: The design of effects, [G, m, r].
         y: Outcomes, [G, m].
         weights: How often a row counts, [G, m]; 0 for padding.
         offset: What is added to the linear predictor, [G, m].
+        common: Number of effects, the first ones, that all groups have in common.
     """
 
     x: Tensor
@@ -40,6 +45,7 @@ class Groups:
     y: Tensor
     weights: Tensor
     offset: Tensor
+    common: int = 0
 
     @classmethod
     def of(
@@ -50,6 +56,7 @@ class Groups:
         weights: Tensor,
         offset: Tensor,
         group: Tensor | None = None,
+        common: int = 0,
     ) -> "Groups":
         """Return rows [n, ...] by their groups.
 
@@ -60,10 +67,11 @@ class Groups:
             weights: The same, [n].
             offset: The same, [n].
             group: The group of each row, [n], from 0; None for one group.
+            common: As of the class.
         """
         parts = (x, z, y, weights, offset)
         if group is None:
-            return cls(*(t.unsqueeze(0) for t in parts))
+            return cls(*(t.unsqueeze(0) for t in parts), common=common)
         counts = torch.bincount(group)
         order = group.argsort(stable=True)
         place = torch.arange(len(group)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -72,7 +80,16 @@ class Groups:
             whole = t.new_zeros(len(counts), int(counts.max()), *t.shape[1:])
             whole[group[order], place] = t[order]
             padded.append(whole)
-        return cls(*padded)
+        return cls(*padded, common=common)
+
+    @property
+    def share(self) -> Tensor:
+        """Return how much of each effect's prior is a group's, [r], so that groups add up to all:
+        1 of its own effects, an equal share of common ones.
+        """
+        share = torch.ones(self.z.shape[-1], dtype=self.z.dtype)
+        share[: self.common] /= len(self.z)
+        return share
 
 
 @dataclass(frozen=True)
@@ -81,45 +98,72 @@ class Phi:
 
     Args:
         beta: Shared coefficients, [..., p].
-        tau: Standard deviations of the groups' own effects, [..., r].
+        root: A root L of the covariance L L' of the effects, [..., r, r].
         own: The family's own parameters, [n_own, ..., 1, 1].
     """
 
     beta: Tensor
-    tau: Tensor
+    root: Tensor
     own: Tensor
-
-    @classmethod
-    def of(cls, phi: Tensor, p: int, r: int) -> "Phi":
-        """Return the parts of a vector [..., p + r + n_own], of log tau and the like."""
-        own = phi[..., p + r :].movedim(-1, 0)[..., None, None]
-        return cls(phi[..., :p], phi[..., p : p + r].exp(), own)
 
 
 def _predictors(groups: Groups, phi: Phi) -> tuple[Tensor, Tensor]:
-    """Return linear predictors without own effects [..., G, m] and what these multiply
+    """Return linear predictors without effects [..., G, m] and what these multiply
     [..., G, m, r].
     """
     fixed = torch.einsum("gmp,...p->...gm", groups.x, phi.beta) + groups.offset
-    return fixed, groups.z * phi.tau[..., None, None, :]
+    return fixed, groups.z @ phi.root.unsqueeze(-3)
 
 
 def _at(
     family: Family, groups: Groups, phi: Phi, fixed: Tensor, z: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return f [..., G], its slope [..., G, r] and its Hessian [..., G, r, r] at u."""
+    """Return each group's part of f [..., G], of its slope [..., G, r] and of its Hessian
+    [..., G, r, r] at u [..., G, r]; f summed to [..., 1] where groups have effects in common.
+    """
     pieces = family.pieces(fixed + (z * u[..., None, :]).sum(-1), groups.y, phi.own)
-    w = groups.weights
-    value = (w * pieces.loss).sum(-1) + u.square().sum(-1) / 2
-    slope = ((w * pieces.slope[..., 0])[..., None] * z).sum(-2) + u
-    weighted = (w * pieces.information[..., 0, 0])[..., None] * z
-    hessian = z.mT @ weighted + torch.eye(u.shape[-1], dtype=u.dtype)
-    return value, slope, hessian
+    w, share = groups.weights, groups.share
+    value = (w * pieces.loss).sum(-1) + (share * u.square()).sum(-1) / 2
+    slope = ((w * pieces.slope[..., 0])[..., None] * z).sum(-2) + share * u
+    hessian = z.mT @ ((w * pieces.information[..., 0, 0])[..., None] * z) + share.diag()
+    return (value.sum(-1, keepdim=True) if groups.common else value), slope, hessian
+
+
+def _eliminated(hessian: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Return what is left of the first entries' Hessian, summed over groups, when each group's
+    others are eliminated, [..., first, first], and how these follow the first, [..., G, r, first].
+
+    Args:
+        hessian: The groups' parts, [..., G, first + r, first + r].
+        first: Number of entries that groups have in common.
+    """
+    cross = hessian[..., first:, :first]
+    follow = torch.linalg.solve(hessian[..., first:, first:], cross)
+    return (hessian[..., :first, :first] - cross.mT @ follow).sum(-3), follow
+
+
+def _step(groups: Groups, slope: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Newton's step [..., G, r], by the parts of `_at`, and the log determinant of the
+    Hessian, by group [..., G], or [..., 1] of all where these have effects in common.
+    """
+    s = groups.common
+    inner = hessian[..., s:, s:]
+    alone = torch.linalg.solve(inner, slope[..., s:])
+    volume = torch.linalg.slogdet(inner).logabsdet
+    if not s:
+        return alone, volume
+    left, follow = _eliminated(hessian, s)
+    pull = (slope[..., :s] - (follow.mT @ slope[..., s:, None])[..., 0]).sum(-2)
+    common = torch.linalg.solve(left, pull)[..., None, :]
+    own = alone - (follow @ common[..., None])[..., 0]
+    move = torch.cat([common.expand(*own.shape[:-1], s), own], -1)
+    return move, volume.sum(-1, keepdim=True) + torch.linalg.slogdet(left).logabsdet[..., None]
 
 
 def modes(family: Family, groups: Groups, phi: Phi) -> tuple[Tensor, Tensor]:
-    """Return the groups' effects u^ [..., G, r] that minimise f, and its Hessian there
-    [..., G, r, r], by Newton's steps, each halved where f rose.
+    """Return the effects u^ [..., G, r] that minimise f, common ones the same for each group, and
+    the groups' parts of its Hessian there [..., G, r, r], by Newton's steps, each halved where f
+    rose.
 
     Args:
         family: The family of the outcomes.
@@ -131,8 +175,9 @@ def modes(family: Family, groups: Groups, phi: Phi) -> tuple[Tensor, Tensor]:
         u = fixed.new_zeros(*fixed.shape[:-1], groups.z.shape[-1])
         value, slope, hessian = _at(family, groups, phi, fixed, z, u)
         for _ in range(100):
-            move = torch.linalg.solve(hessian, slope)
-            if float((move * slope).sum(-1).max()) < 1e-20:
+            move = _step(groups, slope, hessian)[0]
+            promised = (move * slope).sum(-1)
+            if float((promised.sum(-1) if groups.common else promised).max()) < 1e-20:
                 break
             after = _at(family, groups, phi, fixed, z, u - move)
             for _ in range(40):
@@ -145,9 +190,31 @@ def modes(family: Family, groups: Groups, phi: Phi) -> tuple[Tensor, Tensor]:
         return u, hessian
 
 
+def drawn(groups: Groups, u: Tensor, hessian: Tensor, noise: Tensor) -> Tensor:
+    """Return draws of the effects [..., G, r] of the normal approximation around their modes.
+
+    Args:
+        groups: The groups.
+        u: The modes, of `modes`, [..., G, r].
+        hessian: The Hessian there, [..., G, r, r].
+        noise: Standard normal numbers, [..., G, r].
+    """
+    s = groups.common
+    left, follow = _eliminated(hessian, s)
+    common, own = _spread(left, noise[..., 0, :s])[..., None, :], noise[..., s:]
+    own = _spread(hessian[..., s:, s:], own) - (follow @ common[..., None])[..., 0]
+    return u + torch.cat([common.expand(*own.shape[:-1], s), own], -1)
+
+
+def _spread(precision: Tensor, noise: Tensor) -> Tensor:
+    """Return noise [..., r] with the inverse of a precision [..., r, r] as covariance."""
+    lower = torch.linalg.cholesky(precision)  # with L L' the precision, L'^-1 noise has it
+    return torch.linalg.solve_triangular(lower.mT, noise[..., None], upper=True)[..., 0]
+
+
 def log_marginals(family: Family, groups: Groups, phi: Phi) -> Tensor:
-    """Return the log marginal likelihood of each group, [..., G] in nats; it can be differentiated
-    twice by phi.
+    """Return the log marginal likelihood of each group, [..., G] in nats, or [..., 1] of all where
+    these have effects in common; it can be differentiated twice by phi.
 
     Args:
         family: The family of the outcomes.
@@ -163,9 +230,9 @@ def log_marginals(family: Family, groups: Groups, phi: Phi) -> Tensor:
         # first step the first ones, the second step the second ones.
         for _ in range(2):
             _, slope, hessian = _at(family, groups, phi, fixed, z, u)
-            u = u - torch.linalg.solve(hessian, slope)
-    value, _, hessian = _at(family, groups, phi, fixed, z, u)
-    return -value - torch.linalg.slogdet(hessian).logabsdet / 2
+            u = u - _step(groups, slope, hessian)[0]
+    value, slope, hessian = _at(family, groups, phi, fixed, z, u)
+    return -value - _step(groups, slope, hessian)[1] / 2
 
 
 def _quadrature(
@@ -193,18 +260,35 @@ def _quadrature(
 
 @torch.enable_grad()
 def derivatives(
-    family: Family, groups: Groups, phi: Tensor, r: int
+    family: Family, groups: Groups, phi: Callable[[Tensor], Phi], at: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the groups' summed log marginal likelihood, its slope [q] and its Hessian [q, q].
 
     Args:
         family: The family of the outcomes.
         groups: The groups.
-        phi: The parameters, [q].
-        r: Number of effects.
+        phi: Function from a vector [q] to the parameters.
+        at: The vector, [q].
     """
-    at = phi.detach().clone().requires_grad_()
-    total = log_marginals(family, groups, Phi.of(at, groups.x.shape[-1], r)).sum()
+    at = at.detach().clone().requires_grad_()
+    total = log_marginals(family, groups, phi(at)).sum()
     (slope,) = torch.autograd.grad(total, at, create_graph=True)
     rows = [torch.autograd.grad(one, at, retain_graph=True)[0] for one in slope]
     return total.detach(), slope.detach(), torch.stack(rows)
+
+
+def information(groups: Groups, phi: Phi) -> Tensor:
+    """Return the information [p, p] on the coefficients of normal outcomes, X' V^-1 X with V the
+    marginal covariance of the outcomes.
+
+    Args:
+        groups: The groups.
+        phi: The parameters.
+    """
+    p = groups.x.shape[-1]
+    z = torch.cat([groups.x, _predictors(groups, phi)[1]], -1)  # coefficients without a prior
+    weights = groups.weights * torch.exp(-2 * phi.own[0])
+    prior = torch.cat([groups.share.new_zeros(p), groups.share])
+    left, _ = _eliminated(z.mT @ (weights[..., None] * z) + prior.diag(), p + groups.common)
+    # All groups are one to what they have in common.
+    return _eliminated(left[None], p)[0]

@@ -1,30 +1,46 @@
 """Mixed models over sites, whose intervals are true: effects of each site's own are integrated out
 at the site, and the federation's parameters by one question.
 
-A site's coefficients are beta + tau * u with u ~ N(0, I), see `bayesfl.stats.hierarchy`. Newton's
-steps on the sum of the sites' log marginal likelihoods find the mode of phi = (beta, log tau, the
-family's own) under a half-normal prior of tau. Then all sites answer, for the same K draws of phi
-around that mode (`bayesfl.posteriors.importance`), their log marginal likelihoods, which add up;
-the ratios of sum and density are the draws' weights. Each site keeps, for each draw, what it says
-of its own effects, so that draws of these have the uncertainty of phi in them. With tau set to its
-estimate instead, intervals would be too short, most of all where that is near 0.
+A site's coefficients are beta + L u with u ~ N(0, I), and the covariance L L' is any, or diagonal;
+groups within a site, as wards, may have effects beside its own, see `bayesfl.stats.hierarchy`.
+L has the standard deviations tau and the Cholesky factor of the correlations, which are made of
+canonical partial correlations, tanh of any numbers. Newton's steps on the sum of the sites' log
+marginal likelihoods find the mode of phi = (beta, log tau, these numbers, the family's own) under
+half-normal priors of tau and an LKJ(1) prior of the correlations. Then all sites answer, for the
+same K draws of phi around that mode (`bayesfl.posteriors.importance`), their log marginal
+likelihoods, which add up; the ratios of sum and density are the draws' weights. Each site keeps,
+for each draw, what it says of its own effects, so that draws of these have the uncertainty of phi
+in them. With tau set to its estimate instead, intervals would be too short, most of all where that
+is near 0. That estimate stands beside the posterior all the same, to be compared with other
+programs'.
+
+Sources: Lewandowski, Kurowicka, Joe, "Generating random correlation matrices based on vines and
+extended onion method", J. Multivariate Analysis 100, 2009, section 2.4, for the prior of
+correlations; Patterson, Thompson, "Recovery of inter-block information when block sizes are
+unequal", Biometrika 58, 1971, for the restricted likelihood (REML); Nakagawa, Johnson, Schielzeth,
+"The coefficient of determination R2 and intra-class correlation coefficient from generalized linear
+mixed-effects models revisited and expanded", J. Royal Society Interface 14, 2017, table 1, for the
+intraclass correlation.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.posteriors.importance import Proposal, resampled, weights_of
-from bayesfl.stats import newton
+from bayesfl.stats import hierarchy, newton
 from bayesfl.stats.asking import (
     Questions,
     Sites,
@@ -37,7 +53,7 @@ from bayesfl.stats.asking import (
 )
 from bayesfl.stats.families import FAMILIES, Family, Normal, row_information
 from bayesfl.stats.fit import Refits, inverse
-from bayesfl.stats.hierarchy import Groups, Phi, derivatives, log_marginals, modes
+from bayesfl.stats.hierarchy import Groups, Phi
 from bayesfl.stats.tables import Site, Tables
 from bayesfl.stats.terms import column_of, numbers
 
@@ -51,27 +67,47 @@ FAR = 1000.0
 """A draw that is left out is so many nats less likely than all others."""
 NUMBERS = 2**24
 """So many linear predictors are computed at once."""
+MOST_MOVE = 2.0
+"""Longest step of logarithms of standard deviations, and the like, towards the mode."""
+SMALL = 1e-6
+"""An estimate below so many standard deviations of a normal outcome, or so large a coefficient of a
+standardised column, is 0."""
+WHOLE = "(site)"
+"""The name of a site as a whole among its groups."""
 
 
 @dataclass(frozen=True)
 class Hierarchy(SiteSurvey):
     """Hold the model that questions about a hierarchy share.
 
+    Columns are standardised, and normal outcomes in units of their standard deviation. The effect
+    of an intercept is the one at the columns' means where it may be correlated with those of
+    slopes, as the one at 0 follows from these; elsewhere it is the one at 0.
+
     Args:
         family: Name of the family.
         columns: Number p of columns of the design.
-        effects: Places of the own effects among intercept and columns, 0 the intercept.
+        common: Places of a site's effects beside those of its groups, among intercept and columns,
+            0 the intercept; none where there are no groups.
+        effects: Places of the effects of each group, or of the site where there are none.
         group: Column whose values are groups within a site; None for the site itself.
         centre: Means of the columns.
         scale: Their standard deviations.
+        diagonal: Whether effects are independent.
+        shift: Mean of normal outcomes; 0 of others.
+        unit: Their standard deviation; 1 of others.
     """
 
     family: str
     columns: int
+    common: tuple[int, ...]
     effects: tuple[int, ...]
     group: str | None
     centre: tuple[float, ...]
     scale: tuple[float, ...]
+    diagonal: bool = False
+    shift: float = 0.0
+    unit: float = 1.0
 
     @property
     def rule(self) -> Family:
@@ -79,21 +115,50 @@ class Hierarchy(SiteSurvey):
         return Normal() if self.family == "gaussian" else FAMILIES[self.family]
 
     @property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """Return the places of the effects that may be correlated with each other, by level."""
+        return (self.common, self.effects) if self.common else (self.effects,)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return what has the effects of each level: sites, or the column of groups."""
+        groups = () if self.group is None else (self.group,)
+        return (("site",) if self.common or not groups else ()) + groups
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the numbers of coefficients, standard deviations, correlations, and parameters of
+        the family's own.
+        """
+        pairs = 0 if self.diagonal else sum(math.comb(len(level), 2) for level in self.levels)
+        return (1 + self.columns, sum(map(len, self.levels)), pairs, len(self.rule.own))
+
+    @property
     def size(self) -> int:
         """Return the number q of parameters phi."""
-        return 1 + self.columns + len(self.effects) + len(self.rule.own)
+        return sum(self.sizes)
+
+    def about(self, level: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the values [p] of the columns at which the intercept's effect of a level is."""
+        return self.centre if 0 in level and not self.diagonal else (0.0,) * self.columns
 
     def groups(self, site: Site) -> Groups:
         """Return a site's rows by group, columns standardised, after a column of ones."""
-        centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
         ones = torch.ones(len(site.x), 1, dtype=torch.float64)
-        x = torch.cat([ones, (site.x - centre) / scale], 1)
+
+        def design(about: tuple[float, ...]) -> Tensor:
+            return torch.cat([ones, (site.x - _row(about)) / _row(self.scale)], 1)
+
+        z = [design(self.about(level))[:, list(level)] for level in self.levels]
         assert site.y is not None
+        y, offset = (site.y - self.shift) / self.unit, site.offset / self.unit
         group = None if self.group is None else torch.from_numpy(self.labels(site)[0])
-        return Groups.of(x, x[:, list(self.effects)], site.y, site.weights, site.offset, group)
+        parts = (design(self.centre), torch.cat(z, 1), y, site.weights, offset, group)
+        return Groups.of(*parts, len(self.common))
 
     def labels(self, site: Site) -> tuple[np.ndarray, tuple[Any, ...]]:
-        """Return the group of each of a site's rows, [n] from 0, and the groups' names.
+        """Return the group of each of a site's rows, [n] from 0, and the names of what has own
+        coefficients: of the site as a whole where it has effects beside groups, and of the groups.
 
         Raises:
             ValueError: The site has no such column, or a value is missing.
@@ -108,7 +173,7 @@ class Hierarchy(SiteSurvey):
                 f"site {site.name!r} has {missing} rows without {self.group!r}; name it in "
                 "tables(also=...), which looks at missing values, or leave these rows out"
             )
-        return codes, tuple(names.tolist())
+        return codes, (*([WHOLE] if self.common else []), *names.tolist())
 
     def informations(self, phi: Tensor, site: Site) -> Iterator[Tensor]:
         """Yield rows' information at parameters [K, q] without own effects, [K, n] in parts."""
@@ -119,63 +184,289 @@ class Hierarchy(SiteSurvey):
             eta = parts.beta[:, :1] + parts.beta[:, 1:] @ design.T + site.offset
             yield site.weights * row_information(self.rule, eta, parts.own[..., 0])
 
-    def phi(self, phi: Tensor) -> Phi:
-        """Return the parts of a vector of parameters [..., q]."""
-        return Phi.of(phi, 1 + self.columns, len(self.effects))
+    def phi(self, at: Tensor) -> Phi:
+        """Return the parameters by a vector [..., q] with the logarithms of standard deviations,
+        and partial correlations as numbers whose tanh they are.
+        """
+        return self._phi(at, _root_of)
+
+    def _phi(self, at: Tensor, root_of: Callable[[Tensor, Tensor], Tensor]) -> Phi:
+        beta, sd, pairs, own = at.split(self.sizes, -1)
+        root, first = torch.zeros(()), 0
+        for r in map(len, self.levels):
+            count = 0 if self.diagonal else math.comb(r, 2)
+            block = root_of(sd[..., first : first + r], _below(pairs[..., :count], r))
+            last = sd.shape[-1] - first - r
+            root, pairs = root + pad(block, (first, last, first, last)), pairs[..., count:]
+            first += r
+        return Phi(beta, root, own.movedim(-1, 0)[..., None, None])
+
+    def blocks(self, root: Tensor) -> list[Tensor]:
+        """Return the roots of each level [..., r, r] in that of all."""
+        ends = np.cumsum([len(level) for level in self.levels])
+        first = ends - [len(level) for level in self.levels]
+        return [root[..., a:b, a:b] for a, b in zip(first, ends, strict=True)]
+
+    def coefficients(self, beta: Tensor) -> Tensor:
+        """Return coefficients [..., 1 + p] of outcomes and columns as they are."""
+        change = _change(self.centre, self.scale)
+        return self.unit * beta @ change.T + self.shift * torch.eye(1 + self.columns)[0]
+
+    def changes(self) -> list[Tensor]:
+        """Return the matrices [r, r] that make of each level's effects those of outcomes and
+        columns as they are.
+        """
+        found = [(_change(self.about(level), self.scale), list(level)) for level in self.levels]
+        return [self.unit * change[at][:, at] for change, at in found]
+
+    def log_prior(self, at: Tensor, scale: float) -> Tensor:
+        """Return the log density [...] of the numbers of `phi` [..., q], as far as they have a
+        prior: half-normal standard deviations, and LKJ(1) correlations.
+
+        Args:
+            at: The numbers.
+            scale: Standard deviation of the half-normal.
+        """
+        _, log_tau, pairs, _ = at.split(self.sizes, -1)
+        constant = math.log(2) - math.log(scale) - math.log(2 * math.pi) / 2
+        found = (log_tau - (log_tau.exp() / scale) ** 2 / 2 + constant).sum(-1)
+        if self.diagonal:
+            return found
+        # Of r effects a partial correlation given c is 2 Beta(b, b) - 1 with b = (r - c) / 2.
+        b = torch.cat([(len(level) - _places(len(level))[1]).double() / 2 for level in self.levels])
+        log_cosh = torch.logaddexp(pairs, -pairs) - math.log(2)
+        constants = (2 * b - 1) * math.log(2) + 2 * b.lgamma() - (2 * b).lgamma()
+        return found - (2 * b * log_cosh + constants).sum(-1)
+
+
+def _row(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _places(r: int) -> Tensor:
+    """Return rows and columns below the diagonal of a matrix [r, r], [2, r (r - 1) / 2]."""
+    return torch.tril_indices(r, r, -1)
+
+
+def _below(values: Tensor, r: int) -> Tensor:
+    """Return a matrix [..., r, r] with values [..., c] below its diagonal, row by row; 0 without
+    values.
+    """
+    rows, columns = _places(r)[:, : values.shape[-1]]
+    where = torch.eye(r * r, dtype=values.dtype)[rows * r + columns]
+    return (values @ where).unflatten(-1, (r, r))
+
+
+def _root_of(log_sd: Tensor, below: Tensor) -> Tensor:
+    """Return the Cholesky factor of a covariance, [..., r, r], by the logarithms of standard
+    deviations [..., r] and numbers below the diagonal whose tanh are partial correlations.
+
+    Row i of that of the correlations has tanh(z_ij) prod_{k < j} sech(z_ik) at j < i, and the
+    product over all k < i at i.
+    """
+    left = pad(below.cosh().reciprocal().cumprod(-1), (1, 0), value=1.0)
+    unit = torch.eye(below.shape[-1], dtype=below.dtype)
+    return log_sd.exp()[..., None] * (below.tanh() + unit) * left[..., :-1]
+
+
+def _change(about: Sequence[float], scale: Sequence[float]) -> Tensor:
+    """Return the matrix [1 + p, 1 + p] that makes of coefficients of columns less `about`, in units
+    of `scale`, those of columns as they are.
+    """
+    change = torch.cat([torch.ones(1, dtype=torch.float64), 1 / _row(scale)]).diag()
+    change[0, 1:] = -_row(about) / _row(scale)
+    return change
+
+
+DERIVATIVES = ("loss", "slope", "hessian")
 
 
 @dataclass(frozen=True)
-class Mode(Hierarchy):
-    """Ask for the log marginal likelihood with its derivatives at phi, and make Newton's step
-    towards the mode under the prior of tau.
+class Climb(Hierarchy):
+    """Ask for the log marginal likelihood with its derivatives at some parameters, and make
+    Newton's step.
 
     Args:
-        prior: Standard deviation of tau's half-normal prior; None for the maximum of the
-            likelihood.
+        sites: Number of sites.
         at: Where to begin, [q].
     """
 
-    prior: float | None = None
+    sites: int = 0
     at: tuple[float, ...] = ()
 
     def start(self, about: Any, /) -> Tensors:
         """Return Newton's start."""
-        return newton.begin(torch.tensor(self.at, dtype=torch.float64))
+        return newton.begin(_row(self.at))
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         q = self.size
-        return {"loss": (), "slope": (q,), "hessian": (q, q), "n_groups": ()}
+        return {"loss": (), "slope": (q,), "hessian": (q, q), "n_groups": (), "n_beyond": ()}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share, and how many groups and how many rows beyond the dimensions of
+        their own effects it has; see `SiteSurvey`.
+        """
+        groups = self.groups(site)
+        value, slope, hessian = hierarchy.derivatives(self.rule, groups, self.phi, state["theta"])
+        z = groups.z[..., groups.common :] * (groups.weights > 0)[..., None]
+        beyond = len(site.x) - torch.linalg.matrix_rank(z).sum()
+        counts = {"n_groups": torch.tensor(len(groups.y)), "n_beyond": beyond}
+        return {"loss": -value, "slope": -slope, "hessian": -hessian, **counts}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
         """Return each row's information, [1, n]; see `SiteSurvey`."""
         return next(self.informations(state["theta"][None], site))
 
+    def step(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return `newton.step`, shortened where it leads far in what is no coefficient.
+
+        Raises:
+            ValueError: Effects cannot be told from noise, or from each other.
+        """
+        groups, units = int(total["n_groups"]), self.sites if self.common else 1
+        if not total["n_beyond"] and self.family != "poisson":
+            raise ValueError(
+                f"no {self.kinds[-1]} has more rows than effects, so that these cannot be told "
+                "from noise: take fewer effects in random= or within=, or bf.stats.glm"
+            )
+        if groups <= units or units < len(self.levels):
+            raise ValueError(
+                f"{groups} groups by {self.kinds[-1]!r} at {self.sites} sites do not tell how far "
+                "effects differ: they take two sites, and groups within a site two at some; leave "
+                "group= out, or take random=() for effects of groups alone, or bf.stats.glm"
+            )
+        after, done = newton.step(state, total["loss"], total["slope"], total["hessian"])
+        move = after["theta"] - after["best"]
+        short = (MOST_MOVE / move[self.sizes[0] :].abs().amax()).clamp(max=1.0)
+        theta = after["best"] + short * move
+        return after | {"theta": theta, "n_groups": total["n_groups"]}, done
+
+
+@dataclass(frozen=True)
+class Maximum(Climb):
+    """Find the maximum of the likelihood, of normal outcomes of the restricted one.
+
+    Its numbers are the entries of the effects' symmetric root L, of which a singular one is a root
+    like any other: there, at the boundary of covariances, the likelihood is level, and Newton's
+    steps find it. (A triangular root of a singular covariance is not unique.)
+
+    The restricted log likelihood is log m - log |A| / 2 + p log(2 pi) / 2 with the information A on
+    the coefficients. Its derivatives need those of A, and tr(C A'') with the inverse C of the
+    question before, which becomes that of A.
+    """
+
+    def phi(self, at: Tensor) -> Phi:
+        """Return the parameters by a vector [..., q] with the entries of the root."""
+        return self._phi(at, lambda level, below: level.diag_embed() + below + below.mT)
+
+    @property
+    def restricted(self) -> bool:
+        """Return whether the likelihood is the restricted one."""
+        return self.family == "gaussian"
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return Newton's start, and no inverse yet."""
+        p = self.sizes[0]
+        return super().start(about) | {"inverse": torch.zeros(p, p, dtype=torch.float64)}
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        p = self.sizes[0]
+        k = self.size - p
+        more: dict[str, tuple[int, ...]] = {"turn": (k, p, p), "bend": (k, k)}
+        return super().shapes(state) | (more if self.restricted else {})
+
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
-        groups = self.groups(site)
-        value, slope, hessian = derivatives(self.rule, groups, state["theta"], len(self.effects))
-        count = torch.tensor(len(groups.y))
-        return {"loss": -value, "slope": -slope, "hessian": -hessian, "n_groups": count}
+        groups, found = self.groups(site), super().of_site(state, site, place)
+        if not self.restricted:
+            return found
+        beta, at = state["theta"].clone().tensor_split([self.sizes[0]])
+
+        def information(at: Tensor) -> Tensor:
+            return hierarchy.information(groups, self.phi(torch.cat([beta, at])))
+
+        def traced(at: Tensor) -> Tensor:
+            return (state["inverse"].clone() * information(at)).sum()
+
+        turn = torch.func.jacfwd(information)(at).movedim(-1, 0)
+        return found | {"turn": turn, "bend": torch.func.hessian(traced)(at)}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make Newton's step; see `newton.step`."""
-        loss, slope, hessian = (total[name].clone() for name in ("loss", "slope", "hessian"))
-        if self.prior is not None:
-            tau = self.phi(state["theta"]).tau
-            at = torch.arange(1 + self.columns, 1 + self.columns + len(self.effects))
-            ratio = (tau / self.prior) ** 2
-            loss = loss - log_prior(state["theta"][at], self.prior)
-            slope[at] += ratio - 1
-            hessian[at, at] += 2 * ratio
-        after, done = newton.step(state, loss, slope, hessian)
-        return after | {"n_groups": total["n_groups"]}, done
+        if not self.restricted:
+            return self.step(state, total)
+        p, loss, slope, hessian = self.sizes[0], *(total[k].clone() for k in DERIVATIVES)
+        known = hessian[:p, :p]
+        loss += torch.linalg.slogdet(known).logabsdet / 2 - p / 2 * math.log(2 * math.pi)
+        inverse = torch.linalg.inv(known)
+        change = total["turn"] @ inverse
+        slope[p:] += change.diagonal(dim1=-2, dim2=-1).sum(-1) / 2
+        hessian[p:, p:] += (total["bend"] - torch.einsum("iab,jba->ij", change, change)) / 2
+        total = total | {"loss": loss, "slope": slope, "hessian": hessian}
+        after, done = self.step(state, total)
+        return after | {"inverse": inverse}, done
 
 
-def log_prior(log_tau: Tensor, scale: float) -> Tensor:
-    """Return the log density of log tau [..., r] under a half-normal prior of tau, [...]."""
-    constant = math.log(2) - math.log(scale) - math.log(2 * math.pi) / 2
-    return (log_tau - (log_tau.exp() / scale) ** 2 / 2 + constant).sum(-1)
+@dataclass(frozen=True)
+class Mode(Climb):
+    """Find the mode under the prior, with the coefficients integrated over.
+
+    Given the others, coefficients have about the covariance W = E + M, where M is that of the mean
+    of so many effects, and E what there is beside; log |W| / 2 is what their integral adds. Without
+    it, standard deviations at the mode are too small where sites are few.
+
+    Args:
+        prior: Standard deviation of the half-normal prior of the effects' standard deviations.
+        beside: The matrix E, [p, p].
+    """
+
+    prior: float = 2.5
+    beside: tuple[tuple[float, ...], ...] = ()
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Make Newton's step; see `newton.step`."""
+
+        def added(at: Tensor) -> Tensor:
+            given = self.given(at[self.sizes[0] :], total["n_groups"])
+            return self.log_prior(at, self.prior) + torch.linalg.slogdet(given).logabsdet / 2
+
+        at = state["theta"].clone()
+        by = (added, torch.func.grad(added), torch.func.hessian(added))
+        less = {k: total[k] - f(at) for k, f in zip(DERIVATIVES, by, strict=True)}
+        return self.step(state, total | less)
+
+    def given(self, psi: Tensor, groups: Tensor) -> Tensor:
+        """Return W [..., p, p] by what is no coefficient, [..., q - p], and the number of groups
+        [].
+        """
+        root = self.phi(pad(psi, (self.sizes[0], 0))).root
+        return torch.tensor(self.beside, dtype=torch.float64) + self.of_mean(root, groups)
+
+    def of_mean(self, root: Tensor, groups: Tensor) -> Tensor:
+        """Return the covariance M [..., p, p] of the means of effects by their root [..., r, r].
+
+        An intercept's effect at 0 is beside a slope's, by what the slope is at the columns' means.
+        """
+        back = torch.linalg.inv(_change(self.centre, self.scale))
+        loads = [(back @ _change(self.about(t), self.scale))[:, list(t)] for t in self.levels]
+        counts = _row([self.sites] * len(self.common) + [float(groups)] * len(self.effects))
+        means = torch.cat(loads, 1) @ (root / counts.sqrt()[:, None])
+        return means @ means.mT
+
+    def besides(self, information: Tensor, psi: Tensor, groups: Tensor) -> "Mode":
+        """Return the same with E by the information [p, p] on the coefficients, half of their
+        covariance at least; see `given`.
+        """
+        root = self.phi(pad(psi, (self.sizes[0], 0))).root
+        lower = torch.linalg.cholesky(torch.linalg.inv(information))
+        away = torch.linalg.solve_triangular(lower, self.of_mean(root, groups), upper=False)
+        share = torch.linalg.solve_triangular(lower, away.mT, upper=False)
+        values, vectors = torch.linalg.eigh(torch.eye(len(lower)) - share)
+        vectors = lower @ vectors
+        beside = (vectors * values.clamp_min(0.5)) @ vectors.mT
+        return replace(self, beside=tuple(map(tuple, beside.tolist())))
 
 
 @dataclass(frozen=True)
@@ -189,7 +480,7 @@ class Draws(Hierarchy):
         at: The draws, [K, q].
     """
 
-    at: tuple[tuple[float, ...], ...]
+    at: tuple[tuple[float, ...], ...] = ()
 
     def start(self, about: Any, /) -> Tensors:
         """Return the draws."""
@@ -211,7 +502,7 @@ class Draws(Hierarchy):
         """Return one site's share; see `SiteSurvey`."""
         groups = self.groups(site)
         found = [
-            log_marginals(self.rule, groups, self.phi(some)).sum(-1)
+            hierarchy.log_marginals(self.rule, groups, self.phi(some)).sum(-1)
             for some in state["phi"].split(max(1, NUMBERS // (16 * groups.y.numel())))
         ]
         logs = torch.cat(found)
@@ -234,10 +525,10 @@ class Own(Hierarchy):
         seed: Seed of the draws.
     """
 
-    at: tuple[tuple[float, ...], ...]
-    chosen: tuple[int, ...]
-    names: tuple[str, ...]
-    seed: int
+    at: tuple[tuple[float, ...], ...] = ()
+    chosen: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    seed: int = 0
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shape of an answer."""
@@ -254,12 +545,43 @@ class Own(Hierarchy):
         import pandas
 
         phi, chosen = torch.tensor(self.at, dtype=torch.float64), torch.tensor(self.chosen)
-        centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
-        own = _own_draws(self, site, phi, chosen, self.seed, place)
-        draws = _as_they_are(own, centre, scale).numpy()
+        draws = _own_draws(self, site, phi, chosen, self.seed, place).numpy()
         found = pandas.DataFrame(draws.reshape(-1, draws.shape[-1]), columns=list(self.names))
         if self.group is not None:
             found.insert(0, self.group, np.tile(self.labels(site)[1], len(draws)))
+        return found
+
+
+@dataclass(frozen=True)
+class Level:
+    """Effects that may be correlated: of sites, or of groups within them.
+
+    Args:
+        of: `site`, or the column of the groups.
+        terms: Names of the coefficients that differ, [r].
+        places: Their places among intercept and columns.
+        covariance: Draws of the effects' covariance, of outcomes and columns as they are,
+            [S, r, r].
+        estimate: Its maximum likelihood estimate, [r, r].
+    """
+
+    of: str
+    terms: tuple[str, ...]
+    places: tuple[int, ...]
+    covariance: Tensor
+    estimate: Tensor
+
+    def named(self, covariance: Tensor) -> dict[str, Tensor]:
+        """Return standard deviations and correlations [...] by name, of a covariance
+        [..., r, r].
+        """
+        of = "" if self.of == "site" else f" of {self.of}"
+        sd = covariance.diagonal(dim1=-2, dim2=-1).sqrt()
+        found = {f"tau {term}{of}": sd[..., k] for k, term in enumerate(self.terms)}
+        for a, b in combinations(range(len(self.terms)), 2):
+            if self.covariance[:, a, b].any():  # of independent ones there is none
+                name = f"correlation {self.terms[a]}, {self.terms[b]}{of}"
+                found[name] = covariance[..., a, b] / (sd[..., a] * sd[..., b])
         return found
 
 
@@ -268,15 +590,20 @@ class Mixed(Refits):
     """The posterior of a mixed model over sites; `print` shows its table.
 
     Args:
-        effects: Names of the own effects, [r].
         shared: Draws of the federation's coefficients, [S, 1 + p], of intercept and columns as
             they are, `names`.
-        tau: Draws of the standard deviations of own effects, [S, r]: of the intercept's at the
-            means of the columns.
-        others: {name: draws [S]} of the family's own parameters.
-        own: {site: draws of its own coefficients [S, groups, 1 + p]}, of sites on this machine,
-            draw by draw beside `shared`; others keep theirs.
-        groups: {site: names of its groups}, of these sites; its own where it is one group.
+        levels: The effects, of sites and of groups.
+        others: {name: draws [S]} of the family's own parameters, and of intraclass correlations:
+            of two rows of a site, or group, at the columns' means; on the scale of the linear
+            predictor where outcomes are not normal.
+        estimate: {name: the maximum likelihood estimate} of what the table has; of normal outcomes
+            the restricted one, and 0 at the boundary.
+        errors: {name: its standard error}, of coefficients, given the standard deviations.
+        log_likelihood: The (restricted) log likelihood there, in nats.
+        own: {site: draws of its own coefficients [S, n, 1 + p]}, of sites on this machine, draw by
+            draw beside `shared`; others keep theirs.
+        groups: {site: names of what has these}: its groups, after `(site)` as a whole where it has
+            effects beside theirs; the site where it has no groups.
         effective: Effective number of the weighted draws.
         k_hat: Pareto's k of their weights; below .7 their means can be relied on.
         evidence: Log marginal likelihood, in nats, under a density of 1 for what has no prior.
@@ -291,32 +618,45 @@ class Mixed(Refits):
         (4, 4)
     """
 
-    effects: tuple[str, ...]
     shared: Tensor
-    tau: Tensor
+    levels: tuple[Level, ...]
     others: Mapping[str, Tensor]
+    estimate: Mapping[str, float]
+    errors: Mapping[str, float]
+    log_likelihood: float
     own: Mapping[str, Tensor]
     groups: Mapping[str, tuple[Any, ...]]
     effective: float
     k_hat: float
     evidence: float
+    restricted: bool
     link: Any
     design: Any
     ratio: str | None
     offset: str | None
-    places: tuple[int, ...]
-    scale: Tensor
-    centre: Tensor
+
+    @property
+    def tau(self) -> Tensor:
+        """Return draws of the effects' standard deviations, [S, r], of all levels in turn."""
+        return torch.cat([t.covariance.diagonal(dim1=-2, dim2=-1) for t in self.levels], -1).sqrt()
 
     def table(self, level: float = 0.95) -> Any:
-        """Return means, standard deviations and intervals as a data frame of pandas.
+        """Return means, standard deviations and intervals as a data frame of pandas, and beside
+        them the estimate of maximum likelihood, `ML`, or of the restricted one, `REML`, with
+        standard errors of coefficients.
 
         Args:
             level: Probability of the intervals, between quantiles.
         """
         found = dict(zip(self.names, self.shared.T, strict=True))
-        found |= {f"tau {name}": t for name, t in zip(self.effects, self.tau.T, strict=True)}
-        return _summaries({**found, **self.others}, level, self.ratio)
+        for one in self.levels:
+            found |= one.named(one.covariance)
+        table = _summaries({**found, **self.others}, level, self.ratio)
+        named = "REML" if self.restricted else "ML"
+        beside = {named: self.estimate, f"{named} se": self.errors}
+        return table.assign(
+            **{name: [of.get(row, math.nan) for row in table.index] for name, of in beside.items()}
+        )
 
     def sites(self, level: float = 0.95) -> Any:
         """Return the sites' own coefficients as a data frame of pandas with a row for each site,
@@ -329,9 +669,14 @@ class Mixed(Refits):
             (site, *([group] if draws.shape[1] > 1 else []), self.names[place]): draws[:, at, place]
             for site, draws in self.own.items()
             for at, group in enumerate(self.groups[site])
-            for place in self.places
+            for place in self._places(group)
         }
         return _summaries(found, level, None)
+
+    def _places(self, group: Any) -> list[int]:
+        """Return the places of the coefficients that differ between groups, or sites."""
+        differ = self.levels[:1] if group == WHOLE else self.levels
+        return sorted({place for level in differ for place in level.places})
 
     def by_site(self, term: str, level: float = 0.95) -> Any:
         """Return the posteriors of the sites' own values of a coefficient as a data frame of
@@ -345,15 +690,19 @@ class Mixed(Refits):
         Raises:
             ValueError: There is no such coefficient with own effects.
         """
-        if term not in self.effects:
+        differ = dict.fromkeys(term for one in self.levels for term in one.terms)
+        if term not in differ:
             raise ValueError(
-                f"{term!r} has no own effects; coefficients that have are {list(self.effects)}"
+                f"{term!r} has no own effects; coefficients that have are {list(differ)}"
             )
         place = self.names.index(term)
         found = {
-            site if draws.shape[1] == 1 else f"{site}, {group}": draws[:, at, place]
+            site if draws.shape[1] == 1 or group == WHOLE else f"{site}, {group}": draws[
+                :, at, place
+            ]
             for site, draws in self.own.items()
             for at, group in enumerate(self.groups[site])
+            if place in self._places(group)
         }
         table = _summaries({**found, "the federation": self.shared[:, place]}, level, None)
         rows = {**self.rows, "the federation": sum(self.rows.values())}
@@ -371,6 +720,7 @@ class Mixed(Refits):
             "effective draws": round(self.effective),
             "Pareto's k-hat": self.k_hat,
             "log evidence": self.evidence,
+            f"{'restricted ' * self.restricted}log likelihood": self.log_likelihood,
         }
 
     def __str__(self) -> str:
@@ -379,14 +729,16 @@ class Mixed(Refits):
             + (f" ({self.dropped[site]} left out)" if self.dropped.get(site) else "")
             for site, count in self.rows.items()
         )
+        table = self.table().to_string(float_format=lambda value: f"{value:.4g}", na_rep="")
         return "\n".join(
             [
                 self.model,
-                self.table().to_string(float_format=lambda value: f"{value:.4g}"),
+                table,
                 f"{len(self.rows)} sites, {sum(self.rows.values())} rows: {counted}",
                 *(f"left out: {site}, {why}" for site, why in self.left_out.items()),
                 f"{self.effective:.0f} effective draws, k-hat {self.k_hat:.2f}; "
-                f"{self.questions} questions; log evidence {self.evidence:.4f}",
+                f"{self.questions} questions; log evidence {self.evidence:.4f}; "
+                f"{'restricted ' * self.restricted}log likelihood {self.log_likelihood:.4f}",
                 str(self.released),
             ]
         )
@@ -394,61 +746,75 @@ class Mixed(Refits):
     __repr__ = __str__
 
     def to_arviz(self) -> Any:
-        """Return the draws as ArviZ's InferenceData: `beta` by term, `tau` by effect, and `own` by
-        site and term, where a site is one group.
+        """Return the draws as ArviZ's InferenceData: `beta` by term, `tau` by effect, correlations
+        by name, and `own` by site and term, of sites as a whole.
         """
         import arviz
 
+        named = {k: v for level in self.levels for k, v in level.named(level.covariance).items()}
+        tau = [name.removeprefix("tau ") for name in named if name.startswith("tau ")]
         draws = {"beta": self.shared[None].numpy(), "tau": self.tau[None].numpy()}
-        draws |= {name: t[None].numpy() for name, t in self.others.items()}
-        coords: dict[str, list[str]] = {"term": list(self.names), "effect": list(self.effects)}
+        rest = {name: t for name, t in named.items() if not name.startswith("tau ")}
+        draws |= {name: t[None].numpy() for name, t in {**rest, **self.others}.items()}
+        coords: dict[str, list[str]] = {"term": list(self.names), "effect": tau}
         dims = {"beta": ["term"], "tau": ["effect"]}
-        single = {site: t for site, t in self.own.items() if t.shape[1] == 1}
-        if single:
-            draws["own"] = torch.stack([t[:, 0] for t in single.values()], 1)[None].numpy()
-            coords["site"], dims["own"] = list(single), ["site", "term"]
+        whole = {
+            site: t[:, 0]
+            for site, t in self.own.items()
+            if t.shape[1] == 1 or self.groups[site][0] == WHOLE
+        }
+        if whole:
+            draws["own"] = torch.stack(list(whole.values()), 1)[None].numpy()
+            coords["site"], dims["own"] = list(whole), ["site", "term"]
         return arviz.from_dict(draws, coords=coords, dims=dims)
 
-    def predict(self, frame: Any, *, site: str | None = None, seed: int = 0) -> Tensor:
+    def predict(
+        self, frame: Any, *, site: str | None = None, group: Any = None, seed: int = 0
+    ) -> Tensor:
         """Return draws of the outcome's means for rows of a data frame, [S, n].
 
         Args:
             frame: The rows, with the columns of the design, and of the offset where there is one.
-            site: The site; None for a new one, whose effects are drawn under tau.
-            seed: Seed of a new site's effects.
+            site: The site; None for a new one.
+            group: The site's group; None for a new one, where there are groups.
+            seed: Seed of the effects of a new site or group, which are drawn under tau.
 
         Raises:
-            ValueError: The site is not on this machine, or has several groups.
+            ValueError: The site or the group is not on this machine.
         """
+        own, rng = self.shared, generator(seed, Purpose.POSTERIOR)
+        names = self.groups.get(site, ()) if site is not None else ()
+        wanted = group if group is not None else names[0] if len(names) == 1 else WHOLE
+        new = list(self.levels)
+        if wanted in names:
+            assert site is not None
+            own = self.own[site][:, names.index(wanted)]
+            new = new[1:] if wanted == WHOLE else []
+        elif site is not None and not (names and group is None):
+            told = {name: list(groups) for name, groups in self.groups.items()}
+            raise ValueError(f"there is no {group if names else site!r} here; there are {told}")
+        for level in new:
+            noise = torch.from_numpy(rng.standard_normal(level.covariance.shape[:2]))
+            effects = (_root(level.covariance) @ noise[..., None])[..., 0]
+            own = own + _at_places(effects, level.places, own.shape[-1])
         x = self.design(frame)
-        if site is None:
-            rng = generator(seed, Purpose.POSTERIOR)
-            u = torch.from_numpy(rng.standard_normal(self.tau.shape))
-            sizes = torch.cat([torch.ones(1, dtype=torch.float64), self.scale])
-            effects = u * (self.tau * sizes[list(self.places)])
-            away = _spread(effects, self.places, self.shared.shape[1])
-            own = self.shared + _as_they_are(away, self.centre, self.scale)
-        elif site in self.own and self.own[site].shape[1] == 1:
-            own = self.own[site][:, 0]
-        else:
-            raise ValueError(f"{site!r} is no site of one group here; those are {list(self.own)}")
         eta = own[:, :1] + own[:, 1:] @ x.T
         if self.offset is not None:
             eta = eta + torch.from_numpy(numbers(frame, self.offset, "the frame"))
         return self.link(eta)
 
 
-def _spread(effects: Tensor, places: Sequence[int], width: int) -> Tensor:
+def _root(covariance: Tensor) -> Tensor:
+    """Return the symmetric root of covariances [..., r, r], which may be singular."""
+    values, vectors = torch.linalg.eigh(covariance)
+    return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+
+
+def _at_places(effects: Tensor, places: Sequence[int], width: int) -> Tensor:
     """Return effects [..., r] at their places among intercept and columns, [..., 1 + p]."""
     found = effects.new_zeros(*effects.shape[:-1], width)
     found[..., list(places)] = effects
     return found
-
-
-def _as_they_are(coefficients: Tensor, centre: Tensor, scale: Tensor) -> Tensor:
-    """Return coefficients [..., 1 + p] for columns as they are, by those of standardised ones."""
-    slopes = coefficients[..., 1:] / scale
-    return torch.cat([coefficients[..., :1] - (slopes @ centre)[..., None], slopes], -1)
 
 
 def _summaries(draws: Mapping[Any, Tensor], level: float, ratio: str | None) -> Any:
@@ -474,31 +840,41 @@ def mixed(
     *,
     family: Literal["gaussian", "binomial", "poisson", "negative_binomial"],
     random: Sequence[str] = ("1",),
+    covariance: Literal["unstructured", "diagonal"] = "unstructured",
     group: str | None = None,
+    within: Sequence[str] = ("1",),
     tau_scale: Positive = 2.5,
     draws: Count = 1000,
     seed: int = 0,
     aggregation: Adder | None = None,
 ) -> Mixed:
     """Fit a mixed model, in which sites have effects of their own, to the rows of all sites, and
-    return its posterior.
+    return its posterior, with the maximum likelihood estimate beside it.
 
     Args:
         sites: The sites, of `tables`.
         family: Of the outcome, as of `glm`.
         random: The coefficients that differ between sites: `1` for the intercept, names of columns
-            of the design for slopes. They are independent, for columns that are standardised.
-        group: A column whose values are groups within a site, as wards; then the effects are each
-            group's. None for the site's.
+            of the design for slopes. `["1", "days"]` is `(1 + days | site)` in lme4's words.
+        covariance: Of a site's effects, and of a group's: `unstructured`, or `diagonal`, where they
+            are independent for columns as they are, `(1 + days || site)`.
+        group: A column whose values are groups within a site, as wards or patients with several
+            rows, which differ beside the sites: `(1 | site/ward)`; `random=()` for groups alone.
+            None for no groups.
+        within: The coefficients that differ between groups, as in `random`.
         tau_scale: Standard deviation of the half-normal prior of the effects' standard deviations,
-            for standardised columns; times the outcome's, where that is `gaussian`.
+            for standardised columns; times the outcome's, where that is `gaussian`. Correlations
+            have an LKJ(1) prior, likewise for standardised columns; those for columns as they are
+            follow.
         draws: Number K of draws of the shared parameters, each a number that every site answers.
         seed: Seed of the draws.
         aggregation: As in `glm`.
 
     Raises:
-        ValueError: A name in `random` is no column, an outcome is outside the family's range, a
-            column is constant, some separate the outcome, or k-hat stays above .7.
+        ValueError: A name in `random` or `within` is no column, an outcome is outside the family's
+            range, a column is constant, some separate the outcome, k-hat stays above .7, rows have
+            probability weights, or effects cannot be told from noise or from each other: with one
+            row, or as many as effects, in each group, or one group in each site.
 
     Example:
         >>> import numpy as np
@@ -513,37 +889,45 @@ def mixed(
         >>> sites = bf.stats.tables(frames, outcome="gain", terms=["dose"])
         >>> fit = bf.stats.mixed(sites, family="gaussian")
         >>> list(fit.table().index)
-        ['(intercept)', 'dose', 'tau (intercept)', 'sigma']
+        ['(intercept)', 'dose', 'tau (intercept)', 'sigma', 'intraclass correlation']
     """
     asked = Questions(sites, aggregation)
     with_likelihood(sites, "a mixed model")
     names = ("(intercept)", *sites.columns)
-    terms = list(dict.fromkeys("(intercept)" if name == "1" else name for name in random))
-    if strangers := [name for name in terms if name not in names]:
-        raise ValueError(
-            f"random= names {strangers[0]!r}, which is no column of the design; take '1' or some "
-            f"of {list(sites.columns)}"
-        )
-    effects = tuple(names.index(name) for name in terms)
+    common = _named(random, names, "random") if group is not None else ()
+    effects = _named(random if group is None else within, names, "within" if group else "random")
+    if not effects:
+        raise ValueError(f"{'within' if group else 'random'}= names no coefficient; take ['1']")
     sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
     everyone, sites = sites, asked.sites
     centre, scale = standard(sums, sites.columns)
-    mean, unit = float(sums["outcome_mean"]), outcome_unit(family, sums, "outcome")[1]
+    mean, n = float(sums["outcome_mean"]), float(sums["weight"])
+    shift, unit = outcome_unit(family, sums, "outcome")
     model: dict[str, Any] = {
         "family": family,
         "columns": len(sites.columns),
+        "common": common,
         "effects": effects,
         "group": group,
         "centre": tuple(centre.tolist()),
         "scale": tuple(scale.tolist()),
+        "diagonal": covariance == "diagonal",
+        "shift": shift,
+        "unit": unit,
     }
-    rule = Normal() if family == "gaussian" else FAMILIES[family]
-    begin = [rule.link((mean * float(sums["weight"]) + 0.5) / (float(sums["weight"]) + 1))]
-    begin += [0.0] * len(sites.columns) + [math.log(0.5 * unit)] * len(effects)
-    begin += [math.log(unit)] * len(rule.own)
-    survey = Mode(**model, prior=tau_scale * unit, at=tuple(begin))
-    state = asked.conduct(survey)
-    found, p = newton.minimum(state), 1 + len(sites.columns)
+    beside = torch.eye(1 + len(sites.columns)) / n  # about, as there is no better yet
+    survey = Mode(
+        **model,
+        sites=len(sites.names),
+        prior=tau_scale,
+        beside=tuple(map(tuple, beside.tolist())),
+    )
+    (p, r, pairs, n_own), rule = survey.sizes, survey.rule
+    begin = [0.0 if family == "gaussian" else rule.link((mean * n + 0.5) / (n + 1))]
+    begin[0] -= float(sums["offset_mean"]) / unit
+    begin += [0.0] * (p - 1) + [math.log(0.5)] * r + [0.0] * (pairs + n_own)
+    state = asked.conduct(replace(survey, at=tuple(begin)))
+    found = newton.minimum(state)
     # Of separated outcomes there is no posterior under a flat prior; it raises.
     beta = newton.Minimum(
         theta=found.theta[:p],
@@ -554,8 +938,15 @@ def mixed(
     )
     inverse(beta, names)
     phi, weights, k_hat, evidence = _integrated(
-        asked, survey, found, model, float(state["n_groups"]), draws, seed
+        asked, survey, found, model, state["n_groups"], draws, seed
     )
+    roots = [_root(block @ block.mT) for block in survey.blocks(survey.phi(found.theta).root)]
+    entries = [root.diagonal() for root in roots]
+    entries += [root[*_places(len(root))] for root in roots] if pairs else []
+    at = torch.cat([found.theta[:p], *entries, found.theta[p + r + pairs :]])
+    best = Maximum(**model, sites=survey.sites, at=tuple(at.tolist()))
+    most = newton.minimum(asked.conduct(best))
+    known, point = most.hessian[:p, :p], best.phi(most.theta)
     rng = generator(seed, Purpose.POSTERIOR, index=MOVES + 1)
     chosen = torch.from_numpy(resampled(weights, RESAMPLED, rng))
     own, here = {}, asked.sites.sites if isinstance(asked.sites, Tables) else ()
@@ -568,28 +959,61 @@ def mixed(
         at, places = tuple(map(tuple, phi.tolist())), tuple(chosen.tolist())
         asked.conduct(Own(**model, at=at, chosen=places, names=names, seed=seed))
     parts = survey.phi(phi[chosen])
-    sizes = torch.cat([torch.ones(1, dtype=torch.float64), scale])
+    point = replace(point, root=point.root * (point.root.abs() > SMALL))
+    levels = tuple(
+        Level(
+            of=kind,
+            terms=tuple(names[place] for place in places),
+            places=places,
+            covariance=(change @ root) @ (change @ root).mT,
+            estimate=(change @ at_most) @ (change @ at_most).mT,
+        )
+        for kind, places, change, root, at_most in zip(
+            survey.kinds,
+            survey.levels,
+            survey.changes(),
+            survey.blocks(parts.root),
+            survey.blocks(point.root),
+            strict=True,
+        )
+    )
+    others, at_most = (_others(survey, one, mean) for one in (parts, point))
+    shared = survey.coefficients(parts.beta)
+    estimate = dict(zip(names, survey.coefficients(point.beta).tolist(), strict=True))
+    for level in levels:
+        estimate |= {name: float(t) for name, t in level.named(level.estimate).items()}
+    change = unit * _change(survey.centre, survey.scale)
+    errors = (change @ torch.linalg.inv(known) @ change.T).diagonal().sqrt()
+    # In units of the outcome as it is; the restricted one for columns as they are.
+    in_unit = -n * math.log(unit)
+    of_columns = (p * math.log(unit) - float(scale.log().sum())) * best.restricted
     return Mixed(
-        model=f"{rule.name}, own effects of each {group or 'site'}: {', '.join(terms)}",
+        model=f"{rule.name}, own effects of each "
+        + " and each ".join(f"{level.of}: {', '.join(level.terms)}" for level in levels),
         names=names,
-        effects=tuple(terms),
-        shared=_as_they_are(parts.beta, centre, scale),
-        tau=parts.tau / sizes[list(effects)],
-        others={name[4:]: t[:, 0, 0].exp() for name, t in zip(rule.own, parts.own, strict=True)},
-        own={site: _as_they_are(t, centre, scale) for site, t in own.items()},
+        shared=shared,
+        levels=levels,
+        others=others,
+        estimate=estimate | {name: float(t) for name, t in at_most.items()},
+        errors=dict(zip(names, errors.tolist(), strict=True)),
+        log_likelihood=-most.loss + in_unit + of_columns,
+        own=own,
         groups={site.name: survey.labels(site)[1] for site in here},
         rows=counted(sites.names, sums["rows"]),
         dropped=dict(zip(sites.names, sums["n_dropped"].int().tolist(), strict=True)),
         left_out=asked.left_out,
         effective=1 / float((weights**2).sum()),
         k_hat=k_hat,
-        evidence=evidence,
+        evidence=evidence + in_unit + p * math.log(unit),
+        restricted=best.restricted,
         released=asked.released,
         refit=lambda chosen: mixed(
             everyone.only(chosen),
             family=family,
             random=random,
+            covariance=covariance,
             group=group,
+            within=within,
             tau_scale=tau_scale,
             draws=draws,
             seed=seed,
@@ -599,10 +1023,53 @@ def mixed(
         design=sites.design,
         offset=sites.offset,
         ratio=rule.ratio,
-        places=effects,
-        scale=scale,
-        centre=centre,
     )
+
+
+def _named(terms: Sequence[str], names: Sequence[str], option: str) -> tuple[int, ...]:
+    """Return the places of coefficients by their names, `1` for the intercept.
+
+    Raises:
+        ValueError: There is no such coefficient.
+    """
+    wanted = dict.fromkeys("(intercept)" if term == "1" else term for term in terms)
+    if strangers := [term for term in wanted if term not in names]:
+        raise ValueError(
+            f"{option}= names {strangers[0]!r}, which is no column of the design; take '1' or some "
+            f"of {list(names[1:])}"
+        )
+    return tuple(names.index(term) for term in wanted)
+
+
+def _others(survey: Hierarchy, phi: Phi, mean: float) -> dict[str, Tensor]:
+    """Return the family's own parameters [...] and the intraclass correlations by name.
+
+    Args:
+        survey: The model.
+        phi: The parameters [...].
+        mean: Mean of the outcomes.
+    """
+    found = {
+        name[4:]: own[..., 0, 0].exp() for name, own in zip(survey.rule.own, phi.own, strict=True)
+    }
+    if survey.family == "gaussian":
+        noise = found["sigma"].square()
+        found["sigma"] = survey.unit * found["sigma"]
+    elif survey.family == "binomial":
+        noise = torch.tensor(math.pi**2 / 3)
+    else:
+        noise = torch.log1p(found.get("alpha", torch.tensor(0.0)) + 1 / mean)
+    shared = torch.zeros(())  # variance, at the columns' means
+    of = {}
+    for kind, places, root in zip(
+        survey.kinds, survey.levels, survey.blocks(phi.root), strict=True
+    ):
+        slopes = (_row(survey.centre) - _row(survey.about(places))) / _row(survey.scale)
+        row = torch.cat([torch.ones(1, dtype=torch.float64), slopes])[list(places)]
+        shared = shared + (row @ root).square().sum(-1)
+        of["" if kind == "site" else f" of {kind}"] = shared
+    named = {f"intraclass correlation{kind}": t / (shared + noise) for kind, t in of.items()}
+    return found | named
 
 
 def _integrated(
@@ -610,7 +1077,7 @@ def _integrated(
     survey: Mode,
     found: newton.Minimum,
     model: Mapping[str, Any],
-    groups: float,
+    groups: Tensor,
     draws: int,
     seed: int,
 ) -> tuple[Tensor, np.ndarray, float, float]:
@@ -619,18 +1086,17 @@ def _integrated(
     Raises:
         ValueError: k-hat stays above `MOST_K`.
     """
-    assert survey.prior is not None
     values, vectors = torch.linalg.eigh(found.hessian)
     least = 1e-8 * float(values.abs().max())
     centre, covariance = found.theta, (vectors / values.abs().clamp_min(least)) @ vectors.T
-    k_hat = math.inf
+    p, k_hat = survey.sizes[0], math.inf
+    survey = survey.besides(found.hessian[:p, :p], centre[p:], groups)
     for move in range(1 + MOVES):
         rng = generator(seed, Purpose.POSTERIOR, index=move)
-        proposal = Proposal(centre, covariance, survey.effects, 1 + survey.columns, groups)
+        proposal = Proposal(centre, covariance, p, partial(survey.given, groups=groups))
         phi, log_density = proposal.draw(draws, rng)
         total = asked.conduct(Draws(**model, at=tuple(map(tuple, phi.tolist()))))
-        logs = total["log_likelihood"] + log_prior(survey.phi(phi).tau.log(), survey.prior)
-        ratio = logs - log_density
+        ratio = total["log_likelihood"] + survey.log_prior(phi, survey.prior) - log_density
         weights, k_hat = weights_of(ratio)
         if k_hat <= MOST_K:
             evidence = float(ratio.logsumexp(0)) - math.log(draws)
@@ -648,20 +1114,27 @@ def _integrated(
 def _own_draws(
     survey: Hierarchy, site: Site, phi: Tensor, chosen: Tensor, seed: int, place: int
 ) -> Tensor:
-    """Return draws of the coefficients of a site's groups, [S, G, 1 + p], of standardised columns:
-    the normal approximation around the groups' modes at each draw of phi.
+    """Return draws of the coefficients of outcomes and columns as they are, [S, n, 1 + p], of the
+    site as a whole where it has effects beside its groups', and of these: the normal approximation
+    around the effects' modes at each draw of phi.
     """
-    groups, parts = survey.groups(site), survey.phi(phi)
+    groups, parts = survey.groups(site), survey.phi(phi[chosen])
     found = [
-        modes(survey.rule, groups, survey.phi(some))
+        hierarchy.modes(survey.rule, groups, survey.phi(some))
         for some in phi.split(max(1, NUMBERS // groups.y.numel()))
     ]
-    u = torch.cat([mode for mode, _ in found])
-    # With hessian = L L', the rows of L'^-1 noise have its inverse as covariance.
-    lower = torch.linalg.cholesky(torch.cat([hessian for _, hessian in found]))
+    u, hessian = (torch.cat(one) for one in zip(*found, strict=True))
     rng = generator(seed, Purpose.POSTERIOR, client=place + 1)
     noise = torch.from_numpy(rng.standard_normal((len(chosen), *u.shape[1:])))
-    away = torch.linalg.solve_triangular(lower[chosen].mT, noise[..., None], upper=True)[..., 0]
-    effects = (u[chosen] + away) * parts.tau[chosen][:, None]
-    beta = parts.beta[chosen][:, None]
-    return beta + _spread(effects, survey.effects, beta.shape[-1])
+    effects = hierarchy.drawn(groups, u[chosen], hessian[chosen], noise) @ parts.root.mT
+    own = survey.coefficients(parts.beta)[:, None]
+    whole = []
+    for places, change, some in zip(
+        survey.levels,
+        survey.changes(),
+        effects.split([len(level) for level in survey.levels], -1),
+        strict=True,
+    ):
+        own = own + _at_places(some @ change.T, places, own.shape[-1])
+        whole.append(own[:, :1] if places is survey.common else own)
+    return torch.cat(whole, 1)

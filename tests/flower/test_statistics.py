@@ -123,7 +123,7 @@ def test_own_draws_stay_on_the_node(tmp_path: Path):
             kept = pd.read_csv(tmp_path / f"node-{node}" / f"own-1-{number}.csv", dtype=str)
             draws = here.own[site]
             if number == 2:
-                assert kept.pop("ward").tolist() == ["0", "1", "2"] * len(draws)
+                assert kept.pop("ward").tolist() == ["(site)", "0", "1", "2"] * len(draws)
             assert list(kept) == list(here.names)
             numbers = kept.map(float).to_numpy().reshape(draws.shape)
             assert np.array_equal(numbers, draws.numpy())

@@ -152,8 +152,8 @@ def test_posteriors_of_sites():
     given = bf.stats.tables(rows, outcome="score", terms=["age"], also=["ward"])
     wards = bf.stats.mixed(given, family="gaussian", group="ward")
     named = wards.by_site("(intercept)")
-    assert list(named.index[:3]) == ["east, 0", "east, 1", "north, 0"]
-    assert named["rows"].isna().tolist() == [True] * 8 + [False]
+    assert list(named.index[:3]) == ["east", "east, 0", "east, 1"]
+    assert named["rows"].isna().tolist() == [False, True, True] * 4 + [False]
     bf.plots.forest(wards, "(intercept)").figure.canvas.draw()
 
 

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from bayesfl.stats.families import Binomial, Family, NegativeBinomial, Normal, Poisson
-from bayesfl.stats.hierarchy import Groups, Phi, derivatives, log_marginals, modes
+from bayesfl.stats.hierarchy import (
+    Groups,
+    Phi,
+    derivatives,
+    drawn,
+    information,
+    log_marginals,
+    modes,
+)
 
 close = np.testing.assert_allclose
 FAMILIES: dict[str, Family] = {
@@ -35,10 +43,20 @@ def made(family: str, effects: int) -> tuple[Family, Groups, Tensor]:
     group = torch.randint(0, 4, (n,), generator=rng)
     offset = 0.1 * torch.randn(n, generator=rng, dtype=torch.float64)
     rule = FAMILIES[family]
-    phi = torch.tensor([0.1, -0.2, 0.3, *(-0.3, 0.2)[:effects], *[0.2] * len(rule.own)])
+    root = (0.7, 0.4, 0.9)[: 1 if effects == 1 else 3]
+    phi = torch.tensor([0.1, -0.2, 0.3, *root, *[0.2] * len(rule.own)])
     groups = Groups.of(x, x[:, :effects], y, weights, offset, group)
     assert int((groups.weights > 0).sum()) == n
     return rule, groups, phi.double()
+
+
+def parts_of(phi: Tensor) -> Phi:
+    """Three coefficients, the entries of the root of one or two effects, row by row, and others."""
+    r = 2 if phi.shape[-1] > 5 else 1
+    lower = torch.tril_indices(r, r)
+    places = torch.eye(r * r, dtype=phi.dtype)[lower[0] * r + lower[1]]
+    root = (phi[..., 3 : 3 + len(places)] @ places).unflatten(-1, (r, r))
+    return Phi(phi[..., :3], root, phi[..., 3 + len(places) :].movedim(-1, 0)[..., None, None])
 
 
 @pytest.mark.parametrize("effects", [1, 2])
@@ -48,7 +66,7 @@ def test_the_integral(family: str, effects: int):
     Laplace's, f and half the log determinant, and exact where it is normal.
     """
     rule, groups, phi = made(family, effects)
-    parts = Phi.of(phi, 3, effects)
+    parts = parts_of(phi)
     found = log_marginals(rule, groups, parts)
     roots, masses = np.polynomial.hermite.hermgauss(40)
     nodes = torch.tensor(list(itertools.product(roots, repeat=effects)))
@@ -57,7 +75,7 @@ def test_the_integral(family: str, effects: int):
     for g in range(4):
 
         def f(at: Tensor, g: int = g) -> Tensor:
-            eta = groups.x[g] @ parts.beta + groups.offset[g] + (at * parts.tau) @ groups.z[g].T
+            eta = groups.x[g] @ parts.beta + groups.offset[g] + at @ parts.root.T @ groups.z[g].T
             loss = rule.pieces(eta, groups.y[g], parts.own.reshape(-1, 1, 1)).loss
             return (loss * groups.weights[g]).sum(-1) + at.square().sum(-1) / 2
 
@@ -77,27 +95,24 @@ def test_the_integral(family: str, effects: int):
 def test_derivatives(family: str, effects: int):
     """By differences, of the value and of the slope."""
     rule, groups, phi = made(family, effects)
-    _, slope, hessian = derivatives(rule, groups, phi, effects)
+    _, slope, hessian = derivatives(rule, groups, parts_of, phi)
     for i, unit in enumerate(torch.eye(len(phi), dtype=torch.float64)):
-        two = [
-            log_marginals(rule, groups, Phi.of(phi + h * unit, 3, effects)).sum()
-            for h in (1e-5, -1e-5)
-        ]
+        two = [log_marginals(rule, groups, parts_of(phi + h * unit)).sum() for h in (1e-5, -1e-5)]
         close(slope[i], (two[0] - two[1]) / 2e-5, rtol=0, atol=1e-6)
-        ends = [derivatives(rule, groups, phi + h * unit, effects)[1] for h in (1e-4, -1e-4)]
+        ends = [derivatives(rule, groups, parts_of, phi + h * unit)[1] for h in (1e-4, -1e-4)]
         close(hessian[i], (ends[0] - ends[1]) / 2e-4, rtol=0, atol=1e-5)
 
 
 def test_normal_outcomes_are_a_normal_vector():
-    """Marginally with covariance Z T^2 Z' + sigma^2; the effects are normal given all else."""
+    """Marginally with covariance Z L L' Z' + sigma^2; the effects are normal given all else."""
     rule, groups, phi = made("normal", 2)
     groups = Groups(groups.x, groups.z, groups.y, (groups.weights > 0).double(), groups.offset)
-    parts = Phi.of(phi, 3, 2)
+    parts = parts_of(phi)
     sigma = float(phi[-1].exp())
     found, (u, hessian) = log_marginals(rule, groups, parts), modes(rule, groups, parts)
     for g in range(4):
         inside = groups.weights[g] > 0
-        z = groups.z[g][inside] * parts.tau
+        z = groups.z[g][inside] @ parts.root
         residual = (groups.y[g] - groups.x[g] @ parts.beta - groups.offset[g])[inside]
         wide = z @ z.T + sigma**2 * torch.eye(len(z), dtype=torch.float64)
         law = torch.distributions.MultivariateNormal(torch.zeros(len(z)).double(), wide)
@@ -111,6 +126,41 @@ def test_draws_are_computed_together():
     rule, groups, phi = made("binomial", 2)
     rng = torch.Generator().manual_seed(0)
     many = phi + 0.5 * torch.randn(6, len(phi), generator=rng, dtype=torch.float64)
-    together = log_marginals(rule, groups, Phi.of(many, 3, 2))
-    alone = torch.stack([log_marginals(rule, groups, Phi.of(one, 3, 2)) for one in many])
+    together = log_marginals(rule, groups, parts_of(many))
+    alone = torch.stack([log_marginals(rule, groups, parts_of(one)) for one in many])
     close(together, alone, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_effects_that_groups_have_in_common(family: str):
+    """Beside one group of all rows, with a column of the design for each group's own effect."""
+    rule, groups, phi = made(family, 2)
+    inside = groups.weights > 0
+    x, y, weights, offset = (t[inside] for t in (groups.x, groups.y, groups.weights, groups.offset))
+    group = torch.arange(4)[:, None].expand(inside.shape)[inside]
+    apart = torch.nn.functional.one_hot(group).double()
+    z = torch.cat([x[:, :2], x[:, :1]], 1)
+    nested = Groups.of(x, z, y, weights, offset, group, common=2)
+    dense = Groups.of(x, torch.cat([x[:, :2], apart], 1), y, weights, offset)
+
+    def parts(at: Tensor, copies: int = 1) -> Phi:
+        root = torch.block_diag(parts_of(at[:-1]).root, at[-1] * torch.eye(copies).double())
+        return Phi(at[:3], root, parts_of(at[:-1]).own)
+
+    at = torch.cat([phi, torch.tensor([0.5]).double()])
+    found = derivatives(rule, nested, parts, at)
+    wanted = derivatives(rule, dense, lambda at: parts(at, 4), at)
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other, rtol=0, atol=1e-9)
+    u, hessian = modes(rule, nested, parts(at))
+    v, precision = modes(rule, dense, parts(at, 4))
+    close(torch.cat([u[0, :2], u[:, 2]]), v[0], rtol=0, atol=1e-9)
+    noise = torch.randn(40_000, 4, 3, generator=torch.Generator().manual_seed(0)).double()
+    draws = drawn(nested, u, hessian.expand(len(noise), 4, 3, 3), noise) - u
+    draws = torch.cat([draws[:, 0, :2], draws[:, :, 2]], 1)
+    close(draws.T @ draws / len(draws), torch.linalg.inv(precision[0]), rtol=0, atol=0.02)
+    if family == "normal":
+        root = parts(at, 4).root
+        wide = dense.z[0] @ root @ root.T @ dense.z[0].T
+        wide = wide + float((2 * phi[-1]).exp()) * (1 / weights).diag()
+        close(information(nested, parts(at)), x.T @ torch.linalg.solve(wide, x), rtol=1e-9)

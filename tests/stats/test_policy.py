@@ -382,9 +382,9 @@ def test_min_level_of_columns_that_a_question_names():
         )
         if broken:
             with pytest.raises(Refusal, match="'va' refuses Mode by its policy's rule min_level"):
-                bf.stats.mixed(given, family="gaussian", group="ward")
+                bf.stats.mixed(given, family="gaussian", group="ward", random=())
         else:
-            bf.stats.mixed(given, family="gaussian", group="ward")
+            bf.stats.mixed(given, family="gaussian", group="ward", random=())
 
 
 def test_max_parameters_per_row():

@@ -21,6 +21,7 @@ LIKELIHOOD = Likelihood("binomial", 2, True, 2.5, (math.pi, 1e-300), (0.1, 3.0),
 MODEL: dict[str, Any] = {
     "family": "poisson",
     "columns": 1,
+    "common": (0,),
     "effects": (0, 1),
     "group": "ward",
     "centre": (0.1,),
@@ -30,7 +31,7 @@ QUESTIONS = (
     Sums(3, 2, "binomial"),
     LIKELIHOOD,
     Meat(LIKELIHOOD, (1 / 7, 2.0)),
-    Mode(**MODEL, prior=None, at=(math.inf, -0.0)),
+    Mode(**MODEL, beside=((1 / 3, 0.0),), at=(math.inf, -0.0)),
     Draws(**MODEL, at=((1.0, 2.0), (3.0, 1e22))),
     (Number("age"), Levels("sex", ("f", "m")), Interaction((Number("age"), Levels("cp", (1, 2))))),
 )
