@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
+from bayesfl.base.numerics import own_modes
 from bayesfl.base.protocols import Tensors
 
 QUESTIONS = 1000
@@ -102,6 +103,7 @@ class Survey(Protocol[Known_contra]):
         ...
 
 
+@own_modes()
 def conduct(survey: Survey, ask: Ask, about: Any) -> Tensors:
     """Put the survey's questions one after the other, and return the last state.
 

@@ -387,7 +387,7 @@ class Fit(Refits):
                 "and do not compare"
             )
         key = secrets.token_hex(16)
-        here, there = (fit._asked("used rows")(key) for fit in (self, other))
+        here, there = (fit._asked("used rows", key) for fit in (self, other))
         if others := [site for site, digest in here.items() if digest != there[site]]:
             raise ValueError(
                 f"the fits are of other rows of {others}, as many; fit both to rows that are "

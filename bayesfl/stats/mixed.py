@@ -425,6 +425,7 @@ class Mode(Climb):
     prior: float = 2.5
     beside: tuple[tuple[float, ...], ...] = ()
 
+    @torch.enable_grad()
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Make Newton's step; see `newton.step`."""
 
@@ -508,7 +509,7 @@ class Draws(Hierarchy):
         logs = torch.cat(found)
         if site.policy is not None:
             parts = self.informations(state["phi"], site)
-            even = torch.cat([site.policy.even(some) for some in parts])
+            even = torch.cat([site.policy.even(some, site.counts) for some in parts])
             logs = torch.where(even, logs, logs.min() - FAR)
         return {"log_likelihood": logs}
 

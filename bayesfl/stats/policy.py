@@ -133,19 +133,23 @@ class Policy:
         survey, tables, state, n = question.survey, question.tables, question.state, len(site.x)
         named = question.named(site)
         read = {name for term in tables.terms for name in term.variables} | {*tables.beside}
+        exact = any(map(self._exact, question.parts))
         sizes = [len(tables.columns), *(getattr(part, "size", 0) for part in question.parts)]
         rules: dict[str, Callable[[], Any]] = {
             "columns": lambda: self.columns is not None and not read | named <= {*self.columns},
-            "min_rows": lambda: not self.even(site.weights),
+            "min_rows": lambda: not self.even(site.weights, site.counts),
             "min_level": lambda: _rarest(site, tables, named) < self.min_level,
             "min_level of the column": lambda: self._of_few(site, tables),
             "max_parameters_per_row": lambda: max(sizes) > self.max_parameters_per_row * n,
-            "exact_times": lambda: not self.exact_times and any(map(self._exact, question.parts)),
+            "exact_times": lambda: exact and not self.exact_times,
             "min_sites": lambda: question.hidden and len(tables.sites) < self.min_sites,
-            "min_level of a cell": lambda: any(
-                _smallest(cells) < self.min_level for cells in survey.cells(state, site)
+            "min_level of a cell": lambda: (
+                not exact
+                and any(_smallest(cells) < self.min_level for cells in survey.cells(state, site))
             ),
-            "min_rows of weights": lambda: not self.even(survey.row_weights(state, site)).all(),
+            "min_rows of weights": lambda: (
+                not self.even(survey.row_weights(state, site), site.counts).all()
+            ),
         }
         return _first(rules)
 
@@ -164,9 +168,14 @@ class Policy:
         }
         return _first(rules)
 
-    def even(self, weight: Tensor) -> Tensor:
-        """Say whether no row holds too much of weights [..., n], [...]; see `min_rows`."""
-        total, most = weight.sum(-1), weight.amax(-1)
+    def even(self, weight: Tensor, people: Tensor) -> Tensor:
+        """Say whether no person holds too much of rows' weights [..., n], [...]; see `min_rows`.
+
+        Args:
+            weight: The weights.
+            people: Number of people of each row, [n].
+        """
+        total, most = weight.sum(-1), (weight / people).amax(-1)
         even = (total > 0) & (most * self.min_rows <= total * (1 + 1e-9))
         return even | (self.min_rows == 0)
 

@@ -385,7 +385,7 @@ def test_a_formula_is_compared_and_only_the_servers_own_is_evaluated(tmp_path: P
         found().predict(rows)
     with pytest.raises(ValueError, match="formula= is 'ill ~ age', but the sites' terms"):
         found(formula="ill ~ age").predict(rows)
-    of_formula(grid, {"": text, "north": "ill ~ age"})
+    grid = of_formula(grid_of(tmp_path / "other"), {"": text, "north": "ill ~ age"})
     with pytest.raises(BadClients, match="'east' and 'north' have different terms"):
         found(formula=text)
 
@@ -534,7 +534,7 @@ def test_files_of_a_node_run_nothing_and_are_bounded(
     analyse(grid, analysis, sites=4, timeout=5.0)
     kept = pd.read_csv(tmp_path / "node-100" / "own-1-1.csv")
     assert list(kept) == ["ward", "(intercept)", "'=cmd|age"]
-    assert {*kept["ward"]} == {"'=1+1", "'@SUM(A1)"}
+    assert {*kept["ward"]} == {"(site)", "'=1+1", "'@SUM(A1)"}
     for name, most in (("FILES", 1), ("NUMBERS", 100)):
         with monkeypatch.context() as patch:
             patch.setattr(statistics, name, most)

@@ -171,7 +171,7 @@ def test_groups_that_cannot_tell_are_refused():
 def test_probability_weights_are_refused(monkeypatch: pytest.MonkeyPatch):
     given = sites("gaussian")
     monkeypatch.setattr(Tables, "weighing", "probability", raising=False)
-    with pytest.raises(ValueError, match="probability_weights"):
+    with pytest.raises(ValueError, match="probability weights"):
         bf.stats.mixed(given, family="gaussian")
 
 

@@ -133,7 +133,7 @@ def test_a_column_beside_the_design():
         ({"cp": ["1", "2", "4"]}, {"terms": ["cp"]}, r"no numbers in 'cp', but \['1', '2', '4'\]"),
         ({"cp": pd.Categorical([1, 2, 4])}, {"terms": ["cp"]}, r"no numbers in 'cp', but \['1'"),
         ({"ill": ["0", "1", "1"]}, {"outcome": "ill"}, "no numbers in 'ill'"),
-        ({"w": ["1", "2", "1"]}, {"weights": "w", "terms": ["age"]}, "no numbers in 'w'"),
+        ({"w": ["1", "2", "1"]}, {"frequency_weights": "w", "terms": ["age"]}, "no numbers in 'w'"),
         ({"on": pd.Timestamp("2020-01-01")}, {"terms": ["on"]}, "no numbers in 'on', but .'2020"),
         ({}, {"terms": ["sex"]}, r"no numbers in 'sex', but \['f', 'm'\]; take levels\('sex'"),
         ({"age": np.inf}, {"terms": ["age"]}, "infinite numbers in 'age'"),
