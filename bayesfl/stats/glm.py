@@ -126,7 +126,8 @@ class Likelihood(SiteSurvey):
             "slope": at.scores,
             "hessian": at.hessian,
             "n_outside": at.outside,
-            "n_wrong": at.wrong,
+            # A number that changes at a row's own edge would tell its outcome.
+            "n_wrong": at.wrong if site.policy is None else at.wrong.clamp(max=1),
         }
         if at.own is not None:
             answer |= {"volume": at.own.log() / 2, "penalty": at.penalty}

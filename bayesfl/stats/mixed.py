@@ -377,6 +377,7 @@ class Maximum(Climb):
         more: dict[str, tuple[int, ...]] = {"turn": (k, p, p), "bend": (k, k)}
         return super().shapes(state) | (more if self.restricted else {})
 
+    @torch.enable_grad()
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         groups, found = self.groups(site), super().of_site(state, site, place)
