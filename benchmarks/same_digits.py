@@ -243,6 +243,7 @@ def survival(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
             "seconds": seconds,
             "rival_seconds": theirs,
         }
+    found |= truncated(rows, frames, when, size)
     by = bf.stats.tables(frames, terms=[bf.stats.levels("fin", [0, 1])], also=["week", "arrest"])
     curves, seconds = timed(bf.stats.kaplan_meier, by, **when, by="fin", exact_times=True)
     start = time.perf_counter()
@@ -285,6 +286,63 @@ def survival(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
         ),
         "seconds": seconds,
         "rival_seconds": time.perf_counter() - start,
+    }
+    return found
+
+
+def truncated(
+    rows: pd.DataFrame, frames: dict[str, pd.DataFrame], when: dict[str, Any], size: dict[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Compare Cox's regression with strata by a column and with entry times; and its predictions
+    of untied times, as lifelines' estimate of a baseline has no Efron's ties.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    enter = {
+        site: part.assign(enter=np.floor(part["week"] * (part["prio"] % 3) / 3.5), site=site)
+        for site, part in frames.items()
+    }
+    pooled = pd.concat(enter.values())
+    for name, options, theirs in (
+        ("strata by a column", {"strata": "race"}, {"strata": "race"}),
+        ("entry times", {"entry": "enter"}, {"entry_col": "enter"}),
+    ):
+        terms = [t for t in ("fin", "age", "race", "wexp", "prio") if t not in options.values()]
+        sites = bf.stats.tables(enter, terms=terms, also=["week", "arrest"])
+        fit, seconds = timed(bf.stats.cox, sites, **when, exact_times=True, **options)
+        wanted, rival = timed(
+            lifelines.CoxPHFitter().fit,
+            pooled[[*terms, "week", "arrest", *theirs.values()]],
+            "week",
+            "arrest",
+            fit_options={"precision": 1e-20, "r_precision": 1e-20},
+            **theirs,
+        )
+        error = fit.covariance.diagonal().sqrt().numpy()
+        found[f"Cox, {name}"] = size | {
+            "coefficient": float(np.abs(fit.estimate.numpy() - wanted.params_[terms]).max()),
+            "error": float(np.abs(error - wanted.standard_errors_[terms]).max()),
+            "log_likelihood": abs(fit.log_likelihood - wanted.log_likelihood_),
+            "seconds": seconds,
+            "rival_seconds": rival,
+        }
+    untied = rows.assign(week=rows["week"] + np.arange(len(rows)) / (2 * len(rows)))
+    terms = ["fin", "age", "prio"]
+    parts = {site: untied.loc[part.index] for site, part in frames.items()}
+    sites = bf.stats.tables(parts, terms=terms, also=["week", "arrest"])
+    fit = bf.stats.cox(sites, **when, exact_times=True)
+    ours, seconds = timed(fit.survival, untied)
+    curves = ours["survival"].unstack()
+    wanted = lifelines.CoxPHFitter().fit(
+        untied[[*terms, "week", "arrest"]],
+        "week",
+        "arrest",
+        fit_options={"precision": 1e-20, "r_precision": 1e-20},
+    )
+    theirs, rival = timed(wanted.predict_survival_function, untied, times=curves.columns.to_numpy())
+    found["Cox, predicted survival"] = size | {
+        "coefficient": float(np.abs(curves.loc[untied.index].to_numpy() - theirs.T).max().max()),
+        "seconds": seconds,
+        "rival_seconds": rival,
     }
     return found
 

@@ -231,7 +231,7 @@ class Fit(Refits):
         link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
         further: Further questions about the fit, by name: `used rows`; `diagnostics` and
-            `own_slopes` of `glm`, `check` and `concordance` of `cox`.
+            `own_slopes` of `glm`, `check`, `concordance` and `survival` of `cox`.
         design: Function (data frame) -> the columns of its rows.
         offset: Column of what is added to the linear predictor; None where there is none.
         weighing: What the weights of rows were.
@@ -486,13 +486,51 @@ class Fit(Refits):
         return self._asked("check", scale=scale)
 
     def concordance(self) -> Any:
-        """Return Harrell's concordance of each site, and of all pairs of rows within sites, as a
-        data frame of pandas, by a question to the sites.
+        """Return Harrell's concordance of each site, of all pairs of rows within sites, and, where
+        sites share a baseline, of all pairs, as a data frame of pandas, by questions to the sites.
+
+        That of all pairs is made of numbers of rows by time, of the fit's, and by score, in 50 bins
+        of equal shares; pairs in one bin count as ties. Sites with a policy do not answer it. Under
+        strata, pairs are of one stratum; with entry times, of rows that are at risk together.
 
         Raises:
             ValueError: The fit is none of `cox`.
         """
         return self._asked("concordance")
+
+    def survival(self, frame: Any = None, level: float = 0.95) -> Any:
+        """Return the cumulative hazards and the survival that a Cox fit predicts, as a data frame
+        of pandas with a line for each row and time while some of the row's stratum are at risk.
+
+        No question is asked: the baseline is made of the sums of the fit. It is Efron's estimate,
+        which is Breslow's where no times tie. The columns are `hazard`, cumulative, with its error,
+        and `survival` with its interval, which is normal for log(-log survival).
+
+        Args:
+            frame: Rows to predict for, with the columns of the design, and of the strata and the
+                offset where there are some; None for the baseline, that of a row at the columns'
+                means over all sites, in each stratum.
+            level: Probability of the intervals.
+
+        Raises:
+            ValueError: The fit is none of `cox`, each site has a baseline of its own, or rows have
+                probability weights, whose baseline has another error.
+
+        Source: Tsiatis, "A large sample study of Cox's regression model", Annals of Statistics 9,
+            1981, as R's survfit.
+
+        Example:
+            >>> import pandas as pd
+            >>> north = pd.DataFrame({"t": [2, 3, 5, 8], "d": [1, 1, 0, 1], "dose": [3, 1, 2, 0]})
+            >>> south = pd.DataFrame({"t": [1, 4, 6, 7], "d": [1, 0, 1, 1], "dose": [1, 2, 0, 1]})
+            >>> frames = {"north": north, "south": south}
+            >>> sites = bf.stats.tables(frames, terms=["dose"], also=["t", "d"])
+            >>> fit = bf.stats.cox(sites, time="t", event="d", exact_times=True)
+            >>> found = fit.survival(pd.DataFrame({"dose": [0, 3]}))
+            >>> found["survival"].unstack()[3.0].round(2).tolist()
+            [0.81, 0.37]
+        """
+        return self._asked("survival", frame, level)
 
     def own_slopes(self) -> Any:
         """Return for each site how much more likely the rows are if its coefficients are its own,

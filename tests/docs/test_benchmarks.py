@@ -264,6 +264,7 @@ def test_the_same_digits(quick):
     pytest.importorskip("lifelines", reason="lifelines is not installed")
     study, shown = quick(BENCHMARKS / "same_digits.py")
     apart = [float(found) for found in re.findall(r"coefficient (\S+?)[,;]", shown)]
-    # Of regressions, a formula, a random intercept, Cox's two, two curves, their test, the cut one.
-    assert len(apart) == 2 * len(study["CHOSEN"]) + 2 + 5
+    # Of regressions, weights, a formula, a random intercept, Cox's five, curves, their test, and
+    # the cut one.
+    assert len(apart) == 2 * len(study["CHOSEN"]) + 3 + 8
     assert max(apart) < 1e-5

@@ -13,12 +13,20 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import NotNegative, PerClient
 from bayesfl.stats.asking import Questions, slot
 from bayesfl.stats.diagnostics import DOUBT
-from bayesfl.stats.survival.partial import AfterFit
+from bayesfl.stats.policy import Refusal
+from bayesfl.stats.survival import efron
+from bayesfl.stats.survival.partial import LARGEST, AfterFit
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import followed
 from bayesfl.stats.tables import Site
 
 Scale = Literal["log", "identity", "rank"]
+FINE = 500
+"""Number of bins in which scores are counted before they get their quantiles."""
+ROUNDS = 4
+"""How often they are: from a width of 2 to one of 1e-8, where all scores are alike."""
+QUANTILES = 50
+"""Number of bins of scores, of equal shares, in which pairs are counted."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Schoenfeld(AfterFit):
         rows = self.likelihood.rows(state["theta"], site)
         died = rows.events
         mean = self.baseline(state, rows)[2]
-        residual = rows.design[died] - mean[rows.last[died]]
+        residual = rows.design[died] - mean[rows.place[died]]
         w, g = rows.weights[died], self.function(site, rows.last[died], rows.weights[died])
         if "g" not in state:
             return {"events": w.sum(), "g": w @ g}
@@ -139,32 +147,104 @@ class Concordance(AfterFit):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
-        times, events = followed(site, self.likelihood.time, self.likelihood.event)
-        eta, w = self.likelihood.rows(state["theta"], site).eta, site.weights
-        eta = levelled(eta, eta.norm())
-        pairs = concordant = tied = 0.0
-        for first in events.nonzero().flatten():  # a row at a time, as all pairs are many
-            later = (times > times[first]) | ((times == times[first]) & ~events)
-            pairs += float(w[first] * w[later].sum())
-            concordant += float(w[first] * w[later & (eta < eta[first])].sum())
-            tied += float(w[first] * w[later & (eta == eta[first])].sum())
-        counts = {"pairs": pairs, "concordant": concordant, "tied": tied}
+        rows, w = self.likelihood.rows(state["theta"], site), site.weights
+        times, died = followed(site, self.likelihood.time, self.likelihood.event)
+        entries, eta = self.likelihood.entries(site, times), levelled(rows.eta, rows.eta.norm())
+        counts = dict.fromkeys(self.shapes(state), 0.0)
+        for one in died.nonzero().split(256):  # [c, 1] events beside all rows, as pairs are many
+            later = (times > times[one]) | ((times == times[one]) & ~died)
+            together = (entries < times[one]) & (rows.stratum == rows.stratum[one])
+            weight = w[one] * w * (later & together)
+            counts["pairs"] += float(weight.sum())
+            counts["concordant"] += float(weight[eta < eta[one]].sum())
+            counts["tied"] += float(weight[eta == eta[one]].sum())
         return {name: slot(count, place, self.sites) for name, count in counts.items()}
 
 
-def concordance(asked: Questions, survey: Concordance) -> Any:
-    """Return Harrell's concordance of each site and of all pairs within sites, as a data frame of
-    pandas.
+@dataclass(frozen=True)
+class ByScore(AfterFit):
+    """Ask for the numbers of rows, by how often each counts, at risk and with an event at each time
+    of the baseline, by the bin of their linear predictor; before, `ROUNDS` times, for the numbers
+    in each of `FINE` bins, which get nearer to equal shares each time.
+    """
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the fit, and bins of equal width."""
+        edges = torch.linspace(-LARGEST, LARGEST, FINE + 1, dtype=torch.float64)[1:-1]
+        return super().start(about) | {"edges": edges, "round": torch.tensor(0)}
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        bins = len(state["edges"]) + 1
+        if state["round"] < ROUNDS:
+            return {"weight": NotNegative((bins,))}
+        return dict.fromkeys(("at_risk", "events"), (len(state["mean"]), bins))
+
+    def cells(self, state: Tensors, site: Site) -> list[Tensor]:
+        """Return the cells of scores, and of strata, times and events; see `SiteSurvey`."""
+        score = torch.bucketize(self.likelihood.rows(state["theta"], site).eta, state["edges"])
+        if state["round"] < ROUNDS:
+            return [score]
+        bins = len(state["edges"]) + 1
+        return [cells * bins + score for cells in super().cells(state, site)]
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's numbers; see `SiteSurvey`.
+
+        Raises:
+            Refusal: The site has a policy, as cells hold single people.
+        """
+        if site.policy is not None:
+            raise Refusal(type(self).__name__, {site.name: "min_level"})
+        rows, bins = self.likelihood.rows(state["theta"], site), len(state["edges"]) + 1
+        score = torch.bucketize(rows.eta, state["edges"])
+        if state["round"] < ROUNDS:
+            return {"weight": efron.added(site.weights, score, bins)}
+
+        def counted(chosen: Tensor, at: Tensor, size: int) -> Tensor:
+            cell = at * bins + score[chosen]
+            return efron.added(site.weights[chosen], cell, size * bins).reshape(size, bins)
+
+        died = rows.events
+        return {
+            "at_risk": efron.over_risk_sets(rows, counted),
+            "events": counted(died, rows.place[died], rows.strata * rows.times),
+        }
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the next bins, or the numbers of rows."""
+        if state["round"] == ROUNDS:
+            return total, True
+        bins = FINE if state["round"] + 1 < ROUNDS else QUANTILES
+        ends = np.concatenate([[-LARGEST], state["edges"].numpy(), [LARGEST]])
+        share = np.append(0.0, (total["weight"].cumsum(0) / total["weight"].sum()).numpy())
+        edges = torch.from_numpy(np.interp(np.arange(1, bins) / bins, share, ends))
+        return state | {"edges": edges, "round": state["round"] + 1}, False
+
+
+def concordance(asked: Questions, within: Concordance, across: ByScore | None) -> Any:
+    """Return Harrell's concordance of each site, of all pairs within sites and of all pairs, as a
+    data frame of pandas.
 
     Args:
         asked: The questions.
-        survey: The question.
+        within: The question about pairs within sites.
+        across: That about all; None where sites have baselines of their own.
     """
     import pandas
 
-    sums = asked.conduct(survey)
+    sums = asked.conduct(within)
     columns = {name: np.append(t.numpy(), float(t.sum())) for name, t in sums.items()}
     found = pandas.DataFrame(columns, index=[*asked.sites.names, "pairs within sites"])
+    if across is not None:
+        try:
+            cells = asked.conduct(across)
+        except Refusal:
+            pass  # pairs within sites remain
+        else:
+            events, others = cells["events"], cells["at_risk"] - cells["events"]
+            parts = (others.sum(1, keepdim=True), others.cumsum(1) - others, others)
+            found.loc["all pairs"] = [float((events * part).sum()) for part in parts]
     share = (found["concordant"] + found["tied"] / 2) / found["pairs"]
     found.insert(0, "concordance", share)
     return found

@@ -21,6 +21,7 @@ from bayesfl.stats.fit import (
     inverse,
 )
 from bayesfl.stats.survival.checks import (
+    ByScore,
     Concordance,
     Scale,
     Schoenfeld,
@@ -28,9 +29,12 @@ from bayesfl.stats.survival.checks import (
     proportional,
     shares,
 )
+from bayesfl.stats.survival.groups import group, groups_of
 from bayesfl.stats.survival.partial import PartialLikelihood, Scores, after
+from bayesfl.stats.survival.predicted import predicted
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, follow, grid_of
+from bayesfl.stats.terms import Levels, numbers, pandas_of
 
 TENTH = 0.1
 """Bins of times that move an estimate by more than so many standard errors give a warning."""
@@ -47,14 +51,16 @@ def cox(
     baseline: Literal["shared", "per_site"] = "shared",
     grid: Count | Sequence[float] | Grid = BINS,
     exact_times: bool = False,
+    strata: str | Levels | None = None,
+    entry: str | None = None,
     errors: Errors | None = None,
     prior: Positive | None = None,
     aggregation: Adder | None = None,
 ) -> Fit:
     """Fit Cox's proportional hazards, with Efron's ties, to the rows of all sites.
 
-    `fit.check()` tests whether hazards are proportional, `fit.concordance()` counts pairs within
-    sites that are ranked right.
+    `fit.check()` tests whether hazards are proportional, `fit.concordance()` counts pairs that are
+    ranked right, and `fit.survival(frame)` predicts survival.
 
     Args:
         sites: The sites, of `tables`, whose outcome is not read.
@@ -71,6 +77,12 @@ def cox(
             bins are joined in pairs, times 1 - 1 / s with s events a bin.
         exact_times: Whether sites tell the times of events as they are; then an answer has
             (p + 1) (p + 2) numbers for each.
+        strata: Column of strata, each with a baseline of its own, at all sites the same or, under
+            `per_site`, at each site; on other machines `levels`, as what values there are is known
+            here only.
+        entry: Column of the times at which rows come under observation, who count as at risk after
+            it only (left truncation); None if all are from 0. On a grid these are rounded down,
+            under a policy so that each time has no entry or `min_level`.
         errors: Standard errors by the `model`; by the `sandwich` of rows' score residuals; or by
             `site`, of the sums of three sites at least, times J / (J - 1), with Student's t of
             J - 1 degrees of freedom for few sites. None takes the model's, and the
@@ -117,17 +129,21 @@ def cox(
         asked.leave_out(
             {name: f"none of its {known.rows[name]} rows has an event" for name in silent}
         )
+    shared = None
+    if not per_site:
+        shared = grid_of(asked, time, event, known, grid, exact_times, strata)
+    column, levels = groups_of(asked.sites, strata)
     kept = asked.sites.names
     if errors == "site" and len(kept) < 3:
         raise ValueError(FEW_SITES)
-    shared = None
-    if not per_site:
-        shared = grid_of(asked, time, event, known, grid, exact_times)
     survey = PartialLikelihood(
         time=time,
         event=event,
         columns=len(names),
         grid=shared,
+        entry=entry,
+        strata=column,
+        levels=levels,
         prior=prior,
         centre=tuple(centre.tolist()),
         scale=tuple(scale.tolist()),
@@ -166,6 +182,7 @@ def cox(
     if errors == "site":
         degrees = float(len(kept) - 1)
         covariance = covariance * len(kept) / degrees
+    on_unit = covariance
     change = change_of(len(names), centre, scale, intercept=False)
     estimate, covariance = change @ found.theta, change @ covariance @ change.T
     penalty = survey.strength * float(found.theta @ found.theta) / 2
@@ -177,18 +194,40 @@ def cox(
     def check(*, scale: Scale = "log") -> Tested:
         ranks = ()
         if scale == "rank" and not per_site:
-            ranks = tuple(shares(state["weight"]).tolist())
+            ranks = tuple(shares(state["weight"].unflatten(0, (len(levels), -1)).sum(0)).tolist())
         question = Schoenfeld(**fitted, scale=scale, unit=known.horizon, ranks=ranks)
         return proportional(Questions(asked.sites, aggregation), question, model, names)
 
     def ranked() -> Any:
+        across = None if per_site else ByScore(**fitted)
         again = Questions(asked.sites, aggregation)
-        return concordance(again, Concordance(**fitted, sites=len(kept)))
+        return concordance(again, Concordance(**fitted, sites=len(kept)), across)
 
     def used(key: str) -> Any:
-        return used_rows(Questions(asked.sites, aggregation), key, (time, event))
+        columns = (time, event) if entry is None else (time, event, entry)
+        return used_rows(Questions(asked.sites, aggregation), key, columns)
 
-    told = "a baseline for each site" if per_site else f"one baseline, {shared}"
+    def survival(frame: Any, level: float) -> Any:
+        groups, stratum = levels, torch.arange(len(levels))
+        rows, offset = torch.zeros(len(levels), len(names), dtype=torch.float64), 0.0
+        if frame is not None:
+            frame = pandas_of(frame)
+            groups, stratum = frame.index, group(frame, column, levels, "the frame")
+            rows = (sites.design(frame) - centre) / scale
+            if sites.offset is not None:
+                offset = torch.tensor(numbers(frame, sites.offset, "the frame"))
+        eta = rows @ found.theta + offset
+        assert shared is not None
+        return predicted(state, shared.ends, groups, rows, eta, stratum, on_unit, level)
+
+    further = {"concordance": ranked, "used rows": used}
+    if sites.weighing != "probability":  # whose variances are others
+        further |= {"check": check} | ({} if per_site else {"survival": survival})
+    told = (
+        ("a baseline for each site" if per_site else f"one baseline, {shared}")
+        + (f", strata by {column!r}" if column else "")
+        + (f", entry at {entry!r}" if entry else "")
+    )
     return Fit(
         model=f"Cox's proportional hazards, Efron's ties, {told}"
         + (f", prior {prior:g}" if prior is not None else ""),
@@ -209,8 +248,7 @@ def cox(
         said=said,
         likelihood=f"the order of {event!r} by {time!r}, {told}",
         weighing=sites.weighing,
-        further={"concordance": ranked, "used rows": used}
-        | ({} if sites.weighing == "probability" else {"check": check}),
+        further=further,
         refit=lambda chosen: cox(
             everyone.only(chosen),
             time=time,
@@ -218,6 +256,8 @@ def cox(
             baseline=baseline,
             grid=grid if shared is None or exact_times else shared,  # of all sites
             exact_times=exact_times,
+            strata=None if column is None else Levels(column, levels),  # of all sites
+            entry=entry,
             errors=errors,
             prior=prior,
             aggregation=aggregation,

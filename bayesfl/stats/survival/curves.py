@@ -68,7 +68,7 @@ class Counts(SiteSurvey):
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
         """Return the cells of groups, times and events; see `SiteSurvey`."""
         times, events = followed(site, self.time, self.event)
-        own = group(site, self.by, self.levels)
+        own = group(site.frame, self.by, self.levels, site.name)
         return [self.grid.cells(self.grid.last(site, times, events, own), events, own)]
 
 

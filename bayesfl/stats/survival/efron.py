@@ -6,13 +6,15 @@ same over the tied rows. Efron's likelihood has, for l = 0, ..., d - 1, the deno
     phi_l = R - l / d E,
 
 so that loss, slope and Hessian need R, E, d, and the events' own sums alone. R and E are sums over
-sites.
+sites. Under strata each has times of its own, and the likelihood is the product of theirs: what is
+called a time here, of S T, is a time of a stratum.
 
 Source: Efron, "The efficiency of Cox's likelihood function for censored data", JASA 72, 1977; the
 weighted form, and score residuals under ties, as in Therneau and Grambsch, "Modeling survival
 data", Springer 2000, sections 3.3 and 7.2.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,16 +32,34 @@ class Rows:
         eta: Their linear predictors, [n].
         weights: How often each counts, [n].
         events: Whether each has an event, [n].
-        last: Place of the last time at which each is at risk, [n]; -1 if none.
-        times: Number T of times.
+        first: Place of the first time at which each is at risk, [n]; 0 without entry times.
+        last: Place of the last one, [n]; first - 1 if there is none.
+        stratum: Place of each one's stratum, [n].
+        times: Number T of times of a stratum.
+        strata: Number S of strata.
     """
 
     design: Tensor
     eta: Tensor
     weights: Tensor
     events: Tensor
+    first: Tensor
     last: Tensor
+    stratum: Tensor
     times: int
+    strata: int = 1
+
+    @property
+    def place(self) -> Tensor:
+        """Return the place of each row's last time among those of all strata, [n]."""
+        return self.stratum * self.times + self.last
+
+    @property
+    def slot(self) -> Tensor:
+        """Return where the times of each row's stratum begin, [n], if a time before the first is
+        put in front of those of each.
+        """
+        return self.stratum * (self.times + 1)
 
 
 def shapes(times: int, columns: int) -> dict[str, tuple[int, ...]]:
@@ -60,77 +80,102 @@ def moments(rows: Rows) -> Tensors:
     """Return the sums of some rows for each time.
 
     Returns:
-        `risk` and `tied` [T, 1 + p]: sums of e^eta and e^eta x over the rows at risk and over those
-        with an event; `n_tied` and `weight` [T]: number and weight of these; `linear` [1 + p]: the
-        sum of (eta, x) over all events.
+        `risk` and `tied` [S T, 1 + p]: sums of e^eta and e^eta x over the rows at risk and over
+        those with an event; `n_tied` and `weight` [S T]: number and weight of these; `linear`
+        [1 + p]: the sum of (eta, x) over all events.
     """
     x, w, died = rows.design, rows.weights, rows.events
     relative = (w * rows.eta.exp()).unsqueeze(1)
     terms = torch.cat([relative, relative * x], 1)
     own = torch.cat([rows.eta.unsqueeze(1), x], 1)
 
-    def at_last(values: Tensor, chosen: Tensor) -> Tensor:
-        found = torch.zeros(rows.times, *values.shape[1:], dtype=torch.float64)
-        return found.index_add_(0, rows.last[chosen], values[chosen])
+    def at_events(values: Tensor) -> Tensor:
+        return added(values[died], rows.place[died], rows.strata * rows.times)
 
     return {
-        "risk": _from_then_on(at_last(terms, rows.last >= 0)),
-        "tied": at_last(terms, died),
-        "n_tied": at_last(torch.ones_like(w), died),
-        "weight": at_last(w, died),
+        "risk": over_risk_sets(rows, lambda chosen, *slot: added(terms[chosen], *slot)),
+        "tied": at_events(terms),
+        "n_tied": at_events(torch.ones_like(w)),
+        "weight": at_events(w),
         "linear": w[died] @ own[died],
     }
 
 
 def squares(rows: Rows) -> Tensors:
     """Return the upper halves of the sums of e^eta x x', `risk_square` over the rows at risk and
-    `tied_square` over those with an event, [T, p (p + 1) / 2].
+    `tied_square` over those with an event, [S T, p (p + 1) / 2].
     """
     root = (rows.weights * rows.eta.exp()).sqrt().unsqueeze(1) * rows.design
     i, j = torch.triu_indices(root.shape[1], root.shape[1])
 
-    def at_last(chosen: Tensor) -> Tensor:
-        last, order = rows.last[chosen].sort(stable=True)
-        parts = root[chosen][order].split(torch.bincount(last, minlength=rows.times).tolist())
+    def by_slot(chosen: Tensor, slot: Tensor, size: int) -> Tensor:
+        ordered, order = slot.sort(stable=True)
+        parts = root[chosen][order].split(torch.bincount(ordered, minlength=size).tolist())
         return torch.stack([(part.T @ part)[i, j] for part in parts])
 
     return {
-        "risk_square": _from_then_on(at_last(rows.last >= 0)),
-        "tied_square": at_last(rows.events),
+        "risk_square": over_risk_sets(rows, by_slot),
+        "tied_square": by_slot(rows.events, rows.place[rows.events], rows.strata * rows.times),
     }
 
 
 def paired(sums: Tensors, times: int) -> Tensors:
     """Return sums of `moments` and `squares` where neighbours of the `times` of a baseline are
-    joined in pairs: who is at risk at the first of a pair is at risk at both.
+    joined in pairs: who is at risk at the first of a pair is at risk at both. Where more rows enter
+    than leave, those are who has an event at the first or is at risk at the second.
     """
 
-    def pairs(name: str) -> Tensor:
+    def pairs(name: str) -> tuple[Tensor, Tensor]:
         found = sums[name].unflatten(0, (-1, times))
-        whole = torch.cat([found, torch.zeros_like(found[:, : times % 2])], 1)
-        return whole.unflatten(1, (-1, 2))
+        whole = torch.cat([found, torch.zeros_like(found[:, : times % 2])], 1).unflatten(1, (-1, 2))
+        return whole[:, :, 0].flatten(0, 1), whole[:, :, 1].flatten(0, 1)
 
-    first = {name: pairs(name)[:, :, 0].flatten(0, 1) for name in ("risk", "risk_square")}
-    both = ("tied", "n_tied", "weight", "tied_square")
-    return {**sums, **first, **{name: pairs(name).sum(2).flatten(0, 1) for name in both}}
+    joined = {name: torch.add(*pairs(name)) for name in ("tied", "n_tied", "weight", "tied_square")}
+    (risk, later), died = pairs("risk"), pairs("tied")[0]
+    entered = (later + died)[:, :1] > risk[:, :1] * (1 + 1e-9)
+    for kind in ("", "_square"):
+        first, second = pairs("risk" + kind)
+        other = second + pairs("tied" + kind)[0]
+        joined["risk" + kind] = torch.where(entered, other, first)
+    return {**sums, **joined}
 
 
-def _from_then_on(values: Tensor) -> Tensor:
-    """Return sums over times from each on, [T, ...], of what rows have at their last."""
-    return values.flip(0).cumsum(0).flip(0)
+def added(values: Tensor, place: Tensor, size: int) -> Tensor:
+    """Return the sums of values [n, ...] by their places [n], [size, ...]."""
+    found = torch.zeros(size, *values.shape[1:], dtype=torch.float64)
+    return found.index_add_(0, place, values)
+
+
+def over_risk_sets(rows: Rows, by_slot: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
+    """Return sums over the rows at risk at each time, [S T, ...].
+
+    A row is at risk from its first time to its last: among those that leave from a time on, but
+    not among those that enter after it.
+
+    Args:
+        rows: The rows.
+        by_slot: Function (which rows [n], the slot of each, number of slots) -> sums by slot.
+    """
+    size = rows.strata * (rows.times + 1)
+    late = rows.first > 0
+    leaving = by_slot(torch.ones_like(late), rows.slot + rows.last + 1, size)
+    change = leaving - by_slot(late, (rows.slot + rows.first)[late], size)
+    by_stratum = change.unflatten(0, (rows.strata, rows.times + 1))
+    return by_stratum.flip(1).cumsum(1).flip(1)[:, 1:].flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class Hazards:
-    """Hold what the denominators of all events say, for each of T times.
+    """Hold what the denominators of all events say, for each of S T times.
 
     Args:
         loss: Negative log partial likelihood, in nats.
         slope: Its gradient, [p].
         at_risk: The hazard's step w / phi_l, summed over l, and the same times the mean of x under
-            phi_l, [T, 1 + p].
+            phi_l, [S T, 1 + p].
         of_tied: The same with each l times l / d, of which tied rows are spared.
-        mean: The mean of x in the denominators, [T, p].
+        variance: The variance of the hazard's step, w / phi_l^2 summed over l, [S T].
+        mean: The mean of x in the denominators, [S T, p].
         outer: The sum of w times the outer products of the means under phi_l, [p, p], which a sum
             of e^eta x x' by the hazards' steps exceeds by the Hessian.
     """
@@ -139,6 +184,7 @@ class Hazards:
     slope: Tensor
     at_risk: Tensor
     of_tied: Tensor
+    variance: Tensor
     mean: Tensor
     outer: Tensor
 
@@ -159,7 +205,7 @@ class Hazards:
 
 def hazards(sums: Tensors) -> Hazards:
     """Return the partial likelihood and its parts by sums of `moments` over all rows."""
-    tied = sums["n_tied"].round().long()
+    tied = sums["n_tied"].round().long()  # [S T]
     # A line for each event: its time, and its number among those tied there.
     place = torch.arange(len(tied)).repeat_interleave(tied)
     number = torch.arange(len(place)) - (tied.cumsum(0) - tied)[place]
@@ -171,14 +217,14 @@ def hazards(sums: Tensors) -> Hazards:
     steps = torch.cat([step, step * mean], 1)
 
     def by_time(values: Tensor) -> Tensor:
-        found = torch.zeros(len(tied), values.shape[1], dtype=torch.float64)
-        return found.index_add_(0, place, values)
+        return added(values, place, len(tied))
 
     return Hazards(
         loss=weight @ phi[:, 0].log() - sums["linear"][0],
         slope=weight @ mean - sums["linear"][1:],
         at_risk=by_time(steps),
         of_tied=by_time(share * steps),
+        variance=by_time(step / phi[:, :1])[:, 0],
         mean=by_time(mean / tied[place].unsqueeze(1)),
         outer=mean.T @ (weight.unsqueeze(1) * mean),
     )
@@ -186,9 +232,10 @@ def hazards(sums: Tensors) -> Hazards:
 
 def hazard_met(rows: Rows, at_risk: Tensor, of_tied: Tensor) -> Tensor:
     """Return the sums of the steps of `Hazards` that each row met while at risk, [n, 1 + p]."""
-    before = torch.zeros(1, at_risk.shape[1], dtype=torch.float64)
-    met = torch.cat([before, at_risk.cumsum(0)])[rows.last + 1]
-    return met - rows.events.unsqueeze(1) * of_tied[rows.last]
+    by_stratum = at_risk.unflatten(0, (rows.strata, rows.times)).cumsum(1)
+    until = torch.nn.functional.pad(by_stratum, (0, 0, 1, 0)).flatten(0, 1)
+    met = until[rows.slot + rows.last + 1] - until[rows.slot + rows.first]
+    return met - rows.events.unsqueeze(1) * of_tied[rows.place]
 
 
 def score_residuals(rows: Rows, at_risk: Tensor, of_tied: Tensor, mean: Tensor) -> Tensor:
@@ -206,5 +253,5 @@ def score_residuals(rows: Rows, at_risk: Tensor, of_tied: Tensor, mean: Tensor) 
     """
     x, met = rows.design, hazard_met(rows, at_risk, of_tied)
     expected = rows.eta.exp().unsqueeze(1) * (met[:, :1] * x - met[:, 1:])
-    observed = rows.events.unsqueeze(1) * (x - mean[rows.last])
+    observed = rows.events.unsqueeze(1) * (x - mean[rows.place])
     return rows.weights.unsqueeze(1) * (observed - expected)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.stats.asking import Sites
-from bayesfl.stats.tables import Site, Tables
+from bayesfl.stats.tables import Tables
 from bayesfl.stats.terms import Levels, column_of
 
 ALL = "all"
@@ -39,18 +39,18 @@ def groups_of(sites: Sites, by: str | Levels | None) -> tuple[str | None, tuple[
         ) from None
 
 
-def group(site: Site, by: str | None, levels: tuple[Any, ...]) -> Tensor:
-    """Return the place of each row's group among the levels, [n].
+def group(frame: Any, by: str | None, levels: tuple[Any, ...], site: str) -> Tensor:
+    """Return the place of each row's group among the levels, [n], for a frame of a site.
 
     Raises:
         ValueError: A row has none, or another one.
     """
     if by is None:
-        return torch.zeros(len(site.weights), dtype=torch.int64)
-    others = Levels(by, levels).values(site.frame, site.name)
+        return torch.zeros(len(frame), dtype=torch.int64)
+    others = Levels(by, levels).values(frame, site)
     if missing := int(np.isnan(others).any(1).sum()):
         raise ValueError(
-            f"site {site.name!r} has {missing} rows without {by!r}; name it in "
+            f"site {site!r} has {missing} rows without {by!r}; name it in "
             "tables(also=...), which looks at missing values, or leave these rows out"
         )
     return torch.from_numpy(others @ np.arange(1, len(levels))).long()

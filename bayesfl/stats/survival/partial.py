@@ -16,6 +16,7 @@ from bayesfl.base.surveys import Semidefinite
 from bayesfl.stats import newton
 from bayesfl.stats.asking import SiteSurvey
 from bayesfl.stats.survival import efron
+from bayesfl.stats.survival.groups import ALL, group
 from bayesfl.stats.survival.times import Grid, followed
 from bayesfl.stats.tables import Site
 
@@ -39,6 +40,9 @@ class PartialLikelihood(SiteSurvey):
         centre: Means of the columns.
         scale: Their standard deviations.
         unit: The weight that is 1.
+        entry: Column of the times at which rows enter; None if all are at risk from 0.
+        strata: Column of strata, each with a baseline of its own; None for one.
+        levels: The S strata.
     """
 
     time: str
@@ -49,6 +53,9 @@ class PartialLikelihood(SiteSurvey):
     centre: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
     unit: float = 1.0
+    entry: str | None = None
+    strata: str | None = None
+    levels: tuple[Any, ...] = (ALL,)
 
     @property
     def strength(self) -> float:
@@ -64,7 +71,7 @@ class PartialLikelihood(SiteSurvey):
         p = self.columns
         if self.grid is None:
             return {"loss": (), "slope": (p,), "hessian": Semidefinite((p, p)), "n_outside": ()}
-        return {**efron.shapes(len(self.grid.ends), p), "n_outside": ()}
+        return {**efron.shapes(len(self.levels) * len(self.grid.ends), p), "n_outside": ()}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
@@ -85,14 +92,17 @@ class PartialLikelihood(SiteSurvey):
         return site.weights * (eta - eta.max()).exp()
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Make Newton's step, see `newton.step`, and keep what residuals need of the baseline."""
+        """Make Newton's step, see `newton.step`, and keep what residuals and curves need of the
+        baseline.
+        """
         found, kept = total, {}
         if self.grid is not None:
             shared = efron.hazards(total)
             hessian = shared.hessian(total)
             found = {"loss": shared.loss, "slope": shared.slope, "hessian": hessian}
             kept = {name: getattr(shared, name) for name in KEPT}
-            kept["weight"] = total["weight"]
+            kept |= {"weight": total["weight"], "variance": shared.variance / self.unit}
+            kept["followed"] = total["risk"][:, 0] > 0
             kept["coarser"] = self._coarser(state["theta"], total, len(self.grid.ends))
         theta = state["theta"]
         loss = torch.where(total["n_outside"] > 0, torch.inf, found["loss"])
@@ -112,33 +122,59 @@ class PartialLikelihood(SiteSurvey):
         return -torch.linalg.pinv(hessian, hermitian=True) @ (shared.slope + prior * theta)
 
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
-        """Return the cells of times of a baseline that sites share; see `SiteSurvey`."""
+        """Return the cells of strata, times and events of a baseline that sites share, and those
+        of strata and times of entry; see `SiteSurvey`.
+        """
         if self.grid is None:
             return []
         rows = self.rows(state["theta"], site)
-        return [self.grid.cells(rows.last, rows.events, torch.zeros_like(rows.last))]
+        leaving = self.grid.cells(rows.last, rows.events, rows.stratum)
+        return [leaving] if self.entry is None else [leaving, rows.slot + rows.first]
 
     def rows(self, theta: Tensor, site: Site) -> efron.Rows:
         """Return a site's rows as the partial likelihood reads them.
 
         Raises:
-            ValueError: As by `followed`, or a time is beyond the grid.
+            ValueError: As by `followed`, `group` and `entries`, or a time is beyond the grid.
         """
         times, events = followed(site, self.time, self.event)
         own = tuple(torch.unique(times[events]).tolist())
         grid = self.grid or Grid(own, exact_times=True, middles=own)
         centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
-        if self.grid is None:  # which its own baseline takes up, so that no digits cancel
-            centre = site.x.mean(0)
-        design = (site.x - centre) / scale
+        stratum = group(site.frame, self.strata, self.levels, site.name)
+        design = site.x - centre
+        if self.grid is None:  # each baseline takes up means of its own, so that no digits cancel
+            for one in stratum.unique():
+                own = site.x[stratum == one]
+                own = own - own[0]  # 0 without rounding where a column is constant
+                design[stratum == one] = own - own.mean(0)
+        design = design / scale
+        last = grid.last(site, times, events, stratum)
         return efron.Rows(
             design=design,
             eta=design @ theta + site.offset,
             weights=site.weights / self.unit,
             events=events,
-            last=grid.last(site, times, events, torch.zeros_like(times)),
+            first=grid.first(site, self.entries(site, times), last, stratum),
+            last=last,
+            stratum=stratum,
             times=len(grid.ends),
+            strata=len(self.levels),
         )
+
+    def entries(self, site: Site, times: Tensor) -> Tensor:
+        """Return the times at which a site's rows enter, [n], by the times at which they leave.
+
+        Raises:
+            ValueError: A row leaves before it enters.
+        """
+        entries = torch.zeros_like(times) if self.entry is None else site.column(self.entry)
+        if never := int((entries >= times).sum()):
+            raise ValueError(
+                f"site {site.name!r} has {never} rows whose {self.entry!r} is not before "
+                f"{self.time!r}, who were never at risk; leave them out"
+            )
+        return entries
 
 
 @dataclass(frozen=True)
@@ -148,10 +184,10 @@ class AfterFit(SiteSurvey):
     Args:
         likelihood: The partial likelihood.
         theta: Where it was asked last, [p].
-        at_risk: As in `efron.Hazards`, of the baseline that sites share, [T, 1 + p]; empty where
-            each has its own.
-        of_tied: As in `efron.Hazards`, [T, 1 + p].
-        mean: As in `efron.Hazards`, [T, p].
+        at_risk: As in `efron.Hazards`, of the baseline that sites share, [S T, 1 + p]; empty
+            where each has its own.
+        of_tied: As in `efron.Hazards`, [S T, 1 + p].
+        mean: As in `efron.Hazards`, [S T, p].
     """
 
     likelihood: PartialLikelihood

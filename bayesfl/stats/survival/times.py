@@ -78,14 +78,40 @@ class Grid:
             )
         last = torch.searchsorted(ends, times).clamp_max(len(ends) - 1)
         last = last - (~events & (times < middles[last])).long()
+        for one in group.unique():
+            self._join(site, last, ~events & (group == one), 1 / 2)
+        return last
+
+    def first(self, site: Site, entries: Tensor, last: Tensor, group: Tensor) -> Tensor:
+        """Return the place of the first time after each entry, [n], last + 1 at most: entries are
+        rounded down.
+
+        Where the site has a policy, as many rows of a group enter at a time as its `min_level`,
+        those near one another at the time of the first one.
+
+        Args:
+            site: The site.
+            entries: When its rows enter, [n].
+            last: As by `last`, [n].
+            group: Which rows are counted together, [n].
+        """
+        ends = torch.tensor(self.ends, dtype=torch.float64)
+        first = torch.minimum(torch.searchsorted(ends, entries, right=True), last + 1)
+        for one in group.unique():
+            self._join(site, first, group == one, 0)
+        return first
+
+    def _join(self, site: Site, places: Tensor, chosen: Tensor, share: float) -> None:
+        """Give some rows [n] of bools which are near one another one place, that of the row at a
+        share of them, by as many as the policy's `min_level`.
+        """
         least = _least(site)
         if least > 1 and not self.exact_times:
-            for one in group.unique():
-                censored = (~events & (group == one)).nonzero().flatten()
-                censored = censored[last[censored].sort(stable=True).indices]
-                for some in censored.tensor_split(max(1, len(censored) // least)):
-                    last[some] = last[some].sort().values[len(some) // 2 : len(some) // 2 + 1]
-        return last
+            order = chosen.nonzero().flatten()
+            order = order[places[order].sort(stable=True).indices]
+            for some in order.tensor_split(max(1, len(order) // least)):
+                at = int(share * len(some))
+                places[some] = places[some][at : at + 1]
 
     def cells(self, last: Tensor, events: Tensor, group: Tensor) -> Tensor:
         """Return which cell of a table of groups, times, and events or not each row is in, [n]; at
@@ -279,7 +305,8 @@ class Bins(SiteSurvey):
             return self._shares(times[events].sort().values, site, place)
         last = torch.searchsorted(state["narrow"], times[events])
         size = 1 + len(state["narrow"])
-        at = group(site, self.by, self.levels)[events] * size + 1 + last
+        own = group(site.frame, self.by, self.levels, site.name)
+        at = own[events] * size + 1 + last
         until = torch.bincount(at, minlength=len(self.levels) * size).reshape(-1, size).cumsum(1)
         inside = until[:, None, :] - until[:, :, None]
         return {"n_few": ((inside > 0) & (inside < _least(site))).any(0).double()}

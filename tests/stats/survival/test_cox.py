@@ -1,5 +1,6 @@
 """Cox's regression over sites beside lifelines' on one table of all rows, and beside loops."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,8 @@ import bayesfl as bf
 from bayesfl.stats.asking import Questions
 from bayesfl.stats.survival import efron
 from bayesfl.stats.survival.partial import PartialLikelihood
-from bayesfl.stats.survival.times import Grid
-from tests.stats.survival.made import COLUMNS, SIZES, TIMES, frames, pooled, rounded, sites
+from bayesfl.stats.survival.times import Grid, follow, grid_of
+from tests.stats.survival.made import COLUMNS, SIZES, TERMS, TIMES, frames, pooled, rounded, sites
 
 lifelines = pytest.importorskip("lifelines", reason="lifelines is not installed")
 BASELINES = ["shared", "per_site"]
@@ -28,17 +29,23 @@ def fitted(time: str, baseline: Any, given: Any = None, **options: Any) -> Any:
     return bf.stats.cox(chosen, time=time, event="event", baseline=baseline, **exact, **options)
 
 
-def anchor(rows: pd.DataFrame, time: str, baseline: str, **options: Any) -> tuple[Any, Any]:
+def anchor(
+    rows: pd.DataFrame,
+    time: str,
+    baseline: str,
+    columns: Sequence[str] = COLUMNS,
+    strata: Sequence[str] = (),
+    **options: Any,
+) -> tuple[Any, Any]:
     """The fit of lifelines, to its last digits, and the rows that it read."""
-    strata = ["site"] if baseline == "per_site" else None
-    cluster = [options["cluster_col"]] if "cluster_col" in options else []
-    weights = [options["weights_col"]] if "weights_col" in options else []
-    read = rows[[*COLUMNS, time, "event", *(strata or []), *cluster, *weights]]
+    strata = [*strata, "site"] if baseline == "per_site" else [*strata]
+    others = [options[key] for key in ("cluster_col", "weights_col", "entry_col") if key in options]
+    read = rows[[*columns, time, "event", *strata, *others]]
     found = lifelines.CoxPHFitter().fit(
         read,
         time,
         "event",
-        strata=strata,
+        strata=strata or None,
         fit_options={"precision": 1e-14, "r_precision": 1e-15},
         **options,
     )
@@ -57,6 +64,101 @@ def test_the_pooled_table(time: str, baseline: str):
     assert (dict(fit.rows), dict(fit.events)) == (SIZES, counts.sum().to_dict())
     assert fit.ratio == "hazard ratio"
     assert fit.parameters == 4
+
+
+def entered() -> dict[str, pd.DataFrame]:
+    """The sites' rows with times of entry, some of them a time of an event of others."""
+    return {
+        site: frame.assign(
+            entry_tied=np.floor(frame["tied"] / 2),
+            entry_untied=frame["untied"] * (np.arange(len(frame)) % 3) / 3,
+        )
+        for site, frame in frames().items()
+    }
+
+
+@pytest.mark.parametrize("errors", ["model", "sandwich"])
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("time", TIMES)
+@pytest.mark.parametrize(("strata", "enters"), [(None, True), ("arm", False), ("arm", True)])
+def test_strata_and_entry_times(
+    strata: str | None, enters: bool, time: str, baseline: str, errors: Any
+):
+    """Beside lifelines' for both, whose robust errors know neither ties nor entry times."""
+    if errors == "sandwich" and (enters or time == "tied"):
+        return
+    terms = [term for term in TERMS if term != strata]
+    columns = [column for column in COLUMNS if column != strata]
+    rows = entered()
+    given, entry = sites(rows, terms=terms), f"entry_{time}" if enters else None
+    fit = fitted(time, baseline, given, strata=strata, entry=entry, errors=errors)
+    options: Any = {"entry_col": entry} if enters else {}
+    options |= {"robust": True} if errors == "sandwich" else {}
+    by = [] if strata is None else [strata]
+    wanted, read = anchor(pooled(rows), time, baseline, columns, by, **options)
+    close(fit.estimate, wanted.params_, rtol=0, atol=1e-10)
+    close(fit.table()["se"], wanted.standard_errors_, rtol=0, atol=1e-10)
+    close(fit.log_likelihood, wanted.log_likelihood_, rtol=0, atol=1e-9)
+    if not enters and errors == "model":  # lifelines' residuals know no entry times
+        test = lifelines.statistics.proportional_hazard_test(wanted, read, time_transform="log")
+        close(fit.check().table["chi2"], test.test_statistic, rtol=1e-8)
+    assert fit.model.endswith(
+        (f", strata by {strata!r}" if strata else "") + (f", entry at {entry!r}" if entry else "")
+    )
+    again = fit.without("east")
+    fewer = {site: frame for site, frame in rows.items() if site != "east"}
+    alone = fitted(
+        time, baseline, sites(fewer, terms=terms), strata=strata, entry=entry, errors=errors
+    )
+    close(again.estimate, alone.estimate, rtol=0, atol=1e-10)
+
+
+def test_entry_times_and_strata_on_a_grid():
+    """Entries are rounded down; who is censored early in the bin of his entry has no part."""
+    rows, ends = entered(), [0.5, 1, 2, 4, 8, 16, 40]
+    options: Any = {"time": "untied", "event": "event", "strata": bf.stats.levels("arm", [0, 1])}
+    terms = [term for term in TERMS if term != "arm"]
+    with pytest.warns(UserWarning, match="events share a bin"):
+        fit = bf.stats.cox(sites(rows, terms=terms), **options, entry="entry_untied", grid=ends)
+    place = np.searchsorted(ends, pooled(rows)["entry_untied"], side="right")
+    known = rounded("untied", ends)[1].assign(entry_untied=np.array([0.0, *ends])[place])
+    known = known[known["untied"] > known["entry_untied"]]
+    columns = [column for column in COLUMNS if column != "arm"]
+    wanted, _ = anchor(known, "untied", "shared", columns, ["arm"], entry_col="entry_untied")
+    close(fit.estimate, wanted.params_, rtol=0, atol=1e-10)
+    close(fit.covariance, wanted.variance_matrix_, rtol=0, atol=1e-10)
+    late = {**rows, "west": rows["west"].assign(entry_tied=rows["west"]["tied"])}
+    for baseline in BASELINES:
+        with pytest.raises(ValueError, match="'west' has 90 rows whose 'entry_tied' is not before"):
+            fitted("tied", baseline, sites(late), entry="entry_tied")
+        with pytest.raises(ValueError, match=r"none of its levels \[1, 2\]"):
+            fitted("tied", baseline, sites(late), strata=bf.stats.levels("arm", [1, 2]))
+
+
+@pytest.mark.filterwarnings("ignore:.* events share a bin")
+def test_a_policy_joins_those_who_enter_or_leave():
+    """Each cell of strata and times has none or `min_level`; estimates are near the exact ones."""
+    rng, n = np.random.default_rng(0), 1800
+    x, arm = rng.normal(size=n), rng.integers(0, 2, n)
+    died, censored = rng.exponential(5 * np.exp(-x / 2)), rng.exponential(8, n)
+    rows = pd.DataFrame({"t": np.minimum(died, censored) + 0.01, "x": x, "arm": arm})
+    rows = rows.assign(d=died <= censored, e=rows["t"] * rng.uniform(-1, 0.9, n).clip(0))
+    parts = {f"{site}": part for site, part in rows.groupby(np.arange(n) % 3)}
+    options: Any = {"time": "t", "event": "d", "strata": "arm", "entry": "e"}
+    told: Any = {"terms": ["x"], "also": ["t", "d", "e", "arm"]}
+    given = bf.stats.tables(parts, **told, policy=bf.stats.Policy(min_level=4))
+    fit = bf.stats.cox(given, **options)
+    exact = bf.stats.cox(bf.stats.tables(parts, **told), **options, exact_times=True)
+    close(fit.table()["se"], exact.table()["se"], rtol=0.02)
+    assert float((fit.estimate - exact.estimate).abs()) < 0.5 * exact.table()["se"].item()
+    asked = Questions(given)
+    grid = grid_of(asked, "t", "d", follow(asked, "t", "d"), 100, False, "arm")
+    survey = PartialLikelihood("t", "d", 1, grid, None, (0.0,), (1.0,), 1.0, "e", "arm", (0, 1))
+    for site in given.sites:
+        own = survey.rows(torch.zeros(1, dtype=torch.float64), site)
+        assert bool((own.first <= own.last + 1).all())
+        for cells in survey.cells({"theta": torch.zeros(1, dtype=torch.float64)}, site):
+            assert cells.unique(return_counts=True)[1].min() >= 4
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -137,7 +239,10 @@ def test_the_default_bins_of_skewed_times(times: str, slip: bool):
 def test_how_far_bins_may_lead():
     """A Newton step where who is in a pair of bins is in one, times 1 - 1 / s."""
     theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
-    rows, _ = by_hand(theta)
+    late, *_ = by_hand(theta, 3)
+    joined = efron.hazards(efron.paired(efron.moments(late) | efron.squares(late), late.times))
+    assert joined.loss.isfinite()
+    rows = replace(late, first=torch.zeros_like(late.first))
     pairs = replace(rows, last=rows.last.div(2, rounding_mode="floor"), times=-(-rows.times // 2))
     sums = efron.moments(rows) | efron.squares(rows)
     wanted = efron.moments(pairs) | efron.squares(pairs)
@@ -165,61 +270,75 @@ def test_how_far_bins_may_lead():
     assert "off by 0 standard errors (age)" in single.said[0]
 
 
-def loss(theta: torch.Tensor, rows: efron.Rows, times: torch.Tensor) -> torch.Tensor:
+def risk_sets(rows: efron.Rows, times: torch.Tensor, entries: torch.Tensor) -> Any:
+    """Yield who has an event, and who is at risk, at each time of each stratum."""
+    for stratum in rows.stratum.unique():
+        here = rows.stratum == stratum
+        for time in times[rows.events & here].unique():
+            yield rows.events & here & (times == time), here & (times >= time) & (entries < time)
+
+
+def loss(theta: torch.Tensor, rows: efron.Rows, *when: torch.Tensor) -> torch.Tensor:
     """Efron's negative log partial likelihood as a loop over events."""
     eta = rows.design @ theta
     risk, found = rows.weights * eta.exp(), torch.zeros((), dtype=torch.float64)
-    for time in times[rows.events].unique():
-        tied = rows.events & (times == time)
+    for tied, there in risk_sets(rows, *when):
         d, weight = int(tied.sum()), rows.weights[tied].mean()
         found = found - (rows.weights * eta)[tied].sum()
         for number in range(d):
-            phi = risk[times >= time].sum() - number / d * risk[tied].sum()
+            phi = risk[there].sum() - number / d * risk[tied].sum()
             found = found + weight * phi.log()
     return found
 
 
-def by_hand(theta: torch.Tensor) -> tuple[efron.Rows, torch.Tensor]:
+def by_hand(theta: torch.Tensor, strata: int) -> tuple[efron.Rows, torch.Tensor, torch.Tensor]:
+    """Rows with their times and entries, which are 0 where there is one stratum."""
     rng = torch.Generator().manual_seed(0)
     n = 40
     design = torch.randn(n, 3, generator=rng, dtype=torch.float64)
     times = torch.randint(1, 12, (n,), generator=rng).double()
     events = torch.rand(n, generator=rng) < 0.6
     ends = times[events].unique()
+    place = torch.arange(n)
+    entries = torch.floor(times * (place % 4) / 4) * (strata > 1)
     rows = efron.Rows(
         design=design,
         eta=design @ theta,
         weights=torch.randint(1, 4, (n,), generator=rng).double(),
         events=events,
+        first=torch.searchsorted(ends, entries, right=True),
         last=torch.searchsorted(ends, times, right=True) - 1,
+        stratum=place % strata,
         times=len(ends),
+        strata=strata,
     )
-    return rows, times
+    return rows, times, entries
 
 
-def test_slope_and_hessian_are_derivatives():
+@pytest.mark.parametrize("strata", [1, 3])
+def test_slope_and_hessian_are_derivatives(strata: int):
     """Of Efron's loss in a loop, by autograd."""
     theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
-    rows, times = by_hand(theta)
+    rows, *when = by_hand(theta, strata)
     found = efron.hazards(efron.moments(rows))
-    close(found.loss, loss(theta, rows, times), rtol=1e-12)
-    first = torch.autograd.functional.jacobian(lambda t: loss(t, rows, times), theta)
-    second = torch.autograd.functional.hessian(lambda t: loss(t, rows, times), theta)
+    close(found.loss, loss(theta, rows, *when), rtol=1e-12)
+    first = torch.autograd.functional.jacobian(lambda t: loss(t, rows, *when), theta)
+    second = torch.autograd.functional.hessian(lambda t: loss(t, rows, *when), theta)
     close(found.slope, first, atol=1e-11)
     close(found.hessian_of(rows), second, atol=1e-11)
     close(found.hessian(efron.squares(rows)), second, atol=1e-11)
 
 
-def test_score_residuals_under_ties():
+@pytest.mark.parametrize("strata", [1, 3])
+def test_score_residuals_under_ties(strata: int):
     """Beside a loop over rows, events and the tied among them; they add up to the score."""
     theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
-    rows, times = by_hand(theta)
+    rows, *when = by_hand(theta, strata)
     hazards = efron.hazards(efron.moments(rows))
     found = efron.score_residuals(rows, hazards.at_risk, hazards.of_tied, hazards.mean)
     risk = rows.eta.exp()
     wanted = torch.zeros_like(rows.design)
-    for time in times[rows.events].unique():
-        tied, there = rows.events & (times == time), times >= time
+    for tied, there in risk_sets(rows, *when):
         d, weight = int(tied.sum()), rows.weights[tied].mean()
         for number in range(d):
             spared = there * (1 - number / d * tied.double())
@@ -263,8 +382,9 @@ def test_probability_weights(baseline: str, unit: float):
     close(fit.table()["se"], wanted.standard_errors_, rtol=1e-9)
     assert dict(fit.rows) == SIZES
     assert dict(fit.events) == pooled().groupby("site")["event"].sum().to_dict()
-    with pytest.raises(ValueError, match="no check of this fit under probability weights"):
-        fit.check()
+    for question in (fit.check, fit.survival):
+        with pytest.raises(ValueError, match=r"no .* of this fit under probability weights"):
+            question()
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -294,32 +414,89 @@ def test_robust_errors_of_rows_that_count_more_than_once(baseline: str):
     close(found.covariance.diagonal(), wanted.covariance.diagonal(), rtol=0.03)
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_a_rare_level_without_events_separates(baseline: str):
-    rng = np.random.default_rng(0)
-    n = 1500
-    rows = pd.DataFrame(
-        {
-            "age": rng.normal(size=n),
-            "rare": np.arange(n) < 2,
-            "untied": rng.exponential(size=n),
-            "event": np.arange(n) >= 2,
-        }
+def rare(rows: int, share: int, events: int, spared: int) -> pd.DataFrame:
+    """Rows of three sites of whom every `share`-th is rare, and of the rare `spared` have an event;
+    of the others every `events`-th has one.
+    """
+    place = np.arange(rows)
+    is_rare = place % share == share // 2
+    died = np.where(is_rare, is_rare.cumsum() <= spared, place % events == events - 1)
+    age = np.random.default_rng(0).normal(size=rows)
+    return pd.DataFrame(
+        {"site": place // 7 % 3, "untied": place + 1.0, "event": died, "rare": is_rare, "age": age}
     )
-    given = bf.stats.tables({"a": rows}, terms=["age", "rare"], also=["untied", "event"])
-    with pytest.raises(ValueError, match=r"^\['rare'\] separate"):
-        fitted("untied", baseline, given)
-    for size, dose, errors in ((60, 1.0, "model"), (60, 3.0, "sandwich"), (3000, 1.0, "sandwich")):
-        few = pd.DataFrame({"untied": np.arange(1.0, size + 1), "site": np.arange(size) % 3})
-        few["event"] = np.arange(size) % (size // 10) == size // 10 - 1
-        few["z"] = dose * ((np.arange(size) % 30 == 20) & ~few["event"])
-        given = bf.stats.tables(
-            {f"{k}": part for k, part in few.groupby("site")},
-            terms=["z"],
-            also=["untied", "event"],
-        )
-        with pytest.raises(ValueError, match=r"^\['z'\] separate"):
-            fitted("untied", baseline, given, errors=errors)
+
+
+SEPARATED: dict[str, tuple[pd.DataFrame, float, float]] = {
+    "two of 60": (rare(60, 30, 6, 0), 1.0, 1.0),
+    "ten of 3000": (rare(3000, 300, 50, 0), 1.0, 1.0),
+    "all others": (rare(300, 3, 1, 0), 1.0, 1.0),
+    "weights of 1e-6": (rare(300, 30, 5, 0), 1e-6, 1.0),
+    "weights that sum to 1": (rare(300, 30, 5, 0), 1 / 300, 1.0),
+    "weights of 1e6": (rare(300, 30, 5, 0), 1e6, 1.0),
+    "a column of 1e-9": (rare(300, 30, 5, 0), 1.0, 1e-9),
+    "a column of 1e9": (rare(300, 30, 5, 0), 1.0, 1e9),
+}
+
+
+@pytest.mark.filterwarnings("ignore:constant")
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("case", SEPARATED)
+def test_a_level_without_events_separates(case: str, baseline: str):
+    rows, weight, unit = SEPARATED[case]
+    rows = rows.assign(rare=rows["rare"] * unit, w=weight)
+    given = bf.stats.tables(
+        {f"{site}": part for site, part in rows.groupby("site")},
+        terms=["age", "rare"],
+        also=["untied", "event"],
+        **({} if weight == 1 else {"probability_weights": "w"}),
+    )
+    with pytest.raises(ValueError, match=r"^\['rare'\] separate.*prior=2.5"):
+        fitted("untied", baseline, given, errors="sandwich")
+    if weight == 1:
+        assert fitted("untied", baseline, given, prior=2.5).estimate.isfinite().all()
+
+
+@pytest.mark.parametrize(("weight", "unit"), [(1, 1), (1e-6, 1), (1e6, 1), (1, 1e-9), (1, 1e9)])
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_one_event_does_not_separate(baseline: str, weight: float, unit: float):
+    """In whatever unit weights and columns are; beside lifelines at a unit of 1."""
+    rows = rare(600, 3, 1, 1)
+    wanted, _ = anchor(rows, "untied", baseline, ["age", "rare"], robust=True)
+    rows = rows.assign(rare=rows["rare"] * unit, w=float(weight))
+    given = bf.stats.tables(
+        {f"{site}": part for site, part in rows.groupby("site")},
+        terms=["age", "rare"],
+        also=["untied", "event"],
+        probability_weights="w",
+    )
+    fit = fitted("untied", baseline, given)
+    assert fit.coefficients["rare"] * unit < -5
+    scale = torch.tensor([1.0, unit], dtype=torch.float64)
+    close(fit.estimate * scale, wanted.params_, rtol=1e-8)
+    close(fit.table()["se"] * scale.numpy(), wanted.standard_errors_, rtol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:constant")
+def test_a_column_that_is_constant_at_a_site():
+    """Under its own baseline the site says nothing of it, and its Hessian is 0, not rounding."""
+    rows = {
+        site: frame.assign(age=12.345 if site == "west" else frame["age"])
+        for site, frame in frames().items()
+    }
+    with pytest.warns(UserWarning, match="constant: age at west"):
+        given = sites(rows, terms=["age"])
+    by_arm = {
+        site: frame.assign(age=np.where(frame["arm"] == 1, 12.3, frame["age"]))
+        for site, frame in rows.items()
+    }
+    apart = fitted("tied", "per_site", sites(by_arm, terms=["age"]), strata="arm")
+    first = {site: frame[frame["arm"] == 0] for site, frame in by_arm.items()}
+    close(apart.estimate, fitted("tied", "per_site", sites(first, terms=["age"])).estimate)
+    fit = fitted("tied", "per_site", given)
+    others = fitted("tied", "per_site", sites(terms=["age"]).only(["east", "north", "south"]))
+    close(fit.estimate, others.estimate, rtol=0, atol=1e-10)
+    close(fit.covariance, others.covariance, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -398,6 +575,66 @@ def test_concordance_of_pairs_within_sites(time: str):
         rows.loc[east, time], -risk[east], rows.loc[east, "event"]
     )
     close(found.loc["east", "concordance"], of_east, rtol=1e-12)
+
+
+def ranked(rows: pd.DataFrame, risk: np.ndarray, time: str, entry: str | None) -> list[float]:
+    """Pairs of which it is known who had an event first, those ranked right, and those alike, by
+    how often rows count; of rows of one stratum that are at risk together.
+    """
+    t, died, w, arm = (rows[c].to_numpy(float) for c in (time, "event", "count", "arm"))
+    enters = np.zeros(len(t)) if entry is None else rows[entry].to_numpy(float)
+    later = (t > t[:, None]) | ((t == t[:, None]) & (died == 0))
+    pairs = (died == 1)[:, None] & later & (enters < t[:, None]) & (arm == arm[:, None])
+    weight = pairs * w[:, None] * w
+    alike = np.isclose(risk, risk[:, None], rtol=1e-9)
+    return [
+        float((weight * which).sum()) for which in (1.0, ~alike & (risk < risk[:, None]), alike)
+    ]
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("entry", [None, "entry_tied"])
+@pytest.mark.parametrize("term", ["age", "kind"])
+def test_concordance_by_all_pairs(term: str, entry: str | None, baseline: str):
+    """Under strata, entry times and weights; over all sites exactly where scores are few."""
+    terms = [one for one in TERMS if term in (one, getattr(one, "column", None))]
+    rows = entered()
+    given = sites(rows, terms=terms, frequency_weights="count")
+    fit = fitted("tied", baseline, given, strata="arm", entry=entry)
+    found = fit.concordance()
+    columns = ["age"] if term == "age" else ["b", "c"]
+    parts = {site: pooled({site: frame}) for site, frame in rows.items()} | {"all": pooled(rows)}
+    for site, part in parts.items():
+        wanted = ranked(part, part[columns].to_numpy(float) @ fit.estimate.numpy(), "tied", entry)
+        if site != "all":
+            close(found.loc[site, ["pairs", "concordant", "tied"]], wanted, rtol=1e-12)
+        elif baseline == "shared":
+            line, apart = found.loc["all pairs"], (wanted[1] + wanted[2] / 2) / wanted[0]
+            close(line["pairs"], wanted[0], rtol=1e-12)
+            close(line["concordance"], apart, rtol=0, atol=1e-12 if term == "kind" else 0.002)
+    close(found.loc["pairs within sites"].iloc[1:], found.iloc[: len(SIZES), 1:].sum())
+    assert ("all pairs" in found.index) == (baseline == "shared")
+
+
+@pytest.mark.filterwarnings("ignore:.* events share a bin", "ignore:Column.* have very low")
+@pytest.mark.parametrize("unit", [1e-5, 1.0, 1e3])
+def test_concordance_of_all_sites_beside_lifelines(unit: float):
+    """On default settings, in whatever unit columns are; under a policy within sites alone."""
+    rows = lifelines.datasets.load_rossi()
+    rows["age"] *= unit
+    terms = ["fin", "age", "race", "wexp", "mar", "paro", "prio"]
+    parts = {f"site {place}": rows.iloc[place::4] for place in range(4)}
+    wanted = lifelines.CoxPHFitter().fit(rows, "week", "arrest").concordance_index_
+    options: Any = {"terms": terms, "also": ["week", "arrest"]}
+    for settings in ({}, {"grid": 10}, {"exact_times": True}):
+        given: Any = bf.stats.tables(parts, **options)
+        fit = bf.stats.cox(given, time="week", event="arrest", **settings)
+        close(fit.concordance().loc["all pairs", "concordance"], wanted, rtol=0, atol=0.005)
+    own: Any = bf.stats.tables(
+        parts, **options, policy=bf.stats.Policy(min_level=0, exact_times=True)
+    )
+    found = bf.stats.cox(own, time="week", event="arrest", exact_times=True).concordance()
+    assert found.index.tolist() == [*parts, "pairs within sites"]
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -494,11 +731,12 @@ def test_evidence_is_laplaces():
     times = torch.tensor(rows["tied"].to_numpy())
     weights = torch.ones(len(x), dtype=torch.float64)
     events = torch.tensor(rows["event"].to_numpy() == 1)
-    given = efron.Rows(x, weights, weights, events, weights.long(), 0)
+    none = torch.zeros(len(x), dtype=torch.int64)
+    given = efron.Rows(x, weights, weights, events, none, none, none, times=0)
     normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.5)
 
     def energy(theta: torch.Tensor) -> torch.Tensor:
-        return loss(theta, given, times) - normal.log_prob(theta).sum()
+        return loss(theta, given, times, none) - normal.log_prob(theta).sum()
 
     theta = fit.estimate * torch.tensor(rows[COLUMNS].to_numpy(float)).std(0, correction=0)
     assert float(torch.autograd.functional.jacobian(energy, theta).abs().max()) < 1e-9  # type: ignore
@@ -506,7 +744,7 @@ def test_evidence_is_laplaces():
     volume = torch.linalg.slogdet(curvature / (2 * np.pi)).logabsdet / 2
     assert fit.evidence is not None
     close(fit.evidence, float(-energy(theta) - volume), rtol=0, atol=1e-8)
-    close(fit.log_likelihood, -float(loss(theta, given, times)), rtol=0, atol=1e-8)
+    close(fit.log_likelihood, -float(loss(theta, given, times, none)), rtol=0, atol=1e-8)
 
 
 def test_rows_that_no_fit_may_hold():
