@@ -266,5 +266,5 @@ def test_the_same_digits(quick):
     apart = [float(found) for found in re.findall(r"coefficient (\S+?)[,;]", shown)]
     # Of regressions, weights, a formula, a random intercept, Cox's five, curves, their test, and
     # the cut one.
-    assert len(apart) == 2 * len(study["CHOSEN"]) + 3 + 8
+    assert len(apart) == 2 * len(study["CHOSEN"]) + 4 + 8
     assert max(apart) < 1e-5
