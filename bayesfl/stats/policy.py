@@ -13,6 +13,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
 
@@ -197,7 +198,7 @@ class Policy:
         outcome and those that a question names, [k, n] of bools.
         """
         found = []
-        for values in _of_two(site).T:
+        for values in site.of_two.T:
             found.append(values == values.max())
         for name in _categories(site, question.tables, question.named(site)):
             levels, codes = np.unique(site.frame[name].astype(str), return_inverse=True)
@@ -223,7 +224,7 @@ class Question:
     shapes: Mapping[str, tuple[int, ...]]
     hidden: bool
 
-    @property
+    @cached_property
     def parts(self) -> list[Any]:
         """Return the question, the questions in it, and the values of their fields."""
         return list(_parts(self.survey))
@@ -281,9 +282,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _rarest(site: "Site", tables: "Tables", named: set[str]) -> float:
     """Return the number of rows of a site's rarest level; infinite where it has none."""
-    counts = [torch.inf]
-    for values in _of_two(site).T:
-        counts.append(_smallest(values))
+    counts = [site.least_of_two]
     for name in _categories(site, tables, named):
         counts.append(float(site.frame[name].value_counts().min()))
     return min(counts)
@@ -300,15 +299,6 @@ def _categories(site: "Site", tables: "Tables", named: set[str]) -> list[str]:
         if values.nunique() == 2 or values.dtype.kind not in "iuf":
             found.add(name)
     return sorted(found)
-
-
-def _of_two(site: "Site") -> Tensor:
-    """Return the columns of a site's design and outcome that have two values, [n, k]."""
-    columns = site.x if site.y is None else torch.cat([site.x, site.y[:, None]], 1)
-    if not columns.numel():
-        return columns[:, :0]
-    low, high = columns.min(0).values, columns.max(0).values
-    return columns[:, ((columns == low) | (columns == high)).all(0) & (low < high)]
 
 
 def _smallest(labels: Tensor) -> float:

@@ -4,6 +4,7 @@ A site's rows stay where they are; what a fit learns of them are sums over sites
 have the same columns in the design, so categories are declared with their levels.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -84,6 +85,21 @@ class Site:
         columns = self.x if self.y is None else torch.cat([self.x, self.y[:, None]], 1)
         squares = (columns - columns.median(0).values).square()
         return squares.topk(min(len(squares), FEW), 0).values.cumsum(0) / squares.sum(0)
+
+    @cached_property
+    def of_two(self) -> Tensor:
+        """Return the columns of the design and the outcome that have two values, [n, k]."""
+        columns = self.x if self.y is None else torch.cat([self.x, self.y[:, None]], 1)
+        if not columns.numel():
+            return columns[:, :0]
+        low, high = columns.min(0).values, columns.max(0).values
+        return columns[:, ((columns == low) | (columns == high)).all(0) & (low < high)]
+
+    @cached_property
+    def least_of_two(self) -> float:
+        """Return how many rows have the rarer value of these; infinity where there are none."""
+        counts = (self.of_two == self.of_two.amax(0)).sum(0) if self.of_two.numel() else ()
+        return float(min((min(n, len(self.x) - n) for n in map(int, counts)), default=math.inf))
 
     @cached_property
     def row_hashes(self) -> np.ndarray:
