@@ -8,7 +8,7 @@ import pandas as pd
 from loopback import Loopback, network
 
 HERE = Path(__file__).parent
-PATIENTS = {"basel": 180, "bern": 90, "chur": 45}
+PATIENTS = {"basel": 180, "bern": 150, "chur": 120}
 
 
 def make_files(folder: Path) -> dict[str, Path]:
