@@ -31,7 +31,7 @@ LINES = 10_000
 
 @dataclass
 class Ledger:
-    """What was asked of sites, one on a node, several in a simulation.
+    """Keep what was asked of sites, one on a node, several in a simulation.
 
     Args:
         key: Key of the hashes, in hexadecimal digits.
