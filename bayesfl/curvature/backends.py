@@ -58,7 +58,7 @@ def choose(backend: Name, module: nn.Module, layout: Layout) -> Backend:
         missing = layers.unsupported(module)
         if not missing:
             return layers.Layers(module, layout)
-    if backend == "backpack" or (backend == "auto" and next(module.parameters()).is_cuda):
+    if backend == "backpack" or (backend == "auto" and _on_a_gpu(module)):
         missing = backpack_unsupported(module)
         if not missing:
             try:
@@ -68,6 +68,10 @@ def choose(backend: Name, module: nn.Module, layout: Layout) -> Backend:
     if backend in ("layers", "backpack"):
         raise refusal(backend, ", ".join(missing))
     return Func(module, layout)
+
+
+def _on_a_gpu(module: nn.Module) -> bool:
+    return next(module.parameters()).is_cuda
 
 
 def refusal(backend: str, what: str) -> ValueError:
