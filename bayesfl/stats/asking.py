@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -212,24 +211,26 @@ class Released:
         return f"<p>{text(told)}; {text(self.judged)}.</p>{listed}"
 
     def _rounds(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the questions that were asked alike in turn: when, what, and the answer."""
-        everyone, at = list(self.bytes), 1
-        for asked, alike in groupby(self.questions):
-            times = len(list(alike))
-            rounds = f"round {at}" if times == 1 else f"rounds {at} to {at + times - 1}"
+        """Yield what was asked and answered alike: when, what, and the answer."""
+        alike: dict[tuple[str, ...], dict[int, str]] = {}
+        for at, asked in enumerate(self.questions, 1):
             told = ", ".join(
                 f"{key} {list(shape) if shape else 'a number'}"
                 + (", each site's own" if self.hidden and isinstance(shape, PerClient) else "")
                 for key, shape in asked.answer.items()
             )
-            absent = [site for site in everyone if site not in (*asked.sites, *asked.refused)]
+            absent = [site for site in self.bytes if site not in (*asked.sites, *asked.refused)]
             without = f" without {', '.join(absent)}" if absent else ""
-            if asked.refused:
-                without += f", refused by {', '.join(asked.refused)}"
-            if not asked.sites:
-                told = "no site answered"
-            yield rounds, asked.question + without, told
-            at += times
+            refused = f", refused by {', '.join(asked.refused)}" if asked.refused else ""
+            key = (asked.question, refused, told if asked.sites else "no site answered")
+            alike.setdefault((*key, str(bool(absent))), {})[at] = without
+        for (question, refused, told, _), rounds in alike.items():
+            first, last, without = min(rounds), max(rounds), {*rounds.values()}
+            when = f"rounds {first} to {last}" if last > first else f"round {first}"
+            if last - first >= len(rounds):
+                when = f"{len(rounds)} of {when}"
+            whom = without.pop() if len(without) == 1 else " of some sites in turn"
+            yield when, question + whom + refused, told
 
     def to_json(self) -> str:
         """Return the sheet as JSON."""

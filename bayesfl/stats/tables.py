@@ -22,7 +22,7 @@ from bayesfl.base.warning import warn
 from bayesfl.data.tables.table import is_frame
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
-from bayesfl.stats.policy import Policy, Put, Question, Refusal, drawn
+from bayesfl.stats.policy import MOST, Policy, Put, Question, Refusal, drawn
 from bayesfl.stats.terms import (
     Interaction,
     Levels,
@@ -78,22 +78,34 @@ class Site:
         return self.weights if self.weighing == "frequency" else torch.ones_like(self.weights)
 
     @cached_property
+    def columns(self) -> Tensor:
+        """Return the columns of the design and, last, the outcome if there is one, [n, p + 1]."""
+        return self.x if self.y is None else torch.cat([self.x, self.y[:, None]], 1)
+
+    @cached_property
     def held(self) -> Tensor:
         """Return the share of a column's squares about its median that those k rows hold which hold
-        most, k = 1, ..., of the design and the outcome, [k, p + 1]; NaN of constant ones.
+        most, k = 1, ..., of the design and the outcome, [k, p + 1]; 0 of columns of which no k rows
+        can hold `MOST`, NaN of constant ones.
         """
-        columns = self.x if self.y is None else torch.cat([self.x, self.y[:, None]], 1)
+        columns, n = self.columns, len(self.columns)
+        mean, squares = columns.mean(0), columns.var(0, correction=0) * n
+        far = torch.maximum(columns.amax(0) - mean, mean - columns.amin(0)).square()
+        # A median is within a standard deviation of its mean, so that a square about it is at most
+        # 2 far + 2 squares / n; and squares about it sum to no less than those about the mean.
+        much = ~(2 * FEW * (far / squares + 1 / n) < MOST)
+        found = columns.new_zeros(min(n, FEW), columns.shape[1])
+        columns = columns[:, much]
         squares = (columns - columns.median(0).values).square()
-        return squares.topk(min(len(squares), FEW), 0).values.cumsum(0) / squares.sum(0)
+        found[:, much] = squares.topk(len(found), 0).values.cumsum(0) / squares.sum(0)
+        return found
 
     @cached_property
     def of_two(self) -> Tensor:
         """Return the columns of the design and the outcome that have two values, [n, k]."""
-        columns = self.x if self.y is None else torch.cat([self.x, self.y[:, None]], 1)
-        if not columns.numel():
-            return columns[:, :0]
-        low, high = columns.min(0).values, columns.max(0).values
-        return columns[:, ((columns == low) | (columns == high)).all(0) & (low < high)]
+        low, high = self.columns.amin(0), self.columns.amax(0)
+        two = ((self.columns == low) | (self.columns == high)).all(0) & (low < high)
+        return self.columns[:, two]
 
     @cached_property
     def least_of_two(self) -> float:
