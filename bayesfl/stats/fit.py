@@ -15,14 +15,14 @@ from torch import Tensor
 
 from bayesfl.base.display.html import facts, frame, picture, table, text
 from bayesfl.base.display.page import Section, write_page
+from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
-from bayesfl.stats.asking import Released, Sites, with_likelihood
+from bayesfl.stats.asking import Released, Sites, SiteSurvey, with_likelihood
 from bayesfl.stats.diagnostics import Diagnostics
 from bayesfl.stats.newton import Minimum, eigen
-from bayesfl.stats.tables import Weighing
-from bayesfl.stats.terms import numbers
+from bayesfl.stats.tables import Site, Weighing
 
 Errors = Literal["model", "sandwich", "site"]
 ERRORS = {
@@ -34,7 +34,31 @@ ERRORS = {
 MOVING = 1e-6
 """A last step whose square is above this, by the information at first, is that of coefficients that
 grow without end."""
-FEW_SITES = "errors='site' needs three sites at least: take errors='sandwich'"
+
+
+@dataclass(frozen=True)
+class AfterFit(SiteSurvey):
+    """A question about a fit.
+
+    Args:
+        likelihood: The question that was fitted.
+        at: Its last state, which sites receive as this question's first.
+    """
+
+    likelihood: Any
+    at: Tensors = field(default_factory=dict, compare=False, repr=False)
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the fit."""
+        return self.at
+
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return those of the fitted question; see `SiteSurvey`."""
+        return self.likelihood.row_weights(state, site)
+
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return those of the fitted question; see `SiteSurvey`."""
+        return self.likelihood.cells(state, site)
 
 
 def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> Errors:
@@ -42,8 +66,11 @@ def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> E
     weights.
 
     Raises:
-        ValueError: Under probability weights, by the model, or there is a prior.
+        ValueError: Under probability weights, by the model, or there is a prior; or by fewer than
+            three sites.
     """
+    if errors == "site" and len(sites.names) < 3:
+        raise ValueError("errors='site' needs three sites at least: take errors='sandwich'")
     if errors == "model":
         with_likelihood(sites, "errors='model'")
     if prior is not None:
@@ -129,11 +156,7 @@ class Refits(ABC):
             "rows left out": self.dropped if any(self.dropped.values()) else {},
             "bytes sent": self.released.bytes,
         }
-        sites = {
-            what: [_whole(of.get(site, 0)) for site in self.rows]
-            for what, of in counts.items()
-            if of
-        }
+        sites = {what: [of.get(site, 0) for site in self.rows] for what, of in counts.items() if of}
         absent = "".join(
             f"<p>{text(site)}: {text(why)}.</p>" for site, why in self.left_out.items()
         )
@@ -228,14 +251,10 @@ class Fit(Refits):
         scale: Residual variance of a Gaussian outcome; 1 elsewhere.
         evidence: Laplace's log marginal likelihood, in nats; None without a prior.
         likelihood: Of what the likelihood is, in words, by which fits compare.
-        link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
-        further: Further questions about the fit, by name: `used rows`; `diagnostics` and
+        further: What else a fit can tell, by name: `used rows`; `predict`, `diagnostics` and
             `own_slopes` of `glm`, `check`, `concordance` and `survival` of `cox`.
-        design: Function (data frame) -> the columns of its rows.
-        offset: Column of what is added to the linear predictor; None where there is none.
         weighing: What the weights of rows were.
-        intercept: Whether the first parameter is an intercept, which sites share.
         said: What else to know of the estimates, in words.
 
     Example:
@@ -259,11 +278,7 @@ class Fit(Refits):
     scale: float = 1.0
     evidence: float | None = None
     own_intercepts: Mapping[str, float] = field(default_factory=dict)
-    link: Callable[[Tensor], Tensor] | None = None
-    design: Callable[[Any], Tensor] | None = None
-    offset: str | None = None
     weighing: Weighing = "none"
-    intercept: bool = False
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     said: tuple[str, ...] = ()
 
@@ -374,13 +389,6 @@ class Fit(Refits):
             ValueError: They are of other rows, their likelihoods of other things, or the rows have
                 probability weights.
         """
-        for fit in (self, other):
-            with_likelihood(fit, "a comparison")
-        if dict(self.rows) != dict(other.rows):
-            raise ValueError(
-                f"the fits are of other rows, {dict(self.rows)} and {dict(other.rows)}; fit both "
-                "to the same sites"
-            )
         if self.likelihood != other.likelihood:
             raise ValueError(
                 f"the likelihoods are of other things, {self.likelihood} and {other.likelihood}, "
@@ -388,10 +396,10 @@ class Fit(Refits):
             )
         key = secrets.token_hex(16)
         here, there = (fit._asked("used rows", key) for fit in (self, other))
-        if others := [site for site, digest in here.items() if digest != there[site]]:
+        if others := [site for site in here | there if here.get(site) != there.get(site)]:
             raise ValueError(
-                f"the fits are of other rows of {others}, as many; fit both to rows that are "
-                "complete for both, by also= in tables"
+                f"the fits are of other rows of {others}; fit both to the same sites, and to rows "
+                "that are complete for both, by also= in tables"
             )
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters
@@ -418,23 +426,7 @@ class Fit(Refits):
         Raises:
             ValueError: The fit makes no means, a site must be named, or its intercept is not here.
         """
-        if self.link is None or self.design is None:
-            raise ValueError("this fit has no means of an outcome to predict")
-        x = self.design(frame)
-        first = int(self.intercept)
-        slopes = self.estimate[first : first + x.shape[1]]
-        if self.intercept:
-            start = self.estimate[0]
-        elif site is not None and site in self.own_intercepts:
-            start = self.own_intercepts[site]
-        else:
-            raise ValueError(
-                f"each site has an intercept of its own: name one of {sorted(self.own_intercepts)}"
-            )
-        eta = x @ slopes + start
-        if self.offset is not None:
-            eta = eta + torch.tensor(numbers(frame, self.offset, "the frame"))
-        return self.link(eta)
+        return self._asked("predict", frame, site)
 
     def to_arviz(self, *, draws: int = 4000, seed: int = 0) -> Any:
         """Return draws of the normal approximation around the estimate as ArviZ's InferenceData,
@@ -585,31 +577,6 @@ class Fit(Refits):
         """Return `estimate`, `low` and `high` of a coefficient."""
         row = self.table(level).loc[term]
         return {"estimate": row.iloc[0], "low": row.iloc[4], "high": row.iloc[5]}
-
-
-def _whole(count: float) -> float:
-    """Return a whole number as an int."""
-    return int(count) if float(count).is_integer() else count
-
-
-def change_of(size: int, centre: Tensor, scale: Tensor, *, intercept: bool) -> Tensor:
-    """Return the matrix [q, q] that makes parameters for columns as they are of those of
-    standardised columns.
-
-    Args:
-        size: Number q of parameters: an intercept, where there is one, the coefficients, and
-            others.
-        centre: Means of the p columns.
-        scale: Their standard deviations.
-        intercept: Whether there is an intercept.
-    """
-    first, p = int(intercept), len(centre)
-    change = torch.eye(size, dtype=torch.float64)
-    place = torch.arange(first, first + p)
-    change[place, place] = 1 / scale
-    if intercept:
-        change[0, place] = -centre / scale
-    return change
 
 
 def inverse(found: Minimum, names: Sequence[str]) -> Tensor:

@@ -112,7 +112,7 @@ def test_under_a_policy_no_cell_holds_one_or_two(seed: int, by: Any):
     policy = Policy(min_level=4)
     grid, asked = made(frames, by, policy=policy)
     assert all(float(f"{end:.1e}") == end for end in grid.ends)
-    counts = Counts("t", "d", grid, *groups_of(asked.sites, by))
+    counts = Counts("t", "d", grid, groups_of(asked.sites, by))
     for site in asked.sites.sites:
         (cells,) = counts.cells({}, site)
         assert cells.unique(return_counts=True)[1].min() >= 4
