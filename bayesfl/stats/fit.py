@@ -49,8 +49,8 @@ class AfterFit(SiteSurvey):
     at: Tensors = field(default_factory=dict, compare=False, repr=False)
 
     def start(self, about: Any, /) -> Tensors:
-        """Return the fit."""
-        return self.at
+        """Return the fit, laid out in memory as it arrives over a network, to the same bits."""
+        return {name: t.contiguous() for name, t in self.at.items()}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
         """Return those of the fitted question; see `SiteSurvey`."""
@@ -71,10 +71,8 @@ def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> E
     """
     if errors == "site" and len(sites.names) < 3:
         raise ValueError("errors='site' needs three sites at least: take errors='sandwich'")
-    if errors == "model":
-        with_likelihood(sites, "errors='model'")
-    if prior is not None:
-        with_likelihood(sites, "prior=")
+    if errors == "model" or prior is not None:
+        with_likelihood(sites, "errors='model'" if errors == "model" else "prior=")
     return errors or ("sandwich" if sites.weighing == "probability" else "model")
 
 
@@ -229,8 +227,8 @@ class Refits(ABC):
         rows |= {site: {"why": why} for site, why in self.left_out.items()}
         everyone = sum(self.rows.values())
         rows["all sites"] = {"rows": everyone, **self.interval(term, level), "why": ""}
-        columns = ["estimate", "low", "high", "rows", "why"]
-        return pandas.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
+        found = pandas.DataFrame.from_dict(rows, orient="index")
+        return found[["estimate", "low", "high", "rows", "why"]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -326,15 +324,13 @@ class Fit(Refits):
         z = estimate / error
         law = stats.norm if self.degrees is None else stats.t(np.asarray(self.degrees))
         reach = law.ppf((1 + level) / 2) * error
-        letter = "z" if self.degrees is None else "t"
-        low, high = ((1 - level) / 2, (1 + level) / 2)
         columns = {
             "coef": estimate,
             "se": error,
-            letter: z,
+            "z" if self.degrees is None else "t": z,
             "p": 2 * law.sf(np.abs(z)),
-            f"{100 * low:g} %": estimate - reach,
-            f"{100 * high:g} %": estimate + reach,
+            f"{50 * (1 - level):g} %": estimate - reach,
+            f"{50 * (1 + level):g} %": estimate + reach,
         }
         if self.ratio is not None:
             with np.errstate(over="ignore"):  # of a column in a large unit
@@ -347,10 +343,14 @@ class Fit(Refits):
         """Return what the fit rests on, {what: value}, for a report."""
         if self.weighing == "probability":
             return {"errors by": f"{self.errors}, under probability weights"}
-        found = {"errors by": self.errors, "log likelihood": self.log_likelihood}
-        found |= {"AIC": self.aic, "BIC": self.bic}
-        found |= {"note": "; ".join(self.said)} if self.said else {}
-        return found if self.evidence is None else found | {"log evidence": self.evidence}
+        return {
+            "errors by": self.errors,
+            "log likelihood": self.log_likelihood,
+            "AIC": self.aic,
+            "BIC": self.bic,
+            **({"note": "; ".join(self.said)} if self.said else {}),
+            **({} if self.evidence is None else {"log evidence": self.evidence}),
+        }
 
     def __str__(self) -> str:
         with_events = [
@@ -404,17 +404,20 @@ class Fit(Refits):
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters
         ratio = 2 * (large.log_likelihood - small.log_likelihood)
-        lines = [f"A: {large.model}", f"B: {small.model}"]
-        if more:
-            p = stats.chi2.sf(max(ratio, 0.0), more)
-            lines.append(
-                f"likelihood ratio {ratio:.4f} on {more} degrees of freedom, p {p:.4g}, if B is a "
-                "special case of A"
-            )
-        lines.append(f"AIC {large.aic:.2f} and {small.aic:.2f}")
-        if large.evidence is not None and small.evidence is not None:
-            lines.append(f"log Bayes factor of A over B {large.evidence - small.evidence:.4f} nats")
-        return "\n".join(lines)
+        p = stats.chi2.sf(max(ratio, 0.0), more)
+        lines = [
+            f"A: {large.model}",
+            f"B: {small.model}",
+            f"likelihood ratio {ratio:.4f} on {more} degrees of freedom, p {p:.4g}, if B is a "
+            "special case of A"
+            if more
+            else "",
+            f"AIC {large.aic:.2f} and {small.aic:.2f}",
+            f"log Bayes factor of A over B {large.evidence - small.evidence:.4f} nats"
+            if large.evidence is not None and small.evidence is not None
+            else "",
+        ]
+        return "\n".join(filter(None, lines))
 
     def predict(self, frame: Any, *, site: str | None = None) -> Tensor:
         """Return the outcome's means for rows of a data frame, [n].
@@ -438,8 +441,9 @@ class Fit(Refits):
         """
         import arviz
 
-        rng = generator(seed, Purpose.POSTERIOR)
-        found = rng.multivariate_normal(self.estimate.numpy(), self.covariance.numpy(), draws)
+        found = generator(seed, Purpose.POSTERIOR).multivariate_normal(
+            self.estimate.numpy(), self.covariance.numpy(), draws
+        )
         return arviz.from_dict(
             {"coefficient": found[None]},
             coords={"term": list(self.names)},
@@ -596,8 +600,7 @@ def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
     """
     values, vectors, size = eigen(found.hessian)
     length = float(found.moved @ found.first @ found.moved)
-    singular = len(values) and float(values[0]) < 1e-10
-    if not (singular or length > MOVING):
+    if not len(values) or (float(values[0]) >= 1e-10 and length <= MOVING):
         inner = vectors / size[:, None]
         return (inner / values) @ inner.T
     # Dependent columns say nothing of a direction from the start, up to the rounding of secure

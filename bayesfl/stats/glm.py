@@ -101,12 +101,13 @@ class Likelihood(SiteSurvey):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        q, convex = self.size, not FAMILIES[self.family].own  # in the coefficients alone
+        q = self.size
         wrong = {"n_wrong": ()} if self.family == "binomial" and self.prior is None else {}
         return {
             "loss": (),
             "slope": (q,),
-            "hessian": Semidefinite((q, q)) if convex else (q, q),
+            # A family's loss is convex in the coefficients, but not in parameters of its own.
+            "hessian": (q, q) if FAMILIES[self.family].own else Semidefinite((q, q)),
             **wrong,
             "n_outside": (),
             **({"volume": (), "penalty": ()} if self.per_site else {}),
@@ -128,7 +129,9 @@ class Likelihood(SiteSurvey):
         return {name: answer[name] for name in shapes}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Make Newton's step; see `newton.step`."""
+        """Make Newton's step, see `newton.step`, and say whether the parameters separate the
+        outcomes of all rows.
+        """
         loss = torch.where(total["n_outside"] > 0, torch.inf, total["loss"])
         strength, theta = self.strength(), state["theta"]
         after, done = newton.step(
@@ -137,17 +140,12 @@ class Likelihood(SiteSurvey):
             total["slope"] + strength * theta,
             total["hessian"] + torch.diag(strength),
         )
-        separated = self.separated(total)
-        return state | total | after | {"separated": separated}, done or bool(separated)
-
-    def separated(self, total: Tensors) -> Tensor:
-        """Say whether the parameters separate the outcomes 0 and 1 of all rows: no row is at the
-        wrong side of their boundary. At the log link it is enough that all outcomes of some rows
-        are 1.
-        """
+        # No row is at the wrong side of the boundary between outcomes 0 and 1. At the log link it
+        # is enough that all outcomes of some rows are 1.
+        separated = total.get("n_wrong", torch.tensor(1)) == 0
         if self.family == "log_binomial":
-            return (total["n_outside"] == 0) & (total["hessian"] > EDGE).any()
-        return total.get("n_wrong", torch.tensor(1)) == 0
+            separated = (total["n_outside"] == 0) & (total["hessian"] > EDGE).any()
+        return state | total | after | {"separated": separated}, done or bool(separated)
 
     def strength(self) -> Tensor:
         """Return the prior's precision of each shared parameter, [q]; 0 without a prior."""
@@ -161,9 +159,12 @@ class Likelihood(SiteSurvey):
         their units.
         """
         assert site.y is not None
-        y = (site.y - self.outcome_centre) / self.outcome_scale
-        weights = site.weights / self.unit
-        return replace(site, y=y, offset=site.offset / self.outcome_scale, weights=weights)
+        return replace(
+            site,
+            y=(site.y - self.outcome_centre) / self.outcome_scale,
+            offset=site.offset / self.outcome_scale,
+            weights=site.weights / self.unit,
+        )
 
     def predictors(self, state: Tensors, site: Site) -> tuple[Tensor, Tensor, Tensor]:
         """Return the columns of a standardised site in the linear predictor [n, d], this predictor
@@ -173,7 +174,8 @@ class Likelihood(SiteSurvey):
         if not self.per_site:
             design = torch.nn.functional.pad(design, (1, 0), value=1.0)
         slopes, own = state["theta"].tensor_split([design.shape[1]])
-        eta, alpha = design @ slopes + site.offset, torch.zeros((), dtype=torch.float64)
+        eta = design @ slopes + site.offset
+        alpha = torch.zeros((), dtype=torch.float64)
         if self.per_site:
             alpha = best_intercept(self.family, eta, site, own, self.own_strength)
         return design, eta + alpha, alpha
@@ -229,9 +231,9 @@ class Likelihood(SiteSurvey):
 
     def own_intercept(self, state: Tensors, site: Site) -> float:
         """Return a site's own intercept at its best, for columns as they are."""
-        slopes = state["theta"][: self.columns]
         alpha = self.predictors(state, self.standardised(site))[2]
-        alpha = alpha - slopes @ (self.centre_at(state, site) / state["scale"])
+        centre = self.centre_at(state, site) / state["scale"]
+        alpha = alpha - state["theta"][: self.columns] @ centre
         return float(self.outcome_centre + self.outcome_scale * alpha)
 
 
@@ -470,7 +472,8 @@ def glm(
     """
     if family == "gaussian" and prior is not None:
         raise ValueError("prior= is for families without a scale of their own; leave it out")
-    asked, per_site = Questions(sites, aggregation), intercept == "per_site"
+    asked = Questions(sites, aggregation)
+    per_site = intercept == "per_site"
     sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
     rows, dropped, events = (
         counted(asked.sites.names, sums[name]) for name in ("rows", "n_dropped", "outcome")
@@ -484,7 +487,8 @@ def glm(
     if not kept:
         told = "; ".join(f"{name}, {why}" for name, why in asked.left_out.items())
         raise ValueError(f"no site says anything beyond its own intercept: {told}")
-    errors, rule = chosen_errors(asked.sites, errors, prior), FAMILIES[family]
+    errors = chosen_errors(asked.sites, errors, prior)
+    rule = FAMILIES[family]
     survey = Likelihood(
         family=family,
         columns=len(sites.columns),
@@ -581,10 +585,8 @@ def glm(
             return _evidence(survey, state, newton.minimum(state), len(names))
 
         whole = evidence(kept)
-        parts = {site: [name for name in kept if name != site] for site in kept}
-        return pandas.Series(
-            {site: evidence([site]) + evidence(others) - whole for site, others in parts.items()}
-        )
+        others = {site: evidence([name for name in kept if name != site]) for site in kept}
+        return pandas.Series({site: evidence([site]) + others[site] - whole for site in kept})
 
     further: dict[str, Any] = {
         "used rows": lambda key: used_rows(again(), key),
