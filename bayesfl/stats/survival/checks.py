@@ -52,7 +52,8 @@ class Schoenfeld(AfterFit):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""
         rows = self.likelihood.rows(state["theta"], site)
-        baseline, died = self.likelihood.baseline(state, rows), rows.events
+        baseline = self.likelihood.baseline(state, rows)
+        died = rows.events
         residual = rows.design[died] - baseline["mean"][rows.place[died]]
         w, g = rows.weights[died], self.function(site, rows, baseline["weight"])[died]
         if "g" not in state:
@@ -97,7 +98,6 @@ def proportional(
     by_column = (covariance @ drift) ** 2 / covariance.diagonal() * n / spread
     together = float(drift @ covariance @ drift * n / spread)
     p_values = stats.chi2.sf(by_column.numpy(), 1)
-    table = pandas.DataFrame({"chi2": by_column.numpy(), "p": p_values}, index=list(names))
     return Tested(
         what=f"proportional hazards, against the {survey.scale} of time"
         if survey.scale != "identity"
@@ -105,7 +105,7 @@ def proportional(
         statistic=together,
         degrees=len(names),
         p=float(stats.chi2.sf(together, len(names))),
-        table=table,
+        table=pandas.DataFrame({"chi2": by_column.numpy(), "p": p_values}, index=list(names)),
         said=tuple(
             f"the hazard ratio of {name} changes with time (p {p:.2g}): fit early and late events "
             "apart, or each level of a category, or give it a term for each period"
@@ -130,8 +130,7 @@ class Concordance(AfterFit):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        j = PerClient((self.sites,))
-        return {"pairs": j, "concordant": j, "tied": j}
+        return dict.fromkeys(("pairs", "concordant", "tied"), PerClient((self.sites,)))
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
@@ -180,7 +179,8 @@ class ByScore(AfterFit):
         """
         if site.policy is not None:
             raise Refusal(type(self).__name__, {site.name: "min_level"})
-        rows, bins = self.likelihood.rows(state["theta"], site), len(state["edges"]) + 1
+        rows = self.likelihood.rows(state["theta"], site)
+        bins = len(state["edges"]) + 1
         score = torch.bucketize(rows.eta, state["edges"])
         if state["round"] < ROUNDS:
             return {"weight": efron.added(site.weights, score, bins)}
@@ -228,6 +228,5 @@ def concordance(asked: Questions, within: Concordance, across: ByScore | None) -
             events, others = cells["events"], cells["at_risk"] - cells["events"]
             parts = (others.sum(1, keepdim=True), others.cumsum(1) - others, others)
             found.loc["all pairs"] = [float((events * part).sum()) for part in parts]
-    share = (found["concordant"] + found["tied"] / 2) / found["pairs"]
-    found.insert(0, "concordance", share)
+    found.insert(0, "concordance", (found["concordant"] + found["tied"] / 2) / found["pairs"])
     return found

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
@@ -112,7 +111,8 @@ def cox(
         0.518
     """
     asked = Questions(sites, aggregation)
-    per_site, names = baseline == "per_site", sites.columns
+    per_site = baseline == "per_site"
+    names = sites.columns
     known = follow(asked, time, event)
     sums = asked.conduct(Sums(len(asked.sites.names), len(names)))
     centre, scale = standard(sums, names)
@@ -125,7 +125,8 @@ def cox(
     else:
         shared = grid_of(asked, time, event, known, grid, exact_times, strata)
     errors = chosen_errors(asked.sites, errors, prior)
-    groups, kept = groups_of(asked.sites, strata), asked.sites.names
+    groups = groups_of(asked.sites, strata)
+    kept = asked.sites.names
     survey = PartialLikelihood(
         time=time,
         event=event,
@@ -167,27 +168,22 @@ def cox(
                 f"{said[0]}: if that is too much, take exact_times=True, or baseline='per_site', "
                 "which needs no bins"
             )
-    degrees = None
-    if errors == "site":
-        degrees = float(len(kept) - 1)
+    degrees = float(len(kept) - 1) if errors == "site" else None
+    if degrees is not None:
         covariance = covariance * len(kept) / degrees
-    penalty = survey.strength * float(found.theta @ found.theta) / 2
-    evidence = None
-    if prior is not None:
-        volume = float(torch.linalg.slogdet(found.hessian).logabsdet) / 2
-        evidence = -found.loss - len(names) * math.log(prior) - volume
+    volume = float(torch.linalg.slogdet(found.hessian).logabsdet) / 2
     read = (time, event) if entry is None else (time, event, entry)
 
     def again() -> Questions:
         return Questions(asked.sites, aggregation)
 
     def check(*, scale: Scale = "log") -> Tested:
-        question = Schoenfeld(survey, at, scale=scale, unit=known.marks[-1])
-        return proportional(again(), question, model, names)
+        unit = known.marks[-1]
+        return proportional(again(), Schoenfeld(survey, at, scale, unit), model, names)
 
     def ranked() -> Any:
-        within = Concordance(survey, at, sites=len(kept))
-        return concordance(again(), within, None if per_site else ByScore(survey, at))
+        across = None if per_site else ByScore(survey, at)
+        return concordance(again(), Concordance(survey, at, len(kept)), across)
 
     def survival(frame: Any, level: float) -> Any:
         rows, stratum = groups.levels, torch.arange(len(groups.levels))
@@ -226,10 +222,10 @@ def cox(
         events={name: known.events[name] for name in kept},
         dropped={name: known.dropped[name] for name in kept},
         left_out=asked.left_out,
-        log_likelihood=penalty - found.loss,
+        log_likelihood=survey.strength * float(found.theta @ found.theta) / 2 - found.loss,
         parameters=len(names),
         released=asked.released,
-        evidence=evidence,
+        evidence=None if prior is None else -found.loss - len(names) * math.log(prior) - volume,
         said=said,
         likelihood=f"the order of {event!r} by {time!r}, {told}",
         weighing=sites.weighing,
@@ -299,10 +295,9 @@ def predicted(
         "hazard": hazard,
         "se(hazard)": error,
         "survival": (-hazard).exp(),
-        f"{100 * (1 - level) / 2:g} %": (-hazard * reach.exp()).exp(),
-        f"{100 * (1 + level) / 2:g} %": (-hazard * (-reach).exp()).exp(),
+        f"{50 * (1 - level):g} %": (-hazard * reach.exp()).exp(),
+        f"{50 * (1 + level):g} %": (-hazard * (-reach).exp()).exp(),
     }
     index = pandas.MultiIndex.from_product([groups, ends], names=["row", "time"])
-    values = np.stack([one.flatten().numpy() for one in columns.values()], 1)
-    found = pandas.DataFrame(values, index=index, columns=list(columns))
-    return found[followed.flatten().numpy()]
+    flat = {name: one.flatten().numpy() for name, one in columns.items()}
+    return pandas.DataFrame(flat, index=index)[followed.flatten().numpy()]

@@ -14,29 +14,25 @@ from bayesfl.base.display.html import frame
 from bayesfl.base.options import Count, Share, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, with_likelihood
+from bayesfl.stats.asking import Questions, Released, Sites, with_likelihood
 from bayesfl.stats.survival.groups import ALL, group, groups_of
 from bayesfl.stats.survival.tested import Tested
-from bayesfl.stats.survival.times import BINS, Grid, follow, followed, grid_of
+from bayesfl.stats.survival.times import BINS, Grid, OfTimes, follow, followed, grid_of
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
 
 @dataclass(frozen=True)
-class Counts(SiteSurvey):
+class Counts(OfTimes):
     """Ask how many rows are at risk, and have an event, at each time, by group.
 
     Args:
-        time: Column of times.
-        event: Column of events.
         grid: The T times.
         by: The G groups.
         robust: Whether also to ask for the sums of squared weights of rows by their last time, at 0
             of those at risk at none, without an event there and with one, [G, 1 + T, 2].
     """
 
-    time: str
-    event: str
     grid: Grid
     by: Levels = ALL
     robust: bool = False
@@ -130,9 +126,8 @@ class KaplanMeier:
         """
         survival = self.survival
         inside = (survival > 0) & (survival < 1)
-        log = torch.where(inside, survival, 0.5).log()
-        variance = torch.where(inside, self.log_variance, 0.0)
-        reach = float(stats.norm.ppf((1 + level) / 2)) * variance.sqrt() / log
+        log = survival.log()
+        reach = float(stats.norm.ppf((1 + level) / 2)) * self.log_variance.sqrt() / log
         ends = [torch.where(inside, (log * sign.exp()).exp(), survival) for sign in (-reach, reach)]
         return ends[0], ends[1]
 

@@ -205,8 +205,8 @@ def hazards(sums: Tensors) -> Tensors:
 
 def hessian(found: Tensors, sums: Tensors) -> Tensor:
     """Return the Hessian of `hazards`' loss, [p, p], by sums of `squares` over all rows."""
-    half = found["at_risk"][:, 0] @ sums["risk_square"]
-    half = half - found["of_tied"][:, 0] @ sums["tied_square"]
+    at_risk, of_tied = found["at_risk"][:, 0], found["of_tied"][:, 0]
+    half = at_risk @ sums["risk_square"] - of_tied @ sums["tied_square"]
     square = torch.zeros_like(found["outer"])
     i, j = torch.triu_indices(*square.shape)
     square[i, j] = square[j, i] = half

@@ -18,7 +18,8 @@ def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
     """Return the groups by a column, or `ALL`.
 
     Raises:
-        ValueError: Its levels are not known here, or it has one value, or text and numbers.
+        TypeError: It has text and numbers, which have no order.
+        ValueError: Its levels are not known here, or it has one value.
     """
     if by is None or isinstance(by, Levels):
         return by or ALL
@@ -29,13 +30,7 @@ def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
     }
     if len(found) < 2:
         raise ValueError(f"{by!r} has one value only, {[*found]}; leave it out")
-    try:
-        return Levels(by, tuple(sorted(found)))
-    except TypeError:
-        raise ValueError(
-            f"{by!r} has values of several types, {sorted(found, key=str)[:5]}; make text or "
-            "numbers of all of them, at all sites alike"
-        ) from None
+    return Levels(by, tuple(sorted(found)))
 
 
 def group(frame: Any, by: Levels, site: str) -> Tensor:

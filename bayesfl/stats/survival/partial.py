@@ -14,11 +14,10 @@ from torch import Tensor
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Semidefinite
 from bayesfl.stats import newton
-from bayesfl.stats.asking import SiteSurvey
 from bayesfl.stats.fit import AfterFit
 from bayesfl.stats.survival import efron
 from bayesfl.stats.survival.groups import ALL, group
-from bayesfl.stats.survival.times import Grid, followed
+from bayesfl.stats.survival.times import Grid, OfTimes, followed
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
@@ -27,13 +26,11 @@ LARGEST = 500.0
 
 
 @dataclass(frozen=True)
-class PartialLikelihood(SiteSurvey):
+class PartialLikelihood(OfTimes):
     """Ask for what the negative log partial likelihood, its slope and its Hessian are made of, and
     make Newton's step; columns are standardised.
 
     Args:
-        time: Column of times.
-        event: Column of events.
         columns: Number p of columns.
         grid: Times of the baseline that sites share; None where each has its own, at its own times.
         prior: Standard deviation of the coefficients' prior; None without one.
@@ -44,8 +41,6 @@ class PartialLikelihood(SiteSurvey):
         strata: The S strata, each with a baseline of its own.
     """
 
-    time: str
-    event: str
     columns: int
     grid: Grid | None
     prior: float | None = None

@@ -236,11 +236,7 @@ def piecewise(
         aggregation=aggregation,
     )
     kept = fit.rows
-
-    def used(key: str) -> Any:
-        return used_rows(Questions(sites.only([*kept]), aggregation), key, (time, event))
-
-    released = replace(fit.released, questions=asked.released.questions + fit.released.questions)
+    again = Questions(sites.only([*kept]), aggregation)
     own = "a level for each site" if intercept == "per_site" else "one baseline"
     told = ", ".join(f"{c:g}" for c in cut.cuts)
     return replace(
@@ -251,12 +247,12 @@ def piecewise(
         rows={name: known.rows[name] for name in kept},
         log_likelihood=fit.log_likelihood - log_exposure,
         evidence=None if fit.evidence is None else fit.evidence - log_exposure,
-        released=released,
+        released=replace(fit.released, questions=asked.released.questions + fit.released.questions),
         left_out=asked.left_out | dict(fit.left_out),
         # Counts of person and interval, 0 or 1, are no sign of how the model fits.
         further={
             **{name: ask for name, ask in fit.further.items() if name != "predict"},
-            "used rows": used,
+            "used rows": lambda key: used_rows(again, key, (time, event)),
             "diagnostics": lambda level: fit.further["diagnostics"](level, counts=False),
         },
         likelihood=f"the density of {time!r} to {event!r}",

@@ -122,8 +122,9 @@ class Grid:
     def __str__(self) -> str:
         if self.exact_times and self.middles == self.ends:
             return f"{len(self.ends)} exact event times"
-        told = f"times rounded on a grid of {len(self.ends)} to {self.ends[-1]:g}"
-        return told + (f", {self.share:.3g} events a bin" if self.share else "")
+        return f"times rounded on a grid of {len(self.ends)} to {self.ends[-1]:g}" + (
+            f", {self.share:.3g} events a bin" if self.share else ""
+        )
 
 
 def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
@@ -147,24 +148,33 @@ def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class FollowUp(SiteSurvey):
+class OfTimes(SiteSurvey):
+    """A question about rows with times.
+
+    Args:
+        time: Column of times.
+        event: Column of events.
+    """
+
+    time: str
+    event: str
+
+
+@dataclass(frozen=True)
+class FollowUp(OfTimes):
     """Ask for each site's numbers of rows and events, each as often as it counts, and its longest
     time, rounded up to one digit.
 
     Args:
         sites: Number of sites J.
-        time: Column of times.
-        event: Column of events.
     """
 
     sites: int
-    time: str
-    event: str
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        j = PerClient((self.sites,))
-        return {"weights": j, "events": j, "n_dropped": j, "horizon": j}
+        names = ("weights", "events", "n_dropped", "horizon")
+        return dict.fromkeys(names, PerClient((self.sites,)))
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
@@ -178,7 +188,7 @@ class FollowUp(SiteSurvey):
 
 
 @dataclass(frozen=True)
-class EventTimes(SiteSurvey):
+class EventTimes(OfTimes):
     """Ask for the times of all events: first how many each site has, then for the times, each site
     writing its own at places of its own, so that the sum is all of them.
 
@@ -186,13 +196,9 @@ class EventTimes(SiteSurvey):
 
     Args:
         sites: Number of sites J.
-        time: Column of times.
-        event: Column of events.
     """
 
     sites: int
-    time: str
-    event: str
     exact_times = True
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
@@ -246,7 +252,7 @@ def follow(asked: Questions, time: str, event: str) -> Followed:
     Raises:
         ValueError: No site has an event, or as by `followed`.
     """
-    found = asked.first(lambda count: FollowUp(count, time, event))
+    found = asked.first(lambda count: FollowUp(time, event, count))
     names = asked.sites.names
     rows, events, dropped = (
         counted(names, found[key]) for key in ("weights", "events", "n_dropped")
@@ -259,7 +265,7 @@ def follow(asked: Questions, time: str, event: str) -> Followed:
 
 
 @dataclass(frozen=True)
-class Bins(SiteSurvey):
+class Bins(OfTimes):
     """Ask for bins of equal shares of all sites' events, in each of which each site has no event or
     as many as its policy's `min_level`, of each group.
 
@@ -269,15 +275,11 @@ class Bins(SiteSurvey):
 
     Args:
         sites: Number of sites J.
-        time: Column of times.
-        event: Column of events.
         most: Largest number of bins.
         by: The groups.
     """
 
     sites: int
-    time: str
-    event: str
     most: int
     by: Levels
 
@@ -344,7 +346,8 @@ class Bins(SiteSurvey):
         the events are, `halves`, how many of these there are `until` each end, and the `cost` of a
         bin from one end to another, [1 + T, 1 + T].
         """
-        digits, guarded = total["n_digits"].min(), total["n_least"].max() > 1
+        digits = total["n_digits"].min()
+        guarded = total["n_least"].max() > 1
         places, order = total["places"].flatten().sort(stable=True)
         below = (total["n_events"] / SHARES).repeat_interleave(SHARES)[order].cumsum(0)
         events = float(below[-1])
@@ -423,14 +426,14 @@ def grid_of(
             bins.
     """
     if exact_times:
-        found = asked.conduct(EventTimes(len(asked.sites.names), time, event))
+        found = asked.conduct(EventTimes(time, event, len(asked.sites.names)))
         ends = tuple(found["times"].tolist())
         return Grid(ends, exact_times=True, middles=ends)
     if isinstance(grid, Grid):
         return grid
     if not isinstance(grid, int):
         return Grid(increasing("grid", grid), exact_times=True)
-    found = asked.first(lambda count: Bins(count, time, event, grid, groups_of(asked.sites, by)))
+    found = asked.first(lambda count: Bins(time, event, count, grid, groups_of(asked.sites, by)))
     bins = len(found["ends"])
     if found["guarded"] and bins < FEWEST:
         least, site = min((count, name) for name, count in known.events.items() if count)

@@ -32,7 +32,7 @@ def test_the_union_of_event_times_is_exact(aggregation: bf.SecureSum | None):
     }
     frames["none"] = pd.DataFrame({"t": [5.0], "e": [0]})
     asked = Questions(bf.stats.tables(frames, also=["t", "e"]), aggregation)
-    found = asked.conduct(module.EventTimes(4, "t", "e"))["times"]
+    found = asked.conduct(module.EventTimes("t", "e", 4))["times"]
     rows = pd.concat(frames.values())
     wanted = np.unique(rows.loc[rows["e"] == 1, "t"])
     assert torch.equal(found, torch.from_numpy(wanted))
