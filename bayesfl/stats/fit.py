@@ -15,14 +15,14 @@ from torch import Tensor
 
 from bayesfl.base.display.html import facts, frame, picture, table, text
 from bayesfl.base.display.page import Section, write_page
+from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, generator
 from bayesfl.evaluation import plots
 from bayesfl.evaluation.report import environment
-from bayesfl.stats.asking import Released, Sites, with_likelihood
+from bayesfl.stats.asking import Released, Sites, SiteSurvey, with_likelihood
 from bayesfl.stats.diagnostics import Diagnostics
 from bayesfl.stats.newton import Minimum, eigen
-from bayesfl.stats.tables import Weighing
-from bayesfl.stats.terms import numbers
+from bayesfl.stats.tables import Site, Weighing
 
 Errors = Literal["model", "sandwich", "site"]
 ERRORS = {
@@ -34,7 +34,31 @@ ERRORS = {
 MOVING = 1e-6
 """A last step whose square is above this, by the information at first, is that of coefficients that
 grow without end."""
-FEW_SITES = "errors='site' needs three sites at least: take errors='sandwich'"
+
+
+@dataclass(frozen=True)
+class AfterFit(SiteSurvey):
+    """A question about a fit.
+
+    Args:
+        likelihood: The question that was fitted.
+        at: Its last state, which sites receive as this question's first.
+    """
+
+    likelihood: Any
+    at: Tensors = field(default_factory=dict, compare=False, repr=False)
+
+    def start(self, about: Any, /) -> Tensors:
+        """Return the fit, laid out in memory as it arrives over a network, to the same bits."""
+        return {name: t.contiguous() for name, t in self.at.items()}
+
+    def row_weights(self, state: Tensors, site: Site) -> Tensor:
+        """Return those of the fitted question; see `SiteSurvey`."""
+        return self.likelihood.row_weights(state, site)
+
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return those of the fitted question; see `SiteSurvey`."""
+        return self.likelihood.cells(state, site)
 
 
 def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> Errors:
@@ -42,12 +66,13 @@ def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> E
     weights.
 
     Raises:
-        ValueError: Under probability weights, by the model, or there is a prior.
+        ValueError: Under probability weights, by the model, or there is a prior; or by fewer than
+            three sites.
     """
-    if errors == "model":
-        with_likelihood(sites, "errors='model'")
-    if prior is not None:
-        with_likelihood(sites, "prior=")
+    if errors == "site" and len(sites.names) < 3:
+        raise ValueError("errors='site' needs three sites at least: take errors='sandwich'")
+    if errors == "model" or prior is not None:
+        with_likelihood(sites, "errors='model'" if errors == "model" else "prior=")
     return errors or ("sandwich" if sites.weighing == "probability" else "model")
 
 
@@ -129,11 +154,7 @@ class Refits(ABC):
             "rows left out": self.dropped if any(self.dropped.values()) else {},
             "bytes sent": self.released.bytes,
         }
-        sites = {
-            what: [_whole(of.get(site, 0)) for site in self.rows]
-            for what, of in counts.items()
-            if of
-        }
+        sites = {what: [of.get(site, 0) for site in self.rows] for what, of in counts.items() if of}
         absent = "".join(
             f"<p>{text(site)}: {text(why)}.</p>" for site, why in self.left_out.items()
         )
@@ -206,8 +227,8 @@ class Refits(ABC):
         rows |= {site: {"why": why} for site, why in self.left_out.items()}
         everyone = sum(self.rows.values())
         rows["all sites"] = {"rows": everyone, **self.interval(term, level), "why": ""}
-        columns = ["estimate", "low", "high", "rows", "why"]
-        return pandas.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
+        found = pandas.DataFrame.from_dict(rows, orient="index")
+        return found[["estimate", "low", "high", "rows", "why"]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,14 +249,10 @@ class Fit(Refits):
         scale: Residual variance of a Gaussian outcome; 1 elsewhere.
         evidence: Laplace's log marginal likelihood, in nats; None without a prior.
         likelihood: Of what the likelihood is, in words, by which fits compare.
-        link: Function from linear predictors to means.
         own_intercepts: {site: its own intercept}, of sites that are on this machine.
-        further: Further questions about the fit, by name: `used rows`; `diagnostics` and
+        further: What else a fit can tell, by name: `used rows`; `predict`, `diagnostics` and
             `own_slopes` of `glm`, `check`, `concordance` and `survival` of `cox`.
-        design: Function (data frame) -> the columns of its rows.
-        offset: Column of what is added to the linear predictor; None where there is none.
         weighing: What the weights of rows were.
-        intercept: Whether the first parameter is an intercept, which sites share.
         said: What else to know of the estimates, in words.
 
     Example:
@@ -259,11 +276,7 @@ class Fit(Refits):
     scale: float = 1.0
     evidence: float | None = None
     own_intercepts: Mapping[str, float] = field(default_factory=dict)
-    link: Callable[[Tensor], Tensor] | None = None
-    design: Callable[[Any], Tensor] | None = None
-    offset: str | None = None
     weighing: Weighing = "none"
-    intercept: bool = False
     further: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     said: tuple[str, ...] = ()
 
@@ -311,15 +324,13 @@ class Fit(Refits):
         z = estimate / error
         law = stats.norm if self.degrees is None else stats.t(np.asarray(self.degrees))
         reach = law.ppf((1 + level) / 2) * error
-        letter = "z" if self.degrees is None else "t"
-        low, high = ((1 - level) / 2, (1 + level) / 2)
         columns = {
             "coef": estimate,
             "se": error,
-            letter: z,
+            "z" if self.degrees is None else "t": z,
             "p": 2 * law.sf(np.abs(z)),
-            f"{100 * low:g} %": estimate - reach,
-            f"{100 * high:g} %": estimate + reach,
+            f"{50 * (1 - level):g} %": estimate - reach,
+            f"{50 * (1 + level):g} %": estimate + reach,
         }
         if self.ratio is not None:
             with np.errstate(over="ignore"):  # of a column in a large unit
@@ -332,10 +343,14 @@ class Fit(Refits):
         """Return what the fit rests on, {what: value}, for a report."""
         if self.weighing == "probability":
             return {"errors by": f"{self.errors}, under probability weights"}
-        found = {"errors by": self.errors, "log likelihood": self.log_likelihood}
-        found |= {"AIC": self.aic, "BIC": self.bic}
-        found |= {"note": "; ".join(self.said)} if self.said else {}
-        return found if self.evidence is None else found | {"log evidence": self.evidence}
+        return {
+            "errors by": self.errors,
+            "log likelihood": self.log_likelihood,
+            "AIC": self.aic,
+            "BIC": self.bic,
+            **({"note": "; ".join(self.said)} if self.said else {}),
+            **({} if self.evidence is None else {"log evidence": self.evidence}),
+        }
 
     def __str__(self) -> str:
         with_events = [
@@ -374,13 +389,6 @@ class Fit(Refits):
             ValueError: They are of other rows, their likelihoods of other things, or the rows have
                 probability weights.
         """
-        for fit in (self, other):
-            with_likelihood(fit, "a comparison")
-        if dict(self.rows) != dict(other.rows):
-            raise ValueError(
-                f"the fits are of other rows, {dict(self.rows)} and {dict(other.rows)}; fit both "
-                "to the same sites"
-            )
         if self.likelihood != other.likelihood:
             raise ValueError(
                 f"the likelihoods are of other things, {self.likelihood} and {other.likelihood}, "
@@ -388,25 +396,28 @@ class Fit(Refits):
             )
         key = secrets.token_hex(16)
         here, there = (fit._asked("used rows", key) for fit in (self, other))
-        if others := [site for site, digest in here.items() if digest != there[site]]:
+        if others := [site for site in here | there if here.get(site) != there.get(site)]:
             raise ValueError(
-                f"the fits are of other rows of {others}, as many; fit both to rows that are "
-                "complete for both, by also= in tables"
+                f"the fits are of other rows of {others}; fit both to the same sites, and to rows "
+                "that are complete for both, by also= in tables"
             )
         large, small = sorted((self, other), key=lambda fit: -fit.parameters)
         more = large.parameters - small.parameters
         ratio = 2 * (large.log_likelihood - small.log_likelihood)
-        lines = [f"A: {large.model}", f"B: {small.model}"]
-        if more:
-            p = stats.chi2.sf(max(ratio, 0.0), more)
-            lines.append(
-                f"likelihood ratio {ratio:.4f} on {more} degrees of freedom, p {p:.4g}, if B is a "
-                "special case of A"
-            )
-        lines.append(f"AIC {large.aic:.2f} and {small.aic:.2f}")
-        if large.evidence is not None and small.evidence is not None:
-            lines.append(f"log Bayes factor of A over B {large.evidence - small.evidence:.4f} nats")
-        return "\n".join(lines)
+        p = stats.chi2.sf(max(ratio, 0.0), more)
+        lines = [
+            f"A: {large.model}",
+            f"B: {small.model}",
+            f"likelihood ratio {ratio:.4f} on {more} degrees of freedom, p {p:.4g}, if B is a "
+            "special case of A"
+            if more
+            else "",
+            f"AIC {large.aic:.2f} and {small.aic:.2f}",
+            f"log Bayes factor of A over B {large.evidence - small.evidence:.4f} nats"
+            if large.evidence is not None and small.evidence is not None
+            else "",
+        ]
+        return "\n".join(filter(None, lines))
 
     def predict(self, frame: Any, *, site: str | None = None) -> Tensor:
         """Return the outcome's means for rows of a data frame, [n].
@@ -418,23 +429,7 @@ class Fit(Refits):
         Raises:
             ValueError: The fit makes no means, a site must be named, or its intercept is not here.
         """
-        if self.link is None or self.design is None:
-            raise ValueError("this fit has no means of an outcome to predict")
-        x = self.design(frame)
-        first = int(self.intercept)
-        slopes = self.estimate[first : first + x.shape[1]]
-        if self.intercept:
-            start = self.estimate[0]
-        elif site is not None and site in self.own_intercepts:
-            start = self.own_intercepts[site]
-        else:
-            raise ValueError(
-                f"each site has an intercept of its own: name one of {sorted(self.own_intercepts)}"
-            )
-        eta = x @ slopes + start
-        if self.offset is not None:
-            eta = eta + torch.tensor(numbers(frame, self.offset, "the frame"))
-        return self.link(eta)
+        return self._asked("predict", frame, site)
 
     def to_arviz(self, *, draws: int = 4000, seed: int = 0) -> Any:
         """Return draws of the normal approximation around the estimate as ArviZ's InferenceData,
@@ -446,8 +441,9 @@ class Fit(Refits):
         """
         import arviz
 
-        rng = generator(seed, Purpose.POSTERIOR)
-        found = rng.multivariate_normal(self.estimate.numpy(), self.covariance.numpy(), draws)
+        found = generator(seed, Purpose.POSTERIOR).multivariate_normal(
+            self.estimate.numpy(), self.covariance.numpy(), draws
+        )
         return arviz.from_dict(
             {"coefficient": found[None]},
             coords={"term": list(self.names)},
@@ -587,31 +583,6 @@ class Fit(Refits):
         return {"estimate": row.iloc[0], "low": row.iloc[4], "high": row.iloc[5]}
 
 
-def _whole(count: float) -> float:
-    """Return a whole number as an int."""
-    return int(count) if float(count).is_integer() else count
-
-
-def change_of(size: int, centre: Tensor, scale: Tensor, *, intercept: bool) -> Tensor:
-    """Return the matrix [q, q] that makes parameters for columns as they are of those of
-    standardised columns.
-
-    Args:
-        size: Number q of parameters: an intercept, where there is one, the coefficients, and
-            others.
-        centre: Means of the p columns.
-        scale: Their standard deviations.
-        intercept: Whether there is an intercept.
-    """
-    first, p = int(intercept), len(centre)
-    change = torch.eye(size, dtype=torch.float64)
-    place = torch.arange(first, first + p)
-    change[place, place] = 1 / scale
-    if intercept:
-        change[0, place] = -centre / scale
-    return change
-
-
 def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
     """Return the inverse of the information matrix [q, q] of standardised columns at a minimum.
 
@@ -629,8 +600,7 @@ def inverse(found: Minimum, names: Sequence[str]) -> Tensor:
     """
     values, vectors, size = eigen(found.hessian)
     length = float(found.moved @ found.first @ found.moved)
-    singular = len(values) and float(values[0]) < 1e-10
-    if not (singular or length > MOVING):
+    if not len(values) or (float(values[0]) >= 1e-10 and length <= MOVING):
         inner = vectors / size[:, None]
         return (inner / values) @ inner.T
     # Dependent columns say nothing of a direction from the start, up to the rounding of secure

@@ -11,7 +11,7 @@ whose sums are slope and Hessian of the profile likelihood. No own intercept lea
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -36,19 +36,11 @@ from bayesfl.stats.asking import (
     unit_of,
     used_rows,
 )
-from bayesfl.stats.diagnostics import diagnose
+from bayesfl.stats.diagnostics import BINARY, Diagnostics, diagnose
 from bayesfl.stats.families import FAMILIES, row_information
-from bayesfl.stats.fit import (
-    ERRORS,
-    FEW_SITES,
-    Errors,
-    Fit,
-    change_of,
-    chosen_errors,
-    inverse,
-    separation,
-)
+from bayesfl.stats.fit import ERRORS, AfterFit, Errors, Fit, chosen_errors, inverse, separation
 from bayesfl.stats.tables import Site, Tables
+from bayesfl.stats.terms import numbers
 
 INTERCEPT_SD = 10.0
 """Standard deviation of the intercepts' prior, where the coefficients have one."""
@@ -101,8 +93,7 @@ class Likelihood(SiteSurvey):
     def start(self, about: Any, /) -> Tensors:
         """Return Newton's start."""
         theta = torch.zeros(self.size, dtype=torch.float64)
-        if not self.per_site:
-            theta[0] = self.intercept
+        theta[: int(not self.per_site)] = self.intercept
         return newton.begin(theta) | {
             "centre": torch.tensor(self.centre, dtype=torch.float64),
             "scale": torch.tensor(self.scale, dtype=torch.float64),
@@ -111,12 +102,16 @@ class Likelihood(SiteSurvey):
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         q = self.size
-        convex = not FAMILIES[self.family].own  # in the coefficients alone
-        hessian = Semidefinite((q, q)) if convex else (q, q)
-        found: dict[str, tuple[int, ...]] = {"loss": (), "slope": (q,), "hessian": hessian}
-        if self.family == "binomial" and self.prior is None:
-            found["n_wrong"] = ()
-        return found | {"n_outside": ()} | ({"volume": (), "penalty": ()} if self.per_site else {})
+        wrong = {"n_wrong": ()} if self.family == "binomial" and self.prior is None else {}
+        return {
+            "loss": (),
+            "slope": (q,),
+            # A family's loss is convex in the coefficients, but not in parameters of its own.
+            "hessian": (q, q) if FAMILIES[self.family].own else Semidefinite((q, q)),
+            **wrong,
+            "n_outside": (),
+            **({"volume": (), "penalty": ()} if self.per_site else {}),
+        }
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
@@ -134,7 +129,9 @@ class Likelihood(SiteSurvey):
         return {name: answer[name] for name in shapes}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Make Newton's step; see `newton.step`."""
+        """Make Newton's step, see `newton.step`, and say whether the parameters separate the
+        outcomes of all rows.
+        """
         loss = torch.where(total["n_outside"] > 0, torch.inf, total["loss"])
         strength, theta = self.strength(), state["theta"]
         after, done = newton.step(
@@ -143,50 +140,44 @@ class Likelihood(SiteSurvey):
             total["slope"] + strength * theta,
             total["hessian"] + torch.diag(strength),
         )
-        kept = {name: total[name] for name in ("volume", "penalty") if name in total}
-        kept["separated"] = self.separated(total)
-        return state | after | kept, done or bool(kept["separated"])
-
-    def separated(self, total: Tensors) -> Tensor:
-        """Say whether the parameters separate the outcomes 0 and 1 of all rows: no row is at the
-        wrong side of their boundary. At the log link it is enough that all outcomes of some rows
-        are 1.
-        """
+        # No row is at the wrong side of the boundary between outcomes 0 and 1. At the log link it
+        # is enough that all outcomes of some rows are 1.
+        separated = total.get("n_wrong", torch.tensor(1)) == 0
         if self.family == "log_binomial":
-            return (total["n_outside"] == 0) & (total["hessian"] > EDGE).any()
-        return total.get("n_wrong", torch.tensor(1)) == 0
+            separated = (total["n_outside"] == 0) & (total["hessian"] > EDGE).any()
+        return state | total | after | {"separated": separated}, done or bool(separated)
 
     def strength(self) -> Tensor:
         """Return the prior's precision of each shared parameter, [q]; 0 without a prior."""
-        found = torch.zeros(self.size, dtype=torch.float64)
-        if self.prior is not None:
-            first = self.size - self.columns - len(FAMILIES[self.family].own)
-            found[:first] = INTERCEPT_SD**-2
-            found[first : first + self.columns] = self.prior**-2
-        return found
+        sizes = [not self.per_site, self.columns, len(FAMILIES[self.family].own)]
+        of_slopes = 0.0 if self.prior is None else self.prior**-2
+        each = torch.tensor([self.own_strength, of_slopes, 0.0], dtype=torch.float64)
+        return each.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
 
     def standardised(self, site: Site) -> Site:
         """Return a site whose outcomes, what is added to its predictors, and whose weights are in
         their units.
         """
         assert site.y is not None
-        y = (site.y - self.outcome_centre) / self.outcome_scale
-        weights = site.weights / self.unit
-        return replace(site, y=y, offset=site.offset / self.outcome_scale, weights=weights)
+        return replace(
+            site,
+            y=(site.y - self.outcome_centre) / self.outcome_scale,
+            offset=site.offset / self.outcome_scale,
+            weights=site.weights / self.unit,
+        )
 
     def predictors(self, state: Tensors, site: Site) -> tuple[Tensor, Tensor, Tensor]:
         """Return the columns of a standardised site in the linear predictor [n, d], this predictor
         [n], the own intercept at its best included, and that intercept, 0 where there is none.
         """
-        theta, first = state["theta"], int(not self.per_site)
-        design = torch.ones(len(site.x), first + self.columns, dtype=torch.float64)
-        torch.sub(site.x[:, : self.columns], self.centre_at(state, site), out=design[:, first:])
-        design[:, first:] /= state["scale"]
-        slopes, own = theta[: design.shape[1]], theta[design.shape[1] :]
-        eta = design @ slopes + site.offset
+        design = (site.x[:, : self.columns] - self.centre_at(state, site)) / state["scale"]
         if not self.per_site:
-            return design, eta, torch.zeros((), dtype=torch.float64)
-        alpha = best_intercept(self.family, eta, site, own, self.own_strength)
+            design = torch.nn.functional.pad(design, (1, 0), value=1.0)
+        slopes, own = state["theta"].tensor_split([design.shape[1]])
+        eta = design @ slopes + site.offset
+        alpha = torch.zeros((), dtype=torch.float64)
+        if self.per_site:
+            alpha = best_intercept(self.family, eta, site, own, self.own_strength)
         return design, eta + alpha, alpha
 
     def centre_at(self, state: Tensors, site: Site) -> Tensor:
@@ -240,9 +231,9 @@ class Likelihood(SiteSurvey):
 
     def own_intercept(self, state: Tensors, site: Site) -> float:
         """Return a site's own intercept at its best, for columns as they are."""
-        slopes = state["theta"][: self.columns]
         alpha = self.predictors(state, self.standardised(site))[2]
-        alpha = alpha - slopes @ (self.centre_at(state, site) / state["scale"])
+        centre = self.centre_at(state, site) / state["scale"]
+        alpha = alpha - state["theta"][: self.columns] @ centre
         return float(self.outcome_centre + self.outcome_scale * alpha)
 
 
@@ -341,30 +332,14 @@ def best_intercept(family: str, eta: Tensor, site: Site, own: Tensor, strength: 
 
 
 @dataclass(frozen=True)
-class Meat(SiteSurvey):
+class Meat(AfterFit):
     """Ask for the outer products of rows' scores, each row as many as it stands for, by which
     errors are robust.
-
-    Args:
-        likelihood: The likelihood.
-        theta: Where the scores are taken, [q].
     """
-
-    likelihood: Likelihood
-    theta: tuple[float, ...]
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return where the scores are taken."""
-        theta = torch.tensor(self.theta, dtype=torch.float64)
-        return self.likelihood.start(about) | {"theta": theta}
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         return {"meat": Semidefinite((self.likelihood.size, self.likelihood.size))}
-
-    def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's information, [n]; see `SiteSurvey`."""
-        return self.likelihood.row_weights(state, site)
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
@@ -389,20 +364,8 @@ class SiteMeat(Meat):
         multi-stage samples", Survey Methodology 28, 2002; with weights, Pustejovsky and Tipton,
         "Small-sample methods for cluster-robust variance estimation", JBES 36, 2018.
 
-    Args:
-        root: L, [q, q].
-        contrasts: The q contrasts c, [q, q].
+    The state has L as `root` and v of q contrasts as `v`, [q, q].
     """
-
-    root: tuple[tuple[float, ...], ...]
-    contrasts: tuple[tuple[float, ...], ...]
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return where the scores are taken, L, and v of each contrast, [q, q]."""
-        root, contrasts = (
-            torch.tensor(t, dtype=torch.float64) for t in (self.root, self.contrasts)
-        )
-        return super().start(about) | {"root": root, "v": contrasts @ root}
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
@@ -433,21 +396,15 @@ class SiteMeat(Meat):
 
 
 @dataclass(frozen=True)
-class OwnIntercept(SiteSurvey):
-    """Tell sites on other machines the estimate, beside which each keeps an intercept of its own;
-    it answers nothing but that it did.
+class OwnIntercept(AfterFit):
+    """Tell sites on other machines the `estimate` for columns as they are, beside which each keeps
+    an intercept of its own; it answers nothing but that it did.
 
     Args:
-        likelihood: The likelihood.
-        theta: Its minimum, [q].
         names: Names of the shared parameters.
-        estimate: Their estimates, for columns as they are.
     """
 
-    likelihood: Likelihood
-    theta: tuple[float, ...]
-    names: tuple[str, ...]
-    estimate: tuple[float, ...]
+    names: tuple[str, ...] = ()
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
@@ -461,9 +418,7 @@ class OwnIntercept(SiteSurvey):
         """Return the site's own model, with a column for each parameter."""
         import pandas
 
-        theta = torch.tensor(self.theta, dtype=torch.float64)
-        at = self.likelihood.start(None) | {"theta": theta}
-        values = (self.likelihood.own_intercept(at, site), *self.estimate)
+        values = (self.likelihood.own_intercept(state, site), *state["estimate"].tolist())
         return pandas.DataFrame([values], columns=["(intercept)", *self.names])
 
 
@@ -518,20 +473,22 @@ def glm(
     if family == "gaussian" and prior is not None:
         raise ValueError("prior= is for families without a scale of their own; leave it out")
     asked = Questions(sites, aggregation)
-    per_site, errors = intercept == "per_site", chosen_errors(sites, errors, prior)
+    per_site = intercept == "per_site"
     sums = asked.first(lambda count: Sums(count, len(sites.columns), family))
-    everyone, sites = sites, asked.sites
+    rows, dropped, events = (
+        counted(asked.sites.names, sums[name]) for name in ("rows", "n_dropped", "outcome")
+    )
     centre, scale = standard(sums, sites.columns)
     outcome = getattr(sites, "outcome", None) or "outcome"
     middle, unit = outcome_unit(family, sums, outcome)
-    left = _silent(family, sums, sites.names) if per_site and prior is None else {}
-    if len(left) == len(sites.names):
-        told = "; ".join(f"{name}, {why}" for name, why in left.items())
+    if per_site and prior is None:
+        asked.leave_out(_silent(family, rows, events))
+    kept = asked.sites.names
+    if not kept:
+        told = "; ".join(f"{name}, {why}" for name, why in asked.left_out.items())
         raise ValueError(f"no site says anything beyond its own intercept: {told}")
-    if errors == "site" and len(sites.names) - len(left) < 3:
-        raise ValueError(FEW_SITES)
-    asked.leave_out(left)
-    rule, kept = FAMILIES[family], asked.sites.names
+    errors = chosen_errors(asked.sites, errors, prior)
+    rule = FAMILIES[family]
     survey = Likelihood(
         family=family,
         columns=len(sites.columns),
@@ -550,9 +507,9 @@ def glm(
     state = asked.conduct(survey)
     found = newton.minimum(state)
     names = (() if per_site else ("(intercept)",)) + sites.columns + rule.own
-    places = [place for place, name in enumerate(sites.names) if name not in left]
-    n = float(sums["rows"][places].sum())
-    parameters = len(names) + per_site * len(kept) + (family == "gaussian")
+    rows = {name: rows[name] for name in kept}
+    n = sum(rows.values())
+    free = len(names) + per_site * len(kept)
     if state["separated"]:
         raise ValueError(
             separation(found.theta.abs(), names)
@@ -572,55 +529,73 @@ def glm(
             f"and its error {float(found.theta[-1].exp() * bread[-1, -1].sqrt()):.2g}; take "
             "family='poisson'"
         )
+    penalty = (survey.strength() * found.theta**2).sum() / 2 + state.get("penalty", 0.0)
+    loss = plain = found.loss - float(penalty)
     degrees, variance = None, 1.0
     if family == "gaussian":
-        degrees = n - len(names) - per_site * len(kept)
+        degrees = n - free
         if degrees <= 0:
             raise ValueError(
                 f"{n:g} rows, each as often as it counts, are too few for the errors of "
-                f"{n - degrees:g} coefficients: leave terms out"
+                f"{free} coefficients: leave terms out"
             )
         if found.loss <= 0:
             raise ValueError(f"nothing is left of the outcome {outcome!r} to know errors by")
         variance = 2 * found.loss / degrees
         covariance = covariance * variance
-    change = change_of(len(names), centre, scale, intercept=not per_site)
-    theta = tuple(found.theta.tolist())
+        loss = n / 2 * (math.log(2 * math.pi * 2 * found.loss / n) + 1) + n * math.log(unit)
+    first = int(not per_site)
+    change = torch.nn.functional.pad(1 / scale, (first, len(rule.own)), value=1.0).diag()
+    change[:first, first : first + len(scale)] = -centre / scale
     if errors == "sandwich":
-        meat = asked.conduct(Meat(survey, theta))["meat"]
+        meat = asked.conduct(Meat(survey, state))["meat"]
         covariance, degrees = bread @ meat @ bread, None
     if errors == "site":
-        covariance, degrees = _by_site(asked, survey, theta, bread, change, names)
+        covariance, degrees = _by_site(asked, survey, state, bread, change, names)
     estimate, covariance = unit * change @ found.theta, unit**2 * change @ covariance @ change.T
-    if not per_site:
-        estimate[0] += middle
-    penalty = (survey.strength() * found.theta**2).sum() / 2 + state.get("penalty", 0.0)
-    loss = plain = found.loss - float(penalty)
-    if family == "gaussian":
-        loss = n / 2 * (math.log(2 * math.pi * 2 * found.loss / n) + 1) + n * math.log(unit)
+    estimate[:first] += middle
     own = {}
     if per_site and isinstance(asked.sites, Tables):
         own = {site.name: survey.own_intercept(state, site) for site in asked.sites.sites}
     elif per_site:
-        at = tuple(state["theta"].tolist())
-        asked.conduct(OwnIntercept(survey, at, names, tuple(estimate.tolist())))
-    rows = counted(kept, sums["rows"][places])
-    null = replace(survey, columns=0, prior=None, centre=(), scale=())
-    events = dict(zip(sites.names, sums["outcome"].tolist(), strict=True))
+        asked.conduct(OwnIntercept(survey, state | {"estimate": estimate}, names))
+
+    def again(names: Sequence[str] = kept) -> Questions:
+        return Questions(asked.sites.only(names), aggregation)
+
+    def predict(frame: Any, site: Any) -> Tensor:
+        if per_site and site not in own:
+            raise ValueError(f"each site has an intercept of its own: name one of {sorted(own)}")
+        start = own[site] if per_site else estimate[0]
+        x = sites.design(frame)
+        eta = x @ estimate[first : first + x.shape[1]] + start
+        if sites.offset is not None:
+            eta = eta + torch.tensor(numbers(frame, sites.offset, "the frame"))
+        return rule.mean(eta)
+
+    def diagnostics(level: float, *, counts: bool = True) -> Diagnostics:
+        null = replace(survey, columns=0, prior=None, centre=(), scale=())
+        return diagnose(again(), survey, null, found.theta, plain, rows, level, counts=counts)
 
     def own_slopes() -> Any:
         import pandas
 
         def evidence(names: Sequence[str]) -> float:
-            again = Questions(asked.sites.only(names), aggregation).conduct(survey)
-            return _evidence(survey, again, newton.minimum(again), len(names))
+            state = again(names).conduct(survey)
+            return _evidence(survey, state, newton.minimum(state), len(names))
 
         whole = evidence(kept)
-        parts = {site: [name for name in kept if name != site] for site in kept}
-        return pandas.Series(
-            {site: evidence([site]) + evidence(others) - whole for site, others in parts.items()}
-        )
+        others = {site: evidence([name for name in kept if name != site]) for site in kept}
+        return pandas.Series({site: evidence([site]) + others[site] - whole for site in kept})
 
+    further: dict[str, Any] = {
+        "used rows": lambda key: used_rows(again(), key),
+        "predict": predict,
+    }
+    if sites.weighing != "probability":
+        further["diagnostics"] = diagnostics
+    if prior is not None and not rule.own and len(kept) > 1:
+        further["own_slopes"] = own_slopes
     return Fit(
         model=f"{rule.name}, {'an intercept for each site' if per_site else 'one intercept'}"
         + (f", prior {prior:g}" if prior is not None else ""),
@@ -630,40 +605,21 @@ def glm(
         errors=ERRORS[errors],
         ratio=rule.ratio,
         rows=rows,
-        events={name: events[name] for name in kept if family != "gaussian"},
-        dropped={sites.names[place]: int(sums["n_dropped"][place]) for place in places},
+        events={} if family == "gaussian" else {name: events[name] for name in kept},
+        dropped={name: dropped[name] for name in kept},
         left_out=asked.left_out,
         log_likelihood=-loss,
-        parameters=parameters,
+        parameters=free + (family == "gaussian"),
         released=asked.released,
         likelihood=f"the {'density' if family == 'gaussian' else 'probability'} of {outcome!r}",
         degrees=degrees,
         scale=unit**2 * variance,
         evidence=None if prior is None else _evidence(survey, state, found, len(kept)),
         own_intercepts=own,
-        link=rule.mean,
-        design=sites.design,
-        offset=sites.offset,
         weighing=sites.weighing,
-        intercept=not per_site,
-        further={"used rows": lambda key: used_rows(Questions(asked.sites, aggregation), key)}
-        if sites.weighing == "probability"
-        else {
-            "used rows": lambda key: used_rows(Questions(asked.sites, aggregation), key),
-            "diagnostics": lambda level, *, counts=True: diagnose(
-                Questions(asked.sites, aggregation),
-                survey,
-                null,
-                found.theta,
-                plain,
-                rows,
-                level,
-                counts=counts,
-            ),
-        }
-        | ({} if prior is None or rule.own or len(kept) < 2 else {"own_slopes": own_slopes}),
+        further=further,
         refit=lambda chosen: glm(
-            everyone.only(chosen),
+            sites.only(chosen),
             family=family,
             intercept=intercept,
             errors=errors,
@@ -676,7 +632,7 @@ def glm(
 def _by_site(
     asked: Questions,
     survey: Likelihood,
-    theta: tuple[float, ...],
+    state: Tensors,
     bread: Tensor,
     change: Tensor,
     names: Sequence[str],
@@ -688,8 +644,7 @@ def _by_site(
         ValueError: Only one site says something of a coefficient.
     """
     root = torch.linalg.cholesky(bread)
-    contrasts = tuple(map(tuple, change.tolist()))
-    found = asked.conduct(SiteMeat(survey, theta, tuple(map(tuple, root.tolist())), contrasts))
+    found = asked.conduct(SiteMeat(survey, state | {"root": root, "v": change @ root}))
     if single := [names[i] for i in (found["alone"] > 1e-6).nonzero().flatten().tolist()]:
         raise ValueError(
             f"{single} differ within one site alone, so that errors='site' has none of their "
@@ -699,19 +654,18 @@ def _by_site(
     return root @ found["meat"] @ root.T, found["trace"].square() / square
 
 
-def _silent(family: str, sums: Tensors, names: tuple[str, ...]) -> dict[str, str]:
+def _silent(family: str, rows: Mapping[str, float], events: Mapping[str, float]) -> dict[str, str]:
     """Return the sites whose outcome has one level only, of which an own intercept makes all that
     they say, and why.
     """
-    found = {}
-    for name, n, outcome in zip(
-        names, sums["rows"].tolist(), sums["outcome"].tolist(), strict=True
-    ):
-        if family != "gaussian" and outcome == 0:
-            found[name] = f"none of its {n:g} rows has an event"
-        elif family in ("binomial", "log_binomial") and math.isclose(outcome, n):
-            found[name] = f"all of its {n:g} rows have an event"
-    return found
+    none = {name: "none of its {:g} rows has an event" for name in rows if not events[name]}
+    full = {
+        name: "all of its {:g} rows have an event"
+        for name in rows
+        if family in BINARY and math.isclose(events[name], rows[name])
+    }
+    why = {} if family == "gaussian" else none | full
+    return {name: told.format(rows[name]) for name, told in why.items()}
 
 
 def _evidence(survey: Likelihood, state: Tensors, found: newton.Minimum, sites: int) -> float:

@@ -83,6 +83,11 @@ def state_of(question: Any, **changes: Any) -> dict[str, torch.Tensor]:
     }
 
 
+def after(made: Any, question: Any, theta: tuple[float, ...]) -> Any:
+    """A question about a fit."""
+    return made(question, state_of(question, theta=theta))
+
+
 HERE = {"centre": (15.0,), "scale": (5.0,)}
 STEEP = {"centre": (15.0,), "scale": (1e-2,)}
 MODEL: dict[str, Any] = {"columns": 1, "common": (), "effects": (0,), "group": None}
@@ -95,11 +100,11 @@ WEIGHED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "draws": (partial(Draws, "binomial", **MODEL, at=((0.0, 1.0, -9.0),) * 3), {}),
     "cox": (partial(PartialLikelihood, "month", "ill", 1, None), {"theta": (0.1,)}),
     "meat": (
-        lambda **given: Meat(Likelihood("binomial", 1, False, **given), (0.0, 1.0)),
+        lambda **given: after(Meat, Likelihood("binomial", 1, False, **given), (0.0, 1.0)),
         {},
     ),
     "scores": (
-        lambda **given: Scores(PartialLikelihood("month", "ill", 1, None, **given), (0.1,)),
+        lambda **given: after(Scores, PartialLikelihood("month", "ill", 1, None, **given), (0.1,)),
         {},
     ),
     "looks": (
@@ -184,7 +189,7 @@ def test_min_level_of_cells():
     bf.stats.describe(tables)
     grid = Grid((1.0, 2.0, 3.0), False, middles=(0.5, 1.5, 2.5))
     told = (
-        Counts("month", "dead", grid, None, ("all",)),
+        Counts("month", "dead", grid),
         PartialLikelihood("month", "dead", 1, grid, None, (15.0,), (5.0,)),
     )
     for died, broken in ((2, True), (3, False), (0, False)):
@@ -400,7 +405,7 @@ def test_max_parameters_per_row():
     assert refused(frame(10), "max_parameters_per_row", 0.09)
     assert not refused(frame(10), "max_parameters_per_row", 0.1)
     survey = Likelihood("binomial", columns=1, per_site=False, centre=(0.0,), scale=(1.0,))
-    for question in (survey, Meat(survey, (0.0, 0.0))):  # an intercept and a coefficient
+    for question in (survey, after(Meat, survey, (0.0, 0.0))):  # an intercept and a coefficient
         assert refused(frame(10), "max_parameters_per_row", 0.19, question=question)
         assert not refused(frame(10), "max_parameters_per_row", 0.2, question=question)
 
@@ -429,7 +434,8 @@ def test_columns():
         for name in needs:
             fewer = [one for one in needs if one != name]
             assert refused(rows, "columns", fewer, **options), (options, name)
-    by_site = Scores(PartialLikelihood("age", "ill", 0, None), (), by="site")  # a word
+    by_site = after(partial(Scores, by="site"), PartialLikelihood("age", "ill", 0, None), ())
+    # "site" is a word there, no column.
     assert not refused(frame(site="va", age=50), "columns", ["age", "ill"], question=by_site)
 
 
@@ -441,7 +447,7 @@ def test_exact_times():
         policy = Policy(**{**FREE, "exact_times": exact_times})
         return bf.stats.tables(given, terms=["age"], also=["month", "ill"], policy=policy)
 
-    counts = Counts("month", "ill", Grid((2.0, 4.0), exact_times=True), None, ("all",))
+    counts = Counts("month", "ill", Grid((2.0, 4.0), exact_times=True))
     for fit in (bf.stats.cox, bf.stats.kaplan_meier):
         with pytest.raises(Refusal, match="'va' refuses EventTimes by its policy's rule exact_tim"):
             fit(tables(False), time="month", event="ill", exact_times=True)

@@ -30,7 +30,7 @@ MODEL: dict[str, Any] = {
 QUESTIONS = (
     Sums(3, 2, "binomial"),
     LIKELIHOOD,
-    Meat(LIKELIHOOD, (1 / 7, 2.0)),
+    Meat(LIKELIHOOD),
     Mode(**MODEL, beside=((1 / 3, 0.0),), at=(math.inf, -0.0)),
     Draws(**MODEL, at=((1.0, 2.0), (3.0, 1e22))),
     (Number("age"), Levels("sex", ("f", "m")), Interaction((Number("age"), Levels("cp", (1, 2))))),

@@ -13,9 +13,10 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import NotNegative, PerClient
 from bayesfl.stats.asking import Questions, slot
 from bayesfl.stats.diagnostics import DOUBT
+from bayesfl.stats.fit import AfterFit
 from bayesfl.stats.policy import Refusal
 from bayesfl.stats.survival import efron
-from bayesfl.stats.survival.partial import LARGEST, AfterFit
+from bayesfl.stats.survival.partial import LARGEST
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import followed
 from bayesfl.stats.tables import Site
@@ -37,12 +38,10 @@ class Schoenfeld(AfterFit):
     Args:
         scale: What g is: the `log` of time, time itself (`identity`), or the `rank` of events.
         unit: The time that is 1, so that sums are of moderate size.
-        ranks: The share of events up to each time, [T], for `rank` under one baseline.
     """
 
     scale: Scale = "log"
     unit: float = 1.0
-    ranks: tuple[float, ...] = ()
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
@@ -53,10 +52,10 @@ class Schoenfeld(AfterFit):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's sums; see `SiteSurvey`."""
         rows = self.likelihood.rows(state["theta"], site)
+        baseline = self.likelihood.baseline(state, rows)
         died = rows.events
-        mean = self.baseline(state, rows)[2]
-        residual = rows.design[died] - mean[rows.place[died]]
-        w, g = rows.weights[died], self.function(site, rows.last[died], rows.weights[died])
+        residual = rows.design[died] - baseline["mean"][rows.place[died]]
+        w, g = rows.weights[died], self.function(site, rows, baseline["weight"])[died]
         if "g" not in state:
             return {"events": w.sum(), "g": w @ g}
         g = g - state["g"]
@@ -68,27 +67,17 @@ class Schoenfeld(AfterFit):
             return state | total, True
         return state | {"events": total["events"], "g": total["g"] / total["events"]}, False
 
-    def function(self, site: Site, last: Tensor, weights: Tensor) -> Tensor:
-        """Return g at the events of a site, by the places of their times and their weights."""
-        grid = self.likelihood.grid
+    def function(self, site: Site, rows: efron.Rows, events: Tensor) -> Tensor:
+        """Return g at the last time of each of a site's rows, [n], by the numbers of events at the
+        times of its baseline, [S T].
+        """
         if self.scale == "rank":
-            ranks = torch.tensor(self.ranks, dtype=torch.float64)
-            if grid is None:
-                ranks = shares(torch.bincount(last, weights, minlength=int(last.max()) + 1))
-            return ranks[last]
-        if grid is None:
-            times, events = followed(site, self.likelihood.time, self.likelihood.event)
-            times = times[events]
-        else:
-            times = torch.tensor(grid.ends, dtype=torch.float64)[last]
-        return (times / self.unit).log() if self.scale == "log" else times / self.unit
-
-
-def shares(events: Tensor) -> Tensor:
-    """Return the mean rank of the events at each time, by their numbers there [T], over their
-    number in all.
-    """
-    return (events.cumsum(0) - (events - 1) / 2) / events.sum()
+            events = events.unflatten(0, (-1, rows.times)).sum(0)
+            rank = events.cumsum(0) - (events - 1) / 2
+            return (rank / events.sum())[rows.last]
+        ends = torch.tensor(self.likelihood.grid_at(site).ends, dtype=torch.float64)
+        times = ends[rows.last] / self.unit
+        return times.log() if self.scale == "log" else times
 
 
 def proportional(
@@ -109,7 +98,6 @@ def proportional(
     by_column = (covariance @ drift) ** 2 / covariance.diagonal() * n / spread
     together = float(drift @ covariance @ drift * n / spread)
     p_values = stats.chi2.sf(by_column.numpy(), 1)
-    table = pandas.DataFrame({"chi2": by_column.numpy(), "p": p_values}, index=list(names))
     return Tested(
         what=f"proportional hazards, against the {survey.scale} of time"
         if survey.scale != "identity"
@@ -117,7 +105,7 @@ def proportional(
         statistic=together,
         degrees=len(names),
         p=float(stats.chi2.sf(together, len(names))),
-        table=table,
+        table=pandas.DataFrame({"chi2": by_column.numpy(), "p": p_values}, index=list(names)),
         said=tuple(
             f"the hazard ratio of {name} changes with time (p {p:.2g}): fit early and late events "
             "apart, or each level of a category, or give it a term for each period"
@@ -142,8 +130,7 @@ class Concordance(AfterFit):
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        j = PerClient((self.sites,))
-        return {"pairs": j, "concordant": j, "tied": j}
+        return dict.fromkeys(("pairs", "concordant", "tied"), PerClient((self.sites,)))
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
@@ -181,12 +168,8 @@ class ByScore(AfterFit):
         return dict.fromkeys(("at_risk", "events"), (len(state["mean"]), bins))
 
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
-        """Return the cells of scores, and of strata, times and events; see `SiteSurvey`."""
-        score = torch.bucketize(self.likelihood.rows(state["theta"], site).eta, state["edges"])
-        if state["round"] < ROUNDS:
-            return [score]
-        bins = len(state["edges"]) + 1
-        return [cells * bins + score for cells in super().cells(state, site)]
+        """Return each row as a cell of its own, as bins of scores hold single people."""
+        return [torch.arange(len(site.x))]
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`.
@@ -196,7 +179,8 @@ class ByScore(AfterFit):
         """
         if site.policy is not None:
             raise Refusal(type(self).__name__, {site.name: "min_level"})
-        rows, bins = self.likelihood.rows(state["theta"], site), len(state["edges"]) + 1
+        rows = self.likelihood.rows(state["theta"], site)
+        bins = len(state["edges"]) + 1
         score = torch.bucketize(rows.eta, state["edges"])
         if state["round"] < ROUNDS:
             return {"weight": efron.added(site.weights, score, bins)}
@@ -205,10 +189,9 @@ class ByScore(AfterFit):
             cell = at * bins + score[chosen]
             return efron.added(site.weights[chosen], cell, size * bins).reshape(size, bins)
 
-        died = rows.events
         return {
             "at_risk": efron.over_risk_sets(rows, counted),
-            "events": counted(died, rows.place[died], rows.strata * rows.times),
+            "events": counted(rows.events, rows.place[rows.events], rows.strata * rows.times),
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
@@ -245,6 +228,5 @@ def concordance(asked: Questions, within: Concordance, across: ByScore | None) -
             events, others = cells["events"], cells["at_risk"] - cells["events"]
             parts = (others.sum(1, keepdim=True), others.cumsum(1) - others, others)
             found.loc["all pairs"] = [float((events * part).sum()) for part in parts]
-    share = (found["concordant"] + found["tied"] / 2) / found["pairs"]
-    found.insert(0, "concordance", share)
+    found.insert(0, "concordance", (found["concordant"] + found["tied"] / 2) / found["pairs"])
     return found

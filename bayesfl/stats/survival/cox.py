@@ -5,21 +5,16 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from scipy import stats
+from torch import Tensor
 
 from bayesfl.base.options import Count, Positive, declared
+from bayesfl.base.protocols import Tensors
 from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, Sums, standard, unit_of, used_rows
-from bayesfl.stats.fit import (
-    ERRORS,
-    FEW_SITES,
-    Errors,
-    Fit,
-    change_of,
-    chosen_errors,
-    inverse,
-)
+from bayesfl.stats.fit import ERRORS, Errors, Fit, chosen_errors, inverse
 from bayesfl.stats.survival.checks import (
     ByScore,
     Concordance,
@@ -27,11 +22,9 @@ from bayesfl.stats.survival.checks import (
     Schoenfeld,
     concordance,
     proportional,
-    shares,
 )
 from bayesfl.stats.survival.groups import group, groups_of
-from bayesfl.stats.survival.partial import PartialLikelihood, Scores, after
-from bayesfl.stats.survival.predicted import predicted
+from bayesfl.stats.survival.partial import PartialLikelihood, Scores
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, follow, grid_of
 from bayesfl.stats.terms import Levels, numbers, pandas_of
@@ -118,32 +111,29 @@ def cox(
         0.518
     """
     asked = Questions(sites, aggregation)
-    per_site, errors = baseline == "per_site", chosen_errors(sites, errors, prior)
-    known = follow(asked, time, event)
-    everyone, sites = sites, asked.sites
+    per_site = baseline == "per_site"
     names = sites.columns
-    sums = asked.conduct(Sums(len(sites.names), len(names)))
+    known = follow(asked, time, event)
+    sums = asked.conduct(Sums(len(asked.sites.names), len(names)))
     centre, scale = standard(sums, names)
+    shared = None
     if per_site:
-        silent = [name for name in sites.names if not known.events[name]]
+        silent = [name for name in asked.sites.names if not known.events[name]]
         asked.leave_out(
             {name: f"none of its {known.rows[name]} rows has an event" for name in silent}
         )
-    shared = None
-    if not per_site:
+    else:
         shared = grid_of(asked, time, event, known, grid, exact_times, strata)
-    column, levels = groups_of(asked.sites, strata)
+    errors = chosen_errors(asked.sites, errors, prior)
+    groups = groups_of(asked.sites, strata)
     kept = asked.sites.names
-    if errors == "site" and len(kept) < 3:
-        raise ValueError(FEW_SITES)
     survey = PartialLikelihood(
         time=time,
         event=event,
         columns=len(names),
         grid=shared,
         entry=entry,
-        strata=column,
-        levels=levels,
+        strata=groups,
         prior=prior,
         centre=tuple(centre.tolist()),
         scale=tuple(scale.tolist()),
@@ -160,9 +150,9 @@ def cox(
             + (", or take baseline='shared'" if per_site else "")
         )
     model = covariance = inverse(found, names)
-    fitted = after(survey, state)
+    at = state | {"theta": state["best"]}
     if errors != "model":
-        meat = asked.conduct(Scores(**fitted, by=errors))["meat"]
+        meat = asked.conduct(Scores(survey, at, errors))["meat"]
         covariance = model @ meat @ model
     said = ()
     if shared is not None and not exact_times and names:
@@ -178,62 +168,53 @@ def cox(
                 f"{said[0]}: if that is too much, take exact_times=True, or baseline='per_site', "
                 "which needs no bins"
             )
-    degrees = None
-    if errors == "site":
-        degrees = float(len(kept) - 1)
+    degrees = float(len(kept) - 1) if errors == "site" else None
+    if degrees is not None:
         covariance = covariance * len(kept) / degrees
-    on_unit = covariance
-    change = change_of(len(names), centre, scale, intercept=False)
-    estimate, covariance = change @ found.theta, change @ covariance @ change.T
-    penalty = survey.strength * float(found.theta @ found.theta) / 2
-    evidence = None
-    if prior is not None:
-        volume = float(torch.linalg.slogdet(found.hessian).logabsdet) / 2
-        evidence = -found.loss - len(names) * math.log(prior) - volume
+    volume = float(torch.linalg.slogdet(found.hessian).logabsdet) / 2
+    read = (time, event) if entry is None else (time, event, entry)
+
+    def again() -> Questions:
+        return Questions(asked.sites, aggregation)
 
     def check(*, scale: Scale = "log") -> Tested:
-        ranks = ()
-        if scale == "rank" and not per_site:
-            ranks = tuple(shares(state["weight"].unflatten(0, (len(levels), -1)).sum(0)).tolist())
-        question = Schoenfeld(**fitted, scale=scale, unit=known.horizon, ranks=ranks)
-        return proportional(Questions(asked.sites, aggregation), question, model, names)
+        unit = known.marks[-1]
+        return proportional(again(), Schoenfeld(survey, at, scale, unit), model, names)
 
     def ranked() -> Any:
-        across = None if per_site else ByScore(**fitted)
-        again = Questions(asked.sites, aggregation)
-        return concordance(again, Concordance(**fitted, sites=len(kept)), across)
-
-    def used(key: str) -> Any:
-        columns = (time, event) if entry is None else (time, event, entry)
-        return used_rows(Questions(asked.sites, aggregation), key, columns)
+        across = None if per_site else ByScore(survey, at)
+        return concordance(again(), Concordance(survey, at, len(kept)), across)
 
     def survival(frame: Any, level: float) -> Any:
-        groups, stratum = levels, torch.arange(len(levels))
-        rows, offset = torch.zeros(len(levels), len(names), dtype=torch.float64), 0.0
+        rows, stratum = groups.levels, torch.arange(len(groups.levels))
+        design, offset = torch.zeros(len(rows), len(names), dtype=torch.float64), 0.0
         if frame is not None:
             frame = pandas_of(frame)
-            groups, stratum = frame.index, group(frame, column, levels, "the frame")
-            rows = (sites.design(frame) - centre) / scale
+            rows, stratum = frame.index, group(frame, groups, "the frame")
+            design = (sites.design(frame) - centre) / scale
             if sites.offset is not None:
                 offset = torch.tensor(numbers(frame, sites.offset, "the frame"))
-        eta = rows @ found.theta + offset
+        eta = design @ found.theta + offset
         assert shared is not None
-        return predicted(state, shared.ends, groups, rows, eta, stratum, on_unit, level)
+        return predicted(state, shared.ends, rows, design, eta, stratum, covariance, level)
 
-    further = {"concordance": ranked, "used rows": used}
+    further = {
+        "concordance": ranked,
+        "used rows": lambda key: used_rows(again(), key, read),
+    }
     if sites.weighing != "probability":  # whose variances are others
         further |= {"check": check} | ({} if per_site else {"survival": survival})
     told = (
         ("a baseline for each site" if per_site else f"one baseline, {shared}")
-        + (f", strata by {column!r}" if column else "")
+        + (f", strata by {groups.column!r}" if strata else "")
         + (f", entry at {entry!r}" if entry else "")
     )
     return Fit(
         model=f"Cox's proportional hazards, Efron's ties, {told}"
         + (f", prior {prior:g}" if prior is not None else ""),
         names=names,
-        estimate=estimate,
-        covariance=covariance,
+        estimate=found.theta / scale,
+        covariance=covariance / torch.outer(scale, scale),
         errors="the sandwich, by sites, times J / (J - 1)" if errors == "site" else ERRORS[errors],
         degrees=degrees,
         ratio="hazard ratio",
@@ -241,25 +222,82 @@ def cox(
         events={name: known.events[name] for name in kept},
         dropped={name: known.dropped[name] for name in kept},
         left_out=asked.left_out,
-        log_likelihood=penalty - found.loss,
+        log_likelihood=survey.strength * float(found.theta @ found.theta) / 2 - found.loss,
         parameters=len(names),
         released=asked.released,
-        evidence=evidence,
+        evidence=None if prior is None else -found.loss - len(names) * math.log(prior) - volume,
         said=said,
         likelihood=f"the order of {event!r} by {time!r}, {told}",
         weighing=sites.weighing,
         further=further,
         refit=lambda chosen: cox(
-            everyone.only(chosen),
+            sites.only(chosen),
             time=time,
             event=event,
             baseline=baseline,
             grid=grid if shared is None or exact_times else shared,  # of all sites
             exact_times=exact_times,
-            strata=None if column is None else Levels(column, levels),  # of all sites
+            strata=strata and groups,  # of all sites
             entry=entry,
             errors=errors,
             prior=prior,
             aggregation=aggregation,
         ),
     )
+
+
+def predicted(
+    baseline: Tensors,
+    ends: Sequence[float],
+    groups: Sequence[Any],
+    design: Tensor,
+    eta: Tensor,
+    stratum: Tensor,
+    covariance: Tensor,
+    level: float,
+) -> Any:
+    """Return the cumulative hazard and the survival of G rows at each time while rows of their
+    stratum are at risk, with errors and intervals, as a data frame of pandas.
+
+    With dH the steps of Efron's estimate of the hazard, which is Breslow's where no times tie, the
+    cumulative hazard of a row is e^eta H; with D the sum of (mean of x - x) dH, its variance is
+
+        e^(2 eta) (sum of w / phi_l^2 + D' V D).
+
+    Intervals are normal for log(-log survival).
+
+    Args:
+        baseline: `at_risk`, `variance` and `followed` of the baseline, as `PartialLikelihood` keeps
+            them.
+        ends: The T times.
+        groups: Names of the rows.
+        design: Their standardised columns, [G, p].
+        eta: Their linear predictors, [G].
+        stratum: The places of their strata, [G].
+        covariance: Of the errors V of coefficients of standardised columns, [p, p].
+        level: Probability of the intervals.
+
+    Source: Tsiatis, "A large sample study of Cox's regression model", Annals of Statistics 9, 1981;
+    Therneau and Grambsch, "Modeling survival data", Springer 2000, section 10.2, as R's survfit.
+    """
+    import pandas
+
+    steps, spread, followed = (
+        baseline[name].unflatten(0, (-1, len(ends)))[stratum]
+        for name in ("at_risk", "variance", "followed")
+    )
+    met, relative = steps.cumsum(1), eta.exp().unsqueeze(1)  # [G, T, 1 + p], [G, 1]
+    drift = met[..., 1:] - design.unsqueeze(1) * met[..., :1]
+    variance = spread.cumsum(1) + ((drift @ covariance) * drift).sum(-1)
+    hazard, error = relative * met[..., 0], relative * variance.sqrt()
+    reach = float(stats.norm.ppf((1 + level) / 2)) * error / hazard.clamp_min(1e-300)
+    columns = {
+        "hazard": hazard,
+        "se(hazard)": error,
+        "survival": (-hazard).exp(),
+        f"{50 * (1 - level):g} %": (-hazard * reach.exp()).exp(),
+        f"{50 * (1 + level):g} %": (-hazard * (-reach).exp()).exp(),
+    }
+    index = pandas.MultiIndex.from_product([groups, ends], names=["row", "time"])
+    flat = {name: one.flatten().numpy() for name, one in columns.items()}
+    return pandas.DataFrame(flat, index=index)[followed.flatten().numpy()]

@@ -14,38 +14,32 @@ from bayesfl.base.display.html import frame
 from bayesfl.base.options import Count, Share, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.clients.surveying import Adder
-from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, with_likelihood
-from bayesfl.stats.survival.groups import group, groups_of
+from bayesfl.stats.asking import Questions, Released, Sites, with_likelihood
+from bayesfl.stats.survival.groups import ALL, group, groups_of
 from bayesfl.stats.survival.tested import Tested
-from bayesfl.stats.survival.times import BINS, Grid, follow, followed, grid_of
+from bayesfl.stats.survival.times import BINS, Grid, OfTimes, follow, followed, grid_of
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
 
 @dataclass(frozen=True)
-class Counts(SiteSurvey):
+class Counts(OfTimes):
     """Ask how many rows are at risk, and have an event, at each time, by group.
 
     Args:
-        time: Column of times.
-        event: Column of events.
         grid: The T times.
-        by: Column of groups; None for one.
-        levels: The G groups.
+        by: The G groups.
         robust: Whether also to ask for the sums of squared weights of rows by their last time, at 0
             of those at risk at none, without an event there and with one, [G, 1 + T, 2].
     """
 
-    time: str
-    event: str
     grid: Grid
-    by: str | None
-    levels: tuple[Any, ...]
+    by: Levels = ALL
     robust: bool = False
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        g, t = len(self.levels), len(self.grid.ends)
+        g, t = len(self.by.levels), len(self.grid.ends)
         found = {"rows": (g,), "at_risk": (g, t), "events": (g, t)}
         return {**found, "square": (g, 1 + t, 2)} if self.robust else found
 
@@ -68,7 +62,7 @@ class Counts(SiteSurvey):
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
         """Return the cells of groups, times and events; see `SiteSurvey`."""
         times, events = followed(site, self.time, self.event)
-        own = group(site.frame, self.by, self.levels, site.name)
+        own = group(site.frame, self.by, site.name)
         return [self.grid.cells(self.grid.last(site, times, events, own), events, own)]
 
 
@@ -132,9 +126,8 @@ class KaplanMeier:
         """
         survival = self.survival
         inside = (survival > 0) & (survival < 1)
-        log = torch.where(inside, survival, 0.5).log()
-        variance = torch.where(inside, self.log_variance, 0.0)
-        reach = float(stats.norm.ppf((1 + level) / 2)) * variance.sqrt() / log
+        log = survival.log()
+        reach = float(stats.norm.ppf((1 + level) / 2)) * self.log_variance.sqrt() / log
         ends = [torch.where(inside, (log * sign.exp()).exp(), survival) for sign in (-reach, reach)]
         return ends[0], ends[1]
 
@@ -153,8 +146,8 @@ class KaplanMeier:
             "events": self.events,
             "survival": self.survival,
             "se": self.error,
-            _percent((1 - level) / 2): low,
-            _percent((1 + level) / 2): high,
+            f"{50 * (1 - level):g} %": low,
+            f"{50 * (1 + level):g} %": high,
         }
         index = pandas.MultiIndex.from_product(
             [self.groups, self.times.tolist()], names=["group", "time"]
@@ -177,8 +170,8 @@ class KaplanMeier:
             "rows": self.counts,
             "events": self.events.sum(1),
             "median": self._first(self.survival),
-            _percent((1 - level) / 2): self._first(low),
-            _percent((1 + level) / 2): self._first(high),
+            f"{50 * (1 - level):g} %": self._first(low),
+            f"{50 * (1 + level):g} %": self._first(high),
         }
         return pandas.DataFrame(
             {name: values.numpy() for name, values in columns.items()}, index=list(self.groups)
@@ -228,10 +221,6 @@ def _log_variance(at_risk: Tensor, events: Tensor, square: Tensor | None) -> Ten
         later = torch.cat([later[:, 2:], torch.zeros_like(later[:, :1])], 1)
         found = gone.cumsum(1) + c.square() * later
     return torch.where(_survival(at_risk, events) > 0, found, torch.inf)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g} %"
 
 
 @declared
@@ -287,15 +276,12 @@ def kaplan_meier(
     if exact_times:  # numbers at risk are told between events, too, and up to the horizon
         ends = tuple(sorted({*times.ends, *known.marks}))
         times = replace(times, ends=ends, middles=ends)
-    sums = asked.first(
-        lambda count: Counts(time, event, times, *groups_of(asked.sites, by), robust)
-    )
-    _, levels = groups_of(asked.sites, by)
+    sums = asked.first(lambda count: Counts(time, event, times, groups_of(asked.sites, by), robust))
     kept = asked.sites.names
     there = sums["at_risk"].sum(0) > 0
     at_risk, events = sums["at_risk"], sums["events"]
     return KaplanMeier(
-        groups=tuple(map(str, levels)),
+        groups=tuple(map(str, groups_of(asked.sites, by).levels)),
         times=torch.tensor(times.ends, dtype=torch.float64)[there],
         at_risk=at_risk[:, there],
         events=events[:, there],
@@ -357,11 +343,10 @@ def logrank(
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
     times = grid_of(asked, time, event, known, grid, exact_times, by)
-    sums = asked.first(lambda count: Counts(time, event, times, *groups_of(asked.sites, by)))
-    column, levels = groups_of(asked.sites, by)
+    sums = asked.first(lambda count: Counts(time, event, times, groups_of(asked.sites, by)))
+    groups = groups_of(asked.sites, by)
+    names = [str(level) for level in groups.levels]
     at_risk, events = sums["at_risk"], sums["events"]
-    if absent := [level for level, n in zip(levels, sums["rows"].tolist(), strict=True) if n == 0]:
-        raise ValueError(f"the groups {absent} of {column!r} have no row; leave them out")
     n, d = at_risk.sum(0), events.sum(0)
     share = at_risk / n.clamp_min(1e-300)
     expected = (d * share).sum(1)
@@ -374,20 +359,20 @@ def logrank(
     degrees = int(free.sum())
     if not degrees:
         raise ValueError(
-            f"no two groups of {column!r} are at risk together at an event that some survive, so "
-            "that nothing can be tested"
+            f"no two groups of {groups.column!r} are at risk together at an event that some "
+            "survive, so that nothing can be tested"
         )
     excess = vectors.T @ (scale * (events.sum(1) - expected)[compared])
     statistic = float((excess[free].square() / values[free]).sum())
     columns = {"rows": sums["rows"], "events": events.sum(1), "expected": expected}
-    apart = [str(level) for level, so in zip(levels, compared.tolist(), strict=True) if not so]
+    apart = [name for name, so in zip(names, compared.tolist(), strict=True) if not so]
     return Tested(
-        what=f"log-rank of {len(levels)} groups of {column}, {times}",
+        what=f"log-rank of {len(names)} groups of {groups.column}, {times}",
         statistic=statistic,
         degrees=degrees,
         p=float(stats.chi2.sf(statistic, degrees)),
         table=pandas.DataFrame(
-            {name: values.numpy() for name, values in columns.items()}, index=list(map(str, levels))
+            {name: values.numpy() for name, values in columns.items()}, index=names
         ),
         said=tuple(f"group {name} has no part: none is at risk at an event" for name in apart),
         released=asked.released,

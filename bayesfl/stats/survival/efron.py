@@ -164,47 +164,19 @@ def over_risk_sets(rows: Rows, by_slot: Callable[[Tensor, Tensor, int], Tensor])
     return by_stratum.flip(1).cumsum(1).flip(1)[:, 1:].flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class Hazards:
-    """Hold what the denominators of all events say, for each of S T times.
+def hazards(sums: Tensors) -> Tensors:
+    """Return the partial likelihood by sums of `moments` over all rows, and what its denominators
+    say for each of S T times.
 
-    Args:
-        loss: Negative log partial likelihood, in nats.
-        slope: Its gradient, [p].
-        at_risk: The hazard's step w / phi_l, summed over l, and the same times the mean of x under
-            phi_l, [S T, 1 + p].
-        of_tied: The same with each l times l / d, of which tied rows are spared.
-        variance: The variance of the hazard's step, w / phi_l^2 summed over l, [S T].
-        mean: The mean of x in the denominators, [S T, p].
-        outer: The sum of w times the outer products of the means under phi_l, [p, p], which a sum
-            of e^eta x x' by the hazards' steps exceeds by the Hessian.
+    Returns:
+        `loss`: negative log partial likelihood, in nats; `slope`: its gradient, [p]; `at_risk`: the
+        hazard's step w / phi_l, summed over l, and the same times the mean of x under phi_l,
+        [S T, 1 + p]; `of_tied`: the same with each l times l / d, of which tied rows are spared;
+        `variance`: that of the hazard's step, w / phi_l^2 summed over l, [S T]; `mean`: that of x
+        in the denominators, [S T, p]; `weight`: that of events, [S T]; `outer`: the sum of w times
+        the outer products of the means under phi_l, [p, p], which a sum of e^eta x x' by the
+        hazards' steps exceeds by the Hessian.
     """
-
-    loss: Tensor
-    slope: Tensor
-    at_risk: Tensor
-    of_tied: Tensor
-    variance: Tensor
-    mean: Tensor
-    outer: Tensor
-
-    def hessian(self, sums: Tensors) -> Tensor:
-        """Return the Hessian of `loss`, [p, p], by sums of `squares` over all rows."""
-        half = self.at_risk[:, 0] @ sums["risk_square"] - self.of_tied[:, 0] @ sums["tied_square"]
-        i, j = torch.triu_indices(*self.outer.shape)
-        square = torch.zeros_like(self.outer)
-        square[i, j] = square[j, i] = half
-        return square - self.outer
-
-    def hessian_of(self, rows: Rows) -> Tensor:
-        """Return the same by all rows, where they are in one place."""
-        met = hazard_met(rows, self.at_risk, self.of_tied)[:, :1]
-        relative = (rows.weights * rows.eta.exp()).unsqueeze(1) * met
-        return rows.design.T @ (relative * rows.design) - self.outer
-
-
-def hazards(sums: Tensors) -> Hazards:
-    """Return the partial likelihood and its parts by sums of `moments` over all rows."""
     tied = sums["n_tied"].round().long()  # [S T]
     # A line for each event: its time, and its number among those tied there.
     place = torch.arange(len(tied)).repeat_interleave(tied)
@@ -219,39 +191,54 @@ def hazards(sums: Tensors) -> Hazards:
     def by_time(values: Tensor) -> Tensor:
         return added(values, place, len(tied))
 
-    return Hazards(
-        loss=weight @ phi[:, 0].log() - sums["linear"][0],
-        slope=weight @ mean - sums["linear"][1:],
-        at_risk=by_time(steps),
-        of_tied=by_time(share * steps),
-        variance=by_time(step / phi[:, :1])[:, 0],
-        mean=by_time(mean / tied[place].unsqueeze(1)),
-        outer=mean.T @ (weight.unsqueeze(1) * mean),
-    )
+    return {
+        "loss": weight @ phi[:, 0].log() - sums["linear"][0],
+        "slope": weight @ mean - sums["linear"][1:],
+        "at_risk": by_time(steps),
+        "of_tied": by_time(share * steps),
+        "variance": by_time(step / phi[:, :1])[:, 0],
+        "weight": sums["weight"],
+        "mean": by_time(mean / tied[place].unsqueeze(1)),
+        "outer": mean.T @ (weight.unsqueeze(1) * mean),
+    }
 
 
-def hazard_met(rows: Rows, at_risk: Tensor, of_tied: Tensor) -> Tensor:
-    """Return the sums of the steps of `Hazards` that each row met while at risk, [n, 1 + p]."""
-    by_stratum = at_risk.unflatten(0, (rows.strata, rows.times)).cumsum(1)
+def hessian(found: Tensors, sums: Tensors) -> Tensor:
+    """Return the Hessian of `hazards`' loss, [p, p], by sums of `squares` over all rows."""
+    at_risk, of_tied = found["at_risk"][:, 0], found["of_tied"][:, 0]
+    half = at_risk @ sums["risk_square"] - of_tied @ sums["tied_square"]
+    square = torch.zeros_like(found["outer"])
+    i, j = torch.triu_indices(*square.shape)
+    square[i, j] = square[j, i] = half
+    return square - found["outer"]
+
+
+def hessian_of(found: Tensors, rows: Rows) -> Tensor:
+    """Return the same by all rows, where they are in one place."""
+    relative = rows.weights * rows.eta.exp() * hazard_met(rows, found)[:, 0]
+    return rows.design.T @ (relative.unsqueeze(1) * rows.design) - found["outer"]
+
+
+def hazard_met(rows: Rows, baseline: Tensors) -> Tensor:
+    """Return the sums of the steps of `hazards` that each row met while at risk, [n, 1 + p]."""
+    by_stratum = baseline["at_risk"].unflatten(0, (rows.strata, rows.times)).cumsum(1)
     until = torch.nn.functional.pad(by_stratum, (0, 0, 1, 0)).flatten(0, 1)
     met = until[rows.slot + rows.last + 1] - until[rows.slot + rows.first]
-    return met - rows.events.unsqueeze(1) * of_tied[rows.place]
+    return met - rows.events.unsqueeze(1) * baseline["of_tied"][rows.place]
 
 
-def score_residuals(rows: Rows, at_risk: Tensor, of_tied: Tensor, mean: Tensor) -> Tensor:
+def score_residuals(rows: Rows, baseline: Tensors) -> Tensor:
     """Return the slope of the log partial likelihood row by row, [n, p], whose outer products make
     robust errors.
 
     Args:
         rows: The rows.
-        at_risk: As in `Hazards`, of all rows of the baseline.
-        of_tied: As in `Hazards`.
-        mean: As in `Hazards`.
+        baseline: As by `hazards`, of all rows of the baseline.
 
     Source: Lin and Wei, "The robust inference for the Cox proportional hazards model", JASA 84,
     1989; tied events as in Therneau and Grambsch, section 7.2.
     """
-    x, met = rows.design, hazard_met(rows, at_risk, of_tied)
+    x, met = rows.design, hazard_met(rows, baseline)
     expected = rows.eta.exp().unsqueeze(1) * (met[:, :1] * x - met[:, 1:])
-    observed = rows.events.unsqueeze(1) * (x - mean[rows.place])
+    observed = rows.events.unsqueeze(1) * (x - baseline["mean"][rows.place])
     return rows.weights.unsqueeze(1) * (observed - expected)

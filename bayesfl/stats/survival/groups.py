@@ -10,19 +10,19 @@ from bayesfl.stats.asking import Sites
 from bayesfl.stats.tables import Tables
 from bayesfl.stats.terms import Levels, column_of
 
-ALL = "all"
+ALL = Levels("", ("all",))
+"""One group of all rows."""
 
 
-def groups_of(sites: Sites, by: str | Levels | None) -> tuple[str | None, tuple[Any, ...]]:
-    """Return the column of groups and its levels.
+def groups_of(sites: Sites, by: str | Levels | None) -> Levels:
+    """Return the groups by a column, or `ALL`.
 
     Raises:
-        ValueError: Its levels are not known here, or it has one value, or text and numbers.
+        TypeError: It has text and numbers, which have no order.
+        ValueError: Its levels are not known here, or it has one value.
     """
-    if by is None:
-        return None, (ALL,)
-    if isinstance(by, Levels):
-        return by.column, by.levels
+    if by is None or isinstance(by, Levels):
+        return by or ALL
     if not isinstance(sites, Tables):
         raise ValueError(f"what groups there are is not known here: by=levels({by!r}, [...])")
     found = {
@@ -30,27 +30,21 @@ def groups_of(sites: Sites, by: str | Levels | None) -> tuple[str | None, tuple[
     }
     if len(found) < 2:
         raise ValueError(f"{by!r} has one value only, {[*found]}; leave it out")
-    try:
-        return by, tuple(sorted(found))
-    except TypeError:
-        raise ValueError(
-            f"{by!r} has values of several types, {sorted(found, key=str)[:5]}; make text or "
-            "numbers of all of them, at all sites alike"
-        ) from None
+    return Levels(by, tuple(sorted(found)))
 
 
-def group(frame: Any, by: str | None, levels: tuple[Any, ...], site: str) -> Tensor:
+def group(frame: Any, by: Levels, site: str) -> Tensor:
     """Return the place of each row's group among the levels, [n], for a frame of a site.
 
     Raises:
         ValueError: A row has none, or another one.
     """
-    if by is None:
+    if by == ALL:
         return torch.zeros(len(frame), dtype=torch.int64)
-    others = Levels(by, levels).values(frame, site)
+    others = by.values(frame, site)
     if missing := int(np.isnan(others).any(1).sum()):
         raise ValueError(
-            f"site {site!r} has {missing} rows without {by!r}; name it in "
+            f"site {site!r} has {missing} rows without {by.column!r}; name it in "
             "tables(also=...), which looks at missing values, or leave these rows out"
         )
-    return torch.from_numpy(others @ np.arange(1, len(levels))).long()
+    return torch.from_numpy(others @ np.arange(1, len(by.levels))).long()

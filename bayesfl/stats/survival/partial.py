@@ -14,26 +14,23 @@ from torch import Tensor
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Semidefinite
 from bayesfl.stats import newton
-from bayesfl.stats.asking import SiteSurvey
+from bayesfl.stats.fit import AfterFit
 from bayesfl.stats.survival import efron
 from bayesfl.stats.survival.groups import ALL, group
-from bayesfl.stats.survival.times import Grid, followed
+from bayesfl.stats.survival.times import Grid, OfTimes, followed
 from bayesfl.stats.tables import Site
+from bayesfl.stats.terms import Levels
 
 LARGEST = 500.0
 """A linear predictor of this size is outside the range of steps, as its exponential overflows."""
-KEPT = ("at_risk", "of_tied", "mean")
-"""What residuals need of a baseline that sites share, of `efron.Hazards`."""
 
 
 @dataclass(frozen=True)
-class PartialLikelihood(SiteSurvey):
+class PartialLikelihood(OfTimes):
     """Ask for what the negative log partial likelihood, its slope and its Hessian are made of, and
     make Newton's step; columns are standardised.
 
     Args:
-        time: Column of times.
-        event: Column of events.
         columns: Number p of columns.
         grid: Times of the baseline that sites share; None where each has its own, at its own times.
         prior: Standard deviation of the coefficients' prior; None without one.
@@ -41,12 +38,9 @@ class PartialLikelihood(SiteSurvey):
         scale: Their standard deviations.
         unit: The weight that is 1.
         entry: Column of the times at which rows enter; None if all are at risk from 0.
-        strata: Column of strata, each with a baseline of its own; None for one.
-        levels: The S strata.
+        strata: The S strata, each with a baseline of its own.
     """
 
-    time: str
-    event: str
     columns: int
     grid: Grid | None
     prior: float | None = None
@@ -54,8 +48,7 @@ class PartialLikelihood(SiteSurvey):
     scale: tuple[float, ...] = ()
     unit: float = 1.0
     entry: str | None = None
-    strata: str | None = None
-    levels: tuple[Any, ...] = (ALL,)
+    strata: Levels = ALL
 
     @property
     def strength(self) -> float:
@@ -71,20 +64,21 @@ class PartialLikelihood(SiteSurvey):
         p = self.columns
         if self.grid is None:
             return {"loss": (), "slope": (p,), "hessian": Semidefinite((p, p)), "n_outside": ()}
-        return {**efron.shapes(len(self.levels) * len(self.grid.ends), p), "n_outside": ()}
+        return {**efron.shapes(len(self.strata.levels) * len(self.grid.ends), p), "n_outside": ()}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         rows = self.rows(state["theta"], site)
         outside = rows.eta.abs() > LARGEST
         rows.eta[outside] = 0.0
-        sums = efron.moments(rows)
+        found = efron.moments(rows)
         if self.grid is None:
-            own = efron.hazards(sums)
-            sums = {"loss": own.loss, "slope": own.slope, "hessian": own.hessian_of(rows)}
+            found = efron.hazards(found)
+            found["hessian"] = efron.hessian_of(found, rows)
         else:
-            sums |= efron.squares(rows)
-        return {**sums, "n_outside": outside.sum()}
+            found |= efron.squares(rows)
+        found["n_outside"] = outside.sum()
+        return {name: found[name] for name in self.shapes(state)}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
         """Return each row's relative hazard, [n]; see `SiteSurvey`."""
@@ -95,31 +89,34 @@ class PartialLikelihood(SiteSurvey):
         """Make Newton's step, see `newton.step`, and keep what residuals and curves need of the
         baseline.
         """
-        found, kept = total, {}
-        if self.grid is not None:
-            shared = efron.hazards(total)
-            hessian = shared.hessian(total)
-            found = {"loss": shared.loss, "slope": shared.slope, "hessian": hessian}
-            kept = {name: getattr(shared, name) for name in KEPT}
-            kept |= {"weight": total["weight"], "variance": shared.variance / self.unit}
-            kept["followed"] = total["risk"][:, 0] > 0
-            kept["coarser"] = self._coarser(state["theta"], total, len(self.grid.ends))
-        theta = state["theta"]
-        loss = torch.where(total["n_outside"] > 0, torch.inf, found["loss"])
-        after, done = newton.step(
-            state,
-            loss + self.strength * theta @ theta / 2,
-            found["slope"] + self.strength * theta,
-            found["hessian"] + self.strength * torch.eye(len(theta), dtype=torch.float64),
-        )
-        return {**state, **after, **kept}, done
+        found = total if self.grid is None else self._shared(state["theta"], total)
+        loss, slope, hessian = self._penalised(state["theta"], found)
+        loss = torch.where(total["n_outside"] > 0, torch.inf, loss)
+        after, done = newton.step(state, loss, slope, hessian)
+        return state | found | after, done
 
-    def _coarser(self, theta: Tensor, total: Tensors, times: int) -> Tensor:
-        """Return Newton's step to the minimum where neighbouring times are joined in pairs, [p]."""
-        sums = efron.paired(total, times)
-        shared, prior = efron.hazards(sums), self.strength
-        hessian = shared.hessian(sums) + prior * torch.eye(len(theta), dtype=torch.float64)
-        return -torch.linalg.pinv(hessian, hermitian=True) @ (shared.slope + prior * theta)
+    def _shared(self, theta: Tensor, total: Tensors) -> Tensors:
+        """Return `efron.hazards` with the Hessian, and whether rows are `followed` until each time,
+        and `coarser`: Newton's step to the minimum where
+        neighbouring times are joined in pairs, [p].
+        """
+        joined = efron.paired(total, len(total["weight"]) // len(self.strata.levels))
+        _, slope, hessian = self._penalised(theta, _likelihood(joined))
+        found = _likelihood(total)
+        return found | {
+            "variance": found["variance"] / self.unit,
+            "followed": total["risk"][:, 0] > 0,
+            "coarser": -torch.linalg.pinv(hessian, hermitian=True) @ slope,
+        }
+
+    def _penalised(self, theta: Tensor, found: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss, slope and Hessian, the prior's included."""
+        strength = self.strength
+        return (
+            found["loss"] + strength * theta @ theta / 2,
+            found["slope"] + strength * theta,
+            found["hessian"] + strength * torch.eye(len(theta), dtype=torch.float64),
+        )
 
     def cells(self, state: Tensors, site: Site) -> list[Tensor]:
         """Return the cells of strata, times and events of a baseline that sites share, and those
@@ -138,10 +135,9 @@ class PartialLikelihood(SiteSurvey):
             ValueError: As by `followed`, `group` and `entries`, or a time is beyond the grid.
         """
         times, events = followed(site, self.time, self.event)
-        own = tuple(torch.unique(times[events]).tolist())
-        grid = self.grid or Grid(own, exact_times=True, middles=own)
+        grid = self.grid_at(site)
         centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
-        stratum = group(site.frame, self.strata, self.levels, site.name)
+        stratum = group(site.frame, self.strata, site.name)
         design = site.x - centre
         if self.grid is None:  # each baseline takes up means of its own, so that no digits cancel
             for one in stratum.unique():
@@ -159,8 +155,20 @@ class PartialLikelihood(SiteSurvey):
             last=last,
             stratum=stratum,
             times=len(grid.ends),
-            strata=len(self.levels),
+            strata=len(self.strata.levels),
         )
+
+    def grid_at(self, site: Site) -> Grid:
+        """Return the times of a site's baseline: those that sites share, or of its own events."""
+        if self.grid is not None:
+            return self.grid
+        times, events = followed(site, self.time, self.event)
+        own = tuple(torch.unique(times[events]).tolist())
+        return Grid(own, exact_times=True, middles=own)
+
+    def baseline(self, state: Tensors, rows: efron.Rows) -> Tensors:
+        """Return `efron.hazards` of the baseline of a site's rows."""
+        return efron.hazards(efron.moments(rows)) if self.grid is None else state
 
     def entries(self, site: Site, times: Tensor) -> Tensor:
         """Return the times at which a site's rows enter, [n], by the times at which they leave.
@@ -177,52 +185,10 @@ class PartialLikelihood(SiteSurvey):
         return entries
 
 
-@dataclass(frozen=True)
-class AfterFit(SiteSurvey):
-    """A question about a fit, of residuals of a site's rows.
-
-    Args:
-        likelihood: The partial likelihood.
-        theta: Where it was asked last, [p].
-        at_risk: As in `efron.Hazards`, of the baseline that sites share, [S T, 1 + p]; empty
-            where each has its own.
-        of_tied: As in `efron.Hazards`, [S T, 1 + p].
-        mean: As in `efron.Hazards`, [S T, p].
-    """
-
-    likelihood: PartialLikelihood
-    theta: tuple[float, ...]
-    at_risk: tuple[tuple[float, ...], ...] = ()
-    of_tied: tuple[tuple[float, ...], ...] = ()
-    mean: tuple[tuple[float, ...], ...] = ()
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the fit."""
-        return {
-            name: torch.tensor(getattr(self, name), dtype=torch.float64)
-            for name in ("theta", *KEPT)
-        }
-
-    def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's relative hazard, [n]; see `SiteSurvey`."""
-        return self.likelihood.row_weights(state, site)
-
-    def cells(self, state: Tensors, site: Site) -> list[Tensor]:
-        """Return those of the partial likelihood; see `SiteSurvey`."""
-        return self.likelihood.cells(state, site)
-
-    def baseline(self, state: Tensors, rows: efron.Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `at_risk`, `of_tied` and `mean` of the baseline of a site's rows."""
-        if self.likelihood.grid is None:
-            own = efron.hazards(efron.moments(rows))
-            return own.at_risk, own.of_tied, own.mean
-        return state["at_risk"], state["of_tied"], state["mean"]
-
-
-def after(likelihood: PartialLikelihood, state: Tensors) -> dict[str, Any]:
-    """Return the first options of an `AfterFit` by the last state of its partial likelihood."""
-    kept = {name: tuple(map(tuple, state[name].tolist())) for name in KEPT if name in state}
-    return {"likelihood": likelihood, "theta": tuple(state["best"].tolist()), **kept}
+def _likelihood(sums: Tensors) -> Tensors:
+    """Return `efron.hazards` with the Hessian."""
+    found = efron.hazards(sums)
+    return found | {"hessian": efron.hessian(found, sums)}
 
 
 @dataclass(frozen=True)
@@ -243,7 +209,7 @@ class Scores(AfterFit):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         rows = self.likelihood.rows(state["theta"], site)
-        scores = efron.score_residuals(rows, *self.baseline(state, rows))
+        scores = efron.score_residuals(rows, self.likelihood.baseline(state, rows))
         if self.by == "site":
             scores = scores.sum(0)
             return {"meat": torch.outer(scores, scores)}

@@ -48,9 +48,9 @@ class Cut:
             f"{self.time}({low:g}, {end}" for low, end in zip(self.cuts, ends, strict=True)
         )
 
-    def by_interval(self, site: Site) -> tuple[Site, Tensor]:
+    def by_interval(self, site: Site) -> Site:
         """Return a site with a row for each interval in which one of its own is at risk, the event
-        there as its outcome, and for how long each is, [n].
+        there as its outcome.
         """
         times, events = followed(site, self.time, self.event)
         starts = torch.tensor((0.0, *self.cuts), dtype=torch.float64)
@@ -58,7 +58,7 @@ class Cut:
         row, interval = (times[:, None] > starts).nonzero(as_tuple=True)
         exposure = torch.minimum(times[row], ends[interval]) - starts[interval]
         indicator = torch.nn.functional.one_hot(interval, len(starts))[:, 1:].double()
-        expanded = replace(
+        return replace(
             site,
             frame=site.frame.iloc[row.numpy()],
             x=torch.cat([site.x[row], indicator], 1),
@@ -66,26 +66,45 @@ class Cut:
             offset=site.offset[row] + exposure.log(),
             weights=site.weights[row],
         )
-        return expanded, exposure
-
-    def cells(self, site: Site) -> Sequence[Tensor]:
-        """Return in which interval, and how, each row leaves the risk set, [n]."""
-        times, events = followed(site, self.time, self.event)
-        interval = torch.searchsorted(torch.tensor(self.cuts, dtype=torch.float64), times)
-        return (2 * interval + events,)
 
 
 @dataclass(frozen=True)
-class ByInterval(SiteSurvey):
-    """Ask a question about rows by interval.
+class Exposure(SiteSurvey):
+    """Ask for the sum of log exposures, each in the interval of its event.
 
     Args:
-        survey: The question.
         cut: The intervals.
     """
 
-    survey: SiteSurvey
     cut: Cut
+
+    def shapes(self, state: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        return {"log_exposure": ()}
+
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return in which interval, and how, each row leaves the risk set; see `SiteSurvey`."""
+        times, events = followed(site, self.cut.time, self.cut.event)
+        interval = torch.searchsorted(torch.tensor(self.cut.cuts, dtype=torch.float64), times)
+        return (2 * interval + events,)
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's answer; see `SiteSurvey`."""
+        times, events = followed(site, self.cut.time, self.cut.event)
+        starts = torch.tensor((0.0, *self.cut.cuts), dtype=torch.float64)
+        exposure = times - starts[torch.searchsorted(starts, times) - 1]
+        return {"log_exposure": site.weights[events] @ exposure[events].log()}
+
+
+@dataclass(frozen=True)
+class ByInterval(Exposure):
+    """Ask another question about rows by interval.
+
+    Args:
+        survey: The question, a `SiteSurvey`.
+    """
+
+    survey: Any
 
     def start(self, about: Any, /) -> Tensors:
         """Return the state at first."""
@@ -97,18 +116,14 @@ class ByInterval(SiteSurvey):
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's answer; see `SiteSurvey`."""
-        return self.survey.of_site(state, self.cut.by_interval(site)[0], place)
+        return self.survey.of_site(state, self.cut.by_interval(site), place)
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
         """Return each row's weight in all its intervals, [n]; see `SiteSurvey`."""
-        expanded, _ = self.cut.by_interval(site)
+        expanded = self.cut.by_interval(site)
         weight = self.survey.row_weights(state, expanded)
         row = torch.tensor(expanded.frame.index.to_numpy())
         return torch.zeros_like(site.weights).index_add(0, row, weight)
-
-    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return in which interval, and how, each row leaves the risk set; see `SiteSurvey`."""
-        return self.cut.cells(site)
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return the next state."""
@@ -158,37 +173,11 @@ class Intervals:
 
     def ask(self, survey: Survey[Any], aggregation: Adder | None) -> Ask:
         """Return how a question is put to all sites."""
-        assert isinstance(survey, SiteSurvey)
-        return self.sites.ask(ByInterval(survey, self.cut), aggregation)
+        return self.sites.ask(ByInterval(self.cut, survey), aggregation)
 
     def only(self, names: Any) -> "Intervals":
         """Return some of the sites."""
         return Intervals(self.sites.only(names), self.cut)
-
-
-@dataclass(frozen=True)
-class Exposure(SiteSurvey):
-    """Ask for the sum of log exposures, each in the interval of its event.
-
-    Args:
-        cut: The intervals.
-    """
-
-    cut: Cut
-
-    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
-        """Return the shape of an answer."""
-        return {"log_exposure": ()}
-
-    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
-        """Return in which interval, and how, each row leaves the risk set; see `SiteSurvey`."""
-        return self.cut.cells(site)
-
-    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return one site's sum; see `SiteSurvey`."""
-        expanded, exposure = self.cut.by_interval(site)
-        assert expanded.y is not None
-        return {"log_exposure": (expanded.weights * expanded.y) @ exposure.log()}
 
 
 @declared
@@ -238,22 +227,16 @@ def piecewise(
     with_likelihood(sites, "a piecewise model")
     asked = Questions(sites, aggregation)
     known = follow(asked, time, event)
-    everyone, sites = sites, asked.sites
     log_exposure = float(asked.first(lambda count: Exposure(cut))["log_exposure"])
-    sites = asked.sites
     fit = glm(
-        Intervals(sites, cut),
+        Intervals(asked.sites, cut),
         family="poisson",
         intercept=intercept,
         prior=prior,
         aggregation=aggregation,
     )
     kept = fit.rows
-
-    def used(key: str) -> Any:
-        return used_rows(Questions(sites.only([*kept]), aggregation), key, (time, event))
-
-    released = replace(fit.released, questions=asked.released.questions + fit.released.questions)
+    again = Questions(sites.only([*kept]), aggregation)
     own = "a level for each site" if intercept == "per_site" else "one baseline"
     told = ", ".join(f"{c:g}" for c in cut.cuts)
     return replace(
@@ -264,18 +247,17 @@ def piecewise(
         rows={name: known.rows[name] for name in kept},
         log_likelihood=fit.log_likelihood - log_exposure,
         evidence=None if fit.evidence is None else fit.evidence - log_exposure,
-        released=released,
+        released=replace(fit.released, questions=asked.released.questions + fit.released.questions),
         left_out=asked.left_out | dict(fit.left_out),
-        link=None,
         # Counts of person and interval, 0 or 1, are no sign of how the model fits.
         further={
-            **fit.further,
-            "used rows": used,
+            **{name: ask for name, ask in fit.further.items() if name != "predict"},
+            "used rows": lambda key: used_rows(again, key, (time, event)),
             "diagnostics": lambda level: fit.further["diagnostics"](level, counts=False),
         },
         likelihood=f"the density of {time!r} to {event!r}",
         refit=lambda chosen: piecewise(
-            everyone.only(chosen),
+            sites.only(chosen),
             time=time,
             event=event,
             cuts=cuts,

@@ -7,9 +7,7 @@ for, the sum of the answers puts the sites' own event times side by side.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,9 +76,7 @@ class Grid:
             )
         last = torch.searchsorted(ends, times).clamp_max(len(ends) - 1)
         last = last - (~events & (times < middles[last])).long()
-        for one in group.unique():
-            self._join(site, last, ~events & (group == one), 1 / 2)
-        return last
+        return self._joined(site, last, ~events, group, 1 / 2)
 
     def first(self, site: Site, entries: Tensor, last: Tensor, group: Tensor) -> Tensor:
         """Return the place of the first time after each entry, [n], last + 1 at most: entries are
@@ -97,21 +93,25 @@ class Grid:
         """
         ends = torch.tensor(self.ends, dtype=torch.float64)
         first = torch.minimum(torch.searchsorted(ends, entries, right=True), last + 1)
-        for one in group.unique():
-            self._join(site, first, group == one, 0)
-        return first
+        return self._joined(site, first, first >= 0, group, 0)
 
-    def _join(self, site: Site, places: Tensor, chosen: Tensor, share: float) -> None:
-        """Give some rows [n] of bools which are near one another one place, that of the row at a
-        share of them, by as many as the policy's `min_level`.
+    def _joined(
+        self, site: Site, places: Tensor, chosen: Tensor, group: Tensor, share: float
+    ) -> Tensor:
+        """Return the places of rows [n], where some [n] of bools which are of one group and near
+        one another get one place, that of the row at a share of them, by as many as the policy's
+        `min_level`.
         """
         least = _least(site)
-        if least > 1 and not self.exact_times:
-            order = chosen.nonzero().flatten()
+        if least < 2 or self.exact_times:
+            return places
+        for one in group.unique():
+            order = (chosen & (group == one)).nonzero().flatten()
             order = order[places[order].sort(stable=True).indices]
             for some in order.tensor_split(max(1, len(order) // least)):
                 at = int(share * len(some))
                 places[some] = places[some][at : at + 1]
+        return places
 
     def cells(self, last: Tensor, events: Tensor, group: Tensor) -> Tensor:
         """Return which cell of a table of groups, times, and events or not each row is in, [n]; at
@@ -122,8 +122,9 @@ class Grid:
     def __str__(self) -> str:
         if self.exact_times and self.middles == self.ends:
             return f"{len(self.ends)} exact event times"
-        told = f"times rounded on a grid of {len(self.ends)} to {self.ends[-1]:g}"
-        return told + (f", {self.share:.3g} events a bin" if self.share else "")
+        return f"times rounded on a grid of {len(self.ends)} to {self.ends[-1]:g}" + (
+            f", {self.share:.3g} events a bin" if self.share else ""
+        )
 
 
 def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
@@ -147,24 +148,33 @@ def followed(site: Site, time: str, event: str) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class FollowUp(SiteSurvey):
+class OfTimes(SiteSurvey):
+    """A question about rows with times.
+
+    Args:
+        time: Column of times.
+        event: Column of events.
+    """
+
+    time: str
+    event: str
+
+
+@dataclass(frozen=True)
+class FollowUp(OfTimes):
     """Ask for each site's numbers of rows and events, each as often as it counts, and its longest
     time, rounded up to one digit.
 
     Args:
         sites: Number of sites J.
-        time: Column of times.
-        event: Column of events.
     """
 
     sites: int
-    time: str
-    event: str
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
-        j = PerClient((self.sites,))
-        return {"weights": j, "events": j, "n_dropped": j, "horizon": j}
+        names = ("weights", "events", "n_dropped", "horizon")
+        return dict.fromkeys(names, PerClient((self.sites,)))
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's numbers; see `SiteSurvey`."""
@@ -178,7 +188,7 @@ class FollowUp(SiteSurvey):
 
 
 @dataclass(frozen=True)
-class EventTimes(SiteSurvey):
+class EventTimes(OfTimes):
     """Ask for the times of all events: first how many each site has, then for the times, each site
     writing its own at places of its own, so that the sum is all of them.
 
@@ -186,13 +196,9 @@ class EventTimes(SiteSurvey):
 
     Args:
         sites: Number of sites J.
-        time: Column of times.
-        event: Column of events.
     """
 
     sites: int
-    time: str
-    event: str
     exact_times = True
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
@@ -206,23 +212,20 @@ class EventTimes(SiteSurvey):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's number of times, or its times; see `SiteSurvey`."""
         times, events = followed(site, self.time, self.event)
-        own = torch.unique(times[events]).numpy()
+        own = torch.unique(times[events])
         if "n_times" not in state:
             return {"n_times": slot(len(own), place, self.sites)}
-        counts = state["n_times"].long()
-        first = int(counts[:place].sum())
-        bits = own.astype("<f8").view("<u2").reshape(-1, 4).astype(np.float64)
-        found = torch.zeros(int(counts.sum()), 4, dtype=torch.float64)
-        found[first : first + len(own)] = torch.from_numpy(bits)
-        return {"times": found}
+        counts = state["n_times"].int()
+        around = (0, 0, int(counts[:place].sum()), int(counts[place + 1 :].sum()))
+        bits = own.view(torch.int16).reshape(-1, 4).double()
+        return {"times": torch.nn.functional.pad(bits, around)}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Keep the numbers of times, then the times, [T]."""
         if "n_times" not in state:
             return total, False
-        bits = np.ascontiguousarray(total["times"].round().numpy().astype("<u2"))
-        times = bits.view("<f8").ravel().astype(np.float64)
-        return {"times": torch.unique(torch.from_numpy(times))}, True
+        bits = total["times"].round().to(torch.int16)
+        return {"times": bits.view(torch.float64).flatten().unique()}, True
 
 
 @dataclass(frozen=True)
@@ -233,18 +236,13 @@ class Followed:
         rows: {site: number of rows, each as often as it counts}.
         events: {site: number of events}.
         dropped: {site: rows left out as a value is missing}.
-        horizon: A time that no row exceeds.
+        marks: Ten times of two digits, the last one of which no row exceeds.
     """
 
     rows: dict[str, float]
     events: dict[str, float]
     dropped: dict[str, float]
-    horizon: float
-
-    @property
-    def marks(self) -> tuple[float, ...]:
-        """Return ten times up to the horizon, of two digits."""
-        return tuple(float(f"{self.horizon * k / 10:.1e}") for k in range(1, 11))
+    marks: tuple[float, ...]
 
 
 def follow(asked: Questions, time: str, event: str) -> Followed:
@@ -254,7 +252,7 @@ def follow(asked: Questions, time: str, event: str) -> Followed:
     Raises:
         ValueError: No site has an event, or as by `followed`.
     """
-    found = asked.first(lambda count: FollowUp(count, time, event))
+    found = asked.first(lambda count: FollowUp(time, event, count))
     names = asked.sites.names
     rows, events, dropped = (
         counted(names, found[key]) for key in ("weights", "events", "n_dropped")
@@ -262,11 +260,12 @@ def follow(asked: Questions, time: str, event: str) -> Followed:
     if not any(events.values()):
         raise ValueError(f"no site has an event in {event!r}")
     horizon = lattice.at(int(found["horizon"].max()), 1)
-    return Followed(rows, events, dropped, horizon)
+    marks = tuple(float(f"{horizon * k / 10:.1e}") for k in range(1, 11))
+    return Followed(rows, events, dropped, marks)
 
 
 @dataclass(frozen=True)
-class Bins(SiteSurvey):
+class Bins(OfTimes):
     """Ask for bins of equal shares of all sites' events, in each of which each site has no event or
     as many as its policy's `min_level`, of each group.
 
@@ -276,38 +275,32 @@ class Bins(SiteSurvey):
 
     Args:
         sites: Number of sites J.
-        time: Column of times.
-        event: Column of events.
         most: Largest number of bins.
-        by: Column of groups; None for one.
-        levels: The groups.
+        by: The groups.
     """
 
     sites: int
-    time: str
-    event: str
     most: int
-    by: str | None
-    levels: tuple[Any, ...]
+    by: Levels
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         j = (self.sites,)
         if "narrow" not in state:
             return {"places": (*j, SHARES), "n_events": j, "n_least": j, "n_digits": j}
-        n = len(state["narrow"])
-        return {"n_few": (1 + n, 1 + n)}
+        return {"n_few": 2 * (len(state["narrow"]),)}
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's times, or which bins have too few events; see `SiteSurvey`."""
         times, events = followed(site, self.time, self.event)
         if "narrow" not in state:
             return self._shares(times[events].sort().values, site, place)
-        last = torch.searchsorted(state["narrow"], times[events])
-        size = 1 + len(state["narrow"])
-        own = group(site.frame, self.by, self.levels, site.name)
-        at = own[events] * size + 1 + last
-        until = torch.bincount(at, minlength=len(self.levels) * size).reshape(-1, size).cumsum(1)
+        size = len(state["narrow"])
+        at = group(site.frame, self.by, site.name) * size + torch.searchsorted(
+            state["narrow"], times
+        )
+        counts = torch.bincount(at[events], minlength=len(self.by.levels) * size)
+        until = counts.reshape(-1, size).cumsum(1)
         inside = until[:, None, :] - until[:, :, None]
         return {"n_few": ((inside > 0) & (inside < _least(site))).any(0).double()}
 
@@ -336,26 +329,25 @@ class Bins(SiteSurvey):
         """
         if "narrow" not in state:
             return self._narrow(total), False
-        chosen = cheapest(torch.where(total["n_few"] > 0, torch.inf, state["cost"]))
-        until = torch.tensor([0, *chosen])
-        ends = state["narrow"][until[1:] - 1]
-        halves = torch.cat([torch.zeros_like(state["until"][:1]), state["until"]])[until]
-        middles = state["halves"][((halves[:-1] + halves[1:] + 1) // 2 - 1).long()]
+        at = torch.tensor([0, *cheapest(state["cost"].where(total["n_few"] == 0, torch.inf))])
+        ends, until = state["narrow"][at], state["until"][at]
+        middles = state["halves"][((until[:-1] + until[1:] + 1) // 2 - 1).long()]
         # Several events at one number of the lattice are spread from the end before.
-        several = halves.diff() * state["events"] / len(state["halves"]) > 1.5
-        halfway = (torch.cat([torch.zeros_like(ends[:1]), ends[:-1]]) + ends) / 2
+        several = until.diff() * state["events"] / len(state["halves"]) > 1.5
+        halfway = (ends[:-1] + ends[1:]) / 2
         return {
             **{name: state[name] for name in ("events", "guarded", "digits")},
-            "ends": ends,
-            "middles": torch.where(several & (middles == ends), halfway, middles),
+            "ends": ends[1:],
+            "middles": halfway.where(several & (middles == ends[1:]), middles),
         }, True
 
     def _narrow(self, total: Tensors) -> Tensors:
-        """Return the ends of `narrow` bins [T], the times up to which half a bin more of the events
-        are, `halves`, how many of these there are `until` each end, and the `cost` of a bin from
-        one end to another, [1 + T, 1 + T].
+        """Return 0 and the ends of `narrow` bins [1 + T], the times up to which half a bin more of
+        the events are, `halves`, how many of these there are `until` each end, and the `cost` of a
+        bin from one end to another, [1 + T, 1 + T].
         """
         digits = total["n_digits"].min()
+        guarded = total["n_least"].max() > 1
         places, order = total["places"].flatten().sort(stable=True)
         below = (total["n_events"] / SHARES).repeat_interleave(SHARES)[order].cumsum(0)
         events = float(below[-1])
@@ -366,22 +358,20 @@ class Bins(SiteSurvey):
             [coarse(lattice.at(int(place)), int(digits)) for place in places[at].tolist()],
             dtype=torch.float64,
         )
-        narrow = halves[1::2].unique()
+        narrow = torch.nn.functional.pad(halves[1::2].unique(), (1, 0))
         until = torch.searchsorted(halves, narrow, right=True).double()
-        share = torch.cat([torch.zeros_like(until[:1]), until]) / len(halves)
-        cost = (share - share[:, None]).square()  # so that bins are many, and alike
-        guarded = total["n_least"].max() > 1
-        if guarded:
-            least = min(EACH / events, 0.5 / FEWEST)
-            cost = torch.where(share - share[:, None] < least * (1 - 1e-9), torch.inf, cost)
+        share = until / len(halves)
+        share = share - share[:, None]
+        least = min(EACH / events, 0.5 / FEWEST) if guarded else 0.0
         return {
             "narrow": narrow,
             "halves": halves,
             "until": until,
-            "cost": cost,
+            # The square, so that bins are many, and alike.
+            "cost": share.square().where(share >= least * (1 - 1e-9), torch.inf),
             "guarded": guarded,
             "digits": digits,
-            "events": torch.tensor(events, dtype=torch.float64),
+            "events": below[-1],
         }
 
 
@@ -392,16 +382,14 @@ def cheapest(cost: Tensor) -> list[int]:
     Args:
         cost: What it costs to have one bin from a place to a later one, [1 + T, 1 + T].
     """
-    best, before = torch.zeros(len(cost), dtype=torch.float64), [0] * len(cost)
+    best = torch.zeros(len(cost), dtype=torch.float64)
+    cuts: list[list[int]] = [[]]
     for end in range(1, len(cost)):
         ways = best[:end] + cost[:end, end]
-        before[end] = int(ways.argmin())
-        best[end] = ways[before[end]]
-    found, place = [], len(cost) - 1
-    while place and best[-1].isfinite():
-        found.append(place)
-        place = before[place]
-    return found[::-1]
+        place = int(ways.argmin())
+        best[end] = ways[place]
+        cuts.append([*cuts[place], end])
+    return cuts[-1] if best[-1].isfinite() else []
 
 
 def coarse(time: float, digits: int) -> float:
@@ -438,26 +426,24 @@ def grid_of(
             bins.
     """
     if exact_times:
-        found = asked.conduct(EventTimes(len(asked.sites.names), time, event))
+        found = asked.conduct(EventTimes(time, event, len(asked.sites.names)))
         ends = tuple(found["times"].tolist())
         return Grid(ends, exact_times=True, middles=ends)
     if isinstance(grid, Grid):
         return grid
     if not isinstance(grid, int):
         return Grid(increasing("grid", grid), exact_times=True)
-    found = asked.first(lambda count: Bins(count, time, event, grid, *groups_of(asked.sites, by)))
+    found = asked.first(lambda count: Bins(time, event, count, grid, groups_of(asked.sites, by)))
     bins = len(found["ends"])
     if found["guarded"] and bins < FEWEST:
-        some = {site: count for site, count in known.events.items() if count}
-        site = min(some, key=lambda name: some[name])
+        least, site = min((count, name) for name, count in known.events.items() if count)
         raise ValueError(
             f"there are {bins or 'no'} bins of times in which each site has no event or as many "
             f"as its policy's rule min_level, and {FEWEST} are needed; site {site!r}, of "
-            f"{some[site]:g} events, has fewest: take baseline='per_site' in cox, or go on without "
+            f"{least:g} events, has fewest: take baseline='per_site' in cox, or go on without "
             "that site, sites.only([...])"
         )
-    last = float(found["ends"][-1])
-    digits = int(found["digits"])
+    last, digits = float(found["ends"][-1]), int(found["digits"])
     further = tuple(mark for mark in known.marks if mark > last and coarse(mark, digits) == mark)
     return Grid(
         ends=(*found["ends"].tolist(), *further),

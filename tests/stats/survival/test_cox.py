@@ -153,7 +153,9 @@ def test_a_policy_joins_those_who_enter_or_leave():
     assert float((fit.estimate - exact.estimate).abs()) < 0.5 * exact.table()["se"].item()
     asked = Questions(given)
     grid = grid_of(asked, "t", "d", follow(asked, "t", "d"), 100, False, "arm")
-    survey = PartialLikelihood("t", "d", 1, grid, None, (0.0,), (1.0,), 1.0, "e", "arm", (0, 1))
+    survey = PartialLikelihood(
+        "t", "d", 1, grid, None, (0.0,), (1.0,), 1.0, "e", bf.stats.levels("arm", [0, 1])
+    )
     for site in given.sites:
         own = survey.rows(torch.zeros(1, dtype=torch.float64), site)
         assert bool((own.first <= own.last + 1).all())
@@ -241,7 +243,7 @@ def test_how_far_bins_may_lead():
     theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
     late, *_ = by_hand(theta, 3)
     joined = efron.hazards(efron.paired(efron.moments(late) | efron.squares(late), late.times))
-    assert joined.loss.isfinite()
+    assert joined["loss"].isfinite()
     rows = replace(late, first=torch.zeros_like(late.first))
     pairs = replace(rows, last=rows.last.div(2, rounding_mode="floor"), times=-(-rows.times // 2))
     sums = efron.moments(rows) | efron.squares(rows)
@@ -256,8 +258,8 @@ def test_how_far_bins_may_lead():
     theta = state["best"]
     total = given.ask(one, None)({"theta": theta}, one.shapes({}))
     joined = efron.hazards(total)
-    hessian = joined.hessian(total) + 4 * torch.eye(4, dtype=torch.float64)
-    close(state["coarser"], -torch.linalg.solve(hessian, joined.slope + 4 * theta), atol=1e-10)
+    hessian = efron.hessian(joined, total) + 4 * torch.eye(4, dtype=torch.float64)
+    close(state["coarser"], -torch.linalg.solve(hessian, joined["slope"] + 4 * theta), atol=1e-10)
     with pytest.warns(UserWarning, match="events share"):
         fit = bf.stats.cox(given, time="untied", event="event", grid=[2.0, 5.0, 40.0])
     share = sum(fit.events.values()) / 3
@@ -321,12 +323,12 @@ def test_slope_and_hessian_are_derivatives(strata: int):
     theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
     rows, *when = by_hand(theta, strata)
     found = efron.hazards(efron.moments(rows))
-    close(found.loss, loss(theta, rows, *when), rtol=1e-12)
+    close(found["loss"], loss(theta, rows, *when), rtol=1e-12)
     first = torch.autograd.functional.jacobian(lambda t: loss(t, rows, *when), theta)
     second = torch.autograd.functional.hessian(lambda t: loss(t, rows, *when), theta)
-    close(found.slope, first, atol=1e-11)
-    close(found.hessian_of(rows), second, atol=1e-11)
-    close(found.hessian(efron.squares(rows)), second, atol=1e-11)
+    close(found["slope"], first, atol=1e-11)
+    close(efron.hessian_of(found, rows), second, atol=1e-11)
+    close(efron.hessian(found, efron.squares(rows)), second, atol=1e-11)
 
 
 @pytest.mark.parametrize("strata", [1, 3])
@@ -335,7 +337,7 @@ def test_score_residuals_under_ties(strata: int):
     theta = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
     rows, *when = by_hand(theta, strata)
     hazards = efron.hazards(efron.moments(rows))
-    found = efron.score_residuals(rows, hazards.at_risk, hazards.of_tied, hazards.mean)
+    found = efron.score_residuals(rows, hazards)
     risk = rows.eta.exp()
     wanted = torch.zeros_like(rows.design)
     for tied, there in risk_sets(rows, *when):
@@ -349,7 +351,7 @@ def test_score_residuals_under_ties(strata: int):
                 jump = float(tied[row]) / d - step
                 wanted[row] += rows.weights[row] * jump * (rows.design[row] - mean)
     close(found, wanted, atol=1e-12)
-    close(found.sum(0), -hazards.slope, atol=1e-12)
+    close(found.sum(0), -hazards["slope"], atol=1e-12)
 
 
 @pytest.mark.parametrize("baseline", BASELINES)

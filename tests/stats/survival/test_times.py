@@ -32,7 +32,7 @@ def test_the_union_of_event_times_is_exact(aggregation: bf.SecureSum | None):
     }
     frames["none"] = pd.DataFrame({"t": [5.0], "e": [0]})
     asked = Questions(bf.stats.tables(frames, also=["t", "e"]), aggregation)
-    found = asked.conduct(module.EventTimes(4, "t", "e"))["times"]
+    found = asked.conduct(module.EventTimes("t", "e", 4))["times"]
     rows = pd.concat(frames.values())
     wanted = np.unique(rows.loc[rows["e"] == 1, "t"])
     assert torch.equal(found, torch.from_numpy(wanted))
@@ -112,7 +112,7 @@ def test_under_a_policy_no_cell_holds_one_or_two(seed: int, by: Any):
     policy = Policy(min_level=4)
     grid, asked = made(frames, by, policy=policy)
     assert all(float(f"{end:.1e}") == end for end in grid.ends)
-    counts = Counts("t", "d", grid, *groups_of(asked.sites, by))
+    counts = Counts("t", "d", grid, groups_of(asked.sites, by))
     for site in asked.sites.sites:
         (cells,) = counts.cells({}, site)
         assert cells.unique(return_counts=True)[1].min() >= 4
