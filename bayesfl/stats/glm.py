@@ -170,9 +170,10 @@ class Likelihood(SiteSurvey):
         """Return the columns of a standardised site in the linear predictor [n, d], this predictor
         [n], the own intercept at its best included, and that intercept, 0 where there is none.
         """
-        design = (site.x[:, : self.columns] - self.centre_at(state, site)) / state["scale"]
-        if not self.per_site:
-            design = torch.nn.functional.pad(design, (1, 0), value=1.0)
+        first = int(not self.per_site)
+        # One copy, which is changed in place, as a table may be large.
+        design = torch.nn.functional.pad(site.x[:, : self.columns], (first, 0), value=1.0)
+        design[:, first:].sub_(self.centre_at(state, site)).div_(state["scale"])
         slopes, own = state["theta"].tensor_split([design.shape[1]])
         eta = design @ slopes + site.offset
         alpha = torch.zeros((), dtype=torch.float64)
@@ -201,9 +202,8 @@ class Likelihood(SiteSurvey):
         own, strength = state["theta"][design.shape[1] :], self.own_strength
         pieces = FAMILIES[self.family].pieces(eta, site.y, own)
         # What rows outside the range say is no number.
-        inside = (
-            torch.cat([pieces.loss[:, None], pieces.information.flatten(1)], 1).isfinite().all(1)
-        )
+        finite = pieces.loss.isfinite() & pieces.information.isfinite().flatten(1).all(1)
+        inside = slice(None) if finite.all() else finite
         weights = site.weights[inside]
         information = weights[:, None, None] * pieces.information[inside]
         volume = information[:, 0, 0].sum() + strength
@@ -212,7 +212,7 @@ class Likelihood(SiteSurvey):
             loss=weights * pieces.loss[inside],
             slope=weights[:, None] * pieces.slope[inside],
             information=information,
-            outside=(~inside).sum(),
+            outside=(~finite).sum(),
             wrong=((eta - site.offset) * (2 * site.y - 1) <= 0).sum(),
             own=volume.clamp_min(1e-300) if self.per_site else None,  # 0 where separated
             penalty=strength * alpha**2 / 2,
