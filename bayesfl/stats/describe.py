@@ -15,6 +15,7 @@ from bayesfl.base.surveys import PerClient
 from bayesfl.evaluation.report import one_line
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats.asking import Questions, Released, Sites, SiteSurvey, refined, slot
+from bayesfl.stats.survival.groups import group
 from bayesfl.stats.tables import Site
 from bayesfl.stats.terms import Levels
 
@@ -58,36 +59,37 @@ class Grouped(SiteSurvey):
         x = torch.cat([site.x, y[:, None]], 1)
         if self.column is None:
             return x, [(place, site.weights)]
-        is_level = torch.from_numpy(Levels(self.column, self.levels).values(site.frame, site.name))
-        if is_level.isnan().any():
-            raise ValueError(
-                f"site {site.name!r} has rows without {self.column!r}; name it in tables(also=...),"
-                " which looks at missing values"
-            )
-        members = torch.cat([1 - is_level.sum(1, keepdim=True), is_level], 1).T
-        return x, [(g, site.weights * rows) for g, rows in enumerate(members) if rows.any()]
+        of = group(site.frame, self.column, self.levels, site.name)
+        return x, [(g, site.weights * (of == g)) for g in of.unique().tolist()]
 
     def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
         """Return the groups, and who has which of two values in each; see `SiteSurvey`."""
         if self.column is None:
             return ()
-        x, groups = self.rows(site, 0)
-        group = torch.zeros(len(x), dtype=x.dtype)
-        for number, weights in groups:
-            group[weights > 0] = number
+        of, x = group(site.frame, self.column, self.levels, site.name), self.rows(site, 0)[0]
         two = [column == column.max() for column in x.T if len(column.unique()) == 2]
-        return [group, *(2 * group + one for one in two)]
+        return [of, *(2 * of + one for one in two)]
 
 
 @dataclass(frozen=True)
 class Totals(Grouped):
     """Ask for the groups' numbers and weights of rows and sums of columns, for missing values by
-    site, and which columns hold 0 and 1 alone.
+    site, and which columns hold 0 and 1 alone; then for sums of squares about the means that
+    follow, see `bayesfl.stats.asking.Sums`.
+
+    The last state has `rows` and `weight` [G], and `total`, `centre` and `scale` [G, p + 1].
+
+    Args:
+        rounded: Whether secure sums round, so that a sum of 0 may be of a finer unit.
     """
+
+    rounded: bool = False
 
     def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes of an answer."""
         g, p = self.groups, self.columns + 1
+        if "unit" in state:
+            return {"sum": self.each((g, p)), "square": self.each((g, p))}
         return {
             "rows": self.each((g,)),
             "weight": self.each((g,)),
@@ -102,60 +104,37 @@ class Totals(Grouped):
         """Return one site's share; see `SiteSurvey`."""
         x, groups = self.rows(site, place)
         found = {name: torch.zeros(s, dtype=x.dtype) for name, s in self.shapes(state).items()}
-        for group, weights in groups:
-            found["rows"][group] = site.counts[weights > 0].sum()
-            found["weight"][group] = weights.sum()
-            found["sum"][group] = weights @ x
+        if "unit" in state:
+            for g, weights in groups:
+                away = (x - state["centre"][g]) / state["unit"][g]
+                found["sum"][g] = weights @ away / state["of_one"]
+                found["square"][g] = weights @ away.square() / state["of_one"]
+            return found
+        for g, weights in groups:
+            found["rows"][g] = site.counts[weights > 0].sum()
+            found["weight"][g] = weights.sum()
+            found["sum"][g] = weights @ x
         found["n_other"] += ((x != 0) & (x != 1)).sum(0)
         found["n_outcome"] += 0 if site.y is None else len(x)
         found["n_missing"][place] = torch.tensor(site.missing)
         return found | {"n_dropped": slot(site.dropped, place, self.sites)}
 
-
-@dataclass(frozen=True)
-class Squares(Grouped):
-    """Ask for the groups' sums, and sums of squares, about means of their own; see
-    `bayesfl.stats.asking.Sums`.
-
-    Args:
-        mean: The means, [G, p + 1]; 0 of groups without rows.
-        weight: The groups' weights, [G].
-        unit: The weight that is 1.
-        rounded: Whether secure sums round, so that a sum of 0 may be of a finer unit.
-    """
-
-    mean: tuple[tuple[float, ...], ...] = ()
-    weight: tuple[float, ...] = ()
-    unit: float = 1.0
-    rounded: bool = False
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the means, and their sizes as units."""
-        mean = torch.tensor(self.mean, dtype=torch.float64)
-        return {"centre": mean, "unit": mean.abs().clamp_min(1.0)}
-
-    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of an answer."""
-        shape = self.each((self.groups, self.columns + 1))
-        return {"sum": shape, "square": shape}
-
-    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return one site's share; see `SiteSurvey`."""
-        x, groups = self.rows(site, place)
-        found = {name: torch.zeros(s, dtype=x.dtype) for name, s in self.shapes(state).items()}
-        for group, weights in groups:
-            away = (x - state["centre"][group]) / state["unit"][group]
-            found["sum"][group] = weights @ away / self.unit
-            found["square"][group] = weights @ away.square() / self.unit
-        return found
-
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return better means and units, until these are known."""
-        weight = torch.tensor(self.weight, dtype=torch.float64)[:, None] / self.unit
+        """Return the means at first, then better ones and units, until these are known."""
+        if "unit" not in state:
+            centre = (total["sum"] / total["weight"][:, None]).nan_to_num()
+            begun = {
+                "total": total["sum"],
+                "of_one": total["weight"].sum() / total["rows"].sum(),
+                "centre": centre,
+                "unit": centre.abs().clamp_min(1.0),
+            }
+            return total | begun, False
+        weight = state["weight"][:, None] / state["of_one"]
         found = refined(state["centre"], state["unit"], weight, total)
         none = (total["square"] == 0) & (not self.rounded)
         found["scale"] = torch.where(none, 0.0, found["scale"])
-        return found, bool((found["known"] | none).all())
+        return state | found, bool((found["known"] | none).all())
 
 
 @dataclass(frozen=True)
@@ -189,12 +168,12 @@ class Quantiles(Grouped):
         if site.policy is not None:
             middle = _on_lattice(middle, x.std(0), site.policy.digits)
         found = torch.zeros_like(middle)
-        for group, weights in [*groups, (self.groups, site.weights)]:
+        for g, weights in [*groups, (self.groups, site.weights)]:
             rows = weights > 0
-            below = x[rows, :, None] <= middle[group]
+            below = x[rows, :, None] <= middle[g]
             if site.policy is not None:
                 below = _in_steps(below, x[rows], site.policy.min_level)
-            found[group] = torch.einsum("n,npq->pq", weights[rows], below.to(x.dtype))
+            found[g] = torch.einsum("n,npq->pq", weights[rows], below.to(x.dtype))
         return {"below": found}
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
@@ -357,44 +336,30 @@ def describe(
     grouped: dict[str, Any] = {"columns": len(sites.columns)}
     if isinstance(by, Levels):
         grouped |= {"column": by.column, "levels": by.levels}
-    totals = asked.first(lambda count: Totals(count, **grouped))
+    rounded = aggregation is not None
+    totals = asked.first(lambda count: Totals(count, **grouped, rounded=rounded))
     sites = asked.sites
-    grouped["sites"] = len(sites.names)
     groups: Sequence[Any] = by.levels if isinstance(by, Levels) else sites.names
-    groups_weight = totals["weight"]
-    unit = float(groups_weight.sum() / totals["rows"].sum())
-    begin = (totals["sum"] / groups_weight[:, None]).nan_to_num()
-    within = asked.conduct(
-        Squares(
-            **grouped,
-            mean=tuple(map(tuple, begin.tolist())),
-            weight=tuple(groups_weight.tolist()),
-            unit=unit,
-            rounded=aggregation is not None,
-        )
-    )
-    weight = torch.cat([groups_weight, groups_weight.sum(0, keepdim=True)])
-    rows_of = torch.cat([totals["rows"], totals["rows"].sum(0, keepdim=True)])
-    sums = torch.cat([totals["sum"], totals["sum"].sum(0, keepdim=True)])
-    share = (groups_weight / groups_weight.sum())[:, None]
-    mean, variance_of = within["centre"], within["scale"].square()
+    weight, rows_of, sums = (_with_all(totals[name]) for name in ("weight", "rows", "total"))
+    share = (totals["weight"] / weight[-1])[:, None]
+    mean, variance_of = totals["centre"], totals["scale"].square()
     middle = (share * mean).sum(0, keepdim=True)
     whole = (share * (variance_of + (mean - middle).square())).sum(0, keepdim=True)
-    mean = torch.cat([mean.where(groups_weight[:, None] > 0, math.nan), middle])
+    mean = torch.cat([mean.where(share > 0, math.nan), middle])
     variance_of = torch.cat([variance_of, whole])
+    grouped["sites"] = len(sites.names)
     quartiles = _quantiles(asked, grouped, mean, variance_of, weight)
-    missing = totals["n_missing"]
+    missing = _with_all(totals["n_missing"])
     if isinstance(by, Levels):  # rows left out have no group here
-        missing = torch.full((len(groups), missing.shape[1]), math.nan, dtype=torch.float64)
-    missing = torch.cat([missing, totals["n_missing"].sum(0, keepdim=True)])
-    names = [*sites.columns, getattr(sites, "outcome", None) or "outcome"]
+        missing = torch.cat([torch.full((len(groups), missing.shape[1]), math.nan), missing[-1:]])
+    names = list(sites.columns)
+    if totals["n_outcome"]:
+        names.append(getattr(sites, "outcome", None) or "outcome")
     rows: dict[tuple[str, str], Tensor] = {("", "rows"): rows_of}
     if sites.weighing == "probability":
         rows["", "weight"] = weight
     differences = {}
     for place, name in enumerate(names):
-        if place == len(sites.columns) and not totals["n_outcome"]:
-            continue
         here = mean[:, place]
         if totals["n_other"][place] == 0:
             found, variance = {"count": sums[:, place], "share": here}, here * (1 - here)
@@ -437,6 +402,11 @@ def _quantiles(
     return torch.where(mean[..., None].isnan(), math.nan, (state["low"] + state["high"]) / 2)
 
 
+def _with_all(values: Tensor) -> Tensor:
+    """Return values of groups [G, ...] with their sum last, [G + 1, ...]."""
+    return torch.cat([values, values.sum(0, keepdim=True)])
+
+
 def _plain(values: Tensor) -> tuple[Any, ...]:
     return tuple(tuple(map(tuple, one)) for one in values.tolist())
 
@@ -445,10 +415,10 @@ def _difference(mean: Tensor, variance: Tensor) -> float:
     """Return the largest standardised difference between two of the groups: infinite where two
     constants differ, NaN where no two have a variance.
     """
+    import pandas
+
     apart = (mean[:, None] - mean).abs()
     spread = ((variance[:, None] + variance) / 2).sqrt()
     found = torch.where((apart == 0) & ~spread.isnan(), 0.0, apart / spread)
-    first, second = torch.triu_indices(len(mean), len(mean), 1)
-    known = found[first, second]
-    known = known[~known.isnan()]
-    return float(known.max()) if len(known) else math.nan
+    pairs = found[*torch.triu_indices(len(mean), len(mean), 1)]
+    return float(pandas.Series(pairs.numpy()).max())

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from scipy import stats
@@ -13,6 +13,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import PerClient, Survey
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Released, SiteSurvey, slot
+from bayesfl.stats.families import saturated
 from bayesfl.stats.tables import Site
 
 BINARY = ("binomial", "log_binomial")
@@ -23,49 +24,18 @@ DOUBT = 0.01
 """A p value below this is put in words."""
 
 
-class Regression(Protocol):
-    """Describe the regression that is asked about, as the survey of `bf.stats.glm`."""
-
-    @property
-    def family(self) -> str:
-        """Return the name of the family."""
-        ...
-
-    def start(self, about: Any, /) -> Tensors:
-        """Return the survey's first state, which holds how columns are standardised."""
-        ...
-
-    @property
-    def per_site(self) -> bool:
-        """Return whether each site has an intercept of its own."""
-        ...
-
-    @property
-    def outcome_scale(self) -> float:
-        """Return the unit in which losses take a Gaussian outcome; 1 of others."""
-        ...
-
-    def row_weights(self, state: Tensors, site: Site) -> Tensor:
-        """Return each row's information, [n]."""
-        ...
-
-    def means(self, state: Tensors, site: Site) -> Tensor:
-        """Return the outcomes that are expected of a site's rows, [n]."""
-        ...
-
-
 @dataclass(frozen=True)
 class Looks(SiteSurvey):
     """Ask for expected and observed outcomes by site; of outcomes 0 or 1 also by groups of risk,
     of which a site with a policy tells nothing, and each site's concordance with its variance.
 
     Args:
-        regression: The regression.
+        regression: The regression, the survey of `bf.stats.glm`.
         sites: Number of sites J.
         theta: The estimate, [q].
     """
 
-    regression: Regression
+    regression: Any
     sites: int
     theta: tuple[float, ...]
 
@@ -95,17 +65,17 @@ class Looks(SiteSurvey):
         assert y is not None
         mean = self.regression.means(state, site)
         found = {
-            "saturated": w @ saturated(family, y),
+            "saturated": w @ (saturated(y) if family == "poisson" else torch.zeros_like(y)),
             "expected": slot(w @ mean, place, self.sites),
             "observed": slot(w @ y, place, self.sites),
         }
         if family == "gaussian":
             return found
-        own = state["theta"][-1:] if family == "negative_binomial" else None
-        spread = _variance(family, mean, own)
+        alpha = state["theta"][-1].exp() if family == "negative_binomial" else torch.zeros(())
+        spread = mean * (1 - mean) if family in BINARY else mean + alpha * mean**2
         found["spread"] = slot(w @ spread, place, self.sites)
         if family in COUNTS:
-            found["tails"] = w @ excess_kurtosis(spread, own)
+            found["tails"] = w @ excess_kurtosis(spread, alpha)
             return found | {"pearson": w @ ((y - mean).square() / spread)}
         auc, variance, pairs = concordance(mean, y, w)
         group = (mean * GROUPS).long().clamp(0, GROUPS - 1)
@@ -120,25 +90,11 @@ class Looks(SiteSurvey):
         }
 
 
-def _variance(family: str, mean: Tensor, log_alpha: Tensor | None) -> Tensor:
-    """Return the variance of outcomes by their means, [n]."""
-    if family in BINARY:
-        return mean * (1 - mean)
-    return mean if log_alpha is None else mean + log_alpha.exp() * mean**2
-
-
-def excess_kurtosis(variance: Tensor, log_alpha: Tensor | None) -> Tensor:
-    """Return the excess kurtosis of counts by their variance, [n], of Poisson's or, at a log alpha,
-    negative binomial.
+def excess_kurtosis(variance: Tensor, alpha: Tensor) -> Tensor:
+    """Return the excess kurtosis of negative binomial counts by their variance, [n]; at an alpha of
+    0 that of Poisson's.
     """
-    return 1 / variance if log_alpha is None else 1 / variance + 6 * log_alpha.exp()
-
-
-def saturated(family: str, y: Tensor) -> Tensor:
-    """Return the losses [n] of a model whose means are the outcomes y."""
-    if family == "poisson":
-        return y - torch.xlogy(y, y) + torch.lgamma(y + 1)
-    return torch.zeros_like(y)
+    return 1 / variance + 6 * alpha
 
 
 def concordance(risk: Tensor, y: Tensor, weights: Tensor) -> tuple[float, float, float]:
@@ -230,7 +186,7 @@ class Diagnostics:
 
 def diagnose(
     asked: Questions,
-    survey: Regression,
+    survey: Any,
     null: Survey[Any],
     theta: Tensor,
     loss: float,
@@ -243,7 +199,7 @@ def diagnose(
 
     Args:
         asked: Puts the questions to the sites of the fit.
-        survey: The regression.
+        survey: The regression, the survey of `bf.stats.glm`.
         null: The survey that fits intercepts alone, by Newton's steps.
         theta: The estimate, [q].
         loss: Negative log likelihood there, in nats.
@@ -259,8 +215,7 @@ def diagnose(
     unit = survey.outcome_scale**2
     parameters = len(theta) + survey.per_site * len(names)
     own_scale = survey.family == "negative_binomial"
-    counted = [rows[name] for name in names]
-    sums = {"observed": looks["observed"].numpy(), "expected": looks["expected"].numpy()}
+    sums = {key: looks[key].numpy() for key in ("observed", "expected")}
     risk = areas = None
     if survey.family in BINARY:
         edges = [f"{g / GROUPS:.1f} to {(g + 1) / GROUPS:.1f}" for g in range(GROUPS)]
@@ -272,7 +227,7 @@ def diagnose(
         deviance=None if own_scale else 2 * unit * (loss - least),
         null_deviance=None if own_scale else 2 * unit * (alone - least),
         null_log_likelihood=None if survey.family == "gaussian" else -alone,
-        sites=pandas.DataFrame({"rows": counted, **sums}, index=list(names)),
+        sites=pandas.DataFrame({"rows": list(rows.values()), **sums}, index=list(rows)),
         risk=risk,
         concordance=areas,
         said=_said(survey.family, looks, rows, None if not counts else parameters),

@@ -3,8 +3,8 @@ slope and its information.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,39 +29,34 @@ class Pieces:
     information: Tensor
 
 
-class Family(Protocol):
-    """A family of outcomes with its link."""
+class Family(ABC):
+    """A family of outcomes with its link, which is the logarithm where a subclass has no other.
 
-    @property
-    def name(self) -> str:
-        """Return the family's name, with its link."""
-        ...
+    Attributes:
+        name: Its name, with its link.
+        own: Names of parameters of its own, beside the linear predictor.
+        ratio: What the exponential of a coefficient is called; None where it says nothing.
+    """
 
-    @property
-    def own(self) -> tuple[str, ...]:
-        """Return the names of parameters of its own, beside the linear predictor."""
-        ...
+    name: str
+    own: tuple[str, ...] = ()
+    ratio: str | None = None
 
-    @property
-    def ratio(self) -> str | None:
-        """Return what the exponential of a coefficient is called; None where it says nothing."""
-        ...
-
+    @abstractmethod
     def check(self, y: Tensor, site: str) -> None:
         """Raise ValueError if outcomes [n] are outside the family's range."""
-        ...
 
+    @abstractmethod
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return losses, slopes and information of outcomes y [n] at linear predictors eta [n]."""
-        ...
 
     def mean(self, eta: Tensor) -> Tensor:
         """Return the outcome's mean by the linear predictor."""
-        ...
+        return eta.exp()
 
     def link(self, mean: float) -> float:
         """Return the linear predictor by the outcome's mean."""
-        ...
+        return math.log(mean)
 
 
 def _pieces(loss: Tensor, slope: Tensor, information: Tensor) -> Pieces:
@@ -69,15 +64,12 @@ def _pieces(loss: Tensor, slope: Tensor, information: Tensor) -> Pieces:
     return Pieces(loss, slope.unsqueeze(-1), information[..., None, None])
 
 
-@dataclass(frozen=True)
-class Gaussian:
+class Gaussian(Family):
     """Normal outcomes at the identity link, in units of their variance, which is estimated beside:
     the loss is half the squared residual.
     """
 
-    name: str = "gaussian"
-    own: tuple[str, ...] = ()
-    ratio: str | None = None
+    name = "gaussian"
 
     def check(self, y: Tensor, site: str) -> None:
         """Take any numbers."""
@@ -95,13 +87,12 @@ class Gaussian:
         return mean
 
 
-@dataclass(frozen=True)
 class Normal(Gaussian):
     """Normal outcomes at the identity link with their own standard deviation, for hierarchies; its
     parameter is log sigma.
     """
 
-    own: tuple[str, ...] = ("log sigma",)
+    own = ("log sigma",)
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return losses with slope and information by the linear predictor alone; see `Family`."""
@@ -111,13 +102,11 @@ class Normal(Gaussian):
         return _pieces(loss, precision * residual, precision * torch.ones_like(eta))
 
 
-@dataclass(frozen=True)
-class Binomial:
+class Binomial(Family):
     """Outcomes 0 or 1 at the logit link, whose coefficients are log odds ratios."""
 
-    name: str = "binomial, logit link"
-    own: tuple[str, ...] = ()
-    ratio: str | None = "odds ratio"
+    name = "binomial, logit link"
+    ratio = "odds ratio"
 
     def check(self, y: Tensor, site: str) -> None:
         """Raise ValueError if an outcome is not 0 or 1."""
@@ -137,14 +126,14 @@ class Binomial:
         return math.log(mean / (1 - mean))
 
 
-@dataclass(frozen=True)
-class LogBinomial(Binomial):
+class LogBinomial(Family):
     """Outcomes 0 or 1 at the log link, whose coefficients are logarithms of risk ratios; the
     information is the expected one.
     """
 
-    name: str = "binomial, log link"
-    ratio: str | None = "risk ratio"
+    name = "binomial, log link"
+    ratio = "risk ratio"
+    check = Binomial.check
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return -y eta - (1 - y) log(1 - e^eta), infinite for a probability of 1 or more."""
@@ -155,22 +144,12 @@ class LogBinomial(Binomial):
         slope = (p - y) / (1 - p)
         return _pieces(torch.where(inside, loss, torch.inf), slope, p / (1 - p))
 
-    def mean(self, eta: Tensor) -> Tensor:
-        """Return the probability of 1."""
-        return eta.exp()
 
-    def link(self, mean: float) -> float:
-        """Return the logarithm."""
-        return math.log(mean)
-
-
-@dataclass(frozen=True)
-class Poisson:
+class Poisson(Family):
     """Counts at the log link, whose coefficients are logarithms of rate ratios."""
 
-    name: str = "poisson, log link"
-    own: tuple[str, ...] = ()
-    ratio: str | None = "rate ratio"
+    name = "poisson, log link"
+    ratio = "rate ratio"
 
     def check(self, y: Tensor, site: str) -> None:
         """Raise ValueError if an outcome is no count."""
@@ -182,25 +161,16 @@ class Poisson:
         """
         mu, above = eta.exp(), eta - y.clamp_min(1).log()
         risen = torch.where(y > 0, y * (torch.expm1(above) - above), mu)
-        return _pieces(risen + _least(y), mu - y, mu)
-
-    def mean(self, eta: Tensor) -> Tensor:
-        """Return the expected count."""
-        return eta.exp()
-
-    def link(self, mean: float) -> float:
-        """Return the logarithm."""
-        return math.log(mean)
+        return _pieces(risen + saturated(y), mu - y, mu)
 
 
-@dataclass(frozen=True)
 class NegativeBinomial(Poisson):
     """Counts at the log link of mean mu and variance mu + alpha mu^2 (NB2); its own parameter is
     log alpha, and the information the observed one.
     """
 
-    name: str = "negative binomial, log link"
-    own: tuple[str, ...] = ("log alpha",)
+    name = "negative binomial, log link"
+    own = ("log alpha",)
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
         """Return the negative log likelihood; with r = 1 / alpha it is as follows.
@@ -215,7 +185,7 @@ class NegativeBinomial(Poisson):
         e, q = (mu - y) / least, (mu - y) / both
         at_r, at_least = _remainder(r), _remainder(least)
         risen = least * torch.log1p(e) - torch.where(y > 0, y * above, 0.0)
-        loss = risen + torch.log1p(y / r) / 2 + at_r[0] - at_least[0] + _least(y)
+        loss = risen + torch.log1p(y / r) / 2 + at_r[0] - at_least[0] + saturated(y)
         # Derivatives by r; d r / d log alpha = -r.
         r_by_r = r * (torch.log1p(e) - q + at_r[1] - at_least[1]) - y / least / 2
         rr_by_rr = (
@@ -235,12 +205,12 @@ class NegativeBinomial(Poisson):
         return Pieces(loss, slope, information)
 
 
-def _least(y: Tensor) -> Tensor:
+def saturated(y: Tensor) -> Tensor:
     """Return Poisson's loss of counts at means of their own, y - y log y + log y!."""
     return y - torch.xlogy(y, y) + torch.lgamma(y + 1)
 
 
-def _remainder(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _remainder(x: Tensor) -> tuple[Tensor, ...]:
     """Return what log Gamma(x) has beyond (x - 1/2) log x - x + log(2 pi) / 2, with its first two
     derivatives: by Binet's series from 16 on, where it has all digits.
     """
@@ -256,10 +226,7 @@ def _remainder(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         -square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square / 240))),
         inverse * square * (1 / 6 - square * (1 / 30 - square * (1 / 42 - square / 30))),
     )
-    first, second, third = (
-        torch.where(x < STIRLING, a, b) for a, b in zip(exact, series, strict=True)
-    )
-    return first, second, third
+    return tuple(torch.where(x < STIRLING, a, b) for a, b in zip(exact, series, strict=True))
 
 
 FAMILIES: dict[str, Family] = {

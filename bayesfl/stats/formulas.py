@@ -53,8 +53,8 @@ class Formula:
         known = np.isfinite(found)
         wrong = (~known & ~gone).any(0)  # also of what formulaic learnt, see `_specified`
         low, high = np.where(known, found, np.inf), np.where(known, found, -np.inf)[::-1]
-        plain = {term: all(_column(f, rows) for f in term.factors) for term in self.spec.terms}
-        parts = [at for at, term in _own(self.spec).items() if not plain[term]]
+        own = _own(self.spec)
+        parts = [at for at, term in own.items() if not all(_column(f, rows) for f in term.factors)]
         # A part that learns is not the same where a row stands alone: one of those with the lowest
         # and the highest values, which any order of rows has.
         ends = (low.argmin(0)[parts], len(rows) - 1 - high.argmax(0)[parts]) if len(rows) else ()
@@ -68,7 +68,7 @@ class Formula:
                 "numbers, as I((age - 60) / 10) or bs(age, knots=[50, 60], lower_bound=20, "
                 "upper_bound=90), and leave rows out which have none"
             )
-        return found[:, list(_own(self.spec))]
+        return found[:, list(own)]
 
     def _made(self, rows: Any, site: str) -> tuple[np.ndarray, np.ndarray]:
         """Return all columns, and where a value that they read is missing, [n, q] each."""
@@ -98,14 +98,9 @@ def formula_of(
         ValueError: It cannot be read, has several outcomes or leaves out the intercept, or has a
             category without its levels.
     """
-    try:
-        import formulaic
-        from formulaic.errors import FormulaParsingError
-    except ImportError:
-        raise ImportError(
-            "formulas need formulaic (pip install formulaic); or name terms=[...] with "
-            "bf.stats.levels and bf.stats.interaction"
-        ) from None
+    import formulaic
+    from formulaic.errors import FormulaParsingError
+
     try:
         read = formulaic.Formula.from_spec(text)
     except (FormulaParsingError, SyntaxError) as error:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from bayesfl.stats.families import Family
 
@@ -55,7 +56,7 @@ class Groups:
         y: Tensor,
         weights: Tensor,
         offset: Tensor,
-        group: Tensor | None = None,
+        group: Tensor,
         common: int = 0,
     ) -> "Groups":
         """Return rows [n, ...] by their groups.
@@ -66,21 +67,12 @@ class Groups:
             y: The same, [n].
             weights: The same, [n].
             offset: The same, [n].
-            group: The group of each row, [n], from 0; None for one group.
+            group: The group of each row, [n], from 0.
             common: As of the class.
         """
-        parts = (x, z, y, weights, offset)
-        if group is None:
-            return cls(*(t.unsqueeze(0) for t in parts), common=common)
-        counts = torch.bincount(group)
-        order = group.argsort(stable=True)
-        place = torch.arange(len(group)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        padded = []
-        for t in parts:
-            whole = t.new_zeros(len(counts), int(counts.max()), *t.shape[1:])
-            whole[group[order], place] = t[order]
-            padded.append(whole)
-        return cls(*padded, common=common)
+        order, counts = group.argsort(stable=True), group.bincount().tolist()
+        parts = (list(t[order].split(counts)) for t in (x, z, y, weights, offset))
+        return cls(*(pad_sequence(rows, batch_first=True) for rows in parts), common=common)
 
     @property
     def share(self) -> Tensor:

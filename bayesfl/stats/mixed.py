@@ -24,13 +24,14 @@ intraclass correlation.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any, Literal
 
 import numpy as np
+import scipy.linalg
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -130,31 +131,66 @@ class Hierarchy(SiteSurvey):
         """Return the numbers of coefficients, standard deviations, correlations, and parameters of
         the family's own.
         """
-        pairs = 0 if self.diagonal else sum(math.comb(len(level), 2) for level in self.levels)
-        return (1 + self.columns, sum(map(len, self.levels)), pairs, len(self.rule.own))
+        effects = sum(map(len, self.levels))
+        return (1 + self.columns, effects, len(self.pairs[0]), len(self.rule.own))
 
     @property
     def size(self) -> int:
         """Return the number q of parameters phi."""
         return sum(self.sizes)
 
-    def about(self, level: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the values [p] of the columns at which the intercept's effect of a level is."""
-        return self.centre if 0 in level and not self.diagonal else (0.0,) * self.columns
+    @property
+    def ends(self) -> list[int]:
+        """Return where each level's effects end among all effects."""
+        return list(accumulate(map(len, self.levels)))
+
+    @property
+    def pairs(self) -> Tensor:
+        """Return the places of effects that may be correlated among all effects, rows and columns
+        below the diagonal of their covariance, [2, c].
+        """
+        level = torch.tensor([at for at, places in enumerate(self.levels) for _ in places])
+        pairs = torch.tril_indices(len(level), len(level), -1)
+        of_one_level = level[pairs[0]] == level[pairs[1]]
+        return pairs[:, of_one_level & (not self.diagonal)]
+
+    @property
+    def loads(self) -> Tensor:
+        """Return the matrix [1 + p, r] that makes coefficients of standardised columns of effects:
+        a slope's moves the intercept, unless that has an effect which may be correlated with it.
+        """
+        found = []
+        for places in self.levels:
+            change = torch.eye(1 + self.columns, dtype=torch.float64)
+            if self.diagonal or 0 not in places:
+                change[0, 1:] = _row(self.centre) / _row(self.scale)
+            found.append(change[:, list(places)])
+        return torch.cat(found, 1)
+
+    @property
+    def change(self) -> Tensor:
+        """Return the matrix [1 + p, 1 + p] that makes of coefficients of standardised outcomes and
+        columns those of outcomes and columns as they are, less their mean.
+        """
+        change = torch.cat([torch.ones(1, dtype=torch.float64), 1 / _row(self.scale)]).diag()
+        change[0, 1:] = -_row(self.centre) / _row(self.scale)
+        return self.unit * change
+
+    def coefficients(self, beta: Tensor) -> Tensor:
+        """Return coefficients [..., 1 + p] of outcomes and columns as they are."""
+        return beta @ self.change.T + self.shift * torch.eye(1 + self.columns)[0]
+
+    def design(self, site: Site) -> Tensor:
+        """Return a column of ones and a site's standardised columns, [n, 1 + p]."""
+        x = (site.x - _row(self.centre)) / _row(self.scale)
+        return torch.cat([torch.ones(len(x), 1, dtype=torch.float64), x], 1)
 
     def groups(self, site: Site) -> Groups:
-        """Return a site's rows by group, columns standardised, after a column of ones."""
-        ones = torch.ones(len(site.x), 1, dtype=torch.float64)
-
-        def design(about: tuple[float, ...]) -> Tensor:
-            return torch.cat([ones, (site.x - _row(about)) / _row(self.scale)], 1)
-
-        z = [design(self.about(level))[:, list(level)] for level in self.levels]
+        """Return a site's rows by group."""
         assert site.y is not None
-        y, offset = (site.y - self.shift) / self.unit, site.offset / self.unit
-        group = None if self.group is None else torch.from_numpy(self.labels(site)[0])
-        parts = (design(self.centre), torch.cat(z, 1), y, site.weights, offset, group)
-        return Groups.of(*parts, len(self.common))
+        x, y, offset = self.design(site), (site.y - self.shift) / self.unit, site.offset / self.unit
+        group = torch.from_numpy(self.labels(site)[0])
+        return Groups.of(x, x @ self.loads, y, site.weights, offset, group, len(self.common))
 
     def labels(self, site: Site) -> tuple[np.ndarray, tuple[Any, ...]]:
         """Return the group of each of a site's rows, [n] from 0, and the names of what has own
@@ -177,47 +213,34 @@ class Hierarchy(SiteSurvey):
 
     def informations(self, phi: Tensor, site: Site) -> Iterator[Tensor]:
         """Yield rows' information at parameters [K, q] without own effects, [K, n] in parts."""
-        centre, scale = (torch.tensor(t, dtype=torch.float64) for t in (self.centre, self.scale))
-        design = (site.x - centre) / scale
+        design = self.design(site)
         for some in phi.split(max(1, NUMBERS // len(design))):
             parts = self.phi(some)
-            eta = parts.beta[:, :1] + parts.beta[:, 1:] @ design.T + site.offset
+            eta = parts.beta @ design.T + site.offset
             yield site.weights * row_information(self.rule, eta, parts.own[..., 0])
 
     def phi(self, at: Tensor) -> Phi:
         """Return the parameters by a vector [..., q] with the logarithms of standard deviations,
         and partial correlations as numbers whose tanh they are.
         """
-        return self._phi(at, _root_of)
-
-    def _phi(self, at: Tensor, root_of: Callable[[Tensor, Tensor], Tensor]) -> Phi:
         beta, sd, pairs, own = at.split(self.sizes, -1)
-        root, first = torch.zeros(()), 0
-        for r in map(len, self.levels):
-            count = 0 if self.diagonal else math.comb(r, 2)
-            block = root_of(sd[..., first : first + r], _below(pairs[..., :count], r))
-            last = sd.shape[-1] - first - r
-            root, pairs = root + pad(block, (first, last, first, last)), pairs[..., count:]
-            first += r
+        rows, columns = self.pairs
+        r = sd.shape[-1]
+        where = torch.eye(r * r, dtype=at.dtype)[rows * r + columns]
+        root = self.root(sd, (pairs @ where).unflatten(-1, (r, r)))
         return Phi(beta, root, own.movedim(-1, 0)[..., None, None])
 
-    def blocks(self, root: Tensor) -> list[Tensor]:
-        """Return the roots of each level [..., r, r] in that of all."""
-        ends = np.cumsum([len(level) for level in self.levels])
-        first = ends - [len(level) for level in self.levels]
-        return [root[..., a:b, a:b] for a, b in zip(first, ends, strict=True)]
+    def root(self, log_sd: Tensor, below: Tensor) -> Tensor:
+        """Return the Cholesky factor of the effects' covariance, [..., r, r], by the logarithms of
+        standard deviations [..., r] and numbers below the diagonal whose tanh are partial
+        correlations.
 
-    def coefficients(self, beta: Tensor) -> Tensor:
-        """Return coefficients [..., 1 + p] of outcomes and columns as they are."""
-        change = _change(self.centre, self.scale)
-        return self.unit * beta @ change.T + self.shift * torch.eye(1 + self.columns)[0]
-
-    def changes(self) -> list[Tensor]:
-        """Return the matrices [r, r] that make of each level's effects those of outcomes and
-        columns as they are.
+        Row i of that of the correlations has tanh(z_ij) prod_{k < j} sech(z_ik) at j < i, and the
+        product over all k < i at i.
         """
-        found = [(_change(self.about(level), self.scale), list(level)) for level in self.levels]
-        return [self.unit * change[at][:, at] for change, at in found]
+        left = pad(below.cosh().reciprocal().cumprod(-1), (1, 0), value=1.0)
+        unit = torch.eye(below.shape[-1], dtype=below.dtype)
+        return log_sd.exp()[..., None] * (below.tanh() + unit) * left[..., :-1]
 
     def log_prior(self, at: Tensor, scale: float) -> Tensor:
         """Return the log density [...] of the numbers of `phi` [..., q], as far as they have a
@@ -230,10 +253,10 @@ class Hierarchy(SiteSurvey):
         _, log_tau, pairs, _ = at.split(self.sizes, -1)
         constant = math.log(2) - math.log(scale) - math.log(2 * math.pi) / 2
         found = (log_tau - (log_tau.exp() / scale) ** 2 / 2 + constant).sum(-1)
-        if self.diagonal:
-            return found
-        # Of r effects a partial correlation given c is 2 Beta(b, b) - 1 with b = (r - c) / 2.
-        b = torch.cat([(len(level) - _places(len(level))[1]).double() / 2 for level in self.levels])
+        # Of r effects a partial correlation given c is 2 Beta(b, b) - 1 with b = (r - c) / 2, where
+        # r - c - 1 are given as many.
+        given = self.pairs[1]
+        b = (1 + given.bincount()[given]).double() / 2
         log_cosh = torch.logaddexp(pairs, -pairs) - math.log(2)
         constants = (2 * b - 1) * math.log(2) + 2 * b.lgamma() - (2 * b).lgamma()
         return found - (2 * b * log_cosh + constants).sum(-1)
@@ -241,41 +264,6 @@ class Hierarchy(SiteSurvey):
 
 def _row(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def _places(r: int) -> Tensor:
-    """Return rows and columns below the diagonal of a matrix [r, r], [2, r (r - 1) / 2]."""
-    return torch.tril_indices(r, r, -1)
-
-
-def _below(values: Tensor, r: int) -> Tensor:
-    """Return a matrix [..., r, r] with values [..., c] below its diagonal, row by row; 0 without
-    values.
-    """
-    rows, columns = _places(r)[:, : values.shape[-1]]
-    where = torch.eye(r * r, dtype=values.dtype)[rows * r + columns]
-    return (values @ where).unflatten(-1, (r, r))
-
-
-def _root_of(log_sd: Tensor, below: Tensor) -> Tensor:
-    """Return the Cholesky factor of a covariance, [..., r, r], by the logarithms of standard
-    deviations [..., r] and numbers below the diagonal whose tanh are partial correlations.
-
-    Row i of that of the correlations has tanh(z_ij) prod_{k < j} sech(z_ik) at j < i, and the
-    product over all k < i at i.
-    """
-    left = pad(below.cosh().reciprocal().cumprod(-1), (1, 0), value=1.0)
-    unit = torch.eye(below.shape[-1], dtype=below.dtype)
-    return log_sd.exp()[..., None] * (below.tanh() + unit) * left[..., :-1]
-
-
-def _change(about: Sequence[float], scale: Sequence[float]) -> Tensor:
-    """Return the matrix [1 + p, 1 + p] that makes of coefficients of columns less `about`, in units
-    of `scale`, those of columns as they are.
-    """
-    change = torch.cat([torch.ones(1, dtype=torch.float64), 1 / _row(scale)]).diag()
-    change[0, 1:] = -_row(about) / _row(scale)
-    return change
 
 
 DERIVATIVES = ("loss", "slope", "hessian")
@@ -356,9 +344,9 @@ class Maximum(Climb):
     question before, which becomes that of A.
     """
 
-    def phi(self, at: Tensor) -> Phi:
-        """Return the parameters by a vector [..., q] with the entries of the root."""
-        return self._phi(at, lambda level, below: level.diag_embed() + below + below.mT)
+    def root(self, log_sd: Tensor, below: Tensor) -> Tensor:
+        """Return the root by its own entries."""
+        return log_sd.diag_embed() + below + below.mT
 
     @property
     def restricted(self) -> bool:
@@ -443,31 +431,24 @@ class Mode(Climb):
         """Return W [..., p, p] by what is no coefficient, [..., q - p], and the number of groups
         [].
         """
+        return torch.tensor(self.beside, dtype=torch.float64) + self.of_mean(psi, groups)
+
+    def of_mean(self, psi: Tensor, groups: Tensor) -> Tensor:
+        """Return the covariance M [..., p, p] of the means of effects; see `given`."""
         root = self.phi(pad(psi, (self.sizes[0], 0))).root
-        return torch.tensor(self.beside, dtype=torch.float64) + self.of_mean(root, groups)
-
-    def of_mean(self, root: Tensor, groups: Tensor) -> Tensor:
-        """Return the covariance M [..., p, p] of the means of effects by their root [..., r, r].
-
-        An intercept's effect at 0 is beside a slope's, by what the slope is at the columns' means.
-        """
-        back = torch.linalg.inv(_change(self.centre, self.scale))
-        loads = [(back @ _change(self.about(t), self.scale))[:, list(t)] for t in self.levels]
         counts = _row([self.sites] * len(self.common) + [float(groups)] * len(self.effects))
-        means = torch.cat(loads, 1) @ (root / counts.sqrt()[:, None])
+        means = self.loads @ (root / counts.sqrt()[:, None])
         return means @ means.mT
 
     def besides(self, information: Tensor, psi: Tensor, groups: Tensor) -> "Mode":
         """Return the same with E by the information [p, p] on the coefficients, half of their
         covariance at least; see `given`.
         """
-        root = self.phi(pad(psi, (self.sizes[0], 0))).root
-        lower = torch.linalg.cholesky(torch.linalg.inv(information))
-        away = torch.linalg.solve_triangular(lower, self.of_mean(root, groups), upper=False)
-        share = torch.linalg.solve_triangular(lower, away.mT, upper=False)
-        values, vectors = torch.linalg.eigh(torch.eye(len(lower)) - share)
-        vectors = lower @ vectors
-        beside = (vectors * values.clamp_min(0.5)) @ vectors.mT
+        covariance = torch.linalg.inv(information)
+        found = scipy.linalg.eigh(self.of_mean(psi, groups), (covariance + covariance.T) / 2)
+        share, vectors = map(torch.from_numpy, found)
+        vectors = covariance @ vectors
+        beside = (vectors * (1 - share).clamp_min(0.5)) @ vectors.mT
         return replace(self, beside=tuple(map(tuple, beside.tolist())))
 
 
@@ -546,12 +527,32 @@ class Own(Hierarchy):
         """
         import pandas
 
-        phi, chosen = torch.tensor(self.at, dtype=torch.float64), torch.tensor(self.chosen)
-        draws = _own_draws(self, site, phi, chosen, self.seed, place).numpy()
+        draws = self.draws(site, place).numpy()
         found = pandas.DataFrame(draws.reshape(-1, draws.shape[-1]), columns=list(self.names))
         if self.group is not None:
             found.insert(0, self.group, np.tile(self.labels(site)[1], len(draws)))
         return found
+
+    def draws(self, site: Site, place: int) -> Tensor:
+        """Return draws of the coefficients of outcomes and columns as they are, [S, n, 1 + p], of
+        the site as a whole where it has effects beside its groups', and of these: the normal
+        approximation around the effects' modes at each draw of phi.
+        """
+        phi, chosen = torch.tensor(self.at, dtype=torch.float64), torch.tensor(self.chosen)
+        groups, parts = self.groups(site), self.phi(phi[chosen])
+        found = [
+            hierarchy.modes(self.rule, groups, self.phi(some))
+            for some in phi.split(max(1, NUMBERS // groups.y.numel()))
+        ]
+        u, hessian = (torch.cat(one)[chosen] for one in zip(*found, strict=True))
+        rng = generator(self.seed, Purpose.POSTERIOR, client=place + 1)
+        noise = torch.from_numpy(rng.standard_normal(u.shape))
+        effects = hierarchy.drawn(groups, u, hessian, noise) @ parts.root.mT
+        if self.common:
+            whole = effects[:, :1].clone()
+            whole[..., len(self.common) :] = 0
+            effects = torch.cat([whole, effects], 1)
+        return self.coefficients(parts.beta[:, None] + effects @ self.loads.T)
 
 
 @dataclass(frozen=True)
@@ -653,7 +654,7 @@ class Mixed(Refits):
         found = dict(zip(self.names, self.shared.T, strict=True))
         for one in self.levels:
             found |= one.named(one.covariance)
-        table = _summaries({**found, **self.others}, level, self.ratio)
+        table = _summaries({**found, **self.others}, level)
         named = "REML" if self.restricted else "ML"
         beside = {named: self.estimate, f"{named} se": self.errors}
         return table.assign(
@@ -667,18 +668,19 @@ class Mixed(Refits):
         Args:
             level: As in `table`.
         """
-        found = {
-            (site, *([group] if draws.shape[1] > 1 else []), self.names[place]): draws[:, at, place]
-            for site, draws in self.own.items()
-            for at, group in enumerate(self.groups[site])
-            for place in self._places(group)
-        }
-        return _summaries(found, level, None)
+        found = {(*of, name): draws for of, name, draws in self._differing()}
+        return _summaries(found, level)
 
-    def _places(self, group: Any) -> list[int]:
-        """Return the places of the coefficients that differ between groups, or sites."""
-        differ = self.levels[:1] if group == WHOLE else self.levels
-        return sorted({place for level in differ for place in level.places})
+    def _differing(self) -> Iterator[tuple[tuple[Any, ...], str, Tensor]]:
+        """Yield sites' coefficients that differ, with their draws [S], of what: of the site, or
+        the site and group.
+        """
+        for site, draws in self.own.items():
+            for at, group in enumerate(self.groups[site]):
+                levels = self.levels[:1] if group == WHOLE else self.levels
+                for place in sorted({place for level in levels for place in level.places}):
+                    of = (site, group) if draws.shape[1] > 1 else (site,)
+                    yield of, self.names[place], draws[:, at, place]
 
     def by_site(self, term: str, level: float = 0.95) -> Any:
         """Return the posteriors of the sites' own values of a coefficient as a data frame of
@@ -697,16 +699,13 @@ class Mixed(Refits):
             raise ValueError(
                 f"{term!r} has no own effects; coefficients that have are {list(differ)}"
             )
-        place = self.names.index(term)
         found = {
-            site if draws.shape[1] == 1 or group == WHOLE else f"{site}, {group}": draws[
-                :, at, place
-            ]
-            for site, draws in self.own.items()
-            for at, group in enumerate(self.groups[site])
-            if place in self._places(group)
+            ", ".join(str(part) for part in of if part != WHOLE): draws
+            for of, name, draws in self._differing()
+            if name == term
         }
-        table = _summaries({**found, "the federation": self.shared[:, place]}, level, None)
+        found["the federation"] = self.shared[:, self.names.index(term)]
+        table = _summaries(found, level)
         rows = {**self.rows, "the federation": sum(self.rows.values())}
         made = table.iloc[:, [0, 2, 3]].set_axis(["estimate", "low", "high"], axis=1)
         return made.assign(rows=[rows.get(name, math.nan) for name in made.index], why="")
@@ -755,9 +754,8 @@ class Mixed(Refits):
 
         named = {k: v for level in self.levels for k, v in level.named(level.covariance).items()}
         tau = [name.removeprefix("tau ") for name in named if name.startswith("tau ")]
-        draws = {"beta": self.shared[None].numpy(), "tau": self.tau[None].numpy()}
         rest = {name: t for name, t in named.items() if not name.startswith("tau ")}
-        draws |= {name: t[None].numpy() for name, t in {**rest, **self.others}.items()}
+        draws = {"beta": self.shared, "tau": self.tau, **rest, **self.others}
         coords: dict[str, list[str]] = {"term": list(self.names), "effect": tau}
         dims = {"beta": ["term"], "tau": ["effect"]}
         whole = {
@@ -766,9 +764,10 @@ class Mixed(Refits):
             if t.shape[1] == 1 or self.groups[site][0] == WHOLE
         }
         if whole:
-            draws["own"] = torch.stack(list(whole.values()), 1)[None].numpy()
+            draws["own"] = torch.stack(list(whole.values()), 1)
             coords["site"], dims["own"] = list(whole), ["site", "term"]
-        return arviz.from_dict(draws, coords=coords, dims=dims)
+        arrays = {name: t[None].numpy() for name, t in draws.items()}
+        return arviz.from_dict(arrays, coords=coords, dims=dims)
 
     def predict(
         self, frame: Any, *, site: str | None = None, group: Any = None, seed: int = 0
@@ -784,21 +783,19 @@ class Mixed(Refits):
         Raises:
             ValueError: The site or the group is not on this machine.
         """
-        own, rng = self.shared, generator(seed, Purpose.POSTERIOR)
-        names = self.groups.get(site, ()) if site is not None else ()
+        own, new, rng = self.shared, self.levels, generator(seed, Purpose.POSTERIOR)
+        names = () if site is None else self.groups.get(site, ())
         wanted = group if group is not None else names[0] if len(names) == 1 else WHOLE
-        new = list(self.levels)
-        if wanted in names:
-            assert site is not None
+        if site is not None and wanted in names:
             own = self.own[site][:, names.index(wanted)]
-            new = new[1:] if wanted == WHOLE else []
+            new = self.levels[1:] if wanted == WHOLE else ()
         elif site is not None and not (names and group is None):
             told = {name: list(groups) for name, groups in self.groups.items()}
             raise ValueError(f"there is no {group if names else site!r} here; there are {told}")
         for level in new:
             noise = torch.from_numpy(rng.standard_normal(level.covariance.shape[:2]))
             effects = (_root(level.covariance) @ noise[..., None])[..., 0]
-            own = own + _at_places(effects, level.places, own.shape[-1])
+            own = own + effects @ torch.eye(own.shape[-1], dtype=own.dtype)[list(level.places)]
         x = self.design(frame)
         eta = own[:, :1] + own[:, 1:] @ x.T
         if self.offset is not None:
@@ -812,14 +809,7 @@ def _root(covariance: Tensor) -> Tensor:
     return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
 
 
-def _at_places(effects: Tensor, places: Sequence[int], width: int) -> Tensor:
-    """Return effects [..., r] at their places among intercept and columns, [..., 1 + p]."""
-    found = effects.new_zeros(*effects.shape[:-1], width)
-    found[..., list(places)] = effects
-    return found
-
-
-def _summaries(draws: Mapping[Any, Tensor], level: float, ratio: str | None) -> Any:
+def _summaries(draws: Mapping[Any, Tensor], level: float) -> Any:
     import pandas
 
     low, high = (1 - level) / 2, (1 + level) / 2
@@ -830,10 +820,7 @@ def _summaries(draws: Mapping[Any, Tensor], level: float, ratio: str | None) -> 
         f"{100 * low:g} %": np.quantile(values, low, axis=1),
         f"{100 * high:g} %": np.quantile(values, high, axis=1),
     }
-    index = list(draws)
-    if isinstance(index[0], tuple):
-        index = pandas.MultiIndex.from_tuples(index)
-    return pandas.DataFrame(columns, index=index)
+    return pandas.DataFrame(columns, index=pandas.Index(list(draws)))
 
 
 @declared
@@ -925,10 +912,10 @@ def mixed(
         beside=tuple(map(tuple, beside.tolist())),
     )
     (p, r, pairs, n_own), rule = survey.sizes, survey.rule
-    begin = [0.0 if family == "gaussian" else rule.link((mean * n + 0.5) / (n + 1))]
-    begin[0] -= float(sums["offset_mean"]) / unit
-    begin += [0.0] * (p - 1) + [math.log(0.5)] * r + [0.0] * (pairs + n_own)
-    state = asked.conduct(replace(survey, at=tuple(begin)))
+    begin = 0.0 if family == "gaussian" else rule.link((mean * n + 0.5) / (n + 1))
+    begin -= float(sums["offset_mean"]) / unit
+    at = (begin, *[0.0] * (p - 1), *[math.log(0.5)] * r, *[0.0] * (pairs + n_own))
+    state = asked.conduct(replace(survey, at=at))
     found = newton.minimum(state)
     # Of separated outcomes there is no posterior under a flat prior; it raises.
     beta = newton.Minimum(
@@ -942,50 +929,42 @@ def mixed(
     phi, weights, k_hat, evidence = _integrated(
         asked, survey, found, model, state["n_groups"], draws, seed
     )
-    roots = [_root(block @ block.mT) for block in survey.blocks(survey.phi(found.theta).root)]
-    entries = [root.diagonal() for root in roots]
-    entries += [root[*_places(len(root))] for root in roots] if pairs else []
-    at = torch.cat([found.theta[:p], *entries, found.theta[p + r + pairs :]])
+    root = survey.phi(found.theta).root
+    root = _root(root @ root.mT)
+    at = torch.cat(
+        [found.theta[:p], root.diagonal(), root[*survey.pairs], found.theta[p + r + pairs :]]
+    )
     best = Maximum(**model, sites=survey.sites, at=tuple(at.tolist()))
     most = newton.minimum(asked.conduct(best))
     known, point = most.hessian[:p, :p], best.phi(most.theta)
     rng = generator(seed, Purpose.POSTERIOR, index=MOVES + 1)
     chosen = torch.from_numpy(resampled(weights, RESAMPLED, rng))
-    own, here = {}, asked.sites.sites if isinstance(asked.sites, Tables) else ()
+    keep = Own(
+        **model,
+        at=tuple(map(tuple, phi.tolist())),
+        chosen=tuple(chosen.tolist()),
+        names=names,
+        seed=seed,
+    )
+    here = {}
     if isinstance(asked.sites, Tables):
-        own = {
-            site.name: _own_draws(survey, site, phi, chosen, seed, int(place))
-            for site, place in zip(asked.sites.sites, asked.sites.ids, strict=True)
-        }
+        here = dict(zip(asked.sites.ids.tolist(), asked.sites.sites, strict=True))
     else:
-        at, places = tuple(map(tuple, phi.tolist())), tuple(chosen.tolist())
-        asked.conduct(Own(**model, at=at, chosen=places, names=names, seed=seed))
+        asked.conduct(keep)
     parts = survey.phi(phi[chosen])
     point = replace(point, root=point.root * (point.root.abs() > SMALL))
-    levels = tuple(
-        Level(
-            of=kind,
-            terms=tuple(names[place] for place in places),
-            places=places,
-            covariance=(change @ root) @ (change @ root).mT,
-            estimate=(change @ at_most) @ (change @ at_most).mT,
-        )
-        for kind, places, change, root, at_most in zip(
-            survey.kinds,
-            survey.levels,
-            survey.changes(),
-            survey.blocks(parts.root),
-            survey.blocks(point.root),
-            strict=True,
-        )
-    )
+    change, levels = survey.change @ survey.loads, []
+    for kind, places, end in zip(survey.kinds, survey.levels, survey.ends, strict=True):
+        of = slice(end - len(places), end)
+        own = [change[list(places), of] @ one.root[..., of, of] for one in (parts, point)]
+        terms = tuple(names[place] for place in places)
+        levels.append(Level(kind, terms, places, *(root @ root.mT for root in own)))
     others, at_most = (_others(survey, one, mean) for one in (parts, point))
     shared = survey.coefficients(parts.beta)
     estimate = dict(zip(names, survey.coefficients(point.beta).tolist(), strict=True))
     for level in levels:
         estimate |= {name: float(t) for name, t in level.named(level.estimate).items()}
-    change = unit * _change(survey.centre, survey.scale)
-    errors = (change @ torch.linalg.inv(known) @ change.T).diagonal().sqrt()
+    errors = (survey.change @ torch.linalg.inv(known) @ survey.change.T).diagonal().sqrt()
     # In units of the outcome as it is; the restricted one for columns as they are.
     in_unit = -n * math.log(unit)
     of_columns = (p * math.log(unit) - float(scale.log().sum())) * best.restricted
@@ -994,13 +973,13 @@ def mixed(
         + " and each ".join(f"{level.of}: {', '.join(level.terms)}" for level in levels),
         names=names,
         shared=shared,
-        levels=levels,
+        levels=tuple(levels),
         others=others,
         estimate=estimate | {name: float(t) for name, t in at_most.items()},
         errors=dict(zip(names, errors.tolist(), strict=True)),
         log_likelihood=-most.loss + in_unit + of_columns,
-        own=own,
-        groups={site.name: survey.labels(site)[1] for site in here},
+        own={site.name: keep.draws(site, place) for place, site in here.items()},
+        groups={site.name: survey.labels(site)[1] for site in here.values()},
         rows=counted(sites.names, sums["rows"]),
         dropped=dict(zip(sites.names, sums["n_dropped"].int().tolist(), strict=True)),
         left_out=asked.left_out,
@@ -1061,17 +1040,11 @@ def _others(survey: Hierarchy, phi: Phi, mean: float) -> dict[str, Tensor]:
         noise = torch.tensor(math.pi**2 / 3)
     else:
         noise = torch.log1p(found.get("alpha", torch.tensor(0.0)) + 1 / mean)
-    shared = torch.zeros(())  # variance, at the columns' means
-    of = {}
-    for kind, places, root in zip(
-        survey.kinds, survey.levels, survey.blocks(phi.root), strict=True
-    ):
-        slopes = (_row(survey.centre) - _row(survey.about(places))) / _row(survey.scale)
-        row = torch.cat([torch.ones(1, dtype=torch.float64), slopes])[list(places)]
-        shared = shared + (row @ root).square().sum(-1)
-        of["" if kind == "site" else f" of {kind}"] = shared
-    named = {f"intraclass correlation{kind}": t / (shared + noise) for kind, t in of.items()}
-    return found | named
+    shared = (survey.loads[0] @ phi.root).square().cumsum(-1)  # variance, at the columns' means
+    for kind, end in zip(survey.kinds, survey.ends, strict=True):
+        of = "" if kind == "site" else f" of {kind}"
+        found[f"intraclass correlation{of}"] = shared[..., end - 1] / (shared[..., -1] + noise)
+    return found
 
 
 def _integrated(
@@ -1111,32 +1084,3 @@ def _integrated(
         f"the draws' weights have k-hat {k_hat:.2f}, above {MOST_K}, after {MOVES} moves, so their "
         "means cannot be relied on: take fewer effects, more draws=, or a smaller tau_scale="
     )
-
-
-def _own_draws(
-    survey: Hierarchy, site: Site, phi: Tensor, chosen: Tensor, seed: int, place: int
-) -> Tensor:
-    """Return draws of the coefficients of outcomes and columns as they are, [S, n, 1 + p], of the
-    site as a whole where it has effects beside its groups', and of these: the normal approximation
-    around the effects' modes at each draw of phi.
-    """
-    groups, parts = survey.groups(site), survey.phi(phi[chosen])
-    found = [
-        hierarchy.modes(survey.rule, groups, survey.phi(some))
-        for some in phi.split(max(1, NUMBERS // groups.y.numel()))
-    ]
-    u, hessian = (torch.cat(one) for one in zip(*found, strict=True))
-    rng = generator(seed, Purpose.POSTERIOR, client=place + 1)
-    noise = torch.from_numpy(rng.standard_normal((len(chosen), *u.shape[1:])))
-    effects = hierarchy.drawn(groups, u[chosen], hessian[chosen], noise) @ parts.root.mT
-    own = survey.coefficients(parts.beta)[:, None]
-    whole = []
-    for places, change, some in zip(
-        survey.levels,
-        survey.changes(),
-        effects.split([len(level) for level in survey.levels], -1),
-        strict=True,
-    ):
-        own = own + _at_places(some @ change.T, places, own.shape[-1])
-        whole.append(own[:, :1] if places is survey.common else own)
-    return torch.cat(whole, 1)

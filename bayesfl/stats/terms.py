@@ -14,7 +14,36 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Levels:
+class Number:
+    """A column of numbers or truth values.
+
+    Args:
+        column: Name of the column.
+    """
+
+    column: str
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Return the columns of a frame that it reads."""
+        return (self.column,)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the name of the column."""
+        return (self.column,)
+
+    def values(self, frame: Any, site: str) -> np.ndarray:
+        """Return the column of a frame's rows, [n, 1].
+
+        Raises:
+            ValueError: It holds something else than numbers, or an infinite one.
+        """
+        return numbers(frame, self.column, site)[:, None]
+
+
+@dataclass(frozen=True)
+class Levels(Number):
     """A category, with a column 0 or 1 for each level but the first, the reference; see `levels`.
 
     Args:
@@ -22,13 +51,7 @@ class Levels:
         levels: The levels, the reference first.
     """
 
-    column: str
     levels: tuple[Any, ...]
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Return the columns of a frame that it reads."""
-        return (self.column,)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -62,7 +85,7 @@ class Interaction:
         terms: The terms.
     """
 
-    terms: tuple["Number | Levels", ...]
+    terms: tuple[Number, ...]
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -81,35 +104,6 @@ class Interaction:
             more = term.values(frame, site)
             found = (found[:, :, None] * more[:, None]).reshape(len(frame), -1)
         return found
-
-
-@dataclass(frozen=True)
-class Number:
-    """A column of numbers or truth values.
-
-    Args:
-        column: Name of the column.
-    """
-
-    column: str
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Return the columns of a frame that it reads."""
-        return (self.column,)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the name of the column."""
-        return (self.column,)
-
-    def values(self, frame: Any, site: str) -> np.ndarray:
-        """Return the column of a frame's rows, [n, 1].
-
-        Raises:
-            ValueError: It holds something else than numbers, or an infinite one.
-        """
-        return numbers(frame, self.column, site)[:, None]
 
 
 Term: TypeAlias = str | Levels | Interaction

@@ -72,7 +72,7 @@ def equations(tables: Tables, survey: Any, state: Any, told: Any) -> Any:
             continue
         if isinstance(survey, Sums):
             yield name, one, float(told["sum"][place])
-        if isinstance(survey, Totals) and survey.column is None:
+        if isinstance(survey, Totals) and survey.column is None and "rows" in told:
             yield name, one, float(told["sum"][0, place])
         if not isinstance(survey, Likelihood) or not survey.columns or survey.per_site:
             continue

@@ -1,6 +1,5 @@
 """Formulas: the design is the one that formulaic makes of all rows together; what is refused."""
 
-import builtins
 import re
 from functools import cache
 from typing import Any
@@ -268,16 +267,3 @@ def test_a_formula_stands_in_place_of_terms():
     for more in options:
         with pytest.raises(ValueError, match="in place of terms= and outcome="):
             bf.stats.tables(two(), formula="ill ~ age", **more)
-
-
-def test_without_formulaic_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch):
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "formulaic":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install formulaic.*terms="):
-        bf.stats.tables(two(), formula="ill ~ age")

@@ -141,7 +141,7 @@ def test_effects_that_groups_have_in_common(family: str):
     apart = torch.nn.functional.one_hot(group).double()
     z = torch.cat([x[:, :2], x[:, :1]], 1)
     nested = Groups.of(x, z, y, weights, offset, group, common=2)
-    dense = Groups.of(x, torch.cat([x[:, :2], apart], 1), y, weights, offset)
+    dense = Groups.of(x, torch.cat([x[:, :2], apart], 1), y, weights, offset, 0 * group)
 
     def parts(at: Tensor, copies: int = 1) -> Phi:
         root = torch.block_diag(parts_of(at[:-1]).root, at[-1] * torch.eye(copies).double())
