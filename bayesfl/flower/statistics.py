@@ -135,7 +135,7 @@ def _the_same(tables: Tables, context: Context) -> Tables:
         RecordError: They are others.
     """
     (site,) = tables.sites
-    parts = (site.row_hashes, site.x.numpy(), site.weights.numpy(), site.offset.numpy())
+    parts = (site.row_hashes(), site.x.numpy(), site.weights.numpy(), site.offset.numpy())
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in parts))
     first = context.state.setdefault("table", ConfigRecord({"digest": digest.hexdigest()}))
     if dict(cast(ConfigRecord, first))["digest"] != digest.hexdigest():

@@ -59,14 +59,18 @@ class Grouped(SiteSurvey):
         x = torch.cat([site.x, y[:, None]], 1)
         if self.column is None:
             return x, [(place, site.weights)]
-        of = group(site.frame, self.column, self.levels, site.name)
+        of = self.of(site)
         return x, [(g, site.weights * (of == g)) for g in of.unique().tolist()]
+
+    def of(self, site: Site) -> Tensor:
+        """Return the group of each of a site's rows, [n], by the column."""
+        return group(site.frame, Levels(str(self.column), self.levels), site.name)
 
     def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
         """Return the groups, and who has which of two values in each; see `SiteSurvey`."""
         if self.column is None:
             return ()
-        of, x = group(site.frame, self.column, self.levels, site.name), self.rows(site, 0)[0]
+        x, of = self.rows(site, 0)[0], self.of(site)
         two = [column == column.max() for column in x.T if len(column.unique()) == 2]
         return [of, *(2 * of + one for one in two)]
 

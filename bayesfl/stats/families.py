@@ -136,13 +136,16 @@ class LogBinomial(Family):
     check = Binomial.check
 
     def pieces(self, eta: Tensor, y: Tensor, own: Tensor) -> Pieces:
-        """Return -y eta - (1 - y) log(1 - e^eta), infinite for a probability of 1 or more."""
+        """Return -y eta - (1 - y) log(1 - e^eta), infinite for a probability of 1 or more, as is
+        the information then.
+        """
         inside = eta.exp() < 1  # in floating point, too
         safe = torch.where(inside, eta, -1.0)
         p = safe.exp()
         loss = -y * safe - (1 - y) * torch.log1p(-p)
         slope = (p - y) / (1 - p)
-        return _pieces(torch.where(inside, loss, torch.inf), slope, p / (1 - p))
+        loss, information = (torch.where(inside, t, torch.inf) for t in (loss, p / (1 - p)))
+        return _pieces(loss, slope, information)
 
 
 class Poisson(Family):

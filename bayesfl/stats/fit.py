@@ -35,6 +35,9 @@ MOVING = 1e-6
 """A last step whose square is above this, by the information at first, is that of coefficients that
 grow without end."""
 
+ALONE = 1e-8
+"""The share of the information that other sites have in a direction; none, if below this."""
+
 
 @dataclass(frozen=True)
 class AfterFit(SiteSurvey):
@@ -74,6 +77,21 @@ def chosen_errors(sites: Sites, errors: Errors | None, prior: float | None) -> E
     if errors == "model" or prior is not None:
         with_likelihood(sites, "errors='model'" if errors == "model" else "prior=")
     return errors or ("sandwich" if sites.weighing == "probability" else "model")
+
+
+def refuse_alone(alone: Tensor, names: Sequence[str]) -> None:
+    """Raise ValueError if one site alone says something of a coefficient, by whose scores there
+    is no error of it.
+
+    Args:
+        alone: How much of each coefficient single sites alone tell, [q].
+        names: Their names.
+    """
+    if single := [names[i] for i in (alone > 1e-6).nonzero().flatten().tolist()]:
+        raise ValueError(
+            f"of the coefficients of {single} one site alone says something, so that "
+            "errors='site' has no error of them: take errors='sandwich', or leave these terms out"
+        )
 
 
 @dataclass(frozen=True, repr=False)

@@ -38,7 +38,17 @@ from bayesfl.stats.asking import (
 )
 from bayesfl.stats.diagnostics import BINARY, Diagnostics, diagnose
 from bayesfl.stats.families import FAMILIES, row_information
-from bayesfl.stats.fit import ERRORS, AfterFit, Errors, Fit, chosen_errors, inverse, separation
+from bayesfl.stats.fit import (
+    ALONE,
+    ERRORS,
+    AfterFit,
+    Errors,
+    Fit,
+    chosen_errors,
+    inverse,
+    refuse_alone,
+    separation,
+)
 from bayesfl.stats.tables import Site, Tables
 from bayesfl.stats.terms import numbers
 
@@ -48,8 +58,6 @@ INTERCEPT_SD = 10.0
 FLAT = 1e-8
 """Information of log alpha below this is that of counts that vary no more than Poisson's, whose
 likelihood rises without end as alpha falls."""
-ALONE = 1e-8
-"""The share of the information that other sites have in a direction; none, if below this."""
 EDGE = 1e10
 """Information at the log link above which a row's probability is 1 in all but rounding."""
 
@@ -116,11 +124,16 @@ class Likelihood(SiteSurvey):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         at, shapes = self.at(state, site), self.shapes(state)
+        if at.outside:  # sums without some rows would tell who these are
+            nothing = {
+                name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()
+            }
+            return nothing | {"n_outside": torch.tensor(1.0)}
         answer = {
             "loss": at.loss.sum() + at.penalty,
             "slope": at.scores,
             "hessian": at.hessian,
-            "n_outside": at.outside,
+            "n_outside": torch.tensor(0.0),
             # A number that changes at a row's own edge would tell its outcome.
             "n_wrong": at.wrong if site.policy is None else at.wrong.clamp(max=1),
         }
@@ -201,18 +214,14 @@ class Likelihood(SiteSurvey):
         design, eta, alpha = self.predictors(state, site)
         own, strength = state["theta"][design.shape[1] :], self.own_strength
         pieces = FAMILIES[self.family].pieces(eta, site.y, own)
-        # What rows outside the range say is no number.
-        finite = pieces.loss.isfinite() & pieces.information.isfinite().flatten(1).all(1)
-        inside = slice(None) if finite.all() else finite
-        weights = site.weights[inside]
-        information = weights[:, None, None] * pieces.information[inside]
+        information = site.weights[:, None, None] * pieces.information
         volume = information[:, 0, 0].sum() + strength
         return At(
-            design=design[inside],
-            loss=weights * pieces.loss[inside],
-            slope=weights[:, None] * pieces.slope[inside],
+            design=design,
+            loss=site.weights * pieces.loss,
+            slope=site.weights[:, None] * pieces.slope,
             information=information,
-            outside=(~finite).sum(),
+            outside=not (pieces.loss.isfinite().all() and pieces.information.isfinite().all()),
             wrong=((eta - site.offset) * (2 * site.y - 1) <= 0).sum(),
             own=volume.clamp_min(1e-300) if self.per_site else None,  # 0 where separated
             penalty=strength * alpha**2 / 2,
@@ -246,7 +255,7 @@ class At:
         loss: Their negative log likelihoods, weighted, [n].
         slope: Slopes by the linear predictor and the family's own parameters, weighted, [n, m].
         information: Their information, weighted, [n, m, m].
-        outside: Number of further rows, whose loss is infinite.
+        outside: Whether a row is outside the range, where it says no number.
         wrong: Number of rows with an outcome 1 at a probability of a half at most, were it not for
             their offset, or an outcome 0 at one of a half at least.
         own: The information of the site's own intercept, its prior's included; None where it has
@@ -258,7 +267,7 @@ class At:
     loss: Tensor
     slope: Tensor
     information: Tensor
-    outside: Tensor
+    outside: bool
     wrong: Tensor
     own: Tensor | None
     penalty: Tensor
@@ -645,11 +654,7 @@ def _by_site(
     """
     root = torch.linalg.cholesky(bread)
     found = asked.conduct(SiteMeat(survey, state | {"root": root, "v": change @ root}))
-    if single := [names[i] for i in (found["alone"] > 1e-6).nonzero().flatten().tolist()]:
-        raise ValueError(
-            f"{single} differ within one site alone, so that errors='site' has none of their "
-            "coefficients: take errors='sandwich', or leave these terms out"
-        )
+    refuse_alone(found["alone"], names)
     square = found["square"] + found["outer"].square().sum((1, 2))
     return root @ found["meat"] @ root.T, found["trace"].square() / square
 

@@ -126,8 +126,7 @@ class Policy:
         """Note an answer, which counts for later questions."""
         self.ledger.keep(site, self._indicators(question, site))
         if question.hidden:
-            name = type(question.survey).__name__
-            self.ledger.hidden.setdefault(name, set()).add(frozenset(question.tables.names))
+            self.ledger.hidden.add(frozenset(question.tables.names))
 
     def unsafe(self, question: "Question", site: "Site") -> str | None:
         """Return the rule that a question breaks whatever was asked before; None if none."""
@@ -139,7 +138,7 @@ class Policy:
         rules: dict[str, Callable[[], Any]] = {
             "columns": lambda: self.columns is not None and not read | named <= {*self.columns},
             "min_rows": lambda: not self.even(site.weights, site.counts),
-            "min_level": lambda: _rarest(site, tables, named) < self.min_level,
+            "min_level": lambda: _rarest(site, question) < self.min_level,
             "min_level of the column": lambda: self._of_few(site, tables),
             "max_parameters_per_row": lambda: max(sizes) > self.max_parameters_per_row * n,
             "exact_times": lambda: exact and not self.exact_times,
@@ -155,13 +154,12 @@ class Policy:
         return _first(rules)
 
     def _with_others(self, question: "Question", site: "Site") -> str | None:
-        names, name = question.tables.names, type(question.survey).__name__
         hidden = question.hidden and self.min_sites > 1
         draws, drawn_before = drawn(question.shapes), self.ledger.drawn
         rules: dict[str, Callable[[], Any]] = {
             "max_draws": lambda: draws and drawn_before + draws > self.max_draws,
             "min_sites, as other sums were told whose difference is one site's": lambda: (
-                hidden and self.ledger.tells_one(name, names)
+                hidden and self.ledger.tells_one(question.tables.names)
             ),
             "min_rows, as": lambda: self.ledger.differs(
                 site, self._indicators(question, site), self.min_rows
@@ -200,7 +198,7 @@ class Policy:
         found = []
         for values in site.of_two.T:
             found.append(values == values.max())
-        for name in _categories(site, question.tables, question.named(site)):
+        for name in _categories(site, question):
             levels, codes = np.unique(site.frame[name].astype(str), return_inverse=True)
             found += [torch.from_numpy(codes == level) for level in range(len(levels))]
         return torch.stack(found) if found else torch.zeros(0, len(site.x), dtype=torch.bool)
@@ -280,21 +278,24 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(one)
 
 
-def _rarest(site: "Site", tables: "Tables", named: set[str]) -> float:
+def _rarest(site: "Site", question: Question) -> float:
     """Return the number of rows of a site's rarest level; infinite where it has none."""
     counts = [site.least_of_two]
-    for name in _categories(site, tables, named):
+    for name in _categories(site, question):
         counts.append(float(site.frame[name].value_counts().min()))
     return min(counts)
 
 
-def _categories(site: "Site", tables: "Tables", named: set[str]) -> list[str]:
-    """Return the columns of categories, and of two values or none that are numbers among those that
-    a question names.
+def _categories(site: "Site", question: Question) -> list[str]:
+    """Return the columns of categories, and of groups, of two values or of none that are numbers
+    among those that a question names.
     """
-    inner: list[Any] = [one for term in tables.terms for one in getattr(term, "terms", (term,))]
+    terms = question.tables.terms
+    inner: list[Any] = [one for term in terms for one in getattr(term, "terms", (term,))]
     found = {one.column for one in inner if hasattr(one, "levels")}
-    for name in named:
+    named = question.named(site)
+    found |= {getattr(part, "group", None) for part in question.parts} & named
+    for name in named - found:
         values = site.frame[name]
         if values.nunique() == 2 or values.dtype.kind not in "iuf":
             found.add(name)

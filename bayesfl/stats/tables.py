@@ -6,7 +6,7 @@ have the same columns in the design, so categories are declared with their level
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal, TypeAlias
@@ -29,6 +29,7 @@ from bayesfl.stats.terms import (
     Number,
     Term,
     column_of,
+    is_number,
     numbers,
     pandas_of,
     term_of,
@@ -71,6 +72,8 @@ class Site:
     weighing: Weighing = "none"
     rows: str = ""
     policy: Policy | None = None
+    hashed: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    """What `row_hashes` has returned."""
 
     @property
     def counts(self) -> Tensor:
@@ -89,7 +92,8 @@ class Site:
         can hold `MOST`, NaN of constant ones.
         """
         columns, n = self.columns, len(self.columns)
-        mean, squares = columns.mean(0), columns.var(0, correction=0) * n
+        mean = columns.mean(0)
+        squares = (columns - mean).square().sum(0)
         far = torch.maximum(columns.amax(0) - mean, mean - columns.amin(0)).square()
         # A median is within a standard deviation of its mean, so that a square about it is at most
         # 2 far + 2 squares / n; and squares about it sum to no less than those about the mean.
@@ -113,13 +117,22 @@ class Site:
         counts = (self.of_two == self.of_two.amax(0)).sum(0) if self.of_two.numel() else ()
         return float(min((min(n, len(self.x) - n) for n in map(int, counts)), default=math.inf))
 
-    @cached_property
-    def row_hashes(self) -> np.ndarray:
-        """Return a hash of each row, [n]."""
+    def row_hashes(self, of: tuple[str, ...] | None = None) -> np.ndarray:
+        """Return a hash of each row by some columns, or by all, [n], which does not depend on the
+        types of numbers.
+        """
         from pandas.util import hash_pandas_object
 
-        hashes: Any = hash_pandas_object  # whose type is not known to be a function
-        return hashes(self.frame.astype(str), index=False).to_numpy()
+        of = tuple(sorted(self.frame)) if of is None else of
+        if of not in self.hashed:
+            hashes: Any = hash_pandas_object  # whose type is not known to be a function
+            values = {
+                name: x.to_numpy(np.float64, na_value=np.nan) if is_number(x) else x.astype(str)
+                for name in of
+                for x in [self.frame[name]]
+            }
+            self.hashed[of] = hashes(self.frame[[]].assign(**values), index=False).to_numpy()
+        return self.hashed[of]
 
     def some(self, rows: np.ndarray) -> "Site":
         """Return the site with some of its rows, [n] of bools."""

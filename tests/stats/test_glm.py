@@ -127,7 +127,7 @@ def test_errors_by_site_need_three():
     }
     with pytest.warns(UserWarning, match="constant: here at east"):
         given = bf.stats.tables(rows, outcome="score", terms=["age", "here"])
-    with pytest.raises(ValueError, match=r"\['here'\] differ within one site alone"):
+    with pytest.raises(ValueError, match=r"of \['here'\] one site alone says"):
         bf.stats.glm(given, **options, intercept="per_site")
 
 

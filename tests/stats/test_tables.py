@@ -114,7 +114,7 @@ def test_missing_text_is_no_level_whatever_its_type(kind: str):
     rows = {"a": two()["north"].assign(sex=text)}
     given = bf.stats.tables(rows, terms=[levels("sex", ["f", "m"])], missing="complete")
     assert given.sites[0].x.tolist() == [[1], [1]]
-    with pytest.raises(ValueError, match="site 'a' has rows without 'sex'"):
+    with pytest.raises(ValueError, match="site 'a' has 1 rows without 'sex'"):
         bf.stats.describe(bf.stats.tables(rows, terms=["age"]), by=levels("sex", ["f", "m"]))
 
 

@@ -36,11 +36,11 @@ class Ledger:
     Args:
         key: Key of the hashes, in hexadecimal digits.
         drawn: Number of log likelihoods at shared draws that were answered.
-        analyses: {site: its analyses, each the hashes of `rows`, and of those that have one of two
-            values in each of some `columns`}.
+        analyses: {site: its analyses, each the hashes of `rows` by the columns `of` their table,
+            and of those that have one of two values in each of some `columns`}.
         known: Digests of rows and columns of these.
         lines: The questions: when, run, name, answer, and the rule by which it was refused.
-        hidden: {question: the sets of sites whose answers were added unseen}.
+        hidden: The sets of sites whose answers were added unseen.
     """
 
     key: str = field(default_factory=lambda: secrets.token_hex(32))
@@ -48,7 +48,7 @@ class Ledger:
     analyses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     known: list[str] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
-    hidden: dict[str, set[frozenset[str]]] = field(default_factory=dict)
+    hidden: set[frozenset[str]] = field(default_factory=set)
 
     @classmethod
     def read(cls, folder: Path) -> "Ledger":
@@ -69,7 +69,9 @@ class Ledger:
             fcntl.flock(lock, fcntl.LOCK_EX)
             ledger = cls.read(folder)
             yield ledger
-            atomic_write(folder / FILE, json.dumps({**asdict(ledger), "hidden": {}}))
+            kept = asdict(ledger)
+            del kept["hidden"]  # a node sees its own answers alone
+            atomic_write(folder / FILE, json.dumps(kept))
 
     def note(self, run: int, question: str, answer: str, rule: str = "") -> None:
         """Write a line."""
@@ -80,9 +82,10 @@ class Ledger:
     def settled(self, site: "Site") -> "Site":
         """Return a site without new rows that are too few to count; see `Policy.min_rows`."""
         assert site.policy is not None
-        marks = self._marks(site)
         for analysis in reversed(self.analyses.get(site.name, [])):
-            before = {*analysis["rows"]}
+            if not {*analysis["of"]} <= {*site.frame}:
+                continue
+            marks, before = self._marks(site, analysis["of"]), {*analysis["rows"]}
             if before < {*marks} and len(marks) - len(before) < site.policy.min_rows:
                 return site.some(np.array([mark in before for mark in marks]))
         return site
@@ -90,56 +93,77 @@ class Ledger:
     def differs(self, site: "Site", indicators: Tensor, least: int) -> str | None:
         """Say what differs from an earlier analysis in fewer rows than `least`; None if nothing.
 
+        Rows are compared by the columns that the earlier analysis's table had.
+
         Args:
             site: The site.
             indicators: Who has which of two values, [k, n] of bools.
             least: Fewest rows.
         """
-        if self._digest(site, indicators) in self.known:
+        if not least or self._digest(site, indicators) in self.known:
             return None
-        rows, columns = self._sets(site, indicators)
-        others: list[set[str]] = []
+        alike: dict[tuple[str, ...], list[set[str]]] = {(*sorted(site.frame),): []}
         for analysis in self.analyses.get(site.name, []):
+            of = tuple(analysis["of"])
+            if gone := {*of} - {*site.frame}:
+                return f"rows of an earlier analysis had {sorted(gone)}, and cannot be compared"
+            rows, _ = self._sets(site, indicators, of)
             if 0 < len(apart := rows ^ {*analysis["rows"]}) < least:
                 return "its rows differ from those of an earlier analysis by fewer"
+            others = alike.setdefault(of, [])
             others += [] if apart else [{*one} for one in analysis["columns"]]
-        for place, one in enumerate(columns):
-            for other in (*others, *columns[:place]):
-                for apart in (one ^ other if one & other else set(), rows - (one ^ other)):
-                    # What is a column, too, is told anyway, as a third level.
-                    if 0 < len(apart) < least and apart not in columns:
-                        return "one of its columns differs from another one by fewer"
+        for of, others in alike.items():
+            rows, columns = self._sets(site, indicators, of)
+            for place, one in enumerate(columns):
+                for other in (*others, *columns[:place]):
+                    for apart in (one ^ other if one & other else set(), rows - (one ^ other)):
+                        # What is a column, too, is told anyway, as a third level.
+                        if 0 < len(apart) < least and apart not in columns:
+                            return "one of its columns differs from another one by fewer"
         return None
 
     def keep(self, site: "Site", indicators: Tensor) -> None:
         """Keep what an analysis is about, for later ones; see `differs`."""
         if (digest := self._digest(site, indicators)) not in self.known:
             self.known.append(digest)
-            rows, columns = self._sets(site, indicators)
-            analysis = {"rows": sorted(rows), "columns": [sorted(one) for one in columns]}
+            of = sorted(site.frame)
+            rows, columns = self._sets(site, indicators, of)
+            analysis = {
+                "of": of,
+                "rows": sorted(rows),
+                "columns": [sorted(one) for one in columns],
+            }
             self.analyses.setdefault(site.name, []).append(analysis)
 
-    def tells_one(self, question: str, names: Sequence[str]) -> bool:
-        """Say whether sums over these sites, and those told before, together tell one site's."""
-        sets = [*self.hidden.get(question, ()), frozenset(names)]
+    def tells_one(self, names: Sequence[str]) -> bool:
+        """Say whether sums over these sites, and those told before, together tell one site's,
+        whatever the questions, as several tell the same sums.
+        """
+        sets = [*self.hidden, frozenset(names)]
         everyone = sorted(frozenset().union(*sets))
         sums = np.array([[name in one for name in everyone] for one in sets], float)
         rank = np.linalg.matrix_rank(sums)
         return any(np.linalg.matrix_rank([*sums, one]) == rank for one in np.eye(len(everyone)))
 
-    def _marks(self, site: "Site") -> list[str]:
-        """Return a hash of each row, [n]; rows alike have different ones."""
+    def _marks(self, site: "Site", of: Sequence[str]) -> list[str]:
+        """Return a hash of each row by some columns, [n]; rows alike have different ones."""
         seen: defaultdict[int, count[int]] = defaultdict(count)
-        return [self._hash(b"%d %d" % (row, next(seen[row]))) for row in site.row_hashes.tolist()]
+        hashes = site.row_hashes(tuple(of)).tolist()
+        return [self._hash(b"%d %d" % (row, next(seen[row]))) for row in hashes]
 
-    def _sets(self, site: "Site", indicators: Tensor) -> tuple[set[str], list[set[str]]]:
-        """Return the hashes of all rows, and of those for which each indicator [k, n] holds."""
-        marks = np.array(self._marks(site))
+    def _sets(
+        self, site: "Site", indicators: Tensor, of: Sequence[str]
+    ) -> tuple[set[str], list[set[str]]]:
+        """Return the hashes of all rows by some columns, and of those for which each indicator
+        [k, n] holds.
+        """
+        marks = np.array(self._marks(site, of))
         return {*marks.tolist()}, [{*marks[one].tolist()} for one in indicators.numpy()]
 
     def _digest(self, site: "Site", indicators: Tensor) -> str:
-        parts = (site.name.encode(), site.row_hashes.tobytes(), indicators.numpy().tobytes())
-        return self._hash(b"".join(parts))
+        columns = ",".join(sorted(site.frame))
+        parts = (site.row_hashes().tobytes(), indicators.numpy().tobytes())
+        return self._hash(b"".join([f"{site.name} {columns} ".encode(), *parts]))
 
     def _hash(self, text: bytes) -> str:
         return hashlib.blake2b(text, key=bytes.fromhex(self.key), digest_size=8).hexdigest()

@@ -14,7 +14,7 @@ from bayesfl.base.warning import warn
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, Sums, standard, unit_of, used_rows
-from bayesfl.stats.fit import ERRORS, Errors, Fit, chosen_errors, inverse
+from bayesfl.stats.fit import ERRORS, Errors, Fit, chosen_errors, inverse, refuse_alone
 from bayesfl.stats.survival.checks import (
     ByScore,
     Concordance,
@@ -24,7 +24,7 @@ from bayesfl.stats.survival.checks import (
     proportional,
 )
 from bayesfl.stats.survival.groups import group, groups_of
-from bayesfl.stats.survival.partial import PartialLikelihood, Scores
+from bayesfl.stats.survival.partial import Alone, PartialLikelihood, Scores
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, follow, grid_of
 from bayesfl.stats.terms import Levels, numbers, pandas_of
@@ -89,7 +89,7 @@ def cox(
         ValueError: A time is not above 0 or beyond the grid, an event is not 0 or 1, no site has
             one, a column is constant over all sites, or under `per_site` within each, columns are
             linearly dependent, some separate early events from late ones, or the sites' policies
-            leave fewer than ten bins.
+            leave fewer than ten bins; by `site`, one alone says something of a coefficient.
 
     Warns:
         UserWarning: A coefficient may be off by more than a tenth of its standard error for the
@@ -151,6 +151,8 @@ def cox(
         )
     model = covariance = inverse(found, names)
     at = state | {"theta": state["best"]}
+    if errors == "site":
+        refuse_alone(asked.conduct(Alone(survey, at))["alone"], names)
     if errors != "model":
         meat = asked.conduct(Scores(survey, at, errors))["meat"]
         covariance = model @ meat @ model

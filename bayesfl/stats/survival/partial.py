@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.surveys import Semidefinite
+from bayesfl.base.surveys import NotNegative, Semidefinite
 from bayesfl.stats import newton
-from bayesfl.stats.fit import AfterFit
+from bayesfl.stats.fit import ALONE, AfterFit
 from bayesfl.stats.survival import efron
 from bayesfl.stats.survival.groups import ALL, group
 from bayesfl.stats.survival.times import Grid, OfTimes, followed
@@ -69,15 +69,17 @@ class PartialLikelihood(OfTimes):
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
         """Return one site's share; see `SiteSurvey`."""
         rows = self.rows(state["theta"], site)
-        outside = rows.eta.abs() > LARGEST
-        rows.eta[outside] = 0.0
+        if (rows.eta.abs() > LARGEST).any():  # sums without some rows would tell who these are
+            shapes = self.shapes(state).items()
+            nothing = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes}
+            return nothing | {"n_outside": torch.tensor(1.0)}
         found = efron.moments(rows)
         if self.grid is None:
             found = efron.hazards(found)
             found["hessian"] = efron.hessian_of(found, rows)
         else:
             found |= efron.squares(rows)
-        found["n_outside"] = outside.sum()
+        found["n_outside"] = torch.tensor(0.0)
         return {name: found[name] for name in self.shapes(state)}
 
     def row_weights(self, state: Tensors, site: Site) -> Tensor:
@@ -89,9 +91,10 @@ class PartialLikelihood(OfTimes):
         """Make Newton's step, see `newton.step`, and keep what residuals and curves need of the
         baseline.
         """
+        if total["n_outside"]:
+            return newton.step(state, torch.tensor(torch.inf), state["theta"], state["hessian"])
         found = total if self.grid is None else self._shared(state["theta"], total)
         loss, slope, hessian = self._penalised(state["theta"], found)
-        loss = torch.where(total["n_outside"] > 0, torch.inf, loss)
         after, done = newton.step(state, loss, slope, hessian)
         return state | found | after, done
 
@@ -214,3 +217,36 @@ class Scores(AfterFit):
             scores = scores.sum(0)
             return {"meat": torch.outer(scores, scores)}
         return {"meat": scores.T @ (scores / site.counts[:, None])}
+
+
+@dataclass(frozen=True)
+class Alone(AfterFit):
+    """Ask for the products of the columns, and of 1 where sites share a baseline, summed over rows;
+    then how much of each column's direction single sites alone tell.
+    """
+
+    def shapes(self, state: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of an answer."""
+        p = self.likelihood.columns
+        q = p + (self.likelihood.grid is not None)
+        return {"alone": NotNegative((p,))} if "root" in state else {"gram": Semidefinite((q, q))}
+
+    def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
+        """Return one site's share; see `SiteSurvey`."""
+        rows, p = self.likelihood.rows(state["theta"], site), self.likelihood.columns
+        design = rows.design
+        if self.likelihood.grid is not None:
+            design = torch.nn.functional.pad(design, (0, 1), value=1.0)
+        gram = design.T @ (rows.weights[:, None] * design)
+        if "root" not in state:
+            return {"gram": gram}
+        values, vectors = torch.linalg.eigh(state["root"].T @ gram @ state["root"])
+        square = (state["root"] @ vectors)[:p].square()
+        return {"alone": square @ (1 - values < ALONE).double() / square.sum(1)}
+
+    def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return a root of the inverse of the sums, or what single sites tell."""
+        if "root" in state:
+            return state | total, True
+        root = torch.linalg.inv(torch.linalg.cholesky(total["gram"])).T
+        return state | {"root": root.contiguous()}, False

@@ -271,7 +271,7 @@ class Bins(OfTimes):
 
     First each site tells times, rounded up on the lattice, between which it has equal numbers of
     events, as many as its `min_level` or more, and these make narrow bins. Then each tells which
-    bins joined from these have too few events.
+    bins joined from these have too few events, and at last how far in the bins its events lie.
 
     Args:
         sites: Number of sites J.
@@ -288,18 +288,38 @@ class Bins(OfTimes):
         j = (self.sites,)
         if "narrow" not in state:
             return {"places": (*j, SHARES), "n_events": j, "n_least": j, "n_digits": j}
-        return {"n_few": 2 * (len(state["narrow"]),)}
+        if "ends" not in state:
+            return {"n_few": 2 * (len(state["narrow"]),)}
+        return dict.fromkeys(("n_inside", "past"), (len(state["ends"]) - 1,))
+
+    def cells(self, state: Tensors, site: Site) -> Sequence[Tensor]:
+        """Return the bins of events; see `SiteSurvey`."""
+        return [self._places(state["ends"], site)[0]] if "ends" in state else []
+
+    def _places(self, ends: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+        """Return the bin of each event among those of some ends [1 + T], of one group after the
+        other, and its time.
+        """
+        times, events = followed(site, self.time, self.event)
+        at = torch.searchsorted(ends, times[events]).clamp_max(len(ends) - 1)
+        return group(site.frame, self.by, site.name)[events] * len(ends) + at, times[events]
 
     def of_site(self, state: Tensors, site: Site, place: int) -> Tensors:
-        """Return one site's times, or which bins have too few events; see `SiteSurvey`."""
-        times, events = followed(site, self.time, self.event)
+        """Return one site's share of an answer; see `SiteSurvey`."""
         if "narrow" not in state:
+            times, events = followed(site, self.time, self.event)
             return self._shares(times[events].sort().values, site, place)
+        if "ends" in state:
+            ends, width = state["ends"], state["ends"].diff()
+            at, times = self._places(ends, site)
+            at = at % len(ends) - 1
+            past = (times - ends[at]) / width[at]
+            found = torch.zeros(2, len(width), dtype=torch.float64)
+            found.index_add_(1, at, torch.stack([torch.ones_like(past), past]))
+            return dict(zip(("n_inside", "past"), found, strict=True))
         size = len(state["narrow"])
-        at = group(site.frame, self.by, site.name) * size + torch.searchsorted(
-            state["narrow"], times
-        )
-        counts = torch.bincount(at[events], minlength=len(self.by.levels) * size)
+        at, _ = self._places(state["narrow"], site)
+        counts = torch.bincount(at, minlength=len(self.by.levels) * size)
         until = counts.reshape(-1, size).cumsum(1)
         inside = until[:, None, :] - until[:, :, None]
         return {"n_few": ((inside > 0) & (inside < _least(site))).any(0).double()}
@@ -322,29 +342,26 @@ class Bins(OfTimes):
         }
 
     def solve(self, state: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Make narrow bins, then join them.
+        """Make narrow bins, then join them, and find their middles.
 
-        The last state has the bins' `ends` [T], none if there are no such bins, their `middles`,
-        the number of `events`, whether a site has a policy, `guarded`, and the `digits` of times.
+        The last state has 0 and the bins' `ends` [1 + T], 0 alone if there are no such bins, their
+        `middles` [T], the means of the times of their events, the number of `events`, whether a
+        site has a policy, `guarded`, and the `digits` of times.
         """
+        if "ends" in state:
+            past = total["past"] / total["n_inside"].clamp_min(1)
+            middles = state["ends"][:-1] + state["ends"].diff() * past
+            # Rounding takes no row out that is censored when others have their event.
+            return state | {"middles": middles * (1 - 1e-9)}, True
         if "narrow" not in state:
             return self._narrow(total), False
         at = torch.tensor([0, *cheapest(state["cost"].where(total["n_few"] == 0, torch.inf))])
-        ends, until = state["narrow"][at], state["until"][at]
-        middles = state["halves"][((until[:-1] + until[1:] + 1) // 2 - 1).long()]
-        # Several events at one number of the lattice are spread from the end before.
-        several = until.diff() * state["events"] / len(state["halves"]) > 1.5
-        halfway = (ends[:-1] + ends[1:]) / 2
-        return {
-            **{name: state[name] for name in ("events", "guarded", "digits")},
-            "ends": ends[1:],
-            "middles": halfway.where(several & (middles == ends[1:]), middles),
-        }, True
+        found = {name: state[name] for name in ("narrow", "events", "guarded", "digits")}
+        return found | {"ends": state["narrow"][at]}, len(at) == 1
 
     def _narrow(self, total: Tensors) -> Tensors:
-        """Return 0 and the ends of `narrow` bins [1 + T], the times up to which half a bin more of
-        the events are, `halves`, how many of these there are `until` each end, and the `cost` of a
-        bin from one end to another, [1 + T, 1 + T].
+        """Return 0 and the ends of `narrow` bins [1 + T], and the `cost` of a bin from one end to
+        another, [1 + T, 1 + T].
         """
         digits = total["n_digits"].min()
         guarded = total["n_least"].max() > 1
@@ -359,14 +376,11 @@ class Bins(OfTimes):
             dtype=torch.float64,
         )
         narrow = torch.nn.functional.pad(halves[1::2].unique(), (1, 0))
-        until = torch.searchsorted(halves, narrow, right=True).double()
-        share = until / len(halves)
+        share = torch.searchsorted(halves, narrow, right=True).double() / len(halves)
         share = share - share[:, None]
         least = min(EACH / events, 0.5 / FEWEST) if guarded else 0.0
         return {
             "narrow": narrow,
-            "halves": halves,
-            "until": until,
             # The square, so that bins are many, and alike.
             "cost": share.square().where(share >= least * (1 - 1e-9), torch.inf),
             "guarded": guarded,
@@ -434,7 +448,7 @@ def grid_of(
     if not isinstance(grid, int):
         return Grid(increasing("grid", grid), exact_times=True)
     found = asked.first(lambda count: Bins(time, event, count, grid, groups_of(asked.sites, by)))
-    bins = len(found["ends"])
+    bins = len(found["ends"]) - 1
     if found["guarded"] and bins < FEWEST:
         least, site = min((count, name) for name, count in known.events.items() if count)
         raise ValueError(
@@ -446,7 +460,7 @@ def grid_of(
     last, digits = float(found["ends"][-1]), int(found["digits"])
     further = tuple(mark for mark in known.marks if mark > last and coarse(mark, digits) == mark)
     return Grid(
-        ends=(*found["ends"].tolist(), *further),
+        ends=(*found["ends"][1:].tolist(), *further),
         exact_times=False,
         middles=(*found["middles"].tolist(), *further),
         share=float(found["events"]) / bins,
