@@ -589,3 +589,44 @@ def test_a_policy_is_read_from_a_file(tmp_path: Path):
         Policy.read(file)
     with pytest.raises(ValueError, match="max_parameters_per_row"):
         Policy(max_parameters_per_row=0)
+
+
+def test_rows_outside_a_models_range_hide_no_others():
+    """No parameters leave some rows out of a sum, by which that tells of the others."""
+    ages, dead = np.arange(30.0, 90.0), [0, 1] * 30
+    rows = pd.DataFrame({"age": ages, "sbp": ages * 7 % 60, "dead": dead, "month": ages})
+    tables = bf.stats.tables({"va": rows}, outcome="dead", terms=["age", "sbp"], policy=Policy())
+    (site,) = tables.sites
+    for slope in (40.0, -40.0):
+        survey = Likelihood("log_binomial", 2, per_site=False, centre=(60.0, 0.0), scale=(1.0, 1.0))
+        state = survey.start(None) | {"theta": torch.tensor([-1.0, slope, 0.0]).double()}
+        told = tables.ask(survey, None)(state, survey.shapes(state))
+        assert told.pop("n_outside") == 1
+        assert not any(t.any() for t in told.values())
+        cox = PartialLikelihood("month", "dead", 2, None, None, (60.0, 0.0), (1.0, 1.0))
+        told = cox.of_site({"theta": torch.tensor([slope, 0.0]).double()}, site, 0)
+        assert told.pop("n_outside") == 1
+        assert not any(t.any() for t in told.values())
+
+
+def test_the_same_sums_by_other_questions():
+    """Four sites' sums in one question, and three of these sites' in another one."""
+    rng = np.random.default_rng(0)
+    frames = {
+        name: pd.DataFrame({"age": rng.normal(60, 9, 40), "sex": [0, 1] * 20}) for name in "abcd"
+    }
+    tables = bf.stats.tables(frames, outcome="sex", terms=["age"], policy=Policy())
+    bf.stats.glm(tables, family="binomial", aggregation=bf.SecureSum())
+    with pytest.raises(Refusal, match="min_sites, as other sums were told"):
+        bf.stats.describe(
+            tables.only("abc"), by=bf.stats.levels("sex", [0, 1]), aggregation=bf.SecureSum()
+        )
+
+
+def test_groups_have_levels_whatever_their_names():
+    rows = frame(30, patient=np.repeat(np.arange(15), 2))
+    tables = bf.stats.tables(
+        {"va": rows, "ny": rows}, outcome="age", also=["patient"], policy=Policy()
+    )
+    with pytest.raises(Refusal, match="by its policy's rule min_level"):
+        bf.stats.mixed(tables, family="gaussian", group="patient")

@@ -87,3 +87,17 @@ def test_its_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [line["run"] for line in ledger.lines] == [15, 16, 17, 18, 19]
     assert "run 19: Sums, refused by min_rows" in str(ledger)
     assert "run 18: Sums, answered sum [3]" in str(ledger)
+
+
+def test_rows_are_compared_by_the_columns_of_earlier_tables(tmp_path: Path):
+    """Whatever types numbers are read as, and whatever columns are new."""
+    beds = rows(44).assign(beds=np.arange(44))
+    first = asked(tmp_path, beds[:43])
+    gap = beds.astype({"beds": float})
+    gap.loc[43, "beds"] = np.nan
+    assert asked(tmp_path, gap) == pytest.approx(first)  # the new row waits
+    assert asked(tmp_path, beds.assign(more=1)) == pytest.approx(first)
+    with pytest.raises(Refusal, match="its rows differ"):
+        asked(tmp_path, beds[:42].assign(more=1))
+    with pytest.raises(Refusal, match=r"had \['beds'\], and cannot be compared"):
+        asked(tmp_path, rows(43))

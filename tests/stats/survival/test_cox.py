@@ -771,3 +771,17 @@ def test_what_separates_is_named(baseline: str):
     with pytest.raises(ValueError, match=r"\['arm'\] separate.*prior=2.5"):
         fitted("tied", baseline, sites(rows))
     assert fitted("tied", baseline, sites(rows), prior=2.5).estimate.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:constant")
+def test_errors_by_site_of_an_arm_that_is_one_site():
+    """There is one site to tell its error by; of two sites with it there are others."""
+
+    def fit(arm: Sequence[str]) -> Any:
+        made = {name: rows.assign(arm=float(name in arm)) for name, rows in frames().items()}
+        found = sites(made, terms=["arm"])
+        return bf.stats.cox(found, time="untied", event="event", errors="site")
+
+    with pytest.raises(ValueError, match=r"of \['arm'\] one site alone says something"):
+        fit(["east"])
+    assert fit(["east", "west"]).errors.startswith("the sandwich, by sites")

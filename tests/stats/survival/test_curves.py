@@ -259,3 +259,18 @@ def test_the_diagram_has_a_curve_for_each_group_and_numbers_at_risk():
     bare = bf.plots.kaplan_meier(found, level=None, at_risk=False)
     assert not bare.texts
     assert not bare.collections
+
+
+@pytest.mark.parametrize("visits", [6.0, 183.0])
+def test_events_that_are_found_at_visits(visits: float):
+    """Those who drop out between two visits are not at risk at the next, on or off the lattice."""
+    rng = np.random.default_rng(0)
+    found, left = visits * rng.geometric(0.12, 400), rng.exponential(4 * visits, 400)
+    rows = pd.DataFrame({"t": np.minimum(found, left), "d": (found <= left).astype(int)})
+    tables = bf.stats.tables({"a": rows[::2], "b": rows[1::2]}, also=["t", "d"])
+    curves = [
+        bf.stats.kaplan_meier(tables, time="t", event="d", exact_times=exact).table()
+        for exact in (False, True)
+    ]
+    ours, exact = (one["survival"].to_numpy() for one in curves)
+    np.testing.assert_allclose(np.unique(ours), np.unique(exact), rtol=1e-12)
