@@ -9,10 +9,12 @@ asks as many questions made for it as there are rows, or whose code runs on the 
 the guide to privacy for who is meant to be stopped.
 """
 
+import math
 import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
@@ -133,7 +135,7 @@ class Policy:
         survey, tables, state, n = question.survey, question.tables, question.state, len(site.x)
         named = question.named(site)
         read = {name for term in tables.terms for name in term.variables} | {*tables.beside}
-        exact = any(map(self._exact, question.parts))
+        exact = question.digits > self.digits
         sizes = [len(tables.columns), *(getattr(part, "size", 0) for part in question.parts)]
         rules: dict[str, Callable[[], Any]] = {
             "columns": lambda: self.columns is not None and not read | named <= {*self.columns},
@@ -180,16 +182,9 @@ class Policy:
 
     def _of_few(self, site: "Site", tables: "Tables") -> str | None:
         """Return the first column that fewer rows than `min_level` make; None if none does."""
-        held = site.held[min(max(self.min_level - 2, 0), len(site.held) - 1)]
         names = (*tables.columns, str(tables.outcome))
-        few = [] if self.min_level < 2 else (held >= MOST).tolist()
+        few = [] if self.min_level < 2 else (site.held(self.min_level - 1) >= MOST).tolist()
         return next((repr(name) for name, so in zip(names, few, strict=False) if so), None)
-
-    def _exact(self, part: Any) -> bool:
-        ends = (*getattr(part, "ends", ()), *getattr(part, "cuts", ()))
-        return getattr(part, "exact_times", False) or any(
-            float(f"{end:.{self.digits - 1}e}") != end for end in ends
-        )
 
     def _indicators(self, question: "Question", site: "Site") -> Tensor:
         """Return who has which of two values, or which level, in the columns of the design and the
@@ -224,12 +219,28 @@ class Question:
 
     @cached_property
     def parts(self) -> list[Any]:
-        """Return the question, the questions in it, and the values of their fields."""
+        """Return the question, the questions in it, and the texts in their fields."""
         return list(_parts(self.survey))
+
+    @cached_property
+    def digits(self) -> float:
+        """Return how many digits the times that it names have; infinitely many where it is about
+        exact times.
+        """
+        if any(getattr(part, "exact_times", False) for part in self.parts):
+            return math.inf
+        ends = [
+            end
+            for part in self.parts
+            for end in (*getattr(part, "ends", ()), *getattr(part, "cuts", ()))
+        ]
+        return max(
+            (len(Decimal(repr(end)).normalize().as_tuple().digits) for end in ends), default=0
+        )
 
     def named(self, site: "Site") -> set[str]:
         """Return a site's columns that the question names, as those of groups and times."""
-        return {part for part in self.parts if isinstance(part, str)} & {*site.frame.columns}
+        return {part for part in self.parts if isinstance(part, str) and part in site.frame}
 
 
 @dataclass
@@ -264,11 +275,13 @@ def drawn(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Return a question, the questions in it, and all values of their fields but words of a fixed
+    """Return a question, the questions in it, and all texts in their fields but words of a fixed
     list, which name no column.
     """
-    yield value
-    if is_dataclass(value):
+    if isinstance(value, str):
+        yield value
+    elif is_dataclass(value):
+        yield value
         hints = get_type_hints(type(value))
         for one in fields(value):
             if get_origin(hints[one.name]) is not Literal:

@@ -36,8 +36,6 @@ from bayesfl.stats.terms import (
 )
 
 DEFAULT = Policy()
-FEW = 100
-"""So many rows that hold most of a column's squares are looked for."""
 
 Weighing: TypeAlias = Literal["none", "frequency", "probability"]
 """What weights of rows are: there are none, numbers of equal rows, or inverse probabilities."""
@@ -72,8 +70,8 @@ class Site:
     weighing: Weighing = "none"
     rows: str = ""
     policy: Policy | None = None
-    hashed: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict, init=False, repr=False)
-    """What `row_hashes` has returned."""
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """What `held` and `row_hashes` have returned."""
 
     @property
     def counts(self) -> Tensor:
@@ -85,24 +83,24 @@ class Site:
         """Return the columns of the design and, last, the outcome if there is one, [n, p + 1]."""
         return self.x if self.y is None else torch.cat([self.x, self.y[:, None]], 1)
 
-    @cached_property
-    def held(self) -> Tensor:
-        """Return the share of a column's squares about its median that those k rows hold which hold
-        most, k = 1, ..., of the design and the outcome, [k, p + 1]; 0 of columns of which no k rows
-        can hold `MOST`, NaN of constant ones.
+    def held(self, rows: int) -> Tensor:
+        """Return the largest share of a column's squares about its median that so many rows hold,
+        of the design and the outcome, [p + 1]; 0 where it is less than `MOST`, NaN of constant
+        ones.
         """
-        columns, n = self.columns, len(self.columns)
-        mean = columns.mean(0)
-        squares = (columns - mean).square().sum(0)
-        far = torch.maximum(columns.amax(0) - mean, mean - columns.amin(0)).square()
-        # A median is within a standard deviation of its mean, so that a square about it is at most
-        # 2 far + 2 squares / n; and squares about it sum to no less than those about the mean.
-        much = ~(2 * FEW * (far / squares + 1 / n) < MOST)
-        found = columns.new_zeros(min(n, FEW), columns.shape[1])
-        columns = columns[:, much]
-        squares = (columns - columns.median(0).values).square()
-        found[:, much] = squares.topk(len(found), 0).values.cumsum(0) / squares.sum(0)
-        return found
+        if rows not in self.known:
+            columns, n = self.columns, len(self.columns)
+            mean = columns.mean(0)
+            squares = (columns - mean).square().sum(0)
+            far = torch.maximum(columns.amax(0) - mean, mean - columns.amin(0)).square()
+            # A median is within a standard deviation of its mean, so that a square about it is at
+            # most 2 far + 2 squares / n; and they sum to no less than those about the mean.
+            much = ~(2 * rows * (far / squares + 1 / n) < MOST)
+            found, columns = torch.zeros_like(mean), columns[:, much]
+            squares = (columns - columns.median(0).values).square()
+            found[much] = squares.topk(min(n, rows), 0).values.sum(0) / squares.sum(0)
+            self.known[rows] = found
+        return self.known[rows]
 
     @cached_property
     def of_two(self) -> Tensor:
@@ -124,15 +122,15 @@ class Site:
         from pandas.util import hash_pandas_object
 
         of = tuple(sorted(self.frame)) if of is None else of
-        if of not in self.hashed:
+        if of not in self.known:
             hashes: Any = hash_pandas_object  # whose type is not known to be a function
             values = {
                 name: x.to_numpy(np.float64, na_value=np.nan) if is_number(x) else x.astype(str)
                 for name in of
                 for x in [self.frame[name]]
             }
-            self.hashed[of] = hashes(self.frame[[]].assign(**values), index=False).to_numpy()
-        return self.hashed[of]
+            self.known[of] = hashes(self.frame[[]].assign(**values), index=False).to_numpy()
+        return self.known[of]
 
     def some(self, rows: np.ndarray) -> "Site":
         """Return the site with some of its rows, [n] of bools."""
