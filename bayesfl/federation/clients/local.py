@@ -112,7 +112,6 @@ class Local:
             stopping the run.
         names: The clients' names, for messages; none where they are not known.
         said: What the method's `watch` has warned of, by kind.
-        told: What every client is told before it predicts, beside what the server sends in rounds.
     """
 
     algorithm: Algorithm
@@ -123,7 +122,6 @@ class Local:
     tolerant: bool = False
     names: tuple[str, ...] = ()
     said: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    told: Server = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         observe(self.algorithm, self.train)  # as after loading, where no preflight has done so
@@ -152,7 +150,6 @@ class Local:
         """
         algorithm, dtype, device = self.algorithm, self.train.dtype, self.train.device
         given = algorithm.given(received.common, round, self.rounds)
-        given = {**given, **self.told} if stage is Stage.FINETUNE else given
         counts = torch.from_numpy(self.train.counts[ids]).to(dtype=dtype, device=device)
         started = views = algorithm.views(given, received.addressed, received.rows, counts)
         info: Info = {}

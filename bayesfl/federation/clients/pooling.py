@@ -1,15 +1,11 @@
-"""The posterior of the server's model by the rows of all clients: who is asked for it, and the
-method by which clients predict with it.
+"""The method by which clients predict with the posterior of the server's model on the rows of
+all.
 """
 
 from bayesfl.base.protocols import Predictor, Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
-from bayesfl.composition.predictors import POOLED, PooledLaplace
-from bayesfl.data import FederatedData
-from bayesfl.federation.clients.asking import survey
-from bayesfl.federation.clients.surveying import Adder
-from bayesfl.federation.store.identity import Pooled
+from bayesfl.composition.predictors import PooledLaplace
 
 
 def servers_method(algorithm: Algorithm, rule: PooledLaplace) -> Algorithm:
@@ -50,30 +46,3 @@ def servers_state(algorithm: Algorithm, server: Server) -> Server:
     parts = algorithm.shared_parts()
     assert parts is not None
     return {name: {"loc": algorithm.centre(name, server)["loc"]} for name in algorithm.whole(parts)}
-
-
-def asked(
-    algorithm: Algorithm,
-    server: Server,
-    clients: FederatedData,
-    *,
-    aggregation: Adder | None = None,
-) -> Pooled | None:
-    """Ask clients for the curvature of their rows at the server's model; None where the method's
-    predictor needs none.
-
-    Args:
-        algorithm: The method.
-        server: The server's state.
-        clients: The clients' data, on the device and in the precision of the state.
-        aggregation: How answers are added.
-    """
-    rule = algorithm.predictor
-    if not isinstance(rule, PooledLaplace):
-        return None
-    return Pooled(rule, survey(rule.question(algorithm, server), clients, aggregation=aggregation))
-
-
-def told(pooled: Pooled | None) -> Server:
-    """Return what clients are told of a pooled posterior before they predict."""
-    return {} if pooled is None else {POOLED: pooled.state}

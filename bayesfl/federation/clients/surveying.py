@@ -12,7 +12,7 @@ import torch
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
-from bayesfl.base.surveys import Ask, Survey, answers, named_split, together
+from bayesfl.base.surveys import Ask, Survey, answers, named_split, summed, together
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
@@ -38,10 +38,7 @@ from bayesfl.federation.store.identity import reading
 if TYPE_CHECKING:
     from bayesfl.federation.run.result import Result
 
-_ANEW = (
-    "begin with dataclasses.replace(result, steps=()).calibrate(...), and give each once, in the "
-    "order of use"
-)
+_ANEW = "begin with result.uncalibrated().calibrate(...), and give each once, in the order of use"
 
 
 @runtime_checkable
@@ -68,15 +65,23 @@ def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
         )
 
     def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        found = answers(survey, state, local, shapes)
-        return aggregation.added(
-            {
-                client: {name: t[row] for name, t in found.items()}
-                for row, client in enumerate(local.ids.tolist())
-            }
-        )
+        return added(local.ids, answers(survey, state, local, shapes), aggregation)
 
     return ask
+
+
+def added(ids: np.ndarray, found: Tensors, aggregation: Adder | None) -> Tensors:
+    """Return the sum of clients' answers [J, ...], of which an aggregation shows itself alone; None
+    adds them openly.
+    """
+    if aggregation is None:
+        return summed(ids, found)
+    return aggregation.added(
+        {
+            client: {name: t[row] for name, t in found.items()}
+            for row, client in enumerate(ids.tolist())
+        }
+    )
 
 
 def asked(survey: Survey, splits: Mapping[str, ClientData]) -> ClientData:
@@ -162,6 +167,7 @@ def fitted(
     predicted: Mapping[str, LocalPredictions],
     outputs: Outputs,
     aggregation: Adder | None,
+    reads: str,
 ) -> tuple[Fitted, ...]:
     """Fit steps one after the other, after those that were fitted before.
 
@@ -171,12 +177,14 @@ def fitted(
         predicted: The clients' predictions on every split that is read, before any step.
         outputs: What is predicted.
         aggregation: What adds the clients' answers; None adds them openly.
+        reads: How the method predicts, see `reading`.
     """
     done = list(before)
     for step in steps:
         now = {name: applied(done, local) for name, local in predicted.items()}
         local = now.pop(step.split)
-        done.append(fit(step, local, outputs, ask_here(step, local, aggregation)))
+        found = fit(step, local, outputs, ask_here(step, local, aggregation))
+        done.append(replace(found, reading=reads))
         if not isinstance(step, Conformal | Abstention):  # which leave probabilities as they are
             for split, others in now.items():
                 _say_if_worse(step, split, others.predictions, done[-1].apply(others).predictions)
@@ -279,7 +287,7 @@ def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> No
         raise ValueError(
             f"draws={draws} makes other predictions than those that were calibrated, which have "
             f"the method's own number, {algorithm.draws}; leave draws out, or predict with "
-            "dataclasses.replace(result, steps=())"
+            "result.uncalibrated()"
         )
 
 
@@ -292,11 +300,12 @@ def check_reading(result: Any) -> None:
             f"{result.name!r} is calibrated for its full predictions, and plug_in=True makes "
             "others: take dataclasses.replace(model, steps=())"
         )
-    if result.steps and result.calibrated not in (None, reading(result.algorithm)):
+    now = reading(result.algorithm) if result.steps else None
+    if any(one.reading not in (None, now) for one in result.steps):
         raise ValueError(
             "the steps of calibration were fitted to another way of predicting, as by another "
             "predictor, likelihood or number of draws: calibrate this result anew, "
-            "dataclasses.replace(result, steps=()).calibrate(...)"
+            "result.uncalibrated().calibrate(...)"
         )
 
 
