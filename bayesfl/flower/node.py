@@ -239,10 +239,34 @@ class Node:
         )
 
     def _candidates(self, order: Order) -> Any:
-        local = self._local(order)
-        done = local.finetuned(self._ids, self._received(order), order.round)
+        local, done = self._finetuned(order)
         split = self._split("validation", order)
         return candidates(local, done, split, round=order.round, known=order.told)
+
+    def _finetuned(self, order: Order) -> tuple[Local, Done]:
+        """Return this client's local work, and its outcome after fine-tuning, which is done once
+        and kept in its folder.
+        """
+        local, received = self._local(order), self._received(order)
+        made_by, states = self._made_by(order, "common", "own"), self._states(order.experiment)
+        if self.algorithm.finetune and (views := states.read_kept("views", made_by)) is not None:
+            given = self.algorithm.given(received.common, order.round, order.rounds)
+            views = tree_map(lambda t: t.to(self.device), views)
+            return local, Done(self._ids, given, views, {}, {}, 0, np.zeros(1, bool))
+        done = local.finetuned(self._ids, received, order.round)
+        if self.algorithm.finetune:
+            states.write_kept("views", made_by, done.views)
+        return local, done
+
+    def _made_by(self, order: Order, *parts: str) -> dict[str, Any]:
+        """Return by what a client knows what it has kept: digests of these parts of what was sent,
+        the state from which it starts, and the run.
+        """
+        return {
+            "model": [order.model[part] for part in parts],
+            "state": [order.kept_in, order.base],
+            "run": [order.round, order.seed, str(order.dtype), order.tolerant],
+        }
 
     def _of_head(self, order: Order, split: str) -> Rows:
         """Return what this client's rows in a split say of its last layer; they are computed once,
@@ -253,7 +277,7 @@ class Node:
                 them.
         """
         rows = int(np.bitwise_xor.reduce(mixed(self._hashed(split, order))))
-        made_by = {"model": list(order.model), "head": rows, "dtype": str(order.dtype)}
+        made_by = self._made_by(order, "common", "own", "told") | {"head": rows}
         states = self._states(order.experiment)
         if (found := states.read_kept(split, made_by)) is None:
             self._refuse_lost(order, split)
@@ -297,16 +321,13 @@ class Node:
         labels, mask = (t.cpu() for t in self._of_one(split, order).padded_labels())
         rows = self._hashed(split, order)
         made_by = {
-            "model": list(order.model),
-            "state": [order.kept_in, order.base],
-            "run": [order.round, order.seed, str(order.dtype), order.tolerant],
+            **self._made_by(order, "common", "own", "told"),
             "rows": [int(np.bitwise_xor.reduce(mixed(rows))), records.pack({"labels": labels})[1]],
         }
         states = self._states(order.experiment)
         if (found := states.read_kept(split, made_by)) is None:
             self._refuse_lost(order, split)
-            local = self._local(order)
-            done = local.finetuned(self._ids, self._received(order), order.round)
+            local, done = self._finetuned(order)
             [[(_, computed)]] = of_chunk(
                 local,
                 done,
@@ -368,8 +389,7 @@ class Node:
         """Store the client's own model in its folder, and the predictions of its test data; the
         reply has the measures alone.
         """
-        local = self._local(order)
-        done = local.finetuned(self._ids, self._received(order), order.round)
+        local, done = self._finetuned(order)
         steps = self._settled(order)
         self._keep_model(order, local, done, steps)
         names = [name for name in PREFIXES if self.examples(name)]

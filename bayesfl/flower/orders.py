@@ -47,8 +47,8 @@ class Order:
             False for training.
         survey: The survey that asks: one of the method's predictor, or a step's place, `0` the
             first; empty for another request.
-        model: Digests of the tensors for all clients, for this one, and of what is told, by which a
-            client knows the predictions that it has kept.
+        model: Digests of the tensors that were sent, by the field, by which a client knows what it
+            has kept.
         common: What the server sends to every client.
         addressed: What the server sends to this client alone, [1, ...].
         start: The initial state, [1, ...], if the client starts from it; empty otherwise.
@@ -74,7 +74,7 @@ class Order:
     sends: bool
     tolerant: bool
     survey: str
-    model: tuple[str, str, str]
+    model: Mapping[str, str]
     common: Server
     addressed: View
     start: View
@@ -111,7 +111,7 @@ class Order:
             for part in ("common", "own", "told")
         )
         return cls(
-            model=(digests["common"], digests["own"], digests["told"]),
+            model=digests,
             common=common,
             told=told,
             survey_states=parts.get("survey_states", {}),

@@ -118,7 +118,7 @@ class Here:
         def ask(so_far: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
             def work(ids: np.ndarray) -> tuple[np.ndarray, Tensors]:
                 local, state = self.local, self.state
-                done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
+                done = state.finetuned(local, ids)
                 split = self.data.splits[survey.split]
                 own = tuning.candidates(local, done, split, round=state.round, known=known)
                 return ids, answers(survey, so_far, own, shapes)

@@ -60,7 +60,7 @@ def personal(
     """
 
     def work(ids: np.ndarray) -> list[list[Predicted]]:
-        done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
+        done = state.finetuned(local, ids)
         return of_chunk(local, done, splits, round=state.round, draws=draws, known=known)
 
     collectors = [Collector(split, local.names, local.algorithm.likelihood) for split in splits]
@@ -86,7 +86,7 @@ def further(local: Local, state: State, split: ClientData, crew: Crew) -> dict[s
         return {}
 
     def work(ids: np.ndarray) -> dict[str, Predicted]:
-        done = local.finetuned(ids, state.received(algorithm, ids), state.round)
+        done = state.finetuned(local, ids)
         return {
             name: (
                 done.ids,

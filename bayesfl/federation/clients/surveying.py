@@ -167,7 +167,6 @@ def fitted(
     predicted: Mapping[str, LocalPredictions],
     outputs: Outputs,
     aggregation: Adder | None,
-    reads: str,
 ) -> tuple[Fitted, ...]:
     """Fit steps one after the other, after those that were fitted before.
 
@@ -177,14 +176,12 @@ def fitted(
         predicted: The clients' predictions on every split that is read, before any step.
         outputs: What is predicted.
         aggregation: What adds the clients' answers; None adds them openly.
-        reads: How the method predicts, see `reading`.
     """
     done = list(before)
     for step in steps:
         now = {name: applied(done, local) for name, local in predicted.items()}
         local = now.pop(step.split)
-        found = fit(step, local, outputs, ask_here(step, local, aggregation))
-        done.append(replace(found, reading=reads))
+        done.append(fit(step, local, outputs, ask_here(step, local, aggregation)))
         if not isinstance(step, Conformal | Abstention):  # which leave probabilities as they are
             for split, others in now.items():
                 _say_if_worse(step, split, others.predictions, done[-1].apply(others).predictions)

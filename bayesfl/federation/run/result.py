@@ -205,7 +205,7 @@ class Result:
             return answers_of(known_of(self.after, self.algorithm), self.algorithm)
         return answers_of(self.answers, self.algorithm)
 
-    @property
+    @cached_property
     def state(self) -> State:
         """Return the federation's state; it shares this result's tensors."""
         return State(self.server, self.private, self.round)
@@ -358,9 +358,11 @@ class Result:
         predicted = dict(
             zip(wanted, self.local_predictions(*wanted.values(), steps=steps), strict=True)
         )
-        reads = reading(self.algorithm)
-        found = surveying.fitted(steps, self.steps, predicted, outputs, aggregation, reads)
-        return replace(self, after=(*self._answers(), *found))
+        found = surveying.fitted(steps, self.steps, predicted, outputs, aggregation)
+        now = reading(self.algorithm)
+        return replace(
+            self, after=(*self._answers(), *(replace(one, reading=now) for one in found))
+        )
 
     @suggests
     def laplace(

@@ -302,7 +302,7 @@ def test_clients_choose_between_two_models(personal: tuple[Any, Any], tmp_path: 
     chosen = plain.calibrate(Choice(), Temperature(), Conformal(shrink=5.0))
     takes = chosen.steps[0].own["shared"]
     assert 0 < takes.sum() < 5
-    alone = replace(chosen, steps=chosen.steps[:1]).predict()
+    alone = replace(chosen, after=chosen.after[:1]).predict()
     shared = torch.stack(
         [plain.model()(data.test.client(j)[0][:5].double()).softmax(-1) for j in range(5)]
     )
