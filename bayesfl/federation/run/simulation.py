@@ -28,6 +28,7 @@ from bayesfl.evaluation.predictions import Collector, Predictions, by_client, me
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.after import Here, Known, answered, answers_of
 from bayesfl.federation.clients.local import Local, State, private_rows, touched
+from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.errors import DivergenceError, FailedRound
 from bayesfl.federation.rounds.admission import Admission, attempts
 from bayesfl.federation.rounds.faults import FaultPlan
@@ -126,8 +127,8 @@ def simulate(
         admission: Which replies are taken, and what happens to a round with too few. None for
             `Admission("skip")` if there are `faults`, otherwise for `Admission("stop")`, which
             stops the run when a client's training is no longer finite.
-        aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or
-            `bayesfl.ClientPrivacy`; None if the server may see every uplink.
+        aggregation: How the cohort's uplinks are added up, and what evaluations ask clients for:
+            `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None if the server may see every uplink.
         faults: A plan of simulated faults, see `bayesfl.faults`; None for none.
         on_round: Callbacks, called one after another after every round with the run so far, see
             `bayesfl.callbacks`; one that returns True ends the run. A resumed run calls them first
@@ -224,6 +225,7 @@ def simulate(
             checkpoint,
             every,
             progress,
+            aggregation if isinstance(aggregation, Adder) else None,
         )
         with result.engine.crew(device) as crew:
             result = run.rounds(result, crew)
@@ -444,6 +446,7 @@ class _Simulation:
         checkpoint: As in `simulate`.
         every: As in `simulate`.
         progress: As in `simulate`.
+        aggregation: What adds up the answers that evaluations ask for; None adds them openly.
     """
 
     rules: Rules
@@ -455,6 +458,7 @@ class _Simulation:
     checkpoint: str | os.PathLike[str] | None
     every: int
     progress: bool | None
+    aggregation: Adder | None
 
     def rounds(self, result: Result, crew: Crew) -> Result:
         """Return the run after its remaining rounds, or after that with which a callback
@@ -541,7 +545,7 @@ class _Simulation:
         """Add the measures of the models after aggregation, and return what clients were asked for
         them.
         """
-        here = Here(local, state, self.data, crew)
+        here = Here(local, state, self.data, crew, self.aggregation)
         known = answered(local.algorithm, state.server, {}, here)
         splits = {name: self.data.splits[name] for name in PREFIXES if name in self.data.splits}
         predicted = predict.personal(local, state, list(splits.values()), crew, known=known)
