@@ -5,10 +5,9 @@ all.
 from bayesfl.base.protocols import Predictor, Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
-from bayesfl.composition.predictors import PooledLaplace
 
 
-def servers_method(algorithm: Algorithm, rule: PooledLaplace) -> Algorithm:
+def servers_method(algorithm: Algorithm, rule: Predictor) -> Algorithm:
     """Return a method by which all clients predict with the server's model and its pooled
     posterior, and which trains nothing.
 
@@ -36,7 +35,7 @@ def servers(algorithm: Algorithm, rule: Predictor | None) -> Algorithm:
         algorithm: The method that is given.
         rule: The predictor that the file tells of.
     """
-    if not isinstance(rule, PooledLaplace) or algorithm.predictor == rule:
+    if rule is None or not hasattr(rule, "asks") or algorithm.predictor == rule:
         return algorithm
     return servers_method(algorithm, rule) if algorithm.shared_parts() else algorithm
 
