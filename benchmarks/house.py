@@ -8,13 +8,16 @@ raise at each call. Defence is what is run to refuse or to warn: statements `rai
 calls of such functions and of `warn`, and conditions and loops that hold nothing else, each with
 the assignments that only they read. The way to the first step follows a run of pFedVEM until an
 optimiser is asked for its first update, the looks of `preflight` and what they call left out: how
-often the file changes from one call to the next, and how many files there are.
+often the file changes from one call to the next, and how many files there are. Then come the
+changes of file of `Result.predict`, all looks counted.
 """
 
 import ast
 import sys
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -94,6 +97,11 @@ def counted(path: Path, tree: ast.Module, names: set[str]) -> Counter[str]:
     )
 
 
+def changes(files: list[str]) -> int:
+    """Count how often the file changes from one call to the next."""
+    return sum(one != other for one, other in pairwise(files))
+
+
 def table(root: Path) -> None:
     """Print the figures of a folder's parts."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
@@ -110,8 +118,10 @@ def table(root: Path) -> None:
         print(f"  {part:22s} {size} {raises:>7s} {share:7.1%}")
 
 
-def way() -> tuple[int, int, int]:
-    """Return the numbers of calls, of changes of file, and of files before the first step."""
+def way() -> tuple[int, int, int, int]:
+    """Return the numbers of calls, of changes of file, and of files before the first step; and the
+    changes of file in `Result.predict`.
+    """
     sys.path.insert(0, str(TREE))
     import torch
 
@@ -141,18 +151,29 @@ def way() -> tuple[int, int, int]:
         elif not under_a_look(frame):
             files.append(name)
 
-    run()  # what is made once
-    threading.setprofile(follow)
-    sys.setprofile(follow)
-    run()
-    sys.setprofile(None)
-    threading.setprofile(None)  # pyright: ignore[reportArgumentType] (None takes it off)
-    changes = sum(one != other for one, other in pairwise(files))
-    return len(files), changes, len(set(files))
+    def followed(work: Callable[[], object], follow: Any) -> list[str]:
+        files.clear()
+        threading.setprofile(follow)
+        sys.setprofile(follow)
+        work()
+        sys.setprofile(None)
+        threading.setprofile(None)  # pyright: ignore[reportArgumentType] (None takes it off)
+        return list(files)
+
+    def every(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            files.append(frame.f_code.co_filename)
+
+    result = run()  # what is made once
+    result.predict()
+    first = followed(run, follow)
+    predicted = changes(followed(replace(result).predict, every))
+    return len(first), changes(first), len(set(first)), predicted
 
 
 if __name__ == "__main__":
     table(TREE / "bayesfl")
     table(TREE / "tests")
-    calls, changes, files = way()
-    print(f"pFedVEM's first step: {calls} calls, {changes} changes of file, {files} files")
+    calls, moves, files, predicted = way()
+    print(f"pFedVEM's first step: {calls} calls, {moves} changes of file, {files} files")
+    print(f"its Result.predict: {predicted} changes of file")

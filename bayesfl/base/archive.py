@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bayesfl.base.files import atomic_path
 
-FORMAT = 5
+FORMAT = 6
 
 
 class CheckpointError(RuntimeError):

@@ -12,7 +12,7 @@ whose work is gathered in a round; a "chunk" are clients computed together.
 Functions for one client also serve many: tensors carry any leading axes, written [...].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -247,6 +247,28 @@ class Predictor(Protocol):
 
         It is made from what the client received, its view (after fine-tuning, if the method has
         any), and its training data x, y.
+        """
+        ...
+
+
+class AskingPredictor(Predictor, Protocol):
+    """The interface of a predictor that needs what clients answer to surveys.
+
+    Its surveys are put to the clients before they predict, in a simulation and over a network. Each
+    says what it `reads` of a client: `rows`, as `LocalRows`, or `predictions`, as
+    `LocalPredictions` by what is known so far. The predictor finds the last states in `given`, by
+    their names; they are not there where clients predict before aggregation, or at the means.
+    """
+
+    def asks(
+        self, algorithm: Any, server: Server, known: Mapping[str, Tensors]
+    ) -> tuple[str, Any] | None:
+        """Return the next survey that predictions need, after its name; None after the last one.
+
+        Args:
+            algorithm: The method.
+            server: The server's state, or what it sends to every client.
+            known: The last states of the surveys so far, by their names.
         """
         ...
 

@@ -2,7 +2,7 @@
 data or several models.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
@@ -391,6 +391,12 @@ class PooledLaplace:
                 "the server sends to all: train without it, and take result.laplace()"
             )
         self._layout(algorithm)
+
+    def asks(
+        self, algorithm: "Algorithm", server: Server, known: Mapping[str, Tensors]
+    ) -> tuple[str, PooledCurvature] | None:
+        """Return the survey of clients' curvature, once, see `AskingPredictor`."""
+        return None if POOLED in known else (POOLED, self.question(algorithm, server))
 
     def question(self, algorithm: "Algorithm", given: Server) -> PooledCurvature:
         """Return the survey of clients' curvature.

@@ -5,18 +5,20 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from bayesfl.base.archive import CheckpointError
 from bayesfl.base.options import instance
-from bayesfl.base.protocols import Server, Tensors, View
+from bayesfl.base.protocols import Server, View
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.predictors import PooledLaplace
+from bayesfl.composition.predictors import POOLED
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
 from bayesfl.federation.clients import heads
+from bayesfl.federation.clients.after import Known, answers_of, known_of
 from bayesfl.federation.clients.modules import server_module
 from bayesfl.federation.run import warm
 from bayesfl.federation.run.loading import check_state, reloaded
@@ -24,6 +26,7 @@ from bayesfl.federation.run.result import METHODS_START
 from bayesfl.federation.settings import BUILD_METHOD, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import (
+    Answer,
     differences,
     identity,
     in_words,
@@ -62,10 +65,9 @@ class Deployed:
             they are not known.
         began: What the run began from, in words that differ for other states.
         calibration: The steps of calibration that are fitted after training.
-        survey_states: The last states of their surveys, by their places, `0` the first; empty until
-            they are fitted.
-        pooled: The state of the pooled posterior under `PooledLaplace`; empty until clients are
-            asked for it.
+        after: What was fitted after training: what clients have answered to the surveys of the
+            method's predictor, and the steps of calibration without clients' own parameters; none
+            until clients are asked. Training empties it.
 
     Example:
         >>> def watch(run):  # for serve(on_round=[watch]); a Deployed is what it is given
@@ -87,8 +89,7 @@ class Deployed:
     names: tuple[str, ...] = ()
     began: str = METHODS_START
     calibration: tuple[Step, ...] = ()
-    survey_states: Mapping[str, Tensors] = field(default_factory=dict)
-    pooled: Tensors = field(default_factory=dict)
+    after: tuple[Answer | Fitted, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -127,14 +128,14 @@ class Deployed:
         """Return the steps of calibration as the server knows them, without the clients' own
         parameters; none until they are fitted.
         """
-        return (
-            tuple(
-                Fitted(step, self.survey_states.get(str(place), {}), {})
-                for place, step in enumerate(self.calibration)
-            )
-            if self.survey_states
-            else ()
-        )
+        return tuple(one for one in self.after if isinstance(one, Fitted))
+
+    @property
+    def answers(self) -> Known:
+        """Return the last states of the surveys of the method's predictor, by their names; none
+        until clients are asked.
+        """
+        return known_of(self.after, self.algorithm)
 
     @property
     def posterior(self) -> PooledPosterior:
@@ -143,13 +144,13 @@ class Deployed:
         Raises:
             ValueError: The method's predictor is no `PooledLaplace`, or clients were not asked.
         """
-        rule = self.algorithm.predictor
-        if not isinstance(rule, PooledLaplace) or not self.pooled:
+        rule: Any = self.algorithm.predictor
+        if POOLED not in self.answers:
             raise ValueError(
                 "there is no pooled posterior; train a method that has its predictor, "
                 "dataclasses.replace(method, predictor=bf.predictors.PooledLaplace())"
             )
-        return rule.question(self.algorithm, self.server).posterior(self.pooled)
+        return rule.question(self.algorithm, self.server).posterior(self.answers[POOLED])
 
     def place(self, client: int) -> Place:
         """Return the place of a client's last state that was taken, in this run or in one
@@ -224,7 +225,7 @@ DEPLOYMENT = files.FileKind(
         "settings": files.SETTINGS,
         "history": files.HISTORY,
         "dtype": files.DTYPE,
-        **dict.fromkeys(("server", "start", "survey_states"), files.PLAIN),
+        **dict.fromkeys(("server", "start"), files.PLAIN),
         **dict.fromkeys(("experiment", "began"), files.Entry(read=str)),
         "round": files.WHOLE,
         **dict.fromkeys(
@@ -237,9 +238,8 @@ DEPLOYMENT = files.FileKind(
         "counts": files.Entry(dict, lambda found: {int(j): int(of) for j, of in found.items()}),
         "before": files.optional(files.Entry(Before.stored, Before.read)),
         "calibration": files.Entry(files.described_steps, files.read_steps),
-        "pooled": files.Entry(read=lambda found: found or {}),
+        "after": files.AFTER,
     },
-    later=("pooled",),
 )
 files.KINDS.append(DEPLOYMENT)
 
@@ -384,7 +384,7 @@ def taken_up(
     """Return a saved state under new settings; `rounds` and `evaluate_every` may change, any other
     change would make it another experiment.
 
-    The states of steps of calibration are kept where these are the same.
+    Steps of calibration stay fitted where these are the same.
 
     Raises:
         ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
@@ -405,8 +405,9 @@ def taken_up(
             f"a run that goes on keeps its settings, {in_words(apart)}; another experiment takes "
             "another folder of checkpoints"
         )
-    states = saved.survey_states if calibration == saved.calibration else {}
-    return replace(saved, settings=settings, calibration=calibration, survey_states=states)
+    same = calibration == saved.calibration
+    after = saved.after if same else answers_of(saved.answers, saved.algorithm)
+    return replace(saved, settings=settings, calibration=calibration, after=after)
 
 
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:

@@ -11,11 +11,10 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import conduct
 from bayesfl.base.targets import Task
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.predictors import PooledLaplace
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients import heads
-from bayesfl.federation.clients.tuning import Tuning
+from bayesfl.federation.clients.after import next_question
 from bayesfl.flower import records
 from bayesfl.posteriors.heads import SCALES, WIDTHS
 
@@ -83,16 +82,13 @@ def leaves(
         what = f"block {of!r}" if of in algorithm.blocks else "what the method reports"
         found.append(Sent(when, name, math.prod(shape), what))
     found.append(Sent(when, "train_nll", 1, "mean training loss, in nats"))
-    if algorithm.predictor is not None and len(algorithm.predictor.grid) > 1:
-        tuned = Tuning(algorithm.predictor)
-        sums = "sums over validation rows, in nats, of each candidate for the tuned number"
-        for name, shape in tuned.shapes({}).items():
-            found.append(Sent("each evaluation", name, math.prod(shape), sums))
-    if isinstance(algorithm.predictor, PooledLaplace):
-        question = algorithm.predictor.question(algorithm, algorithm.init(1))
-        sums = "sums over training rows: the curvature at the server's model, and the loss, in nats"
-        for name, shape in question.shapes({}).items():
-            found.append(Sent("each evaluation", name, math.prod(shape), sums))
+    server, known = algorithm.init(1), {}
+    while (question := next_question(algorithm, server, known)) is not None:
+        name, survey = question
+        known[name] = survey.start(Outputs(cast(Task, algorithm.likelihood.task), outputs))
+        sums = f"sums over {survey.split} rows: {getattr(survey, 'sums', name)}"
+        for key, shape in survey.shapes(known[name]).items():
+            found.append(Sent("each evaluation", key, math.prod(shape), sums))
     measures = "measures on the client's test and validation rows, one number each"
     found += [
         Sent("each evaluation", name, 1, measures) for name in (*records.MEASURES, "your own")

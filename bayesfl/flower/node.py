@@ -20,7 +20,6 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Stage, hashed, mixed
 from bayesfl.base.surveys import answers
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.predictors import POOLED, PooledLaplace
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Fitted, Step, applied
@@ -30,16 +29,18 @@ from bayesfl.evaluation.own_measures import Measure, means, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import LocalPredictions
 from bayesfl.federation.clients import heads, surveying
+from bayesfl.federation.clients.after import next_question
 from bayesfl.federation.clients.asking import LocalRows
 from bayesfl.federation.clients.client_model import client_model
 from bayesfl.federation.clients.local import Done, Local, Received, kept_phases
 from bayesfl.federation.clients.predict import by_all, common_view, of_chunk
-from bayesfl.federation.clients.tuning import Tuning, candidates
+from bayesfl.federation.clients.tuning import candidates
 from bayesfl.federation.errors import called
 from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.federation.settings import FEDERATION
+from bayesfl.federation.store.identity import reading
 from bayesfl.flower import records
-from bayesfl.flower.orders import TUNING, Order
+from bayesfl.flower.orders import Order
 from bayesfl.flower.states import States
 from bayesfl.posteriors.heads import LocalHeads, Rows
 
@@ -193,25 +194,27 @@ class Node:
         if not self.examples(survey.split):
             found: Tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
         else:
-            local = self._known(order, survey.split)
+            local = self._known(order, survey.split, getattr(survey, "reads", "rows"))
             found = {name: t[0] for name, t in answers(survey, state, local, shapes).items()}
         record, digest = records.pack(found)
         return RecordDict(
             {"answer": record, "config": ConfigRecord({"protocol": PROTOCOL, "digest": digest})}
         )
 
-    def _known(self, order: Order, split: str) -> Any:
+    def _known(self, order: Order, split: str, reads: str) -> Any:
         """Return what this client knows of itself for the survey that asks: rows, how candidates
         fit, or predictions.
         """
-        if order.survey == POOLED:
-            return LocalRows(self._of_one(split, order), self._ids)
-        if order.survey == TUNING:
-            return self._candidates(order)
         if order.survey in (heads.HIERARCHY, heads.SCALED):
             of_split, train = (self._of_head(order, name) for name in (split, "train"))
             return LocalHeads([of_split], [train], self._ids)
-        return applied(self._steps(order, int(order.survey)), self._predicted(order, split))
+        if order.survey.isdecimal():
+            return applied(self._steps(order, int(order.survey)), self._predicted(order, split))
+        if reads == "candidates":
+            return self._candidates(order)
+        if reads == "predictions":
+            return self._predicted(order, split)
+        return LocalRows(self._of_one(split, order), self._ids)
 
     def _surveying(self, order: Order) -> Any:
         """Return the survey that asks.
@@ -219,11 +222,10 @@ class Node:
         Raises:
             Refused: There is none of that name.
         """
-        name, predictor = order.survey, self.algorithm.predictor
-        if name == POOLED and isinstance(predictor, PooledLaplace):
-            return predictor.question(self.algorithm, order.common)
-        if name == TUNING and predictor is not None:
-            return Tuning(predictor)
+        name = order.survey
+        asks = next_question(self.algorithm, order.common, order.told) if order.whole else None
+        if asks is not None and asks[0] == name:
+            return asks[1]
         if name == heads.HIERARCHY and heads.makes(self.algorithm):
             # Its answers do not depend on the centre at first.
             return heads.hierarchy(self.algorithm, self.algorithm.init(1))
@@ -237,9 +239,34 @@ class Node:
         )
 
     def _candidates(self, order: Order) -> Any:
-        local = self._local(order)
-        done = local.finetuned(self._ids, self._received(order), order.round)
-        return candidates(local, done, self._split("validation", order), round=order.round)
+        local, done = self._finetuned(order)
+        split = self._split("validation", order)
+        return candidates(local, done, split, round=order.round, known=order.told)
+
+    def _finetuned(self, order: Order) -> tuple[Local, Done]:
+        """Return this client's local work, and its outcome after fine-tuning, which is done once
+        and kept in its folder.
+        """
+        local, received = self._local(order), self._received(order)
+        made_by, states = self._made_by(order, "common", "own"), self._states(order.experiment)
+        if self.algorithm.finetune and (views := states.read_kept("views", made_by)) is not None:
+            given = self.algorithm.given(received.common, order.round, order.rounds)
+            views = tree_map(lambda t: t.to(self.device), views)
+            return local, Done(self._ids, given, views, {}, {}, 0, np.zeros(1, bool))
+        done = local.finetuned(self._ids, received, order.round)
+        if self.algorithm.finetune:
+            states.write_kept("views", made_by, done.views)
+        return local, done
+
+    def _made_by(self, order: Order, *parts: str) -> dict[str, Any]:
+        """Return by what a client knows what it has kept: digests of these parts of what was sent,
+        the state from which it starts, and the run.
+        """
+        return {
+            "model": [order.model[part] for part in parts],
+            "state": [order.kept_in, order.base],
+            "run": [order.round, order.seed, str(order.dtype), order.tolerant],
+        }
 
     def _of_head(self, order: Order, split: str) -> Rows:
         """Return what this client's rows in a split say of its last layer; they are computed once,
@@ -250,7 +277,7 @@ class Node:
                 them.
         """
         rows = int(np.bitwise_xor.reduce(mixed(self._hashed(split, order))))
-        made_by = {"model": list(order.model), "head": rows, "dtype": str(order.dtype)}
+        made_by = self._made_by(order, "common", "own", "told") | {"head": rows}
         states = self._states(order.experiment)
         if (found := states.read_kept(split, made_by)) is None:
             self._refuse_lost(order, split)
@@ -271,7 +298,7 @@ class Node:
         parameters.
         """
         fitted = [
-            Fitted(step, order.survey_states.get(str(place), {}), {})
+            Fitted(step, order.survey_states.get(str(place), {}), {}, reading(self.algorithm))
             for place, step in enumerate(self.calibration[:steps])
         ]
         return surveying.settled(
@@ -294,24 +321,20 @@ class Node:
         labels, mask = (t.cpu() for t in self._of_one(split, order).padded_labels())
         rows = self._hashed(split, order)
         made_by = {
-            "model": list(order.model),
-            "state": [order.kept_in, order.base],
-            "run": [
-                order.round,
-                order.seed,
-                str(order.dtype),
-                order.tolerant,
-                None if np.isnan(order.value) else order.value,
-            ],
+            **self._made_by(order, "common", "own", "told"),
             "rows": [int(np.bitwise_xor.reduce(mixed(rows))), records.pack({"labels": labels})[1]],
         }
         states = self._states(order.experiment)
         if (found := states.read_kept(split, made_by)) is None:
             self._refuse_lost(order, split)
-            local, value = self._local(order), None if np.isnan(order.value) else order.value
-            done = local.finetuned(self._ids, self._received(order), order.round)
+            local, done = self._finetuned(order)
             [[(_, computed)]] = of_chunk(
-                local, done, [self._split(split, order)], round=order.round, draws=None, value=value
+                local,
+                done,
+                [self._split(split, order)],
+                round=order.round,
+                draws=None,
+                known=order.told,
             )
             found = {
                 "own": {name: t.cpu() for name, t in computed.items()},
@@ -366,10 +389,9 @@ class Node:
         """Store the client's own model in its folder, and the predictions of its test data; the
         reply has the measures alone.
         """
-        local, value = self._local(order), None if np.isnan(order.value) else order.value
-        done = local.finetuned(self._ids, self._received(order), order.round)
+        local, done = self._finetuned(order)
         steps = self._settled(order)
-        self._keep_model(order, local, done, value, steps)
+        self._keep_model(order, local, done, steps)
         names = [name for name in PREFIXES if self.examples(name)]
         parts = of_chunk(
             local,
@@ -377,7 +399,7 @@ class Node:
             [self._split(name, order) for name in names],
             round=order.round,
             draws=None,
-            value=value,
+            known=order.told,
         )
         reply: dict[str, Any] = {}
         for name, ((_, computed),) in zip(names, parts, strict=True):
@@ -431,7 +453,7 @@ class Node:
         }
 
     def _keep_model(
-        self, order: Order, local: Local, done: Done, value: float | None, steps: tuple[Fitted, ...]
+        self, order: Order, local: Local, done: Done, steps: tuple[Fitted, ...]
     ) -> None:
         """Store the client's own model, which `bayesfl.load_client` reads; at its means where its
         covariance would take too much.
@@ -444,7 +466,7 @@ class Node:
             view,
             train,
             seed=order.seed,
-            value=value,
+            known=order.told,
             name=self.name,
             client=self.id,
             data=self.data,
@@ -504,7 +526,6 @@ class Node:
             order.rounds,
             order.tolerant,
             self._names,
-            told={POOLED: order.pooled} if order.pooled else {},
         )
 
     def _received(self, order: Order) -> Received:

@@ -18,15 +18,10 @@ from bayesfl.federation.store.identity import agreement
 from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 
-TUNING = "tuning"
-"""The survey of the number that the method's predictor tunes; the steps of calibration are named by
-their places, `0` the first.
-"""
 _SETTINGS: dict[str, type] = {
     **dict.fromkeys(("experiment", "base", "kept_in", "survey"), str),
     **dict.fromkeys(("keeps", "sends", "tolerant", "whole", "calibrated"), bool),
     **dict.fromkeys(("client", "round", "rounds", "seed", "kept_as"), int),
-    "value": float,
 }
 
 
@@ -48,19 +43,18 @@ class Order:
         named: Names of the states that may be asked for again.
         keeps: Whether the method's clients have a private state.
         sends: Whether the reply is gathered.
-        value: The number that was tuned; NaN for none.
         tolerant: Whether the client predicts without its fine-tuning if that is not finite; always
             False for training.
-        survey: The survey that asks: `TUNING`, or a step's place; empty for another request.
-        model: Digests of the tensors for all clients, for this one, and of the pooled posterior, by
-            which a client knows the predictions that it has kept.
+        survey: The survey that asks: one of the method's predictor, or a step's place, `0` the
+            first; empty for another request.
+        model: Digests of the tensors that were sent, by the field, by which a client knows what it
+            has kept.
         common: What the server sends to every client.
         addressed: What the server sends to this client alone, [1, ...].
         start: The initial state, [1, ...], if the client starts from it; empty otherwise.
-        survey_states: The states of a survey and of those before it, or the last ones of the steps
-            of calibration, by the survey's name.
-        pooled: The state of the pooled posterior, by which clients predict under `PooledLaplace`;
-            empty otherwise.
+        survey_states: The state of the survey that asks and of the steps before it, or the last
+            ones of the steps of calibration, by the survey's name.
+        told: The last states of the surveys that the method's predictor needs, by their names.
         whole: Whether the request has the model's tensors; further questions of a survey have not.
         calibrated: Whether `survey_states` are the last ones of the steps of calibration.
     """
@@ -78,15 +72,14 @@ class Order:
     named: list[str]
     keeps: bool
     sends: bool
-    value: float
     tolerant: bool
     survey: str
-    model: tuple[str, str, str]
+    model: Mapping[str, str]
     common: Server
     addressed: View
     start: View
     survey_states: Mapping[str, Tensors]
-    pooled: Tensors
+    told: Mapping[str, Tensors]
     whole: bool
     calibrated: bool
 
@@ -106,21 +99,21 @@ class Order:
         asked["dtype"] = DTYPES[records.setting(content, "dtype", str)]
         digests = {
             part: records.setting(content, f"{part}_digest", str)
-            for part in ("common", "own", "survey_states", "pooled")
+            for part in ("common", "own", "survey_states", "told")
         }
         parts = {
             part: nest(records.unpack(content, part, digest))
             for part, digest in digests.items()
             if digest and (part == "survey_states" or asked["whole"])
         }
-        common, own, pooled = (
+        common, own, told = (
             tree_map(lambda t: t.to(device), parts.get(part, {}))
-            for part in ("common", "own", "pooled")
+            for part in ("common", "own", "told")
         )
         return cls(
-            model=(digests["common"], digests["own"], digests["pooled"]),
+            model=digests,
             common=common,
-            pooled=pooled,
+            told=told,
             survey_states=parts.get("survey_states", {}),
             **{"addressed": {}, "start": {}, **own},
             **asked,
@@ -133,7 +126,6 @@ def orders(
     senders: set[int],
     kept: Collection[tuple[str, ...]],
     *,
-    value: float = float("nan"),
     tolerant: bool = False,
     survey: str = "",
     survey_states: Mapping[str, Tensors] = {},
@@ -148,7 +140,6 @@ def orders(
         senders: The clients whose replies are gathered.
         kept: For each state of the server that may be asked for again its `base`: the names of the
             clients' states, a tuple of J.
-        value: The number that was tuned; NaN for none.
         tolerant: Whether a client whose fine-tuning is not finite predicts without it.
         survey: As of `Order`.
         survey_states: As of `Order`.
@@ -160,7 +151,7 @@ def orders(
     common, addressed = state.algorithm.share(state.server, torch.from_numpy(ids))
     shared, digest = records.pack(common)
     states, states_digest = records.pack(survey_states) if survey_states else (None, "")
-    pooled, pooled_digest = records.pack(state.pooled) if state.pooled else (None, "")
+    told, told_digest = records.pack(state.answers) if state.answers else (None, "")
     everyone: dict[str, Any] = {
         "protocol": PROTOCOL,
         "algorithm": digest_of(agreement(state.algorithm, state.calibration)),
@@ -170,7 +161,6 @@ def orders(
         "rounds": state.settings.rounds,
         "seed": state.settings.seed,
         "dtype": dtype_name(state.dtype),
-        "value": value,
         "tolerant": tolerant,
         "survey": survey,
         "whole": whole,
@@ -178,7 +168,7 @@ def orders(
         "keeps": bool(state.start),
         "common_digest": digest,
         "survey_states_digest": states_digest,
-        "pooled_digest": pooled_digest,
+        "told_digest": told_digest,
     }
     found: dict[int, RecordDict] = {}
     for place, client in enumerate(ids.tolist()):
@@ -202,7 +192,7 @@ def orders(
         content = {
             "config": ConfigRecord(config),
             **({"common": shared, "own": own} if whole else {}),
-            **({"pooled": pooled} if whole and pooled is not None else {}),
+            **({"told": told} if whole and told is not None else {}),
             **({} if states is None else {"survey_states": states}),
         }
         found[client] = RecordDict(content)

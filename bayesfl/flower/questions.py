@@ -34,7 +34,8 @@ class Questions:
     """The questions of one server after training.
 
     The first question of a survey brings the model, by which a client predicts once; those that
-    answer are the survey's cohort. Further questions go to them alone, without the model.
+    answer are the survey's cohort. Further questions go to them alone, without the model but for
+    surveys of the method's predictor.
 
     Args:
         network: The connection to the clients.
@@ -95,11 +96,13 @@ class _Asked:
         asked = (
             self._cohort if self._cohort is not None else network.roster.having(self._survey.split)
         )
+        # A predictor's survey is made of the model, which a client does not keep.
+        whole = first or hasattr(self._survey, "reads")
         messages = self._questions.request(
             np.array(asked, np.int64),
             survey=self._name,
             survey_states={**self._before, self._name: state},
-            whole=first,
+            whole=whole,
         )
         found = self._answers(messages, shapes)
         least = self._questions.admission.min_clients

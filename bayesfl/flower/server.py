@@ -19,13 +19,15 @@ from flwr.serverapp import Grid, ServerApp
 from bayesfl.base.described import digest_of
 from bayesfl.base.options import Count, Range, declared, refuse_unknown, typed
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.surveys import Survey
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.predictors import POOLED, PooledLaplace
-from bayesfl.evaluation.calibration import Step
+from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.clients import heads, surveying
-from bayesfl.federation.clients.tuning import Tuning, needs_validation, no_validation, without_data
+from bayesfl.federation.clients.after import Known, answered, answers_of
+from bayesfl.federation.clients.predict import value_of
+from bayesfl.federation.clients.tuning import needs_validation, no_validation
 from bayesfl.federation.errors import FailedRound, FailedSurvey
 from bayesfl.federation.rounds.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.rounds.replies import OpenRun
@@ -36,11 +38,11 @@ from bayesfl.federation.run.calling import check_callbacks, ended, finished, ove
 from bayesfl.federation.settings import BUILD_ADMISSION, Method, Precision, Settings
 from bayesfl.federation.store import files
 from bayesfl.federation.store.files import KEPT, checkpoints, described_steps, write_round
-from bayesfl.federation.store.identity import agreement
+from bayesfl.federation.store.identity import agreement, reading
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Connection, Journey
-from bayesfl.flower.orders import TUNING, orders
+from bayesfl.flower.orders import orders
 from bayesfl.flower.post import REMIND, Failure
 from bayesfl.flower.questions import Questions
 from bayesfl.flower.roster import Roster
@@ -194,7 +196,7 @@ def serve(
             run.save(state)
             ended(on_round, state)  # once more, with the measures, as in a simulation
         chosen = finished(on_round, state)
-        calibrates = bool(steps) and not chosen.survey_states
+        calibrates = bool(steps) and not chosen.steps
         chosen = run.calibrate(chosen) if calibrates else chosen
         chosen = run.evaluate(chosen) if calibrates or run.evaluated != chosen.round else chosen
         if chosen.round == state.round:
@@ -233,10 +235,6 @@ class _Service:
     """For each checkpoint that is kept, by its round, the state's `base`."""
     evaluated: int = -1
     """Number of rounds that were done at the last evaluation of this server."""
-    values: dict[int, float] = field(default_factory=dict)
-    """The number that the method's predictor tunes, by the number of rounds done when this server
-    chose it.
-    """
 
     def begin(
         self,
@@ -385,15 +383,14 @@ class _Service:
                 round=state.round + 1,
                 server=server,
                 base=journey.base,
-                survey_states={},
-                pooled={},
+                after=(),
             )
             return made, row, absent
 
         tried = attempts(self.admission, once)
         if isinstance(tried, FailedRound):
             tried = (
-                replace(state, round=state.round + 1, survey_states={}, pooled={}),
+                replace(state, round=state.round + 1, after=()),
                 {"round": state.round + 1, "cohort": 0, **tried.row},
                 [],
             )
@@ -448,7 +445,7 @@ class _Service:
         ((task, count),) = kinds
         return Outputs("classification" if task == "classification" else "regression", count)
 
-    def _questions(self, state: Deployed, **about: Any) -> Questions:
+    def _questions(self, state: Deployed) -> Questions:
         def request(ids: np.ndarray, **asked: Any) -> dict[int, RecordDict]:
             return orders(
                 state,
@@ -456,7 +453,6 @@ class _Service:
                 set(),
                 self._named(state),
                 tolerant=self.admission.skips,
-                **about,
                 **asked,
             )
 
@@ -466,52 +462,34 @@ class _Service:
         """Fit the steps of calibration by surveys of the clients; if one is given up, none is
         fitted, and the log says so.
         """
-        states: dict[str, Tensors] = {}
+        done: list[Fitted] = []
         try:
-            state = self._pooled(state)
-            questions = self._questions(state, value=self._value(state))
+            state = self._answered(state)
+            questions = self._questions(state)
             for place, step in enumerate(self.calibration):
-                states[str(place)] = questions.conduct(
-                    step, str(place), self._outputs(state), states
-                )
+                states = {str(at): one.state for at, one in enumerate(done)}
+                found = questions.conduct(step, str(place), self._outputs(state), states)
+                done.append(Fitted(step, found, {}, reading(state.algorithm)))
         except (FailedSurvey, ValueError) as error:
             log.error("nothing is calibrated: %s", error)
             return state
-        return replace(state, survey_states=states)
+        return replace(state, after=(*state.after, *done))
 
-    def _pooled(self, state: Deployed) -> Deployed:
-        """Return the state with the pooled posterior that the method's predictor needs, for which
-        clients are asked once.
-
-        Raises:
-            ValueError: As by `PooledCurvature`.
-            FailedSurvey: The survey was given up.
-        """
-        rule = state.algorithm.predictor
-        if not isinstance(rule, PooledLaplace) or state.pooled:
-            return state
-        question = rule.question(state.algorithm, state.server)
-        found = self._questions(state).conduct(question, POOLED, self._outputs(state), {})
-        return replace(state, pooled=found)
-
-    def _value(self, state: Deployed) -> float:
-        """Return the number that the method's predictor tunes, chosen once for a state by a survey;
-        NaN where there is none.
+    def _answered(self, state: Deployed) -> Deployed:
+        """Return the state with what clients answer to the surveys of the method's predictor, once
+        for a state.
 
         Raises:
-            ValueError: No client has validation data, or no candidate gives finite predictions.
-            FailedSurvey: The survey was given up.
+            ValueError: No client has rows in a survey's split, or a survey's answers do not fit.
+            FailedSurvey: A survey was given up.
         """
-        predictor = state.algorithm.predictor
-        if predictor is None or not needs_validation(state.algorithm):
-            value = without_data(state.algorithm)
-            return float("nan") if value is None else value
-        if state.round not in self.values:
-            found = self._questions(state).conduct(
-                Tuning(predictor), TUNING, self._outputs(state), {}
-            )
-            self.values[state.round] = float(found["value"])
-        return self.values[state.round]
+
+        def conduct(name: str, survey: Survey[Any], known: Known) -> Tensors:
+            asked = self._questions(replace(state, after=answers_of(known, state.algorithm)))
+            return asked.conduct(survey, name, self._outputs(state), {})
+
+        known = answered(state.algorithm, state.server, state.answers, conduct)
+        return replace(state, after=(*answers_of(known, state.algorithm), *state.steps))
 
     def evaluate(self, state: Deployed) -> Deployed:
         """Send the model to every client, which stores its own and predicts; the means of the
@@ -520,11 +498,11 @@ class _Service:
         self.evaluated = state.round
         self.network.roster.look(self.grid)
         try:
-            state = self._pooled(state)
-            value = self._value(state)
+            state = self._answered(state)
         except (FailedSurvey, ValueError) as error:
             log.warning("nothing is predicted: %s", error)
             return state
+        value = value_of(state.algorithm, state.answers)
         found: dict[str, list[float]] = {}
         each: dict[int, dict[str, float]] = {}
         messages = orders(
@@ -532,9 +510,8 @@ class _Service:
             np.arange(state.clients),
             set(),
             self._named(state),
-            value=value,
             tolerant=self.admission.skips,
-            survey_states=state.survey_states,
+            survey_states={str(place): one.state for place, one in enumerate(state.steps)},
         )
         for client, reply in self.network.ask("evaluate", messages, group="evaluate"):
             if isinstance(reply, Failure):
@@ -545,7 +522,7 @@ class _Service:
             for split, prefix in (*PREFIXES.items(), (CALIBRATED, CALIBRATED)):
                 for name, measured in records.measures(reply, split).items():
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
-            split = CALIBRATED if state.survey_states else "test"
+            split = CALIBRATED if state.steps else "test"
             own = records.measures(reply, split) if _shares(reply) else {}
             if own:
                 each[client] = own
@@ -556,7 +533,7 @@ class _Service:
             last |= {
                 **{name: float(np.mean(values)) for name, values in found.items()},
                 "evaluated": max(map(len, found.values())),
-                **({} if np.isnan(value) else {"tuned": value}),
+                **({} if value is None else {"tuned": value}),
             }
             log.info(
                 "evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k in found)

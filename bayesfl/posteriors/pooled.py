@@ -119,6 +119,8 @@ class PooledCurvature:
     pattern: Pattern | Layout = "*"
     likelihood: Likelihood | None = None
     split = "train"
+    reads = "rows"
+    sums = "the curvature at the server's model, and the loss, in nats"
 
     @cached_property
     def curvature(self) -> Curvature:

@@ -330,7 +330,7 @@ def by_client(result: Result) -> dict[str, list[Any]] | None:
     """
     if "test" not in result.data.splits:
         return None
-    table = replace(result, steps=()).table()
+    table = result.uncalibrated().table()
     return {name: column.tolist() for name, column in table.reset_index().items()}
 
 

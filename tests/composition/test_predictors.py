@@ -267,7 +267,7 @@ def test_a_number_is_of_the_predictor_that_it_was_chosen_for(
     assert result.tuned is not None
     result.save(tmp_path / "run")
     loaded = bf.load(tmp_path / "run", result.algorithm, held)
-    assert loaded.chosen is not None
+    assert loaded.after
     given = replace(loaded.algorithm, predictor=LinearisedLaplace(precision=1e-3))
     bare = bf.load(tmp_path / "run", result.algorithm)  # no data are needed
     assert [replace(one, algorithm=given).tuned for one in (loaded, result.adapt(held), bare)] == [

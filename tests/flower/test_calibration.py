@@ -223,7 +223,7 @@ def test_a_client_that_was_away_settles_later(
 
     options: dict[str, Any] = {"admission": bf.Admission("skip"), "timeout": 0.5}
     found = deploy(method, parted, tmp_path, calibration=STEPS, alter=mute(0), **options)
-    assert found.survey_states["2"]["counts"].sum() == parted.splits["calibration"].counts[1:].sum()
+    assert found.steps[2].state["counts"].sum() == parted.splits["calibration"].counts[1:].sum()
     model = bf.load_client(kept(tmp_path, found, 0), method)
     assert int(model.steps[2].own["n_scores"].sum()) == parted.splits["calibration"].counts[0]
     assert model.predict(parted.test.client(0)[0]).sets is not None
@@ -246,7 +246,7 @@ def test_a_survey_is_given_up(
     found = deploy(method, parted, tmp_path, alter=mute(2, later=True), **options)
     assert "nothing is calibrated: Temperature is given up after it began 4 times" in caplog.text
     assert caplog.text.count("Temperature begins again") == 3
-    assert (found.survey_states, found.steps) == ({}, ())
+    assert found.steps == ()
     assert "calibrated_nll" not in found.history.columns
     assert bf.load_client(kept(tmp_path, found, 1), method).steps == ()
     again = deploy(method, parted, tmp_path, **{**options, "timeout": 5.0})
@@ -342,7 +342,7 @@ def test_choices_and_answers_are_the_simulations(parted: FederatedData, tmp_path
     assert set(takes.tolist()) == {True, False}
     found = deploy(method, parted, tmp_path, calibration=steps)
     expected = sim.predict()
-    assert float(found.survey_states["2"]["threshold"]) == pytest.approx(
+    assert float(found.steps[2].state["threshold"]) == pytest.approx(
         float(sim.steps[2].state["threshold"])
     )
     for j in range(4):

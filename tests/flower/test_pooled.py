@@ -60,8 +60,8 @@ def test_it_is_asked_for_once_and_calibrated(parted: FederatedData, tmp_path: Pa
     surveys = [m for m in grid.sent if m.metadata.message_type == "evaluate.survey"]
     assert [asked(m, "survey") for m in surveys].count(POOLED) == 4
     later = [m for m in surveys if asked(m, "survey") != POOLED]
-    assert {"pooled" in m.content for m in later} == {True, False}
-    assert all(("pooled" in m.content) == asked(m, "whole") for m in later)
+    assert {"told" in m.content for m in later} == {True, False}
+    assert all(("told" in m.content) == asked(m, "whole") for m in later)
 
 
 def test_what_leaves_a_client_is_listed(parted: FederatedData):
@@ -74,6 +74,6 @@ def test_without_one(parted: FederatedData, tmp_path: Path):
     """A method without the predictor has none."""
     plain = replace(method(parted), predictor=None)
     found = deploy(plain, parted, tmp_path, rounds=1)
-    assert found.pooled == {}
+    assert found.after == ()
     with pytest.raises(ValueError, match=r"no pooled posterior; .*PooledLaplace\(\)\)$"):
         _ = found.posterior

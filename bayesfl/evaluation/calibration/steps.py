@@ -66,6 +66,7 @@ class Fitted:
         step: The step.
         state: What all clients know, as a pooled temperature or the histogram of all scores.
         own: The clients' own parameters, [J, ...], which never leave them.
+        reading: How the method predicted when the step was fitted; None where that is not known.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2, validation=0.2)
@@ -79,6 +80,7 @@ class Fitted:
     step: Step
     state: Tensors
     own: Tensors
+    reading: str | None = None
 
     def __repr__(self) -> str:
         kept = ", ".join(

@@ -61,7 +61,6 @@ from bayesfl.federation.settings import present
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import (
     differences,
-    reading,
     refuse_differences,
     same_method,
     same_network,
@@ -112,7 +111,6 @@ class ClientModel:
         stored: Tensors from which the method's predictor is restored, if it was read from a file.
         common: The beliefs about the server's model, where a step of calibration compares it with
             the client's own; empty otherwise.
-        calibrated: How the method predicted when the steps were fitted; None without steps.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -141,7 +139,6 @@ class ClientModel:
     steps: tuple[calibration.Fitted, ...] = ()
     stored: Tensors = field(default_factory=dict)
     common: View = field(default_factory=dict)
-    calibrated: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model with its predictor as a file holds it."""
@@ -622,7 +619,7 @@ def client_model(
     data: FederatedData | Outline,
     round: int,
     seed: int,
-    value: float | None,
+    known: Mapping[str, Tensors],
     steps: tuple[calibration.Fitted, ...] = (),
     server: Server | None = None,
 ) -> ClientModel:
@@ -638,7 +635,7 @@ def client_model(
         data: The federation's data, or what is known of them.
         round: Number of rounds done.
         seed: The run's seed.
-        value: The number that the method's predictor tunes.
+        known: The last states of the surveys that the method's predictor needs, by their names.
         steps: Steps of calibration with its own parameters, [1, ...].
         server: The server's state; None for what the client received.
 
@@ -646,7 +643,8 @@ def client_model(
         ValueError: The data have a transform, of which only the description is known.
     """
     rule = algorithm.predictor
-    predictor = None if rule is None else rule(algorithm, given, view, train or {})
+    told = {**given, **known}
+    predictor = None if rule is None else rule(algorithm, told, view, train or {})
     names = needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
     if isinstance(data, FederatedData):
@@ -671,7 +669,6 @@ def client_model(
         "columns": data.columns,
         "prepared": prepared,
     }
-    about["calibrated"] = reading(algorithm) if steps else None
     about["common"] = (
         {}
         if common is None
@@ -684,7 +681,7 @@ def client_model(
         kept,
         round,
         seed,
-        value=value,
+        value=predict.value_of(algorithm, known),
         predictor=predictor,
         steps=steps,
         **about,
@@ -824,8 +821,8 @@ def load_client(
         same_method(repr(str(file)), known, algorithm)
     else:
         algorithm = _alone(file, known, predicts, algorithm)
-        if found["steps"]:
-            found["calibrated"] = reading(algorithm)
+        # The file's method said it in other words.
+        found["steps"] = tuple(replace(one, reading=None) for one in found["steps"])
     apart = differences({"transform": form["transform"]}, {"transform": described(transform)})
     refuse_differences(
         f"{str(file)!r} was made with another function of inputs:",

@@ -293,9 +293,7 @@ def fitted(result: "Result", aggregation: Adder | None) -> "Result":
         private=private_rows(method, server, data.clients),
         history=History(),
         novel=True,
-        chosen=None,
-        steps=(),
-        calibrated=None,
+        after=(),
     )
     with result.engine.crew(result.device) as crew:
         made.local(data.train).adapt(made.state, crew)

@@ -34,6 +34,8 @@ from bayesfl.federation.errors import DivergenceError, called
 from bayesfl.models.modes import draws_in_training
 
 log = logging.getLogger(__name__)
+KEPT = 2**28
+"""Bytes of fine-tuned views that are kept, so that clients fine-tune once for all that is asked."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,13 @@ class State:
         server: The server's state.
         private: The clients' private states, [J, ...] each.
         round: Number of rounds done.
+        kept: The outcomes of fine-tuning by their clients, at most `KEPT` bytes of them.
     """
 
     server: Server
     private: View
     round: int
+    kept: "dict[bytes, Done]" = field(default_factory=dict, compare=False, repr=False)
 
     def received(self, algorithm: Algorithm, ids: np.ndarray) -> Received:
         """Return the state from which the clients `ids` start a round."""
@@ -72,6 +76,16 @@ class State:
             *algorithm.share(self.server, torch.from_numpy(ids).to(like.device)),
             read_rows(self.private, ids),
         )
+
+    def finetuned(self, local: "Local", ids: np.ndarray) -> "Done":
+        """Return the outcome of `Local.finetuned` for a chunk of clients, which fine-tune once."""
+        if (found := self.kept.get(ids.tobytes())) is not None:
+            return found
+        done = local.finetuned(ids, self.received(local.algorithm, ids), self.round)
+        held = sum(t.nbytes for one in (*self.kept.values(), done) for t in tree_leaves(one.views))
+        if local.algorithm.finetune and held <= KEPT:
+            self.kept[ids.tobytes()] = done
+        return done
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,6 @@ class Local:
             stopping the run.
         names: The clients' names, for messages; none where they are not known.
         said: What the method's `watch` has warned of, by kind.
-        told: What every client is told before it predicts, beside what the server sends in rounds.
     """
 
     algorithm: Algorithm
@@ -123,7 +136,6 @@ class Local:
     tolerant: bool = False
     names: tuple[str, ...] = ()
     said: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    told: Server = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         observe(self.algorithm, self.train)  # as after loading, where no preflight has done so
@@ -152,7 +164,6 @@ class Local:
         """
         algorithm, dtype, device = self.algorithm, self.train.dtype, self.train.device
         given = algorithm.given(received.common, round, self.rounds)
-        given = {**given, **self.told} if stage is Stage.FINETUNE else given
         counts = torch.from_numpy(self.train.counts[ids]).to(dtype=dtype, device=device)
         started = views = algorithm.views(given, received.addressed, received.rows, counts)
         info: Info = {}

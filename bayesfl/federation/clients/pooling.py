@@ -1,18 +1,13 @@
-"""The posterior of the server's model by the rows of all clients: who is asked for it, and the
-method by which clients predict with it.
+"""The method by which clients predict with the posterior of the server's model on the rows of
+all.
 """
 
 from bayesfl.base.protocols import Predictor, Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
-from bayesfl.composition.predictors import POOLED, PooledLaplace
-from bayesfl.data import FederatedData
-from bayesfl.federation.clients.asking import survey
-from bayesfl.federation.clients.surveying import Adder
-from bayesfl.federation.store.identity import Pooled
 
 
-def servers_method(algorithm: Algorithm, rule: PooledLaplace) -> Algorithm:
+def servers_method(algorithm: Algorithm, rule: Predictor) -> Algorithm:
     """Return a method by which all clients predict with the server's model and its pooled
     posterior, and which trains nothing.
 
@@ -40,7 +35,7 @@ def servers(algorithm: Algorithm, rule: Predictor | None) -> Algorithm:
         algorithm: The method that is given.
         rule: The predictor that the file tells of.
     """
-    if not isinstance(rule, PooledLaplace) or algorithm.predictor == rule:
+    if rule is None or not hasattr(rule, "asks") or algorithm.predictor == rule:
         return algorithm
     return servers_method(algorithm, rule) if algorithm.shared_parts() else algorithm
 
@@ -50,30 +45,3 @@ def servers_state(algorithm: Algorithm, server: Server) -> Server:
     parts = algorithm.shared_parts()
     assert parts is not None
     return {name: {"loc": algorithm.centre(name, server)["loc"]} for name in algorithm.whole(parts)}
-
-
-def asked(
-    algorithm: Algorithm,
-    server: Server,
-    clients: FederatedData,
-    *,
-    aggregation: Adder | None = None,
-) -> Pooled | None:
-    """Ask clients for the curvature of their rows at the server's model; None where the method's
-    predictor needs none.
-
-    Args:
-        algorithm: The method.
-        server: The server's state.
-        clients: The clients' data, on the device and in the precision of the state.
-        aggregation: How answers are added.
-    """
-    rule = algorithm.predictor
-    if not isinstance(rule, PooledLaplace):
-        return None
-    return Pooled(rule, survey(rule.question(algorithm, server), clients, aggregation=aggregation))
-
-
-def told(pooled: Pooled | None) -> Server:
-    """Return what clients are told of a pooled posterior before they predict."""
-    return {} if pooled is None else {POOLED: pooled.state}

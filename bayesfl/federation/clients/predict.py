@@ -2,7 +2,7 @@
 so, or by the shared model.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TypeAlias
 
@@ -29,6 +29,9 @@ Predicted: TypeAlias = tuple[np.ndarray, Tensors]
 # the processor's cache.
 GATHER = 2**21
 
+TUNING = "tuning"
+"""The name of the survey of the number that a method's predictor tunes."""
+
 
 def personal(
     local: Local,
@@ -37,7 +40,7 @@ def personal(
     crew: Crew,
     *,
     draws: int | None = None,
-    value: float | None = None,
+    known: Mapping[str, Tensors] = {},
 ) -> list[Predictions]:
     """Predict with every client's own model, on several splits of its data.
 
@@ -49,7 +52,7 @@ def personal(
         crew: The threads that compute.
         draws: Number of posterior draws S; 0 predicts at the mean, None uses the number of the
             method's paper (or the closed form, where its predictor has one).
-        value: The number that the method's predictor tunes; None for the predictor's default.
+        known: The last states of the surveys that the method's predictor needs, by their names.
 
     Raises:
         DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
@@ -57,8 +60,8 @@ def personal(
     """
 
     def work(ids: np.ndarray) -> list[list[Predicted]]:
-        done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
-        return of_chunk(local, done, splits, round=state.round, draws=draws, value=value)
+        done = state.finetuned(local, ids)
+        return of_chunk(local, done, splits, round=state.round, draws=draws, known=known)
 
     collectors = [Collector(split, local.names, local.algorithm.likelihood) for split in splits]
     for found in crew.over(local.chunked(), work):
@@ -83,7 +86,7 @@ def further(local: Local, state: State, split: ClientData, crew: Crew) -> dict[s
         return {}
 
     def work(ids: np.ndarray) -> dict[str, Predicted]:
-        done = local.finetuned(ids, state.received(algorithm, ids), state.round)
+        done = state.finetuned(local, ids)
         return {
             name: (
                 done.ids,
@@ -108,7 +111,7 @@ def of_chunk(
     *,
     round: int,
     draws: int | None,
-    value: float | None = None,
+    known: Mapping[str, Tensors] = {},
 ) -> list[list[Predicted]]:
     """Predict for a chunk of clients, on several splits: by the method's own predictor, client by
     client, where it has one.
@@ -119,7 +122,7 @@ def of_chunk(
         splits: The splits to predict.
         round: Number of rounds done; it selects the random draws.
         draws: As for `personal`.
-        value: As for `personal`.
+        known: As for `personal`.
 
     Returns:
         For each split, the chunk's clients with their predictions, in one or more parts.
@@ -134,7 +137,8 @@ def of_chunk(
             for split in splits
         ]
     out: list[list[Predicted]] = [[] for _ in splits]
-    for row, fitted in fitted_of(local, done):
+    value = value_of(algorithm, known)
+    for row, fitted in fitted_of(local, done, known):
         client = int(row[0])
         for split, parts in zip(splits, out, strict=True):
             address = address_of(algorithm, client, local.seed, round)
@@ -170,7 +174,7 @@ def alone(
         round: Number of rounds done.
         fitted: The client's predictor; None to average over draws of the blocks.
         draws: As for `personal`.
-        value: As for `personal`.
+        value: The number that the method's predictor tunes; None for the predictor's default.
 
     Raises:
         ValueError: A whole number is beyond an embedding's rows.
@@ -271,15 +275,34 @@ def rows_of(split: ClientData, client: int) -> Iterator[Inputs]:
         yield from (each(lambda t: t[0], x) for x in _inputs(split, np.array([client])))
 
 
-def fitted_of(local: Local, done: Done) -> Iterator[tuple[np.ndarray, FittedPredictor]]:
-    """Yield each client of a chunk, [1], with its predictor."""
+def value_of(algorithm: Algorithm, known: Mapping[str, Tensors]) -> float | None:
+    """Return the number that a method's predictor tunes: the one that clients' validation data have
+    chosen, or the only one of its grid; None where there is none.
+
+    Args:
+        algorithm: The method.
+        known: The last states of the surveys of its predictor, by their names.
+    """
+    if TUNING in known:
+        return float(known[TUNING]["value"])
+    grid = algorithm.predictor.grid if algorithm.predictor is not None else ()
+    return grid[0] if len(grid) == 1 else None
+
+
+def fitted_of(
+    local: Local, done: Done, known: Mapping[str, Tensors]
+) -> Iterator[tuple[np.ndarray, FittedPredictor]]:
+    """Yield each client of a chunk, [1], with its predictor, which is told the last states of its
+    surveys beside what the server sends.
+    """
     assert local.algorithm.predictor is not None
+    given = {**done.given, **known}
     for c in range(len(done.ids)):
         x, y = local.train.client(int(done.ids[c]))
         view = tree_map(lambda t, c=c: t[c], done.views)
         yield (
             done.ids[c : c + 1],
-            local.algorithm.predictor(local.algorithm, done.given, view, {"x": x, "y": y}),
+            local.algorithm.predictor(local.algorithm, given, view, {"x": x, "y": y}),
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
-from bayesfl.base.surveys import Ask, Survey, answers, named_split, together
+from bayesfl.base.surveys import Ask, Survey, answers, named_split, summed, together
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
@@ -38,10 +38,7 @@ from bayesfl.federation.store.identity import reading
 if TYPE_CHECKING:
     from bayesfl.federation.run.result import Result
 
-_ANEW = (
-    "begin with dataclasses.replace(result, steps=()).calibrate(...), and give each once, in the "
-    "order of use"
-)
+_ANEW = "begin with result.uncalibrated().calibrate(...), and give each once, in the order of use"
 
 
 @runtime_checkable
@@ -68,15 +65,23 @@ def ask_here(survey: Survey, local: Any, aggregation: Adder | None) -> Ask:
         )
 
     def ask(state: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        found = answers(survey, state, local, shapes)
-        return aggregation.added(
-            {
-                client: {name: t[row] for name, t in found.items()}
-                for row, client in enumerate(local.ids.tolist())
-            }
-        )
+        return added(local.ids, answers(survey, state, local, shapes), aggregation)
 
     return ask
+
+
+def added(ids: np.ndarray, found: Tensors, aggregation: Adder | None) -> Tensors:
+    """Return the sum of clients' answers [J, ...], of which an aggregation shows itself alone; None
+    adds them openly.
+    """
+    if aggregation is None:
+        return summed(ids, found)
+    return aggregation.added(
+        {
+            client: {name: t[row] for name, t in found.items()}
+            for row, client in enumerate(ids.tolist())
+        }
+    )
 
 
 def asked(survey: Survey, splits: Mapping[str, ClientData]) -> ClientData:
@@ -279,7 +284,7 @@ def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> No
         raise ValueError(
             f"draws={draws} makes other predictions than those that were calibrated, which have "
             f"the method's own number, {algorithm.draws}; leave draws out, or predict with "
-            "dataclasses.replace(result, steps=())"
+            "result.uncalibrated()"
         )
 
 
@@ -292,11 +297,12 @@ def check_reading(result: Any) -> None:
             f"{result.name!r} is calibrated for its full predictions, and plug_in=True makes "
             "others: take dataclasses.replace(model, steps=())"
         )
-    if result.steps and result.calibrated not in (None, reading(result.algorithm)):
+    now = reading(result.algorithm) if result.steps else None
+    if any(one.reading not in (None, now) for one in result.steps):
         raise ValueError(
             "the steps of calibration were fitted to another way of predicting, as by another "
             "predictor, likelihood or number of draws: calibrate this result anew, "
-            "dataclasses.replace(result, steps=()).calibrate(...)"
+            "result.uncalibrated().calibrate(...)"
         )
 
 

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Predictor, Tensors
-from bayesfl.base.surveys import answers, conduct, summed
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.surveys import Outputs
-from bayesfl.federation.clients.local import Done, Local, State
+from bayesfl.federation.clients.local import Done, Local
 from bayesfl.federation.clients.predict import address_of, fitted_of, of_fitted, rows_of
 from bayesfl.likelihoods import Poisson
 from bayesfl.posteriors.linearised import nll_of_predictive
@@ -55,6 +53,8 @@ class Tuning:
     """
 
     predictor: Predictor
+    reads = "candidates"
+    sums = "in nats, of each candidate for the tuned number"
 
     @property
     def split(self) -> str:
@@ -106,45 +106,14 @@ class Tuning:
         return {"value": torch.tensor(grid[best], dtype=torch.float64)}, True
 
 
-def without_data(algorithm: Algorithm) -> float | None:
-    """Return the one number of the grid of a method's predictor; None where there is none, or where
-    there are several.
-    """
-    grid = algorithm.predictor.grid if algorithm.predictor is not None else ()
-    return grid[0] if len(grid) == 1 else None
-
-
-def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float | None:
-    """Return the number that the method's predictor tunes, chosen by `Tuning`; None where the
-    method has no such number.
-
-    Raises:
-        DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
-        ValueError: The data have no validation split, or no candidate gives finite predictions.
-    """
-    predictor = local.algorithm.predictor
-    if predictor is None or not needs_validation(local.algorithm):
-        return without_data(local.algorithm)
-    check_tunable(local.algorithm, data)
-    survey = Tuning(predictor)
-
-    def ask(so_far: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        def work(ids: np.ndarray) -> tuple[np.ndarray, Tensors]:
-            done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
-            return ids, answers(
-                survey, so_far, candidates(local, done, data.validation, round=state.round), shapes
-            )
-
-        parts = list(crew.over(local.chunked(), work))
-        ids = np.concatenate([ids for ids, _ in parts])
-        return summed(
-            ids, {name: torch.cat([found[name] for _, found in parts]) for name in shapes}
-        )
-
-    return float(conduct(survey, ask, Outputs(data.task, data.outputs))["value"])
-
-
-def candidates(local: Local, done: Done, validation: ClientData, *, round: int) -> Candidates:
+def candidates(
+    local: Local,
+    done: Done,
+    validation: ClientData,
+    *,
+    round: int,
+    known: Mapping[str, Tensors] = {},
+) -> Candidates:
     """Return how the candidates of the grid fit a chunk's validation data, predicted as the method
     predicts by default.
 
@@ -153,6 +122,7 @@ def candidates(local: Local, done: Done, validation: ClientData, *, round: int) 
         done: The outcome of local work, with whose views the clients predict.
         validation: Their validation data.
         round: Number of rounds done; it selects the random draws.
+        known: The last states of the predictor's surveys, by their names.
     """
     algorithm = local.algorithm
     assert algorithm.predictor is not None
@@ -161,7 +131,7 @@ def candidates(local: Local, done: Done, validation: ClientData, *, round: int) 
     losses = torch.full(
         (len(done.ids), int(counts.max(initial=0)), len(grid)), torch.inf, dtype=torch.float64
     )
-    for place, (row, fitted) in enumerate(fitted_of(local, done)):
+    for place, (row, fitted) in enumerate(fitted_of(local, done, known)):
         client = int(row[0])
         rows, y = list(rows_of(validation, client)), validation.y[validation.rows(client)]
         for k, value in enumerate(grid if len(y) else ()):
@@ -193,11 +163,15 @@ def check_tunable(algorithm: Algorithm, data: FederatedData) -> None:
         ValueError: The predictor's grid has several candidates, and the data have no validation
             examples.
     """
-    some = "validation" in data.splits and bool(data.validation.counts.any())
-    if needs_validation(algorithm) and not some:
+    if needs_validation(algorithm) and not tunable(data):
         raise ValueError(
             no_validation(algorithm, "the data have none: make them with validation=0.1")
         )
+
+
+def tunable(data: FederatedData) -> bool:
+    """Say whether there are validation data."""
+    return "validation" in data.splits and bool(data.validation.counts.any())
 
 
 def needs_validation(algorithm: Algorithm) -> bool:

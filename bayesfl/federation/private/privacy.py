@@ -51,7 +51,6 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean, by_size, equal
-from bayesfl.composition.predictors import PooledLaplace
 from bayesfl.federation.clients.tuning import needs_validation, no_validation
 from bayesfl.federation.rounds.admission import Admission
 from bayesfl.federation.rounds.next_server import NextServer, Unseen, check_combine
@@ -333,10 +332,10 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
                 "ClientPrivacy does not cover what is asked of them: take another method",
             )
         )
-    if isinstance(algorithm.predictor, PooledLaplace):
+    if hasattr(algorithm.predictor, "asks"):
         raise ValueError(
-            "PooledLaplace asks clients for their curvature, which ClientPrivacy does not cover: "
-            "take another predictor, or leave aggregation out"
+            f"{type(algorithm.predictor).__name__} asks clients for sums, which ClientPrivacy does "
+            "not cover: take another predictor, or leave aggregation out"
         )
     if more := sorted(algorithm.reports):
         raise ValueError(

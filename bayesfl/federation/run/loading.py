@@ -18,6 +18,7 @@ from bayesfl.data import FederatedData
 from bayesfl.data.names import same_classes
 from bayesfl.data.tables.frames import same_columns
 from bayesfl.federation.clients.pooling import servers
+from bayesfl.federation.clients.predicting import rule_of
 from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import Federation, Method, present
 from bayesfl.federation.store import files
@@ -112,8 +113,7 @@ def _read(
     """Return a saved run as its file has it, and the identity of the method that made it."""
     device = present(device)
     found = files.read(path, files.RUN, device)
-    pooled = found["pooled"]
-    algorithm = servers(algorithm, None if pooled is None else pooled.rule)
+    algorithm = servers(algorithm, rule_of(found.pop("predicting")))
     return Result(device=device, **{**found, "algorithm": algorithm}), found["algorithm"]
 
 

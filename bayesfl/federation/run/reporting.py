@@ -72,7 +72,7 @@ def write_report(
             *_coverage(run, predicted),
         ]
     lead = f"{known.outline.clients} clients; round {found['round']} of {settings.rounds}."
-    lead += f" {BEFORE}" * bool(found["steps"] and not measured)
+    lead += f" {BEFORE}" * bool(_steps(found) and not measured)
     recorded = _recorded(history, known.outline) or f"<p>{WITHOUT}</p>"
     parts = [
         *(measured or [Section("Clients", recorded)]),
@@ -97,13 +97,18 @@ def write_deployed_report(path: str | os.PathLike[str], found: Mapping[str, Any]
     for key in dict.fromkeys(key for of in measures.values() for key in of):
         columns[in_prose(key)] = [of.get(key) for of in measures.values()]
     steps = [Fitted(step, {}, {}) for step in found["calibration"]]
-    found = {**found, "steps": steps, "private": found["start"]}
+    found = {**found, "after": steps, "private": found["start"]}
     shared = table(columns) if measures else "<p>No client shares its measures.</p>"
     parts = [Section("Clients", shared), *_curves(found["history"]), *_about(found, None)]
     clients, rounds = len(found["base"]), found["settings"].rounds
     lead = f"{clients} clients over a network; round {found['round']} of {rounds}."
     lead += f" {BEFORE}" * bool(steps)
     write_page(path, _method(found), parts, lead=lead, headline=_last(found["history"]))
+
+
+def _steps(found: Mapping[str, Any]) -> list[Fitted]:
+    """Return the steps of calibration among what was fitted after training."""
+    return [one for one in found["after"] if isinstance(one, Fitted)]
 
 
 def _last(history: History) -> dict[str, Any]:
@@ -133,7 +138,7 @@ def _about(found: Mapping[str, Any], run: "Result | None") -> list[Section]:
 
 def _settings(found: Mapping[str, Any]) -> str:
     settings: Settings = found["settings"]
-    steps: tuple[Fitted, ...] = found["steps"]
+    steps = _steps(found)
     algorithm, history = found["algorithm"], found["history"]
     run = {
         "rounds": settings.rounds,

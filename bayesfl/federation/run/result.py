@@ -23,7 +23,7 @@ from bayesfl.base.surveys import Survey, conduct
 from bayesfl.base.warning import warn
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, unrolled
-from bayesfl.composition.predictors import PooledLaplace
+from bayesfl.composition.predictors import POOLED, PooledLaplace
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.tables.frames import same_columns
@@ -35,6 +35,14 @@ from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions, by_client
 from bayesfl.evaluation.surveys import LocalPredictions, Outputs
 from bayesfl.federation.clients import heads, pooling, predict, surveying, tuning
+from bayesfl.federation.clients.after import (
+    Here,
+    Known,
+    answered,
+    answers_of,
+    known_of,
+    next_question,
+)
 from bayesfl.federation.clients.client_model import (
     ClientModel,
     check_file_names,
@@ -44,10 +52,11 @@ from bayesfl.federation.clients.client_model import (
 from bayesfl.federation.clients.form import other_transform, same_form
 from bayesfl.federation.clients.local import Local, State, private_rows
 from bayesfl.federation.clients.modules import module_at, server_module
+from bayesfl.federation.clients.predicting import predicting
 from bayesfl.federation.run import reporting
 from bayesfl.federation.settings import FEDERATION, Settings, same_problem
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import Chosen, Pooled, identity, reading
+from bayesfl.federation.store.identity import Answer, identity, reading
 from bayesfl.models.copies import refuse_changed
 from bayesfl.optim import rate_at
 from bayesfl.posteriors import Samples
@@ -75,19 +84,13 @@ class Result:
         dtype: The precision of the state.
         novel: Whether the clients joined after training, by `adapt`; then the result predicts, but
             training cannot continue from it.
-        chosen: The value of `tuned` where it is known already, because new clients joined a
-            federation that has one, or because it was saved, with the way of predicting that it was
-            chosen for; None where it is not. For another one, as `replace(result, algorithm=...)`
-            gives, it is chosen anew.
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as
             where bad clients are skipped; otherwise it raises `DivergenceError`.
-        steps: Steps of calibration, as `calibrate` has fitted them, which `predict` and `client`
-            apply.
-        calibrated: How the method predicted when they were fitted, see `reading`; None without
-            steps.
         began: What the run began from, in words that differ for other states.
-        pooled: The pooled posterior where clients were asked for it already; it counts for the
-            predictor that asked.
+        after: What was fitted after training: what clients have answered to the surveys of the
+            method's predictor, and the steps of calibration. Answers count for the way of
+            predicting that they were given for; for another one, as `replace(result,
+            algorithm=...)` gives, clients are asked anew. Training empties it.
 
     Example:
         >>> clients = bf.data.iid("digits", clients=2)
@@ -110,17 +113,14 @@ class Result:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
     novel: bool = False
-    chosen: Chosen | None = None
     tolerant: bool = False
     began: str = METHODS_START
-    steps: tuple[Fitted, ...] = ()
-    calibrated: str | None = None
-    pooled: Pooled | None = None
+    after: tuple[Answer | Fitted, ...] = ()
 
     def __repr__(self) -> str:
         source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
-        rule = self.algorithm.predictor
-        laplace = f"; pooled Laplace, {rule.structure}" if isinstance(rule, PooledLaplace) else ""
+        rule: Any = self.algorithm.predictor
+        laplace = f"; pooled Laplace, {rule.structure}" if hasattr(rule, "question") else ""
         steps = (
             f"; calibrated by {', '.join(type(one.step).__name__ for one in self.steps)}"
             if self.steps
@@ -149,7 +149,18 @@ class Result:
             )
         return self.known
 
-    @cached_property
+    @property
+    def steps(self) -> tuple[Fitted, ...]:
+        """Return the steps of calibration, as `calibrate` has fitted them, which `predict` and
+        `client` apply.
+        """
+        return tuple(one for one in self.after if isinstance(one, Fitted))
+
+    def uncalibrated(self) -> "Result":
+        """Return the result without its steps of calibration."""
+        return replace(self, after=tuple(one for one in self.after if isinstance(one, Answer)))
+
+    @property
     def tuned(self) -> float | None:
         """Return the number of the method's predictor that best fits the validation data of all
         clients, as FedSI's predictive precision.
@@ -160,59 +171,48 @@ class Result:
             ValueError: The data have no validation split, or no candidate gives finite predictions.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
-        if (value := self.known_value) is not None:
-            return value
-        if not tuning.needs_validation(self.algorithm):
-            return tuning.without_data(self.algorithm)
-        data = self.data.to(self.device, self.dtype)
-        with self.engine.crew(self.device) as crew:
-            return tuning.tune(self.local(data.train), self.state, data, crew)
-
-    @property
-    def known_value(self) -> float | None:
-        """Return the number of `chosen`, if it was chosen for the method's way of predicting."""
-        return (
-            self.chosen.value
-            if self.chosen and self.chosen.reading == reading(self.algorithm)
-            else None
-        )
-
-    def known_choice(self) -> Chosen | None:
-        """Return `tuned` where there are data to tune on, otherwise `chosen`."""
-        if self.known_value is not None or isinstance(self.known, Outline):
-            return self.chosen
-        try:
-            tuning.check_tunable(self.algorithm, self.data)
-        except ValueError:
-            return None
-        return None if self.tuned is None else Chosen(self.tuned, reading(self.algorithm))
+        return predict.value_of(self.algorithm, self.answers)
 
     @cached_property
-    def known_pooled(self) -> Pooled | None:
-        """Return `pooled`, for which clients are asked where they were not; None where the method's
-        predictor is no `PooledLaplace`.
+    def answers(self) -> Known:
+        """Return the last states of the surveys that the method's predictor needs, by their names;
+        clients are asked where they were not.
 
         Raises:
-            ValueError: The result was loaded without its clients' data, or as by
+            ValueError: As by `tuned`; the result was loaded without its clients' data, or as by
                 `PooledCurvature`.
+            DivergenceError: As by `tuned`.
         """
-        rule = self.algorithm.predictor
-        if not isinstance(rule, PooledLaplace) or (self.pooled and self.pooled.rule == rule):
-            return self.pooled if isinstance(rule, PooledLaplace) else None
-        return pooling.asked(self.algorithm, self.server, self.data.to(self.device, self.dtype))
+        return self._answered(None)
 
-    @property
+    def _answered(self, aggregation: surveying.Adder | None) -> Known:
+        known = known_of(self.after, self.algorithm)
+        if next_question(self.algorithm, self.server, known) is None:
+            return known
+        tuning.check_tunable(self.algorithm, self.data)
+        data = self.data.to(self.device, self.dtype)
+        with self.engine.crew(self.device) as crew:
+            here = Here(self.local(data.train), self.state, data, crew, aggregation)
+            return answered(self.algorithm, self.server, known, here)
+
+    def _answers(self) -> tuple[Answer, ...]:
+        """Return what clients have answered, for which they are asked where they were not; a number
+        stays open where there are no data to tune it on.
+        """
+        if tuning.needs_validation(self.algorithm) and (
+            isinstance(self.known, Outline) or not tuning.tunable(self.data)
+        ):
+            return answers_of(known_of(self.after, self.algorithm), self.algorithm)
+        return answers_of(self.answers, self.algorithm)
+
+    @cached_property
     def state(self) -> State:
         """Return the federation's state; it shares this result's tensors."""
         return State(self.server, self.private, self.round)
 
-    def local(self, train: ClientData, *, predicts: bool = True) -> Local:
+    def local(self, train: ClientData) -> Local:
         """Return the local work of clients whose training data are `train`, which must be on the
         run's device and in its precision.
-
-        Args:
-            train: The training data.
-            predicts: Whether they predict, and are told what their predictor needs.
         """
         refuse_changed(self.algorithm.model)
         return Local(
@@ -223,7 +223,6 @@ class Result:
             self.settings.rounds,
             self.tolerant,
             self.known.client_names,
-            told=pooling.told(self.known_pooled) if predicts else {},
         )
 
     @suggests
@@ -316,9 +315,9 @@ class Result:
         """
         train = self.data.train.to(self.device, self.dtype)
         reads = [*steps, *(one.step for one in self.steps)]
-        local, value = self.local(train), None if draws == 0 else self.tuned
+        local, known = self.local(train), {} if draws == 0 else self.answers
         with self.engine.crew(self.device) as crew:
-            found = predict.personal(local, self.state, splits, crew, draws=draws, value=value)
+            found = predict.personal(local, self.state, splits, crew, draws=draws, known=known)
         return tuple(
             surveying.known(self, local, *pair, reads) for pair in zip(splits, found, strict=True)
         )
@@ -360,11 +359,9 @@ class Result:
             zip(wanted, self.local_predictions(*wanted.values(), steps=steps), strict=True)
         )
         found = surveying.fitted(steps, self.steps, predicted, outputs, aggregation)
+        now = reading(self.algorithm)
         return replace(
-            self,
-            steps=found,
-            calibrated=reading(self.algorithm) if found else None,
-            chosen=self.known_choice(),
+            self, after=(*self._answers(), *(replace(one, reading=now) for one in found))
         )
 
     @suggests
@@ -437,11 +434,9 @@ class Result:
         surveying.refuse_released(
             [question], Outputs(self.known.task, self.known.outputs), self.settings
         )
-        data = self.data.to(self.device, self.dtype)
-        pooled = pooling.asked(method, server, data, aggregation=aggregation)
-        own = {"private": {}, "chosen": None, "steps": (), "calibrated": None, "pooled": pooled}
-        made = replace(self, algorithm=method, server=server, **own)
-        held = data.splits.get("validation")
+        made = replace(self, algorithm=method, server=server, private={}, after=())
+        made = replace(made, after=answers_of(made._answered(aggregation), method))
+        held = self.data.to(self.device, self.dtype).splits.get("validation")
         if held is not None and held.counts.any() and self.known.task == "classification":
             plain, averaged = (made.local_predictions(held, draws=draws)[0] for draws in (0, None))
             surveying.say_if_unsure(plain.predictions, averaged.predictions)
@@ -454,12 +449,12 @@ class Result:
         Raises:
             ValueError: There is none.
         """
-        rule, pooled = self.algorithm.predictor, self.known_pooled
-        if pooled is None or not isinstance(rule, PooledLaplace):
+        rule: Any = self.algorithm.predictor
+        if not hasattr(rule, "question"):
             raise ValueError(
                 "this result has no pooled posterior; make one, as result.laplace('last_layer')"
             )
-        return rule.question(self.algorithm, self.server).posterior(pooled.state)
+        return rule.question(self.algorithm, self.server).posterior(self.answers[POOLED])
 
     def heads(self, *, aggregation: surveying.Adder | None = None) -> "Result":
         """Return the federation with heads of clients' own on the bodies that it has trained: last
@@ -607,8 +602,7 @@ class Result:
         private = private_rows(algorithm, server, novel.clients)
         moved = novel.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
-            self.local(moved.train, predicts=False).adapt(State(server, private, self.round), crew)
-        chosen = self.known_choice()
+            self.local(moved.train).adapt(State(server, private, self.round), crew)
         new = replace(
             self,
             known=novel,
@@ -616,11 +610,9 @@ class Result:
             private=private,
             history=History(),
             novel=True,
-            chosen=chosen,
-            steps=(),
-            pooled=self.known_pooled,
+            after=self._answers(),
         )
-        return replace(new, steps=self._settled(new, moved)) if self.steps else new
+        return replace(new, after=(*new.after, *self._settled(new, moved))) if self.steps else new
 
     def _slowed(self) -> str:
         """Say where the rate of a phase of `adapt` has fallen below a tenth of its first; '' if
@@ -697,14 +689,13 @@ class Result:
                 "it with them, bf.load_client reads a client's own file"
             )
         if isinstance(self.known, Outline):
-            given, views = self._unadapted(j)
-            train, value = None, self.known_value
+            (given, views), train = self._unadapted(j), None
         else:
             local = self.local(self.known.train.alone(j).to(self.device, self.dtype))
             ids = np.array([j])
             done = local.finetuned(ids, self.state.received(self.algorithm, ids), self.round)
             given, views = done.given, done.views
-            train, value = dict(zip("xy", local.train.client(j), strict=True)), self.tuned
+            train = dict(zip("xy", local.train.client(j), strict=True))
         return client_model(
             self.algorithm,
             given,
@@ -715,7 +706,7 @@ class Result:
             data=self.known,
             round=self.round,
             seed=self.settings.seed,
-            value=value,
+            known=self.answers,
             steps=tuple(one.of(torch.tensor([j])) for one in self.steps),
             server=self.server,
         )
@@ -725,7 +716,6 @@ class Result:
         refuse_changed(self.algorithm.model)
         got = self.state.received(self.algorithm, np.array([j]))
         given = self.algorithm.given(got.common, self.round, self.settings.rounds)
-        given = {**given, **pooling.told(self.known_pooled)}
         counts = self.known.counts if isinstance(self.known, Outline) else self.known.train.counts
         count = torch.tensor([int(counts[j])], dtype=self.dtype, device=self.device)
         return given, self.algorithm.views(given, got.addressed, got.rows, count)
@@ -900,14 +890,12 @@ class Result:
         files.write_round(path, files.RUN, self._content())
 
     def _content(self) -> dict[str, Any]:
-        """Return what a file holds; of `tuned` and the pooled posterior what is known, as they take
-        long.
-        """
-        tuned = self.__dict__.get("tuned", self.known_value)
+        """Return what a file holds; of the predictor's surveys what is known, as they take long."""
+        known = self.__dict__.get("answers", known_of(self.after, self.algorithm))
         return {
             **vars(self),
-            "chosen": None if tuned is None else Chosen(tuned, reading(self.algorithm)),
-            "pooled": self.__dict__.get("known_pooled", self.pooled),
+            "after": (*answers_of(known, self.algorithm), *self.steps),
+            "predicting": predicting(self.algorithm),
         }
 
 

@@ -25,8 +25,10 @@ from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import COLUMNS, PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, means, measured
 from bayesfl.evaluation.predictions import Collector, Predictions, by_client, measures_of
-from bayesfl.federation.clients import pooling, predict, tuning
+from bayesfl.federation.clients import predict, tuning
+from bayesfl.federation.clients.after import Here, Known, answered, answers_of
 from bayesfl.federation.clients.local import Local, State, private_rows, touched
+from bayesfl.federation.clients.surveying import Adder
 from bayesfl.federation.errors import DivergenceError, FailedRound
 from bayesfl.federation.rounds.admission import Admission, attempts
 from bayesfl.federation.rounds.faults import FaultPlan
@@ -125,8 +127,8 @@ def simulate(
         admission: Which replies are taken, and what happens to a round with too few. None for
             `Admission("skip")` if there are `faults`, otherwise for `Admission("stop")`, which
             stops the run when a client's training is no longer finite.
-        aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or
-            `bayesfl.ClientPrivacy`; None if the server may see every uplink.
+        aggregation: How the cohort's uplinks are added up, and what evaluations ask clients for:
+            `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None if the server may see every uplink.
         faults: A plan of simulated faults, see `bayesfl.faults`; None for none.
         on_round: Callbacks, called one after another after every round with the run so far, see
             `bayesfl.callbacks`; one that returns True ends the run. A resumed run calls them first
@@ -223,6 +225,7 @@ def simulate(
             checkpoint,
             every,
             progress,
+            aggregation if isinstance(aggregation, Adder) else None,
         )
         with result.engine.crew(device) as crew:
             result = run.rounds(result, crew)
@@ -352,7 +355,7 @@ def _begun(
     if len(new) and algorithm.adapt:
         with engine.crew(device) as crew:
             train = clients.to(device, dtype).train
-            result.local(train, predicts=False).adapt(begin, crew, ids=new)
+            result.local(train).adapt(begin, crew, ids=new)
     return result
 
 
@@ -425,12 +428,7 @@ def _under(
             f"a run that goes on keeps its settings, {in_words(apart)}; pass the saved ones, or "
             "begin another run"
         )
-    own = {
-        "private": tree_map(torch.clone, saved.private),
-        "history": saved.history.copy(),
-        "chosen": None,
-        "pooled": None,
-    }
+    own = {"private": tree_map(torch.clone, saved.private), "history": saved.history.copy()}
     return replace(saved, settings=settings, engine=engine, **own)
 
 
@@ -448,6 +446,7 @@ class _Simulation:
         checkpoint: As in `simulate`.
         every: As in `simulate`.
         progress: As in `simulate`.
+        aggregation: What adds up the answers that evaluations ask for; None adds them openly.
     """
 
     rules: Rules
@@ -459,13 +458,14 @@ class _Simulation:
     checkpoint: str | os.PathLike[str] | None
     every: int
     progress: bool | None
+    aggregation: Adder | None
 
     def rounds(self, result: Result, crew: Crew) -> Result:
         """Return the run after its remaining rounds, or after that with which a callback
         ends it.
         """
         settings = result.settings
-        local = result.local(self.data.train, predicts=False)
+        local = result.local(self.data.train)
         stopped = over(self.callbacks, result)
         measure = "personal_accuracy" if self.data.task == "classification" else "personal_rmse"
         hidden = None if self.progress is None else not self.progress
@@ -475,7 +475,7 @@ class _Simulation:
                 evaluates = settings.evaluates(result.round)
                 result, before = self._round(result, local, crew, evaluates)
                 if evaluates:
-                    self._evaluate(result, before, local, crew)
+                    result = self._evaluate(result, before, local, crew)
                     bar.set_postfix({measure: f"{result.history[-1][measure]:.3f}"}, refresh=False)
                 if self.checkpoint is not None and (
                     result.round % self.every == 0 or result.round == settings.rounds
@@ -485,7 +485,7 @@ class _Simulation:
                 stopped = ended(self.callbacks, result)
         if stopped and settings.evaluate_every is not None and measure not in result.history[-1]:
             # Ended between evaluations.
-            self._evaluate(result, None, local, crew)
+            result = self._evaluate(result, None, local, crew)
             ended(self.callbacks, result)  # once more, with the measures
         if stopped and self.checkpoint is not None:
             result.save_round(self.checkpoint)
@@ -519,32 +519,36 @@ class _Simulation:
             before, absent = None, []
         else:
             server, row, absent, before = tried
-        result = replace(result, round=result.round + 1, server=server, steps=())
+        result = replace(result, round=result.round + 1, server=server, after=())
         result.history.append(row, absent)
         return result, before
 
-    def _evaluate(self, result: Result, before: Collector | None, local: Local, crew: Crew) -> None:
-        """Add the measures of the models to the last row of the history; an error carries the run
-        as its `result`.
+    def _evaluate(
+        self, result: Result, before: Collector | None, local: Local, crew: Crew
+    ) -> Result:
+        """Add the measures of the models to the last row of the history, and return the run with
+        what was fitted for them; an error carries the run as its `result`.
         """
         history = result.history
         try:
             if before is not None and not before.empty:
                 self._note(history, "before_pool", before.predictions(), self.data.test)
-            self._measure(history, local, result.state, crew)
+            known = self._measure(history, local, result.state, crew)
         except Exception as error:
             # Raised in fine-tuning, or by a user's measure, when the round itself is done: an error
             # of whatever class carries the run, as a DivergenceError does.
             error.result = result  # type: ignore[attr-defined]
             raise
+        return replace(result, after=answers_of(known, result.algorithm))
 
-    def _measure(self, history: History, local: Local, state: State, crew: Crew) -> None:
-        """Add the measures of the models after aggregation."""
-        found = pooling.asked(local.algorithm, state.server, self.data)
-        local = replace(local, told=pooling.told(found))
-        value = tuning.tune(local, state, self.data, crew)
+    def _measure(self, history: History, local: Local, state: State, crew: Crew) -> Known:
+        """Add the measures of the models after aggregation, and return what clients were asked for
+        them.
+        """
+        here = Here(local, state, self.data, crew, self.aggregation)
+        known = answered(local.algorithm, state.server, {}, here)
         splits = {name: self.data.splits[name] for name in PREFIXES if name in self.data.splits}
-        predicted = predict.personal(local, state, list(splits.values()), crew, value=value)
+        predicted = predict.personal(local, state, list(splits.values()), crew, known=known)
         for (name, split), predictions in zip(splits.items(), predicted, strict=True):
             self._note(history, PREFIXES[name], predictions, split)
         for name, predictions in predict.further(local, state, self.data.test, crew).items():
@@ -552,6 +556,7 @@ class _Simulation:
         shared = predict.shared(local, state, self.data.test)
         if shared is not None:
             self._note(history, "global", shared, self.data.test)
+        return known
 
     def _note(
         self, history: History, prefix: str, predictions: Predictions, split: ClientData

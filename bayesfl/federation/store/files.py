@@ -45,7 +45,7 @@ from bayesfl.evaluation.calibration import (
 )
 from bayesfl.evaluation.history import History
 from bayesfl.federation.settings import DTYPES, Settings, dtype_name
-from bayesfl.federation.store.identity import Chosen, Pooled, identity
+from bayesfl.federation.store.identity import Answer, identity
 
 try:
     import fcntl
@@ -80,14 +80,12 @@ class FileKind:
         reader: What reads it, for error messages.
         fields: How each of its fields is written and read; {} for any mapping of tensors and plain
             values, as they are.
-        later: Fields that may be None, which files of earlier versions do not have.
     """
 
     name: str
     what: str
     reader: str
     fields: Mapping[str, Entry]
-    later: tuple[str, ...] = ()
 
 
 def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
@@ -114,21 +112,31 @@ def read_steps(found: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
     return tuple(STEPS[one["step"]](**one["options"]) for one in found)
 
 
-def _write_fitted(steps: Sequence[Fitted]) -> dict[str, Any]:
-    said = described_steps([one.step for one in steps])
-    return {
-        str(place): {**about, "state": dict(one.state), "own": dict(one.own)}
-        for place, (about, one) in enumerate(zip(said, steps, strict=True))
+def _write_after(after: Sequence[Answer | Fitted]) -> dict[str, Any]:
+    return {str(place): _written(one) for place, one in enumerate(after)}
+
+
+def _written(one: Answer | Fitted) -> dict[str, Any]:
+    if isinstance(one, Answer):
+        return one._asdict() | {"state": dict(one.state)}
+    said = {**vars(one), "state": dict(one.state), "own": dict(one.own)}
+    return {**said, **described_steps([one.step])[0]}
+
+
+def _read_after(found: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(_as_fitted(found[str(place)]) for place in range(len(found)))
+
+
+def _as_fitted(one: Mapping[str, Any]) -> Answer | Fitted:
+    # Both are used on the CPU.
+    kept = {
+        name: {key: t.cpu() for key, t in one[name].items()}
+        for name in ("state", "own")
+        if name in one
     }
-
-
-def _read_fitted(found: Mapping[str, Any]) -> tuple[Fitted, ...]:
-    ordered = [found[str(place)] for place in range(len(found))]
-    fitted = []
-    for step, one in zip(read_steps(ordered), ordered, strict=True):
-        state = {name: t.cpu() for name, t in one["state"].items()}  # applied on the CPU
-        fitted.append(Fitted(step, state, {name: t.cpu() for name, t in one["own"].items()}))
-    return tuple(fitted)
+    if "step" not in one:
+        return Answer(one["name"], kept["state"], one["reading"])
+    return Fitted(read_steps([one])[0], **kept, reading=one["reading"])
 
 
 def _write_history(history: History) -> dict[str, Any]:
@@ -164,7 +172,7 @@ METHOD = Entry(identity, dict)
 SETTINGS = Entry(asdict, lambda found: Settings(**found))
 HISTORY = Entry(_write_history, _read_history)
 DTYPE = Entry(dtype_name, DTYPES.__getitem__)
-FITTED = Entry(_write_fitted, _read_fitted)
+AFTER = Entry(_write_after, _read_after)
 COLUMNS = optional(Entry(Columns.to_json, Columns.from_json))
 
 RUN = FileKind(
@@ -176,15 +184,12 @@ RUN = FileKind(
         "known": Entry(lambda known: asdict(known.outline), Outline.read),
         "settings": SETTINGS,
         "engine": Entry(asdict, lambda found: Engine(**found)),
-        **dict.fromkeys(("server", "private", "novel", "tolerant", "began", "calibrated"), PLAIN),
+        **dict.fromkeys(("server", "private", "novel", "tolerant", "began", "predicting"), PLAIN),
         "round": WHOLE,
         "history": HISTORY,
         "dtype": DTYPE,
-        "chosen": optional(Entry(list, lambda found: Chosen(*found))),
-        "steps": FITTED,
-        "pooled": optional(Entry(Pooled.written, Pooled.read)),
+        "after": AFTER,
     },
-    later=("pooled",),
 )
 CLIENT = FileKind(
     "client",
@@ -194,7 +199,7 @@ CLIENT = FileKind(
         "algorithm": METHOD,
         **dict.fromkeys(
             (
-                *("name", "view", "value", "plug_in", "stored", "common", "calibrated", "written"),
+                *("name", "view", "value", "plug_in", "stored", "common", "written"),
                 "predicting",
             ),
             PLAIN,
@@ -203,7 +208,7 @@ CLIENT = FileKind(
         **dict.fromkeys(("inputs", "class_names", "columns"), TUPLE),
         "form": Entry(lambda form: form.described()),
         "prepared": COLUMNS,
-        "steps": FITTED,
+        "steps": AFTER,
     },
 )
 CLIENT_FILE = "client.safetensors"
@@ -312,7 +317,6 @@ def read_file(file: Path, kind: FileKind, device: torch.device | str = "cpu") ->
         # Copies lie at aligned places, as those of the run did: sums over others may be grouped
         # otherwise.
         content = _joined(said, nest({name: t.to(device, copy=True) for name, t in flat.items()}))
-        content = dict.fromkeys(kind.later) | content
         return (
             {name: entry.read(content[name]) for name, entry in kind.fields.items()}
             if kind.fields

@@ -8,15 +8,13 @@ changed by `dataclasses.replace`, is what its fields hold, see `bayesfl.base.des
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bayesfl.base.archive import CheckpointError
 from bayesfl.base.described import described, network
-from bayesfl.base.inputs import as_tuples
 from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.predictors import PooledLaplace
 from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
 from bayesfl.models.copies import refuse_changed
@@ -73,38 +71,18 @@ def agreement(algorithm: Algorithm, calibration: "Sequence[Step]" = ()) -> dict[
     return {**identity(algorithm), "calibration": described(calibration)}
 
 
-class Chosen(NamedTuple):
-    """A value of `Result.tuned`, and what it was chosen for.
+class Answer(NamedTuple):
+    """What clients have answered to a survey of a method's predictor.
 
     Args:
-        value: The number.
-        reading: How the method predicts, see `reading`; under another one the number says nothing.
-    """
-
-    value: float
-    reading: str
-
-
-class Pooled(NamedTuple):
-    """A pooled posterior, as the survey that asked for it has left it.
-
-    Args:
-        rule: The predictor that asked.
+        name: The survey's name.
         state: The survey's last state.
+        reading: How the method predicted then, see `reading`; under another one it says nothing.
     """
 
-    rule: PooledLaplace
+    name: str
     state: Tensors
-
-    def written(self) -> dict[str, Any]:
-        """Return what a file holds of it."""
-        return {"rule": asdict(self.rule), "state": dict(self.state)}
-
-    @classmethod
-    def read(cls, found: Any) -> "Pooled":
-        """Return what `written` made."""
-        options = {key: as_tuples(value) for key, value in found["rule"].items()}
-        return cls(PooledLaplace(**options), found["state"])
+    reading: str
 
 
 def reading(algorithm: Algorithm) -> str:

@@ -174,7 +174,7 @@ def test_runs_from_before_have_none(fedavg: Result, tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(files, "RUN", replace(files.RUN, fields=fields))
         files.write(tmp_path, files.RUN, fedavg._content())
-    assert bf.load(tmp_path, fedavg.algorithm).pooled is None
+    assert bf.load(tmp_path, fedavg.algorithm).after == ()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # arviz' own

@@ -152,7 +152,7 @@ def test_newcomers_settle_by_what_was_told(served: Result):
     assert bias.own["bias"].abs().max() == 0
     assert sets.own["n_scores"].flatten().tolist() == novel.calibration.counts.tolist()
     steps = [one.step for one in served.steps]
-    (local,) = replace(joined, steps=()).local_predictions(
+    (local,) = joined.uncalibrated().local_predictions(
         novel.to(joined.device, joined.dtype).calibration, steps=steps
     )
     local = bias.apply(temperature.apply(local))
@@ -242,7 +242,7 @@ def test_regression_has_intervals(tmp_path: Path):
     assert_close(
         bf.load_client(tmp_path / "client", method).predict(x).lower, found.client(1).lower
     )
-    assert replace(served, steps=()).predict().lower is None
+    assert served.uncalibrated().predict().lower is None
 
 
 def test_sets_have_the_names_of_classes(tmp_path: Path):
@@ -302,7 +302,7 @@ def test_clients_choose_between_two_models(personal: tuple[Any, Any], tmp_path: 
     chosen = plain.calibrate(Choice(), Temperature(), Conformal(shrink=5.0))
     takes = chosen.steps[0].own["shared"]
     assert 0 < takes.sum() < 5
-    alone = replace(chosen, steps=chosen.steps[:1]).predict()
+    alone = replace(chosen, after=chosen.after[:1]).predict()
     shared = torch.stack(
         [plain.model()(data.test.client(j)[0][:5].double()).softmax(-1) for j in range(5)]
     )

@@ -145,11 +145,7 @@ def test_a_row_alone_has_the_score_that_it_has_among_others(served: Result, data
 @pytest.mark.parametrize("score", ["aps", "raps"])
 def test_sets_of_rows_one_by_one(score: Any, served: Result, data: FederatedData):
     """Each row draws its own u: alone it has the set that it has among others."""
-    model = (
-        dataclasses.replace(served, steps=())
-        .calibrate(Conformal(level=0.8, score=score, shrink=0.0))
-        .client(0)
-    )
+    model = served.uncalibrated().calibrate(Conformal(level=0.8, score=score, shrink=0.0)).client(0)
     x, y = data.test.client(0)
     together = model.predict(x).sets
     alone = torch.cat([model.predict(x[i : i + 1]).sets for i in range(len(x))])
@@ -169,7 +165,7 @@ def test_scores_of_another_kind_or_model_are_refused(
         with pytest.raises(ValueError, match="this alarm watches labels by 'client 0'"):
             watch.see(other.scores(x, y))
         for changed in (Conformal(level=0.8), Conformal(level=0.7, score="aps")):
-            again = dataclasses.replace(served, steps=()).calibrate(changed)
+            again = served.uncalibrated().calibrate(changed)
             with pytest.raises(
                 ValueError,
                 match=r"scores are of labels by 'client 0' .* calibration [0-9a-f]{8}, and this "
@@ -246,7 +242,7 @@ def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData,
 
 def test_splits_that_were_used(served: Result):
     """Steps on training or test rows, and audits of rows that were used, warn."""
-    plain = dataclasses.replace(served, steps=())
+    plain = served.uncalibrated()
     for split in ("train", "test"):
         with pytest.warns(UserWarning, match=f"is fitted to the split '{split}'"):
             plain.calibrate(Conformal(split=split))
@@ -258,7 +254,7 @@ def test_scores_of_an_early_conformal_step(data: FederatedData, served: Result):
     """Scores are of the predictions to which sets were fitted, after the steps before and none
     behind.
     """
-    plain, (x, y) = dataclasses.replace(served, steps=()), data.test.client(0)
+    plain, (x, y) = served.uncalibrated(), data.test.client(0)
     probs = plain.client(0).predict(x).probs
     np.testing.assert_allclose(
         plain.calibrate(Conformal()).client(0).scores(x, y),

@@ -414,7 +414,7 @@ def test_what_epsilon_leaves_out_does_not_choose(model: nn.Module, clients: Fede
     tuned = replace(fedavg(model), predictor=LinearisedLaplace(block="w"))
     with pytest.raises(ValueError, match="ClientPrivacy does not cover what is asked"):
         privately(tuned, clients, rule)
-    with pytest.raises(ValueError, match="their curvature, which ClientPrivacy does not cover"):
+    with pytest.raises(ValueError, match="sums, which ClientPrivacy does not cover"):
         privately(replace(fedavg(model), predictor=PooledLaplace()), clients, rule)
 
 

@@ -1,0 +1,130 @@
+"""What is fitted after training: answers to what a method's predictor asks of clients, one after
+the other, however they are asked.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from bayesfl.base.protocols import Server, Tensors
+from bayesfl.base.surveys import Survey, answers, conduct
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import FederatedData
+from bayesfl.engine.crew import Crew
+from bayesfl.evaluation.surveys import LocalPredictions, Outputs
+from bayesfl.federation.clients import predict, tuning
+from bayesfl.federation.clients.asking import LocalRows, ask
+from bayesfl.federation.clients.local import Local, State
+from bayesfl.federation.clients.surveying import Adder, added, ask_here, asked
+from bayesfl.federation.store.identity import Answer, reading
+
+Known: TypeAlias = Mapping[str, Tensors]
+"""The last states of the surveys of a method's predictor, by their names."""
+
+
+class Conduct(Protocol):
+    """Put a survey to clients: the one thing that a transport does after training."""
+
+    def __call__(self, name: str, survey: Survey[Any], known: Known, /) -> Tensors:
+        """Return a survey's last state.
+
+        Args:
+            name: The survey's name.
+            survey: The survey.
+            known: The last states of the surveys before it.
+        """
+        ...
+
+
+def next_question(
+    algorithm: Algorithm, server: Server, known: Known
+) -> tuple[str, Survey[Any]] | None:
+    """Return the next survey that a method's predictor needs, and its name: what the predictor
+    asks, and then the choice of the number that it tunes; None where nothing is left to ask.
+
+    Args:
+        algorithm: The method.
+        server: The server's state, or what a client has received.
+        known: The last states of the surveys so far.
+    """
+    rule = algorithm.predictor
+    found = getattr(rule, "asks", lambda *_: None)(algorithm, server, known)
+    if found is None and tuning.needs_validation(algorithm) and predict.TUNING not in known:
+        return predict.TUNING, tuning.Tuning(rule)  # pyright: ignore[reportArgumentType] (it has a grid)
+    return found
+
+
+def answered(algorithm: Algorithm, server: Server, known: Known, conduct: Conduct) -> Known:
+    """Return the states of all surveys that a method's predictor needs; those that are known are
+    not asked again.
+    """
+    states = dict(known)
+    while (question := next_question(algorithm, server, states)) is not None:
+        name, survey = question
+        states[name] = conduct(name, survey, states)
+    return states
+
+
+def known_of(after: Iterable[Any], algorithm: Algorithm) -> Known:
+    """Return the states of the answers among what is fitted, of the method as it predicts now."""
+    now = reading(algorithm)
+    return {one.name: one.state for one in after if isinstance(one, Answer) and one.reading == now}
+
+
+def answers_of(known: Known, algorithm: Algorithm) -> tuple[Answer, ...]:
+    """Return states of surveys as what is fitted, for the method as it predicts now."""
+    return tuple(Answer(name, state, reading(algorithm)) for name, state in known.items())
+
+
+@dataclass(frozen=True)
+class Here:
+    """Put surveys to clients that are all on this machine.
+
+    Args:
+        local: The clients' local work.
+        state: The federation's state.
+        data: The clients' data, on the device and in the precision of the state.
+        crew: The threads that compute.
+        aggregation: How answers are added; None adds them openly.
+    """
+
+    local: Local
+    state: State
+    data: FederatedData
+    crew: Crew
+    aggregation: Adder | None = None
+
+    def __call__(self, name: str, survey: Survey[Any], known: Known) -> Tensors:
+        """Return a survey's last state, see `Conduct`."""
+        split, outputs = asked(survey, self.data.splits), Outputs(self.data.task, self.data.outputs)
+        reads = getattr(survey, "reads", "rows")
+        if reads == "candidates":
+            return conduct(survey, self._by_chunk(survey, known), outputs)
+        ids = np.arange(split.clients)
+        if reads == "rows":
+            return conduct(survey, ask(survey, LocalRows(split, ids), self.aggregation), outputs)
+        (found,) = predict.personal(self.local, self.state, [split], self.crew, known=known)
+        about = LocalPredictions(found, ids, self.local.seed, self.state.round)
+        return conduct(survey, ask_here(survey, about, self.aggregation), outputs)
+
+    def _by_chunk(
+        self, survey: Survey[Any], known: Known
+    ) -> Callable[[Tensors, Mapping[str, tuple[int, ...]]], Tensors]:
+        """Return how a question about candidates is put, chunk by chunk."""
+
+        def ask(so_far: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+            def work(ids: np.ndarray) -> tuple[np.ndarray, Tensors]:
+                local, state = self.local, self.state
+                done = state.finetuned(local, ids)
+                split = self.data.splits[survey.split]
+                own = tuning.candidates(local, done, split, round=state.round, known=known)
+                return ids, answers(survey, so_far, own, shapes)
+
+            parts = list(self.crew.over(self.local.chunked(), work))
+            found = {name: torch.cat([own[name] for _, own in parts]) for name in shapes}
+            return added(np.concatenate([ids for ids, _ in parts]), found, self.aggregation)
+
+        return ask
