@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bayesfl.base.archive import CheckpointError
+from bayesfl.base.described import differences, in_words
 from bayesfl.base.options import instance
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
@@ -23,13 +24,7 @@ from bayesfl.federation.run.loading import check_state, reloaded
 from bayesfl.federation.run.result import METHODS_START
 from bayesfl.federation.settings import BUILD_METHOD, Settings
 from bayesfl.federation.store import files
-from bayesfl.federation.store.identity import (
-    differences,
-    identity,
-    in_words,
-    same_method,
-    same_network,
-)
+from bayesfl.federation.store.identity import identity, same_method, same_network
 from bayesfl.flower.before import Before, Place
 from bayesfl.flower.states import state_names
 from bayesfl.posteriors.pooled import PooledPosterior
