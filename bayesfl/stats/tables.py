@@ -19,7 +19,7 @@ from bayesfl.base.options import declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.surveys import Survey
 from bayesfl.base.warning import warn
-from bayesfl.data.tables.table import is_frame
+from bayesfl.data.tables.table import is_frame, pandas_of
 from bayesfl.federation.clients.surveying import Adder, ask_here
 from bayesfl.stats.formulas import Formula, formula_of
 from bayesfl.stats.policy import Policy, Put, Question, Refusal, drawn
@@ -30,7 +30,6 @@ from bayesfl.stats.terms import (
     Term,
     column_of,
     numbers,
-    pandas_of,
     term_of,
 )
 

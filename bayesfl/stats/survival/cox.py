@@ -8,6 +8,7 @@ import torch
 
 from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.warning import warn
+from bayesfl.data.tables.table import pandas_of
 from bayesfl.federation.clients.surveying import Adder
 from bayesfl.stats import newton
 from bayesfl.stats.asking import Questions, Sites, Sums, standard, unit_of, used_rows
@@ -34,7 +35,7 @@ from bayesfl.stats.survival.partial import PartialLikelihood, Scores, after
 from bayesfl.stats.survival.predicted import predicted
 from bayesfl.stats.survival.tested import Tested
 from bayesfl.stats.survival.times import BINS, Grid, follow, grid_of
-from bayesfl.stats.terms import Levels, numbers, pandas_of
+from bayesfl.stats.terms import Levels, numbers
 
 TENTH = 0.1
 """Bins of times that move an estimate by more than so many standard errors give a warning."""
